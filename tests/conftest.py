@@ -1,0 +1,27 @@
+"""Shared by all tests: eight host devices, exact float32 dots, and shape checks at the boundaries of the operations."""
+
+import os
+
+# Before JAX is imported: tests of sharding need more than one device, and a CPU can play eight.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import pytest
+from jaxtyping import install_import_hook
+
+# Every annotated array argument of an operation is checked for shape and dtype, in tests only.
+_hook = install_import_hook("kernels_pallas", "beartype.beartype")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--examples", type=int, default=20_000, help="how many schedules the fuzz tests draw in all")
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--slow"):
+        return
+    skip = pytest.mark.skip(reason="slow: run with --slow")
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(skip)
