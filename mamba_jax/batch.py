@@ -1,0 +1,152 @@
+"""What the host says about one step, and what the step answers. Small integer arrays padded to a few static shapes.
+
+The host fills numpy arrays (`DecodeBatch.empty` and its sisters make them); the device computes everything that
+follows from row lengths. A padding row is all zeros: seat 0, no tokens, null slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from mamba_jax.sampling.table import SamplingTable
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeBatch:
+    """One decode step: D rows of at most 1 + K tokens each, K = `tokens.shape[1] - 1`."""
+
+    row_id: Int[Array, " rows"]
+    continues: Bool[Array, " rows"]
+    """The row goes on from the seat's own length, slot, last token and drafts; the host's values are not looked at."""
+    tokens: Int[Array, "rows steps"]
+    """Certain tokens, then drafts (-1: a draft that is always rejected)."""
+    length: Int[Array, " rows"]
+    """Tokens committed before the step."""
+    read_slot: Int[Array, " rows"]
+    num_tokens: Int[Array, " rows"]
+    """Tokens fed, drafts included; 0 samples from the hidden state in the row's slot and feeds nothing."""
+    num_drafts: Int[Array, " rows"]
+    write_slot: Int[Array, "rows steps"]
+    """Where the state after each token goes; 0 = nowhere."""
+    page_table: Int[Array, "rows pages"]
+    page_copy: Int[Array, "rows 2"]
+    """A page to copy before anything is written, as (source, target); (0, 0) = none."""
+    sample: Bool[Array, " rows"]
+    """Whether the row emits tokens."""
+
+    @classmethod
+    def empty(cls, *, rows: int, num_speculative_tokens: int, pages_per_row: int) -> DecodeBatch:
+        """A batch of padding, as numpy arrays to be filled in place."""
+        steps = 1 + num_speculative_tokens
+        return cls(
+            row_id=np.zeros(rows, np.int32),
+            continues=np.zeros(rows, bool),
+            tokens=np.zeros((rows, steps), np.int32),
+            length=np.zeros(rows, np.int32),
+            read_slot=np.zeros(rows, np.int32),
+            num_tokens=np.zeros(rows, np.int32),
+            num_drafts=np.zeros(rows, np.int32),
+            write_slot=np.zeros((rows, steps), np.int32),
+            page_table=np.zeros((rows, pages_per_row), np.int32),
+            page_copy=np.zeros((rows, 2), np.int32),
+            sample=np.zeros(rows, bool),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PrefillBatch:
+    """One prefill step: R rows of any lengths, their T tokens packed one row after the other.
+
+    A row's tokens [length, length + num_tokens) are cut into tiles at absolute multiples of `tile_size`; the tiles
+    of all rows, in row order, are what `tile_write_slot` speaks of.
+    """
+
+    tokens: Int[Array, " tokens"]
+    row_id: Int[Array, " rows"]
+    length: Int[Array, " rows"]
+    """Tokens committed before the step."""
+    num_tokens: Int[Array, " rows"]
+    read_slot: Int[Array, " rows"]
+    page_table: Int[Array, "rows pages"]
+    page_copy: Int[Array, "rows 2"]
+    """A page to copy before anything is written, as (source, target); (0, 0) = none."""
+    sample: Bool[Array, " rows"]
+    """Whether the row emits a token after its last one."""
+    tile_write_slot: Int[Array, " tiles"]
+    """Where the state after each tile goes; 0 = nowhere."""
+    tile_size: int = field(metadata={"static": True})
+
+    @classmethod
+    def empty(cls, *, tokens: int, rows: int, tiles: int, pages_per_row: int, tile_size: int) -> PrefillBatch:
+        """A batch of padding, as numpy arrays to be filled in place."""
+        return cls(
+            tokens=np.zeros(tokens, np.int32),
+            row_id=np.zeros(rows, np.int32),
+            length=np.zeros(rows, np.int32),
+            num_tokens=np.zeros(rows, np.int32),
+            read_slot=np.zeros(rows, np.int32),
+            page_table=np.zeros((rows, pages_per_row), np.int32),
+            page_copy=np.zeros((rows, 2), np.int32),
+            sample=np.zeros(rows, bool),
+            tile_write_slot=np.zeros(tiles, np.int32),
+            tile_size=tile_size,
+        )
+
+
+def num_tiles(length: int, num_tokens: int, tile_size: int) -> int:
+    """How many tiles the tokens [length, length + num_tokens) of a row are cut into."""
+    return -(-(length + num_tokens) // tile_size) - length // tile_size if num_tokens else 0
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SeatBatch:
+    """A request takes a seat: its sampling parameters and, for one with penalties, its token counts."""
+
+    row_id: Int[Array, ""]
+    sampling: SamplingTable
+    """Of one row: see `sampling_row`."""
+    output_counts: Int[Array, " vocab"] | None = None
+    """How often each token was emitted so far; required (zeros at first) where the row has any penalty."""
+    prompt_seen: Bool[Array, " vocab"] | None = None
+    """Which tokens the prompt has; given together with `output_counts`."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Log-probabilities of a prefill step's own tokens, each given the tokens before it.
+
+    A sequence's very first token has none: its entry says nothing.
+    """
+
+    token: Float[Array, " tokens"]
+    top_ids: Int[Array, "tokens top"]
+    top: Float[Array, "tokens top"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step emitted; H = 1 + K for decode and 1 for prefill."""
+
+    tokens: Int[Array, "rows H"]
+    """Accepted drafts, then the newly sampled token; -1 = none."""
+    num_emitted: Int[Array, " rows"]
+    kept: Int[Array, " rows"]
+    """How many of the fed tokens stay: the row's length has grown by it."""
+    logprobs: Float[Array, "rows H"]
+    """Of the emitted tokens, under the model's own distribution (before penalties and temperature). Only rows that
+    ask for log-probabilities have them; the same holds for the alternatives."""
+    top_ids: Int[Array, "rows H top"]
+    top_logprobs: Float[Array, "rows H top"]
+    tag_error: Bool[Array, ""]
+    """With `debug_state`: some row read a slot that does not hold what it should. Otherwise False."""
+    prompt_logprobs: PromptLogprobs | None
+    """Of a prefill step; only rows that ask have them."""

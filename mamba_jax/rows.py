@@ -1,0 +1,54 @@
+"""The device's own truth about each running row, addressed by seat.
+
+The host dispatches a step before it has seen the last one's result. What the next step needs to know of the last
+(how many drafts were kept, which slot that makes the current one, which token was sampled) therefore stays here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from mamba_jax.sampling.table import SamplingTable, init_sampling_table
+
+if TYPE_CHECKING:
+    from mamba_jax.config import HybridConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
+    """One entry for each seat; seat 0 is padding's. Donated to every step."""
+
+    length: Int[Array, " seats"]
+    """Tokens committed, that is, absorbed by `slot`."""
+    last_token: Int[Array, " seats"]
+    """The token sampled last: emitted, not yet fed to the model."""
+    slot: Int[Array, " seats"]
+    """Where the state after `length` tokens is."""
+    drafts: Int[Array, "seats drafts"]
+    """Guesses at what follows `last_token`; -1 for none."""
+    sampling: SamplingTable
+    output_counts: Int[Array, "seats vocab"]
+    """How often each token was emitted; kept for rows with penalties only."""
+    prompt_seen: Bool[Array, "seats vocab"]
+    """Which tokens the prompt has; kept for rows with penalties only."""
+
+
+def init_rows(config: HybridConfig | int, *, max_num_seqs: int, num_speculative_tokens: int = 0) -> Rows:
+    """Empty seats 0..max_num_seqs. `config` is the model's config or its vocabulary size."""
+    vocab_size = config if isinstance(config, int) else config.vocab_size
+    seats = max_num_seqs + 1
+    return Rows(
+        length=jnp.zeros(seats, jnp.int32),
+        last_token=jnp.zeros(seats, jnp.int32),
+        slot=jnp.zeros(seats, jnp.int32),
+        drafts=jnp.full((seats, num_speculative_tokens), -1, jnp.int32),
+        sampling=init_sampling_table(seats),
+        output_counts=jnp.zeros((seats, vocab_size), jnp.int32),
+        prompt_seen=jnp.zeros((seats, vocab_size), bool),
+    )

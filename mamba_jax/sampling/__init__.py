@@ -1,0 +1,12 @@
+"""Choosing the next tokens: greedy and random sampling, penalties, verification of drafts, log-probabilities."""
+
+from mamba_jax.sampling.table import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_IDS,
+    SamplingTable,
+    init_sampling_table,
+    sampling_row,
+)
+
+__all__ = ["MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_STOP_IDS", "SamplingTable", "init_sampling_table", "sampling_row"]

@@ -1,0 +1,123 @@
+"""Sampling parameters as the device keeps them: one entry for each seat, written once when a request sits down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt
+
+MAX_LOGIT_BIAS = 300
+"""Entries of `logit_bias` that one request may have, as in OpenAI's API."""
+MAX_STOP_IDS = 64
+"""Ids that `min_tokens` can hold back for one request (end-of-sequence and stop ids together)."""
+MAX_LOGPROBS = 20
+"""Alternatives reported for each token at most."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplingTable:
+    """Sampling parameters of many rows, or (without the leading axis) of one. `sampling_row` makes the latter."""
+
+    temperature: Float[Array, " rows"]
+    """0 is greedy."""
+    top_k: Int[Array, " rows"]
+    """0 keeps all."""
+    top_p: Float[Array, " rows"]
+    """1 keeps all."""
+    min_p: Float[Array, " rows"]
+    """0 keeps all."""
+    presence_penalty: Float[Array, " rows"]
+    frequency_penalty: Float[Array, " rows"]
+    repetition_penalty: Float[Array, " rows"]
+    """1 is none."""
+    seed: UInt[Array, "rows 2"]
+    """High and low word."""
+    choice: Int[Array, " rows"]
+    """Which of a request's `n` outputs this row is."""
+    prompt_length: Int[Array, " rows"]
+    """Tokens before the first output token."""
+    min_tokens: Int[Array, " rows"]
+    """Output tokens before which no id of `stop_ids` may come."""
+    stop_ids: Int[Array, "rows stops"]
+    """Padded with -1."""
+    bias_ids: Int[Array, "rows biases"]
+    """Padded with -1."""
+    bias_values: Float[Array, "rows biases"]
+    logprobs: Int[Array, " rows"]
+    """How many alternatives to report beside the emitted token's own log-probability; -1 reports nothing."""
+    prompt_logprobs: Int[Array, " rows"]
+    """The same for the tokens of the prompt."""
+
+    def take(self, row_id: Int[Array, " n"]) -> SamplingTable:
+        """The entries of some seats."""
+        return jax.tree.map(lambda column: column[row_id], self)
+
+
+def init_sampling_table(seats: int) -> SamplingTable:
+    """A table whose rows are all greedy."""
+    return jax.tree.map(lambda value: jnp.tile(value, (seats,) + (1,) * np.ndim(value)), sampling_row())
+
+
+def sampling_row(
+    *,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    repetition_penalty: float = 1.0,
+    seed: int = 0,
+    choice: int = 0,
+    prompt_length: int = 0,
+    min_tokens: int = 0,
+    stop_ids: Sequence[int] = (),
+    logit_bias: Mapping[int, float] | None = None,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+) -> SamplingTable:
+    """One row's sampling parameters, as numpy values.
+
+    `top_k` below 1 keeps all tokens; `seed` is any integer (its low 64 bits count); `stop_ids` are what `min_tokens`
+    holds back, so they may be left out where `min_tokens` is 0.
+
+    Raises:
+        ValueError: more stop ids, biases or log-probabilities than a row has room for.
+    """
+    stop_ids = sorted(set(stop_ids)) if min_tokens > 0 else []
+    bias = dict(logit_bias or {})
+    for what, have, most in (
+        ("ids that min_tokens must hold back", len(stop_ids), MAX_STOP_IDS),
+        ("entries of logit_bias", len(bias), MAX_LOGIT_BIAS),
+        ("logprobs", logprobs or 0, MAX_LOGPROBS),
+        ("prompt_logprobs", prompt_logprobs or 0, MAX_LOGPROBS),
+    ):
+        if have > most:
+            raise ValueError(f"{have} {what}: at most {most} are allowed")
+    stops = np.full(MAX_STOP_IDS, -1, np.int32)
+    stops[: len(stop_ids)] = stop_ids
+    bias_ids, bias_values = np.full(MAX_LOGIT_BIAS, -1, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
+    bias_ids[: len(bias)], bias_values[: len(bias)] = list(bias), list(bias.values())
+    return SamplingTable(
+        temperature=np.float32(temperature),
+        top_k=np.int32(max(top_k, 0)),
+        top_p=np.float32(top_p),
+        min_p=np.float32(min_p),
+        presence_penalty=np.float32(presence_penalty),
+        frequency_penalty=np.float32(frequency_penalty),
+        repetition_penalty=np.float32(repetition_penalty),
+        seed=np.array([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32),
+        choice=np.int32(choice),
+        prompt_length=np.int32(prompt_length),
+        min_tokens=np.int32(min_tokens),
+        stop_ids=stops,
+        bias_ids=bias_ids,
+        bias_values=bias_values,
+        logprobs=np.int32(-1 if logprobs is None else logprobs),
+        prompt_logprobs=np.int32(-1 if prompt_logprobs is None else prompt_logprobs),
+    )
