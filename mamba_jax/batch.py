@@ -4,9 +4,8 @@ The host fills numpy arrays (`DecodeBatch.empty` and its sisters make them); the
 follows from row lengths. A padding row is all zeros: seat 0, no tokens, null slot.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
+from typing import Self
 
 import jax
 import numpy as np
@@ -40,7 +39,7 @@ class DecodeBatch:
     """Whether the row emits tokens."""
 
     @classmethod
-    def empty(cls, *, rows: int, num_speculative_tokens: int, pages_per_row: int) -> DecodeBatch:
+    def empty(cls, *, rows: int, num_speculative_tokens: int, pages_per_row: int) -> Self:
         """A batch of padding, as numpy arrays to be filled in place."""
         steps = 1 + num_speculative_tokens
         return cls(
@@ -83,7 +82,7 @@ class PrefillBatch:
     tile_size: int = field(metadata={"static": True})
 
     @classmethod
-    def empty(cls, *, tokens: int, rows: int, tiles: int, pages_per_row: int, tile_size: int) -> PrefillBatch:
+    def empty(cls, *, tokens: int, rows: int, tiles: int, pages_per_row: int, tile_size: int) -> Self:
         """A batch of padding, as numpy arrays to be filled in place."""
         return cls(
             tokens=np.zeros(tokens, np.int32),

@@ -1,5 +1,7 @@
 """Choosing the next tokens: greedy and random sampling, penalties, verification of drafts, log-probabilities."""
 
+from mamba_jax.sampling.choose import Emission, choose, report_logprobs
+from mamba_jax.sampling.logits import has_penalties
 from mamba_jax.sampling.table import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -9,4 +11,15 @@ from mamba_jax.sampling.table import (
     sampling_row,
 )
 
-__all__ = ["MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_STOP_IDS", "SamplingTable", "init_sampling_table", "sampling_row"]
+__all__ = [
+    "MAX_LOGIT_BIAS",
+    "MAX_LOGPROBS",
+    "MAX_STOP_IDS",
+    "Emission",
+    "SamplingTable",
+    "choose",
+    "has_penalties",
+    "init_sampling_table",
+    "report_logprobs",
+    "sampling_row",
+]

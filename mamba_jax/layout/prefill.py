@@ -1,0 +1,185 @@
+"""The tokens of a prefill step: ragged rows packed one after the other; scan and attention see them as tiles."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels_pallas.causal_conv1d import causal_conv1d_prefill
+from kernels_pallas.paged_attention import paged_attention, write_kv
+from kernels_pallas.ssd_scan import ssd_scan
+from mamba_jax.layout.decode import page_of
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PrefillLayout:
+    """T packed tokens of R rows, and the tiles that they are cut into at absolute multiples of the tile size."""
+
+    positions: Int[Array, " T"]
+    """Absolute; -1 = padding."""
+    valid: Bool[Array, " T"]
+    token_row: Int[Array, " T"]
+    """Padding tokens have the last row's number, or any."""
+    token_in_tiles: Int[Array, " T"]
+    """Where each token is in the flattened tiles; any place for padding."""
+    row_start: Int[Array, " rows"]
+    """Index of each row's first token."""
+    read_slot: Int[Array, " rows"]
+    """0 for rows that have nothing to read."""
+    page_table: Int[Array, "rows pages"]
+    tile_row: Int[Array, " tiles"]
+    tile_first: Bool[Array, " tiles"]
+    """The tile is its row's first of this step (or padding)."""
+    tile_end: Int[Array, " tiles"]
+    """How many of the row's tokens of this step lie up to the tile's end."""
+    tile_read_slot: Int[Array, " tiles"]
+    tile_write_slot: Int[Array, " tiles"]
+    """0 for padding."""
+    tile_tokens: Int[Array, "tiles tile_size"]
+    """Indices of the tiles' tokens; any for padding."""
+    tile_valid: Bool[Array, "tiles tile_size"]
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        num_packed: int,
+        tile_size: int,
+        length: Int[Array, " rows"],
+        num_tokens: Int[Array, " rows"],
+        read_slot: Int[Array, " rows"],
+        tile_write_slot: Int[Array, " tiles"],
+        page_table: Int[Array, "rows pages"],
+    ) -> Self:
+        """The layout of rows that have absorbed `length` tokens and are fed `num_tokens` more.
+
+        `num_packed` is T, at least the sum of `num_tokens`. There must be room for every row's tiles.
+        """
+        rows, tiles = length.shape[0], tile_write_slot.shape[0]
+        row_end = jnp.cumsum(num_tokens)
+        row_start = row_end - num_tokens
+        read_slot = jnp.where((length > 0) & (num_tokens > 0), read_slot, 0)
+
+        token = jnp.arange(num_packed)
+        # An empty row ends where it starts, so that "right" skips it.
+        token_row = jnp.minimum(jnp.searchsorted(row_end, token, side="right"), rows - 1)
+        valid = token < row_end[-1]
+        position = length[token_row] + token - row_start[token_row]
+
+        # Tiles are numbered, for each row, from the absolute tile that its first token falls in.
+        first_absolute = length // tile_size
+        row_tiles = jnp.where(num_tokens > 0, -(-(length + num_tokens) // tile_size) - first_absolute, 0)
+        row_tile_end = jnp.cumsum(row_tiles)
+        row_tile_start = row_tile_end - row_tiles
+
+        tile = jnp.arange(tiles)
+        tile_row = jnp.minimum(jnp.searchsorted(row_tile_end, tile, side="right"), rows - 1)
+        tile_real = tile < row_tile_end[-1]
+        row_length, row_tokens = length[tile_row], num_tokens[tile_row]
+        absolute = (first_absolute[tile_row] + tile - row_tile_start[tile_row]) * tile_size
+        begin = jnp.maximum(absolute - row_length, 0)
+        end = jnp.where(tile_real, jnp.minimum(absolute + tile_size - row_length, row_tokens), 0)
+        tile_first = ~tile_real | (tile == row_tile_start[tile_row])
+
+        lane = jnp.arange(tile_size)
+        tile_tokens = row_start[tile_row][:, None] + begin[:, None] + lane
+        token_tile = row_tile_start[token_row] + position // tile_size - first_absolute[token_row]
+        token_lane = jnp.where(
+            token_tile == row_tile_start[token_row], token - row_start[token_row], position % tile_size
+        )
+        return cls(
+            positions=jnp.where(valid, position, -1),
+            valid=valid,
+            token_row=token_row,
+            token_in_tiles=jnp.where(valid, token_tile * tile_size + token_lane, 0),
+            row_start=row_start,
+            read_slot=read_slot,
+            page_table=page_table,
+            tile_row=tile_row,
+            tile_first=tile_first,
+            tile_end=end,
+            tile_read_slot=jnp.where(tile_real & tile_first, read_slot[tile_row], 0),
+            tile_write_slot=jnp.where(tile_real, tile_write_slot, 0),
+            tile_tokens=jnp.minimum(tile_tokens, num_packed - 1),
+            tile_valid=begin[:, None] + lane < end[:, None],
+        )
+
+    def conv(
+        self,
+        x: Float[Array, "T channels"],
+        weight: Float[Array, "channels width"],
+        bias: Float[Array, " channels"] | None,
+        state: Float[Array, "slots window channels"],
+    ) -> tuple[Float[Array, "T channels"], Float[Array, "slots window channels"]]:
+        return causal_conv1d_prefill(
+            x,
+            weight,
+            bias,
+            state,
+            token_row=self.token_row,
+            row_start=self.row_start,
+            read_slot=self.read_slot,
+            tile_row=self.tile_row,
+            tile_end=self.tile_end,
+            write_slot=self.tile_write_slot,
+        )
+
+    def scan(
+        self,
+        x: Float[Array, "T heads head_dim"],
+        dt: Float[Array, "T heads"],
+        a: Float[Array, " heads"],
+        b: Float[Array, "T groups state"],
+        c: Float[Array, "T groups state"],
+        d: Float[Array, " heads"],
+        state: Float[Array, "slots heads head_dim state"],
+    ) -> tuple[Float[Array, "T heads head_dim"], Float[Array, "slots heads head_dim state"]]:
+        # With dt = 0 and x = 0 a padding token is exactly a no-op; B and C are kept finite for the products with it.
+        y, state = ssd_scan(
+            self._tiles(x),
+            self._tiles(dt),
+            a,
+            self._tiles(b),
+            self._tiles(c),
+            d,
+            state,
+            tile_first=self.tile_first,
+            read_slot=self.tile_read_slot,
+            write_slot=self.tile_write_slot,
+        )
+        return self._tokens(y), state
+
+    def attend(
+        self,
+        q: Float[Array, "T heads head_dim"],
+        k: Float[Array, "T kv_heads head_dim"],
+        v: Float[Array, "T kv_heads head_dim"],
+        kv: Float[Array, "pages page_size kv2 head_dim"],
+        *,
+        scale: float,
+        first_key: int = 0,
+    ) -> tuple[Float[Array, "T heads head_dim"], Float[Array, "pages page_size kv2 head_dim"]]:
+        page, offset = page_of(self.page_table, self.token_row, self.positions, page_size=kv.shape[1])
+        kv = write_kv(kv, k, v, page=page, offset=offset)
+        out = paged_attention(
+            self._tiles(q),
+            kv,
+            positions=jnp.where(self.tile_valid, self.positions[self.tile_tokens], -1),
+            page_table=self.page_table,
+            block_row=self.tile_row,
+            scale=scale,
+            first_key=first_key,
+        )
+        return self._tokens(out), kv
+
+    def _tiles(self, x: Float[Array, "T *shape"]) -> Float[Array, "tiles tile_size *shape"]:
+        """Packed tokens as tiles, zeros where there is none."""
+        valid = self.tile_valid.reshape(*self.tile_valid.shape, *[1] * (x.ndim - 1))
+        return jnp.where(valid, x[self.tile_tokens], 0)
+
+    def _tokens(self, tiles: Float[Array, "tiles tile_size *shape"]) -> Float[Array, "T *shape"]:
+        """Back from tiles to packed tokens."""
+        return tiles.reshape(-1, *tiles.shape[2:])[self.token_in_tiles]

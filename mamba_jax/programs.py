@@ -1,0 +1,95 @@
+"""The compiled forms of a step: one program for each batch shape, over a donated store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, StepOutput
+from mamba_jax.rows import Rows
+from mamba_jax.step import seat, step
+from mamba_jax.store import Store
+
+Batch = DecodeBatch | PrefillBatch | SeatBatch
+
+
+class StepPrograms:
+    """Runs steps of one model by compiled programs, and counts how many it had to compile.
+
+    Programs are compiled ahead of time, one for each shape of batch (and of store and rows), so that `compilations`
+    counts exactly what XLA compiled: after `warm_up` with every shape in use it must not grow any more.
+
+    Store and rows are donated: the ones passed in are gone afterwards, also where the step fails.
+    """
+
+    def __init__(self, model: nnx.Module, *, tile_size: int = 128) -> None:
+        graphdef, state = nnx.split(model)
+        # A plain tuple of arrays: flattening nnx's state for every call would cost more than dispatching the step.
+        weights, structure = jax.tree.flatten(state)
+        self.tile_size = tile_size
+        self._weights = tuple(weights)
+
+        def run(weights: tuple[jax.Array, ...], store: Store, rows: Rows, batch: Any) -> tuple[Store, Rows, StepOutput]:
+            return step(nnx.merge(graphdef, jax.tree.unflatten(structure, weights)), store, rows, batch)
+
+        self._step = jax.jit(run, donate_argnums=(1, 2))
+        self._seat = jax.jit(seat, donate_argnums=(0,))
+        self._compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
+
+    @property
+    def compilations(self) -> int:
+        """How many programs have been compiled so far."""
+        return len(self._compiled)
+
+    def decode(self, store: Store, rows: Rows, batch: DecodeBatch) -> tuple[Store, Rows, StepOutput]:
+        """One decode step; returns as soon as it is dispatched."""
+        return self.program(store, rows, batch)(self._weights, store, rows, batch)
+
+    def prefill(self, store: Store, rows: Rows, batch: PrefillBatch) -> tuple[Store, Rows, StepOutput]:
+        """One prefill step; returns as soon as it is dispatched."""
+        return self.program(store, rows, batch)(self._weights, store, rows, batch)
+
+    def seat(self, rows: Rows, batch: SeatBatch) -> Rows:
+        """A request takes a seat; to be called before the first step that has its row."""
+        return self.program(None, rows, batch)(rows, batch)
+
+    def program(self, store: Store | None, rows: Rows, batch: Batch) -> jax.stages.Compiled:
+        """The program for batches of this shape, compiled now unless it has been before. Nothing is run.
+
+        Raises:
+            ValueError: a prefill batch of another tile size.
+        """
+        seats = (rows.output_counts.shape, rows.drafts.shape)
+        if isinstance(batch, SeatBatch):
+            key: tuple[Any, ...] = (SeatBatch, *seats, batch.output_counts is not None)
+        else:
+            assert store is not None
+            pages = (store.num_pages, store.page_size, store.tags is None)
+            key = (type(batch), *seats, store.hidden.shape, *pages, batch.tokens.shape, batch.page_table.shape)
+            if isinstance(batch, PrefillBatch):
+                if batch.tile_size != self.tile_size:
+                    raise ValueError(f"a batch with tiles of {batch.tile_size}: the programs have {self.tile_size}")
+                key = (*key, batch.tile_write_slot.shape)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            if isinstance(batch, SeatBatch):
+                lowered = self._seat.lower(rows, batch)
+            else:
+                lowered = self._step.lower(self._weights, store, rows, batch)
+            compiled = self._compiled[key] = lowered.compile()
+        return compiled
+
+    def warm_up(
+        self, store: Store, rows: Rows, batches: Iterable[Batch], *, progress: Callable[[Batch], None] | None = None
+    ) -> None:
+        """Compiles for all these shapes (see `DecodeBatch.empty`), without running anything or touching the store.
+
+        `progress` is called after each batch.
+        """
+        for batch in batches:
+            self.program(store, rows, batch)
+            if progress is not None:
+                progress(batch)

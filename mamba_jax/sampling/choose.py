@@ -1,0 +1,139 @@
+"""Choosing tokens and verifying drafts.
+
+Head j of a row has the logits after its certain tokens and drafts 0..j-1. Drafts are accepted from the left until one
+fails; the head that stands there gives the new token. Greedy rows accept a draft that is the argmax. Random rows accept
+draft x with probability p(x), and otherwise draw from p without x: the tokens that come out are then distributed
+exactly as without drafts (rejection sampling with one-hot proposals; Leviathan et al. 2023, Chen et al. 2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from mamba_jax.sampling import draws
+from mamba_jax.sampling.logits import add_bias, has_bias, has_penalties, log_probability, penalise, truncate
+from mamba_jax.sampling.table import MAX_LOGPROBS, SamplingTable
+
+
+@dataclass(frozen=True)
+class Emission:
+    """What rows emit: `accepted` drafts, then one new token."""
+
+    tokens: Int[Array, "rows H"]
+    """-1 = none."""
+    count: Int[Array, " rows"]
+    accepted: Int[Array, " rows"]
+
+
+def choose(
+    logits: Float[Array, "rows H vocab"],
+    *,
+    drafts: Int[Array, "rows H-1"],
+    num_drafts: Int[Array, " rows"],
+    length: Int[Array, " rows"],
+    sample: Bool[Array, " rows"],
+    row_id: Int[Array, " rows"],
+    table: SamplingTable,
+    output_counts: Int[Array, "seats vocab"],
+    prompt_seen: Bool[Array, "seats vocab"],
+) -> Emission:
+    """Verifies drafts and draws one new token for each row.
+
+    Args:
+        logits: float32.
+        drafts: the rows' drafts; -1 is rejected by everyone.
+        num_drafts: how many of them count.
+        length: tokens (prompt and output) before each row's first draft; what makes positions for the draws.
+        sample: rows that emit; others accept nothing and emit nothing.
+        row_id: the rows' seats in the three tables.
+    """
+    heads = jnp.arange(logits.shape[1])
+    drafts = jnp.where(heads[:-1] < num_drafts[:, None], drafts, -1)
+    # Columns of a few bytes; the wide ones (stop ids, biases, counts) are read only by rows that need them.
+    biased, penalised, random = (
+        sample & column[row_id] for column in (has_bias(table), has_penalties(table), table.temperature > 0)
+    )
+
+    def greedily(logits: Float[Array, "rows H vocab"]) -> tuple[Int[Array, "rows H"], Bool[Array, "rows H-1"]]:
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return best, best[:, :-1] == drafts
+
+    def with_everything(logits: Float[Array, "rows H vocab"]) -> tuple[Int[Array, "rows H"], Bool[Array, "rows H-1"]]:
+        own = table.take(row_id)
+        index = length[:, None] + heads - own.prompt_length[:, None]
+        logits = lax.cond(biased.any(), lambda x: add_bias(x, own, index), lambda x: x, logits)
+        logits = lax.cond(
+            penalised.any(),
+            lambda x: penalise(x, own, output_counts[row_id], prompt_seen[row_id], drafts),
+            lambda x: x,
+            logits,
+        )
+        best = greedily(logits)
+        drawn = lax.cond(random.any(), lambda x: _randomly(x, own, index, drafts), greedily, logits)
+        return jax.tree.map(lambda r, g: jnp.where(random[:, None], r, g), drawn, best)
+
+    tokens, good = lax.cond((biased | penalised | random).any(), with_everything, greedily, logits)
+    accepted = jnp.cumprod(good, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
+    accepted = jnp.where(sample, accepted, 0)
+    last = accepted[:, None]
+    new = jnp.take_along_axis(tokens, last, axis=1)
+    padded = jnp.concatenate([drafts, jnp.full_like(new, -1)], axis=1)
+    emitted = jnp.where(heads < last, padded, jnp.where(heads == last, new, -1))
+    return Emission(
+        tokens=jnp.where(sample[:, None], emitted, -1), count=jnp.where(sample, accepted + 1, 0), accepted=accepted
+    )
+
+
+def _randomly(
+    logits: Float[Array, "rows H vocab"],
+    own: SamplingTable,
+    index: Int[Array, "rows H"],
+    drafts: Int[Array, "rows H-1"],
+) -> tuple[Int[Array, "rows H"], Bool[Array, "rows H-1"]]:
+    logits = logits / jnp.where(own.temperature > 0, own.temperature, 1.0)[:, None, None]
+    logits = truncate(logits, own)
+    good = jnp.zeros(drafts.shape, bool)
+    if drafts.shape[1]:
+        before = index[:, :-1]
+        good = draws.uniform(own.seed, own.choice, before) < jnp.exp(log_probability(logits[:, :-1], drafts))
+        # Where a draft was refused, the draw is from what is left without it.
+        is_draft = jnp.arange(logits.shape[-1]) == drafts[..., None]
+        logits = logits.at[:, :-1].set(jnp.where(is_draft, -jnp.inf, logits[:, :-1]))
+    noise = draws.gumbel(own.seed, own.choice, index, logits.shape[-1])
+    return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32), good
+
+
+def report_logprobs(
+    logits: Float[Array, "*rows vocab"], tokens: Int[Array, "*rows"], wanted: Int[Array, "*rows"]
+) -> tuple[Float[Array, "*rows"], Int[Array, "*rows top"], Float[Array, "*rows top"]]:
+    """Log-probabilities of tokens and of the most likely alternatives, computed only where some row wants them.
+
+    Args:
+        logits: float32, as the model gave them.
+        tokens: -1 for none.
+        wanted: how many alternatives; -1 for nothing at all.
+    Returns:
+        token log-probabilities, ids of the alternatives, their log-probabilities.
+    """
+    top = min(MAX_LOGPROBS, logits.shape[-1])
+
+    def nothing():
+        return jnp.zeros(tokens.shape), jnp.zeros((*tokens.shape, top), jnp.int32), jnp.zeros((*tokens.shape, top))
+
+    def something():
+        normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        token = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[..., None], axis=-1) - normaliser
+
+        def alternatives():
+            best, ids = lax.top_k(logits, top)
+            return ids.astype(jnp.int32), best - normaliser
+
+        ids, best = lax.cond((wanted > 0).any(), alternatives, lambda: nothing()[1:])
+        return token[..., 0], ids, best
+
+    return lax.cond((wanted >= 0).any(), something, nothing)

@@ -1,0 +1,285 @@
+"""One step of the model over the store: a pure function, to be jitted with store and rows donated.
+
+    store', rows', output = step(model, store, rows, batch)
+
+Every row reads the state S(c) in one slot, absorbs its tokens and writes the states after them to other slots (or the
+same one). Rejecting drafts is then a matter of which slot the row reads next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels_pallas.paged_attention import copy_pages
+from kernels_pallas.slots import read_slots, write_slots
+from mamba_jax.batch import DecodeBatch, PrefillBatch, PromptLogprobs, SeatBatch, StepOutput
+from mamba_jax.layout.decode import DecodeLayout
+from mamba_jax.layout.prefill import PrefillLayout
+from mamba_jax.rows import Rows
+from mamba_jax.sampling import Emission, choose, has_penalties, report_logprobs
+from mamba_jax.store import Store
+
+_PROMPT_PIECE = 64  # prompt tokens that go through the head at once when their log-probabilities are asked for
+
+
+class Model(Protocol):
+    """What a step needs of a model; `HybridModel` has it."""
+
+    def hidden(self, tokens: Array, layout: DecodeLayout | PrefillLayout, store: Store) -> tuple[Array, Store]: ...
+
+    def logits(self, hidden: Array) -> Array: ...
+
+
+def step(model: Model, store: Store, rows: Rows, batch: DecodeBatch | PrefillBatch) -> tuple[Store, Rows, StepOutput]:
+    """Runs one decode or prefill step; see `DecodeBatch` and `PrefillBatch` for what the host says.
+
+    Rows that have absorbed nothing read nothing, whatever their slot holds. Padding rows and tokens write nowhere.
+    """
+    if isinstance(batch, DecodeBatch):
+        return _decode(model, store, rows, batch)
+    return _prefill(model, store, rows, batch)
+
+
+def seat(rows: Rows, batch: SeatBatch) -> Rows:
+    """A request takes a seat: forgets the last tenant and notes the new one's sampling parameters."""
+
+    def put(table: Array, value: Array) -> Array:
+        return table.at[batch.row_id].set(value)
+
+    counted = {}
+    if batch.output_counts is not None and batch.prompt_seen is not None:
+        counted = {
+            "output_counts": put(rows.output_counts, batch.output_counts),
+            "prompt_seen": put(rows.prompt_seen, batch.prompt_seen),
+        }
+    return dataclasses.replace(
+        rows,
+        length=put(rows.length, 0),
+        last_token=put(rows.last_token, 0),
+        slot=put(rows.slot, 0),
+        drafts=put(rows.drafts, -1),
+        sampling=jax.tree.map(put, rows.sampling, batch.sampling),
+        **counted,
+    )
+
+
+def _decode(model: Model, store: Store, rows: Rows, batch: DecodeBatch) -> tuple[Store, Rows, StepOutput]:
+    width = batch.tokens.shape[1]
+    # The seat's own truth wins where the host has not seen the last step's result yet.
+    own = jnp.concatenate([rows.last_token[:, None], rows.drafts], axis=1)[batch.row_id, :width]
+    tokens = jnp.where(batch.continues[:, None], own, batch.tokens)
+    length = jnp.where(batch.continues, rows.length[batch.row_id], batch.length)
+    read_slot = jnp.where(batch.continues, rows.slot[batch.row_id], batch.read_slot)
+    tag_error = _check_tags(store, batch.row_id, length, read_slot)
+    layout = DecodeLayout.of(
+        length=length,
+        num_tokens=batch.num_tokens,
+        read_slot=read_slot,
+        write_slot=batch.write_slot,
+        page_table=batch.page_table,
+    )
+    resumed = read_slots(store.hidden, jnp.where(batch.num_tokens == 0, read_slot, 0))
+    store = _copy_pages(store, batch.page_copy)
+    hidden, store = model.hidden(jnp.maximum(tokens, 0).reshape(-1), layout, store)
+    # What is read of a slot's hidden state is read before this step's own go in.
+    resumed, slots_hidden = lax.optimization_barrier((resumed, store.hidden))
+    store = _write_hidden(store, slots_hidden, hidden, layout.write_slot.reshape(-1), layout.positions + 1)
+
+    # Head j follows the last certain token and j drafts.
+    certain = batch.num_tokens - batch.num_drafts
+    heads = jnp.arange(width)
+    at = jnp.clip(certain[:, None] - 1 + heads, 0, width - 1)
+    by_row = hidden.reshape(-1, width, hidden.shape[-1])
+    head_hidden = by_row if width == 1 else jnp.take_along_axis(by_row, at[..., None], axis=1)
+    head_hidden = jnp.where((batch.num_tokens == 0)[:, None, None], resumed[:, None].astype(hidden.dtype), head_hidden)
+    drafts = jnp.take_along_axis(tokens, jnp.clip(certain[:, None] + heads[:-1], 0, width - 1), axis=1)
+    emission, reported = _emit(
+        model, rows, head_hidden, batch.row_id, batch.sample, drafts, batch.num_drafts, length + certain
+    )
+
+    kept = jnp.where(batch.num_tokens > 0, certain + emission.accepted, 0)
+    landed = jnp.take_along_axis(layout.write_slot, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0]
+    rows = _commit(rows, batch.row_id, length + kept, jnp.where(kept > 0, landed, read_slot), emission)
+    output = StepOutput(
+        tokens=emission.tokens,
+        num_emitted=emission.count,
+        kept=kept,
+        logprobs=reported[0],
+        top_ids=reported[1],
+        top_logprobs=reported[2],
+        tag_error=tag_error,
+        prompt_logprobs=None,
+    )
+    return store, rows, output
+
+
+def _prefill(model: Model, store: Store, rows: Rows, batch: PrefillBatch) -> tuple[Store, Rows, StepOutput]:
+    tag_error = _check_tags(store, batch.row_id, batch.length, batch.read_slot)
+    layout = PrefillLayout.of(
+        num_packed=batch.tokens.shape[0],
+        tile_size=batch.tile_size,
+        length=batch.length,
+        num_tokens=batch.num_tokens,
+        read_slot=batch.read_slot,
+        tile_write_slot=batch.tile_write_slot,
+        page_table=batch.page_table,
+    )
+    before = read_slots(store.hidden, layout.read_slot)
+    store = _copy_pages(store, batch.page_copy)
+    hidden, store = model.hidden(batch.tokens, layout, store)
+    before, slots_hidden = lax.optimization_barrier((before, store.hidden))
+    tile_last = layout.row_start[layout.tile_row] + layout.tile_end - 1
+    store = _write_hidden(
+        store,
+        slots_hidden,
+        hidden[jnp.maximum(tile_last, 0)],
+        layout.tile_write_slot,
+        batch.length[layout.tile_row] + layout.tile_end,
+    )
+    row_last = jnp.maximum(layout.row_start + batch.num_tokens - 1, 0)
+    none = jnp.zeros((batch.row_id.shape[0], 0), jnp.int32)
+    after = batch.length + batch.num_tokens
+    emission, reported = _emit(
+        model, rows, hidden[row_last][:, None], batch.row_id, batch.sample, none, jnp.zeros_like(after), after
+    )
+    # The slot of a row's last tile; rows without tokens have no tile and keep what they read.
+    end_tile = (layout.tile_end == batch.num_tokens[layout.tile_row]) & (layout.tile_end > 0)
+    end_row = jnp.where(end_tile, layout.tile_row, batch.row_id.shape[0])
+    landed = jnp.asarray(batch.read_slot).at[end_row].set(layout.tile_write_slot, mode="drop")
+    rows_after = _commit(rows, batch.row_id, after, landed, emission)
+    output = StepOutput(
+        tokens=emission.tokens,
+        num_emitted=emission.count,
+        kept=batch.num_tokens,
+        logprobs=reported[0],
+        top_ids=reported[1],
+        top_logprobs=reported[2],
+        tag_error=tag_error,
+        prompt_logprobs=_prompt_logprobs(model, rows, batch, layout, hidden, before),
+    )
+    return store, rows_after, output
+
+
+def _emit(
+    model: Model,
+    rows: Rows,
+    head_hidden: Float[Array, "rows H hidden"],
+    row_id: Int[Array, " rows"],
+    sample: Bool[Array, " rows"],
+    drafts: Int[Array, "rows H-1"],
+    num_drafts: Int[Array, " rows"],
+    length: Int[Array, " rows"],
+) -> tuple[Emission, tuple[Array, Array, Array]]:
+    """Logits at the heads, and what comes out of them."""
+    count, width, _ = head_hidden.shape
+    logits = model.logits(head_hidden.reshape(count * width, -1)).reshape(count, width, -1)
+    emission = choose(
+        logits,
+        drafts=drafts,
+        num_drafts=num_drafts,
+        length=length,
+        sample=sample & (row_id > 0),
+        row_id=row_id,
+        table=rows.sampling,
+        output_counts=rows.output_counts,
+        prompt_seen=rows.prompt_seen,
+    )
+    wanted = jnp.where((emission.tokens >= 0) & (row_id > 0)[:, None], rows.sampling.logprobs[row_id][:, None], -1)
+    return emission, report_logprobs(logits, emission.tokens, wanted)
+
+
+def _commit(
+    rows: Rows, row_id: Int[Array, " rows"], length: Int[Array, " rows"], slot: Int[Array, " rows"], emission: Emission
+) -> Rows:
+    """The seats' new truth. Padding rows change nothing, not even seat 0."""
+    outside = rows.length.shape[0]
+    seat_of = jnp.where(row_id > 0, row_id, outside)
+    newest = jnp.take_along_axis(emission.tokens, jnp.maximum(emission.count - 1, 0)[:, None], axis=1)[:, 0]
+    emitting = jnp.where(emission.count > 0, seat_of, outside)
+    counted = jnp.where(has_penalties(rows.sampling)[row_id], emitting, outside)[:, None]
+    counted = jnp.where(emission.tokens >= 0, counted, outside)
+    return dataclasses.replace(
+        rows,
+        length=rows.length.at[seat_of].set(length, mode="drop"),
+        slot=rows.slot.at[seat_of].set(slot, mode="drop"),
+        last_token=rows.last_token.at[emitting].set(newest, mode="drop"),
+        output_counts=rows.output_counts.at[counted, emission.tokens].add(1, mode="drop"),
+    )
+
+
+def _copy_pages(store: Store, page_copy: Int[Array, "rows 2"]) -> Store:
+    """Copy-on-write of partly filled pages, before anything is written to them."""
+    source, target = page_copy[:, 0], page_copy[:, 1]
+    return dataclasses.replace(store, kv=tuple(copy_pages(kv, source=source, target=target) for kv in store.kv))
+
+
+def _write_hidden(
+    store: Store,
+    slots_hidden: Float[Array, "slots hidden"],
+    hidden: Float[Array, "n hidden"],
+    write_slot: Int[Array, " n"],
+    length: Int[Array, " n"],
+) -> Store:
+    """Final hidden states into the slots that have absorbed `length` tokens, and the debugging tags beside them."""
+    tags = store.tags
+    if tags is not None:
+        written = jnp.stack([tags[write_slot, 0] + 1, length], axis=1)
+        tags = tags.at[jnp.where(write_slot > 0, write_slot, tags.shape[0])].set(written, mode="drop")
+    return dataclasses.replace(store, hidden=write_slots(slots_hidden, hidden, write_slot), tags=tags)
+
+
+def _check_tags(
+    store: Store, row_id: Int[Array, " rows"], length: Int[Array, " rows"], read_slot: Int[Array, " rows"]
+) -> Bool[Array, ""]:
+    """Whether some row is about to read a slot that does not hold exactly `length` tokens."""
+    if store.tags is None:
+        return jnp.zeros((), bool)
+    reads = (row_id > 0) & (length > 0)
+    return (reads & ((store.tags[read_slot, 1] != length) | (read_slot == 0))).any()
+
+
+def _prompt_logprobs(
+    model: Model,
+    rows: Rows,
+    batch: PrefillBatch,
+    layout: PrefillLayout,
+    hidden: Float[Array, "T hidden"],
+    before: Float[Array, "rows hidden"],
+) -> PromptLogprobs:
+    """Log-probability of every token given those before it, for rows that ask.
+
+    The hidden state before a row's first token is in the slot that the row has read, so that a chunk need not know
+    the token after its last one. Pieces of tokens go through the head one by one, and only those that are asked for.
+    """
+    count = batch.tokens.shape[0]
+    first = jnp.arange(count) == layout.row_start[layout.token_row]
+    previous = jnp.where(first[:, None], before[layout.token_row].astype(hidden.dtype), jnp.roll(hidden, 1, axis=0))
+    asked = jnp.where(batch.row_id > 0, rows.sampling.prompt_logprobs[batch.row_id], -1)
+    wanted = jnp.where(layout.valid, asked[layout.token_row], -1)
+
+    def piece(args: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        previous, tokens, wanted = args
+
+        def through_head() -> tuple[Array, Array, Array]:
+            return report_logprobs(model.logits(previous), tokens, wanted)
+
+        def nothing() -> tuple[Array, Array, Array]:
+            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(through_head))
+
+        return lax.cond((wanted >= 0).any(), through_head, nothing)
+
+    size = min(_PROMPT_PIECE, count)
+    pieces = -(-count // size)
+
+    def cut(x: Array) -> Array:
+        return jnp.pad(x, [(0, pieces * size - count)] + [(0, 0)] * (x.ndim - 1)).reshape(pieces, size, *x.shape[1:])
+
+    wanted = jnp.pad(wanted, (0, pieces * size - count), constant_values=-1).reshape(pieces, size)
+    token, ids, top = lax.map(piece, (cut(previous), cut(batch.tokens), wanted))
+    return PromptLogprobs(*(x.reshape(pieces * size, *x.shape[2:])[:count] for x in (token, ids, top)))
