@@ -1,0 +1,62 @@
+"""The convolution in plain JAX: a sum of shifted inputs, with a correction at the first tokens of each row."""
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.slots import read_slots, write_slots
+
+F32 = jnp.float32
+
+
+def _finish(total, bias, dtype):
+    return jax.nn.silu(total if bias is None else total + bias.astype(F32)).astype(dtype)
+
+
+def causal_conv1d_prefill(x, weight, bias, store, *, token_row, row_start, read_slot, tile_row, tile_end, write_slot):
+    """See `api.causal_conv1d_prefill`."""
+    tokens, channels = x.shape
+    keep, rows = weight.shape[1] - 1, row_start.shape[0]
+    taps = weight.astype(F32).T  # [width, channels]
+    window = read_slots(store, read_slot)  # [rows, width-1, channels]
+    local = jnp.arange(tokens) - row_start[token_row]  # index within the row
+
+    # What the window adds to the row's first width-1 tokens: token l sees window entries l, l+1, ...
+    old = jnp.pad(window.astype(F32), ((0, 0), (0, keep), (0, 0)))
+    added = sum(taps[i] * old[:, i : i + keep] for i in range(keep)) if keep else old
+    near = (local >= 0) & (local < keep)
+    index = token_row * keep + jnp.clip(local, 0, max(keep - 1, 0))
+    total = jnp.zeros((tokens, channels), F32)
+    if keep:
+        total = jnp.where(near[:, None], added.reshape(rows * keep, channels)[index], 0)
+    shifted = jnp.pad(x, ((keep, 0), (0, 0)))
+    for i in range(keep + 1):
+        # A select, not a product: the token to the left may be another row's, or padding.
+        seen = jnp.where((local >= keep - i)[:, None], shifted[i : i + tokens].astype(F32), 0)
+        total += taps[i] * seen
+    y = _finish(total, bias, x.dtype)
+
+    # [tiles, width-1], indices within the row; negative ones lie in the old window.
+    position = tile_end[:, None] - keep + jnp.arange(keep)
+    recent = x[jnp.clip(row_start[tile_row][:, None] + position, 0, max(tokens - 1, 0))]
+    older = window[tile_row[:, None], jnp.clip(position + keep, 0, max(keep - 1, 0))]
+    ends = jnp.where((position >= 0)[..., None], recent.astype(store.dtype), older)
+    return y, write_slots(store, ends, write_slot)
+
+
+def causal_conv1d_update(x, weight, bias, store, *, read_slot, write_slot):
+    """See `api.causal_conv1d_update`."""
+    rows, steps, channels = x.shape
+    keep, taps = weight.shape[1] - 1, weight.astype(F32).T
+    inputs = jnp.concatenate([read_slots(store, read_slot), x.astype(store.dtype)], axis=1)
+    total = sum(taps[i] * inputs[:, i : i + steps].astype(F32) for i in range(keep + 1))
+    ends = jnp.stack([inputs[:, t + 1 : t + 1 + keep] for t in range(steps)], axis=1)
+    store = write_slots(store, ends.reshape(rows * steps, keep, channels), write_slot.reshape(-1))
+    return _finish(total, bias, x.dtype), store
+
+
+def causal_conv1d_sequence(x, weight, bias):
+    """See `api.causal_conv1d_sequence`."""
+    length, keep, taps = x.shape[1], weight.shape[1] - 1, weight.astype(F32).T
+    shifted = jnp.pad(x, ((0, 0), (keep, 0), (0, 0)))
+    total = sum(taps[i] * shifted[:, i : i + length].astype(F32) for i in range(keep + 1))
+    return _finish(total, bias, x.dtype)

@@ -1,0 +1,40 @@
+"""Public form of the gated RMS norm.
+
+    gate first (all known models): norm(y * silu(z)) * weight
+    norm_before_gate:              norm(y) * weight * silu(z)
+
+where norm divides each of `groups` equal pieces of the channels by sqrt(mean of squares + eps). Source: the Mamba2
+block (Dao and Gu, 2024).
+"""
+
+from jaxtyping import Array, Float
+
+from kernels_pallas import dispatch
+from kernels_pallas.gated_norm import xla
+from kernels_pallas.shape_check import check_groups
+
+NORM = (dispatch.Implementation("xla", xla.gated_rms_norm),)
+
+
+def gated_rms_norm(
+    y: Float[Array, "*batch channels"],
+    z: Float[Array, "*batch channels"],
+    weight: Float[Array, " channels"],
+    *,
+    groups: int,
+    eps: float,
+    norm_before_gate: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "*batch channels"]:
+    """Gates y by z and normalises each group of channels, all in float32; the result is in y's dtype. Differentiable.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+        UnsupportedError: the implementation named does not exist or cannot run this call.
+    """
+    if y.shape != z.shape or weight.shape != y.shape[-1:]:
+        raise ValueError(f"gated_rms_norm: y {y.shape}, z {z.shape} and weight {weight.shape} do not fit together")
+    check_groups("gated_rms_norm", y.shape[-1], groups)
+    return dispatch.call(
+        "gated_rms_norm", NORM, implementation, y, z, weight, groups=groups, eps=eps, norm_before_gate=norm_before_gate
+    )

@@ -1,0 +1,127 @@
+"""Public forms of attention. A cache is one array per attention layer, [pages, page_size, 2 * kv_heads, head_dim], with
+the key of head h at index 2h and its value at 2h + 1 (the layout of JAX's ragged paged attention kernel). Query head i
+uses kv head i // (q_heads / kv_heads). Page 0 is nowhere: it may hold anything, is never read and never written.
+"""
+
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas import dispatch
+from kernels_pallas.paged_attention import xla
+from kernels_pallas.shape_check import check_groups, check_shapes
+
+WRITE = (dispatch.Implementation("xla", xla.write_kv),)
+COPY = (dispatch.Implementation("xla", xla.copy_pages),)
+PAGED = (dispatch.Implementation("xla", xla.paged_attention),)
+SEQUENCE = (dispatch.Implementation("xla", xla.attention_sequence),)
+
+
+def write_kv(
+    kv: Float[Array, "pages page_size kv_entries head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    *,
+    page: Int[Array, " tokens"],
+    offset: Int[Array, " tokens"],
+    implementation: str | None = None,
+) -> Float[Array, "pages page_size kv_entries head_dim"]:
+    """Puts each token's key and value at (page, offset); those for page 0 are dropped. Donate kv: updated in place.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+        UnsupportedError: the implementation named does not exist or cannot run this call.
+    """
+    check_shapes(
+        "write_kv",
+        k=(k, "tokens kv_heads head_dim"),
+        v=(v, "tokens kv_heads head_dim"),
+        kv=(kv, f"pages page_size {2 * k.shape[1]} head_dim"),
+        page=(page, "tokens"),
+        offset=(offset, "tokens"),
+    )
+    return dispatch.call("write_kv", WRITE, implementation, kv, k, v, page=page, offset=offset)
+
+
+def copy_pages(
+    kv: Float[Array, "pages page_size kv_entries head_dim"],
+    *,
+    source: Int[Array, " n"],
+    target: Int[Array, " n"],
+    implementation: str | None = None,
+) -> Float[Array, "pages page_size kv_entries head_dim"]:
+    """Copies whole pages; a pair with a 0 in it does nothing. All reads happen as if before all writes. Donate kv.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+        UnsupportedError: the implementation named does not exist or cannot run this call.
+    """
+    check_shapes("copy_pages", source=(source, "n"), target=(target, "n"))
+    return dispatch.call("copy_pages", COPY, implementation, kv, source=source, target=target)
+
+
+def paged_attention(
+    q: Float[Array, "blocks q_len q_heads head_dim"],
+    kv: Float[Array, "pages page_size kv_entries head_dim"],
+    *,
+    positions: Int[Array, "blocks q_len"],
+    page_table: Int[Array, "rows pages_per_row"],
+    block_row: Int[Array, " blocks"],
+    scale: float,
+    first_key: int = 0,
+    implementation: str | None = None,
+) -> Float[Array, "blocks q_len q_heads head_dim"]:
+    """Each query at position p attends to keys first_key..p of its block's row; softmax(scale * q k) in float32.
+
+    The keys and values of this step are already in their pages.
+
+    Args:
+        q: queries in blocks of one row each; several blocks may belong to one row.
+        positions: each query's position in its row, -1 for padding. A query that sees no key gives 0.
+        page_table: page_table[row, i] holds the row's keys i * page_size onwards. Entries past a row's end are ignored.
+        block_row: the row of each block.
+        scale: factor on the scores.
+        first_key: keys before it are hidden.
+    Returns:
+        The weighted values, in q's dtype.
+    Raises:
+        ValueError: shapes that do not fit together.
+        UnsupportedError: the implementation named does not exist or cannot run this call.
+    """
+    sizes = check_shapes(
+        "paged_attention",
+        q=(q, "blocks q_len q_heads head_dim"),
+        kv=(kv, "pages page_size kv_entries head_dim"),
+        positions=(positions, "blocks q_len"),
+        page_table=(page_table, "rows pages_per_row"),
+        block_row=(block_row, "blocks"),
+    )
+    if sizes["kv_entries"] % 2:
+        raise ValueError(f"paged_attention: kv has shape {kv.shape}, expected an even number of keys and values")
+    check_groups("paged_attention", sizes["q_heads"], sizes["kv_entries"] // 2)
+    return dispatch.call(
+        "paged_attention", PAGED, implementation, q, kv, positions=positions, page_table=page_table,
+        block_row=block_row, scale=scale, first_key=first_key,
+    )  # fmt: skip
+
+
+def attention_sequence(
+    q: Float[Array, "batch length q_heads head_dim"],
+    k: Float[Array, "batch length kv_heads head_dim"],
+    v: Float[Array, "batch length kv_heads head_dim"],
+    *,
+    scale: float,
+    implementation: str | None = None,
+) -> Float[Array, "batch length q_heads head_dim"]:
+    """Causal attention over whole sequences, without a cache; differentiable. Softmax in float32, output in q's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+        UnsupportedError: the implementation named does not exist or cannot run this call.
+    """
+    sizes = check_shapes(
+        "attention_sequence",
+        q=(q, "batch length q_heads head_dim"),
+        k=(k, "batch length kv_heads head_dim"),
+        v=(v, "batch length kv_heads head_dim"),
+    )
+    check_groups("attention_sequence", sizes["q_heads"], sizes["kv_heads"])
+    return dispatch.call("attention_sequence", SEQUENCE, implementation, q, k, v, scale=scale)

@@ -1,0 +1,59 @@
+"""Public form of the state update: the recurrence of `kernels_pallas.ssd_scan`, step by step (Dao and Gu, 2024)."""
+
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas import dispatch
+from kernels_pallas.shape_check import check_groups, check_shapes
+from kernels_pallas.state_update import xla
+
+UPDATE = (dispatch.Implementation("xla", xla.state_update),)
+
+
+def state_update(
+    x: Float[Array, "rows steps heads head_dim"],
+    dt: Float[Array, "rows steps heads"],
+    a: Float[Array, " heads"],
+    b: Float[Array, "rows steps groups state"],
+    c: Float[Array, "rows steps groups state"],
+    d: Float[Array, " heads"],
+    store: Float[Array, "slots heads head_dim state"],
+    *,
+    read_slot: Int[Array, " rows"],
+    write_slot: Int[Array, "rows steps"],
+    implementation: str | None = None,
+) -> tuple[Float[Array, "rows steps heads head_dim"], Float[Array, "slots heads head_dim state"]]:
+    """Runs `steps` recurrent steps per row from the state in `read_slot`; that after step t goes to `write_slot[:, t]`.
+
+    Slot 0 reads as zeros and is never written. All reads happen as if before all writes; no two writes name the same
+    slot, but a row may write the slot that it, or another row, reads. State mathematics is float32; after each step the
+    state is rounded to the store's dtype, so that several steps in one call equal one step in each of several calls.
+
+    Args:
+        x: any float dtype; so are b and c.
+        dt: step sizes after softplus. A step with dt = 0 in all heads is padding: it leaves the state bitwise as it was
+            even where x, b or c hold NaN, and its y is 0.
+        a: -exp(A_log).
+        d: the skip weight.
+        store: float32 or bfloat16. Donate it: it is updated in place.
+    Returns:
+        y in x's dtype, and the store.
+    Raises:
+        ValueError: shapes that do not fit together.
+        UnsupportedError: the implementation named does not exist or cannot run this call.
+    """
+    sizes = check_shapes(
+        "state_update",
+        x=(x, "rows steps heads head_dim"),
+        dt=(dt, "rows steps heads"),
+        a=(a, "heads"),
+        b=(b, "rows steps groups state"),
+        c=(c, "rows steps groups state"),
+        d=(d, "heads"),
+        store=(store, "slots heads head_dim state"),
+        read_slot=(read_slot, "rows"),
+        write_slot=(write_slot, "rows steps"),
+    )
+    check_groups("state_update", sizes["heads"], sizes["groups"])
+    return dispatch.call(
+        "state_update", UPDATE, implementation, x, dt, a, b, c, d, store, read_slot=read_slot, write_slot=write_slot
+    )
