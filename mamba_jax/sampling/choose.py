@@ -20,6 +20,7 @@ from mamba_jax.sampling.logits import add_bias, has_bias, has_penalties, log_pro
 from mamba_jax.sampling.table import MAX_LOGPROBS, SamplingTable
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Emission:
     """What rows emit: `accepted` drafts, then one new token."""

@@ -1,0 +1,240 @@
+"""Sampling against a numpy definition that sorts, loops and knows one row at a time."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mamba_jax.sampling import MAX_LOGIT_BIAS, choose, init_sampling_table, report_logprobs, sampling_row
+from mamba_jax.sampling.logits import add_bias, log_probability, penalise, truncate
+
+VOCAB = 23
+
+
+def table_of(*rows):
+    """A table with seats 1..len(rows); seat 0 is padding's."""
+    table = init_sampling_table(len(rows) + 1)
+    for i, row in enumerate(rows, 1):
+        table = jax.tree.map(lambda column, value, i=i: column.at[i].set(value), table, sampling_row(**row))
+    return table
+
+
+def run(logits, rows, *, drafts=None, num_drafts=None, length=0, sample=None, counts=None, seen=None, row_id=None):
+    logits = jnp.asarray(logits, jnp.float32)
+    count, width, vocab = logits.shape
+    table = table_of(*rows)
+    seats = len(rows) + 1
+    return jax.jit(choose)(
+        logits,
+        drafts=jnp.zeros((count, width - 1), jnp.int32) if drafts is None else jnp.asarray(drafts, jnp.int32),
+        num_drafts=jnp.full(count, width - 1) if num_drafts is None else jnp.asarray(num_drafts),
+        length=jnp.broadcast_to(jnp.asarray(length), (count,)),
+        sample=jnp.ones(count, bool) if sample is None else jnp.asarray(sample),
+        row_id=jnp.arange(1, count + 1) if row_id is None else jnp.asarray(row_id),
+        table=table,
+        output_counts=jnp.zeros((seats, vocab), jnp.int32) if counts is None else jnp.asarray(counts),
+        prompt_seen=jnp.zeros((seats, vocab), bool) if seen is None else jnp.asarray(seen),
+    )
+
+
+def reference(logits, *, output_index=0, counts=None, seen=None, **p):
+    """What is left of one row's logits [vocab] after everything that parameters `p` ask for."""
+    x = np.array(logits, np.float64)
+    for token, value in (p.get("logit_bias") or {}).items():
+        x[token] += value
+    if output_index < p.get("min_tokens", 0):
+        x[list(p["stop_ids"])] = -np.inf
+    counts = np.zeros(len(x), int) if counts is None else np.asarray(counts)
+    seen = np.zeros(len(x), bool) if seen is None else np.asarray(seen)
+    for token in range(len(x)):
+        if counts[token] or seen[token]:
+            factor = p.get("repetition_penalty", 1)
+            x[token] = x[token] / factor if x[token] > 0 else x[token] * factor
+        x[token] -= p.get("frequency_penalty", 0) * counts[token]
+        x[token] -= p.get("presence_penalty", 0) * (counts[token] > 0)
+    x /= p.get("temperature", 0) or 1
+    probability = np.exp(x - x.max()) / np.exp(x - x.max()).sum()
+    x[probability < p.get("min_p", 0) * probability.max()] = -np.inf
+    if p.get("top_k"):
+        x[x < np.sort(x)[-min(p["top_k"], len(x))]] = -np.inf
+    if p.get("top_p", 1) < 1:
+        probability = np.exp(x - x.max()) / np.exp(x - x.max()).sum()
+        order = np.argsort(-probability, kind="stable")
+        before = np.cumsum(probability[order]) - probability[order]
+        x[order[before >= p["top_p"]]] = -np.inf
+    return x
+
+
+def probabilities(x):
+    x = np.exp(x - x.max())
+    return x / x.sum()
+
+
+ROWS = [
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.3, "top_p": 0.6},
+    {"temperature": 1.0, "min_p": 0.2},
+    {"temperature": 0.9, "top_k": 9, "top_p": 0.8, "min_p": 0.05},
+    {"temperature": 1.0, "repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": -0.3},
+    {"temperature": 1.0, "logit_bias": {3: 4.0, 0: -100.0}, "min_tokens": 4, "stop_ids": [1, 22]},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_k": 1},
+    {"temperature": 2.0, "top_p": 1e-6},
+    {"temperature": 1.0, "top_k": 500},
+]
+
+
+@jax.jit
+def processed(logits, table, index, counts, seen, drafts):
+    logits = penalise(add_bias(logits, table, index), table, counts, seen, drafts)
+    return truncate(logits / table.temperature[:, None, None], table)
+
+
+def test_processors_equal_the_definition():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(len(ROWS), 2, VOCAB)).astype(np.float32) * 3
+    counts = rng.integers(0, 3, (len(ROWS), VOCAB))
+    seen = rng.random((len(ROWS), VOCAB)) < 0.3
+    drafts = rng.integers(0, VOCAB, (len(ROWS), 1))
+    table = table_of(*ROWS).take(jnp.arange(1, len(ROWS) + 1))
+    index = jnp.array([3, 4])[None].repeat(len(ROWS), 0)
+    got = np.asarray(processed(logits, table, index, counts, seen, drafts))
+    for i, p in enumerate(ROWS):
+        for head in range(2):
+            # Head 1 stands after the draft, which penalties count as output.
+            count = counts[i] + (head == 1) * (np.arange(VOCAB) == drafts[i, 0])
+            want = reference(logits[i, head], output_index=3 + head, counts=count, seen=seen[i], **p)
+            np.testing.assert_array_equal(np.isfinite(got[i, head]), np.isfinite(want), err_msg=str(p))
+            kept = np.isfinite(want)
+            np.testing.assert_allclose(got[i, head][kept], want[kept], rtol=2e-5, atol=2e-5, err_msg=str(p))
+
+
+def test_rows_that_ask_for_nothing_keep_their_logits_beside_rows_that_do():
+    logits = jnp.asarray(np.random.default_rng(1).normal(size=(2, 1, VOCAB)), jnp.float32)
+    table = table_of({"temperature": 1.0}, {"temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1})
+    table = table.take(jnp.array([1, 2]))
+    counts, seen = jnp.ones((2, VOCAB), jnp.int32), jnp.ones((2, VOCAB), bool)
+    got = processed(logits, table, jnp.zeros((2, 1), jnp.int32), counts, seen, jnp.zeros((2, 0), jnp.int32))
+    np.testing.assert_array_equal(got[0], logits[0])
+
+
+@pytest.mark.parametrize(
+    ("drafts", "num_drafts", "want"),
+    [
+        ([4, 5, 6], 3, [4, 5, 6, 7]),  # all right: the bonus token comes after them
+        ([4, 9, 6], 3, [4, 5, -1, -1]),  # what follows a wrong draft does not count, right or not
+        ([9, 5, 6], 3, [4, -1, -1, -1]),
+        ([-1, 5, 6], 3, [4, -1, -1, -1]),
+        ([4, 5, 6], 1, [4, 5, -1, -1]),
+        ([4, 5, 6], 0, [4, -1, -1, -1]),
+    ],
+)
+def test_greedy_verification(drafts, num_drafts, want):
+    logits = np.eye(VOCAB)[[4, 5, 6, 7]][None]
+    # The same, whether or not a random batch-mate sends the batch down the general path.
+    for mate in ({}, {"temperature": 1.0, "top_p": 0.5}):
+        both = np.repeat(logits, 2, 0)
+        out = run(both, [{}, mate], drafts=[drafts] * 2, num_drafts=[num_drafts] * 2)
+        np.testing.assert_array_equal(out.tokens[0], want)
+        emitted = sum(t >= 0 for t in want)
+        assert (int(out.count[0]), int(out.accepted[0])) == (emitted, emitted - 1)
+
+
+def test_rows_that_do_not_sample_emit_nothing():
+    out = run(np.eye(VOCAB)[[[4, 5, 6, 7]] * 2], [{}, {}], drafts=[[4, 5, 6]] * 2, sample=[False, True])
+    np.testing.assert_array_equal(out.count, [0, 4])
+    np.testing.assert_array_equal(out.accepted, [0, 3])
+    np.testing.assert_array_equal(out.tokens, [[-1] * 4, [4, 5, 6, 7]])
+
+
+def test_a_seeded_row_does_not_depend_on_its_batch_mates():
+    rng = np.random.default_rng(2)
+    logits = rng.normal(size=(40, 1, VOCAB))
+    rows = [{"temperature": 1.0, "seed": i, "prompt_length": 7} for i in range(40)]
+    out = np.asarray(run(logits, rows, length=11).tokens)[:, 0]
+    again = [3, 17, 0, 3] * 10
+    part = run(logits[again], rows, length=11, row_id=[i + 1 for i in again]).tokens[:, 0]
+    np.testing.assert_array_equal(part, out[again])
+    # The position that counts is the output's: a longer prompt changes nothing.
+    longer = [{**row, "prompt_length": 9} for row in rows]
+    np.testing.assert_array_equal(run(logits, longer, length=13).tokens[:, 0], out)
+    for change in ({"choice": 1}, {"seed": 2**32 + 5}):
+        other = run(logits, [{**row, **change} for row in rows], length=11).tokens[:, 0]
+        assert (np.asarray(other) != out).any()
+    assert (np.asarray(run(logits, rows, length=12).tokens)[:, 0] != out).any()
+
+
+def chi_square(tokens, want):
+    """The statistic over its 0.999 quantile (normal approximation): below 1 is a pass."""
+    have = np.bincount(tokens, minlength=len(want))
+    assert (have[want == 0] == 0).all()
+    expected = want[want > 0] * len(tokens)
+    statistic, free = ((have[want > 0] - expected) ** 2 / expected).sum(), (want > 0).sum() - 1
+    return statistic / (free * (1 - 2 / (9 * free) + 3.09 * np.sqrt(2 / (9 * free))) ** 3)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{}, {"top_p": 0.9, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2, "top_k": 7}],
+)
+def test_drafts_leave_the_distribution_as_it_was(parameters):
+    samples, vocab, width = 50_000, 8, 4
+    rng = np.random.default_rng(3)
+    logits, counts = rng.normal(size=(width, vocab)) * 0.7, rng.integers(0, 2, vocab)
+    seen = rng.random(vocab) < 0.5
+    parameters = {"temperature": 0.8, **parameters}
+    want, drafts, after = [], np.zeros(width - 1, int), counts.copy()
+    for head in range(width):
+        want.append(probabilities(reference(logits[head], counts=after, seen=seen, **parameters)))
+        if head < width - 1:
+            drafts[head] = np.argsort(want[head])[-2]  # likely, but far from certain
+            after[drafts[head]] += 1
+    table = jax.tree.map(lambda v: jnp.repeat(jnp.asarray(v)[None], samples, 0), sampling_row(**parameters))
+    seeds = jnp.stack([jnp.zeros(samples, jnp.uint32), jnp.arange(samples, dtype=jnp.uint32)], axis=1)
+    table = type(table)(**{**vars(table), "seed": seeds})
+    out = jax.jit(choose)(
+        jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (samples, width, vocab)),
+        drafts=jnp.broadcast_to(jnp.asarray(drafts), (samples, width - 1)),
+        num_drafts=jnp.full(samples, 3),
+        length=jnp.zeros(samples, jnp.int32),
+        sample=jnp.ones(samples, bool),
+        row_id=jnp.arange(samples),
+        table=table,
+        output_counts=jnp.broadcast_to(jnp.asarray(counts), (samples, vocab)),
+        prompt_seen=jnp.broadcast_to(jnp.asarray(seen), (samples, vocab)),
+    )
+    # Seat 0 is a row like any other here.
+    tokens, emitted = np.asarray(out.tokens), np.asarray(out.count)
+    for head in range(width):
+        there = emitted > head
+        assert chi_square(tokens[there, head], want[head]) < 1, f"head {head}, {there.sum()} samples"
+        # Acceptance is as likely as the draft is.
+        if head < width - 1:
+            rate, p = (emitted[there] > head + 1).mean(), want[head][drafts[head]]
+            assert abs(rate - p) < 4 * np.sqrt(p * (1 - p) / there.sum()) + 1e-9
+
+
+def test_log_probability_of_no_token():
+    logits = jnp.zeros((1, 2, 4))
+    np.testing.assert_allclose(log_probability(logits, jnp.array([[1, -1]])), [[-np.log(4), -np.inf]], rtol=1e-6)
+
+
+def test_logprobs_are_reported_to_those_who_ask():
+    logits = np.random.default_rng(4).normal(size=(2, 3, VOCAB)).astype(np.float32)
+    tokens = np.array([[1, 5, -1], [2, -1, -1]])
+    want = np.log(np.exp(logits) / np.exp(logits).sum(-1, keepdims=True))
+    for wanted, with_top in ((0, False), (4, True)):
+        token, ids, top = jax.jit(report_logprobs)(logits, tokens, jnp.array([[wanted] * 3, [-1] * 3]))
+        np.testing.assert_allclose(token[0, :2], want[0, [0, 1], [1, 5]], rtol=1e-5)
+        if with_top:
+            np.testing.assert_array_equal(ids[0, 0], np.argsort(-want[0, 0])[:20])
+            np.testing.assert_allclose(top[0, 1], np.sort(want[0, 1])[::-1][:20], rtol=1e-5)
+
+
+def test_rows_have_room_for_so_much():
+    with pytest.raises(ValueError, match=r"301 entries of logit_bias: at most 300"):
+        sampling_row(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0))
+    with pytest.raises(ValueError, match=r"65 ids that min_tokens must hold back: at most 64"):
+        sampling_row(min_tokens=1, stop_ids=range(65))
+    with pytest.raises(ValueError, match=r"21 logprobs: at most 20"):
+        sampling_row(logprobs=21)
