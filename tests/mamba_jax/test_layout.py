@@ -1,0 +1,95 @@
+"""The index arrays of a step, against loops over rows and tokens."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mamba_jax.batch import num_tiles
+from mamba_jax.layout.decode import DecodeLayout, page_of
+from mamba_jax.layout.prefill import PrefillLayout
+
+TILE = 4
+prefill_layout = jax.jit(PrefillLayout.of, static_argnames=("num_packed", "tile_size"))
+
+
+def tiles_of(length, num_tokens):
+    """(first, last + 1) of every tile, counted from the row's first token of the step."""
+    cuts = [length, *(p for p in range(length + 1, length + num_tokens) if p % TILE == 0), length + num_tokens]
+    return [(a - length, b - length) for a, b in itertools.pairwise(cuts)] if num_tokens else []
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_prefill_layout(seed):
+    rng = np.random.default_rng(seed)
+    rows, packed, tiles = 5, 40, 16
+    num_tokens = rng.multinomial(rng.integers(0, packed + 1), np.ones(rows) / rows).astype(np.int32)
+    num_tokens[rng.random(rows) < 0.3] = 0
+    length = (rng.integers(0, 3 * TILE, rows) * (rng.random(rows) < 0.6)).astype(np.int32)
+    read_slot = rng.integers(1, 20, rows).astype(np.int32)
+    tile_write_slot = rng.integers(1, 20, tiles).astype(np.int32)
+    layout = jax.tree.map(
+        np.asarray,
+        prefill_layout(
+            num_packed=packed,
+            tile_size=TILE,
+            length=length,
+            num_tokens=num_tokens,
+            read_slot=read_slot,
+            tile_write_slot=tile_write_slot,
+            page_table=np.zeros((rows, 0), np.int32),
+        ),
+    )
+    token, tile = 0, 0
+    for row in range(rows):
+        assert layout.read_slot[row] == (read_slot[row] if length[row] and num_tokens[row] else 0)
+        spans = tiles_of(length[row], num_tokens[row])
+        assert len(spans) == num_tiles(int(length[row]), int(num_tokens[row]), TILE)
+        for i, (begin, end) in enumerate(spans):
+            assert layout.row_start[row] == token - begin
+            assert layout.tile_row[tile] == row
+            assert layout.tile_end[tile] == end
+            assert layout.tile_first[tile] == (i == 0)
+            assert layout.tile_read_slot[tile] == (layout.read_slot[row] if i == 0 else 0)
+            assert layout.tile_write_slot[tile] == tile_write_slot[tile]
+            np.testing.assert_array_equal(layout.tile_valid[tile], np.arange(TILE) < end - begin)
+            for lane in range(end - begin):
+                assert layout.tile_tokens[tile, lane] == token
+                assert layout.token_in_tiles[token] == tile * TILE + lane
+                assert layout.token_row[token] == row
+                assert layout.positions[token] == length[row] + begin + lane
+                assert layout.valid[token]
+                token += 1
+            tile += 1
+    assert not layout.valid[token:].any()
+    assert (layout.positions[token:] == -1).all()
+    assert layout.tile_first[tile:].all()
+    assert not layout.tile_valid[tile:].any()
+    for unused in (layout.tile_end, layout.tile_read_slot, layout.tile_write_slot):
+        assert not unused[tile:].any()
+    assert (layout.tile_tokens >= 0).all()
+    assert (layout.tile_tokens < packed).all()
+
+
+def test_decode_layout():
+    layout = DecodeLayout.of(
+        length=jnp.array([5, 0, 7, 3]),
+        num_tokens=jnp.array([2, 3, 0, 1]),
+        read_slot=jnp.array([4, 9, 6, 2]),
+        write_slot=jnp.arange(10, 22).reshape(4, 3),
+        page_table=jnp.zeros((4, 0), jnp.int32),
+    )
+    np.testing.assert_array_equal(layout.positions.reshape(4, 3), [[5, 6, -1], [0, 1, 2], [-1, -1, -1], [3, -1, -1]])
+    np.testing.assert_array_equal(layout.valid, layout.positions >= 0)
+    np.testing.assert_array_equal(layout.read_slot, [4, 0, 0, 2])  # nothing absorbed, nothing fed: nothing read
+    np.testing.assert_array_equal(layout.write_slot, [[10, 11, 0], [13, 14, 15], [0, 0, 0], [19, 0, 0]])
+
+
+def test_pages_of_tokens():
+    table = jnp.array([[5, 6], [7, 0]])
+    page, offset = page_of(table, jnp.array([0, 0, 1, 1, 0, 1]), jnp.array([0, 7, 3, 4, -1, 8]), page_size=4)
+    # A page not there yet, padding, and a position past the table are all nowhere.
+    np.testing.assert_array_equal(page, [5, 6, 7, 0, 0, 0])
+    np.testing.assert_array_equal(offset[:4], [0, 3, 3, 0])

@@ -1,0 +1,65 @@
+"""The store's arrays and their bytes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mamba_jax.rows import init_rows
+from mamba_jax.store import StoreShape, init_store, store_bytes
+
+HYBRID = StoreShape(
+    mamba_layers=3,
+    heads=6,
+    head_dim=8,
+    state_size=16,
+    groups=2,
+    conv_window=3,
+    attention_layers=2,
+    kv_heads=2,
+    kv_head_dim=8,
+    hidden_size=24,
+)
+NO_ATTENTION = dataclasses.replace(HYBRID, attention_layers=0, kv_heads=0, kv_head_dim=0)
+
+
+@pytest.mark.parametrize("shape", [HYBRID, NO_ATTENTION])
+@pytest.mark.parametrize("debug_state", [False, True])
+def test_bytes_are_accounted_for(shape, debug_state):
+    types = {"dtype": jnp.bfloat16, "ssm_dtype": jnp.float32}
+    store = init_store(shape, num_slots=5, num_pages=7, page_size=4, debug_state=debug_state, **types)
+    assert store_bytes(store) == sum(leaf.nbytes for leaf in jax.tree.leaves(store))
+    slots = 5 * shape.bytes_per_slot(jnp.bfloat16, debug_state=debug_state)
+    assert store_bytes(store) == slots + 7 * shape.bytes_per_page(4, jnp.bfloat16)
+    assert store.num_slots == 5
+    assert (store.num_pages, store.page_size) == ((7, 4) if shape is HYBRID else (0, 0))
+
+
+def test_one_array_per_layer():
+    store = init_store(HYBRID, num_slots=5, num_pages=7, page_size=4, dtype=jnp.float32)
+    assert [slots.ssm.shape for slots in store.mamba] == [(5, 6, 8, 16)] * 3
+    assert [slots.conv_x.shape for slots in store.mamba] == [(5, 3, 48)] * 3
+    assert [slots.conv_bc.shape for slots in store.mamba] == [(5, 3, 64)] * 3
+    assert [kv.shape for kv in store.kv] == [(7, 4, 4, 8)] * 2
+    assert store.hidden.shape == (5, 24)
+    buffers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(store)]
+    assert len(set(buffers)) == len(buffers)  # or donating the store would alias two outputs
+
+
+def test_the_null_slot_and_page_are_not_enough():
+    with pytest.raises(ValueError, match="num_slots is 1"):
+        init_store(HYBRID, num_slots=1, num_pages=7, page_size=4, dtype=jnp.float32)
+    with pytest.raises(ValueError, match="1 pages of 4"):
+        init_store(HYBRID, num_slots=2, num_pages=1, page_size=4, dtype=jnp.float32)
+    init_store(NO_ATTENTION, num_slots=2, num_pages=0, page_size=4, dtype=jnp.float32)
+
+
+def test_rows():
+    rows = init_rows(11, max_num_seqs=4, num_speculative_tokens=3)
+    assert rows.length.shape == rows.slot.shape == rows.last_token.shape == (5,)
+    assert rows.output_counts.shape == rows.prompt_seen.shape == (5, 11)
+    assert (rows.drafts == -1).all()
+    assert rows.drafts.shape == (5, 3)
+    assert (rows.sampling.temperature == 0).all()
+    assert (rows.sampling.stop_ids == -1).all()
