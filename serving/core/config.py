@@ -1,0 +1,119 @@
+"""The scheduler's settings. Validated once; every later line of `serving.core` may rely on what is checked here."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from serving.core.reasons import ConfigError
+
+CacheMode = Literal["none", "align", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Sizes and limits. `num_slots` and `num_pages` count the null one (index 0), as the store's arrays do.
+
+    Raises `ConfigError`, one line, for a combination that cannot work.
+    """
+
+    num_slots: int
+    num_pages: int
+    """0 = the model has no attention: no pages, and everything else as usual."""
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    """Tokens a step may feed, drafts included. Prefills get at least a tile's worth of it whatever decoding takes."""
+    max_model_len: int = 4096
+    """Prompt and output together."""
+    page_size: int = 16
+    state_block_size: int = 256
+    """B: a checkpoint at every multiple of it."""
+    tile_size: int = 128
+    cache_mode: CacheMode = "all"
+    num_speculative_tokens: int = 0
+    """K: the most drafts a row can have in a step."""
+    num_lookahead_tokens: int = 0
+    """How far beyond a step's own tokens the device may write attention pages while it proposes drafts (MTP: K)."""
+    max_prefill_rows: int = 8
+    max_tiles: int | None = None
+    """Tiles of one prefill step; None = enough for `max_num_batched_tokens` cut into `max_prefill_rows` pieces."""
+    max_decode_rows: int | None = None
+    """None = `max_num_seqs`."""
+    max_waiting: int | None = None
+    """Requests that may queue; one more is refused. None = no limit."""
+    overlap: bool = True
+    """Whether a step may be planned before the last one has settled."""
+
+    def __post_init__(self) -> None:
+        positive = {
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "page_size": self.page_size,
+            "state_block_size": self.state_block_size,
+            "tile_size": self.tile_size,
+            "max_prefill_rows": self.max_prefill_rows,
+            "max_tiles": 1 if self.max_tiles is None else self.max_tiles,
+            "max_decode_rows": 1 if self.max_decode_rows is None else self.max_decode_rows,
+        }
+        for name, value in positive.items():
+            if value < 1:
+                raise ConfigError(f"{name} is {value}: it must be at least 1")
+        for name, value in {
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "num_lookahead_tokens": self.num_lookahead_tokens,
+            "max_waiting": self.max_waiting or 0,
+            "num_pages": self.num_pages,
+        }.items():
+            if value < 0:
+                raise ConfigError(f"{name} is {value}: it must not be negative")
+        if self.max_model_len < 2:
+            raise ConfigError(f"max_model_len is {self.max_model_len}: it must hold a prompt token and an output token")
+        if self.cache_mode not in ("none", "align", "all"):
+            raise ConfigError(f"cache mode is {self.cache_mode!r}: it must be none, align or all")
+        if self.state_block_size % self.tile_size:
+            raise ConfigError(
+                f"state_block_size is {self.state_block_size}: it must be a multiple of tile_size ({self.tile_size})"
+            )
+        if self.num_pages and self.state_block_size % self.page_size:
+            block = self.state_block_size
+            raise ConfigError(f"page_size is {self.page_size}: it must divide state_block_size ({block})")
+        if self.state_block_size < 1 + self.num_speculative_tokens:
+            raise ConfigError(
+                f"num_speculative_tokens is {self.num_speculative_tokens}: it must be below state_block_size "
+                f"({self.state_block_size}), so that a step crosses at most one boundary"
+            )
+        if self.num_slots < 2 + self.num_speculative_tokens:
+            raise ConfigError(
+                f"num_slots is {self.num_slots}: one sequence needs {1 + self.num_speculative_tokens}, "
+                "and the null slot is one more"
+            )
+        if self.num_pages == 1:
+            raise ConfigError("num_pages is 1: that is the null page alone; 0 says that the model has no attention")
+
+    @property
+    def seats(self) -> int:
+        """Sequences that run at once: `max_num_seqs`, clamped to what the slots can hold at 1 + K each."""
+        return min(self.max_num_seqs, (self.num_slots - 1) // (1 + self.num_speculative_tokens))
+
+    @property
+    def decode_rows(self) -> int:
+        """The most decode rows of one step."""
+        return self.seats if self.max_decode_rows is None else min(self.max_decode_rows, self.seats)
+
+    @property
+    def tiles(self) -> int:
+        """The most tiles of one prefill step."""
+        if self.max_tiles is not None:
+            return self.max_tiles
+        # Each row may begin and end inside a tile: one tile more than its tokens fill, at worst.
+        return -(-self.max_num_batched_tokens // self.tile_size) + self.max_prefill_rows
+
+    @property
+    def pages_per_row(self) -> int:
+        """Width of the page table: the longest sequence and two steps' worth of optimistic tokens."""
+        if not self.num_pages:
+            return 0
+        return -(-(self.max_model_len + 2 * (self.num_speculative_tokens + 1)) // self.page_size)
+
+    @property
+    def caching(self) -> bool:
+        """Whether anything is published at all."""
+        return self.cache_mode != "none"

@@ -1,0 +1,40 @@
+"""Why things ended or did not happen, in words a user can read."""
+
+from enum import StrEnum
+
+
+class MissReason(StrEnum):
+    """Why a request could reuse nothing. Reported per request and counted."""
+
+    CACHING_OFF = "caching is off"
+    PROMPT_LOGPROBS = "prompt log-probabilities asked: every prompt token is computed"
+    TOO_SHORT = "too short: the shared prefix ends before its first checkpoint"
+    NOT_FOUND = "not found: no earlier request began like this"
+    EVICTED = "evicted: the prefix was cached and has been dropped"
+    STATE_EVICTED = "state evicted: the pages are present, the state is not"
+    NOT_YET_WRITTEN = "not yet written: a request of the same step computes this prefix"
+    SALT_DIFFERS = "salt differs: the prefix is cached without a salt"
+
+
+class FinishReason(StrEnum):
+    """Why a request ended, in the words of the OpenAI API where it has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class ConfigError(ValueError):
+    """A bad setting: one line that says what was wrong and what is allowed."""
+
+
+class RequestRefused(ValueError):
+    """A request that can never run here, or may not now: one line for the user. Nothing was kept of it.
+
+    `retry` is true where the same request may be taken later (the queue is full).
+    """
+
+    def __init__(self, message: str, *, retry: bool = False) -> None:
+        super().__init__(message)
+        self.retry = retry
