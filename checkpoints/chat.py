@@ -1,0 +1,191 @@
+"""Chat templates: a conversation to the text that a model was trained to continue.
+
+Templates are programs from the checkpoint, written for Hugging Face's `apply_chat_template`. They run in jinja2's sandbox
+with the same additions: `tojson` without HTML escapes, `raise_exception`, `strftime_now`, `break`/`continue`, and the
+`generation` block (which only marks text for training, so its body is kept as it is).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from checkpoints.errors import CheckpointError, listing
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplateError(CheckpointError):
+    """The template is broken, or does not accept this conversation."""
+
+
+class ChatTemplate:
+    """One compiled template.
+
+    Args:
+        source: the template's text.
+        special_tokens: `bos_token`, `eos_token`, ...: variables that templates use.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
+        self._variables = dict(special_tokens)
+        try:
+            self._template = _environment().from_string(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise ChatTemplateError(f"the chat template cannot be parsed: {_one_line(error)}") from error
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt's text.
+
+        Args:
+            messages: OpenAI-style; content may be a list of text parts.
+            tools: JSON schemas of functions, as in OpenAI's API.
+            documents: for templates that quote sources.
+            add_generation_prompt: end with the beginning of the assistant's turn.
+            **variables: whatever else the template understands (for example `enable_thinking=False`).
+        Raises:
+            ChatTemplateError: the template refused the conversation, failed, or tried to leave the sandbox.
+        """
+        try:
+            return self._template.render(
+                {
+                    **self._variables,
+                    "messages": [plain_message(message) for message in messages],
+                    "tools": list(tools) if tools else None,
+                    "documents": list(documents) if documents else None,
+                    "add_generation_prompt": add_generation_prompt,
+                    **variables,
+                }
+            )
+        except ChatTemplateError:
+            raise
+        except Exception as error:  # a template is a program: it can fail in any way
+            raise ChatTemplateError(f"the chat template failed: {_one_line(error)}") from error
+
+
+class ChatTemplates:
+    """The templates of a checkpoint, by name; compiled when first used."""
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, Any]) -> None:
+        self._sources = dict(sources)
+        self._special_tokens = dict(special_tokens)
+        self._compiled: dict[str, ChatTemplate] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._sources)
+
+    def choose(self, template: str | None, *, tools: bool) -> ChatTemplate:
+        """The template to use: `template` is a name or a template's text; by default `tool_use` with tools, else `default`.
+
+        Raises:
+            ChatTemplateError: there is no such template.
+        """
+        if template is None:
+            name = "tool_use" if tools and "tool_use" in self._sources else "default"
+        else:
+            name = template
+        source = self._sources.get(name)
+        if source is None and template is not None and ("{{" in template or "{%" in template):
+            source = template
+        if source is None:
+            known = listing(sorted(self._sources)) or "none"
+            raise ChatTemplateError(f"this model has no chat template named {name!r} (it has: {known})")
+        if name not in self._sources:  # a caller's own text: compiled each time, so that nothing piles up
+            return ChatTemplate(source, self._special_tokens)
+        return self._compiled.setdefault(name, ChatTemplate(source, self._special_tokens))
+
+
+def plain_message(message: Message) -> dict[str, Any]:
+    """A message in the form that templates expect: text content as one string, tool arguments as objects.
+
+    Raises:
+        ChatTemplateError: content that is not text.
+    """
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise ChatTemplateError("every chat message needs a role")
+    plain = dict(message)
+    content = plain.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        plain["content"] = "\n".join(_part_text(part) for part in content)
+    if plain.get("tool_calls"):
+        plain["tool_calls"] = [_plain_tool_call(call) for call in plain["tool_calls"]]
+    return plain
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        return part["text"]
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise ChatTemplateError(f"a message's content may hold text only, not {kind!r}")
+
+
+def _plain_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI clients send arguments as a JSON string, templates loop over an object."""
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return dict(call)
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError as error:
+        raise ChatTemplateError(f"a tool call's arguments are not valid JSON ({error})") from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %} ... {% endgeneration %}`: transparent."""
+
+    tags = {"generation"}  # noqa: RUF012 (the base class fixes the name and form)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise ChatTemplateError(f"the chat template refused the conversation: {message}")
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,19 @@
+"""The one error that a person sees when a checkpoint cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+LISTED = 6
+"""How many names an error spells out before it only counts them."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint, or a reference to one, that cannot be used. The message is one line and meant for the user."""
+
+
+def listing(items: Iterable[str], shown: int = LISTED) -> str:
+    """The first few of `items`, comma separated, then how many more there are. Keeps messages bounded."""
+    items = list(items)
+    more = len(items) - shown
+    return ", ".join(items[:shown]) + (f", and {more} more" if more > 0 else "")

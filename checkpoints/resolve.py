@@ -1,0 +1,76 @@
+"""From what a person types after `--model` to what it names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from checkpoints.errors import CheckpointError, listing
+
+ORBAX_MARKER = "mamba_jax.json"
+"""A directory with this file was written by `save_orbax`."""
+DEMO = "demo"
+DEMO_DIRECTORY = Path(__file__).resolve().parent / "demo"
+
+
+class Kind(Enum):
+    """What a reference can name."""
+
+    HUGGING_FACE = "Hugging Face directory"
+    ORBAX = "Orbax directory"
+    DEMO = "the demo model"
+    PRESET = "a published size, configuration only"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A resolved reference. A preset has no directory."""
+
+    kind: Kind
+    name: str
+    directory: Path | None
+
+    @property
+    def files(self) -> Path:
+        """The directory.
+
+        Raises:
+            CheckpointError: a preset has none.
+        """
+        if self.directory is None:
+            raise CheckpointError(
+                f"{self.name!r} is a published size: a configuration without weights and tokenizer"
+                " (give a directory, or load it with dummy weights)"
+            )
+        return self.directory
+
+
+def resolve(ref: str | Path) -> Reference:
+    """Find out what `ref` names: `demo`, a directory (Hugging Face or Orbax), or a preset.
+
+    A directory that is itself called `demo`, or like a preset, is reached as `./demo`.
+
+    Raises:
+        CheckpointError: it names nothing that can be loaded.
+    """
+    name = str(ref)
+    if name == DEMO:
+        return Reference(Kind.DEMO, name, DEMO_DIRECTORY)
+    if not isinstance(ref, Path) and name in preset_names():
+        return Reference(Kind.PRESET, name, None)
+    path = Path(ref).expanduser()
+    if path.is_dir():
+        return Reference(_directory_kind(path), name, path)
+    if path.exists():
+        raise CheckpointError(f"{name}: is a file; give the directory that holds config.json and the weights")
+    expected = f"a Hugging Face or Orbax directory, {DEMO!r}, or a published size ({listing(sorted(preset_names()), 3)})"
+    raise CheckpointError(f"{name}: no such model; expected {expected}; nothing is downloaded")
+
+
+def _directory_kind(path: Path) -> Kind:
+    if (path / ORBAX_MARKER).is_file():
+        return Kind.ORBAX
+    if (path / "config.json").is_file():
+        return Kind.HUGGING_FACE
+    raise CheckpointError(f"{path}: neither a Hugging Face directory (no config.json) nor an Orbax one (no {ORBAX_MARKER})")

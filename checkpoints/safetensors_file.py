@@ -1,0 +1,111 @@
+"""Memory-mapped safetensors files.
+
+The format (https://github.com/huggingface/safetensors, "Format"): eight bytes, little endian, with the header's length;
+the header, a JSON object of `name -> {dtype, shape, data_offsets}`; then the tensors' bytes, row major. The package's own
+numpy interface copies every tensor and cannot express bfloat16, so the header is read here and tensors are views of the map.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from checkpoints.errors import CheckpointError, listing
+
+DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+# The limit of the format's reference implementation: a longer "header" is some other kind of file.
+MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies in its file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    """First byte, counted from the beginning of the file."""
+    end: int
+
+
+class SafetensorsFile:
+    """One memory-mapped file: `entries` by name, and zero-copy views of the tensors.
+
+    Raises (from the constructor):
+        CheckpointError: the file is unreadable, truncated, or its header makes no sense.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, 2)
+                file.seek(0)
+                self.entries = _read_header(path, file, size)
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+
+    def view(self, name: str) -> np.ndarray:
+        """The tensor as a read-only view of the mapped file; nothing is read until it is used."""
+        entry = self.entries[name]
+        if entry.dtype not in DTYPES:
+            raise CheckpointError(f"{self.path}: {name} has dtype {entry.dtype}, which is not supported yet")
+        flat = np.frombuffer(self._map, DTYPES[entry.dtype], math.prod(entry.shape), entry.start)
+        return flat.reshape(entry.shape)
+
+    def release(self, name: str) -> None:
+        """Let the system drop the pages of a tensor that has been copied, so that they do not count as ours."""
+        if not hasattr(self._map, "madvise"):
+            return
+        entry = self.entries[name]
+        start = entry.start - entry.start % mmap.PAGESIZE
+        if entry.end > start:
+            self._map.madvise(mmap.MADV_DONTNEED, start, entry.end - start)
+
+
+def _read_header(path: Path, file: Any, size: int) -> dict[str, TensorEntry]:
+    prefix = file.read(8)
+    length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else None
+    if length is None or length > MAX_HEADER_BYTES or 8 + length > size:
+        raise CheckpointError(f"{path}: truncated, or not a safetensors file ({size} bytes, too short for its header)")
+    try:
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        entries = {name: _entry(8 + length, **fields) for name, fields in header.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: corrupt safetensors header ({error})") from error
+    cut = [f"{name} {list(entry.shape)}" for name, entry in entries.items() if entry.end > size]
+    if cut:
+        wanted = max(entry.end for entry in entries.values())
+        raise CheckpointError(f"{path}: truncated ({size} of {wanted} bytes); incomplete: {listing(cut)}")
+    return entries
+
+
+def _entry(base: int, dtype: str, shape: list[int], data_offsets: list[int]) -> TensorEntry:
+    start, end = data_offsets
+    entry = TensorEntry(dtype, tuple(int(n) for n in shape), base + int(start), base + int(end))
+    if min(entry.shape, default=0) < 0 or not base <= entry.start <= entry.end:
+        raise ValueError(f"impossible shape {shape} or offsets {data_offsets}")
+    if dtype in DTYPES and math.prod(entry.shape) * DTYPES[dtype].itemsize != end - start:
+        raise ValueError(f"{dtype} tensor of shape {shape} does not take {end - start} bytes")
+    return entry

@@ -1,0 +1,85 @@
+"""All tensors of a Hugging Face directory, whichever files they lie in."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from checkpoints.errors import CheckpointError, listing
+from checkpoints.json_file import read_json
+from checkpoints.safetensors_file import SafetensorsFile
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
+
+
+class TensorSet:
+    """The tensors of a directory by name: from its index, from `model.safetensors`, or from whatever files there are.
+
+    Raises (from the constructor):
+        CheckpointError: no safetensors file, a missing shard, a truncated or corrupt file.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._file_of: dict[str, SafetensorsFile] = {}
+        for name in _file_names(directory):
+            file = SafetensorsFile(directory / name)
+            self._file_of.update(dict.fromkeys(file.entries, file))
+
+    @property
+    def names(self) -> set[str]:
+        """Every tensor there is."""
+        return set(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The stored shape of a tensor."""
+        return self._file_of[name].entries[name].shape
+
+    def dtype(self, name: str) -> str:
+        """The stored dtype in the spelling of the format, for example `BF16`."""
+        return self._file_of[name].entries[name].dtype
+
+    def view(self, name: str) -> np.ndarray:
+        """The tensor as a read-only view of the mapped file."""
+        return self._file_of[name].view(name)
+
+    def release(self, name: str) -> None:
+        """Give back the memory behind a tensor that has been copied."""
+        self._file_of[name].release(name)
+
+
+def _file_names(directory: Path) -> list[str]:
+    present = {path.name for path in directory.glob("*.safetensors")}
+    if (directory / INDEX_FILE).is_file():
+        index = directory / INDEX_FILE
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise CheckpointError(f"{index}: has no weight_map of tensor names to file names")
+        files = set(weight_map.values())
+        if any(Path(file).name != file for file in files):
+            raise CheckpointError(f"{index}: names files outside its directory")
+    elif SINGLE_FILE in present:
+        files = {SINGLE_FILE}
+    else:
+        files = {sibling for name in present for sibling in _siblings(name)}
+    missing = sorted(files - present)
+    if missing:
+        raise CheckpointError(f"{directory}: missing {len(missing)} of {len(files)} shards: {listing(missing)}")
+    if not files:
+        torch_files = any(directory.glob("*.bin")) or any(directory.glob("*.pt"))
+        hint = "; only safetensors weights can be read, convert the .bin files first" if torch_files else ""
+        raise CheckpointError(f"{directory}: has no *.safetensors file{hint}")
+    return sorted(files)
+
+
+def _siblings(name: str) -> list[str]:
+    """All shards that a name such as `model-00001-of-00003.safetensors` says exist."""
+    match = _SHARD.fullmatch(name)
+    if match is None:
+        return [name]
+    stem, number, count = match.groups()
+    return [f"{stem}-{i:0{len(number)}d}-of-{count}.safetensors" for i in range(1, int(count) + 1)]

@@ -1,0 +1,190 @@
+"""Text to token ids and back, as the checkpoint's `tokenizer.json` says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from checkpoints.chat import ChatTemplates, Message
+from checkpoints.errors import CheckpointError
+from checkpoints.json_file import read_json_if_present
+from checkpoints.stream import StreamDecoder
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template.
+
+    Args:
+        backend: the tokenizer proper.
+        special_tokens: text of `bos_token`, `eos_token`, ... as far as known.
+        chat_templates: template texts by name (`default`, `tool_use`, ...).
+        add_bos_token: put the bos token before every prompt, if the tokenizer does not do so by itself.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+        add_bos_token: bool = False,
+    ) -> None:
+        self._backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        """Text of the special tokens by role, for example `{"eos_token": "</s>"}`."""
+        self.bos_token_id = self._role_id("bos_token")
+        self.eos_token_id = self._role_id("eos_token")
+        self.pad_token_id = self._role_id("pad_token")
+        roles = (self._role_id(role) for role in self.special_tokens)
+        added = (i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.special_ids = frozenset(added) | {i for i in roles if i is not None}
+        """Ids that `decode` leaves out."""
+        self._add_bos = add_bos_token and self.bos_token_id is not None
+        self._chat = ChatTemplates(chat_templates or {}, self.special_tokens)
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries, added tokens included. The model's own vocabulary is often padded beyond this."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat_template` can work without a template of the caller's."""
+        return bool(self._chat)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with special tokens as the checkpoint wants them at a prompt's start (and end)."""
+        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if add_special_tokens and self._add_bos and ids[:1] != [self.bos_token_id]:
+            ids = [self.bos_token_id, *ids]
+        return ids
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Like `encode`, for many texts, in parallel."""
+        found = [e.ids for e in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
+        if add_special_tokens and self._add_bos:
+            found = [ids if ids[:1] == [self.bos_token_id] else [self.bos_token_id, *ids] for ids in found]
+        return found
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `ids`. Ids beyond the vocabulary give no text."""
+        ids = [int(i) for i in ids]
+        if skip_special_tokens:
+            ids = [i for i in ids if i not in self.special_ids]
+        return self._backend.decode(ids, skip_special_tokens=False)
+
+    def stream(self, *, skip_special_tokens: bool = True) -> StreamDecoder:
+        """A decoder for tokens that arrive a few at a time; see `StreamDecoder`."""
+        skip = self.special_ids if skip_special_tokens else frozenset()
+        return StreamDecoder(lambda ids: self._backend.decode(list(ids), skip_special_tokens=False), skip)
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of an entry, spelled as in the vocabulary."""
+        return self._backend.token_to_id(token)
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself as text, special ones included (for lists of alternatives; pieces of characters are U+FFFD)."""
+        return self._backend.decode([token_id], skip_special_tokens=False)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation, special tokens included: encode it with `add_special_tokens=False`.
+
+        Args:
+            messages: OpenAI-style messages.
+            tools: functions the model may call.
+            chat_template: a name among the checkpoint's templates, or a template's own text.
+            add_generation_prompt: end with the beginning of the assistant's turn.
+            **variables: passed on to the template.
+        Raises:
+            ChatTemplateError: no such template, or it refuses the conversation.
+        """
+        template = self._chat.choose(chat_template, tools=bool(tools))
+        return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
+
+    def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """Token ids of a conversation; `options` are those of `apply_chat_template`."""
+        return self.encode(self.apply_chat_template(messages, **options), add_special_tokens=False)
+
+    def _role_id(self, role: str) -> int | None:
+        text = self.special_tokens.get(role)
+        return None if text is None else self._backend.token_to_id(text)
+
+
+def read_tokenizer(directory: Path) -> Tokenizer | None:
+    """The tokenizer of a directory, or None where there is no `tokenizer.json`.
+
+    Raises:
+        CheckpointError: a file is there but broken.
+    """
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return None
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises bare Exception for whatever is wrong with the file
+        raise CheckpointError(f"{path}: not a usable tokenizer ({' '.join(str(error).split())})") from error
+    # Both are properties of training batches; a server must neither cut prompts nor pad them.
+    backend.no_truncation()
+    backend.no_padding()
+    settings = read_json_if_present(directory / "tokenizer_config.json")
+    return Tokenizer(
+        backend,
+        _special_tokens(directory, settings, backend),
+        _chat_templates(directory, settings),
+        add_bos_token=settings.get("add_bos_token") is True,
+    )
+
+
+def _special_tokens(directory: Path, settings: dict[str, Any], backend: tokenizers.Tokenizer) -> dict[str, str]:
+    """Texts by role. Older files come later in the list: the first that knows a role decides."""
+    found: dict[str, str] = {}
+    for source in (settings, read_json_if_present(directory / "special_tokens_map.json")):
+        for role in _SPECIAL:
+            value = source.get(role)
+            text = value.get("content") if isinstance(value, Mapping) else value
+            if isinstance(text, str):
+                found.setdefault(role, text)
+    for source in (read_json_if_present(directory / name) for name in ("generation_config.json", "config.json")):
+        for role in _SPECIAL:
+            value = source.get(f"{role}_id")
+            text = backend.id_to_token(value) if isinstance(value, int) and value >= 0 else None
+            if text is not None:
+                found.setdefault(role, text)
+    return found
+
+
+def _chat_templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Templates by name, from `chat_template.jinja` (and its neighbours) or from `tokenizer_config.json`."""
+    found: dict[str, str] = {}
+    stored = settings.get("chat_template")
+    if isinstance(stored, str):
+        found["default"] = stored
+    elif isinstance(stored, list):
+        found |= {t["name"]: t["template"] for t in stored if isinstance(t, Mapping) and {"name", "template"} <= t.keys()}
+    more = directory / "additional_chat_templates"
+    files = {path.stem: path for path in sorted(more.glob("*.jinja"))} | {"default": directory / "chat_template.jinja"}
+    for name, path in files.items():
+        if path.is_file():
+            try:
+                found[name] = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    return found
