@@ -1,0 +1,5 @@
+"""A dense layer's product, with the weight as checkpoints store it."""
+
+from kernels_pallas.linear.api import linear
+
+__all__ = ["linear"]
