@@ -35,8 +35,8 @@ def ssd_scan(
 
     The tiles of a row are consecutive. A tile with `tile_first` starts from the state in `read_slot` (zeros for slot
     0); any other carries on from the tile before. After a tile the state goes to its `write_slot` (slot 0: nowhere).
-    All reads happen as if before all writes. State mathematics is float32; at the end of each tile the state is rounded to
-    the store's dtype, so that cutting a row between tiles into several calls changes nothing.
+    All reads happen as if before all writes. State mathematics is float32; at the end of each tile the state is rounded
+    to the store's dtype, so that cutting a row between tiles into several calls changes nothing.
 
     Args:
         x: any float dtype; so are b and c.

@@ -6,7 +6,11 @@ from kernels_pallas import dispatch
 from kernels_pallas.shape_check import check_groups, check_shapes
 from kernels_pallas.state_update import xla
 
-UPDATE = (dispatch.Implementation("xla", xla.state_update),)
+UPDATE = (
+    dispatch.Implementation("xla", xla.state_update),
+    dispatch.Implementation("xla_row_by_row", xla.row_by_row),
+    dispatch.Implementation("xla_all_rows", xla.all_rows),
+)
 
 
 def state_update(
