@@ -1,8 +1,8 @@
 """Chat templates: a conversation to the text that a model was trained to continue.
 
-Templates are programs from the checkpoint, written for Hugging Face's `apply_chat_template`. They run in jinja2's sandbox
-with the same additions: `tojson` without HTML escapes, `raise_exception`, `strftime_now`, `break`/`continue`, and the
-`generation` block (which only marks text for training, so its body is kept as it is).
+Templates are programs from the checkpoint, written for Hugging Face's `apply_chat_template`. They run in jinja2's
+sandbox with the same additions: `tojson` without HTML escapes, `raise_exception`, `strftime_now`, `break`/`continue`,
+and the `generation` block (which only marks text for training, so its body is kept as it is).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from checkpoints.errors import CheckpointError, listing
 
@@ -91,7 +91,7 @@ class ChatTemplates:
         return bool(self._sources)
 
     def choose(self, template: str | None, *, tools: bool) -> ChatTemplate:
-        """The template to use: `template` is a name or a template's text; by default `tool_use` with tools, else `default`.
+        """The template to use: the name or text asked for, or else `tool_use` with tools and `default` without.
 
         Raises:
             ChatTemplateError: there is no such template.
@@ -159,10 +159,16 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """jinja2's sandbox, except that a forbidden attribute is an error at once, not an undefined value."""
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        kind = type(obj).__name__
+        raise SecurityError(f"access to attribute {attribute!r} of {kind!r} object is unsafe")
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

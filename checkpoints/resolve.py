@@ -64,8 +64,9 @@ def resolve(ref: str | Path) -> Reference:
         return Reference(_directory_kind(path), name, path)
     if path.exists():
         raise CheckpointError(f"{name}: is a file; give the directory that holds config.json and the weights")
-    expected = f"a Hugging Face or Orbax directory, {DEMO!r}, or a published size ({listing(sorted(preset_names()), 3)})"
-    raise CheckpointError(f"{name}: no such model; expected {expected}; nothing is downloaded")
+    expected = f"a Hugging Face or Orbax directory, {DEMO!r}, or a published size"
+    presets = listing(sorted(preset_names()), 3)
+    raise CheckpointError(f"{name}: no such model; expected {expected} ({presets}); nothing is downloaded")
 
 
 def _directory_kind(path: Path) -> Kind:
@@ -73,4 +74,4 @@ def _directory_kind(path: Path) -> Kind:
         return Kind.ORBAX
     if (path / "config.json").is_file():
         return Kind.HUGGING_FACE
-    raise CheckpointError(f"{path}: neither a Hugging Face directory (no config.json) nor an Orbax one (no {ORBAX_MARKER})")
+    raise CheckpointError(f"{path}: neither a Hugging Face (no config.json) nor an Orbax directory (no {ORBAX_MARKER})")

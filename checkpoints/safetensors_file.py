@@ -1,8 +1,9 @@
 """Memory-mapped safetensors files.
 
-The format (https://github.com/huggingface/safetensors, "Format"): eight bytes, little endian, with the header's length;
-the header, a JSON object of `name -> {dtype, shape, data_offsets}`; then the tensors' bytes, row major. The package's own
-numpy interface copies every tensor and cannot express bfloat16, so the header is read here and tensors are views of the map.
+The format (https://github.com/huggingface/safetensors, "Format"): eight bytes, little endian, with the header's
+length; the header, a JSON object of `name -> {dtype, shape, data_offsets}`; then the tensors' bytes, row major. The
+package's own numpy interface copies every tensor and cannot express bfloat16, so the header is read here, and tensors
+are views of the map.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# A character of UTF-8 takes at most four bytes, so at most three of them can be waiting for its end. Some decoders show a
-# whole run of bytes as U+FFFD while its end is missing, so the whole run waits; but not for ever when it is truly invalid.
+# A character of UTF-8 takes at most four bytes, so at most three of them can be waiting for its end. Some decoders
+# show a whole run of bytes as U+FFFD while its end is missing: then all of it waits, but not for ever.
 MAX_WAITING = 3
 PATIENCE = 32
 # When nothing but invalid bytes arrives there is never a good place to cut; cut anyway before decoding becomes slow.
@@ -17,8 +17,8 @@ class StreamDecoder:
     """Turns a growing list of token ids into pieces of text whose concatenation is the text of all ids together.
 
     Tokens cannot be decoded one by one: a character may be spread over several of them, and some tokenizers drop the
-    space before the first token of whatever they are given. So a short window is decoded each time: the last tokens that
-    gave text, then those that came since. Its end is held back while it is an incomplete character.
+    space before the first token of whatever they are given. So a short window is decoded each time: the last tokens
+    that gave text, then those that came since. Its end is held back while it is an incomplete character.
 
     Args:
         decode: ids to text.

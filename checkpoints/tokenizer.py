@@ -29,7 +29,6 @@ class Tokenizer:
         backend: the tokenizer proper.
         special_tokens: text of `bos_token`, `eos_token`, ... as far as known.
         chat_templates: template texts by name (`default`, `tool_use`, ...).
-        add_bos_token: put the bos token before every prompt, if the tokenizer does not do so by itself.
     """
 
     def __init__(
@@ -37,7 +36,6 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         special_tokens: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] | None = None,
-        add_bos_token: bool = False,
     ) -> None:
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
@@ -49,7 +47,6 @@ class Tokenizer:
         added = (i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self.special_ids = frozenset(added) | {i for i in roles if i is not None}
         """Ids that `decode` leaves out."""
-        self._add_bos = add_bos_token and self.bos_token_id is not None
         self._chat = ChatTemplates(chat_templates or {}, self.special_tokens)
 
     @property
@@ -64,17 +61,11 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with special tokens as the checkpoint wants them at a prompt's start (and end)."""
-        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        if add_special_tokens and self._add_bos and ids[:1] != [self.bos_token_id]:
-            ids = [self.bos_token_id, *ids]
-        return ids
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Like `encode`, for many texts, in parallel."""
-        found = [e.ids for e in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
-        if add_special_tokens and self._add_bos:
-            found = [ids if ids[:1] == [self.bos_token_id] else [self.bos_token_id, *ids] for ids in found]
-        return found
+        return [e.ids for e in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Ids beyond the vocabulary give no text."""
@@ -93,7 +84,7 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def token_text(self, token_id: int) -> str:
-        """One token by itself as text, special ones included (for lists of alternatives; pieces of characters are U+FFFD)."""
+        """One token by itself as text, special ones included; a piece of a character is U+FFFD."""
         return self._backend.decode([token_id], skip_special_tokens=False)
 
     def apply_chat_template(
@@ -145,12 +136,7 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
     backend.no_truncation()
     backend.no_padding()
     settings = read_json_if_present(directory / "tokenizer_config.json")
-    return Tokenizer(
-        backend,
-        _special_tokens(directory, settings, backend),
-        _chat_templates(directory, settings),
-        add_bos_token=settings.get("add_bos_token") is True,
-    )
+    return Tokenizer(backend, _special_tokens(directory, settings, backend), _chat_templates(directory, settings))
 
 
 def _special_tokens(directory: Path, settings: dict[str, Any], backend: tokenizers.Tokenizer) -> dict[str, str]:
@@ -178,7 +164,8 @@ def _chat_templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]
     if isinstance(stored, str):
         found["default"] = stored
     elif isinstance(stored, list):
-        found |= {t["name"]: t["template"] for t in stored if isinstance(t, Mapping) and {"name", "template"} <= t.keys()}
+        named = (t for t in stored if isinstance(t, Mapping) and {"name", "template"} <= t.keys())
+        found |= {t["name"]: t["template"] for t in named}
     more = directory / "additional_chat_templates"
     files = {path.stem: path for path in sorted(more.glob("*.jinja"))} | {"default": directory / "chat_template.jinja"}
     for name, path in files.items():

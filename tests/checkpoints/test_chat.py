@@ -1,0 +1,144 @@
+"""Chat templates: what Hugging Face's renderer offers, and nothing that leaves the sandbox."""
+
+import datetime
+
+import pytest
+
+from checkpoints.chat import ChatTemplate, ChatTemplateError, ChatTemplates
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+USER = {"role": "user", "content": "Hi"}
+# The features of real templates: namespaces, loop controls, macros, whitespace control, tools, slices, string methods.
+RICH = """\
+{%- macro turn(role, text) %}[{{ role }}]{{ text }}{% endmacro -%}
+{%- set ns = namespace(system='', tools=0) -%}
+{%- if messages[0].role == 'system' %}
+  {%- set ns.system = messages[0]['content'] %}
+  {%- set messages = messages[1:] %}
+{%- endif -%}
+{{ bos_token }}{{ turn('system', ns.system | trim) }}
+{%- if tools is defined and tools %}
+  {%- for tool in tools %}<tool>{{ tool.function | tojson }}</tool>{% endfor %}
+{%- endif %}
+{%- for message in messages %}
+  {%- if message.role == 'skip' %}{% continue %}{% endif %}
+  {%- if message.role == 'stop' %}{% break %}{% endif %}
+  {%- if message.tool_calls is defined %}
+    {%- for call in message.tool_calls %}
+      {%- for key, value in call.function.arguments.items() -%}
+        ({{ key }}={{ value if value is string else value | tojson }})
+      {%- endfor %}
+    {%- endfor %}
+  {%- elif message.role == 'assistant' %}
+    {%- generation %}{{ turn('assistant', message.content.split('</think>')[-1].strip()) }}{% endgeneration %}
+  {%- else %}{{ turn(message.role, message.content) }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}[assistant]{% if not (enable_thinking | default(true)) %}<no>{% endif %}{% endif %}
+"""
+
+
+def render(source, messages=(USER,), **options):
+    return ChatTemplate(source, SPECIAL).render(list(messages), **options)
+
+
+def test_features_of_real_templates():
+    messages = [
+        {"role": "system", "content": " Be brief. "},
+        USER,
+        {"role": "skip", "content": "!"},
+        {"role": "assistant", "content": "<think>hm</think> Hello"},
+        {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "f", "arguments": '{"city": "Zürich", "days": [1, 2]}'}}],
+        },
+        {"role": "stop", "content": "!"},
+        USER,
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "description": "<é> & 'x'"}}]
+    text = render(RICH, messages, tools=tools, enable_thinking=False)
+    assert text == (
+        '<s>[system]Be brief.<tool>{"name": "f", "description": "<é> & \'x\'"}</tool>[user]Hi[assistant]Hello'
+        "(city=Zürich)(days=[1, 2])[assistant]<no>"
+    )
+
+
+def test_the_generation_prompt_can_be_left_out():
+    assert render(RICH, add_generation_prompt=False) == "<s>[system][user]Hi"
+
+
+def test_content_parts_become_one_text():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "a\nb"
+    with pytest.raises(ChatTemplateError, match=r"^a message's content may hold text only, not 'image_url'$"):
+        render("x", [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
+
+
+def test_messages_are_checked():
+    with pytest.raises(ChatTemplateError, match=r"^every chat message needs a role$"):
+        render("x", [{"content": "a"}])
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+    with pytest.raises(ChatTemplateError, match=r"^a tool call's arguments are not valid JSON"):
+        render("x", [call])
+
+
+def test_the_callers_messages_stay_as_they_were():
+    call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
+    message = {"role": "assistant", "content": [{"type": "text", "text": "x"}], "tool_calls": [call]}
+    render("{{ messages[0].tool_calls[0].function.arguments.a }}", [message])
+    assert call == {"function": {"name": "f", "arguments": '{"a": 1}'}}
+    assert message["content"] == [{"type": "text", "text": "x"}]
+
+
+def test_dates_and_json_layout():
+    assert render("{{ strftime_now('%Y') }}") == str(datetime.datetime.now().year)
+    assert render("{{ messages[0] | tojson(indent=1) }}") == '{\n "role": "user",\n "content": "Hi"\n}'
+
+
+def test_a_template_can_refuse():
+    source = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(
+        ChatTemplateError, match=r"^the chat template refused the conversation: System role not supported$"
+    ):
+        render(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__class__ }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{% set _ = messages.append(1) %}",
+        "{% set _ = messages[0].update({'role': 'x'}) %}",
+    ],
+)
+def test_the_sandbox_holds(source):
+    with pytest.raises(ChatTemplateError, match=r"^the chat template failed: .*(unsafe|not allowed|undefined)"):
+        render(source)
+
+
+@pytest.mark.parametrize("source", ["{{ range(10**9) | list }}", "{{ messages[7].content }}", "{{ 1 / 0 }}"])
+def test_failures_inside_a_template_are_one_line(source):
+    with pytest.raises(ChatTemplateError, match=r"^the chat template failed: [^\n]+$"):
+        render(source)
+
+
+def test_broken_template():
+    with pytest.raises(ChatTemplateError, match=r"^the chat template cannot be parsed: "):
+        render("{% for x in %}")
+
+
+def test_choosing_among_templates():
+    templates = ChatTemplates({"default": "d", "tool_use": "t", "rag": "r"}, {})
+    assert templates.choose(None, tools=False).render([]) == "d"
+    assert templates.choose(None, tools=True).render([]) == "t"
+    assert templates.choose("rag", tools=True).render([]) == "r"
+    assert templates.choose("{{ 1 + 1 }}", tools=False).render([]) == "2"
+    with pytest.raises(
+        ChatTemplateError, match=r"^this model has no chat template named 'x' \(it has: default, rag, tool_use\)$"
+    ):
+        templates.choose("x", tools=False)
+    with pytest.raises(ChatTemplateError, match=r"^this model has no chat template named 'default' \(it has: none\)$"):
+        ChatTemplates({}, {}).choose(None, tools=False)

@@ -1,0 +1,176 @@
+"""Tokenizers: special tokens from every file that may name them, and streams that equal the whole text."""
+
+import json
+import random
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from checkpoints.errors import CheckpointError
+from checkpoints.resolve import DEMO_DIRECTORY
+from checkpoints.stream import StreamDecoder
+from checkpoints.tokenizer import Tokenizer, read_tokenizer
+from checkpoints.train_tokenizer import train_tokenizer
+
+TEXT = "Héllo wörld, 日本語 and 😀😀 — “ẞ”.\n\tx  = 1"
+
+
+@pytest.fixture(scope="module")
+def byte_level():
+    return read_tokenizer(DEMO_DIRECTORY)
+
+
+@pytest.fixture(scope="module")
+def prefix_space():
+    """Like SentencePiece: a space before the first word that is not shown, and bytes for what the vocabulary lacks."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "▁a", "▁b", "ab", "é"]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    merges = [("▁", "a"), ("▁", "b"), ("a", "b")]
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<s>", "</s>"])
+    return Tokenizer(backend)
+
+
+def streamed(tokenizer, ids, rng, **options):
+    stream, text = tokenizer.stream(**options), ""
+    while ids:
+        n = rng.randint(1, 3)
+        text += stream.push(ids[:n])
+        ids = ids[n:]
+    return text + stream.flush()
+
+
+def test_round_trip(byte_level):
+    assert byte_level.decode(byte_level.encode(TEXT)) == TEXT
+    assert byte_level.encode_batch([TEXT, "a"]) == [byte_level.encode(TEXT), byte_level.encode("a")]
+
+
+def test_special_tokens_are_hidden_unless_wanted(byte_level):
+    ids = [*byte_level.encode("a"), byte_level.eos_token_id]
+    assert byte_level.decode(ids) == "a"
+    assert byte_level.decode(ids, skip_special_tokens=False) == "<|bos|>a<|eos|>"
+    assert byte_level.encode("a", add_special_tokens=False) == ids[1:-1]
+
+
+@pytest.mark.parametrize("name", ["byte_level", "prefix_space"])
+def test_stream_of_real_text_equals_decode(name, request):
+    tokenizer, rng = request.getfixturevalue(name), random.Random(0)
+    for text in [TEXT, "a b é 😀 ab", " a", "😀😀😀", ""]:
+        ids = tokenizer.encode(text)
+        assert streamed(tokenizer, ids, rng) == tokenizer.decode(ids)
+
+
+def test_stream_of_random_bytes_equals_decode(byte_level):
+    rng = random.Random(1)
+    for _ in range(300):
+        # Ids past the vocabulary too: models pad theirs.
+        ids = [rng.randrange(byte_level.vocab_size + 50) for _ in range(rng.randint(0, 60))]
+        for skip in (True, False):
+            whole = byte_level.decode(ids, skip_special_tokens=skip)
+            assert streamed(byte_level, ids, rng, skip_special_tokens=skip) == whole
+
+
+def test_stream_keeps_the_space_after_special_tokens(prefix_space):
+    rng = random.Random(2)
+    words = [prefix_space.token_to_id(piece) for piece in ["▁", "▁a", "▁b", "a", "é", "<s>", "</s>"]]
+    for _ in range(300):
+        ids = rng.choices(words, k=rng.randint(0, 20))
+        for skip in (True, False):
+            whole = prefix_space.decode(ids, skip_special_tokens=skip)
+            assert streamed(prefix_space, ids, rng, skip_special_tokens=skip) == whole
+
+
+def test_an_incomplete_character_is_held_back(byte_level):
+    ids = byte_level.encode("😀", add_special_tokens=False)
+    assert len(ids) == 4
+    stream = byte_level.stream()
+    assert [stream.push([i]) for i in ids] == ["", "", "", "😀"]
+    assert stream.push(ids[:2]) == ""
+    assert stream.flush() == "\N{REPLACEMENT CHARACTER}"
+    assert stream.flush() == ""
+
+
+def test_an_endless_stream_of_broken_characters_costs_a_bounded_window():
+    longest = 0
+
+    def decode(ids):
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return "\N{REPLACEMENT CHARACTER}" * len(ids)
+
+    stream = StreamDecoder(decode)
+    sent = "".join(stream.push([0]) for _ in range(3000)) + stream.flush()
+    assert len(sent) == 3000
+    assert longest < 1100
+
+
+def write(directory, **files):
+    train_tokenizer(["a b c"], 262).save(str(directory / "tokenizer.json"))
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    return directory
+
+
+def test_no_tokenizer(tmp_path):
+    assert read_tokenizer(tmp_path) is None
+
+
+def test_special_tokens_from_strings_and_objects(tmp_path):
+    write(tmp_path, tokenizer_config={"eos_token": {"content": "<|eos|>"}, "bos_token": None})
+    tokenizer = read_tokenizer(tmp_path)
+    assert (tokenizer.eos_token_id, tokenizer.bos_token_id) == (2, None)
+
+
+def test_special_tokens_map_and_ids_fill_the_gaps(tmp_path):
+    write(
+        tmp_path,
+        tokenizer_config={"eos_token": "<|eos|>"},
+        special_tokens_map={"eos_token": "<|pad|>", "bos_token": {"content": "<|bos|>"}},
+        generation_config={"pad_token_id": 0, "eos_token_id": [4]},
+        config={"bos_token_id": 3},
+    )
+    tokenizer = read_tokenizer(tmp_path)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 0)
+    assert tokenizer.special_tokens == {"eos_token": "<|eos|>", "bos_token": "<|bos|>", "pad_token": "<|pad|>"}
+
+
+def test_truncation_and_padding_settings_are_ignored(tmp_path):
+    backend = train_tokenizer(["a b c"], 262)
+    backend.enable_truncation(2)
+    backend.enable_padding(length=8)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert len(read_tokenizer(tmp_path).encode("abcd")) == 5
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]", "\x00"])
+def test_broken_tokenizer(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: not a usable tokenizer \([^\n]+\)$"):
+        read_tokenizer(tmp_path)
+
+
+def test_chat_templates_from_each_place(tmp_path):
+    named = [{"name": "default", "template": "named"}, {"name": "tool_use", "template": "tools"}]
+    write(tmp_path, tokenizer_config={"chat_template": named})
+    tokenizer = read_tokenizer(tmp_path)
+    assert tokenizer.apply_chat_template([]) == "named"
+    assert tokenizer.apply_chat_template([], tools=[{}]) == "tools"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert read_tokenizer(tmp_path).apply_chat_template([]) == "file"
+    write(tmp_path, tokenizer_config={"chat_template": "plain"})
+    (tmp_path / "chat_template.jinja").unlink()
+    assert read_tokenizer(tmp_path).apply_chat_template([]) == "plain"
+    write(tmp_path, tokenizer_config={})
+    assert not read_tokenizer(tmp_path).has_chat_template
+
+
+def test_encode_chat_adds_no_second_bos(byte_level):
+    ids = byte_level.encode_chat([{"role": "user", "content": "Hi"}])
+    assert ids.count(byte_level.bos_token_id) == 1
+    text = byte_level.decode(ids, skip_special_tokens=False)
+    assert text == "<|bos|><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
