@@ -1,0 +1,1 @@
+"""What people and clients touch: the command line."""

@@ -1,0 +1,230 @@
+"""Batch inference from one JSON-lines file to another: resumable, and a bad line harms no other."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from serving.engine.llm import LLM
+from serving.engine.output import RequestOutput, TokenLogprobs
+from serving.engine.sampling_params import RequestError, SamplingParams
+
+Key = str
+"""An id as JSON text: 1 and "1" are different ids."""
+
+
+@dataclass
+class BatchCounts:
+    """How a batch went."""
+
+    total: int = 0
+    skipped: int = 0
+    """Lines whose answer was in the output already."""
+    done: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of input; `fields` is an error's text where the line cannot be used."""
+
+    number: int
+    id: Any
+    fields: Mapping[str, Any] | str
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The input's lines, blank ones left out. A line without an id gets its number, `"line-7"`."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, text in enumerate(file, start=1):
+            if not text.strip():
+                continue
+            name = f"line-{number}"
+            try:
+                value = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                yield Line(number, name, f"not valid JSON: {error}")
+                continue
+            if not isinstance(value, dict):
+                yield Line(number, name, f"must be a JSON object, got {type(value).__name__}")
+                continue
+            given = value.pop("id", None)
+            yield Line(number, name if given is None else given, value)
+
+
+def count_lines(path: Path) -> int:
+    """How many lines there are to answer."""
+    with path.open("rb") as file:
+        return sum(1 for line in file if line.strip())
+
+
+def parse(line: Line, defaults: Mapping[str, Any]) -> tuple[Any, SamplingParams]:
+    """Prompt and sampling parameters of a line; `defaults` are for what it does not say.
+
+    Raises:
+        RequestError: the line cannot be served as it is.
+    """
+    if isinstance(line.fields, str):
+        raise RequestError(line.fields)
+    fields = dict(line.fields)
+    if ("prompt" in fields) == ("prompt_token_ids" in fields):
+        raise RequestError("exactly one of 'prompt' and 'prompt_token_ids' is needed")
+    name = "prompt" if "prompt" in fields else "prompt_token_ids"
+    prompt = {name: fields.pop(name)}
+    return prompt, SamplingParams.of({**defaults, **fields})
+
+
+def repair(path: Path) -> Counter[Key]:
+    """Ids answered in an earlier run. A last line that was cut off by a crash is removed from the file."""
+    if not path.exists():
+        return Counter()
+    done: Counter[Key] = Counter()
+    with path.open("rb+") as file:
+        good = 0
+        for raw in file:
+            try:
+                value = json.loads(raw)
+            except ValueError:
+                value = None
+            if not raw.endswith(b"\n") or not isinstance(value, dict) or "id" not in value:
+                break
+            done[json.dumps(value["id"])] += 1
+            good += len(raw)
+        rest = file.seek(0, os.SEEK_END) - good
+        file.seek(good)
+        if b"\n" in file.read().rstrip(b"\n"):
+            raise RequestError(
+                f"{path}: {rest} bytes after the first {sum(done.values())} lines are not ours; not touched"
+            )
+        file.truncate(good)
+    return done
+
+
+def run_batch(
+    llm: LLM,
+    source: Path,
+    target: Path,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    progress: Callable[[BatchCounts], None] | None = None,
+) -> BatchCounts:
+    """Answers every line of `source` in `target`, in any order while it runs and in the input's order once all are there.
+
+    Only a few more requests than fit into a step are ever read ahead, so files may be of any length.
+
+    Args:
+        llm: the engine; its loop must be idle.
+        source: JSON lines with `id`, `prompt` or `prompt_token_ids`, and any of `SamplingParams`.
+        target: created, or continued where an earlier run stopped.
+        defaults: sampling parameters of lines that do not have them.
+        progress: called with the counts after each line.
+    """
+    answered = repair(target)
+    counts = BatchCounts()
+    waiting: dict[str, Line] = {}
+    wants: dict[str, SamplingParams] = {}
+    order: list[Key] = []
+    engine = llm.engine
+    ahead = 2 * llm.config.max_num_seqs
+    lines = read_lines(source)
+    with target.open("a", encoding="utf-8") as out:
+
+        def answer(line: Line, value: dict[str, Any]) -> None:
+            out.write(json.dumps({"id": line.id, **value}, ensure_ascii=False) + "\n")
+            out.flush()
+            counts.done += 1
+            counts.failed += "error" in value
+            if progress is not None:
+                progress(counts)
+
+        exhausted = False
+        while not exhausted or waiting:
+            while not exhausted and len(waiting) < ahead:
+                line = next(lines, None)
+                if line is None:
+                    exhausted = True
+                    break
+                counts.total += 1
+                key = json.dumps(line.id)
+                order.append(key)
+                if answered[key]:
+                    answered[key] -= 1
+                    counts.skipped += 1
+                    continue
+                request_id = f"line-{line.number}"
+                try:
+                    prompt, params = parse(line, defaults or {})
+                    engine.add_request(request_id, prompt, params)
+                except RequestError as error:
+                    answer(line, {"error": str(error)})
+                    continue
+                waiting[request_id], wants[request_id] = line, params
+            for output in engine.step() if waiting else ():
+                if output.finished:
+                    answer(waiting.pop(output.request_id), as_json(output, wants.pop(output.request_id)))
+    _sort_like(target, order)
+    return counts
+
+
+def as_json(output: RequestOutput, params: SamplingParams) -> dict[str, Any]:
+    """A finished request as the fields of an output line (its id aside). With n > 1 there is a list of `choices`."""
+    choices = []
+    for choice in output.outputs:
+        value: dict[str, Any] = {
+            "text": choice.text,
+            "token_ids": choice.token_ids,
+            "finish_reason": choice.finish_reason,
+        }
+        if choice.logprobs is not None:
+            value["logprobs"] = [top_pairs(table, params.logprobs or 0) for table in choice.logprobs]
+        choices.append(value)
+    usage = {
+        "prompt_tokens": len(output.prompt_token_ids),
+        "completion_tokens": sum(len(choice.token_ids) for choice in output.outputs),
+        "cached_tokens": output.num_cached_tokens,
+    }
+    result = {**choices[0], "usage": usage}
+    if len(choices) > 1:
+        result["choices"] = choices
+    if output.prompt_logprobs is not None:
+        count = params.prompt_logprobs or 0
+        result["prompt_logprobs"] = [None if t is None else top_pairs(t, count) for t in output.prompt_logprobs]
+    return result
+
+
+def top_pairs(table: TokenLogprobs, count: int) -> list[list[float]]:
+    """The `count` likeliest tokens as `[token_id, logprob]`, likeliest first; with 0 the token itself only."""
+    pairs = list(table.items())
+    if count == 0:
+        return [[token, entry.logprob] for token, entry in pairs[:1]]
+    ranked = sorted((entry.rank, token, entry.logprob) for token, entry in pairs if entry.rank is not None)
+    return [[token, logprob] for _, token, logprob in ranked[:count]]
+
+
+def _sort_like(path: Path, order: list[Key]) -> None:
+    """Puts the lines of a complete output into the input's order; lines the input does not know stay, at the end."""
+    lines: list[tuple[int, int]] = []  # where each line starts, and its length
+    places: dict[Key, deque[int]] = {}
+    with path.open("rb") as file:
+        start = 0
+        for index, raw in enumerate(file):
+            lines.append((start, len(raw)))
+            places.setdefault(json.dumps(json.loads(raw)["id"]), deque()).append(index)
+            start += len(raw)
+    wanted = [places[key].popleft() for key in order if places.get(key)]
+    known = set(wanted)
+    wanted += [index for index in range(len(lines)) if index not in known]
+    if wanted == sorted(wanted):
+        return
+    new = path.with_name(path.name + ".sorting")
+    with path.open("rb") as file, new.open("wb") as out:
+        for index in wanted:
+            start, length = lines[index]
+            file.seek(start)
+            out.write(file.read(length))
+    os.replace(new, path)

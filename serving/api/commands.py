@@ -1,0 +1,138 @@
+"""What the commands of `mamba-jax` do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from serving.config import ConfigError
+from serving.engine.sampling_params import RequestError, SamplingParams
+
+_SAMPLING = "Sampling"
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue; '-' reads it from stdin.")] = None,
+    *,
+    input: Annotated[
+        Path | None,
+        typer.Option(help="A JSON-lines file of prompts: id, prompt or prompt_token_ids, and sampling parameters."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Where the answers go, one JSON line each. Resumable.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
+    max_tokens: Annotated[int | None, typer.Option(help="Output tokens at most.", rich_help_panel=_SAMPLING)] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)] = None,
+    top_p: Annotated[float | None, typer.Option(rich_help_panel=_SAMPLING)] = None,
+    top_k: Annotated[int | None, typer.Option(rich_help_panel=_SAMPLING)] = None,
+    min_p: Annotated[float | None, typer.Option(rich_help_panel=_SAMPLING)] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(rich_help_panel=_SAMPLING)] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A text that ends the output; repeatable.", rich_help_panel=_SAMPLING)
+    ] = None,
+    sampling_seed: Annotated[
+        int | None, typer.Option(help="Seed of this prompt alone.", rich_help_panel=_SAMPLING)
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Carry on after end-of-sequence.", rich_help_panel=_SAMPLING)
+    ] = False,
+    flags: dict[str, Any],
+) -> None:
+    """Continue one PROMPT, streamed to the terminal, or answer a whole file of them (--input, --output)."""
+    sampling = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "stop": stop or None,
+        "seed": sampling_seed,
+        "ignore_eos": ignore_eos or None,
+    }
+    given = {name: value for name, value in sampling.items() if value is not None}
+    if (prompt is None) == (input is None):
+        raise ConfigError("give either a PROMPT or --input FILE")
+    if (input is None) != (output is None):
+        raise ConfigError("--input and --output go together")
+    # Programs are compiled when first needed: one run of this command rarely needs them all.
+    flags.setdefault("warmup", False)
+    if input is not None and output is not None:
+        if chat:
+            raise ConfigError("--chat is for a single PROMPT")
+        _check_files(input, output)
+        _generate_file(input, output, given, flags)
+    else:
+        assert prompt is not None
+        _generate_one(sys.stdin.read() if prompt == "-" else prompt, chat, given, flags)
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="A Hugging Face directory.")],
+    target: Annotated[Path, typer.Argument(help="The Orbax directory to make.")],
+    dtype: Annotated[str, typer.Option(help="Of the stored weights; auto keeps the checkpoint's.")] = "auto",
+) -> None:
+    """Convert a Hugging Face checkpoint to a sharded Orbax one."""
+    import checkpoints
+
+    checkpoints.convert(source, target, dtype=dtype)
+    Console(stderr=True, soft_wrap=True).print(f"{source} -> {target}", markup=False, highlight=False)
+
+
+def _check_files(source: Path, target: Path) -> None:
+    """Refuse what cannot work before minutes are spent on loading a model."""
+    if not source.is_file():
+        raise ConfigError(f"--input {source}: no such file")
+    if not target.parent.is_dir():
+        raise ConfigError(f"--output {target}: there is no directory {target.parent}")
+    if target.is_dir() or (target.exists() and source.samefile(target)):
+        raise ConfigError(f"--output {target}: must be a file other than the input")
+
+
+def _generate_file(source: Path, target: Path, given: dict[str, Any], flags: dict[str, Any]) -> None:
+    from serving.api.batch_file import count_lines, run_batch
+    from serving.engine.llm import LLM
+
+    SamplingParams.of(given)  # a bad value on the command line is one error, not one a line
+    console = Console(stderr=True, soft_wrap=True)
+    llm = LLM(**flags)
+    columns = (
+        TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+        TextColumn("{task.fields[failed]}"),
+    )  # fmt: skip
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("requests", total=count_lines(source), failed="")
+
+        def show(counts: Any) -> None:
+            failed = f"{counts.failed} failed" if counts.failed else ""
+            bar.update(task, completed=counts.done + counts.skipped, failed=failed)
+
+        counts = run_batch(llm, source, target, defaults=given, progress=show)
+    summary = f"{counts.done} answered, {counts.skipped} were there already"
+    console.print(summary + (f", {counts.failed} of them with an error" if counts.failed else ""), highlight=False)
+
+
+def _generate_one(prompt: str, chat: bool, given: dict[str, Any], flags: dict[str, Any]) -> None:
+    from serving.engine.llm import LLM
+
+    params = SamplingParams.of({"max_tokens": 128, "temperature": 0.0} | given)
+    llm = LLM(**flags)
+    if chat:
+        stream = llm.stream({"prompt_token_ids": llm.encode_chat([{"role": "user", "content": prompt}])}, params)
+    else:
+        sys.stdout.write(prompt)
+        stream = llm.stream(prompt, params)
+    shown = 0
+    for output in stream:
+        text = output.outputs[0].text
+        sys.stdout.write(text[shown:])
+        sys.stdout.flush()
+        shown = len(text)
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    if llm.tokenizer is None:
+        raise RequestError("this model has no tokenizer: text prompts cannot be used")

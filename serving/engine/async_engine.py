@@ -1,0 +1,198 @@
+"""The engine for many concurrent callers: steps run in a thread of their own, outputs stream to asyncio tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+from serving.engine.engine import Engine, Prompt
+from serving.engine.output import RequestOutput
+from serving.engine.sampling_params import RequestError, SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+class EngineStopped(RuntimeError):
+    """The engine has been shut down, or has failed for good; requests in progress will not finish."""
+
+
+class _Stream:
+    """Outputs on their way from the engine's thread to one asyncio task."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+
+    def put(self, item: RequestOutput | Exception) -> None:
+        """From the engine's thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+
+    async def get(self) -> RequestOutput:
+        item = await self._items.get()
+        # A slow reader gets the newest output only: each holds everything before it.
+        while isinstance(item, RequestOutput) and not item.finished and not self._items.empty():
+            item = self._items.get_nowait()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+
+class AsyncEngine:
+    """Runs an `Engine` in a thread. Every method may be called from any asyncio task.
+
+    Args:
+        engine: nothing else may use it from now on.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}
+        self._ids = itertools.count()
+        self._stopped: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Completes one prompt, yielding the output as it grows; the last one is finished.
+
+        Each output is a copy that later ones do not change. Leaving the iteration early, by `break`, cancellation or
+        an error, aborts the request.
+
+        Raises:
+            RequestError: the request cannot be served as asked.
+            EngineStopped: the engine has stopped.
+        """
+        name = request_id if request_id is not None else f"async-{next(self._ids)}"
+        stream = _Stream()
+        added = False
+
+        def add() -> None:
+            if name in self._streams:
+                stream.put(RequestError(f"request id {name!r} is in use"))
+                return
+            try:
+                self._engine.add_request(
+                    name, prompt, sampling_params, priority=priority, cache_salt=cache_salt, live_text=True
+                )
+            except Exception as error:
+                stream.put(error)
+                return
+            self._streams[name] = stream
+
+        self._submit(add)
+        added = True
+        try:
+            while True:
+                output = await stream.get()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            if added:
+                self._submit(lambda: self._forget(name, stream), quietly=True)
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; its iteration gets what there is, with finish reason `abort`."""
+        self._submit(lambda: self._abort(request_id))
+
+    async def call(self, function: Callable[[Engine], Any]) -> Any:
+        """Runs a function of the engine between two steps, for example to read its statistics."""
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[Any] = loop.create_future()
+
+        def run() -> None:
+            try:
+                value = function(self._engine)
+            except Exception as error:
+                loop.call_soon_threadsafe(result.set_exception, error)
+            else:
+                loop.call_soon_threadsafe(result.set_result, value)
+
+        self._submit(run)
+        return await result
+
+    def shutdown(self) -> None:
+        """Stops the thread; iterations in progress raise `EngineStopped`."""
+        self._commands.put(None)
+        self._thread.join()
+
+    # -- on the engine's thread --
+
+    def _submit(self, command: Callable[[], None], quietly: bool = False) -> None:
+        if self._stopped is not None:
+            if quietly:
+                return
+            raise EngineStopped(str(self._stopped))
+        self._commands.put(command)
+
+    def _run(self) -> None:
+        reason: Exception = EngineStopped("the engine has been shut down")
+        try:
+            while self._take_commands():
+                for output in self._engine.step():
+                    self._publish(output)
+        except Exception as error:
+            log.exception("the engine has failed")
+            reason = EngineStopped(f"the engine has failed: {error}")
+        self._stopped = reason
+        for stream in self._streams.values():
+            stream.put(reason)
+        self._streams.clear()
+        self._engine.abort_all()
+
+    def _take_commands(self) -> bool:
+        """Does what tasks have asked for; sleeps while there is nothing to do. False: shut down."""
+        while True:
+            try:
+                command = self._commands.get(block=not self._engine.loop.busy)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _publish(self, output: RequestOutput) -> None:
+        stream = self._streams.get(output.request_id)
+        if stream is not None:
+            stream.put(_copy(output))
+            if output.finished:
+                del self._streams[output.request_id]
+
+    def _abort(self, request_id: str) -> None:
+        output = self._engine.abort(request_id)
+        if output is not None:
+            self._publish(output)
+
+    def _forget(self, name: str, stream: _Stream) -> None:
+        """The reader has gone. By now the id may belong to somebody else."""
+        if self._streams.get(name) is stream:
+            del self._streams[name]
+            self._engine.abort(name)
+
+
+def _copy(output: RequestOutput) -> RequestOutput:
+    choices = [
+        replace(
+            choice,
+            token_ids=list(choice.token_ids),
+            logprobs=None if choice.logprobs is None else list(choice.logprobs),
+        )
+        for choice in output.outputs
+    ]
+    return replace(output, outputs=choices, metrics=None if output.metrics is None else replace(output.metrics))

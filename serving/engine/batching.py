@@ -1,0 +1,236 @@
+"""A step's plan as the numpy arrays that the compiled programs take, padded to a short list of shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, num_tiles
+from mamba_jax.sampling.table import sampling_row
+from serving.core import DecodeRow, PrefillRow, Request, SchedulerConfig
+from serving.engine.sampling_params import SamplingParams
+
+_FEW_ROWS = 2
+
+
+@dataclass(frozen=True, order=True)
+class PrefillShape:
+    """One bucket of prefill steps. Ordered by cost: tokens go through every layer, rows only through the head."""
+
+    tokens: int
+    rows: int
+    tiles: int
+
+    def holds(self, tokens: int, rows: int, tiles: int) -> bool:
+        """Whether such a step fits."""
+        return tokens <= self.tokens and rows <= self.rows and tiles <= self.tiles
+
+
+def decode_buckets(max_rows: int) -> list[int]:
+    """1, 2, 4, ... and `max_rows`."""
+    sizes = []
+    size = 1
+    while size < max_rows:
+        sizes.append(size)
+        size *= 2
+    return [*sizes, max_rows]
+
+
+def prefill_buckets(config: SchedulerConfig) -> list[PrefillShape]:
+    """Shapes for prefill steps, the cheapest first; the last holds whatever the scheduler may plan.
+
+    Prompts come alone or in crowds. For one or two rows there are many token counts, a factor of 1.5 or less apart,
+    since padding tokens cost what tokens cost. Crowds of short prompts have wider steps, with room for a row (and its
+    tile) every 16 tokens.
+    """
+    most = -(-config.max_num_batched_tokens // 32) * 32
+    rows = min(config.max_prefill_rows, config.seats)
+    sizes, size = [], 64
+    while size < most:
+        sizes += [size] if size < 256 or size * 3 // 2 >= most else [size, size * 3 // 2]
+        size *= 2
+    sizes.append(most)
+    shapes = []
+    for size in sizes:
+        whole = -(-size // config.tile_size)
+        few = min(_FEW_ROWS, rows)
+        shapes.append(PrefillShape(size, few, min(whole + few, config.tiles)))
+        if size & (size - 1) == 0 or size == most:
+            many = rows if size == most else min(max(size // 16, _FEW_ROWS), rows)
+            if many > few:
+                shapes.append(PrefillShape(size, many, config.tiles if size == most else whole + many))
+    top = PrefillShape(most, rows, config.tiles)
+    return sorted({*shapes, top})
+
+
+class BatchBuilder:
+    """Fills batches. Buffers are reused every other step: the device may still be reading those of the step before."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._drafts = config.num_speculative_tokens
+        self._pages_per_row = config.pages_per_row
+        self.decode_shapes = decode_buckets(config.decode_rows)
+        self.prefill_shapes = prefill_buckets(config)
+        self._decode_buffers: dict[int, list[DecodeBatch]] = {}
+        self._prefill_buffers: dict[PrefillShape, list[PrefillBatch]] = {}
+        # The page table of each seat as an array, and the list it was made from: most steps add no page.
+        self._table = np.zeros((config.seats + 1, self._pages_per_row), np.int32)
+        self._table_of: list[list[int]] = [[] for _ in range(config.seats + 1)]
+
+    def warm_up_batches(self, vocab_size: int) -> Iterator[DecodeBatch | PrefillBatch | SeatBatch]:
+        """One batch of padding for each shape that can occur."""
+        yield self.seat(0, SamplingParams(), seed=0, choice=0, prompt=(), output=(), stop_ids=(), vocab_size=vocab_size)
+        penalty = SamplingParams(presence_penalty=1.0)
+        yield self.seat(0, penalty, seed=0, choice=0, prompt=(), output=(), stop_ids=(), vocab_size=vocab_size)
+        for rows in self.decode_shapes:
+            yield self._empty_decode(rows)
+        for shape in self.prefill_shapes:
+            yield self._empty_prefill(shape)
+
+    @property
+    def num_programs(self) -> int:
+        """How many batches `warm_up_batches` yields."""
+        return 2 + len(self.decode_shapes) + len(self.prefill_shapes)
+
+    def decode(self, rows: Sequence[DecodeRow]) -> DecodeBatch:
+        """The rows in their order, then padding."""
+        count = len(rows)
+        size = next(size for size in self.decode_shapes if size >= count)
+        batch = _next(self._decode_buffers, size, lambda: self._empty_decode(size))
+        numbers = np.array(
+            [(r.row_id, r.length, r.read_slot, r.num_tokens, r.num_drafts, r.continues, r.sample) for r in rows],
+            np.int32,
+        )
+        seats = numbers[:, 0]
+        for column, target in enumerate(
+            (batch.row_id, batch.length, batch.read_slot, batch.num_tokens, batch.num_drafts, batch.continues)
+        ):
+            target[:count] = numbers[:, column]
+            target[count:] = 0
+        batch.sample[:count] = numbers[:, 6]
+        batch.sample[count:] = False
+        if self._drafts:
+            self._fill_wide(batch, rows)
+        else:
+            # One token a row at most: no ragged rows to fill.
+            batch.write_slot[:count, 0] = [r.write_slots[0] if r.num_tokens else 0 for r in rows]
+            batch.write_slot[count:] = 0
+            batch.tokens[:count, 0] = [r.tokens[0] if r.tokens else 0 for r in rows]
+        self._fill_pages(batch, rows, seats)
+        return batch
+
+    def _fill_wide(self, batch: DecodeBatch, rows: Sequence[DecodeRow]) -> None:
+        batch.write_slot[:] = 0
+        batch.tokens[:] = -1  # a draft that the host has not filled in is rejected
+        for i, row in enumerate(rows):
+            batch.write_slot[i, : len(row.write_slots)] = row.write_slots
+            if row.tokens:
+                batch.tokens[i, : len(row.tokens)] = row.tokens
+
+    def prefill(self, rows: Sequence[PrefillRow]) -> PrefillBatch:
+        """The rows in their order, tokens packed, then padding."""
+        count = len(rows)
+        tile_size = self._config.tile_size
+        tokens = sum(row.num_tokens for row in rows)
+        tiles = sum(num_tiles(row.start, row.num_tokens, tile_size) for row in rows)
+        shape = next(shape for shape in self.prefill_shapes if shape.holds(tokens, count, tiles))
+        batch = _next(self._prefill_buffers, shape, lambda: self._empty_prefill(shape))
+        at = tile = 0
+        for i, row in enumerate(rows):
+            batch.row_id[i], batch.length[i], batch.num_tokens[i] = row.row_id, row.start, row.num_tokens
+            batch.read_slot[i], batch.sample[i] = row.read_slot, row.sample
+            batch.tokens[at : at + row.num_tokens] = row.tokens
+            batch.tile_write_slot[tile : tile + len(row.tile_write_slots)] = row.tile_write_slots
+            at += row.num_tokens
+            tile += len(row.tile_write_slots)
+        batch.tokens[at:] = 0
+        batch.tile_write_slot[tile:] = 0
+        for column in (batch.row_id, batch.length, batch.num_tokens, batch.read_slot, batch.sample):
+            column[count:] = 0
+        self._fill_pages(batch, rows, batch.row_id[:count])
+        return batch
+
+    def seat(
+        self,
+        row_id: int,
+        params: SamplingParams,
+        *,
+        seed: int,
+        choice: int,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        stop_ids: Sequence[int],
+        vocab_size: int,
+    ) -> SeatBatch:
+        """A request's sampling parameters; with penalties also which tokens it has seen so far."""
+        counts = seen = None
+        if params.penalized:
+            counts = np.bincount(np.asarray(output, np.int64), minlength=vocab_size).astype(np.int32)
+            seen = np.zeros(vocab_size, bool)
+            seen[np.asarray(prompt, np.int64)] = True
+        sampling = sampling_row(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            seed=seed,
+            choice=choice,
+            prompt_length=len(prompt),
+            min_tokens=params.min_tokens,
+            stop_ids=stop_ids,
+            logit_bias=params.logit_bias,
+            logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+        )
+        return SeatBatch(row_id=np.int32(row_id), sampling=sampling, output_counts=counts, prompt_seen=seen)
+
+    def _fill_pages(
+        self, batch: DecodeBatch | PrefillBatch, rows: Sequence[DecodeRow | PrefillRow], seats: np.ndarray
+    ) -> None:
+        if not self._pages_per_row:
+            return
+        table_of = self._table_of
+        for row in rows:
+            if row.pages != table_of[row.row_id]:
+                pages = table_of[row.row_id] = row.pages[: self._pages_per_row]
+                self._table[row.row_id, : len(pages)] = pages
+                self._table[row.row_id, len(pages) :] = 0
+        batch.page_table[: len(rows)] = self._table[seats]
+        batch.page_table[len(rows) :] = 0
+        batch.page_copy[:] = 0
+        for i, row in enumerate(rows):
+            if row.page_copy is not None:
+                batch.page_copy[i] = row.page_copy
+
+    def _empty_decode(self, rows: int) -> DecodeBatch:
+        return DecodeBatch.empty(rows=rows, num_speculative_tokens=self._drafts, pages_per_row=self._pages_per_row)
+
+    def _empty_prefill(self, shape: PrefillShape) -> PrefillBatch:
+        return PrefillBatch.empty(
+            tokens=shape.tokens,
+            rows=shape.rows,
+            tiles=shape.tiles,
+            pages_per_row=self._pages_per_row,
+            tile_size=self._config.tile_size,
+        )
+
+
+def _next(buffers, key, make):  # type: ignore[no-untyped-def]
+    """The older of two buffers of a shape, made when first needed."""
+    pair = buffers.setdefault(key, [])
+    if len(pair) < 2:
+        pair.append(make())
+        return pair[-1]
+    pair.append(pair.pop(0))
+    return pair[-1]
+
+
+def request_stop_ids(request: Request) -> list[int]:
+    """What `min_tokens` must hold back."""
+    return sorted(request.stop_token_ids)

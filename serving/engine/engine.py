@@ -1,0 +1,324 @@
+"""The engine: requests in, outputs out, one step at a time. Not thread-safe; one caller drives it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from checkpoints.tokenizer import Tokenizer
+from mamba_jax.batch import SeatBatch
+from serving.core import Emitted, FinishReason, Request, RequestRefused
+from serving.engine.batching import BatchBuilder
+from serving.engine.loop import Lines, Settled, StepLoop
+from serving.engine.output import Choice, CompletionOutput, RequestMetrics, RequestOutput, token_logprobs
+from serving.engine.sampling_params import RequestError, SamplingParams
+
+Prompt = str | Mapping[str, Any]
+"""A text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`."""
+
+
+class _Member:
+    """One choice of a request as the engine runs it: carried by the scheduler's request."""
+
+    __slots__ = ("choice", "parent", "seed")
+
+    def __init__(self, parent: _Parent, choice: Choice, seed: int) -> None:
+        self.parent, self.choice, self.seed = parent, choice, seed
+
+
+class _Parent:
+    """A user's request: its choices and the output that they share."""
+
+    __slots__ = ("live_text", "members", "output", "params")
+
+    def __init__(self, output: RequestOutput, params: SamplingParams, live_text: bool) -> None:
+        self.output, self.params, self.live_text = output, params, live_text
+        self.members: list[Request] = []
+
+
+class Engine:
+    """Adds the users' side to a `StepLoop`: texts, choices, stop texts, log-probabilities, limits.
+
+    Args:
+        loop_of: makes the loop, given the callbacks it needs of the engine.
+        batches: for the sampling parameters of seats.
+        tokenizer: None serves token ids only.
+        vocab_size: of the model; larger ids are refused.
+        eos_token_ids: what ends a text.
+        max_model_len: prompt and output together.
+        seed: of requests without one.
+    """
+
+    def __init__(
+        self,
+        loop_of: Callable[..., StepLoop],
+        batches: BatchBuilder,
+        *,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        max_model_len: int,
+        seed: int = 0,
+    ) -> None:
+        self.tokenizer, self.vocab_size, self.max_model_len = tokenizer, vocab_size, max_model_len
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._batches = batches
+        self._seeds = random.Random(seed)
+        self._parents: dict[str, _Parent] = {}
+        self.loop = loop_of(
+            seat_batch=self._seat_batch,
+            wants_logprobs=lambda request: request.sampling.logprobs is not None,
+            wants_prompt_logprobs=lambda request: request.prompt_logprobs,
+        )
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have been added and not finished."""
+        return len(self._parents)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        live_text: bool = False,
+    ) -> RequestOutput:
+        """Queues a request. The output that comes back is filled in by later steps.
+
+        Args:
+            request_id: free to choose; the output carries it.
+            prompt: a text or token ids.
+            params: sampling parameters; the defaults are those of `SamplingParams`.
+            priority: smaller is served first.
+            cache_salt: requests share cached prefixes only with those of the same salt.
+            live_text: keep `text` up to date after each step, not only at the end.
+
+        Raises:
+            RequestError: the request cannot be served as asked. Nothing was kept of it.
+        """
+        params = params or SamplingParams()
+        if request_id in self._parents:
+            raise RequestError(f"request id {request_id!r} is in use")
+        text, ids = self._prompt_ids(prompt)
+        self._check(ids, params)
+        output = RequestOutput(
+            request_id=request_id,
+            prompt=text,
+            prompt_token_ids=ids,
+            outputs=[],
+            finished=False,
+            metrics=RequestMetrics(arrival_time=time.monotonic()),
+        )
+        if params.prompt_logprobs is not None:
+            output.prompt_logprobs = [None] * len(ids)
+        parent = _Parent(output, params, live_text)
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        for index in range(params.n):
+            try:
+                self._add_choice(parent, index, seed, priority, cache_salt)
+            except RequestRefused as error:
+                for member in parent.members:
+                    self.loop.scheduler.abort(member.request_id)
+                raise RequestError(str(error), retry=error.retry) from None
+        self._parents[request_id] = parent
+        return output
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Ends a request now; what it has so far is its output. None: there is no such request any more."""
+        parent = self._parents.pop(request_id, None)
+        if parent is None:
+            return None
+        for request in parent.members:
+            if not request.finished:
+                self.loop.scheduler.abort(request.request_id)
+            request.user.choice.finish("abort")
+        self._finish(parent)
+        return parent.output
+
+    def abort_all(self) -> None:
+        """Ends every request."""
+        for request_id in list(self._parents):
+            self.abort(request_id)
+
+    def step(self) -> list[RequestOutput]:
+        """One step of the loop; returns the outputs that it changed, finished ones included.
+
+        An output is the same object each time: copy what has to stay as it is.
+        """
+        settled = self.loop.step()
+        if settled is None:
+            return []
+        now = time.monotonic()
+        changed: dict[str, _Parent] = {}
+        if settled.prefill is not None and settled.prefill.prompt is not None:
+            self._take_prompt_logprobs(settled)
+        for emitted in settled.emitted:
+            parent = self._take(settled, emitted, now)
+            if parent is not None:
+                changed[parent.output.request_id] = parent
+        return [parent.output for parent in changed.values()]
+
+    # -- adding --
+
+    def _prompt_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if len(prompt.keys() & {"prompt", "prompt_token_ids"}) != 1:
+                raise RequestError("a prompt is a text, {'prompt': text} or {'prompt_token_ids': [...]}")
+            given = prompt.get("prompt", prompt.get("prompt_token_ids"))
+            if "prompt_token_ids" in prompt:
+                return None, _token_ids(given, self.vocab_size)
+        else:
+            given = prompt
+        if not isinstance(given, str):
+            raise RequestError(f"a prompt must be a text, got {type(given).__name__}")
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer: give 'prompt_token_ids' instead of a text")
+        ids = self.tokenizer.encode(given)
+        if not ids:
+            raise RequestError("the prompt is empty")
+        return given, ids
+
+    def _check(self, ids: Sequence[int], params: SamplingParams) -> None:
+        if len(ids) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(ids):,} tokens: at most {self.max_model_len - 1:,} are allowed "
+                f"(max_model_len {self.max_model_len:,}, one of them for the output)"
+            )
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop texts need a tokenizer, which this model does not have; use stop_token_ids")
+        for token in params.logit_bias or ():
+            if token >= self.vocab_size:
+                raise RequestError(
+                    f"logit_bias: token id {token} is not in the vocabulary (0 to {self.vocab_size - 1})"
+                )
+
+    def _add_choice(self, parent: _Parent, index: int, seed: int, priority: int, cache_salt: str | None) -> None:
+        output, params = parent.output, parent.params
+        stream = None
+        if params.detokenize and self.tokenizer is not None:
+            stream = self.tokenizer.stream(skip_special_tokens=params.skip_special_tokens)
+        room = self.max_model_len - len(output.prompt_token_ids)
+        request = Request(
+            output.request_id if index == 0 else f"{output.request_id}#{index}",
+            output.prompt_token_ids,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            min_tokens=params.min_tokens,
+            stop_token_ids=params.stop_token_ids or (),
+            eos_token_ids=self.eos_token_ids,
+            ignore_eos=params.ignore_eos,
+            priority=priority,
+            cache_salt=cache_salt,
+            prompt_logprobs=params.prompt_logprobs is not None and index == 0,
+            fork_of=output.request_id if index else None,
+            sampling=params if index == 0 else replace(params, prompt_logprobs=None),
+        )
+        request.user = _Member(parent, Choice(index, params, stream), seed)
+        self.loop.scheduler.add(request)
+        parent.members.append(request)
+        output.outputs.append(request.user.choice.output)
+
+    def _seat_batch(self, request: Request) -> SeatBatch:
+        member: _Member = request.user
+        metrics = member.parent.output.metrics
+        if metrics is not None and metrics.first_scheduled_time is None:
+            metrics.first_scheduled_time = time.monotonic()
+        return self._batches.seat(
+            request.row_id,
+            request.sampling,
+            seed=member.seed,
+            choice=member.choice.output.index,
+            prompt=member.parent.output.prompt_token_ids,
+            output=request.output_token_ids,
+            stop_ids=sorted(request.stop_token_ids),
+            vocab_size=self.vocab_size,
+        )
+
+    # -- taking results --
+
+    def _take(self, settled: Settled, emitted: Emitted, now: float) -> _Parent | None:
+        request = emitted.request
+        member: _Member = request.user
+        parent = member.parent
+        output, choice = parent.output, member.choice
+        if choice.output.finished:
+            return None
+        tables = None
+        if parent.params.logprobs is not None and emitted.tokens:
+            lines, at = settled.place(emitted.row)
+            tables = _tables(lines, at, emitted.tokens, parent.params.logprobs)
+        by_token = request.finish_reason is FinishReason.STOP
+        if choice.append(emitted.tokens, tables, ended=by_token):
+            if not request.finished:
+                self.loop.scheduler.finish(request.request_id, FinishReason.STOP)
+        elif request.finished:
+            asked = request.stop_reason in (parent.params.stop_token_ids or ())
+            choice.finish(str(request.finish_reason), request.stop_reason if by_token and asked else None)
+        elif parent.live_text:
+            choice.refresh()
+        metrics = output.metrics
+        if metrics is not None and metrics.first_token_time is None and emitted.tokens:
+            metrics.first_token_time = now
+        if choice.output.index == 0:
+            output.num_cached_tokens = request.num_cached_tokens
+            output.miss_reason = str(request.miss_reason) if request.miss_reason else None
+        if choice.output.finished and all(c.finished for c in output.outputs):
+            self._finish(parent)
+            del self._parents[output.request_id]
+        return parent
+
+    def _finish(self, parent: _Parent) -> None:
+        parent.output.finished = True
+        if parent.output.metrics is not None:
+            parent.output.metrics.finished_time = time.monotonic()
+            parent.output.metrics.num_preemptions = sum(request.num_preemptions for request in parent.members)
+
+    def _take_prompt_logprobs(self, settled: Settled) -> None:
+        assert settled.prefill is not None and settled.prefill.prompt is not None
+        token, top_ids, top = settled.prefill.prompt
+        for row, begin in zip(settled.plan.prefill, settled.prompt_starts, strict=False):
+            member: _Member = row.request.user
+            tables = member.parent.output.prompt_logprobs
+            if not row.request.prompt_logprobs or tables is None:
+                continue
+            count = row.request.sampling.prompt_logprobs or 0
+            ids = member.parent.output.prompt_token_ids
+            # Position 0 has nothing before it; tokens past the prompt are output, computed again after a preemption.
+            for position in range(max(row.start, 1), min(row.start + row.num_tokens, len(ids))):
+                at = begin + position - row.start
+                tables[position] = token_logprobs(ids[position], float(token[at]), top_ids[at, :count], top[at, :count])
+
+
+def _tables(lines: Lines, row: int, tokens: Sequence[int], count: int) -> list[Any]:
+    assert lines.logprobs is not None and lines.top_ids is not None and lines.top_logprobs is not None
+    return [
+        token_logprobs(
+            token, float(lines.logprobs[row, i]), lines.top_ids[row, i, :count], lines.top_logprobs[row, i, :count]
+        )
+        for i, token in enumerate(tokens)
+    ]
+
+
+def _token_ids(given: Any, vocab_size: int) -> list[int]:
+    """Checked token ids of a prompt."""
+    try:
+        ids = [int(token) for token in given if not isinstance(token, (bool, str))]
+        wrong = len(ids) != len(given) or any(i != token for i, token in zip(ids, given, strict=True))
+    except (TypeError, ValueError):
+        wrong = True
+    if wrong or isinstance(given, (str, bytes, Mapping)):
+        raise RequestError("prompt_token_ids must be a list of integers")
+    if not ids:
+        raise RequestError("the prompt is empty")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        bad = next(i for i in ids if not 0 <= i < vocab_size)
+        raise RequestError(f"prompt_token_ids: {bad} is not in the vocabulary (0 to {vocab_size - 1})")
+    return ids
+
+
+__all__ = ["CompletionOutput", "Engine", "Prompt", "RequestOutput"]

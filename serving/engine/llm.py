@@ -1,0 +1,165 @@
+"""`LLM`: offline inference with the interface vLLM users know."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from checkpoints.tokenizer import Tokenizer
+from serving.config import EngineConfig
+from serving.engine.build import build_engine
+from serving.engine.engine import Engine, Prompt
+from serving.engine.output import RequestOutput
+from serving.engine.sampling_params import RequestError, SamplingParams
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model, ready to complete prompts.
+
+        llm = LLM("demo")
+        for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+            print(output.outputs[0].text)
+
+    Args:
+        model: a Hugging Face directory, an Orbax directory, or `demo`.
+        **flags: the engine's flags; see `EngineConfig`.
+
+    Raises:
+        ConfigError: a bad flag.
+        CheckpointError: the model cannot be loaded.
+    """
+
+    def __init__(self, model: str | None = None, **flags: Any) -> None:
+        built = build_engine(EngineConfig.create(model=None if model is None else str(model), **flags))
+        self.engine: Engine = built.engine
+        """What runs the requests; for callers that add, step and abort themselves."""
+        self.config = built.config
+        self.size = built.size
+        """What the state store holds; `size.report()` explains it."""
+        self.model = built.model
+        self._tokenizer = built.tokenizer
+        self._ids = itertools.count()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None for a model without tokenizer files: it takes and gives token ids only."""
+        return self._tokenizer
+
+    @property
+    def compilations(self) -> int:
+        """Step programs compiled so far. It does not grow after a warm-up."""
+        return self.engine.loop.programs.compilations
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Completes prompts; the outputs are in the prompts' order.
+
+        Args:
+            prompts: texts, or `{"prompt_token_ids": [...]}`; one of them or a list.
+            sampling_params: one for all, or one per prompt.
+            use_tqdm: show a progress bar on a terminal.
+            priority: smaller is served first; one for all, or one per prompt.
+            cache_salt: share cached prefixes only with requests of the same salt.
+
+        Raises:
+            RequestError: one of the requests cannot be served as asked; none has been started then.
+        """
+        many: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        params = _one_each(sampling_params, len(many), "sampling_params")
+        priorities = [priority] * len(many) if isinstance(priority, int) else list(priority)
+        if len(priorities) != len(many):
+            raise RequestError(f"{len(priorities)} priorities for {len(many)} prompts: give one, or one per prompt")
+        outputs: list[RequestOutput] = []
+        try:
+            for prompt, each, rank in zip(many, params, priorities, strict=True):
+                request_id = f"generate-{next(self._ids)}"
+                outputs.append(self.engine.add_request(request_id, prompt, each, priority=rank, cache_salt=cache_salt))
+            self._run(len(outputs), use_tqdm)
+        except BaseException:
+            # Interrupted or refused half way: leave nothing behind that a later call would have to run.
+            for output in outputs:
+                self.engine.abort(output.request_id)
+            raise
+        return outputs
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answers conversations: one list of messages (`{"role", "content"}`) or several.
+
+        `template` goes to the chat template: `tools`, `chat_template`, and whatever variables it understands.
+
+        Raises:
+            RequestError: no tokenizer, or a request that cannot be served as asked.
+            ChatTemplateError: the template refuses a conversation.
+        """
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if single else messages
+        prompts: list[Prompt] = [{"prompt_token_ids": self.encode_chat(c, **template)} for c in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Completes one prompt, yielding the same output again and again as it grows. Closing it aborts the request."""
+        request_id = f"stream-{next(self._ids)}"
+        output = self.engine.add_request(request_id, prompt, sampling_params, live_text=True)
+        try:
+            while not output.finished:
+                if any(changed is output for changed in self.engine.step()):
+                    yield output
+        finally:
+            self.engine.abort(request_id)
+
+    def encode_chat(self, messages: Messages, **template: Any) -> list[int]:
+        """Token ids of a conversation, up to where the model's turn begins."""
+        if self._tokenizer is None:
+            raise RequestError("this model has no tokenizer: conversations cannot be encoded")
+        return self._tokenizer.encode_chat(messages, **template)
+
+    def _run(self, total: int, show: bool) -> None:
+        engine = self.engine
+        if not show or not sys.stderr.isatty():
+            while engine.num_unfinished:
+                engine.step()
+            return
+        columns = (
+            TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+            TextColumn("{task.fields[speed]}"),
+        )  # fmt: skip
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task("requests", total=total, speed="")
+            tokens = 0
+            while engine.num_unfinished:
+                for output in engine.step():
+                    if output.finished:
+                        tokens += sum(len(choice.token_ids) for choice in output.outputs)
+                        speed = tokens / max(bar.tasks[task].elapsed or 0, 1e-9)
+                        bar.update(task, advance=1, speed=f"{speed:,.0f} tokens/s")
+
+
+def _one_each(
+    given: SamplingParams | Sequence[SamplingParams] | None, count: int, what: str
+) -> Sequence[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    if len(given) != count:
+        raise RequestError(f"{len(given)} {what} for {count} prompts: give one, or one per prompt")
+    return given

@@ -1,0 +1,252 @@
+"""The step loop: schedule, dispatch, settle; the next step is dispatched before the last one is read."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mamba_jax.batch import PromptLogprobs, SeatBatch, StepOutput
+from mamba_jax.programs import StepPrograms
+from mamba_jax.rows import Rows
+from mamba_jax.store import Store
+from serving.core import DecodeRow, Emitted, PrefillRow, Request, Scheduler, StepPlan, StepResult
+from serving.engine.batching import BatchBuilder
+
+log = logging.getLogger(__name__)
+
+MAX_FAILURES = 3
+"""Steps that may fail one after the other before the loop gives up: a fault that is not going away."""
+
+
+class PlanError(RuntimeError):
+    """A plan could not be turned into arrays: a bug. It has been withdrawn, and nothing else is lost."""
+
+
+class StateError(RuntimeError):
+    """`debug_state` found a row reading a slot that does not hold what it should: a bug, never the user's fault."""
+
+
+@dataclass
+class LoopStats:
+    """What the loop has done since it started."""
+
+    steps: int = 0
+    decode_rows: int = 0
+    prefill_tokens: int = 0
+    lockstep_steps: int = 0
+    """Steps that were dispatched only after the last one had been read, though there was one in flight."""
+    failures: int = 0
+    """Steps lost with their store; everything was computed again."""
+    host_seconds: float = 0.0
+    """Scheduling, batch building and settling: what the host does while it does not wait for the device."""
+    wait_seconds: float = 0.0
+    """Waiting for a step's result."""
+
+
+@dataclass
+class Lines:
+    """One program's results as host arrays. Log-probabilities are fetched only where a row wants them."""
+
+    tokens: np.ndarray
+    """[rows, H]; -1 = none."""
+    logprobs: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+    prompt: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+    """Of each packed prompt token: log-probability, ids of the likeliest, their log-probabilities."""
+
+    def emitted(self, count: int) -> list[list[int]]:
+        """The tokens of the first `count` rows."""
+        return [[token for token in row if token >= 0] for row in self.tokens[:count].tolist()]
+
+
+@dataclass
+class Settled:
+    """What one step gave: tokens by request, and beside them what the log-probabilities need."""
+
+    emitted: list[Emitted]
+    plan: StepPlan
+    decode: Lines | None
+    prefill: Lines | None
+    prompt_starts: list[int] = field(default_factory=list)
+    """For each prefill row, where its tokens begin in the packed stream."""
+
+    def place(self, row: DecodeRow | PrefillRow) -> tuple[Lines, int]:
+        """Results that a row is part of, and its index there."""
+        rows: Sequence[DecodeRow | PrefillRow] = self.plan.decode if isinstance(row, DecodeRow) else self.plan.prefill
+        lines = self.decode if isinstance(row, DecodeRow) else self.prefill
+        assert lines is not None
+        return lines, next(i for i, other in enumerate(rows) if other is row)
+
+
+@dataclass
+class _Flight:
+    """A step that has been dispatched, together with its own outputs: late results cannot meet another batch."""
+
+    plan: StepPlan
+    decode: StepOutput | None
+    prefill: StepOutput | None
+
+
+class StepLoop:
+    """Runs the scheduler's plans on the device.
+
+    Args:
+        scheduler: decides what each step does.
+        programs: the compiled steps.
+        batches: plans to arrays.
+        make_store, make_rows: an empty store and empty seats; called at start and after a step has failed.
+        seat_batch: sampling parameters of a request that takes a seat.
+        wants_logprobs, wants_prompt_logprobs: whether a request's log-probabilities must be fetched.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        programs: StepPrograms,
+        batches: BatchBuilder,
+        *,
+        make_store: Callable[[], Store],
+        make_rows: Callable[[], Rows],
+        seat_batch: Callable[[Request], SeatBatch],
+        wants_logprobs: Callable[[Request], bool],
+        wants_prompt_logprobs: Callable[[Request], bool],
+    ) -> None:
+        self.scheduler, self.programs, self.batches = scheduler, programs, batches
+        self.stats = LoopStats()
+        self.fault: Callable[[StepPlan], None] | None = None
+        """For tests: called after a step's programs have been dispatched; may raise as a failing device would."""
+        self._make_store, self._make_rows = make_store, make_rows
+        self._seat_batch = seat_batch
+        self._wants_logprobs, self._wants_prompt_logprobs = wants_logprobs, wants_prompt_logprobs
+        self._store, self._rows = make_store(), make_rows()
+        self._flight: _Flight | None = None
+        self._failed_in_a_row = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return self._flight is not None or self.scheduler.has_work()
+
+    @property
+    def store(self) -> Store:
+        """The store as it is now; the next step takes it."""
+        return self._store
+
+    def warm_up(self, vocab_size: int, progress: Callable[[object], None] | None = None) -> None:
+        """Compile every program that any later step can need."""
+        self.programs.warm_up(self._store, self._rows, self.batches.warm_up_batches(vocab_size), progress=progress)
+
+    def step(self) -> Settled | None:
+        """Dispatch the next step, then settle the one before it. None: nothing has been settled.
+
+        Raises:
+            Exception: steps keep failing, or (nothing having been dispatched) a plan could not be turned into arrays.
+        """
+        begin = time.perf_counter()
+        waited = self.stats.wait_seconds
+        try:
+            return self._step()
+        finally:
+            self.stats.host_seconds += time.perf_counter() - begin - (self.stats.wait_seconds - waited)
+
+    def _step(self) -> Settled | None:
+        plan = self.scheduler.schedule()
+        before, self._flight = self._flight, None
+        try:
+            if plan is not None:
+                self._flight = self._dispatch(plan)
+            elif before is not None and self.scheduler.has_work():
+                self.stats.lockstep_steps += 1
+            settled = None if before is None else self._settle(before)
+            self._failed_in_a_row = 0 if settled else self._failed_in_a_row
+            return settled
+        except (RuntimeError, MemoryError) as error:  # XLA's errors are RuntimeErrors
+            if isinstance(error, PlanError):
+                self._flight = before  # it is still running, and whole
+                raise
+            if isinstance(error, StateError):
+                raise
+            self._recover(error)
+            return None
+
+    def _dispatch(self, plan: StepPlan) -> _Flight:
+        try:
+            seats = [self._seat_batch(request) for request in plan.seats]
+            decode_batch = self.batches.decode(plan.decode) if plan.decode else None
+            prefill_batch = self.batches.prefill(plan.prefill) if plan.prefill else None
+        except Exception as error:
+            # Nothing has happened on the device: nothing of this plan may become findable.
+            self.scheduler.withdraw(plan)
+            raise PlanError(f"step {plan.step} could not be turned into arrays") from error
+        decode = prefill = None
+        for seat in seats:
+            self._rows = self.programs.seat(self._rows, seat)
+        if decode_batch is not None:
+            self._store, self._rows, decode = self.programs.decode(self._store, self._rows, decode_batch)
+            self._fetch(decode, plan.decode)
+            self.stats.decode_rows += len(plan.decode)
+        if prefill_batch is not None:
+            self._store, self._rows, prefill = self.programs.prefill(self._store, self._rows, prefill_batch)
+            self._fetch(prefill, plan.prefill)
+            self.stats.prefill_tokens += sum(row.num_tokens for row in plan.prefill)
+        if self.fault is not None:
+            self.fault(plan)
+        self.scheduler.dispatched(plan)
+        self.stats.steps += 1
+        return _Flight(plan, decode, prefill)
+
+    def _fetch(self, output: StepOutput, rows: Sequence[DecodeRow | PrefillRow]) -> None:
+        """Start copying what settling will read."""
+        output.tokens.copy_to_host_async()
+        if any(self._wants_logprobs(row.request) for row in rows):
+            for array in (output.logprobs, output.top_ids, output.top_logprobs):
+                array.copy_to_host_async()
+
+    def _settle(self, flight: _Flight) -> Settled:
+        plan = flight.plan
+        begin = time.perf_counter()
+        decode = self._read(flight.decode, plan.decode)
+        prefill = self._read(flight.prefill, plan.prefill)
+        self.stats.wait_seconds += time.perf_counter() - begin
+        result = StepResult(
+            decode=decode.emitted(len(plan.decode)) if decode else [],
+            prefill=prefill.emitted(len(plan.prefill)) if prefill else [],
+        )
+        settled = Settled(self.scheduler.settle(plan, result), plan, decode, prefill)
+        if prefill is not None and prefill.prompt is not None:
+            starts = np.cumsum([0] + [row.num_tokens for row in plan.prefill])
+            settled.prompt_starts = starts.tolist()
+        return settled
+
+    def _read(self, output: StepOutput | None, rows: Sequence[DecodeRow | PrefillRow]) -> Lines | None:
+        if output is None:
+            return None
+        lines = Lines(np.asarray(output.tokens))
+        if any(self._wants_logprobs(row.request) for row in rows):
+            lines.logprobs, lines.top_ids, lines.top_logprobs = (
+                np.asarray(x) for x in (output.logprobs, output.top_ids, output.top_logprobs)
+            )
+        prompt: PromptLogprobs | None = output.prompt_logprobs
+        if prompt is not None and any(self._wants_prompt_logprobs(row.request) for row in rows):
+            lines.prompt = (np.asarray(prompt.token), np.asarray(prompt.top_ids), np.asarray(prompt.top))
+        if self._store.tags is not None and bool(output.tag_error):
+            raise StateError("a row has read a state slot that does not hold the state after its own tokens")
+        return lines
+
+    def _recover(self, error: Exception) -> None:
+        """The donated store is lost: start from an empty one, and compute again what was running."""
+        self.stats.failures += 1
+        self._failed_in_a_row += 1
+        self._flight = None
+        self._store = self._rows = None  # type: ignore[assignment]  # two stores at once may not fit
+        self._store, self._rows = self._make_store(), self._make_rows()
+        self.scheduler.reset()
+        if self._failed_in_a_row >= MAX_FAILURES:
+            self._failed_in_a_row = 0
+            raise error
+        log.warning("a step failed; everything that ran is computed again: %s", " ".join(str(error).split())[:500])

@@ -1,0 +1,159 @@
+"""What comes back: one `RequestOutput` per request, one `CompletionOutput` per choice, with the names vLLM users know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from serving.engine.sampling_params import SamplingParams
+from serving.engine.stop_text import StopText
+
+_PIECE = 64  # tokens decoded at once: a decoder looks at all of a piece to find where its text may be cut
+
+
+class Logprob(NamedTuple):
+    """Log-probability of one token under the model's own distribution (before temperature and penalties)."""
+
+    logprob: float
+    rank: int | None
+    """1 = the likeliest; None where the token is not among the alternatives that were asked for."""
+
+
+TokenLogprobs = dict[int, Logprob]
+"""Of one position: the chosen token first, then the likeliest ones."""
+
+
+@dataclass
+class RequestMetrics:
+    """When things happened, in seconds of `time.monotonic`."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """From arrival to the moment the host saw the first token."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+@dataclass
+class CompletionOutput:
+    """One choice of a request."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    """Sum over the output tokens; only where `logprobs` was asked for."""
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    """`stop`, `length`, `abort`, or None while it runs."""
+    stop_reason: int | str | None = None
+    """The stop id or stop text that ended it; None for end-of-sequence."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will come."""
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """A request's answer, so far or whole. Outputs of one request share their lists: copy what must not change."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    """Prompt tokens whose computation was saved by the prefix cache."""
+    miss_reason: str | None = None
+    """Why no more of the prompt came from the cache; None where all of it did."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One entry a prompt token; the first has none."""
+    metrics: RequestMetrics | None = None
+
+
+class TextStream(Protocol):
+    """Turns tokens into text as they come; holds back bytes that do not make a character yet."""
+
+    def push(self, token_ids: Sequence[int]) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+def token_logprobs(token: int, logprob: float, top_ids: np.ndarray, top: np.ndarray) -> TokenLogprobs:
+    """The chosen token and the alternatives (likeliest first) as one table."""
+    ranks = {int(t): rank for rank, t in enumerate(top_ids, start=1)}
+    table = {token: Logprob(logprob, ranks.get(token))}
+    for rank, (other, value) in enumerate(zip(top_ids.tolist(), top.tolist(), strict=True), start=1):
+        table.setdefault(other, Logprob(value, rank))
+    return table
+
+
+class Choice:
+    """One choice while it runs: takes tokens, makes text of them and finds stop texts in it."""
+
+    def __init__(self, index: int, params: SamplingParams, text: TextStream | None) -> None:
+        self.output = CompletionOutput(index)
+        if params.logprobs is not None:
+            self.output.logprobs = []
+            self.output.cumulative_logprob = 0.0
+        self._params = params
+        self._stream = text
+        self._stops = StopText(params.stop or (), include=params.include_stop_str_in_output)
+        self._decoded = 0  # tokens whose text is known
+        self._hidden = False  # the last token ends the output and is not shown
+
+    def append(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None, *, ended: bool = False
+    ) -> bool:
+        """New tokens, in order. Returns whether a stop text ended the choice; tokens after it are left out.
+
+        `ended` says that the last one ends the output: it is one of the output's tokens, but its text is left out like
+        that of a stop text. Text is made at once only where a stop text may be in it: otherwise nobody may ever look.
+        """
+        output = self.output
+        self._hidden = ended and not self._params.include_stop_str_in_output
+        for i, token in enumerate(tokens):
+            output.token_ids.append(token)
+            if logprobs is not None and output.logprobs is not None:
+                output.logprobs.append(logprobs[i])
+                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs[i][token].logprob
+            if self._stops.texts:
+                # Text before min_tokens is passed on unread: it can neither be nor begin a stop text.
+                self._stops.active = len(output.token_ids) > self._params.min_tokens
+                self._read_to(len(output.token_ids) - (self._hidden and i == len(tokens) - 1))
+                if self._stops.found is not None:
+                    output.finish_reason, output.stop_reason = "stop", self._stops.found
+                    return True
+        return False
+
+    def refresh(self) -> None:
+        """Bring `text` up to date with the tokens (less what may begin a stop text)."""
+        self._read_to(len(self.output.token_ids) - self._hidden)
+
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        """The engine has ended the choice: by length, a token, or an abort. Text that was held back comes out."""
+        output = self.output
+        if output.finished:
+            return
+        output.finish_reason, output.stop_reason = reason, stop_reason
+        self.refresh()
+        if self._stream is not None and self._stops.found is None:
+            output.text += self._stops.push(self._stream.flush())
+            output.text += self._stops.flush()
+
+    def _read_to(self, end: int) -> None:
+        """Make text of the tokens up to `end`."""
+        while self._stream is not None and self._decoded < end and self._stops.found is None:
+            piece = self.output.token_ids[self._decoded : min(end, self._decoded + _PIECE)]
+            self._decoded += len(piece)
+            self.output.text += self._stops.push(self._stream.push(piece))

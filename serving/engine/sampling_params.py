@@ -1,0 +1,178 @@
+"""How one request's tokens are chosen and when it stops, with the names and defaults that vLLM users know."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 300
+MAX_STOP_IDS = 32
+MAX_CHOICES = 128
+
+
+class RequestError(ValueError):
+    """A request that cannot be served as asked: one line saying what was wrong and what is allowed.
+
+    `retry` is true where the same request may be taken later (the queue is full).
+    """
+
+    def __init__(self, message: str, *, retry: bool = False) -> None:
+        super().__init__(message)
+        self.retry = retry
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling parameters of one request.
+
+    Raises:
+        RequestError: a value of the wrong type or out of range; the message names it and what is allowed.
+    """
+
+    n: int = 1
+    """How many independent outputs."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens that together reach this probability."""
+    top_k: int = -1
+    """Keep this many tokens; -1 or 0 keeps all."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the likeliest."""
+    seed: int | None = None
+    """A seeded request gives the same output whatever runs beside it."""
+    max_tokens: int | None = 16
+    """Output tokens at most; None: until the model's length is reached."""
+    min_tokens: int = 0
+    """Output tokens before which neither end-of-sequence nor a stop id may come."""
+    stop: str | Sequence[str] | None = None
+    """Texts that end the output; they are not part of it, unless `include_stop_str_in_output`."""
+    stop_token_ids: Sequence[int] | None = None
+    """Tokens that end the output."""
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    """Carry on after an end-of-sequence token."""
+    logprobs: int | None = None
+    """Report each output token's log-probability, and of this many likeliest tokens beside it."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these token ids."""
+    detokenize: bool = True
+    """False: only token ids are wanted; `text` stays empty, and stop strings cannot be used."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+
+    def __post_init__(self) -> None:
+        self._integer("n", 1, MAX_CHOICES)
+        self._number("temperature", 0.0, math.inf)
+        self._number("top_p", 0.0, 1.0, above=True)
+        self._integer("top_k", -1, None)
+        self._number("min_p", 0.0, 1.0)
+        self._integer("seed", None, None, optional=True)
+        self._integer("max_tokens", 1, None, optional=True)
+        self._integer("min_tokens", 0, self.max_tokens)
+        self._integer("logprobs", 0, MAX_LOGPROBS, optional=True)
+        self._integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        self._number("presence_penalty", -2.0, 2.0)
+        self._number("frequency_penalty", -2.0, 2.0)
+        self._number("repetition_penalty", 0.0, math.inf, above=True)
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        # Lists become tuples, so that parameters can be shared between requests without surprise.
+        stop = (self.stop,) if isinstance(self.stop, str) else self._tuple("stop", str, "texts")
+        if any(not text for text in stop):
+            raise RequestError("stop must not hold an empty text")
+        if stop and not self.detokenize:
+            raise RequestError("stop texts need detokenize=True (stop_token_ids work without)")
+        object.__setattr__(self, "stop", stop)
+        stop_ids = self._tuple("stop_token_ids", int, "token ids")
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise RequestError(f"stop_token_ids has {len(stop_ids)} ids: at most {MAX_STOP_IDS} are allowed")
+        object.__setattr__(self, "stop_token_ids", stop_ids)
+        object.__setattr__(self, "logit_bias", self._bias())
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """From a table of values, such as a line of JSON; unknown names are refused.
+
+        Raises:
+            RequestError: an unknown name or a bad value.
+        """
+        names = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise RequestError(f"unknown sampling parameter {name!r}{hint}")
+        return cls(**values)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature == 0.0
+
+    @property
+    def penalized(self) -> bool:
+        """Whether the tokens so far change the probabilities of the next."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    def _integer(self, name: str, least: int | None, most: int | None, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        bounds = f" from {least}" if least is not None else ""
+        bounds += f" up to {most}" if most is not None else ""
+        wrong = isinstance(value, bool) or not isinstance(value, numbers.Integral)
+        if wrong or (least is not None and value < least) or (most is not None and value > most):
+            raise RequestError(f"{name} must be an integer{bounds}{' or None' if optional else ''}, got {value!r}")
+
+    def _number(self, name: str, least: float, most: float, above: bool = False) -> None:
+        value = getattr(self, name)
+        wrong = isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value)
+        if wrong or value < least or value > most or (above and value == least):
+            allowed = f"above {least:g}" if above else f"from {least:g}"
+            allowed += f" up to {most:g}" if math.isfinite(most) else ""
+            raise RequestError(f"{name} must be a number {allowed}, got {value!r}")
+
+    def _tuple(self, name: str, kind: type, what: str) -> tuple[Any, ...]:
+        value = getattr(self, name)
+        if value is None:
+            return ()
+        if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+            raise RequestError(f"{name} must be a list of {what}, got {value!r}")
+        kinds = numbers.Integral if kind is int else kind
+        if any(isinstance(item, bool) or not isinstance(item, kinds) for item in value):
+            raise RequestError(f"{name} must be a list of {what}, got {list(value)!r}")
+        if kind is int and any(item < 0 for item in value):
+            raise RequestError(f"{name} must be a list of {what} (0 or above), got {list(value)!r}")
+        return tuple(kind(item) for item in value)
+
+    def _bias(self) -> dict[int, float] | None:
+        if not self.logit_bias:
+            return None
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias must be a table of token id to number, got {self.logit_bias!r}")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError(f"logit_bias has {len(self.logit_bias)} entries: at most {MAX_LOGIT_BIAS} are allowed")
+        bias = {}
+        for token, value in self.logit_bias.items():
+            try:
+                key, number = int(token), float(value)  # JSON's keys are strings
+            except (TypeError, ValueError):
+                raise RequestError(
+                    f"logit_bias must be a table of token id to number, got {token!r}: {value!r}"
+                ) from None
+            if key < 0 or not math.isfinite(number):
+                raise RequestError(f"logit_bias must be a table of token id to finite number, got {token!r}: {value!r}")
+            bias[key] = min(max(number, -100.0), 100.0)
+        return bias

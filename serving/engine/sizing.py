@@ -1,0 +1,228 @@
+"""How many slots and pages there are, from the memory there is, and a report that explains it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mamba_jax.store import StoreShape
+from serving.config import CacheMode, ConfigError, EngineConfig
+
+GIB = 1 << 30
+CPU_STORE_BYTES = 2 * GIB
+"""On a CPU, memory is shared with everything else that runs: the store takes this much unless it cannot do with it."""
+
+
+@dataclass(frozen=True)
+class StoreSize:
+    """What the store will hold. Numbers of slots and pages include the null one."""
+
+    num_slots: int
+    num_pages: int
+    max_num_seqs: int
+    max_model_len: int
+    pages_per_row: int
+    """Width of the page table."""
+    slots_per_row: int
+    """Private slots that one running sequence may need at worst."""
+    bytes_per_slot: int
+    bytes_per_page: int
+    page_size: int
+    state_block_size: int
+    mode: CacheMode
+    notices: tuple[str, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the whole store."""
+        return self.num_slots * self.bytes_per_slot + self.num_pages * self.bytes_per_page
+
+    def report(self) -> str:
+        """What fits, in words."""
+        checkpoints = self.num_slots - 1 - self.max_num_seqs * self.slots_per_row
+        lines = [
+            f"state store: {_bytes(self.total_bytes)}, {self.max_num_seqs} sequences at once of up to "
+            f"{self.max_model_len:,} tokens",
+            f"  slots: {self.num_slots - 1:,} of {_bytes(self.bytes_per_slot)} "
+            f"({self.max_num_seqs} x {self.slots_per_row} for running sequences, {max(checkpoints, 0):,} for reuse)",
+        ]
+        if self.num_pages:
+            tokens = (self.num_pages - 1) * self.page_size
+            lines.append(
+                f"  pages: {self.num_pages - 1:,} of {_bytes(self.bytes_per_page)} = {tokens:,} tokens "
+                f"({self.page_size} tokens a page)"
+            )
+        else:
+            lines.append("  pages: none, the model has no attention")
+        if self.mode == "none":
+            lines.append("  prefix reuse: off")
+        else:
+            lines.append(
+                f"  prefix reuse: mode {self.mode!r}; the smallest reusable prefix is {self.state_block_size} tokens "
+                "or a whole prompt"
+            )
+        return "\n".join(lines)
+
+
+def size_store(
+    config: EngineConfig, shape: StoreShape, *, mode: CacheMode, dtype: Any, model_max_len: int | None, memory: int
+) -> StoreSize:
+    """Fit the store into `memory` bytes.
+
+    A running sequence needs 1 + K slots of its own, and as many again where the step in flight may contain a state
+    block's end whose slot is then published. Its pages may reach 2(1 + K) tokens past `max_model_len`: the step in
+    flight and the one being planned are both given room for all their drafts.
+
+    What remains is divided so that pages and checkpoints of the same number of tokens fit.
+
+    Raises:
+        ConfigError: not even one sequence fits.
+    """
+    notices: list[str] = []
+    slot_bytes = shape.bytes_per_slot(dtype, config.ssm_dtype, debug_state=config.debug_state)
+    page_bytes = shape.bytes_per_page(config.page_size, dtype)
+    width = 1 + config.num_speculative_tokens
+    per_row = width if mode == "none" else 2 * width
+    max_len = _max_model_len(config, model_max_len)
+    seqs = config.max_num_seqs
+
+    def pages_for(tokens: int) -> int:
+        return -(-(tokens + 2 * width) // config.page_size) if page_bytes else 0
+
+    # One sequence must fit, whatever is left for others.
+    if config.num_pages is None and page_bytes:
+        room = memory - slot_bytes * (1 + per_row) - page_bytes
+        fits = max(room, 0) // page_bytes * config.page_size - 2 * width
+        if fits < min(max_len, config.state_block_size):
+            raise ConfigError(_too_small(memory, slot_bytes, page_bytes, config))
+        if fits < max_len:
+            if config.max_model_len is not None:
+                raise ConfigError(
+                    f"max_model_len {max_len:,} does not fit: {_bytes(memory)} hold pages for {fits:,} tokens "
+                    "(lower max_model_len or raise memory_utilization)"
+                )
+            notices.append(f"max_model_len is {fits:,} instead of {max_len:,}: more pages do not fit")
+            max_len = fits
+    elif config.num_pages is not None and page_bytes:
+        fits = config.num_pages * config.page_size - 2 * width
+        if fits < 2:
+            raise ConfigError(f"num_pages {config.num_pages} hold no sequence: at least {pages_for(2)} are needed")
+        if fits < max_len:
+            notices.append(f"max_model_len is {fits:,} instead of {max_len:,}: {config.num_pages} pages hold no more")
+            max_len = fits
+
+    one = pages_for(max_len) * page_bytes
+    slot_room = config.num_slots if config.num_slots is not None else (memory - one - page_bytes) // slot_bytes - 1
+    if slot_room < per_row:
+        if config.num_slots is not None:
+            raise ConfigError(f"num_slots {config.num_slots} hold no sequence: at least {per_row} are needed")
+        raise ConfigError(_too_small(memory, slot_bytes, page_bytes, config))
+    if seqs * per_row > slot_room:
+        notices.append(f"max_num_seqs is {slot_room // per_row} instead of {seqs}: more state slots do not fit")
+        seqs = slot_room // per_row
+
+    private = seqs * per_row
+    left = memory - slot_bytes * (1 + private) - page_bytes
+    tokens = _tokens_for(left, config, slot_bytes if mode != "none" else 0, page_bytes)
+    # Twice what can run at once is a generous cache; beyond it a small model would only fill memory for nothing.
+    tokens = max(min(tokens, 2 * seqs * max_len), max_len + 2 * width)
+    pages = config.num_pages if config.num_pages is not None else max(tokens // config.page_size, pages_for(max_len))
+    reusable = 0 if mode == "none" else max(tokens // config.state_block_size, 1)
+    if config.num_pages is None and page_bytes:
+        reusable = min(reusable, max((left - pages * page_bytes) // slot_bytes, 0))
+    slots = config.num_slots if config.num_slots is not None else private + reusable
+    return StoreSize(
+        num_slots=1 + slots,
+        num_pages=1 + pages if page_bytes else 0,
+        max_num_seqs=seqs,
+        max_model_len=max_len,
+        pages_per_row=pages_for(max_len),
+        slots_per_row=per_row,
+        bytes_per_slot=slot_bytes,
+        bytes_per_page=page_bytes,
+        page_size=config.page_size,
+        state_block_size=config.state_block_size,
+        mode=mode,
+        notices=tuple(notices),
+    )
+
+
+def store_memory(config: EngineConfig, *, workspace: int, devices: Iterable[jax.Device] | None = None) -> int:
+    """Bytes that the store may take: `memory_utilization` of the memory, less what is in use, less `workspace`.
+
+    Raises:
+        ConfigError: nothing is left.
+    """
+    device = next(iter(devices or jax.local_devices()))
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        free = int(stats["bytes_limit"] * config.memory_utilization) - stats.get("bytes_in_use", 0) - workspace
+    else:
+        free = int(available_ram() * config.memory_utilization) - workspace
+        free = min(free, CPU_STORE_BYTES)
+    if free <= 0:
+        raise ConfigError(
+            f"no memory is left for the state store at memory_utilization {config.memory_utilization:g}: "
+            f"the weights are loaded and a step needs {_bytes(workspace)}"
+        )
+    return free
+
+
+def workspace_bytes(config: EngineConfig, *, hidden_size: int, inner_size: int, vocab_size: int) -> int:
+    """A rough upper bound on what a step needs beside weights and store: activations in float32, and logits."""
+    activations = config.max_num_batched_tokens * (4 * hidden_size + 6 * inner_size) * 4
+    logits = 3 * config.max_num_seqs * (1 + config.num_speculative_tokens) * vocab_size * 4
+    return activations + logits
+
+
+def available_ram() -> int:
+    """Bytes that may still be taken without swapping, within the limit of a container where there is one."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        # Not Linux: half of all memory is a fair guess at what others leave.
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        return max(min(free, limit), 0)
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return free
+
+
+def _max_model_len(config: EngineConfig, model_max_len: int | None) -> int:
+    if config.max_model_len is None:
+        return model_max_len or 8192
+    if model_max_len is not None and config.max_model_len > model_max_len:
+        raise ConfigError(f"max_model_len {config.max_model_len:,} exceeds the model's own {model_max_len:,} tokens")
+    return config.max_model_len
+
+
+def _tokens_for(left: int, config: EngineConfig, slot_bytes: int, page_bytes: int) -> int:
+    """Tokens whose pages and checkpoints take `left` bytes together."""
+    per_token = page_bytes / config.page_size + slot_bytes / config.state_block_size
+    return int(max(left, 0) / per_token) if per_token else 0
+
+
+def _too_small(memory: int, slot_bytes: int, page_bytes: int, config: EngineConfig) -> str:
+    pages = f" and pages of {_bytes(page_bytes)} for {config.page_size} tokens" if page_bytes else ""
+    return (
+        f"{_bytes(memory)} of memory do not hold one sequence: a state slot takes {_bytes(slot_bytes)}{pages} "
+        "(raise memory_utilization, or lower num_speculative_tokens)"
+    )
+
+
+def _bytes(count: int) -> str:
+    """1536 -> '1.5 KiB'."""
+    size = float(count)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
