@@ -1,0 +1,84 @@
+"""What a family consists of, and how its parameters are found in a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mamba_jax.config import HybridConfig
+
+
+@dataclass(frozen=True)
+class HFSource:
+    """Where one of our parameters lies in a Hugging Face checkpoint.
+
+    Read each of `names`; check that it has the stored shape (see `stored`); take `rows` of it; stack them along a new
+    first axis if `stack`; reshape to the parameter's shape. Rows are contiguous in memory, so without `stack` nothing
+    needs to be copied. The element type is the parameter's (`HybridModel.abstract`), whatever the file has.
+    """
+
+    names: tuple[str, ...]
+    """Tensors in the file. Exactly one unless `stack`."""
+    rows: tuple[int, int] | None = None
+    """Half-open range of the tensor's first axis; None = all of it."""
+    stored_shape: tuple[int, ...] | None = None
+    """Each tensor's shape in the file. None = the parameter's own (without its first axis, if `stack`)."""
+    stack: bool = False
+    """Each tensor is one entry of the parameter's first axis (the experts of a layer)."""
+    alternatives: tuple[HFSource, ...] = ()
+    """Other spellings, tried in order when a name is absent."""
+
+    def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that each of `names` must have in the file, for a parameter of this shape."""
+        if self.stored_shape is not None:
+            return self.stored_shape
+        return tuple(shape[1:]) if self.stack else tuple(shape)
+
+    def find(self, available: Container[str]) -> HFSource | None:
+        """This source or the first alternative whose names are all available; None if there is none."""
+        for source in (self, *self.alternatives):
+            if all(name in available for name in source.names):
+                return source
+        return None
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: everything that tells it from the others. One file each in this folder."""
+
+    name: str
+    model_types: tuple[str, ...]
+    """Values of `model_type` in config.json."""
+    config_from_hf: Callable[[Mapping[str, Any]], HybridConfig]
+    """Reads config.json; raises `ConfigError` for what is wrong or not supported."""
+    weight_names: Callable[[HybridConfig], dict[str, HFSource]]
+    """Our dotted parameter paths (as in `mamba_jax.model.parameters`) and where each is found."""
+    ignored: Callable[[HybridConfig], tuple[str, ...]] = lambda config: ()
+    """Regular expressions (full match) of tensors that a checkpoint may carry and this model has no use for."""
+
+
+def tensor(
+    name: str, *others: str, rows: tuple[int, int] | None = None, shape: tuple[int, ...] | None = None
+) -> HFSource:
+    """A parameter that is one tensor, or rows of it; `others` are other spellings of the name."""
+    rest = tuple(HFSource((other,), rows, shape) for other in others)
+    return HFSource((name,), rows, shape, alternatives=rest)
+
+
+def with_prefix(sources: Mapping[str, HFSource], prefix: str, *others: str) -> dict[str, HFSource]:
+    """Puts `prefix` before every tensor name, and lists the same names with the other prefixes as alternatives."""
+
+    def put(source: HFSource, prefix: str) -> HFSource:
+        return HFSource(tuple(prefix + name for name in source.names), source.rows, source.stored_shape, source.stack)
+
+    def all_of(source: HFSource) -> HFSource:
+        first, *rest = [put(s, p) for p in (prefix, *others) for s in (source, *source.alternatives)]
+        return HFSource(first.names, first.rows, first.stored_shape, first.stack, tuple(rest))
+
+    return {path: all_of(source) for path, source in sources.items()}
+
+
+def nest(path: str, sources: Mapping[str, HFSource]) -> dict[str, HFSource]:
+    """Puts `path.` before every one of our paths."""
+    return {f"{path}.{name}": source for name, source in sources.items()}
