@@ -1,0 +1,8 @@
+"""Arrangements of packed tokens: whole sequences, decode rows, ragged prefill tiles."""
+
+from mamba_jax.layout.base import Layout
+from mamba_jax.layout.decode import DecodeLayout
+from mamba_jax.layout.prefill import PrefillLayout
+from mamba_jax.layout.sequence import SequenceLayout
+
+__all__ = ["DecodeLayout", "Layout", "PrefillLayout", "SequenceLayout"]

@@ -1,0 +1,59 @@
+"""The one thing that a mixer knows about batching."""
+
+from typing import Protocol
+
+from jaxtyping import Array, Bool, Float, Int
+
+
+class Layout(Protocol):
+    """How T packed tokens are arranged in sequences, and where their state is.
+
+    Three verbs carry information from one token to a later one of its sequence. Each takes this layer's piece of the
+    store (None for whole sequences without a store) and returns it updated.
+    """
+
+    @property
+    def positions(self) -> Int[Array, " T"]:
+        """Absolute position of each token in its sequence; -1 = padding."""
+        ...
+
+    @property
+    def valid(self) -> Bool[Array, " T"]:
+        """False for padding, which must not matter to any other token."""
+        ...
+
+    def conv(
+        self,
+        x: Float[Array, "T channels"],
+        weight: Float[Array, "channels width"],
+        bias: Float[Array, " channels"] | None,
+        state: Float[Array, "slots window channels"] | None,
+    ) -> tuple[Float[Array, "T channels"], Float[Array, "slots window channels"] | None]:
+        """Causal depthwise convolution of each sequence, and SiLU."""
+        ...
+
+    def scan(
+        self,
+        x: Float[Array, "T heads head_dim"],
+        dt: Float[Array, "T heads"],
+        a: Float[Array, " heads"],
+        b: Float[Array, "T groups state"],
+        c: Float[Array, "T groups state"],
+        d: Float[Array, " heads"],
+        state: Float[Array, "slots heads head_dim state"] | None,
+    ) -> tuple[Float[Array, "T heads head_dim"], Float[Array, "slots heads head_dim state"] | None]:
+        """The Mamba2 recurrence over each sequence."""
+        ...
+
+    def attend(
+        self,
+        q: Float[Array, "T heads head_dim"],
+        k: Float[Array, "T kv_heads head_dim"],
+        v: Float[Array, "T kv_heads head_dim"],
+        kv: Float[Array, "pages page_size kv2 head_dim"] | None,
+        *,
+        scale: float,
+        first_key: int = 0,
+    ) -> tuple[Float[Array, "T heads head_dim"], Float[Array, "pages page_size kv2 head_dim"] | None]:
+        """Keeps k and v, then attends to all keys of the sequence from `first_key` up to each query's own position."""
+        ...
