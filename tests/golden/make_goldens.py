@@ -1,0 +1,180 @@
+"""Makes the golden fixtures: tiny random models of every family, and what Hugging Face says about them.
+
+    cd tests && python -m golden.make_goldens [NAME...]      (needs the `parity` extra)
+
+Each fixture is a directory: `config.json` and `model.safetensors` as Hugging Face writes them (or wrote them once, or
+as the makers of the models do: see `recipes.py`), and `goldens.npz`. Before anything is written it is checked that the
+model is alive: each weight and each config field of the recipe's `changes` moves the log-probabilities.
+
+`goldens.npz` has, for each prompt i (1, 3, chunk-1, chunk, chunk+1 and 3*chunk+5 tokens):
+
+    tokens_i     [length]              the prompt
+    positions_i  [n]                   positions that are compared
+    ids_i        [n, m]                vocabulary entries that are compared at each (all of them for short prompts)
+    logprobs_i   [n, m] float32        their log-probabilities after that position's token
+    greedy_i     [16]                  the most likely continuation
+    gaps_i       [16] float32          by how much each of its tokens beats the runner-up (log-probability)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from golden import oracle
+from golden.recipes import RECIPES, Recipe
+from safetensors.torch import load_file, save_file
+
+GREEDY = 16
+FEW_POSITIONS, MANY_POSITIONS = 24, 56
+TOP_IDS, RANDOM_IDS = 8, 32
+MOST_BYTES = 1 << 20
+LEAST_MOVE = 3e-3
+"""What a change of one weight or field must move the log-probabilities by, somewhere; the tests allow 2e-4."""
+
+
+def make(name: str, recipe: Recipe, root: Path) -> None:
+    """Writes one fixture."""
+    model = oracle.build(recipe)
+    prompts = draw_prompts(recipe)
+    check_alive(name, recipe, model, prompts[-1])
+    target = root / name
+    target.mkdir(parents=True, exist_ok=True)
+    write_model(recipe, model, target)
+    arrays: dict[str, np.ndarray] = {}
+    generator = np.random.default_rng(recipe.seed)
+    for i, tokens in enumerate(prompts):
+        full = oracle.log_probs(model, tokens).numpy()
+        positions, ids = choose_entries(full, generator)
+        continuation, gaps = oracle.greedy(model, tokens, GREEDY)
+        arrays[f"tokens_{i}"] = np.array(tokens, np.int16)
+        arrays[f"positions_{i}"] = positions.astype(np.int16)
+        arrays[f"ids_{i}"] = ids.astype(np.int16)
+        arrays[f"logprobs_{i}"] = np.take_along_axis(full[positions], ids, axis=1).astype(np.float32)
+        arrays[f"greedy_{i}"] = np.array(continuation, np.int16)
+        arrays[f"gaps_{i}"] = np.array(gaps, np.float32)
+    np.savez_compressed(target / "goldens.npz", **arrays)
+    size = sum(path.stat().st_size for path in target.iterdir())
+    if size > MOST_BYTES:
+        raise SystemExit(f"{name}: {size} bytes, more than {MOST_BYTES}")
+    entropy = float(-(np.exp(full) * full).sum(axis=1).mean())
+    distinct = len({int(token) for i in range(len(prompts)) for token in arrays[f"greedy_{i}"]})
+    print(
+        f"{name}: {size / 1e3:.0f} kB, spread {full.std():.2f}, entropy {entropy:.2f} of {math.log(full.shape[1]):.2f},"
+        f" {distinct} distinct greedy tokens",
+        flush=True,
+    )
+
+
+def draw_prompts(recipe: Recipe) -> list[list[int]]:
+    """Random prompts whose lengths surround the chunk size."""
+    generator, chunk = np.random.default_rng(1000 + recipe.seed), recipe.chunk_size
+    lengths = (1, 3, chunk - 1, chunk, chunk + 1, 3 * chunk + 5)
+    return [generator.integers(0, recipe.config["vocab_size"], length).tolist() for length in lengths]
+
+
+def choose_entries(full: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Positions and vocabulary entries to keep: everything for short prompts, a selection for long ones."""
+    length, vocab = full.shape
+    if length <= 3:
+        return np.arange(length), np.tile(np.arange(vocab), (length, 1))
+    count = min(length, FEW_POSITIONS if length < 3 * FEW_POSITIONS else MANY_POSITIONS)
+    last = np.arange(length - 4, length)
+    others = generator.choice(length - 4, count - 4, replace=False)
+    positions = np.sort(np.concatenate([others, last]))
+    top = np.argsort(-full[positions], axis=1)[:, :TOP_IDS]
+    some = np.stack([generator.choice(vocab, RANDOM_IDS, replace=False) for _ in positions])
+    return positions, np.concatenate([top, some], axis=1)
+
+
+def check_alive(name: str, recipe: Recipe, model: Any, tokens: list[int]) -> None:
+    """Stops unless every weight and every listed config field matters to the log-probabilities."""
+    base = oracle.log_probs(model, tokens)
+    if not bool(base.isfinite().all()):
+        raise SystemExit(f"{name}: log-probabilities are not finite")
+    generator = torch.Generator().manual_seed(0)
+    dead = []
+    for weight, tensor in oracle.weights(model):
+        kept = tensor.detach().clone()
+        with torch.no_grad():
+            tensor.add_(0.2 * kept.abs().mean() * torch.randn(kept.shape, generator=generator))
+        moved = float((oracle.log_probs(model, tokens) - base).abs().max())
+        with torch.no_grad():
+            tensor.copy_(kept)
+        if not moved >= LEAST_MOVE:
+            dead.append(f"{weight} ({moved:.1e})")
+    for field, value in recipe.changes.items():
+        moved = float((oracle.log_probs(oracle.reconfigured(recipe, model, field, value), tokens) - base).abs().max())
+        if not moved >= LEAST_MOVE:
+            dead.append(f"config {field} ({moved:.1e})")
+    if dead:
+        raise SystemExit(f"{name}: these do not matter: {', '.join(dead)}")
+
+
+def write_model(recipe: Recipe, model: Any, target: Path) -> None:
+    """Config and weights as Hugging Face saves them, then the recipe's other spellings."""
+    with tempfile.TemporaryDirectory() as saved:
+        model.save_pretrained(saved)
+        config = json.loads((Path(saved) / "config.json").read_text())
+        tensors = load_file(Path(saved) / "model.safetensors")
+    if recipe.mtp:
+        tensors |= mtp_weights(recipe, tensors)
+    stored = {}
+    for weight, tensor in tensors.items():
+        if recipe.rename_weights is not None:
+            old, new = recipe.rename_weights
+            weight = new + weight.removeprefix(old) if weight.startswith(old) else weight
+        stored[weight] = tensor if oracle.stays_float32(weight) else tensor.bfloat16()
+    save_file(stored, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "model.safetensors").chmod(0o644)
+    config["dtype"] = "bfloat16"
+    if recipe.mlp_sizes is not None:
+        config["intermediate_size"] = list(recipe.mlp_sizes)
+    for field, value in recipe.rename_config.items():
+        config.pop(field, None)
+        if value is not None:
+            config[field] = value
+    if recipe.literal_infinity:
+        config = {
+            key: [math.inf if isinstance(x, dict) else x for x in value] if isinstance(value, list) else value
+            for key, value in config.items()
+        }
+    (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def mtp_weights(recipe: Recipe, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights of a draft layer (attention, then MoE) as NVIDIA stores them; shapes are taken from the model's own."""
+    generator = torch.Generator().manual_seed(recipe.seed + 500)
+    hidden = recipe.config["hidden_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "mtp.layers.0.enorm.weight": (hidden,),
+        "mtp.layers.0.hnorm.weight": (hidden,),
+        "mtp.layers.0.eh_proj.weight": (hidden, 2 * hidden),
+    }
+    kinds = recipe.config["mtp_layers_block_type"]
+    for i, kind in enumerate(kinds):
+        like = f"backbone.layers.{recipe.config['layers_block_type'].index(kind)}."
+        for weight, tensor in tensors.items():
+            if weight.startswith(like):
+                shapes[f"mtp.layers.{i}.{weight.removeprefix(like)}"] = tuple(tensor.shape)
+    shapes[f"mtp.layers.{len(kinds) - 1}.final_layernorm.weight"] = (hidden,)
+    return {weight: oracle.random_like(weight, shape, generator) for weight, shape in sorted(shapes.items())}
+
+
+def main(names: list[str]) -> None:
+    torch.set_num_threads(1)
+    unknown = sorted(set(names) - set(RECIPES))
+    if unknown:
+        raise SystemExit(f"no such fixture: {', '.join(unknown)}; there are {', '.join(RECIPES)}")
+    for name in names or RECIPES:
+        make(name, RECIPES[name], Path(__file__).parent)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

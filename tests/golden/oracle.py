@@ -1,0 +1,116 @@
+"""Hugging Face transformers as the oracle: random models that are alive in every part, and their log-probabilities.
+
+Needs the `parity` extra. Caveats of the oracle: eager attention, no cache (its cached path is another code path), and
+`time_step_min` near 0 in the config (it clamps dt from below, in the chunked path only).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+import transformers
+from golden.recipes import Recipe
+
+_RANGES = {"dt": (0.002, 0.1), "A": (0.5, 16.0)}
+
+
+def build(recipe: Recipe) -> Any:
+    """The recipe's model with random weights, in float32, every one a bfloat16 number unless it is tiny."""
+    torch.manual_seed(recipe.seed)
+    model_class = getattr(transformers, recipe.architecture)
+    config = model_class.config_class(**copy.deepcopy(recipe.config))
+    config._attn_implementation = "eager"
+    model = model_class(config).float().eval()
+    if recipe.mlp_sizes is not None:
+        _resize_mlps(model, recipe.mlp_sizes)
+    generator = torch.Generator().manual_seed(recipe.seed)
+    with torch.no_grad():
+        for name, tensor in weights(model):
+            tensor.copy_(_random(name, tensor, generator, tied=config.tie_word_embeddings))
+            if not stays_float32(name):
+                tensor.copy_(tensor.bfloat16().float())
+    return model
+
+
+def reconfigured(recipe: Recipe, model: Any, field: str, value: Any) -> Any:
+    """The same weights under a config with one field changed."""
+    config = {**copy.deepcopy(recipe.config), field: value}
+    changed = type(model)(type(model).config_class(**config)).float().eval()
+    changed.config._attn_implementation = "eager"
+    if recipe.mlp_sizes is not None:
+        _resize_mlps(changed, recipe.mlp_sizes)
+    changed.load_state_dict(model.state_dict())
+    return changed
+
+
+def stays_float32(name: str) -> bool:
+    """The handful of numbers that published checkpoints keep in float32, and so do the fixtures."""
+    return name.endswith(("A_log", "dt_bias", ".D", "e_score_correction_bias"))
+
+
+@torch.inference_mode()
+def log_probs(model: Any, tokens: list[int]) -> torch.Tensor:
+    """Log-probabilities [len(tokens), vocab] of what follows each token."""
+    logits = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    return torch.log_softmax(logits.float(), dim=-1)
+
+
+def greedy(model: Any, tokens: list[int], count: int) -> tuple[list[int], list[float]]:
+    """The most likely continuation, and by how much each of its tokens beats the runner-up. No cache: recomputed."""
+    tokens, gaps = list(tokens), []
+    for _ in range(count):
+        best = log_probs(model, tokens)[-1].topk(2)
+        gaps.append(float(best.values[0] - best.values[1]))
+        tokens.append(int(best.indices[0]))
+    return tokens[-count:], gaps
+
+
+def weights(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """Every distinct parameter, and the routers' correction biases, which are buffers."""
+    buffers = [(name, tensor) for name, tensor in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    return [*model.named_parameters(), *buffers]
+
+
+def random_like(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """A random weight as the model would have one of this name."""
+    return _random(name, torch.empty(shape), generator, tied=False)
+
+
+def _random(name: str, tensor: torch.Tensor, generator: torch.Generator, *, tied: bool) -> torch.Tensor:
+    shape = tensor.shape
+    normal, uniform = torch.randn(shape, generator=generator), torch.rand(shape, generator=generator)
+    if name.endswith("dt_bias"):  # the inverse of softplus, of a step size that is uniform on the logarithmic scale
+        low, high = (math.log(x) for x in _RANGES["dt"])
+        step = torch.exp(low + (high - low) * uniform)
+        return step + torch.log(-torch.expm1(-step))
+    if name.endswith("A_log"):
+        low, high = _RANGES["A"]
+        return torch.log(low + (high - low) * uniform)
+    if name.endswith(".D"):
+        return 1 + 0.3 * normal
+    if name.endswith("e_score_correction_bias"):
+        return 0.3 * normal
+    if "conv1d" in name:
+        return normal * (0.4 if name.endswith("weight") else 0.2)
+    if "norm" in name.rsplit(".", 2)[-2] or tensor.dim() == 1:
+        return 1 + 0.25 * normal
+    if "embed" in name:
+        return normal * (3.0 / math.sqrt(shape[-1]) if tied else 1.0)
+    if "lm_head" in name:
+        return 2.0 * normal / math.sqrt(shape[-1])
+    if "gate.weight" in name or "router" in name:
+        return 1.5 * normal / math.sqrt(shape[-1])
+    if "q_proj" in name or "k_proj" in name:  # sharp attention: positions and scales shall show
+        return 1.6 * normal / math.sqrt(shape[-1])
+    return normal / math.sqrt(shape[-1])
+
+
+def _resize_mlps(model: Any, sizes: tuple[int, ...]) -> None:
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMLP
+
+    layers = [layer for layer in model.model.layers if layer.block_type == "mlp"]
+    for layer, size in zip(layers, sizes, strict=True):
+        layer.mixer = NemotronHMLP(model.config, intermediate_size=size)
