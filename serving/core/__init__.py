@@ -2,19 +2,24 @@
 
 from serving.core.config import CacheMode, SchedulerConfig
 from serving.core.plan import DecodeRow, Emitted, PrefillRow, StepPlan, StepResult
+from serving.core.policy import CachePolicy, Kind
 from serving.core.reasons import ConfigError, FinishReason, MissReason, RequestRefused
 from serving.core.request import Request, Status
+from serving.core.scheduler import Scheduler
 
 __all__ = [
     "CacheMode",
+    "CachePolicy",
     "ConfigError",
     "DecodeRow",
     "Emitted",
     "FinishReason",
+    "Kind",
     "MissReason",
     "PrefillRow",
     "Request",
     "RequestRefused",
+    "Scheduler",
     "SchedulerConfig",
     "Status",
     "StepPlan",

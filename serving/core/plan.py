@@ -57,6 +57,8 @@ class DecodeRow:
     """Whether the row emits tokens; without it the tokens fed are prompt tokens and more of them follow."""
     # -- the scheduler's own --
     step: int = 0
+    catching_up: bool = False
+    """Part of a prompt, or of what a preemption threw away: its tokens are known, it is published once dispatched."""
     boundary_slots: Sequence[int] = ()
     """Those of `write_slots` in which a multiple of B may land: kept from the next step until this one settles."""
     marks: Sequence[Mark] = ()
@@ -95,6 +97,7 @@ class PrefillRow:
     release_slot: int = 0
     fate: Fate = Fate.LIVE
 
+    catching_up = True
     num_drafts = 0
     boundary_slots = ()
 
@@ -133,9 +136,14 @@ class StepPlan:
     dispatched: bool = False
 
     @property
+    def rows(self) -> list[Row]:
+        """All of them, decode rows first."""
+        return [*self.decode, *self.prefill]
+
+    @property
     def num_tokens(self) -> int:
         """All tokens fed, drafts included."""
-        return sum(row.num_tokens for row in self.decode) + sum(row.num_tokens for row in self.prefill)
+        return sum(row.num_tokens for row in self.rows)
 
 
 @dataclass(slots=True, eq=False)

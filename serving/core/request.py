@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 from serving.core.reasons import FinishReason, MissReason
 
 if TYPE_CHECKING:
-    from serving.core.prefix_index import Node
-
     from serving.core.plan import Row
+    from serving.core.prefix_index import Node
 
 
 class Status(IntEnum):
@@ -50,6 +49,7 @@ class Request:
     __slots__ = (
         "arrival",
         "cache_salt",
+        "counted",
         "draft_tokens",
         "finish_reason",
         "flights",
@@ -130,6 +130,8 @@ class Request:
         self.num_cached_tokens = 0
         """Prompt tokens that did not have to be computed, as of the first admission."""
         self.miss_reason: MissReason | None = None
+        self.counted = False
+        """Its first admission has been dispatched, so `num_cached_tokens` and `miss_reason` stand."""
         self.num_preemptions = 0
         self.arrival = 0
         self.max_total = 0
