@@ -1,4 +1,4 @@
-"""Every flag of the engine, defined once: Python keywords, command-line options and configuration files come from here."""
+"""Every flag of the engine, defined once: for Python keywords, command-line options and configuration files."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from typing import Any, Literal, NamedTuple
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-CacheMode = Literal["none", "align", "all"]
+from serving.core import CacheMode, ConfigError
 
-
-class ConfigError(ValueError):
-    """A flag that cannot be used: one line saying what was wrong and what is allowed."""
+__all__ = ["CacheMode", "CachePolicy", "ConfigError", "EngineConfig", "read_config_file", "resolve_cache_policy"]
 
 
 class EngineConfig(BaseModel):

@@ -99,7 +99,8 @@ def repair(path: Path) -> Counter[Key]:
         file.seek(good)
         if b"\n" in file.read().rstrip(b"\n"):
             raise RequestError(
-                f"{path}: {rest} bytes after the first {sum(done.values())} lines are not ours; not touched"
+                f"{path}: the {rest} bytes after the first {sum(done.values())} lines are not answers of a batch; "
+                "nothing was changed"
             )
         file.truncate(good)
     return done
@@ -113,7 +114,7 @@ def run_batch(
     defaults: Mapping[str, Any] | None = None,
     progress: Callable[[BatchCounts], None] | None = None,
 ) -> BatchCounts:
-    """Answers every line of `source` in `target`, in any order while it runs and in the input's order once all are there.
+    """Answers every line of `source` in `target`: as they finish, and in the input's order once all are there.
 
     Only a few more requests than fit into a step are ever read ahead, so files may be of any length.
 

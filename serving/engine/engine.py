@@ -279,7 +279,8 @@ class Engine:
             parent.output.metrics.num_preemptions = sum(request.num_preemptions for request in parent.members)
 
     def _take_prompt_logprobs(self, settled: Settled) -> None:
-        assert settled.prefill is not None and settled.prefill.prompt is not None
+        assert settled.prefill is not None
+        assert settled.prefill.prompt is not None
         token, top_ids, top = settled.prefill.prompt
         for row, begin in zip(settled.plan.prefill, settled.prompt_starts, strict=False):
             member: _Member = row.request.user
@@ -295,7 +296,9 @@ class Engine:
 
 
 def _tables(lines: Lines, row: int, tokens: Sequence[int], count: int) -> list[Any]:
-    assert lines.logprobs is not None and lines.top_ids is not None and lines.top_logprobs is not None
+    assert lines.logprobs is not None
+    assert lines.top_ids is not None
+    assert lines.top_logprobs is not None
     return [
         token_logprobs(
             token, float(lines.logprobs[row, i]), lines.top_ids[row, i, :count], lines.top_logprobs[row, i, :count]

@@ -130,7 +130,7 @@ class StepLoop:
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return self._flight is not None or self.scheduler.has_work()
+        return self._flight is not None or self.scheduler.has_unfinished
 
     @property
     def store(self) -> Store:
@@ -160,7 +160,7 @@ class StepLoop:
         try:
             if plan is not None:
                 self._flight = self._dispatch(plan)
-            elif before is not None and self.scheduler.has_work():
+            elif before is not None and self.scheduler.has_unfinished:
                 self.stats.lockstep_steps += 1
             settled = None if before is None else self._settle(before)
             self._failed_in_a_row = 0 if settled else self._failed_in_a_row

@@ -1,4 +1,4 @@
-"""What comes back: one `RequestOutput` per request, one `CompletionOutput` per choice, with the names vLLM users know."""
+"""What comes back: a `RequestOutput` per request, a `CompletionOutput` per choice, with the names vLLM users know."""
 
 from __future__ import annotations
 

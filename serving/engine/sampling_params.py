@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-MAX_LOGPROBS = 20
-MAX_LOGIT_BIAS = 300
+from mamba_jax.sampling.table import MAX_LOGIT_BIAS, MAX_LOGPROBS
+
 MAX_STOP_IDS = 32
 MAX_CHOICES = 128
 
@@ -169,9 +169,7 @@ class SamplingParams:
             try:
                 key, number = int(token), float(value)  # JSON's keys are strings
             except (TypeError, ValueError):
-                raise RequestError(
-                    f"logit_bias must be a table of token id to number, got {token!r}: {value!r}"
-                ) from None
+                key, number = -1, 0.0
             if key < 0 or not math.isfinite(number):
                 raise RequestError(f"logit_bias must be a table of token id to finite number, got {token!r}: {value!r}")
             bias[key] = min(max(number, -100.0), 100.0)

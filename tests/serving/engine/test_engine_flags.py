@@ -1,0 +1,79 @@
+"""Engine flags: one clear line for each mistake, and what the modes of prefix caching come to."""
+
+import pytest
+
+from serving.config import ConfigError, EngineConfig, read_config_file, resolve_cache_policy
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"state_block_size": 200}, "state_block_size 200 is not a multiple of tile_size 128; try 256"),
+        ({"page_size": 48}, "page_size 48 does not divide state_block_size 256; try 32"),
+        ({"max_num_seqs": 0}, "max_num_seqs: must be greater than or equal to 1, got 0"),
+        ({"max_num_seqs": "many"}, "max_num_seqs: must be a valid integer"),
+        ({"mamba_cache_mode": "some"}, "mamba_cache_mode: must be 'none', 'align' or 'all', got 'some'"),
+        ({"dtype": "int8"}, "dtype: must be 'auto', 'float32', 'bfloat16' or 'float16', got 'int8'"),
+        ({"max_num_seq": 3}, "unknown engine flag 'max_num_seq'; did you mean 'max_num_seqs'?"),
+        ({"num_speculative_tokens": 3}, "num_speculative_tokens needs speculative_method"),
+        ({"speculative_method": "mtp"}, "speculative_method 'mtp' needs num_speculative_tokens >= 1"),
+        ({"memory_utilization": 1.5}, "memory_utilization: must be less than or equal to 1, got 1.5"),
+        (
+            {"state_block_size": 2, "tile_size": 2, "page_size": 2, "num_speculative_tokens": 2,
+             "speculative_method": "ngram"},
+            "state_block_size 2 is below 1 + num_speculative_tokens = 3",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_flags_are_one_clear_line(flags, said):
+    with pytest.raises(ConfigError) as error:
+        EngineConfig.create(**flags)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode", "chunked", "notice"),
+    [
+        ({}, "all", True, ""),
+        ({"mamba_cache_mode": "none"}, "none", True, ""),
+        ({"mamba_cache_mode": "align"}, "align", True, ""),
+        ({"mamba_cache_mode": "align", "enable_chunked_prefill": False}, "align", True, "switched on"),
+        ({"mamba_cache_mode": "all", "enable_chunked_prefill": False}, "all", False, ""),
+        ({"enable_prefix_caching": False}, "none", True, ""),
+        ({"enable_prefix_caching": False, "mamba_cache_mode": "none"}, "none", True, ""),
+        ({"enable_prefix_caching": False, "mamba_cache_mode": "all"}, "none", True, "no effect"),
+        ({"enable_prefix_caching": False, "mamba_cache_mode": "align"}, "none", True, "no effect"),
+        ({"num_speculative_tokens": 3, "speculative_method": "mtp"}, "all", True, ""),
+    ],
+)
+def test_resolution_table(flags, mode, chunked, notice):
+    policy = resolve_cache_policy(EngineConfig.create(**flags))
+    assert (policy.mode, policy.chunked_prefill) == (mode, chunked)
+    assert notice in " ".join(policy.notices)
+    assert bool(policy.notices) == bool(notice)
+
+
+def test_a_family_without_all():
+    assert resolve_cache_policy(EngineConfig.create(), supports_all=False).mode == "align"
+    with pytest.raises(ConfigError, match="not supported by this model family"):
+        resolve_cache_policy(EngineConfig.create(mamba_cache_mode="all"), supports_all=False)
+
+
+def test_config_files(tmp_path):
+    yaml, toml = tmp_path / "a.yaml", tmp_path / "b.toml"
+    yaml.write_text("max-num-seqs: 3\nmamba_cache_mode: align\n")
+    toml.write_text('max-num-seqs = 3\nmamba_cache_mode = "align"\n')
+    assert read_config_file(yaml) == read_config_file(toml) == {"max_num_seqs": 3, "mamba_cache_mode": "align"}
+    for name, text, said in (
+        ("c.toml", "a = ", "c.toml"),
+        ("d.yaml", "a: [", "d.yaml"),
+        ("e.yaml", "- 1", "expected a table of flags, got list"),
+        ("f.ini", "", "must end in .yaml, .yml or .toml, not '.ini'"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=said.replace("[", r"\[")) as error:
+            read_config_file(tmp_path / name)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_config_file(tmp_path / "missing.yaml")

@@ -1,0 +1,66 @@
+"""Sampling parameters: vLLM's defaults, and one clear error per bad value."""
+
+import numpy as np
+import pytest
+
+from serving.engine.sampling_params import RequestError, SamplingParams
+
+
+def test_defaults_are_those_that_vllm_users_know():
+    params = SamplingParams()
+    assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, -1, 0.0)
+    assert (params.max_tokens, params.min_tokens, params.logprobs, params.seed) == (16, 0, None, None)
+    assert params.detokenize
+    assert not params.ignore_eos
+    assert not params.penalized
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("temperature", -0.1, "temperature must be a number from 0, got -0.1"),
+        ("temperature", float("nan"), "temperature must be a number from 0"),
+        ("temperature", "hot", "temperature must be a number from 0, got 'hot'"),
+        ("top_p", 0.0, "top_p must be a number above 0 up to 1, got 0.0"),
+        ("top_p", 1.1, "top_p must be a number above 0 up to 1"),
+        ("top_k", -2, "top_k must be an integer from -1, got -2"),
+        ("top_k", 1.5, "top_k must be an integer from -1"),
+        ("min_p", 2, "min_p must be a number from 0 up to 1"),
+        ("n", 0, "n must be an integer from 1 up to 128, got 0"),
+        ("max_tokens", 0, "max_tokens must be an integer from 1 or None, got 0"),
+        ("max_tokens", True, "max_tokens must be an integer from 1 or None, got True"),
+        ("min_tokens", 17, "min_tokens must be an integer from 0 up to 16, got 17"),
+        ("logprobs", 21, "logprobs must be an integer from 0 up to 20 or None, got 21"),
+        ("prompt_logprobs", -1, "prompt_logprobs must be an integer from 0 up to 20 or None, got -1"),
+        ("presence_penalty", 2.5, "presence_penalty must be a number from -2 up to 2"),
+        ("repetition_penalty", 0, "repetition_penalty must be a number above 0"),
+        ("stop", [""], "stop must not hold an empty text"),
+        ("stop", [1], "stop must be a list of texts"),
+        ("stop_token_ids", "12", "stop_token_ids must be a list of token ids"),
+        ("stop_token_ids", [-1], "stop_token_ids must be a list of token ids (0 or above)"),
+        ("logit_bias", {"x": 1}, "logit_bias must be a table of token id to finite number"),
+        ("ignore_eos", 1, "ignore_eos must be true or false, got 1"),
+        ("seed", 1.0, "seed must be an integer or None, got 1.0"),
+    ],
+)
+def test_each_bad_value_has_one_clear_line(name, value, said):
+    with pytest.raises(RequestError) as error:
+        SamplingParams(**{name: value})
+    assert said in str(error.value)
+
+
+def test_of_names_what_it_does_not_know():
+    with pytest.raises(RequestError, match="unknown sampling parameter 'temprature'; did you mean 'temperature'"):
+        SamplingParams.of({"temprature": 1})
+
+
+def test_what_comes_from_json_and_numpy():
+    params = SamplingParams(logit_bias={"7": 500, 8: -1.5}, stop="end", stop_token_ids=[np.int64(3)], seed=np.int32(4))
+    assert params.logit_bias == {7: 100.0, 8: -1.5}
+    assert params.stop == ("end",)
+    assert params.stop_token_ids == (3,)
+
+
+def test_stop_texts_need_text():
+    with pytest.raises(RequestError, match="stop texts need detokenize=True"):
+        SamplingParams(stop="x", detokenize=False)
