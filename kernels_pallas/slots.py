@@ -7,6 +7,9 @@ from jaxtyping import Array, Float, Int
 
 def read_slots(store: Float[Array, "slots *shape"], index: Int[Array, " n"]) -> Float[Array, "n *shape"]:
     """The slots at `index`; zeros where it is 0."""
+    if index.shape[0] == 1:
+        # One read becomes a slice, which XLA:CPU repeats inside every use, and then copies the store before writing it.
+        return read_slots(store, jnp.pad(index, (0, 1)))[:1]
     there = (index > 0).reshape(-1, *[1] * (store.ndim - 1))
     return jnp.where(there, store[index], jnp.zeros((), store.dtype))
 
@@ -15,6 +18,8 @@ def write_slots(
     store: Float[Array, "slots *shape"], values: Float[Array, "n *shape"], index: Int[Array, " n"]
 ) -> Float[Array, "slots *shape"]:
     """The store with `values` at `index`; those for index 0 are dropped. Other indices are distinct."""
+    if index.shape[0] == 1:
+        index, values = jnp.pad(index, (0, 1)), jnp.concatenate([values, values])  # see `read_slots`
     outside = jnp.where(index > 0, index, store.shape[0])
     return store.at[outside].set(values.astype(store.dtype), mode="drop")
 

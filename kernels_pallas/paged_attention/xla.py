@@ -22,14 +22,16 @@ def write_kv(kv, k, v, *, page, offset):
     tokens, kv_heads, head_dim = k.shape
     entries = jnp.stack([k, v], axis=2).reshape(tokens, 2 * kv_heads, head_dim).astype(kv.dtype)
     pages, size = kv.shape[:2]
-    # One flat index: page 0 goes out of range and is dropped.
-    flat = jnp.where(page > 0, page * size + offset, pages * size)
-    return kv.reshape(pages * size, *kv.shape[2:]).at[flat].set(entries, mode="drop").reshape(kv.shape)
+    flat = jnp.where(page > 0, page * size + offset, 0)
+    return write_slots(kv.reshape(pages * size, *kv.shape[2:]), entries, flat).reshape(kv.shape)
 
 
 def copy_pages(kv, *, source, target):
     """See `api.copy_pages`."""
-    return write_slots(kv, read_slots(kv, source), jnp.where(source > 0, target, 0))
+    target = jnp.where(source > 0, target, 0)
+    # Copies are rare, so this is a loop of one round or none (with `cond`, XLA:CPU would copy the cache).
+    needed = (target > 0).any().astype(jnp.int32)
+    return lax.fori_loop(0, needed, lambda _, kv: write_slots(kv, read_slots(kv, source), target), kv)
 
 
 def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key=0):
