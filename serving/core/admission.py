@@ -66,6 +66,10 @@ def _seat(host: HostState, request: Request, plan: StepPlan, budget: Budget) -> 
         return False
     match = _find(host, request)
     _take_hit(host, request, match)
+    if budget.tokens < min(budget.share, len(request.tokens) - request.num_computed):
+        # A crumb of a chunk is worth less than what the next step may find in the cache.
+        host.release_all(request, Fate.DROPPED)
+        return False
     if pages is not None and host.running:
         # All of the prompt, though the first chunk needs less: seated only to be preempted helps nobody.
         need = host.pages_for(len(request.tokens)) - len(request.pages) + (request.shared_page >= 0)

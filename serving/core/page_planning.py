@@ -25,7 +25,13 @@ def prepare_pages(
     pages = request.pages
     need = host.pages_for(host.reach(request, end))
     while len(pages) < need:
-        page = _take(host, request, plan, preempting=preempting)
+        page = host.pages.take()
+        if not page and copy is not None and host.pages.refs[copy[0]] == 1:
+            _spare_copy(host, request, copy)
+            copy = None
+            page = host.pages.take()
+        if not page and preempting:
+            page = _take_from_others(host, request, plan)
         if not page:
             put_back(host, request, copy)
             return False, None
@@ -44,16 +50,16 @@ def put_back(host: HostState, request: Request, copy: PageCopy | None) -> None:
     host.pages.release(target)
 
 
-def _take(host: HostState, request: Request, plan: StepPlan, *, preempting: bool) -> int:
-    """A page for a request: free, or cached, or, if `preempting`, taken from whoever is after it in the order.
+def _take_from_others(host: HostState, request: Request, plan: StepPlan) -> int:
+    """A page at the cost of whoever comes after a request in the order.
 
-    0 = not to be had now. The first in the order never gets 0, since everybody else can be made to go and the request
-    was refused unless it fits alone; so something always advances, and whoever got 0 is served when those before it
+    0 = there is nobody such. The first in the order never gets 0: everybody else can be made to go, and a request that
+    would not fit alone was refused. So something always advances, and whoever got 0 is served when those before it
     are done.
     """
     assert host.pages is not None
-    page = host.pages.take()
-    while not page and preempting:
+    page = 0
+    while not page:
         victim = host.running[-1]
         if victim is request:
             break
@@ -72,19 +78,33 @@ def _own_shared_page(
     pages, at = host.pages, request.shared_page
     assert pages is not None
     source = request.pages[at]
-    target = 0
-    if pages.owners[source] is not None or pages.refs[source] > 1:
-        target = pages.take()
-        if not target and pages.refs[source] > 1:
-            target = _take(host, request, plan, preempting=preempting)
-            if not target:
-                return False, None
+    if pages.owners[source] is None and pages.refs[source] == 1:
+        request.shared_page = -1
+        return True, None
+    target = pages.take()
+    if not target and pages.refs[source] == 1:
+        _unshare(host, request)
+        return True, None
+    if not target and preempting:
+        target = _take_from_others(host, request, plan)
+    if not target:
+        return False, None
+    request.pages[at] = target
     request.shared_page = -1
-    if target:
-        request.pages[at] = target
-        return True, (source, target)
-    if pages.owners[source] is not None:
-        # Better to lose a checkpoint that nobody reads than somebody's work.
+    return True, (source, target)
+
+
+def _spare_copy(host: HostState, request: Request, copy: PageCopy) -> None:
+    """Go without a copy of a page that no other row reads: the copy's page is wanted more."""
+    put_back(host, request, copy)
+    _unshare(host, request)
+
+
+def _unshare(host: HostState, request: Request) -> None:
+    """Drop the checkpoint that shares a row's page: better to lose one that nobody reads than somebody's work."""
+    assert host.pages is not None
+    entry = host.pages.owners[request.pages[request.shared_page]]
+    if entry is not None:
         assert host.index is not None
-        host.index.drop_state(pages.owners[source])
-    return True, None
+        host.index.drop_state(entry)
+    request.shared_page = -1

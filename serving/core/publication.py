@@ -49,8 +49,9 @@ def after_settle(host: HostState, row: DecodeRow, before: int, after: int) -> No
     index, request = host.index, row.request
     assert index is not None
     block = host.config.state_block_size
-    # Tokens behind a stop that cut the step short were fed, but are not the sequence's.
-    confirmed = min(after, len(request.tokens))
+    # Tokens behind a stop that cut the step short were fed, but are not the sequence's; and where a sequence has its
+    # very last token there need not be a page.
+    confirmed = min(after, len(request.tokens), request.max_total - 1)
     boundary = confirmed - confirmed % block
     if boundary > before:
         slot = row.write_slots[boundary - before - 1]

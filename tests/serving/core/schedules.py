@@ -1,0 +1,232 @@
+"""One random schedule: settings, requests and moments drawn from a seed, run on the symbolic device to its end."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+from serving.core import ConfigError, FinishReason, Request, RequestRefused, Scheduler, SchedulerConfig, StepPlan, StepResult
+from tests.serving.core.symbolic import Device, Model, expect, expected_output
+
+
+def random_config(rng: random.Random) -> SchedulerConfig:
+    """Tiny sizes, so that every limit is met."""
+    tile = rng.choice([1, 2, 2, 4])
+    block = tile * rng.choice([1, 2, 2, 3, 4])
+    page = rng.choice([size for size in (1, 2, 3, 4) if block % size == 0])
+    drafts = rng.choice([0, 0, 1, 2, 3, 5])
+    drafts = min(drafts, block - 1)
+    seats = rng.choice([1, 2, 3, 4, 6])
+    longest = rng.choice([rng.randrange(6, 16), rng.randrange(12, 36)])
+    slots = rng.choice([2 + drafts, 3 + drafts, 1 + seats * (1 + drafts), 2 + seats * (2 + 2 * drafts), 40])
+    fit = -(-(longest - 1) // page)
+    pages = rng.choice([0, 1 + fit, 2 + fit, 2 + fit, 1 + fit + fit // 2, 1 + fit + fit // 2, 1 + 2 * fit, 200])
+    return SchedulerConfig(
+        num_slots=slots,
+        num_pages=pages,
+        max_num_seqs=seats,
+        max_num_batched_tokens=rng.choice([1, 2, 3, 5, 8, 8, 16, 40]),
+        max_model_len=longest,
+        page_size=page,
+        state_block_size=block,
+        tile_size=tile,
+        cache_mode=rng.choice(["none", "align", "all", "align", "all"]),
+        num_speculative_tokens=drafts,
+        num_lookahead_tokens=rng.choice([0, drafts]),
+        max_prefill_rows=rng.choice([1, 2, 4]),
+        max_tiles=rng.choice([None, None, 1, 3]),
+        max_decode_rows=rng.choice([None, None, 1, 2]),
+        max_waiting=rng.choice([None, None, None, 3]),
+        overlap=rng.random() < 0.75,
+    )
+
+
+class Run:
+    """A schedule under way."""
+
+    def __init__(self, seed: int, *, scheduler: type[Scheduler] = Scheduler, config: SchedulerConfig | None = None) -> None:
+        self.rng = rng = random.Random(seed)
+        self.config = config if config is not None else random_config(rng)
+        self.drafting = rng.choice(["all", "random", "random"])
+        self.scheduler = scheduler(self.config, drafts_for=None if self.drafting == "all" else self._drafts_for)
+        self.device = Device(self.config, Model(rng.choice([2, 4, 9])), rng, rng.choice([0.0, 0.5, 0.8, 1.0]))
+        self.trouble = rng.choice([0.0, 0.0, 0.03, 0.15])
+        """How often something is aborted, withdrawn or lost."""
+        self.waiting_results: list[tuple[StepPlan, StepResult]] = []
+        self.requests: list[Request] = []
+        self.seen: list[list[int]] = [[rng.randrange(self.device.model.vocab) for _ in range(30)] for _ in range(2)]
+        """Token sequences that new prompts may begin like."""
+        self.aborted: set[Request] = set()
+        self.coverage: Counter[str] = Counter()
+
+    def _drafts_for(self, request: Request) -> int:
+        return self.rng.randrange(-1, self.config.num_speculative_tokens + 3)
+
+    # -- requests --
+
+    def add_request(self) -> None:
+        """A prompt that begins like an earlier one, most of the time."""
+        rng, vocab = self.rng, self.device.model.vocab
+        base = rng.choice(self.seen)
+        prompt = base[: rng.randrange(0, len(base) + 1)]
+        if rng.random() < 0.7:
+            prompt = prompt + [rng.randrange(vocab) for _ in range(rng.randrange(0, 5))]
+        if rng.random() < 0.97:
+            room = self.config.max_model_len - 1
+            prompt = prompt[: rng.choice([room, room, max(1, room // 2)])] or [1]
+        salt = rng.choice([None, None, None, "salt"])
+        first = self.make(prompt, salt, None)
+        if first is not None and rng.random() < 0.15:
+            for _ in range(rng.randrange(1, 3)):
+                self.make(prompt, salt, first.request_id)
+
+    def make(self, prompt: Sequence[int], salt: str | None, fork_of: str | None) -> Request | None:
+        """Queue a request; None if it was refused."""
+        rng = self.rng
+        request = Request(
+            f"r{len(self.requests)}",
+            prompt,
+            max_tokens=rng.choice([1, 2, 4, 8, 20, 20]),
+            min_tokens=rng.choice([0, 0, 3]),
+            eos_token_ids=[0],
+            ignore_eos=rng.random() < 0.6,
+            priority=rng.choice([0, 0, 0, 1, -1]),
+            cache_salt=salt,
+            prompt_logprobs=rng.random() < 0.05,
+            lockstep=rng.random() < 0.1,
+            fork_of=fork_of,
+        )
+        try:
+            self.scheduler.add(request)
+        except RequestRefused as error:
+            expect("\n" not in str(error), "a refusal is one line")
+            self.coverage["refused"] += 1
+            return None
+        self.requests.append(request)
+        return request
+
+    def maybe_abort(self) -> None:
+        """Somebody goes away."""
+        if self.rng.random() < self.trouble and self.scheduler.host.requests:
+            request = self.rng.choice(list(self.scheduler.host.requests.values()))
+            self.coverage[f"abort {request.status.name.lower()}"] += 1
+            self.aborted.add(request)
+            self.scheduler.finish(request.request_id, self.rng.choice([FinishReason.ABORT, FinishReason.STOP]))
+
+    # -- steps --
+
+    def settle(self) -> None:
+        """The oldest result arrives."""
+        plan, result = self.waiting_results.pop(0)
+        for emitted in self.scheduler.settle(plan, result):
+            request = emitted.request
+            expect(request not in self.aborted, "tokens for a request that is gone")
+            if request.finished:
+                self.seen.append(request.tokens)
+        self.device.check_index(self.scheduler)
+
+    def step(self) -> bool:
+        """Plan, dispatch, and perhaps settle; False if there was nothing to plan."""
+        rng, scheduler = self.rng, self.scheduler
+        while scheduler.needs_settle_before_schedule() or (self.waiting_results and rng.random() < 0.3):
+            self.settle()
+        self.maybe_abort()
+        for request in scheduler.running:
+            if request.lockstep and not request.flights and len(request.output_token_ids):
+                truth = self.device.truth(request)
+                drafts = self.device.propose(truth, len(request.tokens)) if rng.random() < 0.8 else []
+                request.draft_tokens = drafts
+            else:
+                request.draft_tokens = None
+        plan = scheduler.schedule()
+        if plan is None:
+            return False
+        self.maybe_abort()
+        if rng.random() < self.trouble:
+            self.coverage["withdrawn"] += 1
+            scheduler.withdraw(plan)
+            scheduler.check()
+            return True
+        if rng.random() < self.trouble * 0.3:
+            self.lose_store()
+            return True
+        if self.waiting_results and rng.random() < 0.3:
+            # Allowed, though the loop settles after dispatch.
+            self.settle()
+        result = self.device.run(plan, scheduler)
+        scheduler.dispatched(plan)
+        self.waiting_results.append((plan, result))
+        self.device.check_index(scheduler)
+        if rng.random() < self.trouble * 0.3:
+            self.lose_store()
+            return True
+        self.maybe_abort()
+        if len(self.waiting_results) > 1:
+            self.settle()
+        scheduler.check()
+        return True
+
+    def lose_store(self) -> None:
+        """A step failed: the donated store is gone."""
+        self.coverage["reset"] += 1
+        self.device.wipe()
+        self.scheduler.reset()
+        self.scheduler.check()
+        if self.waiting_results and self.rng.random() < 0.5:
+            self.scheduler.settle(*self.waiting_results[0])
+        self.waiting_results.clear()
+
+    def run(self) -> None:
+        """To the end, and then the accounts."""
+        rng, scheduler = self.rng, self.scheduler
+        total = rng.randrange(2, 12)
+        for _ in range(rng.randrange(1, 4)):
+            self.add_request()
+        work = 0
+        pace = rng.choice([0.1, 0.3, 0.9])
+        attempts = 1
+        for _ in range(4000):
+            if attempts < total and (rng.random() < pace or not scheduler.has_unfinished):
+                attempts += 1
+                self.add_request()
+            if not scheduler.has_unfinished and not self.waiting_results and attempts >= total:
+                break
+            if not self.step() and scheduler.has_unfinished:
+                expect(self.waiting_results, "nothing is planned, nothing is under way, requests are left")
+                self.settle()
+            elif not scheduler.has_unfinished and self.waiting_results:
+                self.settle()
+            work += 1
+            # Each step of a schedule without trouble advances somebody by a token at least.
+            bound = 60 + 6 * sum(len(request.tokens) + 2 for request in self.requests) * (1 + 6 * (self.trouble > 0))
+            expect(work < bound, "starvation: too many steps", work)
+        expect(not scheduler.has_unfinished, "requests are left")
+        scheduler.check(idle=True)
+        self.device.check_index(scheduler)
+        for request in self.requests:
+            if request not in self.aborted:
+                want = expected_output(self.device.truth(request), request)
+                expect(request.output_token_ids == want, "output is not the greedy one", request, want)
+            expect(request.num_cached_tokens <= request.prompt_len, "more cached than there is")
+            expect(not request.counted or (request.miss_reason is None) == (request.num_cached_tokens > 0), "a reason")
+        self._cover()
+
+    def _cover(self) -> None:
+        stats = self.scheduler.stats()
+        for key in ("preemptions", "full_hits", "page_copies", "states_evicted", "pages_evicted", "accepted_tokens",
+                    "boundaries_not_kept", "drafts_cut", "cached_tokens", "resets", "rows_stalled"):
+            self.coverage[key] += stats[key]
+        for reason, count in stats["misses"].items():
+            self.coverage[f"miss {reason}"] += count
+
+
+def run_seed(seed: int, *, scheduler: type[Scheduler] = Scheduler) -> Counter[str]:
+    """One schedule; returns what it met. A failure names the seed."""
+    try:
+        run = Run(seed, scheduler=scheduler)
+        run.run()
+    except ConfigError:
+        raise
+    except Exception as error:
+        error.add_note(f"seed {seed}")
+        raise
+    return run.coverage

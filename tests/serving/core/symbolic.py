@@ -1,0 +1,335 @@
+"""A device for `serving.core` alone, on which everything is checked.
+
+A slot holds (n, digest of the n tokens it absorbed), a page one digest per position, of all tokens up to there: equal
+digests stand for equal tokens. The model is a function from the digest to the next token, so plain greedy output is
+known for every prompt, and a state or page that is not exactly what it should be is seen when it is read. Dispatched
+plans run at once (that is what running in order means to the host), in an order of programs and rows that a real device
+might choose; their results are kept back until the driver settles them.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from serving.core import Request, Scheduler, SchedulerConfig, StepPlan, StepResult
+from serving.core.plan import DecodeRow, PrefillRow, Row
+from serving.core.prefix_tree import Node
+
+_MASK = (1 << 61) - 1
+JUNK = -1
+
+
+def start_digest(salt: str | None) -> int:
+    """The empty sequence. Salts differ as adapters do: a hit across salts is a wrong state."""
+    return 77 if salt is None else 78 + sum(map(ord, salt)) * 1009
+
+
+def absorb(digest: int, token: int) -> int:
+    """The sequence with one token more."""
+    return ((digest ^ (token + 3)) * 0x9E3779B97F4A7C15 + 0x7F4A7C15) & _MASK
+
+
+@dataclass
+class Model:
+    """Which token follows. `eos` is one of the vocabulary, so that some outputs end early."""
+
+    vocab: int = 6
+
+    def next(self, digest: int) -> int:
+        """The greedy token after a sequence."""
+        return (digest >> 23) % self.vocab
+
+
+class Truth:
+    """A request's plain greedy sequence, as long as anybody asks for, and its digests."""
+
+    def __init__(self, model: Model, prompt: Sequence[int], salt: str | None) -> None:
+        self.model = model
+        self.tokens = list(prompt)
+        self.digests = [start_digest(salt)]
+        for token in prompt:
+            self.digests.append(absorb(self.digests[-1], token))
+
+    def reach(self, n: int) -> None:
+        """Extend to n tokens."""
+        while len(self.tokens) < n:
+            token = self.model.next(self.digests[-1])
+            self.tokens.append(token)
+            self.digests.append(absorb(self.digests[-1], token))
+
+
+class Violation(AssertionError):
+    """The device was told to do something that a right scheduler never asks."""
+
+
+def expect(condition: object, message: str, *values: object) -> None:
+    """Raise `Violation` unless `condition`."""
+    if not condition:
+        raise Violation(message + "".join(f" {value}" for value in values))
+
+
+@dataclass
+class Seat:
+    """The device's own truth about a row."""
+
+    length: int = JUNK
+    slot: int = JUNK
+    last_token: int = JUNK
+    drafts: list[int] = field(default_factory=list)
+    owner: Request | None = None
+
+
+class Device:
+    """Slots, pages and seats, and the two programs."""
+
+    def __init__(self, config: SchedulerConfig, model: Model, rng: random.Random, rightness: float) -> None:
+        self.config, self.model, self.rng, self.rightness = config, model, rng, rightness
+        self.truths: dict[Request, Truth] = {}
+        self.wipe()
+
+    def wipe(self) -> None:
+        """The store is lost: nothing holds anything any more."""
+        config = self.config
+        self.slots: list[tuple[int, int]] = [(JUNK, JUNK)] * config.num_slots
+        self.pages: list[list[int]] = [[JUNK] * config.page_size for _ in range(config.num_pages)]
+        self.seats = [Seat() for _ in range(config.seats + 1)]
+
+    def truth(self, request: Request) -> Truth:
+        """A request's greedy sequence."""
+        found = self.truths.get(request)
+        if found is None:
+            prompt = request.tokens[: request.prompt_len]
+            found = self.truths[request] = Truth(self.model, prompt, request.cache_salt)
+        return found
+
+    def run(self, plan: StepPlan, scheduler: Scheduler) -> StepResult:
+        """Do a step; returns what its rows emitted."""
+        for request in plan.seats:
+            if not request.finished:
+                self.seats[request.row_id] = Seat(owner=request)
+        self._check_shape(plan)
+        decode: list[list[int]] = []
+        prefill: list[list[int]] = []
+        programs = [(plan.decode, decode), (plan.prefill, prefill)]
+        if self.rng.random() < 0.5:
+            programs.reverse()
+        for rows, results in programs:
+            self._program(rows, results, scheduler)
+        return StepResult(decode, prefill)
+
+    def _check_shape(self, plan: StepPlan) -> None:
+        """Limits, row classes, and that no two rows write the same slot or sit in the same seat."""
+        config = self.config
+        width = 1 + config.num_speculative_tokens
+        expect(len(plan.decode) <= config.decode_rows, "too many decode rows")
+        expect(len(plan.prefill) <= config.max_prefill_rows, "too many prefill rows")
+        expect(sum(len(row.tile_write_slots) for row in plan.prefill) <= config.tiles, "too many tiles")
+        limit = config.max_num_batched_tokens + min(config.tile_size, config.max_num_batched_tokens)
+        expect(plan.num_tokens <= limit, "too many tokens")
+        written: set[int] = set()
+        seats: set[int] = set()
+        for row in plan.rows:
+            expect(0 < row.row_id <= config.seats and row.row_id not in seats, "seat taken twice", row)
+            seats.add(row.row_id)
+            if isinstance(row, DecodeRow):
+                expect(row.length > 0 and row.num_tokens <= width, "not a decode row", row)
+                expect(len(row.write_slots) == row.num_tokens, "a write slot for each token", row)
+                slots = row.write_slots
+            else:
+                expect(row.num_tokens > 0, "an empty prefill row", row)
+                expect(row.start == 0 or row.num_tokens > width, "should be a decode row", row)
+                tiles = -(-(row.start + row.num_tokens) // config.tile_size) - row.start // config.tile_size
+                expect(len(row.tile_write_slots) == tiles, "a write slot for each tile", row)
+                slots = row.tile_write_slots
+            real = [slot for slot in slots if slot]
+            expect(len(set(real)) == len(real) and written.isdisjoint(real), "slot written by two", row)
+            written.update(real)
+
+    def _program(self, rows: Sequence[Row], results: list[list[int]], scheduler: Scheduler) -> None:
+        """One program: reads of slots before writes of slots, copies of pages before writes before reads of pages."""
+        copies = [(row.page_copy, list(self.pages[row.page_copy[0]])) for row in rows if row.page_copy is not None]
+        for (_, target), content in copies:
+            self._check_page_write(target, scheduler, "a copy")
+            self.pages[target] = content
+        slot_writes: list[tuple[int, tuple[int, int]]] = []
+        reads: list[tuple[Row, int]] = []
+        order = list(range(len(rows)))
+        results.extend([] for _ in rows)
+        for at in order:
+            row = rows[at]
+            end, emitted = self._row(row, slot_writes, scheduler)
+            results[at].extend(emitted)
+            reads.append((row, end))
+        if self.config.num_pages:
+            for row, end in reads:
+                self._check_pages(row, end)
+        self.rng.shuffle(slot_writes)
+        for slot, content in slot_writes:
+            expect(scheduler.host.slots.owners[slot] is None, "a published slot is written", slot)
+            self.slots[slot] = content
+
+    def _row(
+        self, row: Row, slot_writes: list[tuple[int, tuple[int, int]]], scheduler: Scheduler
+    ) -> tuple[int, list[int]]:
+        """One row: returns how many tokens its sequence has absorbed of which all are right, and what it emitted."""
+        seat, request = self.seats[row.row_id], row.request
+        live = not request.finished
+        expect(not live or seat.owner is request, "the seat was never given to this request", row)
+        if isinstance(row, DecodeRow) and row.continues:
+            start, read = seat.length, seat.slot
+            tokens: Sequence[int] = [seat.last_token, *seat.drafts[: row.num_drafts]]
+            expect(len(tokens) == row.num_tokens, "the device has fewer drafts than the plan", row)
+            expect(0 <= row.length - start <= self.config.num_speculative_tokens, "optimistic length is off", row, start)
+        else:
+            start, read, tokens = row.length, row.read_slot, list(row.tokens)
+            expect(len(tokens) == row.num_tokens, "tokens are missing", row)
+        truth = self.truth(request)
+        truth.reach(start + row.num_tokens + 1)
+        if start:
+            n, digest = self.slots[read]
+            expect(read > 0, "the null slot is read", row)
+            expect((n, digest) == (start, truth.digests[start]), "wrong state: slot", read, "has", n, "not", start, row)
+        else:
+            digest = start_digest(request.cache_salt)
+        fed = row.num_tokens
+        states = []
+        for t in range(fed):
+            digest = absorb(digest, tokens[t])
+            states.append(digest)
+        certain = row.certain
+        expect(list(tokens[:certain]) == truth.tokens[start : start + certain], "wrong tokens", row)
+        self._write_pages(row, start, states, scheduler)
+        emitted: list[int] = []
+        kept = fed
+        if row.sample:
+            if not fed:
+                emitted.append(self.model.next(digest))
+            else:
+                kept = certain
+                while True:
+                    emitted.append(self.model.next(states[kept - 1]))
+                    if kept == fed or tokens[kept] != emitted[-1]:
+                        break
+                    kept += 1
+            expect(start + kept >= request.prompt_len, "sampled before the prompt's end", row)
+        seat.length = start + kept
+        if isinstance(row, DecodeRow):
+            slot_writes += [(slot, (start + t + 1, states[t])) for t, slot in enumerate(row.write_slots) if slot]
+            seat.slot = row.write_slots[kept - 1] if kept else read
+        else:
+            tile = self.config.tile_size
+            for i, slot in enumerate(row.tile_write_slots):
+                end = min((start // tile + i + 1) * tile, start + fed)
+                if slot:
+                    slot_writes.append((slot, (end, states[end - start - 1])))
+            seat.slot = row.tile_write_slots[-1]
+        expect(seat.slot, "the sequence goes on from nowhere", row)
+        if row.sample:
+            seat.last_token = emitted[-1]
+            seat.drafts = self.propose(truth, start + kept + 1)
+        self._write_lookahead(row, start + kept, scheduler)
+        return start + kept, emitted
+
+    def propose(self, truth: Truth, n: int) -> list[int]:
+        """Drafts after n tokens: right, wrong, or nothing (-1)."""
+        count = self.config.num_speculative_tokens
+        truth.reach(n + count)
+        drafts = []
+        for token in truth.tokens[n : n + count]:
+            if self.rng.random() < self.rightness:
+                drafts.append(token)
+            else:
+                drafts.append(self.rng.randrange(-1, self.model.vocab))
+        return drafts
+
+    # -- pages --
+
+    def _page_at(self, row: Row, position: int) -> int:
+        at = position // self.config.page_size
+        return row.pages[at] if at < len(row.pages) else 0
+
+    def _check_page_write(self, page: int, scheduler: Scheduler, who: object) -> None:
+        pool = scheduler.host.pages
+        assert pool is not None
+        expect(pool.owners[page] is None, "a published page is written", page, who)
+        expect(pool.refs[page] <= 1, "a shared page is written", page, who)
+
+    def _write_pages(self, row: Row, start: int, states: list[int], scheduler: Scheduler) -> None:
+        if not self.config.num_pages:
+            return
+        size = self.config.page_size
+        for t, digest in enumerate(states):
+            page = self._page_at(row, start + t)
+            if page:
+                self._check_page_write(page, scheduler, row)
+                self.pages[page][(start + t) % size] = digest
+
+    def _write_lookahead(self, row: Row, start: int, scheduler: Scheduler) -> None:
+        """While drafts are proposed, the device writes beyond the kept tokens."""
+        if not self.config.num_pages:
+            return
+        if row.sample:
+            for position in range(start, start + self.config.num_lookahead_tokens):
+                page = self._page_at(row, position)
+                if page:
+                    self._check_page_write(page, scheduler, row)
+                    self.pages[page][position % self.config.page_size] = JUNK
+
+    def _check_pages(self, row: Row, end: int) -> None:
+        """A row's tokens see all positions before them: each must be there, and right."""
+        if row.request.finished:
+            return
+        truth, size = self.truth(row.request), self.config.page_size
+        # The very last token that a sequence can have is never fed; what optimism puts there needs no page.
+        end = min(end, row.request.max_total - 1)
+        digests = truth.digests
+        for at in range(0, end, size):
+            page = row.pages[at // size] if at // size < len(row.pages) else 0
+            stop = min(end, at + size)
+            if self.pages[page][: stop - at] != digests[at + 1 : stop + 1]:
+                raise Violation(f"wrong page {page} at {at}: of {row}")
+
+    # -- the index --
+
+    def check_index(self, scheduler: Scheduler) -> None:
+        """Everything that can be found is what it says it is."""
+        index = scheduler.host.index
+        if index is None:
+            return
+        size, pool = self.config.page_size, scheduler.host.pages
+        for salt, root in index.roots.items():
+            stack: list[tuple[Node, list[int]]] = [(root, [start_digest(salt)])]
+            while stack:
+                node, digests = stack.pop()
+                if node is not root and pool is not None:
+                    expect(self.pages[node.page] == digests[-size:], "a page in the index is wrong", node.page)
+                    expect(pool.owners[node.page] is node, "a page in the index is not its own", node.page)
+                for tail, entry in node.states.items():
+                    ends = list(digests[-1:])
+                    for token in tail:
+                        ends.append(absorb(ends[-1], token))
+                    expect(entry.position == len(digests) - 1 + len(tail), "position of a state", entry.position)
+                    found = self.slots[entry.slot]
+                    expect(found == (entry.position, ends[-1]), "a state in the index is wrong", entry.slot, found)
+                    expect(scheduler.host.slots.owners[entry.slot] is entry, "a state is not its own", entry.slot)
+                    if tail and pool is not None:
+                        expect(self.pages[entry.page][: len(tail)] == ends[1:], "a tail's page is wrong", entry.page)
+                for key, child in node.children.items():
+                    more = list(digests)
+                    for token in key:
+                        more.append(absorb(more[-1], token))
+                    stack.append((child, more))
+
+
+def expected_output(truth: Truth, request: Request) -> list[int]:
+    """Plain greedy decoding, one request at a time."""
+    truth.reach(request.max_total)
+    output: list[int] = []
+    for token in truth.tokens[request.prompt_len : request.max_total]:
+        output.append(token)
+        if token in request.stop_token_ids and len(output) >= request.min_tokens:
+            break
+    return output
+
+
+__all__ = ["Device", "Model", "PrefillRow", "Truth", "Violation", "expect", "expected_output"]
