@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-import checkpoints
+from checkpoints.load import generation_config, load_model, load_tokenizer
 from checkpoints.tokenizer import Tokenizer
-from mamba_jax import HybridModel, StepPrograms, init_rows, init_store
-from mamba_jax.store import StoreShape
-from serving.config import ConfigError, EngineConfig, resolve_cache_policy
+from mamba_jax.config import HybridConfig
+from mamba_jax.model import HybridModel
+from mamba_jax.programs import StepPrograms
+from mamba_jax.rows import init_rows
+from mamba_jax.store import StoreShape, init_store
+from serving.config import CachePolicy, ConfigError, EngineConfig, resolve_cache_policy
 from serving.core import Scheduler, SchedulerConfig
 from serving.engine.batching import BatchBuilder
 from serving.engine.compile_cache import use_compilation_cache
@@ -42,47 +45,119 @@ class Built:
 
 
 def build_engine(config: EngineConfig, *, progress: bool = True) -> Built:
-    """Load the model and make an engine for it.
+    """Load the model that `config` names and make an engine for it.
 
     Args:
         config: every flag.
-        progress: show bars for loading and compiling on stderr.
+        progress: show bars for loading and compiling, on stderr.
 
     Raises:
         ConfigError: flags that do not fit together, the model, or the memory.
-        checkpoints.CheckpointError: the model cannot be loaded.
+        CheckpointError: the model cannot be loaded.
     """
+    resolve_cache_policy(config)  # before minutes are spent on loading
     if config.num_speculative_tokens:
-        raise ConfigError("num_speculative_tokens: drafts are not supported by this version; leave it at 0")
-    policy = resolve_cache_policy(config)
-    for notice in policy.notices:
-        log.warning(notice)
+        raise ConfigError("num_speculative_tokens: this version has no drafts yet, only 0 is possible")
     if config.compilation_cache:
         use_compilation_cache()
-    dtype = _dtype(config)
-    model = checkpoints.load_model(config.model, dtype=dtype, load_format=config.load_format, progress=progress)
-    hybrid = model.config
-    shape = StoreShape.of(hybrid)
-    activation = jnp.dtype(model.dtype)
-    inner = shape.heads * shape.head_dim
-    workspace = workspace_bytes(config, hidden_size=hybrid.hidden_size, inner_size=inner, vocab_size=hybrid.vocab_size)
-    size = size_store(
+    tokenizer = load_tokenizer(config.model)
+    eos = generation_config(config.model).eos_token_ids
+    model = load_model(
+        config.model, dtype=config.dtype, load_format=config.load_format, progress=progress, seed=config.seed
+    )
+    return assemble(
+        config, model, tokenizer=tokenizer, eos_token_ids=eos or model.config.eos_token_ids, progress=progress
+    )
+
+
+def assemble(
+    config: EngineConfig,
+    model: HybridModel,
+    *,
+    tokenizer: Tokenizer | None = None,
+    eos_token_ids: Sequence[int] = (),
+    programs: StepPrograms | None = None,
+    progress: bool = False,
+) -> Built:
+    """Make an engine for a model that is loaded already.
+
+    Args:
+        config: every flag; those about loading are not looked at.
+        model: its parameters are used where they are.
+        tokenizer: None serves token ids only.
+        eos_token_ids: what ends a text.
+        programs: compiled programs of the same model and tile size, to share them between engines.
+        progress: show a bar for compiling, on a terminal.
+
+    Raises:
+        ConfigError: flags that do not fit together, the model, or the memory.
+    """
+    policy = resolve_cache_policy(config)
+    dtype = model.embed.weight[...].dtype
+    # Without drafts nothing reads the draft layer's keys and values.
+    stored = dataclasses.replace(model.config, mtp_pattern="") if not config.num_speculative_tokens else model.config
+    size = _size(config, policy, stored, dtype)
+    for notice in (*policy.notices, *size.notices):
+        log.warning(notice)
+    log.info(size.report())
+    settings = _scheduler_config(config, policy, size)
+    batches = BatchBuilder(settings)
+    make_store = partial(
+        init_store,
+        stored,
+        num_slots=size.num_slots,
+        num_pages=size.num_pages,
+        page_size=config.page_size,
+        dtype=dtype,
+        ssm_dtype=jnp.dtype(config.ssm_dtype),
+        debug_state=config.debug_state,
+    )
+    loop_of = partial(
+        StepLoop,
+        Scheduler(settings),
+        programs or StepPrograms(model, tile_size=config.tile_size),
+        batches,
+        make_store=make_store,
+        make_rows=partial(init_rows, model.config, max_num_seqs=settings.seats),
+    )
+    engine = Engine(
+        loop_of,
+        batches,
+        tokenizer=tokenizer,
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=eos_token_ids,
+        max_model_len=size.max_model_len,
+        seed=config.seed,
+    )
+    if config.warmup:
+        warm_up(engine.loop, model.config.vocab_size, progress=progress and sys.stderr.isatty())
+    return Built(engine, config, size, model, tokenizer)
+
+
+def _size(config: EngineConfig, policy: CachePolicy, stored: HybridConfig, dtype: jnp.dtype) -> StoreSize:
+    shape = StoreShape.of(stored)
+    workspace = workspace_bytes(
+        config,
+        hidden_size=stored.hidden_size,
+        inner_size=shape.heads * shape.head_dim,
+        vocab_size=stored.vocab_size,
+    )
+    return size_store(
         config,
         shape,
         mode=policy.mode,
-        dtype=activation,
-        model_max_len=hybrid.max_position_embeddings,
+        dtype=dtype,
+        model_max_len=stored.max_position_embeddings,
         memory=store_memory(config, workspace=workspace),
     )
-    for notice in size.notices:
-        log.warning(notice)
-    log.info(size.report())
-    budget = (
-        config.max_num_batched_tokens
-        if policy.chunked_prefill
-        else max(config.max_num_batched_tokens, size.max_model_len)
-    )
-    settings = SchedulerConfig(
+
+
+def _scheduler_config(config: EngineConfig, policy: CachePolicy, size: StoreSize) -> SchedulerConfig:
+    budget = config.max_num_batched_tokens
+    if not policy.chunked_prefill:
+        # A prompt in one piece needs a step that holds the longest of them.
+        budget = max(budget, size.max_model_len)
+    return SchedulerConfig(
         num_slots=size.num_slots,
         num_pages=size.num_pages,
         max_num_seqs=size.max_num_seqs,
@@ -95,37 +170,3 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Built:
         max_prefill_rows=min(MAX_PREFILL_ROWS, size.max_num_seqs),
         max_waiting=config.max_num_waiting,
     )
-    batches = BatchBuilder(settings)
-    programs = StepPrograms(model, tile_size=config.tile_size)
-    make_store = partial(
-        init_store,
-        hybrid,
-        num_slots=size.num_slots,
-        num_pages=size.num_pages,
-        page_size=config.page_size,
-        dtype=activation,
-        ssm_dtype=jnp.dtype(config.ssm_dtype),
-        debug_state=config.debug_state,
-    )
-    make_rows = partial(init_rows, hybrid, max_num_seqs=settings.seats)
-    tokenizer = checkpoints.load_tokenizer(config.model)
-    loop_of = partial(StepLoop, Scheduler(settings), programs, batches, make_store=make_store, make_rows=make_rows)
-    engine = Engine(
-        loop_of,
-        batches,
-        tokenizer=tokenizer,
-        vocab_size=hybrid.vocab_size,
-        eos_token_ids=checkpoints.generation_config(config.model).eos_token_ids,
-        max_model_len=size.max_model_len,
-        seed=config.seed,
-    )
-    if config.warmup:
-        warm_up(engine.loop, hybrid.vocab_size, progress=progress and sys.stderr.isatty())
-    return Built(engine, config, size, model, tokenizer)
-
-
-def _dtype(config: EngineConfig) -> Any:
-    """`auto` is float32 on CPU, where bfloat16 dots of one row are slower, and the checkpoint's own elsewhere."""
-    if config.dtype == "auto":
-        return "float32" if jax.default_backend() == "cpu" else "auto"
-    return config.dtype

@@ -154,6 +154,7 @@ class Engine:
         settled = self.loop.step()
         if settled is None:
             return []
+        begin = time.perf_counter()
         now = time.monotonic()
         changed: dict[str, _Parent] = {}
         if settled.prefill is not None and settled.prefill.prompt is not None:
@@ -162,7 +163,9 @@ class Engine:
             parent = self._take(settled, emitted, now)
             if parent is not None:
                 changed[parent.output.request_id] = parent
-        return [parent.output for parent in changed.values()]
+        outputs = [parent.output for parent in changed.values()]
+        self.loop.stats.settle_seconds += time.perf_counter() - begin
+        return outputs
 
     # -- adding --
 

@@ -41,10 +41,19 @@ class LoopStats:
     """Steps that were dispatched only after the last one had been read, though there was one in flight."""
     failures: int = 0
     """Steps lost with their store; everything was computed again."""
-    host_seconds: float = 0.0
-    """Scheduling, batch building and settling: what the host does while it does not wait for the device."""
+    plan_seconds: float = 0.0
+    """Scheduling and batch building."""
+    dispatch_seconds: float = 0.0
+    """Calls of compiled programs, compiling them included."""
     wait_seconds: float = 0.0
-    """Waiting for a step's result."""
+    """Waiting for results."""
+    settle_seconds: float = 0.0
+    """Crediting results to requests and making outputs of them."""
+
+    @property
+    def host_seconds_per_step(self) -> float:
+        """What the host does while it neither dispatches nor waits."""
+        return (self.plan_seconds + self.settle_seconds) / max(self.steps, 1)
 
 
 @dataclass
@@ -148,14 +157,8 @@ class StepLoop:
             Exception: steps keep failing, or (nothing having been dispatched) a plan could not be turned into arrays.
         """
         begin = time.perf_counter()
-        waited = self.stats.wait_seconds
-        try:
-            return self._step()
-        finally:
-            self.stats.host_seconds += time.perf_counter() - begin - (self.stats.wait_seconds - waited)
-
-    def _step(self) -> Settled | None:
         plan = self.scheduler.schedule()
+        self.stats.plan_seconds += time.perf_counter() - begin
         before, self._flight = self._flight, None
         try:
             if plan is not None:
@@ -175,6 +178,7 @@ class StepLoop:
             return None
 
     def _dispatch(self, plan: StepPlan) -> _Flight:
+        begin = time.perf_counter()
         try:
             seats = [self._seat_batch(request) for request in plan.seats]
             decode_batch = self.batches.decode(plan.decode) if plan.decode else None
@@ -183,6 +187,7 @@ class StepLoop:
             # Nothing has happened on the device: nothing of this plan may become findable.
             self.scheduler.withdraw(plan)
             raise PlanError(f"step {plan.step} could not be turned into arrays") from error
+        built = time.perf_counter()
         decode = prefill = None
         for seat in seats:
             self._rows = self.programs.seat(self._rows, seat)
@@ -196,8 +201,11 @@ class StepLoop:
             self.stats.prefill_tokens += sum(row.num_tokens for row in plan.prefill)
         if self.fault is not None:
             self.fault(plan)
+        done = time.perf_counter()
         self.scheduler.dispatched(plan)
         self.stats.steps += 1
+        self.stats.dispatch_seconds += done - built
+        self.stats.plan_seconds += built - begin + time.perf_counter() - done
         return _Flight(plan, decode, prefill)
 
     def _fetch(self, output: StepOutput, rows: Sequence[DecodeRow | PrefillRow]) -> None:
@@ -212,7 +220,8 @@ class StepLoop:
         begin = time.perf_counter()
         decode = self._read(flight.decode, plan.decode)
         prefill = self._read(flight.prefill, plan.prefill)
-        self.stats.wait_seconds += time.perf_counter() - begin
+        read = time.perf_counter()
+        self.stats.wait_seconds += read - begin
         result = StepResult(
             decode=decode.emitted(len(plan.decode)) if decode else [],
             prefill=prefill.emitted(len(plan.prefill)) if prefill else [],
@@ -221,6 +230,7 @@ class StepLoop:
         if prefill is not None and prefill.prompt is not None:
             starts = np.cumsum([0] + [row.num_tokens for row in plan.prefill])
             settled.prompt_starts = starts.tolist()
+        self.stats.settle_seconds += time.perf_counter() - read
         return settled
 
     def _read(self, output: StepOutput | None, rows: Sequence[DecodeRow | PrefillRow]) -> Lines | None:

@@ -1,4 +1,4 @@
-"""Text that grows: stop texts across pieces, hold-back, tokens that are not shown, log-probabilities cut with the tokens."""
+"""Text that grows: stop texts across pieces, hold-back, tokens that are not shown, log-probabilities cut alike."""
 
 import numpy as np
 import pytest

@@ -1,0 +1,1 @@
+"""Measurements. Each prints JSON lines that state machine, versions, model, lengths and command."""
