@@ -8,6 +8,9 @@ from serving.core.prefix_tree import Match
 from serving.core.reasons import MissReason, RequestRefused
 from serving.core.request import Request
 
+_LOOK_AGAIN = 8
+"""Steps after which a request that did not fit is looked up again while there is little room."""
+
 
 def refuse_impossible(host: HostState, request: Request) -> None:
     """Raise `RequestRefused` for what can never run, or may not queue now; else set the request's limits."""
@@ -64,11 +67,15 @@ def _seat(host: HostState, request: Request, plan: StepPlan, budget: Budget) -> 
     pages = host.pages
     if pages is not None and host.running and pages.available <= request.retry_above:
         return False
+    cramped = budget.tokens < budget.share
+    if cramped and plan.step < request.retry_at:
+        return False
     match = _find(host, request)
     _take_hit(host, request, match)
-    if budget.tokens < min(budget.share, len(request.tokens) - request.num_computed):
-        # A crumb of a chunk is worth less than what the next step may find in the cache.
+    if cramped and budget.tokens < len(request.tokens) - request.num_computed:
+        # A crumb of a chunk is worth less than what a later step may find in the cache. Looking is not free either.
         host.release_all(request, Fate.DROPPED)
+        request.retry_at = plan.step + _LOOK_AGAIN
         return False
     if pages is not None and host.running:
         # All of the prompt, though the first chunk needs less: seated only to be preempted helps nobody.

@@ -35,7 +35,7 @@ def plan_decode(host: HostState, request: Request, plan: StepPlan, budget: Budge
     if config.num_speculative_tokens:
         drafts = config.num_speculative_tokens if host.drafts_for is None else host.drafts_for(request)
         drafts = max(0, min(drafts, config.num_speculative_tokens, room - 1, spare, budget.tokens - 1))
-        if request.draft_tokens is not None:
+        if request.draft_tokens is not None and not flights:
             drafts = min(drafts, len(request.draft_tokens))
 
     page_copy = None
@@ -47,8 +47,8 @@ def plan_decode(host: HostState, request: Request, plan: StepPlan, budget: Budge
             return -1
 
     state = request.state
-    if not drafts and (not flights or not flights[-1].boundary_slots) and state.own:
-        write_slots: Sequence[int] = state.own[:1]
+    if len(state.own) > drafts and not (flights and flights[-1].boundary_slots):
+        write_slots: Sequence[int] = state.own[: 1 + drafts]
     else:
         write_slots = host.choose_slots(request, 1 + drafts)
         if not write_slots:

@@ -213,7 +213,7 @@ class HostState:
         request.node = None
         request.row_id = request.num_computed = request.num_published = request.num_sampling_steps = 0
         request.shared_page = -1
-        request.retry_above = -1
+        request.retry_above, request.retry_at = -1, 0
 
     def check(self, *, idle: bool = False) -> None:
         """Raise `AssertionError` unless every slot, page and seat is accounted for; `idle`: and none is in use."""

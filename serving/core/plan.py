@@ -160,5 +160,5 @@ class Emitted:
 
     request: Request
     row: Row
-    tokens: list[int]
+    tokens: Sequence[int]
     """Those that count: cut at a stop token and at the limits, so perhaps fewer than the row emitted."""

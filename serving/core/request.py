@@ -73,6 +73,7 @@ class Request:
         "prompt_logprobs",
         "request_id",
         "retry_above",
+        "retry_at",
         "row_id",
         "sampling",
         "shared_page",
@@ -140,6 +141,8 @@ class Request:
         """The prompt's last token has been dispatched at least once."""
         self.retry_above = -1
         """Blocked for want of pages: not looked at again before more than this many are to be had."""
+        self.retry_at = 0
+        """Blocked for want of room in the step: not looked at again before this step unless there is more room."""
 
         # While it runs:
         self.row_id = 0

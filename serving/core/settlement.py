@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from serving.core.host_state import HostState
+from serving.core.host_state import HostState, writes
 from serving.core.plan import DecodeRow, Emitted, Fate, Row, StepPlan, StepResult
 from serving.core.publication import after_settle
 from serving.core.reasons import FinishReason
@@ -14,65 +14,75 @@ def settle(host: HostState, plan: StepPlan, result: StepResult) -> list[Emitted]
     emitted: list[Emitted] = []
     assert len(result.decode) == len(plan.decode), "a result has one entry per row"
     assert len(result.prefill) == len(plan.prefill), "a result has one entry per row"
-    for row, tokens in zip(plan.rows, (*result.decode, *result.prefill), strict=True):
-        if row.fate is Fate.LIVE:
-            _settle_row(host, row, tokens, emitted)
-        elif row.fate is Fate.DETACHED:
-            _settle_detached(host, row, tokens, emitted)
+    for row, tokens in zip(plan.decode, result.decode, strict=True):
+        if row.fate is not Fate.LIVE:
+            _settle_dead(host, row, tokens, emitted)
+        elif row.catching_up:
+            _settle_catch_up(host, row, tokens, emitted)
+        else:
+            _settle_decode(host, row, tokens, emitted)
+    for prefill_row, tokens in zip(plan.prefill, result.prefill, strict=True):
+        if prefill_row.fate is not Fate.LIVE:
+            _settle_dead(host, prefill_row, tokens, emitted)
+        else:
+            _settle_catch_up(host, prefill_row, tokens, emitted)
     return emitted
 
 
-def _settle_row(host: HostState, row: Row, tokens: Sequence[int], emitted: list[Emitted]) -> None:
-    request = row.request
-    flights = request.flights
+def _settle_decode(host: HostState, row: DecodeRow, tokens: Sequence[int], emitted: list[Emitted]) -> None:
+    """The hot path: a row that went on by itself. Its fed tokens are its last one and the drafts that were accepted."""
+    request, config, stats = row.request, host.config, host.stats
+    flights, state = request.flights, request.state
     assert flights[0] is row, "steps must settle in the order in which they were dispatched"
     del flights[0]
+    kept = len(tokens)
     before = request.num_computed
-    kept = row.num_tokens
-    if row.sample:
-        kept += len(tokens) - 1 - row.num_drafts
     request.num_computed = after = before + kept
-    if row.catching_up:
-        if kept:
-            request.state.current = row.write_slots[-1] if isinstance(row, DecodeRow) else row.tile_write_slots[-1]
-    else:
-        assert isinstance(row, DecodeRow)
-        request.state.current = row.write_slots[kept - 1]
-        stats = host.stats
-        stats.decode_tokens += 1
+    state.current = row.write_slots[kept - 1]
+    accepted, finished = append(request, tokens)
+    emitted.append(Emitted(request, row, accepted))
+    stats.output_tokens += len(accepted)
+    stats.decode_tokens += 1
+    if row.num_drafts:
         stats.drafted_tokens += row.num_drafts
         stats.accepted_tokens += kept - 1
-    finished = None
-    if row.sample:
-        accepted, finished = append(request, tokens)
-        host.stats.output_tokens += len(accepted)
-        emitted.append(Emitted(request, row, accepted))
-    if not row.catching_up:
-        config = host.config
-        if host.index is not None and (
-            before // config.state_block_size != after // config.state_block_size
-            or (host.pages is not None and after // config.page_size > request.num_published)
-        ):
-            assert isinstance(row, DecodeRow)
-            after_settle(host, row, before, after)
+    if host.index is not None and (
+        before // config.state_block_size != after // config.state_block_size
+        or (host.pages is not None and after // config.page_size > request.num_published)
+    ):
+        after_settle(host, row, before, after)
     if finished is not None:
         finish(host, request, finished)
         return
-    if _reserves_optimistically(host):
-        host.return_surplus(request)
-    if len(request.state.own) > host.width:
+    if host.width > 1:
+        flying = flights[0].num_tokens if flights else 0
+        if (len(request.pages) - 1) * config.page_size >= after + flying + config.num_lookahead_tokens:
+            host.return_surplus(request)
+    if len(state.own) > host.width:
         host.trim_slots(request)
 
 
-def _reserves_optimistically(host: HostState) -> bool:
-    """Whether steps reserve more pages than they may turn out to need."""
-    return host.width > 1 and host.pages is not None
-
-
-def _settle_detached(host: HostState, row: Row, tokens: Sequence[int], emitted: list[Emitted]) -> None:
-    """The request was preempted meanwhile and waits: its tokens are as good as any, its state is gone."""
+def _settle_catch_up(host: HostState, row: Row, tokens: Sequence[int], emitted: list[Emitted]) -> None:
+    """A row all of whose tokens were known: it was published when it was dispatched."""
     request = row.request
-    if not row.sample or request.status is not Status.WAITING:
+    assert request.flights[0] is row, "steps must settle in the order in which they were dispatched"
+    del request.flights[0]
+    if row.num_tokens:
+        request.num_computed += row.num_tokens
+        request.state.current = writes(row)[-1]
+    if not row.sample:
+        return
+    accepted, finished = append(request, tokens)
+    emitted.append(Emitted(request, row, accepted))
+    host.stats.output_tokens += len(accepted)
+    if finished is not None:
+        finish(host, request, finished)
+
+
+def _settle_dead(host: HostState, row: Row, tokens: Sequence[int], emitted: list[Emitted]) -> None:
+    """A row whose request has ended, or was preempted and waits: then its tokens count, though its state is gone."""
+    request = row.request
+    if row.fate is not Fate.DETACHED or not row.sample or request.status is not Status.WAITING:
         return
     accepted, finished = append(request, tokens)
     host.stats.output_tokens += len(accepted)
@@ -81,20 +91,18 @@ def _settle_detached(host: HostState, row: Row, tokens: Sequence[int], emitted: 
         finish(host, request, finished)
 
 
-def append(request: Request, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
+def append(request: Request, tokens: Sequence[int]) -> tuple[Sequence[int], FinishReason | None]:
     """Add a step's tokens up to the first that ends the request; returns those added, and why it ended if it did."""
-    accepted: list[int] = []
-    output = request.output_token_ids
-    for token in tokens:
-        accepted.append(token)
+    output, stops, limit = request.output_token_ids, request.stop_token_ids, request.max_total
+    for count, token in enumerate(tokens, 1):
         request.tokens.append(token)
         output.append(token)
-        if token in request.stop_token_ids and len(output) >= request.min_tokens:
+        if token in stops and len(output) >= request.min_tokens:
             request.stop_reason = token
-            return accepted, FinishReason.STOP
-        if len(request.tokens) >= request.max_total:
-            return accepted, FinishReason.LENGTH
-    return accepted, None
+            return tokens[:count], FinishReason.STOP
+        if len(request.tokens) >= limit:
+            return tokens[:count], FinishReason.LENGTH
+    return tokens, None
 
 
 def finish(host: HostState, request: Request, reason: FinishReason) -> None:

@@ -4,7 +4,16 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
-from serving.core import ConfigError, FinishReason, Request, RequestRefused, Scheduler, SchedulerConfig, StepPlan, StepResult
+from serving.core import (
+    ConfigError,
+    FinishReason,
+    Request,
+    RequestRefused,
+    Scheduler,
+    SchedulerConfig,
+    StepPlan,
+    StepResult,
+)
 from tests.serving.core.symbolic import Device, Model, expect, expected_output
 
 
@@ -43,7 +52,9 @@ def random_config(rng: random.Random) -> SchedulerConfig:
 class Run:
     """A schedule under way."""
 
-    def __init__(self, seed: int, *, scheduler: type[Scheduler] = Scheduler, config: SchedulerConfig | None = None) -> None:
+    def __init__(
+        self, seed: int, *, scheduler: type[Scheduler] = Scheduler, config: SchedulerConfig | None = None
+    ) -> None:
         self.rng = rng = random.Random(seed)
         self.config = config if config is not None else random_config(rng)
         self.drafting = rng.choice(["all", "random", "random"])
@@ -117,11 +128,17 @@ class Run:
     def settle(self) -> None:
         """The oldest result arrives."""
         plan, result = self.waiting_results.pop(0)
+        lookahead, size = self.config.num_lookahead_tokens, self.config.page_size
         for emitted in self.scheduler.settle(plan, result):
             request = emitted.request
             expect(request not in self.aborted, "tokens for a request that is gone")
             if request.finished:
                 self.seen.append(request.tokens)
+            elif not emitted.row.catching_up:
+                reach = request.num_computed + sum(row.num_tokens for row in request.flights) + lookahead
+                expect(len(request.pages) <= -(-reach // size), "surplus pages are kept", request)
+                most = (1 + self.config.num_speculative_tokens) * (2 if request.flights else 1)
+                expect(len(request.state.own) <= most, "surplus slots are kept", request.state.own)
         self.device.check_index(self.scheduler)
 
     def step(self) -> bool:
@@ -181,10 +198,9 @@ class Run:
         total = rng.randrange(2, 12)
         for _ in range(rng.randrange(1, 4)):
             self.add_request()
-        work = 0
         pace = rng.choice([0.1, 0.3, 0.9])
         attempts = 1
-        for _ in range(4000):
+        for work in range(4000):
             if attempts < total and (rng.random() < pace or not scheduler.has_unfinished):
                 attempts += 1
                 self.add_request()
@@ -195,7 +211,6 @@ class Run:
                 self.settle()
             elif not scheduler.has_unfinished and self.waiting_results:
                 self.settle()
-            work += 1
             # Each step of a schedule without trouble advances somebody by a token at least.
             bound = 60 + 6 * sum(len(request.tokens) + 2 for request in self.requests) * (1 + 6 * (self.trouble > 0))
             expect(work < bound, "starvation: too many steps", work)
@@ -212,8 +227,19 @@ class Run:
 
     def _cover(self) -> None:
         stats = self.scheduler.stats()
-        for key in ("preemptions", "full_hits", "page_copies", "states_evicted", "pages_evicted", "accepted_tokens",
-                    "boundaries_not_kept", "drafts_cut", "cached_tokens", "resets", "rows_stalled"):
+        for key in (
+            "preemptions",
+            "full_hits",
+            "page_copies",
+            "states_evicted",
+            "pages_evicted",
+            "accepted_tokens",
+            "boundaries_not_kept",
+            "drafts_cut",
+            "cached_tokens",
+            "resets",
+            "rows_stalled",
+        ):
             self.coverage[key] += stats[key]
         for reason, count in stats["misses"].items():
             self.coverage[f"miss {reason}"] += count

@@ -179,7 +179,9 @@ class Device:
             start, read = seat.length, seat.slot
             tokens: Sequence[int] = [seat.last_token, *seat.drafts[: row.num_drafts]]
             expect(len(tokens) == row.num_tokens, "the device has fewer drafts than the plan", row)
-            expect(0 <= row.length - start <= self.config.num_speculative_tokens, "optimistic length is off", row, start)
+            expect(
+                0 <= row.length - start <= self.config.num_speculative_tokens, "optimistic length is off", row, start
+            )
         else:
             start, read, tokens = row.length, row.read_slot, list(row.tokens)
             expect(len(tokens) == row.num_tokens, "tokens are missing", row)
@@ -297,6 +299,8 @@ class Device:
         if index is None:
             return
         size, pool = self.config.page_size, scheduler.host.pages
+        slots_found: list[int] = []
+        pages_found: list[int] = []
         for salt, root in index.roots.items():
             stack: list[tuple[Node, list[int]]] = [(root, [start_digest(salt)])]
             while stack:
@@ -304,6 +308,7 @@ class Device:
                 if node is not root and pool is not None:
                     expect(self.pages[node.page] == digests[-size:], "a page in the index is wrong", node.page)
                     expect(pool.owners[node.page] is node, "a page in the index is not its own", node.page)
+                    pages_found.append(node.page)
                 for tail, entry in node.states.items():
                     ends = list(digests[-1:])
                     for token in tail:
@@ -312,13 +317,21 @@ class Device:
                     found = self.slots[entry.slot]
                     expect(found == (entry.position, ends[-1]), "a state in the index is wrong", entry.slot, found)
                     expect(scheduler.host.slots.owners[entry.slot] is entry, "a state is not its own", entry.slot)
+                    slots_found.append(entry.slot)
                     if tail and pool is not None:
+                        pages_found.append(entry.page)
                         expect(self.pages[entry.page][: len(tail)] == ends[1:], "a tail's page is wrong", entry.page)
                 for key, child in node.children.items():
                     more = list(digests)
                     for token in key:
                         more.append(absorb(more[-1], token))
                     stack.append((child, more))
+        for name, owners, found in (
+            ("slot", scheduler.host.slots.owners, slots_found),
+            ("page", pool.owners if pool is not None else [], pages_found),
+        ):
+            owned = [i for i, owner in enumerate(owners) if owner is not None]
+            expect(sorted(found) == owned, f"a published {name} cannot be found", found, owned)
 
 
 def expected_output(truth: Truth, request: Request) -> list[int]:
