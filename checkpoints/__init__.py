@@ -1,0 +1,29 @@
+"""Weights, configurations, tokenizers and sampling defaults: from Hugging Face and Orbax directories, and to Orbax."""
+
+from checkpoints.chat import ChatTemplateError
+from checkpoints.errors import CheckpointError
+from checkpoints.generation import GenerationConfig
+from checkpoints.load import convert, generation_config, load_config, load_model, load_tokenizer, require_tokenizer
+from checkpoints.orbax import restore_orbax, save_orbax
+from checkpoints.resolve import Kind, Reference, resolve
+from checkpoints.stream import StreamDecoder
+from checkpoints.tokenizer import Tokenizer
+
+__all__ = [
+    "ChatTemplateError",
+    "CheckpointError",
+    "GenerationConfig",
+    "Kind",
+    "Reference",
+    "StreamDecoder",
+    "Tokenizer",
+    "convert",
+    "generation_config",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "require_tokenizer",
+    "resolve",
+    "restore_orbax",
+    "save_orbax",
+]

@@ -75,3 +75,12 @@ def _directory_kind(path: Path) -> Kind:
     if (path / "config.json").is_file():
         return Kind.HUGGING_FACE
     raise CheckpointError(f"{path}: neither a Hugging Face (no config.json) nor an Orbax directory (no {ORBAX_MARKER})")
+
+
+def preset_names() -> list[str]:
+    """The published sizes that are known by name."""
+    try:
+        from checkpoints import presets
+    except ImportError:
+        return []
+    return sorted(presets.PRESETS)

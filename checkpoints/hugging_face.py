@@ -1,0 +1,150 @@
+"""Weights from Hugging Face tensors: first all names and shapes are checked, then parameter by parameter is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from checkpoints.errors import CheckpointError, listing
+from checkpoints.placing import Index, Shardings, nbytes, place, progress_bar, sharding_of
+from mamba_jax.families.base import HFSource
+
+# Buffers that older versions of transformers stored and that follow from the configuration.
+ALWAYS_IGNORED = (r".*rotary_emb\.inv_freq",)
+
+
+class Tensors(Protocol):
+    """Stored tensors by name: `TensorSet`, or some made in memory."""
+
+    @property
+    def names(self) -> set[str]:
+        """Every tensor there is."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its stored shape."""
+
+    def view(self, name: str) -> np.ndarray:
+        """Its values."""
+
+    def release(self, name: str) -> None:
+        """Called when a tensor's values have been used for the last time."""
+
+
+def read_parameters(
+    where: str,
+    tensors: Tensors,
+    parameters: Mapping[str, jax.ShapeDtypeStruct],
+    sources: Mapping[str, HFSource],
+    *,
+    ignored: Iterable[str] = (),
+    shardings: Shardings = None,
+    progress: bool = False,
+) -> dict[str, jax.Array]:
+    """Read every parameter, holding at most one of them on the host beside what is placed already.
+
+    Args:
+        where: what to call the checkpoint in messages.
+        tensors: what is stored.
+        parameters: shape and dtype of each parameter by dotted path.
+        sources: where each parameter is found.
+        ignored: regular expressions (full match) of stored tensors that may be left over.
+        shardings: where each parameter goes.
+        progress: show a bar.
+    Raises:
+        CheckpointError: tensors are missing, left over, or of the wrong shape; one message lists them all.
+    """
+    found = _match(where, tensors, parameters, sources, (*ignored, *ALWAYS_IGNORED))
+    last_use = {name: path for path, source in found.items() for name in source.names}
+    result = {}
+    with progress_bar(f"Loading {where}", sum(map(nbytes, parameters.values())), progress) as advance:
+        for path, source in found.items():
+            target = parameters[path]
+            reader = _StoredParameter(tensors, source, target)
+            result[path] = place(target, reader, sharding_of(shardings, path))
+            for name in source.names:
+                if last_use[name] == path:
+                    tensors.release(name)
+            advance(nbytes(target))
+    return result
+
+
+class _StoredParameter:
+    """Reads pieces of one parameter."""
+
+    def __init__(self, tensors: Tensors, source: HFSource, target: jax.ShapeDtypeStruct) -> None:
+        self._tensors = tensors
+        self._source = source
+        self._shape = target.shape
+        self._dtype = target.dtype
+
+    def __call__(self, index: Index) -> np.ndarray:
+        if not self._source.stack:
+            return self._one(self._source.names[0], self._shape)[index]
+        # Straight into the stacked array, so that no second copy of all experts exists.
+        names = self._source.names[index[0]]
+        lengths = [len(range(*s.indices(n))) for s, n in zip(index[1:], self._shape[1:], strict=True)]
+        stacked = np.empty((len(names), *lengths), self._dtype)
+        for row, name in zip(stacked, names, strict=True):
+            row[...] = self._one(name, self._shape[1:])[index[1:]]
+        return stacked
+
+    def _one(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        view = self._tensors.view(name)
+        if self._source.rows is not None:
+            view = view[slice(*self._source.rows)]
+        return view.reshape(shape)
+
+
+def _match(
+    where: str,
+    tensors: Tensors,
+    parameters: Mapping[str, jax.ShapeDtypeStruct],
+    sources: Mapping[str, HFSource],
+    ignored: Iterable[str],
+) -> dict[str, HFSource]:
+    """For each parameter the source that the file has; every disagreement is collected before anything is raised."""
+    names = tensors.names
+    found: dict[str, HFSource] = {}
+    used: set[str] = set()
+    missing: dict[str, tuple[int, ...]] = {}
+    wrong: dict[str, str] = {}
+    for path, target in parameters.items():
+        source = sources[path].find(names)
+        if source is None:
+            source = _likely(sources[path], names)
+            used.update(source.names)
+            missing |= {name: source.stored(target.shape) for name in source.names if name not in names}
+            continue
+        found[path] = source
+        used.update(source.names)
+        expected = source.stored(target.shape)
+        for name in source.names:
+            if tensors.shape(name) != expected:
+                wrong[name] = f"{name} is {list(tensors.shape(name))}, expected {list(expected)}"
+    skip = re.compile("|".join(f"(?:{pattern})" for pattern in ignored))
+    left = sorted(name for name in names - used if not skip.fullmatch(name))
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} missing: {listing(f'{n} {list(s)}' for n, s in missing.items())}")
+    if wrong:
+        problems.append(f"{len(wrong)} of the wrong shape: {listing(wrong.values())}")
+    if left:
+        problems.append(f"{len(left)} unexpected: {listing(f'{n} {list(tensors.shape(n))}' for n in left)}")
+    if problems:
+        raise CheckpointError(f"{where}: tensors do not fit config.json: {'; '.join(problems)}")
+    return found
+
+
+def _likely(source: HFSource, names: set[str]) -> HFSource:
+    """Of the spellings of an absent source, the one that this checkpoint seems to use."""
+    prefixes = {name.split(".")[0] for name in names}
+
+    def fit(spelling: HFSource) -> tuple[int, int]:
+        present = sum(name in names for name in spelling.names)
+        return present, sum(name.split(".")[0] in prefixes for name in spelling.names)
+
+    return max((source, *source.alternatives), key=fit)

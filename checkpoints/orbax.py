@@ -1,0 +1,180 @@
+"""Checkpoints of our own: weights as Orbax writes them, restorable straight onto any sharding.
+
+DIRECTORY/weights/          Orbax, one array per dotted parameter path
+DIRECTORY/mamba_jax.json    our configuration; shapes and dtypes; written last, so its presence means "complete"
+DIRECTORY/config.json, tokenizer files, generation_config.json    copies, where there were any
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
+from rich.console import Console
+
+from checkpoints.config_json import config_from_json, config_to_json
+from checkpoints.errors import CheckpointError, listing
+from checkpoints.json_file import read_json
+from checkpoints.placing import Shardings, abstract_parameters, sharding_of
+from checkpoints.resolve import ORBAX_MARKER
+from checkpoints.tokenizer import TOKENIZER_FILES
+from mamba_jax.config import HybridConfig
+from mamba_jax.model import HybridModel, parameters
+
+VERSION = 1
+WEIGHTS = "weights"
+COPIED = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What `mamba_jax.json` holds."""
+
+    config: HybridConfig
+    dtype: str
+    """Of most parameters; some (the recurrence's) are kept in float32."""
+    shapes: dict[str, tuple[int, ...]]
+    """Of each parameter by dotted path."""
+
+
+def save_orbax(
+    directory: str | Path,
+    model: HybridModel,
+    *,
+    files_from: Path | None = None,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> Path:
+    """Write a model, however its parameters are sharded.
+
+    Args:
+        directory: made if need be.
+        model: what to write.
+        files_from: a directory whose config.json and tokenizer files are copied along.
+        overwrite: replace what is there; otherwise a directory with content is an error.
+        progress: show that something is happening.
+    Returns:
+        The directory.
+    Raises:
+        CheckpointError: the directory exists and has content, or cannot be written.
+    """
+    directory = Path(directory).expanduser().resolve()
+    _prepare(directory, overwrite)
+    arrays = {path: parameter.get_value() for path, parameter in parameters(model).items()}
+    with Console(stderr=True, quiet=not progress).status(f"Writing {directory.name}"):
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(directory / WEIGHTS, arrays)
+        if jax.process_index() == 0:
+            for path in _files(files_from):
+                target = directory / path.relative_to(files_from)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)
+            description = {
+                "version": VERSION,
+                "dtype": _dtype_name(arrays),
+                "config": config_to_json(model.config),
+                "shapes": {path: list(array.shape) for path, array in arrays.items()},
+            }
+            (directory / ORBAX_MARKER).write_text(json.dumps(description, indent=1))
+    return directory
+
+
+def restore_orbax(
+    directory: str | Path, *, dtype: Any, shardings: Shardings = None, progress: bool = False
+) -> HybridModel:
+    """Read a model that `save_orbax` wrote; each device reads its own pieces only.
+
+    Args:
+        directory: what was written.
+        dtype: of the model; arrays are converted while they are read.
+        shardings: where each parameter goes.
+        progress: show that something is happening.
+    Raises:
+        CheckpointError: not such a directory, an incomplete one, or one that does not fit its configuration.
+    """
+    directory = Path(directory).expanduser().resolve()
+    description = read_description(directory)
+    targets = abstract_parameters(description.config, dtype)
+    _check(directory, description, targets)
+    # Without a sharding Orbax would use the one that was saved, whose devices may not exist here.
+    default = SingleDeviceSharding(jax.devices()[0])
+    wanted = {
+        path: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=sharding_of(shardings, path) or default)
+        for path, t in targets.items()
+    }
+    with Console(stderr=True, quiet=not progress).status(f"Loading {directory.name}"):
+        try:
+            with ocp.StandardCheckpointer() as checkpointer:
+                arrays = checkpointer.restore(directory / WEIGHTS, wanted)
+        except Exception as error:  # damaged files surface as errors of several libraries
+            reason = " ".join(str(error).split())[:300]
+            raise CheckpointError(f"{directory / WEIGHTS}: cannot be restored ({reason})") from error
+    return HybridModel.from_parameters(description.config, arrays)
+
+
+def read_description(directory: Path) -> Description:
+    """Read `mamba_jax.json`.
+
+    Raises:
+        CheckpointError: it is absent, broken, or of a version that this program does not know.
+    """
+    path = directory / ORBAX_MARKER
+    fields = read_json(path)
+    if fields.get("version") != VERSION:
+        raise CheckpointError(f"{path}: version {fields.get('version')!r}, this program reads {VERSION}")
+    try:
+        shapes = {name: tuple(shape) for name, shape in fields["shapes"].items()}
+        return Description(config_from_json(fields["config"]), str(fields["dtype"]), shapes)
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: not a description of a model ({error})") from error
+
+
+def _check(directory: Path, description: Description, targets: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    wanted = {path: tuple(target.shape) for path, target in targets.items()}
+    names = sorted(wanted.keys() | description.shapes.keys())
+    wrong = [name for name in names if wanted.get(name) != description.shapes.get(name)]
+    if wrong:
+        shown = (f"{n}: stored {_shape(description.shapes.get(n))}, needed {_shape(wanted.get(n))}" for n in wrong)
+        raise CheckpointError(f"{directory}: {len(wrong)} parameters do not fit: {listing(shown)}")
+    if not (directory / WEIGHTS).is_dir():
+        raise CheckpointError(f"{directory}: has no {WEIGHTS} folder")
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "none" if shape is None else str(list(shape))
+
+
+def _prepare(directory: Path, overwrite: bool) -> None:
+    try:
+        if overwrite:
+            shutil.rmtree(directory / WEIGHTS, ignore_errors=True)
+            (directory / ORBAX_MARKER).unlink(missing_ok=True)
+        elif directory.exists() and any(directory.iterdir()):
+            raise CheckpointError(f"{directory}: exists already and is not empty")
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{directory}: cannot be written ({error.strerror})") from error
+
+
+def _files(source: Path | None) -> list[Path]:
+    if source is None:
+        return []
+    named = [source / name for name in COPIED]
+    return [path for path in named if path.is_file()] + sorted(source.glob("additional_chat_templates/*.jinja"))
+
+
+def _dtype_name(arrays: Mapping[str, jax.Array]) -> str:
+    """The dtype that holds most of the bytes."""
+    sizes: dict[str, int] = {}
+    for array in arrays.values():
+        name = np.dtype(array.dtype).name
+        sizes[name] = sizes.get(name, 0) + array.nbytes
+    return max(sizes, key=lambda name: sizes[name])

@@ -1,0 +1,77 @@
+"""Putting parameters onto devices, one at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+
+from mamba_jax.config import HybridConfig
+from mamba_jax.model import HybridModel, parameters
+
+Shardings = Sharding | Callable[[str], Sharding | None] | None
+"""Where parameters go: one sharding for all, a function of the parameter's dotted path, or the default device."""
+Index = tuple[slice, ...]
+
+
+class Reader(Protocol):
+    """Gives the values of one parameter."""
+
+    def __call__(self, index: Index) -> np.ndarray:
+        """The piece `parameter[index]`, in any dtype; may be a view of a file."""
+
+
+Advance = Callable[[int], None]
+"""Tells the progress bar that so many bytes are done."""
+
+
+def sharding_of(shardings: Shardings, path: str) -> Sharding | None:
+    """The sharding of one parameter; None is the default device."""
+    return shardings(path) if callable(shardings) else shardings
+
+
+def abstract_parameters(config: HybridConfig, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of a model's parameters by dotted path; no memory is taken."""
+    found = parameters(HybridModel.abstract(config, dtype=dtype))
+    return {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in found.items()}
+
+
+def place(target: jax.ShapeDtypeStruct, read: Reader, sharding: Sharding | None) -> jax.Array:
+    """Read one parameter and put it where it belongs; with a sharding, each device's piece by itself.
+
+    What `read` returns is copied, never aliased: the model must not change when its file does.
+    """
+
+    def piece(index: Index) -> np.ndarray:
+        return np.array(read(index), dtype=target.dtype)
+
+    if sharding is None:
+        return jax.block_until_ready(jax.device_put(piece((slice(None),) * len(target.shape))))
+    return jax.block_until_ready(jax.make_array_from_callback(target.shape, sharding, piece))
+
+
+def nbytes(target: jax.ShapeDtypeStruct) -> int:
+    """Size of one parameter."""
+    return math.prod(target.shape) * np.dtype(target.dtype).itemsize
+
+
+@contextmanager
+def progress_bar(what: str, total: int, shown: bool) -> Iterator[Advance]:
+    """A bar on stderr that counts bytes."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda count: progress.advance(task, count)

@@ -1,0 +1,41 @@
+"""Published sizes: each configuration gives the published number of parameters."""
+
+import math
+
+import pytest
+
+from checkpoints.presets import PRESETS, preset, preset_names
+from mamba_jax.families import weight_names
+from mamba_jax.model import HybridModel, parameters
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_has_the_published_number_of_parameters(name):
+    shapes = {path: leaf.get_value().shape for path, leaf in parameters(HybridModel.abstract(preset(name))).items()}
+    counted = sum(math.prod(shape) for path, shape in shapes.items() if not path.startswith("mtp."))
+    assert counted == pytest.approx(PRESETS[name].parameters, rel=0.01)
+    assert weight_names(preset(name)).keys() == shapes.keys()
+
+
+def test_the_draft_layer_of_nemotron_3_super_is_kept():
+    config = preset("nemotron-3-super-120b-a12b")
+    assert config.mtp_pattern == "*E"
+    assert HybridModel.abstract(config).mtp is not None
+
+
+def test_layers_are_as_many_as_published():
+    for name, (mamba, attention, mlp_or_moe) in {
+        "nemotron-h-8b": (24, 4, 24),
+        "nemotron-h-56b": (54, 10, 54),
+        "nemotron-nano-9b-v2": (27, 4, 25),
+        "nemotron-3-nano-30b-a3b": (23, 6, 23),
+        "nemotron-3-super-120b-a12b": (40, 8, 40),
+        "bamba-9b": (29, 3, 32),
+        "granite-4.0-h-small": (36, 4, 40),
+        "falcon-h1-34b": (72, 72, 72),
+        "zamba2-7b": (81, 13, 0),
+    }.items():
+        config = preset(name)
+        assert config.num_mamba_layers == mamba, name
+        assert config.num_attention_uses == attention, name
+        assert sum(config.pattern.count(kind) for kind in "-E") == mlp_or_moe, name

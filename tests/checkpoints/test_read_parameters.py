@@ -1,0 +1,128 @@
+"""From stored tensors to placed parameters, with sources of every form."""
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors.numpy import save_file
+
+from checkpoints.errors import CheckpointError
+from checkpoints.hugging_face import read_parameters
+from checkpoints.placing import place
+from checkpoints.tensor_set import TensorSet
+from mamba_jax.families.base import HFSource
+
+RNG = np.random.default_rng(0)
+STORED = {
+    "m.in_proj": RNG.normal(size=(10, 4)).astype(np.float32),
+    "m.conv": RNG.normal(size=(6, 1, 3)).astype(ml_dtypes.bfloat16),
+    **{f"m.experts.{e}.up": RNG.normal(size=(2, 4)).astype(np.float32) for e in range(4)},
+}
+F32 = np.dtype(np.float32)
+PARAMETERS = {
+    "zx": jax.ShapeDtypeStruct((2, 2, 4), F32),
+    "rest": jax.ShapeDtypeStruct((6, 4), ml_dtypes.bfloat16),
+    "conv": jax.ShapeDtypeStruct((6, 3), F32),
+    "experts": jax.ShapeDtypeStruct((4, 2, 4), F32),
+}
+SOURCES = {
+    "zx": HFSource(("m.in_proj",), (0, 4), (10, 4)),
+    "rest": HFSource(("m.in_proj",), (4, 10), (10, 4)),
+    "conv": HFSource(("x.conv",), None, (6, 1, 3), alternatives=(HFSource(("m.conv",), None, (6, 1, 3)),)),
+    "experts": HFSource(tuple(f"m.experts.{e}.up" for e in range(4)), stack=True),
+}
+EXPECTED = {
+    "zx": STORED["m.in_proj"][:4].reshape(2, 2, 4),
+    "rest": STORED["m.in_proj"][4:].astype(ml_dtypes.bfloat16),
+    "conv": STORED["m.conv"][:, 0].astype(np.float32),
+    "experts": np.stack([STORED[f"m.experts.{e}.up"] for e in range(4)]),
+}
+
+
+def read(directory, stored=STORED, **options):
+    directory.mkdir(exist_ok=True)
+    save_file(stored, directory / "model.safetensors")
+    return read_parameters("here", TensorSet(directory), PARAMETERS, SOURCES, **options)
+
+
+def check(arrays):
+    assert arrays.keys() == EXPECTED.keys()
+    for path, expected in EXPECTED.items():
+        assert arrays[path].dtype == PARAMETERS[path].dtype
+        np.testing.assert_array_equal(np.asarray(arrays[path]), expected)
+
+
+def test_rows_reshapes_stacks_alternatives_and_dtypes(tmp_path):
+    check(read(tmp_path))
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_sharded_equals_single(tmp_path, devices):
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("shard",))
+    specs = {"zx": PartitionSpec(None, None, "shard"), "experts": PartitionSpec("shard"), "rest": PartitionSpec()}
+    shardings = {path: NamedSharding(mesh, spec) for path, spec in specs.items()}
+    arrays = read(tmp_path, shardings=shardings.get)
+    check(arrays)
+    assert {path: arrays[path].sharding for path in shardings} == shardings
+    assert len(arrays["conv"].sharding.device_set) == 1
+
+
+def test_one_sharding_for_all(tmp_path):
+    everywhere = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("shard",)), PartitionSpec())
+    arrays = read(tmp_path, shardings=everywhere)
+    check(arrays)
+    assert all(array.sharding == everywhere for array in arrays.values())
+
+
+def test_only_the_pieces_of_a_shard_are_asked_for():
+    asked = []
+
+    def values(index):
+        asked.append(index[0].indices(4)[:2])
+        return np.zeros((2, 2), np.float32)
+
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("shard",)), PartitionSpec("shard"))
+    place(jax.ShapeDtypeStruct((4, 2), F32), values, sharding)
+    assert sorted(asked) == [(0, 2), (2, 4)]
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_parameters_do_not_alias_what_was_read(sharded):
+    """Memory that a file is mapped to may change; 64-byte alignment is what lets JAX alias on CPU."""
+    raw = np.zeros(64 * 64 + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    source = raw[start : start + 64 * 64].view(np.float32).reshape(16, 64)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("shard",))
+    sharding = NamedSharding(mesh, PartitionSpec("shard")) if sharded else None
+    array = place(jax.ShapeDtypeStruct((16, 64), F32), lambda index: source[index], sharding)
+    source[...] = 1
+    np.testing.assert_array_equal(np.asarray(array), 0)
+
+
+def test_leftovers_that_may_be_ignored(tmp_path):
+    extra = {"model.layers.0.rotary_emb.inv_freq": np.zeros(2, np.float32), "old.buffer": np.zeros(2, np.float32)}
+    check(read(tmp_path, STORED | extra, ignored=[r"old\..*"]))
+
+
+def failure(directory, stored):
+    with pytest.raises(CheckpointError) as error:
+        read(directory, stored)
+    return str(error.value)
+
+
+def test_everything_wrong_is_listed_in_one_line(tmp_path):
+    stored = dict(STORED)
+    del stored["m.experts.2.up"], stored["m.conv"]
+    stored["m.in_proj"] = np.zeros((10, 5), np.float32)
+    stored["extra"] = np.zeros((3, 1), np.float32)
+    assert failure(tmp_path, stored) == (
+        "here: tensors do not fit config.json: 2 missing: m.conv [6, 1, 3], m.experts.2.up [2, 4]; "
+        "1 of the wrong shape: m.in_proj is [10, 5], expected [10, 4]; 1 unexpected: extra [3, 1]"
+    )
+
+
+def test_long_lists_are_cut(tmp_path):
+    stored = STORED | {f"extra.{i:03d}": np.zeros(1, np.float32) for i in range(500)}
+    text = failure(tmp_path, stored)
+    assert text.endswith("500 unexpected: " + ", ".join(f"extra.{i:03d} [1]" for i in range(6)) + ", and 494 more")

@@ -1,0 +1,184 @@
+"""Safetensors files by memory map, single and in shards."""
+
+import json
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from checkpoints.errors import CheckpointError
+from checkpoints.safetensors_file import SafetensorsFile
+from checkpoints.tensor_set import TensorSet
+
+TENSORS = {
+    "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "b": np.arange(8).reshape(4, 2).astype(ml_dtypes.bfloat16),
+    "c": np.array([1.5, -2], np.float16),
+    "none": np.zeros((0, 3), np.float32),
+    "scalar": np.array(7, np.int64),
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def header_file(path, header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def message(action):
+    with pytest.raises(CheckpointError) as error:
+        action()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_views_equal_what_was_written(path):
+    file = SafetensorsFile(path)
+    assert file.entries.keys() == TENSORS.keys()
+    for name, expected in TENSORS.items():
+        view = file.view(name)
+        assert view.dtype == expected.dtype
+        np.testing.assert_array_equal(view, expected)
+
+
+def test_views_are_maps_of_the_file_not_copies(path):
+    view = SafetensorsFile(path).view("a")
+    assert not view.flags.owndata
+    assert not view.flags.writeable
+    assert not view[1:].flags.owndata
+    content = bytearray(path.read_bytes())
+    at = content.index(np.float32(5).tobytes())
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(np.float32(50).tobytes())
+    assert view[1, 2] == 50
+
+
+def test_a_released_tensor_can_be_read_again(path):
+    file = SafetensorsFile(path)
+    for name in TENSORS:
+        file.release(name)
+    np.testing.assert_array_equal(file.view("a"), TENSORS["a"])
+
+
+def test_truncated_data(path):
+    content = path.read_bytes()
+    path.write_bytes(content[:-40])
+    text = message(lambda: SafetensorsFile(path))
+    assert text.startswith(f"{path}: truncated ({len(content) - 40} of {len(content)} bytes); incomplete: ")
+    assert "a [2, 3]" in text
+
+
+@pytest.mark.parametrize("size", [0, 5, 8, 60])
+def test_truncated_header(path, size):
+    path.write_bytes(path.read_bytes()[:size])
+    end = f"truncated, or not a safetensors file ({size} bytes, too short for its header)"
+    assert message(lambda: SafetensorsFile(path)) == f"{path}: {end}"
+
+
+def test_another_kind_of_file(tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    assert "truncated, or not a safetensors file" in message(lambda: SafetensorsFile(path))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{not json",
+        b"[]",
+        {"a": {"dtype": "F32"}},
+        {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}},
+        {"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}},
+        {"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]}},
+    ],
+)
+def test_corrupt_header(tmp_path, header):
+    path = header_file(tmp_path / "x.safetensors", header, b"1234")
+    assert message(lambda: SafetensorsFile(path)).startswith(f"{path}: corrupt safetensors header (")
+
+
+def test_dtype_without_support_is_an_error_only_when_used(tmp_path):
+    header = {"w": {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}}
+    file = SafetensorsFile(header_file(tmp_path / "x.safetensors", header, b"1234"))
+    assert message(lambda: file.view("w")) == f"{file.path}: w has dtype F8_E4M3, which is not supported yet"
+
+
+def test_absent_file(tmp_path):
+    path = tmp_path / "no.safetensors"
+    assert message(lambda: SafetensorsFile(path)) == f"{path}: cannot be read (No such file or directory)"
+
+
+def shards(directory, indexed=True, count=3):
+    names = list(TENSORS)
+    weight_map = {}
+    for i in range(count):
+        file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+        part = names[i::count]
+        save_file({name: TENSORS[name] for name in part}, directory / file)
+        weight_map |= dict.fromkeys(part, file)
+    if indexed:
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_shards(tmp_path, indexed):
+    shards(tmp_path, indexed)
+    tensors = TensorSet(tmp_path)
+    assert tensors.names == TENSORS.keys()
+    for name, expected in TENSORS.items():
+        np.testing.assert_array_equal(tensors.view(name), expected)
+        assert tensors.shape(name) == expected.shape
+    assert tensors.dtype("b") == "BF16"
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_missing_shards(tmp_path, indexed):
+    shards(tmp_path, indexed)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    expected = f"{tmp_path}: missing 1 of 3 shards: model-00002-of-00003.safetensors"
+    assert message(lambda: TensorSet(tmp_path)) == expected
+
+
+def test_many_missing_shards_are_counted(tmp_path):
+    names = {str(i): f"model-{i:05d}-of-00050.safetensors" for i in range(1, 51)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    text = message(lambda: TensorSet(tmp_path))
+    assert text.startswith(f"{tmp_path}: missing 50 of 50 shards: model-00001-of-00050.safetensors, ")
+    assert text.endswith("model-00006-of-00050.safetensors, and 44 more")
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": []}, {"weight_map": {"a": 1}}])
+def test_index_without_a_map(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    text = message(lambda: TensorSet(tmp_path))
+    assert text == f"{tmp_path}/model.safetensors.index.json: has no weight_map of tensor names to file names"
+
+
+def test_index_that_points_elsewhere(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../x.safetensors"}}))
+    text = message(lambda: TensorSet(tmp_path))
+    assert text == f"{tmp_path}/model.safetensors.index.json: names files outside its directory"
+
+
+def test_corrupt_index(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {')
+    assert message(lambda: TensorSet(tmp_path)).startswith(
+        f"{tmp_path}/model.safetensors.index.json: not valid JSON (Expecting property name"
+    )
+
+
+def test_no_weights(tmp_path):
+    assert message(lambda: TensorSet(tmp_path)) == f"{tmp_path}: has no *.safetensors file"
+    (tmp_path / "pytorch_model.bin").touch()
+    hint = "only safetensors weights can be read, convert the .bin files first"
+    assert message(lambda: TensorSet(tmp_path)) == f"{tmp_path}: has no *.safetensors file; {hint}"
