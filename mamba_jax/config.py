@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
+
+Part = TypeVar("Part")
 
 MAMBA, ATTENTION, MLP, MOE, PARALLEL, SHARED = "M*-EPZ"
 """Kinds of sublayer, as in `HybridConfig.pattern`."""
+HAS_MAMBA, HAS_ATTENTION = (MAMBA, PARALLEL, SHARED), (ATTENTION, PARALLEL, SHARED)
+"""Kinds that have recurrent state, and kinds that have keys and values."""
 
 
 class ConfigError(ValueError):
@@ -206,12 +210,12 @@ class HybridConfig:
     @property
     def num_mamba_layers(self) -> int:
         """Mamba mixers, each with its own part of a slot."""
-        return sum(kind in "MPZ" for kind in self.pattern)
+        return sum(kind in HAS_MAMBA for kind in self.pattern)
 
     @property
     def num_attention_uses(self) -> int:
         """Attentions of the model proper, each with its own keys and values (each use of a shared block too)."""
-        return sum(kind in "*PZ" for kind in self.pattern)
+        return sum(kind in HAS_ATTENTION for kind in self.pattern)
 
     @property
     def num_mtp_attention_layers(self) -> int:
@@ -226,26 +230,31 @@ class HybridConfig:
     @property
     def ssm_state_shape(self) -> tuple[int, int, int]:
         """One Mamba layer's recurrent state in a slot: [heads, head_dim, state]."""
-        mamba = self._need_mamba()
+        mamba = need(self.mamba)
         return mamba.num_heads, mamba.head_dim, mamba.state_size
 
     @property
     def conv_state_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """One Mamba layer's convolution windows in a slot, of x and of B and C: [width - 1, channels]."""
-        mamba = self._need_mamba()
+        mamba = need(self.mamba)
         return (mamba.conv_width - 1, mamba.inner_size), (mamba.conv_width - 1, 2 * mamba.group_size)
 
     @property
     def kv_shape(self) -> tuple[int, int]:
         """One attention's keys and values of a token: [2 * kv_heads, head_dim]."""
-        if self.attention is None:
-            raise ConfigError(f"a {self.family} model without attention has no keys and values")
-        return 2 * self.attention.num_kv_heads, self.attention.head_dim
+        attention = need(self.attention)
+        return 2 * attention.num_kv_heads, attention.head_dim
 
-    def _need_mamba(self) -> MambaConfig:
-        if self.mamba is None:
-            raise ConfigError(f"a {self.family} model without Mamba layers has no recurrent state")
-        return self.mamba
+
+def need(part: Part | None) -> Part:
+    """A part of the config that is known to be there, because the pattern has sublayers of its kind.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if part is None:
+        raise ConfigError("the model has no sublayer of this kind")
+    return part
 
 
 def _positive(config: object, *names: str) -> None:

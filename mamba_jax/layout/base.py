@@ -1,6 +1,6 @@
 """The one thing that a mixer knows about batching."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from jaxtyping import Array, Bool, Float, Int
 
@@ -27,9 +27,9 @@ class Layout(Protocol):
         x: Float[Array, "T channels"],
         weight: Float[Array, "channels width"],
         bias: Float[Array, " channels"] | None,
-        state: Float[Array, "slots window channels"] | None,
-    ) -> tuple[Float[Array, "T channels"], Float[Array, "slots window channels"] | None]:
-        """Causal depthwise convolution of each sequence, and SiLU."""
+        state: Any,
+    ) -> tuple[Float[Array, "T channels"], Any]:
+        """Causal depthwise convolution of each sequence, and SiLU. State: [slots, width - 1, channels]."""
         ...
 
     def scan(
@@ -40,9 +40,9 @@ class Layout(Protocol):
         b: Float[Array, "T groups state"],
         c: Float[Array, "T groups state"],
         d: Float[Array, " heads"],
-        state: Float[Array, "slots heads head_dim state"] | None,
-    ) -> tuple[Float[Array, "T heads head_dim"], Float[Array, "slots heads head_dim state"] | None]:
-        """The Mamba2 recurrence over each sequence."""
+        state: Any,
+    ) -> tuple[Float[Array, "T heads head_dim"], Any]:
+        """The Mamba2 recurrence over each sequence. State: [slots, heads, head_dim, state]."""
         ...
 
     def attend(
@@ -50,10 +50,13 @@ class Layout(Protocol):
         q: Float[Array, "T heads head_dim"],
         k: Float[Array, "T kv_heads head_dim"],
         v: Float[Array, "T kv_heads head_dim"],
-        kv: Float[Array, "pages page_size kv2 head_dim"] | None,
+        kv: Any,
         *,
         scale: float,
         first_key: int = 0,
-    ) -> tuple[Float[Array, "T heads head_dim"], Float[Array, "pages page_size kv2 head_dim"] | None]:
-        """Keeps k and v, then attends to all keys of the sequence from `first_key` up to each query's own position."""
+    ) -> tuple[Float[Array, "T heads head_dim"], Any]:
+        """Keeps k and v, then attends to all keys of the sequence from `first_key` up to each query's own position.
+
+        State: [pages, page_size, 2 * kv_heads, head_dim].
+        """
         ...

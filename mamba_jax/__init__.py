@@ -1,0 +1,56 @@
+"""Hybrid Mamba2/attention language models in JAX: config, model, state store and the step over it.
+
+    model = mamba_jax.load("path/to/checkpoint")
+    logits = model(tokens, lengths)
+
+`model` works under `jax.jit`, `jax.grad` and sharding. For serving, `init_store`, `init_rows` and `step` run the same
+model over slots and pages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, StepOutput
+from mamba_jax.config import ConfigError, HybridConfig
+from mamba_jax.layout import Layout, SequenceLayout
+from mamba_jax.model import HybridModel, parameters
+from mamba_jax.programs import StepPrograms
+from mamba_jax.rows import Rows, init_rows
+from mamba_jax.step import seat, step
+from mamba_jax.store import MambaSlots, Store, init_store
+
+__all__ = [
+    "ConfigError",
+    "DecodeBatch",
+    "HybridConfig",
+    "HybridModel",
+    "Layout",
+    "MambaSlots",
+    "PrefillBatch",
+    "Rows",
+    "SeatBatch",
+    "SequenceLayout",
+    "StepOutput",
+    "StepPrograms",
+    "Store",
+    "init_rows",
+    "init_store",
+    "load",
+    "parameters",
+    "seat",
+    "step",
+]
+
+
+def load(ref: str, *, dtype: Any = "auto", **options: Any) -> HybridModel:
+    """Loads a model: a Hugging Face directory, an Orbax directory, or "demo". See `checkpoints.load_model`.
+
+    Raises:
+        checkpoints.CheckpointError: anything wrong with what `ref` names.
+    """
+    # Above us in the house, and only needed by those who load: hence not imported with the module.
+    from checkpoints import load_model
+
+    model: HybridModel = load_model(ref, dtype=dtype, **options)
+    return model

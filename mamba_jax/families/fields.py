@@ -1,0 +1,144 @@
+"""Reading fields of a config.json, with Hugging Face's defaults for absent ones and clear errors for wrong ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mamba_jax.config import ConfigError, RopeConfig
+
+
+class Fields:
+    """A config.json. A field that is absent or null has its default; `aliases` are older names of it."""
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self._raw = raw
+
+    def given(self, name: str, *aliases: str) -> Any:
+        """The value under the first of these names that has one, or None."""
+        return next((self._raw[key] for key in (name, *aliases) if self._raw.get(key) is not None), None)
+
+    def explicit_null(self, name: str) -> bool:
+        """The field is there, and null."""
+        return name in self._raw and self._raw[name] is None
+
+    def integer(self, name: str, default: int, *aliases: str) -> int:
+        """A whole number."""
+        value = self.given(name, *aliases)
+        if value is None:
+            return default
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ConfigError(f"config field {name} is {value!r}: a whole number is expected")
+        return value
+
+    def number(self, name: str, default: float, *aliases: str) -> float:
+        """A number, possibly infinite."""
+        value = self.given(name, *aliases)
+        return default if value is None else _number(name, value)
+
+    def numbers(self, name: str, default: tuple[float, ...], *aliases: str) -> tuple[float, ...]:
+        """As many numbers as the default has."""
+        value = self.given(name, *aliases)
+        if value is None:
+            return default
+        if not isinstance(value, list | tuple) or len(value) != len(default):
+            raise ConfigError(f"config field {name} is {value!r}: a list of {len(default)} numbers is expected")
+        return tuple(_number(name, one) for one in value)
+
+    def flag(self, name: str, default: bool, *aliases: str) -> bool:
+        """true or false."""
+        value = self.given(name, *aliases)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise ConfigError(f"config field {name} is {value!r}: true or false is expected")
+        return value
+
+    def text(self, name: str, default: str, *aliases: str) -> str:
+        """A string."""
+        value = self.given(name, *aliases)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise ConfigError(f"config field {name} is {value!r}: a string is expected")
+        return value
+
+    def strings(self, name: str, *aliases: str) -> list[str] | None:
+        """A list of strings, or None."""
+        value = self.given(name, *aliases)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise ConfigError(f"config field {name} is {value!r}: a list of strings is expected")
+        return value
+
+    def integers(self, name: str, default: list[int]) -> list[int]:
+        """A list of whole numbers."""
+        value = self.given(name)
+        if value is None:
+            return default
+        if not isinstance(value, list) or not all(isinstance(one, int) for one in value):
+            raise ConfigError(f"config field {name} is {value!r}: a list of whole numbers is expected")
+        return value
+
+    def tokens(self, name: str, default: int) -> tuple[int, ...]:
+        """One token id, several, or none."""
+        if self.explicit_null(name):
+            return ()
+        if isinstance(self.given(name), list):
+            return tuple(self.integers(name, []))
+        return (self.integer(name, default),)
+
+    def layers(self, kinds: Mapping[str, str], name: str, *aliases: str) -> str | None:
+        """A list of layer types, each as its character or characters in the pattern; None if the field is absent."""
+        types = self.strings(name, *aliases)
+        if types is None:
+            return None
+        if unknown := sorted(set(types) - set(kinds)):
+            raise ConfigError(f"config field {name} has the layer types {unknown}: known are {', '.join(kinds)}")
+        return "".join(kinds[one] for one in types)
+
+    def only(self, name: str, supported: tuple[Any, ...], *aliases: str) -> None:
+        """Refuses other values than these (or none) for a field that we do nothing with."""
+        value = self.given(name, *aliases)
+        if value is not None and value not in supported:
+            raise ConfigError(
+                f"config field {name} is {value!r}: only {' or '.join(map(repr, supported))} is supported"
+            )
+
+    def token(self, name: str, default: int) -> int | None:
+        """One token id, or none."""
+        return None if self.explicit_null(name) else self.integer(name, default)
+
+    def key_value_heads(self, heads: int, default: int | None) -> int:
+        """`num_key_value_heads`: null means as many as query heads, and so does a default of None."""
+        if default is None or self.explicit_null("num_key_value_heads"):
+            default = heads
+        return self.integer("num_key_value_heads", default)
+
+    def rope(self, head_dim: int, *, share: float | None = None) -> RopeConfig:
+        """Rotary embedding, from `rope_parameters` or the older fields.
+
+        `share` is the share of each head that is rotated unless `rope_parameters` has another; None: the whole head in
+        any case, as in families whose code does not look at it.
+        """
+        parameters = self.given("rope_scaling", "rope_parameters") or {}
+        if not isinstance(parameters, Mapping):
+            raise ConfigError(f"config field rope_parameters is {parameters!r}: an object is expected")
+        inner = Fields(parameters)
+        inner.only("rope_type", ("default",), "type")
+        theta = inner.number("rope_theta", self.number("rope_theta", 10_000.0))
+        size = head_dim if share is None else int(head_dim * inner.number("partial_rotary_factor", share))
+        return RopeConfig(theta=theta, size=size)
+
+
+def _number(name: str, value: Any) -> float:
+    # Hugging Face writes infinity as {"__float__": "Infinity"}.
+    if isinstance(value, Mapping) and isinstance(value.get("__float__"), str):
+        value = float(value["__float__"])
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise ConfigError(f"config field {name} is {value!r}: a number is expected")
+    return float(value)

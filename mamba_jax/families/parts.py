@@ -1,0 +1,137 @@
+"""How the parameters of our modules are named in Hugging Face checkpoints, as far as families agree about it."""
+
+from __future__ import annotations
+
+import math
+
+from mamba_jax.config import AttentionConfig, ConfigError, HybridConfig, MambaConfig
+from mamba_jax.families.base import HFSource, tensor, with_prefix
+from mamba_jax.families.fields import Fields
+
+
+def mamba_config(fields: Fields, hidden: int, eps: float, *, inner_size: int | None = None) -> MambaConfig:
+    """The Mamba2 mixer in the fields that Bamba introduced. The inner width is `inner_size`, or expand * hidden."""
+    heads = fields.integer("mamba_n_heads", 128)
+    inner = int(fields.number("mamba_expand", 2) * hidden) if inner_size is None else inner_size
+    automatic = fields.given("mamba_d_head") in (None, "auto")
+    head_dim = inner // heads if automatic else fields.integer("mamba_d_head", 0)
+    if heads * head_dim != inner:
+        raise ConfigError(f"{heads} Mamba heads of {head_dim} do not make the inner width {inner}")
+    bias = fields.flag("mamba_proj_bias", False)
+    low, high = fields.numbers("time_step_limit", (0.0, math.inf))
+    return MambaConfig(
+        num_heads=heads,
+        head_dim=head_dim,
+        state_size=fields.integer("mamba_d_state", 256),
+        num_groups=fields.integer("mamba_n_groups", 1),
+        conv_width=fields.integer("mamba_d_conv", 4),
+        conv_bias=fields.flag("mamba_conv_bias", True),
+        in_bias=bias,
+        out_bias=bias,
+        dt_limit=(low, high),
+        norm_eps=eps,
+    )
+
+
+def attention_config(
+    fields: Fields,
+    hidden: int,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None,
+    scale: float | None = None,
+    rope: bool = True,
+    rope_share: float | None = None,
+) -> AttentionConfig:
+    """Attention in the usual fields. The numbers of heads are defaults; `scale` is 1 / sqrt(head_dim) if None."""
+    heads = fields.integer("num_attention_heads", num_heads)
+    if heads < 1:
+        raise ConfigError(f"config field num_attention_heads is {heads}: at least 1 is expected")
+    head_dim = fields.integer("head_dim", hidden // heads)
+    return AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=fields.key_value_heads(heads, num_kv_heads),
+        head_dim=head_dim,
+        scale=head_dim**-0.5 if scale is None else scale,
+        input_size=hidden,
+        bias=fields.flag("attention_bias", False),
+        rope=fields.rope(head_dim, share=rope_share) if rope else None,
+    )
+
+
+def linear(path: str, name: str, *, bias: bool = False) -> dict[str, HFSource]:
+    """A dense layer stored under `name`."""
+    sources = {f"{path}.weight": tensor(f"{name}.weight")}
+    if bias:
+        sources[f"{path}.bias"] = tensor(f"{name}.bias")
+    return sources
+
+
+def mamba(path: str, name: str, config: MambaConfig, hidden_size: int) -> dict[str, HFSource]:
+    """A Mamba2 mixer. The rows of in_proj are z, x, B, C, dt; the channels of conv1d are x, B, C."""
+    inner, group, heads = config.inner_size, config.group_size, config.num_heads
+    channels, width = inner + 2 * group, config.conv_width
+    bc, dt, end = 2 * inner, 2 * inner + 2 * group, 2 * inner + 2 * group + heads
+    sources = {}
+    for part, rows in (("zx", (0, bc)), ("bc", (bc, dt)), ("dt", (dt, end))):
+        weight = tensor(f"{name}.in_proj.weight", rows=rows, shape=(end, hidden_size))
+        sources[f"{path}.in_proj_{part}.weight"] = weight
+        if config.in_bias:
+            sources[f"{path}.in_proj_{part}.bias"] = tensor(f"{name}.in_proj.bias", rows=rows, shape=(end,))
+    for part, rows in (("x", (0, inner)), ("bc", (inner, channels))):
+        weight = tensor(f"{name}.conv1d.weight", rows=rows, shape=(channels, 1, width))
+        sources[f"{path}.conv_{part}.weight"] = weight
+        if config.conv_bias:
+            sources[f"{path}.conv_{part}.bias"] = tensor(f"{name}.conv1d.bias", rows=rows, shape=(channels,))
+    sources[f"{path}.dt_bias"] = tensor(f"{name}.dt_bias")
+    sources[f"{path}.a_log"] = tensor(f"{name}.A_log")
+    sources[f"{path}.d"] = tensor(f"{name}.D")
+    if config.norm:
+        sources[f"{path}.norm.weight"] = tensor(f"{name}.norm.weight")
+    return sources | linear(f"{path}.out_proj", f"{name}.out_proj", bias=config.out_bias)
+
+
+def attention(path: str, name: str, config: AttentionConfig) -> dict[str, HFSource]:
+    """Attention with separate q, k, v and o projections."""
+    sources: dict[str, HFSource] = {}
+    for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        sources |= linear(f"{path}.{part}", f"{name}.{part}", bias=config.bias)
+    return sources
+
+
+def mlp(path: str, name: str, *, gated: bool, bias: bool) -> dict[str, HFSource]:
+    """An MLP with separate projections."""
+    sources: dict[str, HFSource] = {}
+    for part in ("gate_proj", "up_proj", "down_proj") if gated else ("up_proj", "down_proj"):
+        sources |= linear(f"{path}.{part}", f"{name}.{part}", bias=bias)
+    return sources
+
+
+def fused_gate_up(path: str, name: str, size: int, inputs: int, *, bias: bool = False) -> dict[str, HFSource]:
+    """Gate and up of an MLP, stored as the two halves of one dense layer."""
+    sources = {}
+    for part, rows in (("gate_proj", (0, size)), ("up_proj", (size, 2 * size))):
+        sources[f"{path}.{part}.weight"] = tensor(f"{name}.weight", rows=rows, shape=(2 * size, inputs))
+        if bias:
+            sources[f"{path}.{part}.bias"] = tensor(f"{name}.bias", rows=rows, shape=(2 * size,))
+    return sources
+
+
+def whole_model(
+    config: HybridConfig, body: dict[str, HFSource], *, embed: str, norm: str, prefixes: tuple[str, str]
+) -> dict[str, HFSource]:
+    """Adds the embedding, the final norm, and the head unless it is tied to the embedding.
+
+    Names of the body have no prefix yet: they may be found under either of `prefixes`. The head never has one.
+    """
+    body = body | {"embed.weight": tensor(embed), "final_norm.weight": tensor(norm)}
+    sources = with_prefix(body, *prefixes)
+    if not config.tie_word_embeddings:
+        sources["lm_head.weight"] = tensor("lm_head.weight")
+    return sources
+
+
+def always_ignored(config: HybridConfig) -> tuple[str, ...]:
+    """Patterns of tensors that hold nothing of their own: rotation tables, and a head that the config ties."""
+    tied = (r"lm_head\.weight",) if config.tie_word_embeddings else ()
+    return (r".*\.rotary_emb\.inv_freq", *tied)

@@ -1,0 +1,71 @@
+"""Causal attention with grouped keys and values, with or without rotary positions."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from mamba_jax.config import AttentionConfig, RopeConfig
+from mamba_jax.layout import Layout
+from mamba_jax.modules.basic import Linear, scaled
+
+
+class Attention(nnx.Module):
+    """softmax(scale * q k^T) v. No weights are tied to a position, so the same module can be used several times."""
+
+    def __init__(self, config: AttentionConfig, hidden_size: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        self.config = config
+
+        def project(heads: int) -> Linear:
+            return Linear(config.input_size, heads * config.head_dim, bias=config.bias, rngs=rngs, dtype=dtype)
+
+        self.q_proj = project(config.num_heads)
+        self.k_proj = project(config.num_kv_heads)
+        self.v_proj = project(config.num_kv_heads)
+        self.o_proj = Linear(config.num_heads * config.head_dim, hidden_size, bias=config.bias, rngs=rngs, dtype=dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "T inputs"],
+        layout: Layout,
+        state: Array | None,
+        *,
+        added: tuple[Array, Array, Array] | None = None,
+        first_key: int = 0,
+    ) -> tuple[Float[Array, "T hidden"], Array | None]:
+        """`added` is what an adapter adds to queries, keys and values, each [T, heads * head_dim].
+
+        With `first_key` the sequence begins there: earlier keys are hidden, and rotary positions count from it.
+        """
+        config = self.config
+        x = scaled(x, config.input_multiplier)
+        flat = [project(x) for project in (self.q_proj, self.k_proj, self.v_proj)]
+        if added is not None:
+            flat = [one + more for one, more in zip(flat, added, strict=True)]
+        q, k, v = (one.reshape(x.shape[0], -1, config.head_dim) for one in flat)
+        k = scaled(k, config.key_multiplier)
+        if config.rope is not None:
+            cos, sin = _rotations(layout.positions - first_key, config.rope)
+            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        out, state = layout.attend(q, k, v, state, scale=config.scale, first_key=first_key)
+        return scaled(self.o_proj(out.reshape(x.shape[0], -1)), config.output_multiplier), state
+
+
+def _rotations(positions: Int[Array, " T"], rope: RopeConfig) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
+    """Cosine and sine of each position's angles, in float32."""
+    frequency = rope.theta ** (-jnp.arange(0, rope.size, 2, dtype=jnp.float32) / rope.size)
+    angle = positions.astype(jnp.float32)[:, None] * frequency
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def _rotate(
+    x: Float[Array, "T heads head_dim"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
+) -> Float[Array, "T heads head_dim"]:
+    """Turns element i against element i + half; elements past the rotated ones stay as they are."""
+    half = cos.shape[1]
+    cos, sin = cos[:, None], sin[:, None]
+    first, second = (x[..., start : start + half].astype(jnp.float32) for start in (0, half))
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return jnp.concatenate([turned.astype(x.dtype), x[..., 2 * half :]], axis=-1)

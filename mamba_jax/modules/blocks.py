@@ -1,0 +1,66 @@
+"""Residual sublayers: a norm, a mixer, and the sum with what came in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from mamba_jax.config import ATTENTION, MAMBA, MLP, MOE, PARALLEL, HybridConfig, need
+from mamba_jax.layout import Layout
+from mamba_jax.modules.attention import Attention
+from mamba_jax.modules.basic import RMSNorm, scaled
+from mamba_jax.modules.mamba import Mamba
+from mamba_jax.modules.mlp import MLP as MLPModule
+from mamba_jax.modules.moe import MoE
+from mamba_jax.store import MambaSlots
+
+
+class Parallel(nnx.Module):
+    """Mamba and attention side by side on the same input (Falcon-H1); the state is the pair of theirs."""
+
+    def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        self.mamba = Mamba(need(config.mamba), config.hidden_size, rngs=rngs, dtype=dtype)
+        self.attention = Attention(need(config.attention), config.hidden_size, rngs=rngs, dtype=dtype)
+
+    def __call__(
+        self, x: Float[Array, "T hidden"], layout: Layout, state: tuple[MambaSlots | None, Array | None]
+    ) -> tuple[Float[Array, "T hidden"], tuple[MambaSlots | None, Array | None]]:
+        mamba, slots = self.mamba(x, layout, state[0])
+        attention, kv = self.attention(x, layout, state[1])
+        return mamba + attention, (slots, kv)
+
+
+def make_mixer(kind: str, config: HybridConfig, *, mlp_index: int, rngs: nnx.Rngs, dtype: DTypeLike) -> nnx.Module:
+    """The mixer of a sublayer of this kind. `mlp_index` counts the model's MLPs."""
+    hidden = config.hidden_size
+    if kind == MAMBA:
+        return Mamba(need(config.mamba), hidden, rngs=rngs, dtype=dtype)
+    if kind == ATTENTION:
+        return Attention(need(config.attention), hidden, rngs=rngs, dtype=dtype)
+    if kind == MLP:
+        return MLPModule(need(config.mlp), hidden, index=mlp_index, rngs=rngs, dtype=dtype)
+    if kind == MOE:
+        return MoE(need(config.moe), hidden, rngs=rngs, dtype=dtype)
+    assert kind == PARALLEL, f"no mixer for a sublayer {kind!r}"
+    return Parallel(config, rngs=rngs, dtype=dtype)
+
+
+class Block(nnx.Module):
+    """x + multiplier * mixer(norm(x))."""
+
+    def __init__(
+        self, kind: str, config: HybridConfig, *, mlp_index: int = 0, rngs: nnx.Rngs, dtype: DTypeLike
+    ) -> None:
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype=dtype)
+        self.mixer: Any = make_mixer(kind, config, mlp_index=mlp_index, rngs=rngs, dtype=dtype)
+        self.residual_multiplier = config.residual_multiplier
+
+    def __call__(
+        self, x: Float[Array, "T hidden"], layout: Layout, state: Any, **options: Any
+    ) -> tuple[Float[Array, "T hidden"], Any]:
+        """`options` go to the mixer."""
+        y, state = self.mixer(self.norm(x), layout, state, **options)
+        return x + scaled(y, self.residual_multiplier).astype(x.dtype), state

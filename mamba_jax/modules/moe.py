@@ -1,0 +1,113 @@
+"""Mixtures of experts: every token goes through its chosen few, none is dropped."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels_pallas.grouped_matmul import grouped_matmul
+from mamba_jax.config import MLPConfig, MoEConfig
+from mamba_jax.layout import Layout
+from mamba_jax.modules.basic import Linear, activation, normal
+from mamba_jax.modules.mlp import MLP
+
+
+class Router(nnx.Module):
+    """Chooses each token's experts and their weights, in float32 (small differences would change the choice)."""
+
+    def __init__(self, config: MoEConfig, hidden_size: int, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.weight = nnx.Param(normal(rngs, (config.num_experts, hidden_size), jnp.float32))
+        sigmoid = config.router == "sigmoid"
+        self.correction_bias = nnx.Param(jnp.zeros(config.num_experts, jnp.float32)) if sigmoid else None
+
+    def __call__(self, x: Float[Array, "T hidden"]) -> tuple[Float[Array, "T chosen"], Int[Array, "T chosen"]]:
+        config = self.config
+        logits = jax.lax.dot_general(
+            x.astype(jnp.float32), self.weight[...], (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST
+        )
+        if self.correction_bias is None:
+            best, chosen = jax.lax.top_k(logits, config.experts_per_token)
+            return jax.nn.softmax(best, axis=-1), chosen
+        scores = jax.nn.sigmoid(logits)
+        # The bias balances the load: it has a say in who is chosen, none in how much they count.
+        biased = self._in_best_groups(scores + self.correction_bias[...])
+        _, chosen = jax.lax.top_k(biased, config.experts_per_token)
+        weights = jnp.take_along_axis(scores, chosen, axis=1)
+        if config.normalize:
+            weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+        return weights * config.scaling, chosen
+
+    def _in_best_groups(self, scores: Float[Array, "T experts"]) -> Float[Array, "T experts"]:
+        """Scores of experts outside of the best groups become -inf; a group is as good as its best two together."""
+        config = self.config
+        if config.num_groups == config.top_groups:
+            return scores
+        grouped = scores.reshape(scores.shape[0], config.num_groups, -1)
+        of_group = jax.lax.top_k(grouped, 2)[0].sum(-1)
+        _, best = jax.lax.top_k(of_group, config.top_groups)
+        among = (best[:, :, None] == jnp.arange(config.num_groups)).any(axis=1)
+        return jnp.where(among[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
+
+
+class Experts(nnx.Module):
+    """The experts' weights: up [experts, size, inputs] (gated: [experts, 2, size, inputs], gate first), and down."""
+
+    def __init__(self, config: MoEConfig, inputs: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        self.activation = activation(config.activation)
+        self.gated = config.gated
+        experts, size = config.num_experts, config.intermediate_size
+        self.up = nnx.Param(normal(rngs, (experts, *([2] if config.gated else []), size, inputs), dtype))
+        self.down = nnx.Param(normal(rngs, (experts, inputs, size), dtype))
+
+    def __call__(
+        self,
+        x: Float[Array, "T inputs"],
+        weights: Float[Array, "T chosen"],
+        chosen: Int[Array, "T chosen"],
+        valid: Bool[Array, " T"],
+    ) -> Float[Array, "T inputs"]:
+        experts = self.up.shape[0]
+        # Padding goes to an expert that does not exist, after all others: no work, and zeros come back.
+        expert = jnp.where(valid[:, None], chosen, experts).reshape(-1)
+        order = jnp.argsort(expert)
+        ends = jnp.searchsorted(expert[order], jnp.arange(experts), side="right")
+        sizes = jnp.diff(ends, prepend=0).astype(jnp.int32)
+
+        up = self.up[...]
+        inner = grouped_matmul(x[order // chosen.shape[1]], up.reshape(experts, -1, up.shape[-1]), sizes)
+        if self.gated:
+            gate, inner = jnp.split(inner, 2, axis=1)
+            inner = self.activation(gate) * inner
+        else:
+            inner = self.activation(inner)
+        out = grouped_matmul(inner, self.down[...], sizes)
+        by_token = out[jnp.argsort(order)].reshape(*chosen.shape, -1)
+        return jnp.einsum("tk,tki->ti", weights, by_token.astype(jnp.float32)).astype(x.dtype)
+
+
+class MoE(nnx.Module):
+    """Routed experts (on a smaller, latent copy of the token if the config says so) plus one that all tokens share."""
+
+    def __init__(self, config: MoEConfig, hidden_size: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        latent, bias = config.latent_size, config.bias
+        self.router = Router(config, hidden_size, rngs=rngs)
+        self.latent_in = Linear(hidden_size, latent, bias=bias, rngs=rngs, dtype=dtype) if latent else None
+        self.experts = Experts(config, latent or hidden_size, rngs=rngs, dtype=dtype)
+        self.latent_out = Linear(latent, hidden_size, bias=bias, rngs=rngs, dtype=dtype) if latent else None
+        shared = MLPConfig(config.shared_size, config.activation, config.gated, bias)
+        self.shared = MLP(shared, hidden_size, rngs=rngs, dtype=dtype) if config.shared_size else None
+
+    def __call__(
+        self, x: Float[Array, "T hidden"], layout: Layout, state: None
+    ) -> tuple[Float[Array, "T hidden"], None]:
+        weights, chosen = self.router(x)
+        y = self.experts(x if self.latent_in is None else self.latent_in(x), weights, chosen, layout.valid)
+        if self.latent_out is not None:
+            y = self.latent_out(y)
+        if self.shared is not None:
+            y = y + self.shared(x, layout, None)[0]
+        return y, None

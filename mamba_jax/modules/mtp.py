@@ -1,0 +1,64 @@
+"""The multi-token-prediction layer: a small model that drafts the token after next (DeepSeek-V3, section 2.2)."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from mamba_jax.config import ATTENTION, MLP, HybridConfig
+from mamba_jax.layout import Layout
+from mamba_jax.modules.basic import Linear, RMSNorm
+from mamba_jax.modules.blocks import Block
+
+
+class MTP(nnx.Module):
+    """Fuses the hidden state of token i with the embedding of token i + 1, then runs the sublayers of `mtp_pattern`.
+
+    Embedding and head are the model's own. Keys and values are kept under the index of the *token*, i + 1, so that a
+    page depends on nothing but the tokens it holds; index 0 has no pair and stays hidden. Rotary positions, where used,
+    are still those of the pair, i.
+    """
+
+    def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        hidden = config.hidden_size
+        self.kinds = config.mtp_pattern
+        self.enorm = RMSNorm(hidden, config.norm_eps, dtype=dtype)
+        self.hnorm = RMSNorm(hidden, config.norm_eps, dtype=dtype)
+        self.eh_proj = Linear(2 * hidden, hidden, rngs=rngs, dtype=dtype)
+        before = config.pattern.count(MLP)
+        self.blocks = nnx.List(
+            [
+                Block(kind, config, mlp_index=before + self.kinds[:i].count(MLP), rngs=rngs, dtype=dtype)
+                for i, kind in enumerate(self.kinds)
+            ]
+        )
+        self.final_norm = RMSNorm(hidden, config.norm_eps, dtype=dtype)
+
+    def __call__(
+        self,
+        embedded: Float[Array, "T hidden"],
+        hidden: Float[Array, "T hidden"],
+        layout: Layout,
+        kv: tuple[Array, ...] | None,
+    ) -> tuple[Float[Array, "T hidden"], tuple[Array, ...] | None]:
+        """Predicts the token after each token of the layout.
+
+        Args:
+            embedded: embeddings of the layout's tokens, at their own positions i + 1.
+            hidden: what the model (or, when drafting further, this layer) gave for the tokens before them, after the
+                final norm.
+            kv: this layer's keys and values, one array for each of its attentions; None without a store.
+        Returns:
+            hidden states for the model's head, and the keys and values.
+        """
+        x = self.eh_proj(jnp.concatenate([self.enorm(embedded), self.hnorm(hidden)], axis=-1))
+        kept: list[Array] = []
+        for kind, block in zip(self.kinds, self.blocks, strict=True):
+            if kind == ATTENTION:
+                x, state = block(x, layout, None if kv is None else kv[len(kept)], first_key=1)
+                kept.append(state)
+            else:
+                x, _ = block(x, layout, None)
+        return self.final_norm(x), None if kv is None else tuple(kept)

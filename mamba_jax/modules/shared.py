@@ -1,0 +1,98 @@
+"""Zamba2's shared transformer blocks and the sublayers that use them (Glorioso et al., "The Zamba2 Suite", 2024)."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from mamba_jax.config import HybridConfig, need
+from mamba_jax.layout import Layout
+from mamba_jax.modules.attention import Attention
+from mamba_jax.modules.basic import Linear, RMSNorm
+from mamba_jax.modules.mamba import Mamba
+from mamba_jax.modules.mlp import MLP
+from mamba_jax.store import MambaSlots
+
+
+class Adapter(nnx.Module):
+    """A low-rank addition to a shared projection."""
+
+    def __init__(
+        self, inputs: int, rank: int, outputs: int | tuple[int, ...], *, rngs: nnx.Rngs, dtype: DTypeLike
+    ) -> None:
+        self.down = Linear(inputs, rank, rngs=rngs, dtype=dtype)
+        self.up = Linear(rank, outputs, rngs=rngs, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "T inputs"]) -> Array:
+        return self.up(self.down(x))
+
+
+class Adapters(nnx.Module):
+    """What one use of a shared block adds to the block's own projections."""
+
+    def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        shared, attention, mlp = need(config.shared), need(config.attention), need(config.mlp)
+        rank = shared.adapter_rank
+        self.gate_up = Adapter(config.hidden_size, rank, (2, mlp.size(0)), rngs=rngs, dtype=dtype)
+        self.q = self.k = self.v = None
+        if shared.attention_adapters:
+            q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+            self.q = Adapter(attention.input_size, rank, q, rngs=rngs, dtype=dtype)
+            self.k = Adapter(attention.input_size, rank, kv, rngs=rngs, dtype=dtype)
+            self.v = Adapter(attention.input_size, rank, kv, rngs=rngs, dtype=dtype)
+
+    def to_attention(self, x: Float[Array, "T inputs"]) -> tuple[Array, Array, Array] | None:
+        """Additions to queries, keys and values."""
+        if self.q is None or self.k is None or self.v is None:
+            return None
+        return self.q(x), self.k(x), self.v(x)
+
+
+class SharedBlock(nnx.Module):
+    """Attention and MLP over the hidden state beside the token's embedding; no residual connection inside."""
+
+    def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        attention = need(config.attention)
+        self.attention_norm = RMSNorm(attention.input_size, config.norm_eps, dtype=dtype)
+        self.attention = Attention(attention, config.hidden_size, rngs=rngs, dtype=dtype)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype=dtype)
+        self.mlp = MLP(need(config.mlp), config.hidden_size, rngs=rngs, dtype=dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "T hidden"],
+        embedded: Float[Array, "T hidden"],
+        layout: Layout,
+        kv: Array | None,
+        adapters: Adapters,
+    ) -> tuple[Float[Array, "T hidden"], Array | None]:
+        y = self.attention_norm(jnp.concatenate([x, embedded], axis=-1))
+        y, kv = self.attention(y, layout, kv, added=adapters.to_attention(y))
+        y = self.mlp_norm(y)
+        return self.mlp(y, layout, None, added=adapters.gate_up(y))[0], kv
+
+
+class SharedUse(nnx.Module):
+    """A Mamba sublayer that hears what a shared block makes of x, too: x + mamba(norm(x + linear(block(x))))."""
+
+    def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype=dtype)
+        self.mixer = Mamba(need(config.mamba), config.hidden_size, rngs=rngs, dtype=dtype)
+        self.linear = Linear(config.hidden_size, config.hidden_size, rngs=rngs, dtype=dtype)
+        self.adapters = Adapters(config, rngs=rngs, dtype=dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "T hidden"],
+        layout: Layout,
+        state: tuple[MambaSlots | None, Array | None],
+        *,
+        block: SharedBlock,
+        embedded: Float[Array, "T hidden"],
+    ) -> tuple[Float[Array, "T hidden"], tuple[MambaSlots | None, Array | None]]:
+        slots, kv = state
+        heard, kv = block(x, embedded, layout, kv, self.adapters)
+        y, slots = self.mixer(self.norm(x + self.linear(heard).astype(x.dtype)), layout, slots)
+        return x + y.astype(x.dtype), (slots, kv)
