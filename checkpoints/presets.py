@@ -1,12 +1,12 @@
 """Published models by name: their config.json as far as it shapes the model, and how many parameters they have.
 
-A preset is a configuration without weights: for planning memory, for compiling, and for dummy weights. Fields that could
-not be established (mostly the ids of special tokens) are null. A size is listed only if its configuration gives the
-published number of parameters within 1 %, which a test checks.
+A preset is a configuration without weights: for planning memory, for compiling, and for dummy weights. Fields that
+could not be established (mostly the ids of special tokens) are null. A size is listed only if its configuration gives
+the published number of parameters within 1 %, which a test checks.
 
-Left out, because that could not be shown: Nemotron-H-4B and Zamba2-2.7B and Mamba2-1.3b (the shapes that are known give
-4.49, 2.66 and 1.34 billion parameters, and only the rounded name is published), Falcon-H1-1.5B and -3B (their multipliers
-are not known to all digits).
+Left out, because that could not be shown: Nemotron-H-4B, Zamba2-2.7B and Mamba2-1.3b (the shapes that are known give
+4.49, 2.66 and 1.34 billion parameters, and only the rounded name is published), Falcon-H1-1.5B and -3B (their
+multipliers are not known to all digits).
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ _BAMBA = {
 }
 
 
-# Granite 4.0 H. Shapes: config.json of each as quoted in the tests of MLX ports and of tools that estimate memory. Counts:
-# metadata of the weight files (350m, tiny), llama.cpp's listing (micro), IBM's model card (small).
+# Granite 4.0 H. Shapes: config.json of each as quoted in the tests of MLX ports and of tools that estimate memory.
+# Counts: metadata of the weight files (350m, tiny), llama.cpp's listing (micro), IBM's model card (small).
 def _granite(layers: int, attention: tuple[int, ...], **fields: Any) -> dict[str, Any]:
     return {
         "model_type": "granitemoehybrid",
@@ -304,8 +304,8 @@ _GRANITE = {
 }
 
 
-# Falcon-H1. Shapes and multipliers: TII's own provider in NVIDIA's Megatron-Bridge, models/falcon_h1, and config.json of
-# the 0.5B and 34B. Counts: measured on the weights (0.5B, 7B), size of the weight file (1.5B-Deep), model card (34B).
+# Falcon-H1. Shapes and multipliers: TII's own provider in NVIDIA's Megatron-Bridge, models/falcon_h1, and config.json
+# of the 0.5B and 34B. Counts: measured on the weights (0.5B, 7B), size of the weight file (1.5B-Deep), its card (34B).
 def _falcon(**fields: Any) -> dict[str, Any]:
     return {
         "model_type": "falcon_h1",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -126,7 +126,7 @@ class HybridModel(nnx.Module):
     @classmethod
     def abstract(cls, config: HybridConfig, *, dtype: DTypeLike = jnp.float32) -> HybridModel:
         """The model with shapes and dtypes in place of weights; costs no memory."""
-        return nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), dtype=dtype))
+        return nnx.eval_shape(lambda: cls(config, rngs=cast(nnx.Rngs, _SameKey()), dtype=dtype))
 
     @classmethod
     def from_parameters(cls, config: HybridConfig, values: Mapping[str, Array]) -> HybridModel:
@@ -152,6 +152,13 @@ class HybridModel(nnx.Module):
     def num_parameters(self) -> int:
         """How many numbers the weights are."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
+
+
+class _SameKey:
+    """Stands in for `nnx.Rngs` where values do not matter: its counter makes tracing time quadratic in the model."""
+
+    def params(self) -> Array:
+        return jax.random.key(0)
 
 
 def parameters(model: nnx.Module) -> dict[str, nnx.Param]:

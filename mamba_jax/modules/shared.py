@@ -36,12 +36,15 @@ class Adapters(nnx.Module):
         shared, attention, mlp = need(config.shared), need(config.attention), need(config.mlp)
         rank = shared.adapter_rank
         self.gate_up = Adapter(config.hidden_size, rank, (2, mlp.size(0)), rngs=rngs, dtype=dtype)
-        self.q = self.k = self.v = None
-        if shared.attention_adapters:
-            q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-            self.q = Adapter(attention.input_size, rank, q, rngs=rngs, dtype=dtype)
-            self.k = Adapter(attention.input_size, rank, kv, rngs=rngs, dtype=dtype)
-            self.v = Adapter(attention.input_size, rank, kv, rngs=rngs, dtype=dtype)
+
+        def beside(heads: int) -> Adapter | None:
+            if not shared.attention_adapters:
+                return None
+            return Adapter(attention.input_size, rank, heads * attention.head_dim, rngs=rngs, dtype=dtype)
+
+        self.q = beside(attention.num_heads)
+        self.k = beside(attention.num_kv_heads)
+        self.v = beside(attention.num_kv_heads)
 
     def to_attention(self, x: Float[Array, "T inputs"]) -> tuple[Array, Array, Array] | None:
         """Additions to queries, keys and values."""
