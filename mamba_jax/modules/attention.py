@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -55,8 +56,9 @@ class Attention(nnx.Module):
 
 def _rotations(positions: Int[Array, " T"], rope: RopeConfig) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
     """Cosine and sine of each position's angles, in float32."""
-    frequency = rope.theta ** (-jnp.arange(0, rope.size, 2, dtype=jnp.float32) / rope.size)
-    angle = positions.astype(jnp.float32)[:, None] * frequency
+    # Constants, rounded once: a power in float32 would be off by more, times the position.
+    frequency = rope.theta ** (-np.arange(0, rope.size, 2) / rope.size)
+    angle = positions.astype(jnp.float32)[:, None] * frequency.astype(np.float32)
     return jnp.cos(angle), jnp.sin(angle)
 
 
