@@ -85,16 +85,11 @@ def _seat(host: HostState, request: Request, plan: StepPlan, budget: Budget) -> 
             request.retry_above = pages.available
             return False
     slot = host.slots.take()
-    if slot:
-        request.state.own.append(slot)
-    elif not host.running and host.slots.refs[request.state.held] == 1:
-        # The only slot there is holds the very state that was hit: the row takes it over.
-        host.unpublish_slot(request.state.held)
-        request.state.own.append(request.state.held)
-        request.state.held = 0
-    else:
+    if not slot:
+        # Never so while nothing runs: a pool of one slot publishes nothing, and any other has one beside the hit's.
         host.release_all(request, Fate.DROPPED)
         return False
+    request.state.own.append(slot)
     request.row_id = host.free_seats.pop()
     matched = match.matched if match is not None else 0
     request.stops = host.policy.stops(request, request.num_computed, matched)

@@ -1,0 +1,49 @@
+"""Random schedules on the symbolic device: `--examples N` in all, each named by its seed.
+
+Every read of a slot or page is checked against plain greedy decoding of the same prompt, every write against what is
+published or shared, the index and the pools after each step, and the accounts at the end.
+"""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.serving.core.schedules import run_seed
+
+SHARDS = 4
+DEFAULT_EXAMPLES = 20_000
+
+REACHED = """
+abort running, abort waiting, accepted_tokens, boundaries_not_kept, cached_tokens, drafts_cut, full_hits, page_copies,
+pages_evicted, preemptions, refused, resets, rows_stalled, states_evicted, withdrawn, miss caching_off, miss evicted,
+miss not_found, miss not_yet_written, miss prompt_logprobs, miss salt_differs, miss state_evicted, miss too_short
+"""
+
+
+def examples(request: pytest.FixtureRequest) -> int:
+    """How many schedules in all."""
+    return int(request.config.getoption("--examples", default=DEFAULT_EXAMPLES))
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_random_schedules(shard: int, request: pytest.FixtureRequest) -> None:
+    count = -(-examples(request) // SHARDS)
+    first = shard * 1_000_000_000
+    print(f"seeds {first} to {first + count - 1}")
+    met: Counter[str] = Counter()
+    for seed in range(first, first + count):
+        met += run_seed(seed)
+    print(dict(sorted(met.items())))
+    if count >= 2_000:
+        missing = [name for name in REACHED.replace("\n", " ").split(", ") if not met[name.strip()]]
+        assert not missing, f"never met: {missing}"
+
+
+@pytest.mark.fuzz
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.integers(0, 2**40))
+def test_any_seed(seed: int) -> None:
+    run_seed(seed)
