@@ -1,18 +1,20 @@
-"""Random weights for any configuration, made on the devices themselves."""
+"""Random weights for any configuration, as fast as memory can be written."""
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping
-from functools import partial
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Sharding
+import numpy as np
 
 from checkpoints.initial import initial_values
-from checkpoints.placing import Shardings, nbytes, progress_bar, sharding_of
+from checkpoints.placing import Index, Shardings, nbytes, place, progress_bar, sharding_of
+
+# Drawing billions of numbers on a host takes minutes, so they are drawn once and used again and again. A prime number
+# of them, so that the rows of a matrix do not repeat.
+PERIOD = 1_048_573
 
 
 def dummy_parameters(
@@ -23,7 +25,7 @@ def dummy_parameters(
     shardings: Shardings = None,
     progress: bool = False,
 ) -> dict[str, jax.Array]:
-    """Draw every parameter; equal seeds give equal weights, however they are sharded.
+    """Make every parameter; equal seeds give equal weights, however they are sharded.
 
     Args:
         parameters: shape and dtype by dotted path.
@@ -32,26 +34,41 @@ def dummy_parameters(
         shardings: where each parameter goes.
         progress: show a bar.
     """
-    key = jax.random.key(seed)
+    rng = np.random.default_rng(seed)
+    normal, uniform = rng.standard_normal(PERIOD, np.float32), rng.random(PERIOD, np.float32)
     result = {}
     with progress_bar("Drawing weights", sum(map(nbytes, parameters.values())), progress) as advance:
         for path, target in parameters.items():
-            own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-            draw = _compiled(_kind(path), target.shape, target.dtype, tied, sharding_of(shardings, path))
-            result[path] = jax.block_until_ready(draw(own))
+            reader = _DummyParameter(path, target.shape, normal, uniform, tied)
+            result[path] = place(target, reader, sharding_of(shardings, path))
             advance(nbytes(target))
     return result
 
 
-def _kind(path: str) -> str:
-    """The end of a path, which decides the distribution: so layers of equal shape share one compiled program."""
-    return ".".join(path.split(".")[-2:])
+class _DummyParameter:
+    """Makes pieces of one parameter: rows are made as needed, other axes are cut."""
 
+    def __init__(self, path: str, shape: tuple[int, ...], normal: np.ndarray, uniform: np.ndarray, tied: bool) -> None:
+        self._path = path
+        self._shape = shape
+        self._normal = normal
+        self._uniform = uniform
+        self._tied = tied
 
-def _compiled(kind: str, shape: tuple[int, ...], dtype: Any, tied: bool, sharding: Sharding | None) -> Any:
-    return jax.jit(partial(_draw, kind=kind, shape=shape, dtype=dtype, tied=tied), out_shardings=sharding)
+    def __call__(self, index: Index) -> np.ndarray:
+        first, last, _ = index[0].indices(self._shape[0])
+        offset = zlib.crc32(self._path.encode()) + first * math.prod(self._shape[1:])
 
+        def draw(numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+            start = offset % PERIOD
+            return np.resize(np.concatenate([numbers[start:], numbers[:start]]), shape)
 
-def _draw(key: jax.Array, *, kind: str, shape: tuple[int, ...], dtype: Any, tied: bool) -> jax.Array:
-    normal, uniform = partial(jax.random.normal, key), partial(jax.random.uniform, key)
-    return initial_values(kind, shape, normal, uniform, jnp, tied).astype(dtype)
+        shape = (last - first, *self._shape[1:])
+        values = initial_values(
+            self._path,
+            shape,
+            lambda shape: draw(self._normal, shape),
+            lambda shape: draw(self._uniform, shape),
+            self._tied,
+        )
+        return values[(slice(None), *index[1:])]

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import Any
 
-Draw = Callable[[tuple[int, ...]], Any]
+import numpy as np
+
+Draw = Callable[[tuple[int, ...]], np.ndarray]
 
 _DT_RANGE = (0.002, 0.1)
 _A_RANGE = (1.0, 16.0)
@@ -26,7 +27,7 @@ _DISTURBED: tuple[tuple[str, float, float], ...] = (
 )
 
 
-def initial_values(name: str, shape: tuple[int, ...], normal: Draw, uniform: Draw, xp: Any, tied: bool = False) -> Any:
+def initial_values(name: str, shape: tuple[int, ...], normal: Draw, uniform: Draw, tied: bool = False) -> np.ndarray:
     """Values for one tensor, chosen by its name (ours or Hugging Face's).
 
     Args:
@@ -34,16 +35,15 @@ def initial_values(name: str, shape: tuple[int, ...], normal: Draw, uniform: Dra
         shape: of the result.
         normal: draws standard normals of a shape.
         uniform: draws uniforms in [0, 1).
-        xp: `numpy` or `jax.numpy`, whichever the draws come from.
         tied: the embedding is the output head too, so it is scaled as a head.
     """
     if name.endswith("dt_bias"):
         low, high = map(math.log, _DT_RANGE)
-        dt = xp.exp(low + (high - low) * uniform(shape))
-        return dt + xp.log(-xp.expm1(-dt))  # the inverse of softplus
+        dt = np.exp(low + (high - low) * uniform(shape))
+        return dt + np.log(-np.expm1(-dt))  # the inverse of softplus
     if name.lower().endswith("a_log"):
         low, high = _A_RANGE
-        return xp.log(low + (high - low) * uniform(shape))
+        return np.log(low + (high - low) * uniform(shape))
     if re.search(r"embed[^.]*(\.weight|\.embedding)?$", name):
         return normal(shape) * (1 / math.sqrt(shape[-1]) if tied else 1.0)
     for pattern, mean, deviation in _DISTURBED:

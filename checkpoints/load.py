@@ -17,6 +17,7 @@ from checkpoints.hugging_face import Tensors, read_parameters
 from checkpoints.json_file import read_json
 from checkpoints.orbax import read_description, restore_orbax, save_orbax
 from checkpoints.placing import Shardings, abstract_parameters
+from checkpoints.presets import preset
 from checkpoints.random import RandomTensors
 from checkpoints.resolve import Kind, Reference, resolve
 from checkpoints.tensor_set import TensorSet
@@ -157,9 +158,7 @@ def convert(
 
 def _config(reference: Reference) -> HybridConfig:
     if reference.kind is Kind.PRESET:
-        from checkpoints.presets import PRESETS
-
-        return config_from_hf(PRESETS[reference.name])
+        return preset(reference.name)
     if reference.kind is Kind.ORBAX:
         return read_description(reference.files).config
     return _hf_config(reference.files, read_json(reference.files / "config.json"))

@@ -73,10 +73,8 @@ def save_orbax(
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(directory / WEIGHTS, arrays)
         if jax.process_index() == 0:
-            for path in _files(files_from):
-                target = directory / path.relative_to(files_from)
-                target.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, target)
+            if files_from is not None:
+                _copy_files(files_from, directory)
             description = {
                 "version": VERSION,
                 "dtype": _dtype_name(arrays),
@@ -164,11 +162,12 @@ def _prepare(directory: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{directory}: cannot be written ({error.strerror})") from error
 
 
-def _files(source: Path | None) -> list[Path]:
-    if source is None:
-        return []
-    named = [source / name for name in COPIED]
-    return [path for path in named if path.is_file()] + sorted(source.glob("additional_chat_templates/*.jinja"))
+def _copy_files(source: Path, directory: Path) -> None:
+    named = [path for path in (source / name for name in COPIED) if path.is_file()]
+    for path in [*named, *source.glob("additional_chat_templates/*.jinja")]:
+        target = directory / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)
 
 
 def _dtype_name(arrays: Mapping[str, jax.Array]) -> str:

@@ -52,7 +52,7 @@ class RandomTensors:
         """A tensor's values, float32."""
         shape, tied = self._shapes[name], self._config.tie_word_embeddings
         rng = np.random.default_rng([self._seed, zlib.crc32(name.encode())])
-        values = initial_values(name, shape, rng.standard_normal, rng.random, np, tied).astype(np.float32)
+        values = initial_values(name, shape, rng.standard_normal, rng.random, tied).astype(np.float32)
         if self._near_ties is not None and ("lm_head" in name or (tied and "embed" in name)):
             pairs = shape[0] // 2
             values[1 : 2 * pairs : 2] = values[0 : 2 * pairs : 2] * np.float32(1 + self._near_ties)
@@ -101,7 +101,7 @@ def write_random(
         (directory / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     tensors = RandomTensors(hf_config, seed, near_ties)
     names = sorted(tensors.names)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(shards):
         file = SINGLE_FILE if shards == 1 else f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
         content = {rename(name): tensors.view(name).astype(_NUMPY[dtype]) for name in names[shard::shards]}

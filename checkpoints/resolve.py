@@ -7,6 +7,7 @@ from enum import Enum
 from pathlib import Path
 
 from checkpoints.errors import CheckpointError, listing
+from checkpoints.presets import preset_names
 
 ORBAX_MARKER = "mamba_jax.json"
 """A directory with this file was written by `save_orbax`."""
@@ -65,7 +66,7 @@ def resolve(ref: str | Path) -> Reference:
     if path.exists():
         raise CheckpointError(f"{name}: is a file; give the directory that holds config.json and the weights")
     expected = f"a Hugging Face or Orbax directory, {DEMO!r}, or a published size"
-    presets = listing(sorted(preset_names()), 3)
+    presets = listing(preset_names(), 3)
     raise CheckpointError(f"{name}: no such model; expected {expected} ({presets}); nothing is downloaded")
 
 
@@ -75,12 +76,3 @@ def _directory_kind(path: Path) -> Kind:
     if (path / "config.json").is_file():
         return Kind.HUGGING_FACE
     raise CheckpointError(f"{path}: neither a Hugging Face (no config.json) nor an Orbax directory (no {ORBAX_MARKER})")
-
-
-def preset_names() -> list[str]:
-    """The published sizes that are known by name."""
-    try:
-        from checkpoints import presets
-    except ImportError:
-        return []
-    return sorted(presets.PRESETS)
