@@ -29,7 +29,8 @@ def build(recipe: Recipe) -> Any:
     generator = torch.Generator().manual_seed(recipe.seed)
     with torch.no_grad():
         for name, tensor in weights(model):
-            tensor.copy_(_random(name, tensor, generator, tied=config.tie_word_embeddings))
+            factor = math.prod(factor for part, factor in recipe.quieter.items() if part in name)
+            tensor.copy_(factor * _random(name, tensor, generator, tied=config.tie_word_embeddings))
             if not stays_float32(name):
                 tensor.copy_(tensor.bfloat16().float())
     return model

@@ -23,6 +23,9 @@ class Recipe:
     changes: dict[str, Any] = field(default_factory=dict)
     """Config fields that must matter -> another value."""
     seed: int = 0
+    quieter: dict[str, float] = field(default_factory=dict)
+    """Factors on weights whose names contain these: where the architecture itself amplifies differences, usual weights
+    would amplify the rounding errors of float32 beyond what the tests allow."""
     rename_config: dict[str, Any] = field(default_factory=dict)
     """Fields of config.json to write as well, or (None) to leave out: old spellings that Hugging Face still reads."""
     rename_weights: tuple[str, str] | None = None
@@ -144,6 +147,8 @@ _MAMBA2 = {
     **_IDS,
 }
 
+# A shared block has no residual connection: its second norm blows up whatever is left of an attention to many tokens.
+_ZAMBA2_QUIETER = {"embed": 0.7, "q_proj": 0.5, "k_proj": 0.6, ".linear.weight": 0.3}
 _ZAMBA2 = {
     "hidden_size": 48,
     "intermediate_size": 60,
@@ -405,6 +410,7 @@ RECIPES: dict[str, Recipe] = {
             "chunk_size": 64,
         },
         changes={"rope_parameters": {**_ROPE, "rope_theta": 100.0}},
+        quieter=_ZAMBA2_QUIETER,
         seed=61,
     ),
     "zamba2-nope": Recipe(
@@ -422,6 +428,7 @@ RECIPES: dict[str, Recipe] = {
         },
         # The spelling of Zyphra's own code.
         rename_config={"layers_block_type": ["mamba", "hybrid"] * 3},
+        quieter=_ZAMBA2_QUIETER,
         seed=62,
     ),
 }
