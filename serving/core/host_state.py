@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from serving.core.config import SchedulerConfig
-from serving.core.plan import Fate, Row, StepPlan
+from serving.core.plan import DecodeRow, Fate, Row, StepPlan
 from serving.core.policy import CachePolicy
 from serving.core.pools import PagePool, SlotPool
 from serving.core.prefix_index import PrefixIndex
@@ -107,6 +107,9 @@ class HostState:
         """
         own = request.state.own
         kept: Sequence[int] = request.flights[-1].boundary_slots if request.flights else ()
+        if kept and len(own) >= count and not self.can_spare_slot():
+            self.give_up_boundary(request.flights[-1])
+            kept = ()
         usable = [slot for slot in own if slot not in kept] if kept else own[:count]
         while len(usable) < count:
             fresh = self.slots.take()
@@ -117,8 +120,7 @@ class HostState:
         if usable:
             return usable[:count]
         if kept:
-            request.flights[-1].boundary_slots = ()
-            self.stats.boundaries_not_kept += 1
+            self.give_up_boundary(request.flights[-1])
             return own[:count]
         held = request.state.held
         if held and self.slots.refs[held] == 1:
@@ -128,6 +130,19 @@ class HostState:
             own.append(held)
             return [held]
         return []
+
+    def can_spare_slot(self, *, seating: int = 0) -> bool:
+        """Whether a slot may go into a checkpoint: only if those who wait for a seat can have theirs all the same.
+
+        `seating`: how many of the waiting ones (0 or 1) have theirs already.
+        """
+        return self.slots.available > min(len(self.free_seats), len(self.waiting) - seating)
+
+    def give_up_boundary(self, row: Row) -> None:
+        """The next step may write over what an unsettled decode row would have published."""
+        assert isinstance(row, DecodeRow)
+        row.boundary_slots = ()
+        self.stats.boundaries_not_kept += 1
 
     def unpublish_slot(self, slot: int) -> None:
         """Make sure that a slot in use is not findable."""
@@ -226,4 +241,4 @@ class HostState:
 
 def writes(row: Row) -> Sequence[int]:
     """The slots that a row's sequence may go on from."""
-    return row.write_slots if hasattr(row, "write_slots") else row.tile_write_slots[-1:]
+    return row.write_slots if isinstance(row, DecodeRow) else row.tile_write_slots[-1:]

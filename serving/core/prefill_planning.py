@@ -4,7 +4,7 @@ from serving.core.budget import Budget
 from serving.core.host_state import HostState, writes
 from serving.core.page_planning import prepare_pages, put_back
 from serving.core.plan import DecodeRow, Mark, PrefillRow, StepPlan
-from serving.core.request import Request
+from serving.core.request import Request, Status
 
 
 def plan_catch_up(host: HostState, request: Request, plan: StepPlan, budget: Budget, *, preempting: bool) -> bool:
@@ -128,23 +128,25 @@ def _chunk_end(host: HostState, request: Request, start: int, budget: Budget) ->
 def _marks(host: HostState, request: Request, start: int, end: int, last_slot: int) -> list[Mark]:
     """The states of a chunk that are to be published, each with the slot that will hold it.
 
-    The last one lies in the row's own slot, which then becomes everybody's: only if the row has another to write.
+    The last one lies in the row's own slot, which then becomes everybody's: only if the row has another to write. The
+    deepest get their slots first.
     """
     marks: list[Mark] = []
     slots, policy, own = host.slots, host.policy, request.state.own
-    for position, kind in policy.positions(request, start, end):
+    seating = int(request.status is Status.WAITING)
+    for position, kind in reversed(policy.positions(request, start, end)):
+        slot = 0
         if position == end:
-            if len(own) == 1:
+            if len(own) == 1 and host.can_spare_slot(seating=seating):
                 spare = slots.take()
                 if spare:
                     own.append(spare)
             slot = last_slot if len(own) > 1 else 0
-        elif policy.modest(request, position, kind):
-            slot = slots.take_modestly()
-        else:
-            slot = slots.take()
+        elif host.can_spare_slot(seating=seating):
+            slot = slots.take_modestly() if policy.modest(request, position, kind) else slots.take()
         if slot:
             marks.append(Mark(position, slot, kind))
         else:
             host.stats.boundaries_not_kept += 1
-    return marks
+    # Ascending again: the index grows downwards.
+    return marks[::-1]

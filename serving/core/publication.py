@@ -63,8 +63,8 @@ def after_settle(host: HostState, row: DecodeRow, before: int, after: int) -> No
 
 def _publish_boundary(host: HostState, row: DecodeRow, boundary: int, slot: int) -> None:
     request, state = row.request, row.request.state
-    if len(state.own) == 1 and not host.slots.available:
-        # The row would have no slot to write.
+    if len(state.own) == 1 and not host.can_spare_slot():
+        # The row needs another to write, and so does whoever waits.
         host.stats.boundaries_not_kept += 1
         return
     assert host.index is not None

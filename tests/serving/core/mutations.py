@@ -33,23 +33,27 @@ Patch = pytest.MonkeyPatch
 
 @dataclass(frozen=True)
 class Mutation:
-    """A fault and the lines of the list of edge cases that it stands for."""
+    """A fault, the lines of the list of edge cases that it stands for, and who sees it."""
 
     number: int
     fault: str
     cases: str
     plant: Callable[[Patch], None]
+    seen_by: str = "fuzzer"
+    """Or the test (module:function) that does: the fault costs time or memory, not tokens."""
 
 
 CORE: dict[int, Mutation] = {}
 
 
-def mutation(number: int, fault: str, cases: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+def mutation(
+    number: int, fault: str, cases: str, seen_by: str = "fuzzer"
+) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
     """Register a fault under its number."""
 
     def register(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
         assert number not in CORE
-        CORE[number] = Mutation(number, fault, cases, plant)
+        CORE[number] = Mutation(number, fault, cases, plant, seen_by)
         return plant
 
     return register
@@ -816,3 +820,150 @@ def stale_chunk_state(patch: Patch) -> None:
         return done
 
     patch.setattr(scheduler, "plan_catch_up", plan)
+
+
+# -- faults that cost time or memory: a test of their own looks for each --
+
+
+@mutation(
+    51,
+    "prefills get what decoding leaves, and no share",
+    "A25 B15",
+    "test_limits:test_a_prefill_gets_its_share_while_others_decode_the_budget_away",
+)
+def no_share(patch: Patch) -> None:
+    patch.setattr(budget.Budget, "grant_share", lambda self: None)
+
+
+@mutation(
+    52,
+    "states are evicted least recently used first, whatever they are worth",
+    "issue: worth",
+    "test_eviction:test_interior_states_go_before_the_end_of_an_older_chain",
+)
+def plain_lru(patch: Patch) -> None:
+    patch.setattr(policy.CachePolicy, "rank", lambda self, entry: 1)
+
+
+@mutation(53, "a branch counts as interior", "invariant 11", "test_eviction:test_a_branch_is_not_interior")
+def branch_is_interior(patch: Patch) -> None:
+    patch.setattr(policy.CachePolicy, "rank", lambda self, entry: int(not entry.below))
+
+
+@mutation(
+    54,
+    "a checkpoint's slots are taken although somebody waits for a seat",
+    "invariant 11",
+    "test_eviction:test_checkpoints_never_block_admission",
+)
+def greedy_checkpoints(patch: Patch) -> None:
+    patch.setattr(host_state.HostState, "can_spare_slot", lambda self, *, seating=0: True)
+
+
+@mutation(
+    55,
+    "a state of little worth displaces one of more",
+    "issue: worth",
+    "test_eviction:test_a_modest_state_displaces_nothing_of_worth",
+)
+def immodest(patch: Patch) -> None:
+    patch.setattr(policy.CachePolicy, "modest", lambda self, request, position, kind: False)
+
+
+@mutation(
+    56,
+    "forks do not wait for the first sibling",
+    "issue: forks",
+    "test_forks:test_siblings_wait_for_the_first_ones_prompt_end",
+)
+def forks_do_not_wait(patch: Patch) -> None:
+    patch.setattr(admission, "_waits_for_sibling", lambda host, request: False)
+
+
+@mutation(
+    57,
+    "align runs over the junction of pages and states",
+    "issue: align",
+    "test_hits:test_align_publishes_the_junction_of_two_prompts",
+)
+def no_junction(patch: Patch) -> None:
+    whole = policy.CachePolicy.stops
+    patch.setattr(policy.CachePolicy, "stops", lambda self, request, hit, matched: whole(self, request, hit, 0))
+
+
+@mutation(
+    58,
+    "a resumed request runs over its prompt's end",
+    "A17 issue: resume",
+    "test_limits:test_a_resumed_request_stops_at_its_prompt_end",
+)
+def no_stop_at_prompt_end(patch: Patch) -> None:
+    patch.setattr(policy.CachePolicy, "stops", lambda self, request, hit, matched: [])
+
+
+@mutation(
+    59,
+    "the first in the order makes room for the last",
+    "invariant 9",
+    "test_limits:test_the_latest_makes_room_and_resumes_from_the_cache",
+)
+def wrong_victim(patch: Patch) -> None:
+    def take(host: Any, request: Any, plan: Any) -> int:
+        victims = [other for other in host.running if other is not request]
+        if victims:
+            preemption.preempt(host, victims[0], plan)
+        return host.pages.take()
+
+    patch.setattr(page_planning, "_take_from_others", take)
+
+
+@mutation(
+    60,
+    "decode publishes no boundaries",
+    "A15",
+    "test_hits:test_second_turn_hits_a_block_finished_while_decoding_with_three_drafts",
+)
+def no_decode_boundaries(patch: Patch) -> None:
+    patch.setattr(publication, "_publish_boundary", lambda host, row, boundary, slot: None)
+
+
+@mutation(
+    61,
+    "a whole-prompt hit is cut to one token less",
+    "A2 B11",
+    "test_hits:test_prompt_of_whole_blocks_needs_no_column_before",
+)
+def never_the_whole_prompt(patch: Patch) -> None:
+    def find(host: Any, request: Any) -> Any:
+        return host.index.find(request.tokens[:-1], request.cache_salt) if host.index is not None else None
+
+    patch.setattr(admission, "_find", find)
+
+
+@mutation(62, "who asks under a salt is told what other salts hold", "issue: salting", "test_hits:test_salt_separates")
+def telling_tales(patch: Patch) -> None:
+    whole = prefix_index.PrefixIndex.why_missed
+
+    def why(self: Any, tokens: Any, salt: Any, match: Any) -> Any:
+        if any(self.find(tokens, other).entry is not None for other in self.roots):
+            return prefix_index.MissReason.SALT_DIFFERS
+        return whole(self, tokens, salt, match)
+
+    patch.setattr(prefix_index.PrefixIndex, "why_missed", why)
+
+
+@mutation(63, "equal pages of twins are held twice", "issue: accounts", "test_hits:test_twins_hold_their_prompt_once")
+def held_twice(patch: Patch) -> None:
+    whole = prefix_index.PrefixIndex.publish_pages
+
+    def publish(self: Any, request: Any, position: int) -> Any:
+        known = dict.fromkeys(request.pages)
+        node = whole(self, request, position)
+        self.doubles = getattr(self, "doubles", 0) + sum(page not in known for page in request.pages)
+        for page in request.pages:
+            if page not in known:
+                # The page of its own that the request should have given up.
+                self.pages.take()
+        return node
+
+    patch.setattr(prefix_index.PrefixIndex, "publish_pages", publish)

@@ -1,5 +1,9 @@
 """The fuzzer sees every planted fault within a bounded number of schedules. The table is docs/mutations.md."""
 
+import importlib
+import re
+from pathlib import Path
+
 import pytest
 
 from tests.serving.core.mutations import CORE, Mutation
@@ -20,9 +24,34 @@ def caught_after(mutation: Mutation, bound: int = BOUND) -> tuple[int, str] | No
     return None
 
 
-@pytest.mark.parametrize("number", sorted(CORE))
-def test_fault_is_caught(number: int) -> None:
+def number_id(number: int) -> str:
+    """So that a failing test names its fault."""
+    return f"{number}-{CORE[number].plant.__name__}"
+
+
+@pytest.mark.parametrize("number", [n for n in sorted(CORE) if CORE[n].seen_by == "fuzzer"], ids=number_id)
+def test_fuzzer_sees(number: int) -> None:
     mutation = CORE[number]
     found = caught_after(mutation)
-    assert found is not None, f"{number}: {mutation.fault}: not caught in {BOUND} schedules"
+    assert found is not None, f"{number}: {mutation.fault}: not seen in {BOUND} schedules"
     print(f"{number}: {mutation.fault}: seed {found[0]}: {found[1][:100]}")
+
+
+@pytest.mark.parametrize("number", [n for n in sorted(CORE) if CORE[n].seen_by != "fuzzer"], ids=number_id)
+def test_a_test_sees(number: int) -> None:
+    mutation = CORE[number]
+    module, name = mutation.seen_by.split(":")
+    test = getattr(importlib.import_module(f"tests.serving.core.{module}"), name)
+    test()
+    with pytest.MonkeyPatch.context() as patch:
+        mutation.plant(patch)
+        with pytest.raises(AssertionError):
+            test()
+
+
+def test_table_is_complete() -> None:
+    table = (Path(__file__).parents[3] / "docs" / "mutations.md").read_text()
+    for number, mutation in CORE.items():
+        assert re.search(rf"^\| {number} \| {re.escape(mutation.fault)} \|", table, re.MULTILINE), (
+            f"{number} is not listed"
+        )

@@ -1,0 +1,98 @@
+"""A small loop over the scheduler and the symbolic device, for tests that look at single plans."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from serving.core import Request, Scheduler, SchedulerConfig, StepPlan, StepResult
+from tests.serving.core.symbolic import Device, Model, expected_output
+
+
+def small_config(**changes: Any) -> SchedulerConfig:
+    """Tile 2, pages of 2, B = 4; room for everything unless a test takes it away."""
+    sizes: dict[str, Any] = {
+        "num_slots": 60,
+        "num_pages": 200,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 64,
+        "page_size": 2,
+        "state_block_size": 4,
+        "tile_size": 2,
+        "cache_mode": "all",
+    }
+    return SchedulerConfig(**{**sizes, **changes})
+
+
+class Loop:
+    """Plans, runs and settles; keeps the plans. Drafts are right with probability `rightness`."""
+
+    def __init__(self, *, rightness: float = 1.0, **changes: Any) -> None:
+        self.config = small_config(**changes)
+        self.scheduler = Scheduler(self.config)
+        self.device = Device(self.config, Model(9), random.Random(1), rightness)
+        self.plans: list[StepPlan] = []
+        self.results: list[tuple[StepPlan, StepResult]] = []
+        self.count = 0
+
+    def add(self, prompt: Sequence[int], **options: Any) -> Request:
+        """Queue a request."""
+        self.count += 1
+        request = Request(options.pop("request_id", f"r{self.count}"), prompt, **options)
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> StepPlan | None:
+        """One step, overlapped: the step before settles after this one is dispatched."""
+        if self.scheduler.needs_settle_before_schedule():
+            self.settle()
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.results.append((plan, self.device.run(plan, self.scheduler)))
+            self.scheduler.dispatched(plan)
+            self.plans.append(plan)
+        if len(self.results) > 1 or (plan is None and self.results):
+            self.settle()
+        return plan
+
+    def settle(self) -> None:
+        """The oldest result arrives."""
+        if self.results:
+            self.scheduler.settle(*self.results.pop(0))
+            self.scheduler.check()
+            self.device.check_index(self.scheduler)
+
+    def finish(self) -> None:
+        """Until nothing is left; then the accounts."""
+        for _ in range(2000):
+            if not self.scheduler.has_unfinished and not self.results:
+                break
+            under_way = len(self.results)
+            if self.step() is None and not under_way:
+                raise AssertionError("stuck")
+        else:
+            raise AssertionError("does not end")
+        self.scheduler.check(idle=True)
+
+    def run(self, prompt: Sequence[int], **options: Any) -> Request:
+        """One request from beginning to end, its output checked."""
+        request = self.add(prompt, **options)
+        self.finish()
+        self.check_output(request)
+        return request
+
+    def check_output(self, request: Request) -> None:
+        """The output is the plain greedy one."""
+        assert request.output_token_ids == expected_output(self.device.truth(request), request)
+
+    def positions(self, salt: str | None = None) -> list[int]:
+        """Where the index has states under a salt, ascending."""
+        index = self.scheduler.host.index
+        assert index is not None
+        found = []
+        stack: list[Any] = [index.roots[salt]] if salt in index.roots else []
+        while stack:
+            node = stack.pop()
+            found += [entry.position for entry in node.states.values()]
+            stack += node.children.values()
+        return sorted(found)

@@ -1,0 +1,217 @@
+"""Budgets, lengths, fairness, refusals, and who has to make room for whom."""
+
+import pytest
+
+from serving.core import FinishReason, MissReason, Request, RequestRefused, Scheduler
+from tests.serving.core.drive import Loop, small_config
+
+
+def test_a_prefill_gets_its_share_while_others_decode_the_budget_away() -> None:
+    loop = Loop(max_num_seqs=4, max_num_batched_tokens=3, cache_mode="align")
+    talkers = [loop.add([token], max_tokens=60) for token in range(3)]
+    while any(not request.output_token_ids for request in talkers):
+        loop.step()
+    prompt = loop.add(list(range(9)), max_tokens=1)
+    for _ in range(12):
+        loop.step()
+    assert prompt.finished
+    assert not any(request.finished for request in talkers)
+    loop.finish()
+
+
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+def test_block_larger_than_the_budget(mode: str) -> None:
+    loop = Loop(max_num_batched_tokens=3, state_block_size=8, cache_mode=mode)
+    request = loop.run(list(range(21)), max_tokens=2)
+    ends = [row.start + row.num_tokens for plan in loop.plans for row in plan.prefill]
+    assert len(ends) > 6
+    if mode == "align":
+        assert {8, 16} <= set(ends)
+        assert loop.positions() == [8, 16, 21]
+    assert request.output_token_ids
+
+
+def test_chunks_are_cut_at_absolute_places() -> None:
+    loop = Loop(max_num_batched_tokens=7, cache_mode="align")
+    loop.run(list(range(23)), max_tokens=1)
+    assert [(row.start, row.num_tokens) for plan in loop.plans for row in plan.prefill] == [
+        (0, 4),
+        (4, 4),
+        (8, 4),
+        (12, 4),
+        (16, 4),
+        (20, 3),
+    ]
+
+
+def test_all_writes_each_boundary_of_one_chunk() -> None:
+    loop = Loop(cache_mode="all")
+    loop.run(list(range(15)), max_tokens=1)
+    (row,) = loop.plans[0].prefill
+    assert [bool(slot) for slot in row.tile_write_slots] == [False, True, False, True, False, True, False, True]
+    assert len(set(row.tile_write_slots) - {0}) == 4
+
+
+def test_tile_budget() -> None:
+    loop = Loop(max_tiles=2)
+    loop.run(list(range(15)), max_tokens=1)
+    assert max(len(row.tile_write_slots) for plan in loop.plans for row in plan.prefill) == 2
+
+
+def test_lengths_clip_drafts() -> None:
+    for overlap in (True, False):
+        loop = Loop(num_speculative_tokens=3, max_model_len=12, overlap=overlap)
+        request = loop.run(list(range(7)), max_tokens=30)
+        assert request.finish_reason is FinishReason.LENGTH
+        assert len(request.tokens) == 12
+    # Seven prompt tokens, one sampled, then four at once: nothing is left for a draft.
+    assert [row.num_drafts for plan in loop.plans for row in plan.decode] == [3]
+    request = loop.run(list(range(6)), max_tokens=6)
+    assert [row.num_drafts for plan in loop.plans[-2:] for row in plan.decode] == [3, 0]
+
+
+def test_stop_inside_a_draft_run() -> None:
+    loop = Loop(num_speculative_tokens=3)
+    probe = loop.run(list(range(7)), max_tokens=8)
+    stop = probe.output_token_ids[4]
+    first = probe.output_token_ids.index(stop)
+    request = loop.run(list(range(7)), max_tokens=8, stop_token_ids=[stop])
+    assert request.output_token_ids == probe.output_token_ids[: first + 1]
+    assert (request.finish_reason, request.stop_reason) == (FinishReason.STOP, stop)
+
+
+def test_no_step_for_a_row_whose_last_token_is_under_way() -> None:
+    loop = Loop(overlap=True)
+    loop.run([1, 2, 3], max_tokens=2)
+    assert sum(len(plan.decode) for plan in loop.plans) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"prompt": []}, "empty"),
+        ({"prompt": list(range(64))}, "at most 63"),
+        ({"prompt": [1], "max_tokens": 0}, "max_tokens is 0"),
+    ],
+)
+def test_impossible_requests_are_refused_in_one_line(options: dict, text: str) -> None:
+    loop = Loop()
+    with pytest.raises(RequestRefused, match=text) as refused:
+        loop.add(**options)
+    assert "\n" not in str(refused.value)
+    assert not refused.value.retry
+    assert not loop.scheduler.has_unfinished
+
+
+def test_a_request_that_outgrows_the_pages_is_refused() -> None:
+    loop = Loop(num_pages=6)
+    with pytest.raises(RequestRefused, match="5 pages of 2 tokens hold 11 at most"):
+        loop.add([1] * 10, max_tokens=2)
+    loop.run([1] * 10, max_tokens=1)
+    loop.run([1] * 4, max_tokens=7)
+
+
+def test_full_queue_refuses_for_now() -> None:
+    loop = Loop(max_waiting=1)
+    loop.add([1], max_tokens=1)
+    with pytest.raises(RequestRefused, match="try later") as refused:
+        loop.add([1], max_tokens=1)
+    assert refused.value.retry
+    loop.finish()
+
+
+def test_same_id_twice_is_refused() -> None:
+    scheduler = Scheduler(small_config())
+    scheduler.add(Request("a", [1]))
+    with pytest.raises(RequestRefused, match="in use"):
+        scheduler.add(Request("a", [2]))
+
+
+def test_priorities() -> None:
+    loop = Loop(max_num_seqs=1)
+    late = loop.add([1, 2], max_tokens=3, priority=5)
+    urgent = loop.add([3, 4], max_tokens=3, priority=-5)
+    normal = loop.add([5, 6], max_tokens=3)
+    assert loop.scheduler.waiting == [urgent, normal, late]
+    loop.finish()
+    assert [request.request_id for plan in loop.plans for request in plan.seats] == ["r2", "r3", "r1"]
+
+
+def test_the_latest_makes_room_and_resumes_from_the_cache() -> None:
+    loop = Loop(num_pages=14, max_num_seqs=2, max_model_len=26)
+    first = loop.add(list(range(10)), max_tokens=12)
+    second = loop.add(list(range(20, 30)), max_tokens=12)
+    loop.finish()
+    assert (first.num_preemptions, second.num_preemptions > 0) == (0, True)
+    loop.check_output(first)
+    loop.check_output(second)
+    assert loop.scheduler.stats()["preemptions"] == second.num_preemptions
+
+
+def test_a_resumed_request_stops_at_its_prompt_end() -> None:
+    loop = Loop(cache_mode="align")
+    request = loop.add(list(range(10)), max_tokens=9)
+    while len(request.output_token_ids) < 5:
+        loop.step()
+    loop.scheduler.reset()
+    loop.device.wipe()
+    loop.results.clear()
+    loop.plans.clear()
+    loop.finish()
+    loop.check_output(request)
+    ends = [row.start + row.num_tokens for row in loop.plans[0].prefill + loop.plans[1].prefill + loop.plans[2].prefill]
+    assert 10 in ends
+    assert 10 in loop.positions()
+
+
+def test_withdrawing_leaves_no_trace() -> None:
+    loop = Loop()
+    first = loop.add(list(range(11)), max_tokens=5)
+    loop.step()
+    before = loop.scheduler.stats()
+    loop.add(list(range(11)), max_tokens=5)
+    plan = loop.scheduler.schedule()
+    assert plan is not None
+    loop.scheduler.withdraw(plan)
+    after = loop.scheduler.stats()
+    assert after["slots"] == before["slots"]
+    assert after["pages"] == before["pages"]
+    assert (after["running"], after["waiting"]) == (1, 1)
+    loop.finish()
+    loop.check_output(first)
+
+
+def test_lockstep_settles_first() -> None:
+    loop = Loop()
+    loop.add([1, 2, 3], max_tokens=4, lockstep=True)
+    loop.step()
+    assert loop.scheduler.needs_settle_before_schedule()
+    loop.finish()
+
+
+def test_abort_everywhere() -> None:
+    loop = Loop(num_speculative_tokens=2)
+    waiting, running = loop.add([1, 2, 3], max_tokens=9), loop.add([4, 5, 6], max_tokens=9)
+    assert loop.scheduler.abort(waiting.request_id) is waiting
+    loop.step()
+    plan = loop.scheduler.schedule()
+    assert plan is not None
+    loop.scheduler.abort(running.request_id)
+    loop.results.append((plan, loop.device.run(plan, loop.scheduler)))
+    loop.scheduler.dispatched(plan)
+    loop.settle()
+    loop.finish()
+    assert running.finish_reason is FinishReason.ABORT
+    assert loop.scheduler.abort("nobody") is None
+
+
+def test_counters_add_up() -> None:
+    loop = Loop(num_speculative_tokens=2, rightness=0.5)
+    requests = [loop.add(list(range(i, i + 9)), max_tokens=7) for i in range(3)]
+    loop.finish()
+    stats = loop.scheduler.stats()
+    assert stats["output_tokens"] == sum(len(request.output_token_ids) for request in requests)
+    assert stats["finished"] == {"length": 3}
+    assert stats["prompt_tokens"] == 27
+    assert stats["misses"] == {MissReason.NOT_FOUND.name.lower(): 3}
+    assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
