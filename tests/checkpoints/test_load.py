@@ -1,0 +1,361 @@
+"""Models by reference: Hugging Face directories, the demo, dummy weights; and what is said when something is wrong."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints_tiny import TINY
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors.numpy import load_file, save_file
+
+import checkpoints
+from checkpoints import CheckpointError
+from checkpoints.presets import preset_names
+from checkpoints.random import tensor_shapes, write_random
+from checkpoints.tensor_set import TensorSet
+from mamba_jax.families import config_from_hf, without_absent_parts
+from mamba_jax.model import parameters
+
+GOLDENS = sorted(path.parent for path in (Path(__file__).parents[1] / "golden").glob("*/config.json"))
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return write_random(tmp_path / "tiny", TINY)
+
+
+def load(ref, **options):
+    return checkpoints.load_model(ref, progress=False, **options)
+
+
+def values(model):
+    return {path: np.asarray(leaf.get_value()) for path, leaf in parameters(model).items()}
+
+
+@nnx.jit
+def _logits(model, tokens):
+    return model(tokens)
+
+
+def scores(model, tokens=range(1, 30)):
+    """Logits after each token; models of one shape share a compiled program."""
+    return np.asarray(_logits(model, jnp.array([list(tokens)])))[0]
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    for path, value in one.items():
+        np.testing.assert_array_equal(value, other[path], err_msg=path)
+
+
+def message(action):
+    with pytest.raises(CheckpointError) as error:
+        action()
+    text = str(error.value)
+    assert "\n" not in text
+    assert len(text) < 1000
+    return text
+
+
+def change_config(directory, **changes):
+    path = directory / "config.json"
+    fields = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in fields.items() if value != "absent"}))
+
+
+# --- what is read
+
+
+def test_a_directory_becomes_a_model_that_works(directory):
+    model = load(directory)
+    logits = scores(model)
+    assert logits.shape == (29, 61)
+    assert np.isfinite(logits).all()
+    assert len(set(logits.argmax(-1).tolist())) > 10, "a random model must not say one thing only"
+
+
+def test_parameters_are_the_stored_rows(directory):
+    stored, ours = load_file(directory / "model.safetensors"), values(load(directory))
+    in_proj = stored["backbone.layers.0.mixer.in_proj.weight"]
+    assert in_proj.shape == (2 * 32 + 2 * 2 * 16 + 4, 32)
+    np.testing.assert_array_equal(ours["blocks.0.mixer.in_proj_zx.weight"].reshape(64, 32), in_proj[:64])
+    np.testing.assert_array_equal(ours["blocks.0.mixer.in_proj_bc.weight"].reshape(64, 32), in_proj[64:128])
+    np.testing.assert_array_equal(ours["blocks.0.mixer.in_proj_dt.weight"], in_proj[128:])
+    experts = [stored[f"backbone.layers.1.mixer.experts.{e}.up_proj.weight"] for e in range(4)]
+    np.testing.assert_array_equal(ours["blocks.1.mixer.experts.up"], np.stack(experts))
+    np.testing.assert_array_equal(ours["lm_head.weight"], stored["lm_head.weight"])
+
+
+@pytest.mark.parametrize("golden", GOLDENS, ids=lambda path: path.name)
+def test_random_checkpoints_have_the_names_that_hugging_face_writes(golden):
+    tensors = TensorSet(golden)
+    fields = checkpoints.json_file.read_json(golden / "config.json")
+    config = without_absent_parts(config_from_hf(fields), tensors.names)
+    stored = {name: tensors.shape(name) for name in tensors.names}
+    if any(name.startswith("model.") for name in stored) and config.family in ("NemotronH", "Mamba2"):
+        stored = {name.replace("model.", "backbone.", 1): shape for name, shape in stored.items()}
+    assert tensor_shapes(config) == stored
+
+
+def test_shards_prefixes_and_ignorable_leftovers(directory, tmp_path):
+    expected = values(load(directory))
+    renamed = write_random(tmp_path / "s", TINY, shards=3, rename=lambda name: name.replace("backbone.", "model."))
+    assert_equal(values(load(renamed)), expected)
+    save_file({"model.rotary_emb.inv_freq": np.ones(4, np.float32)}, renamed / "model-00003-of-00003x.safetensors")
+    index = json.loads((renamed / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.rotary_emb.inv_freq"] = "model-00003-of-00003x.safetensors"
+    (renamed / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_equal(values(load(renamed)), expected)
+
+
+def test_sharded_equals_single(directory):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
+
+    def sharding(path):
+        rows = path.endswith(("up_proj.weight", "lm_head.weight")) and "experts" not in path
+        return NamedSharding(mesh, PartitionSpec("model") if rows and path != "lm_head.weight" else PartitionSpec())
+
+    model = load(directory, sharding=sharding)
+    assert_equal(values(model), values(load(directory)))
+    assert all(len(leaf.get_value().sharding.device_set) == 2 for leaf in parameters(model).values())
+
+
+def test_draft_layer_is_kept_when_stored_and_dropped_when_not(directory):
+    assert load(directory).mtp is not None
+    stored = load_file(directory / "model.safetensors")
+    save_file({n: v for n, v in stored.items() if not n.startswith("mtp.")}, directory / "model.safetensors")
+    model = load(directory)
+    assert model.mtp is None
+    assert model.config.mtp_pattern == ""
+
+
+def test_draft_layer_that_the_config_does_not_mention_is_ignored(directory):
+    change_config(directory, num_nextn_predict_layers=0)
+    assert load(directory).mtp is None
+
+
+# --- dtypes
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+def test_auto_is_float32_on_cpu(tmp_path, stored):
+    model = load(write_random(tmp_path, TINY, dtype=stored))
+    assert {leaf.dtype for leaf in parameters(model).values()} == {np.dtype(np.float32)}
+
+
+def test_auto_is_the_checkpoints_dtype_on_accelerators(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    write_random(tmp_path, TINY, dtype="bfloat16")
+    assert parameters(load(tmp_path))["embed.weight"].dtype == ml_dtypes.bfloat16
+    change_config(tmp_path, dtype="absent", torch_dtype="float16")
+    assert parameters(load(tmp_path))["embed.weight"].dtype == np.float16
+
+
+def test_bfloat16_bits_are_kept(tmp_path):
+    write_random(tmp_path, TINY, dtype="bfloat16")
+    stored = TensorSet(tmp_path).view("backbone.embeddings.weight")
+    ours = values(load(tmp_path, dtype="bfloat16"))
+    np.testing.assert_array_equal(ours["embed.weight"].view(np.uint16), stored.view(np.uint16))
+    assert ours["blocks.0.mixer.a_log"].dtype == np.float32, "what steers the recurrence stays float32"
+
+
+def test_impossible_dtypes(directory):
+    allowed = "allowed are auto, float32, bfloat16, float16"
+    assert message(lambda: load(directory, dtype="fp8")) == f"dtype 'fp8' is not possible; {allowed}"
+    assert message(lambda: load(directory, dtype="int8")) == f"dtype 'int8' is not possible; {allowed}"
+
+
+# --- dummy weights and the demo
+
+
+def test_dummy_weights_need_a_config_only(directory):
+    (directory / "model.safetensors").unlink()
+    one, two, other = (load(directory, load_format="dummy", seed=seed) for seed in (1, 1, 2))
+    assert_equal(values(one), values(two))
+    assert (values(one)["embed.weight"] != values(other)["embed.weight"]).any()
+    a = np.exp(values(one)["blocks.0.mixer.a_log"])
+    assert ((a >= 1) & (a <= 16)).all()
+    dt = np.log1p(np.exp(values(one)["blocks.0.mixer.dt_bias"]))
+    assert ((dt > 0.0019) & (dt < 0.101)).all()
+    weights = values(one)["blocks.1.mixer.experts.up"]
+    assert abs(weights.std() * np.sqrt(32) - 1) < 0.1
+    logits = scores(one)
+    assert np.isfinite(logits).all()
+    assert 0.3 < logits.std() < 3
+
+
+def test_dummy_weights_do_not_depend_on_sharding(directory):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
+    specs = {
+        "blocks.3.mixer.up_proj.weight": PartitionSpec("model"),
+        "blocks.3.mixer.down_proj.weight": PartitionSpec(None, "model"),
+        "blocks.1.mixer.experts.down": PartitionSpec("model"),
+    }
+    shardings = {path: NamedSharding(mesh, spec) for path, spec in specs.items()}
+    sharded = load(directory, load_format="dummy", sharding=shardings.get)
+    assert_equal(values(sharded), values(load(directory, load_format="dummy")))
+    assert {path: parameters(sharded)[path].get_value().sharding for path in specs} == shardings
+
+
+def test_unknown_load_format(directory):
+    text = message(lambda: load(directory, load_format="pt"))
+    assert text == "load format 'pt' is not known; allowed are 'auto' and 'dummy'"
+
+
+def test_demo():
+    one, two = load("demo"), load("demo")
+    assert_equal(values(one), values(two))
+    assert set("M*-") <= set(one.config.pattern)
+    assert one.mtp is not None
+    tokenizer = checkpoints.require_tokenizer("demo")
+    assert tokenizer.vocab_size == one.config.vocab_size
+    assert tokenizer.has_chat_template
+    assert checkpoints.generation_config("demo").eos_token_ids == (2, 4)
+    choices = scores(one, tokenizer.encode("The quick brown fox jumps over the lazy dog.")).argmax(-1)
+    assert len(set(choices.tolist())) > len(choices) // 2
+
+
+def test_near_ties(tmp_path):
+    write_random(tmp_path, TINY, near_ties=1e-5)
+    logits = np.sort(scores(load(tmp_path)), axis=-1)
+    gaps = logits[:, -1] - logits[:, -2]
+    assert (gaps < 1e-3).mean() > 0.8
+
+
+# --- errors
+
+
+def test_references_that_name_nothing(tmp_path):
+    text = message(lambda: load("no/such"))
+    assert text.startswith("no/such: no such model; expected a Hugging Face or Orbax directory, 'demo', or a published")
+    (tmp_path / "file").touch()
+    text = message(lambda: load(tmp_path / "file"))
+    assert text == f"{tmp_path}/file: is a file; give the directory that holds config.json and the weights"
+    text = message(lambda: load(tmp_path))
+    assert text == f"{tmp_path}: neither a Hugging Face (no config.json) nor an Orbax directory (no mamba_jax.json)"
+
+
+def test_a_published_size_has_a_config_but_no_weights():
+    name = preset_names()[0]
+    assert checkpoints.load_config(name).num_mamba_layers > 0
+    assert checkpoints.load_tokenizer(name) is None
+    assert checkpoints.generation_config(name) == checkpoints.GenerationConfig()
+    text = message(lambda: load(name))
+    assert text.startswith(f"{name!r} is a published size: a configuration without weights and tokenizer")
+
+
+def test_unknown_model_type(directory):
+    change_config(directory, model_type="llama")
+    text = message(lambda: load(directory))
+    assert text.startswith(
+        f"{directory}/config.json: model_type 'llama' is not supported: known are nemotron_h, bamba, "
+    )
+    change_config(directory, model_type="absent")
+    assert "model_type None is not supported" in message(lambda: load(directory))
+
+
+def test_corrupt_config(directory):
+    (directory / "config.json").write_text('{"model_type": ')
+    text = message(lambda: load(directory))
+    assert text == f"{directory}/config.json: not valid JSON (Expecting value: line 1 column 16 (char 15))"
+    (directory / "config.json").write_text("[1]")
+    assert message(lambda: load(directory)) == f"{directory}/config.json: expected a JSON object, found list"
+    (directory / "config.json").write_bytes(b"\xff\xfe")
+    assert message(lambda: load(directory)).startswith(f"{directory}/config.json: not valid JSON ('utf-8' codec")
+
+
+def test_impossible_config(directory):
+    change_config(directory, mamba_num_heads=5)
+    text = message(lambda: load(directory))
+    assert text == f"{directory}/config.json: 5 Mamba heads cannot be divided into 2 groups"
+
+
+@pytest.mark.parametrize(
+    ("quantization", "name"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8"),
+    ],
+)
+def test_quantized_checkpoints(directory, quantization, name):
+    change_config(directory, quantization_config=quantization)
+    text = f"{directory}/config.json: quantized weights ({name}) are not supported yet; use the bfloat16 version"
+    assert message(lambda: load(directory)) == text
+    assert message(lambda: checkpoints.load_config(directory)) == text
+
+
+def test_quantized_checkpoints_of_modelopt(directory):
+    (directory / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    path = f"{directory}/hf_quant_config.json"
+    expected = f"{path}: quantized weights (FP8) are not supported yet; use the bfloat16 version"
+    assert message(lambda: load(directory)) == expected
+
+
+def test_truncated_weights(directory):
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert message(lambda: load(directory)).startswith(f"{path}: truncated (")
+
+
+def test_missing_and_wrong_tensors_name_the_directory(directory):
+    stored = load_file(directory / "model.safetensors")
+    del stored["backbone.layers.1.mixer.experts.2.up_proj.weight"]
+    stored["backbone.norm_f.weight"] = np.ones(31, np.float32)
+    stored["backbone.layers.9.norm.weight"] = np.ones(32, np.float32)
+    save_file(stored, directory / "model.safetensors")
+    assert message(lambda: load(directory)) == (
+        f"{directory}: tensors do not fit config.json: "
+        "1 missing: backbone.layers.1.mixer.experts.2.up_proj.weight [24, 32]; "
+        "1 of the wrong shape: backbone.norm_f.weight is [31], expected [32]; "
+        "1 unexpected: backbone.layers.9.norm.weight [32]"
+    )
+
+
+def test_missing_tensors_are_spelled_like_those_that_are_there(tmp_path):
+    write_random(tmp_path, TINY, rename=lambda name: name.replace("backbone.", "model."))
+    stored = load_file(tmp_path / "model.safetensors")
+    del stored["model.norm_f.weight"]
+    save_file(stored, tmp_path / "model.safetensors")
+    assert message(lambda: load(tmp_path)).endswith("1 missing: model.norm_f.weight [32]")
+
+
+def test_no_tokenizer_is_an_error_only_for_those_who_need_one(directory):
+    assert checkpoints.load_tokenizer(directory) is None
+    text = message(lambda: checkpoints.require_tokenizer(directory))
+    assert text == f"{directory}: has no tokenizer.json, so text cannot be used; give token ids instead"
+
+
+# --- memory
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counts memory as Linux does")
+def test_peak_memory_is_the_model_and_one_tensor(tmp_path):
+    """Read in a process of its own, whose high-water mark is set back just before."""
+    hidden, vocab = 512, 24_000
+    write_random(
+        tmp_path, TINY | {"hidden_size": hidden, "vocab_size": vocab, "n_routed_experts": 64}, dtype="bfloat16"
+    )
+    code = """
+import sys, jax, checkpoints
+from pathlib import Path
+def status(field):
+    line = next(l for l in open("/proc/self/status") if l.startswith(field))
+    return int(line.split()[1]) * 1024
+checkpoints.load_model("demo", progress=False)
+before = status("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")
+model = checkpoints.load_model(sys.argv[1], progress=False)
+print(model.num_parameters * 4, status("VmHWM") - before)
+"""
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    model_bytes, peak = map(int, run.stdout.split())
+    largest = hidden * vocab * 4
+    assert model_bytes > 2 * largest
+    assert peak < model_bytes + largest + 24e6

@@ -1,0 +1,172 @@
+"""Checkpoints of our own: a round trip, any sharding, and what is said when something is wrong."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from checkpoints_tiny import TINY
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import checkpoints
+from checkpoints import CheckpointError
+from checkpoints.config_json import config_from_json, config_to_json
+from checkpoints.orbax import read_description
+from checkpoints.presets import preset, preset_names
+from checkpoints.random import write_random
+from mamba_jax.model import parameters
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_random(tmp_path_factory.mktemp("hf"), TINY, dtype="bfloat16", tokenizer='{"version": "1.0"}')
+
+
+@pytest.fixture(scope="module")
+def converted(source, tmp_path_factory):
+    return checkpoints.convert(source, tmp_path_factory.mktemp("orbax") / "tiny", progress=False)
+
+
+def load(ref, **options):
+    return checkpoints.load_model(ref, progress=False, **options)
+
+
+def values(model):
+    return {path: np.asarray(leaf.get_value()) for path, leaf in parameters(model).items()}
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    for path, value in one.items():
+        assert value.dtype == other[path].dtype
+        np.testing.assert_array_equal(value, other[path], err_msg=path)
+
+
+def message(action):
+    with pytest.raises(CheckpointError) as error:
+        action()
+    text = str(error.value)
+    assert "\n" not in text
+    assert len(text) < 1000
+    return text
+
+
+def row_sharding(count):
+    mesh = Mesh(np.array(jax.devices()[:count]), ("model",))
+    rows = NamedSharding(mesh, PartitionSpec("model"))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return lambda path: rows if path.endswith(("up_proj.weight", "out_proj.weight")) else everywhere
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "auto"])
+def test_round_trip(source, converted, dtype):
+    assert_equal(values(load(converted, dtype=dtype)), values(load(source, dtype=dtype)))
+    assert checkpoints.load_config(converted) == checkpoints.load_config(source)
+
+
+def test_convert_keeps_the_dtype_and_copies_the_small_files(converted):
+    assert read_description(converted).dtype == "bfloat16"
+    assert {path.name for path in converted.iterdir()} == {"config.json", "mamba_jax.json", "tokenizer.json", "weights"}
+    assert checkpoints.generation_config(converted).eos_token_ids == (2, 3)
+
+
+@pytest.mark.parametrize("saved_on", [None, 2])
+@pytest.mark.parametrize("loaded_on", [None, 2, 4])
+def test_any_sharding_reads_any_other(source, tmp_path, saved_on, loaded_on):
+    saving = saved_on and row_sharding(saved_on)
+    loading = loaded_on and row_sharding(loaded_on)
+    directory = checkpoints.convert(source, tmp_path / "o", sharding=saving, progress=False)
+    model = load(directory, dtype="bfloat16", sharding=loading)
+    assert_equal(values(model), values(load(source, dtype="bfloat16")))
+    for path, leaf in parameters(model).items():
+        placed = leaf.get_value().sharding
+        assert placed == loading(path) if loading else len(placed.device_set) == 1
+
+
+def test_a_model_made_in_python_can_be_saved(source, tmp_path):
+    model = load(source, load_format="dummy")
+    directory = checkpoints.save_orbax(tmp_path / "made", model)
+    assert_equal(values(load(directory)), values(model))
+    assert checkpoints.load_tokenizer(directory) is None
+
+
+def test_the_demo_can_be_converted(tmp_path):
+    directory = checkpoints.convert("demo", tmp_path / "demo", progress=False)
+    assert_equal(values(load(directory)), values(load("demo")))
+    assert checkpoints.require_tokenizer(directory).encode("a") == checkpoints.require_tokenizer("demo").encode("a")
+
+
+def test_existing_directories_are_kept_unless_told_otherwise(source, tmp_path):
+    (tmp_path / "mine.txt").touch()
+    text = message(lambda: checkpoints.convert(source, tmp_path, progress=False))
+    assert text == f"{tmp_path}: exists already and is not empty"
+    for _ in range(2):
+        checkpoints.convert(source, tmp_path, overwrite=True, progress=False)
+    assert (tmp_path / "mine.txt").exists()
+
+
+def test_target_that_cannot_be_written(source, tmp_path):
+    (tmp_path / "file").touch()
+    text = message(lambda: checkpoints.convert(source, tmp_path / "file" / "x", progress=False))
+    assert text == f"{tmp_path}/file/x: cannot be written (Not a directory)"
+
+
+def edit(directory, change):
+    path = directory / "mamba_jax.json"
+    fields = json.loads(path.read_text())
+    change(fields)
+    path.write_text(json.dumps(fields))
+
+
+@pytest.fixture
+def copy(source, tmp_path):
+    return checkpoints.convert(source, tmp_path / "copy", progress=False)
+
+
+def test_unknown_version(copy):
+    edit(copy, lambda fields: fields.update(version=9))
+    assert message(lambda: load(copy)) == f"{copy}/mamba_jax.json: version 9, this program reads 1"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda fields: fields.pop("config"), "'config'"),
+        (lambda fields: fields["config"].update(colour=1), "HybridConfig: unknown fields colour"),
+        (lambda fields: fields["config"].pop("pattern"), "missing 1 required positional argument: 'pattern'"),
+        (lambda fields: fields["config"].update(mamba=3), "MambaConfig: expected an object, found 3"),
+        (lambda fields: fields["config"].update(pattern="X"), "layer pattern 'X' has"),
+    ],
+)
+def test_broken_descriptions(copy, change, reason):
+    edit(copy, change)
+    text = message(lambda: load(copy))
+    assert text.startswith(f"{copy}/mamba_jax.json: not a description of a model (")
+    assert reason in text
+
+
+def test_weights_that_do_not_fit_the_description(copy):
+    edit(copy, lambda fields: fields["config"].update(vocab_size=62))
+    assert message(lambda: load(copy)) == (
+        f"{copy}: 2 parameters do not fit: embed.weight: stored [61, 32], needed [62, 32], "
+        "lm_head.weight: stored [61, 32], needed [62, 32]"
+    )
+
+
+def test_damaged_weights(copy):
+    for path in (copy / "weights").rglob("*"):
+        if path.is_file() and path.stat().st_size > 5000:
+            path.write_bytes(b"x" * 100)
+    text = message(lambda: load(copy))
+    assert text.startswith(f"{copy}/weights: cannot be restored (")
+
+
+def test_incomplete_directory(copy):
+    (copy / "weights").rename(copy / "elsewhere")
+    assert message(lambda: load(copy)) == f"{copy}: has no weights folder"
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_config_survives_json(name):
+    config = preset(name)
+    assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
