@@ -64,14 +64,17 @@ class MambaConfig:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding of the first `size` elements of each head (Su et al., 2021), halves rotated."""
+    """Rotary position embedding of the first `size` elements of each head (Su et al., 2021), halves rotated.
+
+    An odd size turns one element more, at the frequencies of the odd size.
+    """
 
     theta: float
     size: int
 
     def __post_init__(self) -> None:
-        if self.size < 2 or self.size % 2:
-            raise ConfigError(f"rotary embedding of {self.size} elements of a head: an even number is expected")
+        if self.size < 1:
+            raise ConfigError(f"rotary embedding of {self.size} elements of a head: at least 1 is expected")
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class AttentionConfig:
         _positive(self, "num_heads", "num_kv_heads", "head_dim", "input_size")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads")
-        if self.rope is not None and self.rope.size > self.head_dim:
+        if self.rope is not None and self.rope.size + self.rope.size % 2 > self.head_dim:
             raise ConfigError(f"rotary embedding of {self.rope.size} elements: a head has {self.head_dim}")
 
 

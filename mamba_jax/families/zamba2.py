@@ -41,6 +41,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         )
     head_dim, bias = 2 * hidden // heads, fields.flag("add_bias_linear", False)
     uses, blocks = pattern.count(SHARED), fields.integer("num_mem_blocks", 1)
+    tied = fields.flag("tie_word_embeddings", True)
     long = fields.flag("use_long_context", False)
     return HybridConfig(
         family=FAMILY.name,
@@ -73,13 +74,14 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
             bias=bias,
         ),
         shared=SharedConfig(
-            num_blocks=min(blocks, uses),
+            # To transformers "tie" means the blocks as well as the head: untied, every use has a block of its own.
+            num_blocks=min(blocks, uses) if tied else uses,
             adapter_rank=fields.integer("adapter_rank", 128),
             attention_adapters=fields.flag("use_shared_attention_adapter", False),
         )
         if uses
         else None,
-        tie_word_embeddings=fields.flag("tie_word_embeddings", True),
+        tie_word_embeddings=tied,
         max_position_embeddings=16384 if long else fields.integer("max_position_embeddings", 4096),
         bos_token_id=fields.token("bos_token_id", 1),
         eos_token_ids=fields.tokens("eos_token_id", 2),
@@ -151,11 +153,12 @@ def _adapters(config: HybridConfig, path: str, use: int, name: str) -> dict[str,
 
 
 def _ignored(config: HybridConfig) -> tuple[str, ...]:
-    """Also the shared blocks that a checkpoint repeats in later layers."""
+    """Also the shared blocks that a checkpoint repeats in later layers, and untied blocks' adapters for other uses."""
     blocks = config.shared.num_blocks if config.shared else 0
     again = [i for i, kind in enumerate(config.pattern) if kind == SHARED][blocks:]
     repeated = (rf"(model|backbone)\.layers\.({'|'.join(map(str, again))})\.shared_transformer\..*",) if again else ()
-    return parts.always_ignored(config) + repeated
+    adapters = r"(model|backbone)\.layers\.\d+\.shared_transformer\..*_adapter_list\..*"
+    return (*parts.always_ignored(config), *repeated, adapters)
 
 
 FAMILY = Family(
