@@ -1,35 +1,79 @@
-"""Reading and writing slots (and pages) of a store in place. Index 0 is nowhere: it may hold anything, NaN included."""
+"""Reading and writing slots (and pages) of a store in place. Index 0 is nowhere: it may hold anything, NaN included.
+
+On CPU, XLA computes with 16-bit floats by converting to float32 and back, and does so for whole operands: updating one
+slot of a bfloat16 store would convert all of it. There, slots travel as 16-bit integers, which are never converted.
+"""
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 
+def load(v: Float[Array, "n *shape"], index: Int[Array, ""]) -> Float[Array, "*shape"]:
+    """v[index], for use inside a loop."""
+    return _as_float(lax.dynamic_index_in_dim(_as_bits(v), index, keepdims=False), v.dtype)
+
+
+def put(v: Float[Array, "n *shape"], value: Float[Array, "*shape"], index: Int[Array, ""]) -> Float[Array, "n *shape"]:
+    """v with `value` at `index`, in v's dtype, for use inside a loop."""
+
+    def as_floats(v, value):
+        return lax.dynamic_update_index_in_dim(v, value, index, 0)
+
+    def as_bits(v, value):
+        return _as_float(lax.dynamic_update_index_in_dim(_as_bits(v), _as_bits(value), index, 0), v.dtype)
+
+    # Elsewhere the change of type could make the compiler copy v.
+    return lax.platform_dependent(v, value.astype(v.dtype), cpu=as_bits, default=as_floats)
+
+
+def write_slot_if(
+    store: Float[Array, "slots *shape"], value: Float[Array, "*shape"], index: Int[Array, ""]
+) -> Float[Array, "slots *shape"]:
+    """The store with `value` at `index` unless that is 0, for use inside a loop."""
+    return lax.cond(index > 0, lambda store: put(store, value, index), lambda store: store, store)
+
+
+def take(v: Float[Array, "n *shape"], index: Int[Array, "..."]) -> Float[Array, "..."]:
+    """v[index], any number of them; index 0 is not masked."""
+    return _as_float(_as_bits(v)[index], v.dtype)
+
+
 def read_slots(store: Float[Array, "slots *shape"], index: Int[Array, " n"]) -> Float[Array, "n *shape"]:
     """The slots at `index`; zeros where it is 0."""
-    if index.shape[0] == 1:
-        # One read becomes a slice, which XLA:CPU repeats inside every use, and then copies the store before writing it.
-        return read_slots(store, jnp.pad(index, (0, 1)))[:1]
-    there = (index > 0).reshape(-1, *[1] * (store.ndim - 1))
-    return jnp.where(there, store[index], jnp.zeros((), store.dtype))
+
+    def read(store, index):
+        there = (index > 0).reshape(-1, *[1] * (store.ndim - 1))
+        return jnp.where(there, take(store, index), jnp.zeros((), store.dtype))
+
+    def zeros(store, index):
+        return jnp.zeros((*index.shape, *store.shape[1:]), store.dtype)
+
+    def read_apart(store, index):
+        # XLA:CPU likes to repeat a read inside each of its uses; where one of these then comes after a write to the
+        # store, it copies the whole store first. What comes out of a conditional it cannot repeat.
+        return lax.cond((index > 0).any(), read, zeros, store, index)
+
+    return lax.platform_dependent(store, index, cpu=read_apart, default=read)
 
 
 def write_slots(
     store: Float[Array, "slots *shape"], values: Float[Array, "n *shape"], index: Int[Array, " n"]
 ) -> Float[Array, "slots *shape"]:
     """The store with `values` at `index`; those for index 0 are dropped. Other indices are distinct."""
-    if index.shape[0] == 1:
-        index, values = jnp.pad(index, (0, 1)), jnp.concatenate([values, values])  # see `read_slots`
-    outside = jnp.where(index > 0, index, store.shape[0])
-    return store.at[outside].set(values.astype(store.dtype), mode="drop")
+
+    def one_by_one(store, values, index):
+        return lax.fori_loop(0, len(index), lambda i, store: write_slot_if(store, load(values, i), index[i]), store)
+
+    def at_once(store, values, index):
+        return store.at[jnp.where(index > 0, index, store.shape[0])].set(values, mode="drop")
+
+    return lax.platform_dependent(store, values.astype(store.dtype), index, cpu=one_by_one, default=at_once)
 
 
-def write_slot_if(
-    store: Float[Array, "slots *shape"], value: Float[Array, "*shape"], index: Int[Array, ""]
-) -> Float[Array, "slots *shape"]:
-    """The store with `value` at `index` unless that is 0. For use inside a loop, where it is faster than a scatter."""
+def _as_bits(v):
+    return lax.bitcast_convert_type(v, jnp.uint16) if v.dtype.itemsize == 2 else v
 
-    def write(store):
-        return lax.dynamic_update_index_in_dim(store, value.astype(store.dtype), index, 0)
 
-    return lax.cond(index > 0, write, lambda store: store, store)
+def _as_float(v, dtype):
+    return lax.bitcast_convert_type(v, dtype) if v.dtype != dtype else v

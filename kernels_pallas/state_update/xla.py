@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.slots import read_slots, write_slot_if, write_slots
+from kernels_pallas.slots import load, put, read_slots, take, write_slot_if, write_slots
 
 F32 = jnp.float32
 
@@ -48,23 +48,21 @@ def row_by_row(x, dt, a, b, c, d, store, *, read_slot, write_slot):
 
         def body(i, carry):
             store, y = carry
-            state = jnp.where(read_slot[i] > 0, lax.dynamic_index_in_dim(source(store), index[i], keepdims=False), 0)
+            # A conditional, because XLA:CPU would repeat a select in every use, and then copy the store for the late
+            # ones (seen with small states; `read_slots` says more).
+            state = lax.cond(
+                read_slot[i] > 0, lambda s: load(s, index[i]), lambda s: jnp.zeros(s.shape[1:], s.dtype), source(store)
+            )
             row, states = _row(state, decay[i], fed[i], b[i], c[i], store.dtype)
             for t in range(steps):
                 store = write_slot_if(store, states[t], write_slot[i, t])
-            return store, lax.dynamic_update_index_in_dim(y, row, i, 0)
+            return store, put(y, row, i)
 
         return body
 
     def read_first(_, carry):
-        store, y = carry
-
-        def read(i, copies):
-            state = lax.dynamic_index_in_dim(store, read_slot[i], keepdims=False)
-            return lax.dynamic_update_index_in_dim(copies, state, i, 0)
-
-        copies = lax.fori_loop(0, rows, read, jnp.zeros((rows, *store.shape[1:]), store.dtype))
-        return lax.fori_loop(0, rows, update(lambda _: copies, jnp.arange(rows)), (store, y))
+        copies = take(carry[0], read_slot)
+        return lax.fori_loop(0, rows, update(lambda _: copies, jnp.arange(rows)), carry)
 
     # A row that writes what a later row reads needs all reads done first. That is rare, and the copies cost time: it
     # has a loop of its own, of one round or none. (With `cond`, XLA:CPU copies the store.)
@@ -78,7 +76,7 @@ def row_by_row(x, dt, a, b, c, d, store, *, read_slot, write_slot):
 
 
 def _prepare(x, dt, a, b, c, d):
-    """What does not depend on the state, float32: per step the decay, what is fed in, b, c and the skip. No NaN left."""
+    """What does not depend on the state, in float32: each step's decay, what is fed in, b, c and the skip; no NaN."""
     # Padding may hold NaN, and 0 * NaN is NaN: the values are masked as well as dt.
     real = (dt != 0).any(axis=2)[..., None, None]
     x, b, c = (jnp.where(real, v, 0).astype(F32) for v in (x, b, c))
