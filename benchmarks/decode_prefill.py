@@ -3,9 +3,9 @@
     python -m benchmarks.decode_prefill MODEL --dtype float32 --batches 1,8,32 --prefill 512,2048
     python -m benchmarks.decode_prefill MODEL --rounds 3 --peer "python peer_bench.py MODEL"
 
-prefill = one prompt of L random ids and one new token; decode = B prompts of 64 ids, B * 64 tokens over the time of 65 new
-tokens less the time of one. Medians; a warm-up run first. A peer prints JSON lines with `metric` and `v` (perhaps after a
-word, as in `BENCH {...}`); both programs then run in turns, and ratios are of the medians over the rounds.
+prefill = one prompt of L random ids and one new token; decode = B prompts of 64 ids, B * 64 tokens over the time of 65
+new tokens less the time of one. Medians; a warm-up run first. A peer prints JSON lines with `metric` and `v` (perhaps
+after a word, as in `BENCH {...}`); both programs then run in turns, and ratios are of the medians over the rounds.
 """
 
 from __future__ import annotations
@@ -125,13 +125,10 @@ def compare(options: argparse.Namespace) -> int:
                 figures[who].setdefault(metric, []).append(value)
     for metric, values in figures["ours"].items():
         peer = figures["peer"].get(metric)
-        line: dict[str, Any] = {"metric": metric, "ours": median(values), "ours_spread": spread(values)}
+        own_median = median(values)
+        line: dict[str, Any] = {"metric": metric, "ours": own_median, "ours_spread": spread(values)}
         if peer:
-            line |= {
-                "peer": median(peer),
-                "peer_spread": spread(peer),
-                "ratio": round(median(values) / median(peer), 3),
-            }
+            line |= {"peer": median(peer), "peer_spread": spread(peer), "ratio": round(own_median / median(peer), 3)}
         emit(**line)
     return 0
 

@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from serving.config import ConfigError
-from serving.engine.sampling_params import RequestError, SamplingParams
+from serving.config import ConfigError, EngineConfig
+from serving.engine.sampling_params import SamplingParams
 
 _SAMPLING = "Sampling"
 
@@ -97,6 +97,7 @@ def _generate_file(source: Path, target: Path, given: dict[str, Any], flags: dic
     from serving.api.batch_file import count_lines, run_batch
     from serving.engine.llm import LLM
 
+    EngineConfig.create(**flags)
     SamplingParams.of(given)  # a bad value on the command line is one error, not one a line
     console = Console(stderr=True, soft_wrap=True)
     llm = LLM(**flags)
@@ -117,15 +118,18 @@ def _generate_file(source: Path, target: Path, given: dict[str, Any], flags: dic
 
 
 def _generate_one(prompt: str, chat: bool, given: dict[str, Any], flags: dict[str, Any]) -> None:
+    from checkpoints.load import require_tokenizer
     from serving.engine.llm import LLM
 
+    config = EngineConfig.create(**flags)
     params = SamplingParams.of({"max_tokens": 128, "temperature": 0.0} | given)
+    require_tokenizer(config.model)  # before minutes are spent on loading weights
     llm = LLM(**flags)
     if chat:
         stream = llm.stream({"prompt_token_ids": llm.encode_chat([{"role": "user", "content": prompt}])}, params)
     else:
-        sys.stdout.write(prompt)
         stream = llm.stream(prompt, params)
+        sys.stdout.write(prompt)
     shown = 0
     for output in stream:
         text = output.outputs[0].text
@@ -134,5 +138,3 @@ def _generate_one(prompt: str, chat: bool, given: dict[str, Any], flags: dict[st
         shown = len(text)
     sys.stdout.write("\n")
     sys.stdout.flush()
-    if llm.tokenizer is None:
-        raise RequestError("this model has no tokenizer: text prompts cannot be used")

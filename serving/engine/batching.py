@@ -29,40 +29,40 @@ class PrefillShape:
 
 
 def decode_buckets(max_rows: int) -> list[int]:
-    """1, 2, 4, ... and `max_rows`."""
-    sizes = []
-    size = 1
+    """1, 4, 8, 16, ... and `max_rows`. (2 rows cost hardly less than 4.)"""
+    sizes, size = [1], 4
     while size < max_rows:
         sizes.append(size)
         size *= 2
-    return [*sizes, max_rows]
+    return sorted({*sizes, max_rows})
 
 
 def prefill_buckets(config: SchedulerConfig) -> list[PrefillShape]:
     """Shapes for prefill steps, the cheapest first; the last holds whatever the scheduler may plan.
 
     Prompts come alone or in crowds. For one or two rows there are many token counts, a factor of 1.5 or less apart,
-    since padding tokens cost what tokens cost. Crowds of short prompts have wider steps, with room for a row (and its
-    tile) every 16 tokens.
+    since padding tokens cost what tokens cost. Crowds of short prompts have fewer and wider steps, with room for a row
+    (and its tile) every 16 tokens.
     """
     most = -(-config.max_num_batched_tokens // 32) * 32
     rows = min(config.max_prefill_rows, config.seats)
-    sizes, size = [], 64
+    few = min(_FEW_ROWS, rows)
+    shapes = {PrefillShape(most, few, _tiles(config, most, few)), PrefillShape(most, rows, config.tiles)}
+    size = 64
     while size < most:
-        sizes += [size] if size < 256 or size * 3 // 2 >= most else [size, size * 3 // 2]
+        shapes.add(PrefillShape(size, few, _tiles(config, size, few)))
+        if 256 <= size < most * 2 / 3:
+            shapes.add(PrefillShape(size * 3 // 2, few, _tiles(config, size * 3 // 2, few)))
+        many = min(size // 16, rows)
+        if size.bit_length() % 2 == 0 and many > few:  # 128, 512, 2048, ...
+            shapes.add(PrefillShape(size, many, _tiles(config, size, many)))
         size *= 2
-    sizes.append(most)
-    shapes = []
-    for size in sizes:
-        whole = -(-size // config.tile_size)
-        few = min(_FEW_ROWS, rows)
-        shapes.append(PrefillShape(size, few, min(whole + few, config.tiles)))
-        if size & (size - 1) == 0 or size == most:
-            many = rows if size == most else min(max(size // 16, _FEW_ROWS), rows)
-            if many > few:
-                shapes.append(PrefillShape(size, many, config.tiles if size == most else whole + many))
-    top = PrefillShape(most, rows, config.tiles)
-    return sorted({*shapes, top})
+    return sorted(shapes)
+
+
+def _tiles(config: SchedulerConfig, tokens: int, rows: int) -> int:
+    """Tiles that so many tokens of so many rows may be cut into: each row may begin and end inside one."""
+    return min(-(-tokens // config.tile_size) + rows, config.tiles)
 
 
 class BatchBuilder:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -146,9 +148,17 @@ class StepLoop:
         """The store as it is now; the next step takes it."""
         return self._store
 
-    def warm_up(self, vocab_size: int, progress: Callable[[object], None] | None = None) -> None:
+    def warm_up(self, vocab_size: int, progress: Callable[[], None] | None = None) -> None:
         """Compile every program that any later step can need."""
-        self.programs.warm_up(self._store, self._rows, self.batches.warm_up_batches(vocab_size), progress=progress)
+        # Tracing takes turns, but XLA compiles outside Python's lock: two programs at a time keep two cores busy.
+        workers = min(4, os.cpu_count() or 1)
+        with ThreadPoolExecutor(workers) as pool:
+            batches = self.batches.warm_up_batches(vocab_size)
+            jobs = [pool.submit(self.programs.program, self._store, self._rows, batch) for batch in batches]
+            for job in as_completed(jobs):
+                job.result()
+                if progress is not None:
+                    progress()
 
     def step(self) -> Settled | None:
         """Dispatch the next step, then settle the one before it. None: nothing has been settled.

@@ -19,5 +19,5 @@ def warm_up(loop: StepLoop, vocab_size: int, *, progress: bool) -> None:
     columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
         task = bar.add_task("compiling", total=loop.batches.num_programs)
-        loop.warm_up(vocab_size, lambda _: bar.advance(task))
+        loop.warm_up(vocab_size, lambda: bar.advance(task))
     log.info("%d programs compiled in %.1f s", loop.programs.compilations, time.perf_counter() - begin)

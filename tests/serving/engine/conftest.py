@@ -1,0 +1,92 @@
+"""One tiny model and one set of compiled programs for all tests of the engine: engines differ in policy only."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from checkpoints.load import load_model
+from checkpoints.tokenizer import Tokenizer
+from mamba_jax.programs import StepPrograms
+from serving.config import EngineConfig
+from serving.engine.build import assemble
+from serving.engine.sampling_params import SamplingParams
+
+GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "nemotronh"
+# A pool so small that 64 requests preempt and evict each other all the time.
+FLAGS = {
+    "tile_size": 16,
+    "state_block_size": 32,
+    "page_size": 8,
+    "max_model_len": 160,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "num_slots": 20,
+    "num_pages": 26,
+    "debug_state": True,
+    "warmup": False,
+}
+
+
+class Harness:
+    """Makes engines over shared programs, runs them to the end, and judges greedy outputs by the model itself."""
+
+    def __init__(self) -> None:
+        self.model = load_model(GOLDEN, dtype="float32", progress=False)
+        self.programs = StepPrograms(self.model, tile_size=FLAGS["tile_size"])
+        self.vocab_size = self.model.config.vocab_size
+        backend = tokenizers.Tokenizer(WordLevel({f"w{i}": i for i in range(self.vocab_size)}, unk_token="w0"))
+        backend.pre_tokenizer = WhitespaceSplit()
+        self.tokenizer = Tokenizer(backend)
+        """Token i is the word "wi"."""
+
+    def engine(self, mode: str | None = None, **flags):
+        config = EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | flags))
+        built = assemble(config, self.model, tokenizer=self.tokenizer, eos_token_ids=(2,), programs=self.programs)
+        return built.engine
+
+    def prompt(self, rng: random.Random, length: int) -> list[int]:
+        return [rng.randrange(3, self.vocab_size) for _ in range(length)]
+
+    def run(self, engine, prompts, params, check=True):
+        """All prompts at once; outputs in their order. Afterwards every slot and page must be accounted for."""
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        outputs = [
+            engine.add_request(f"r{i}", {"prompt_token_ids": prompt}, each)
+            for i, (prompt, each) in enumerate(zip(prompts, params, strict=True))
+        ]
+        self.finish(engine)
+        if check:
+            engine.loop.scheduler.check(idle=True)
+        return outputs
+
+    @staticmethod
+    def finish(engine) -> None:
+        """Run until nothing is left to do, the last step in flight included."""
+        for _ in range(5000):
+            if not engine.loop.busy:
+                return
+            engine.step()
+        raise AssertionError("the engine does not come to an end")
+
+    def assert_greedy(self, prompt, tokens, other):
+        """Two greedy outputs are equal, up to a first difference at which the model all but ties."""
+        if tokens == other:
+            return
+        at = next(i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b)
+        row = [*prompt, *tokens[:at]]
+        padded = np.zeros((1, FLAGS["max_model_len"]), np.int32)
+        padded[0, : len(row)] = row
+        logits = np.asarray(self.model(padded, np.array([len(row)])))[0, len(row) - 1]
+        assert abs(float(logits[tokens[at]] - logits[other[at]])) < 1e-4, (at, tokens, other)
+        assert logits.max() - logits[tokens[at]] < 1e-4
+
+
+@pytest.fixture(scope="session")
+def harness() -> Harness:
+    return Harness()

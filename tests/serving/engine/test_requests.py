@@ -1,0 +1,201 @@
+"""What one request may ask for: stops, limits, seeds, choices, log-probabilities, biases."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from serving.engine.sampling_params import RequestError, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def engine(harness):
+    return harness.engine("all")
+
+
+@pytest.fixture(scope="module")
+def greedy(harness, engine):
+    """A prompt and its 12 greedy tokens, no two alike among the first ones."""
+    for seed in range(50):
+        prompt = harness.prompt(random.Random(seed), 20)
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        tokens = harness.run(engine, [prompt], params)[0].outputs[0].token_ids
+        if len(set(tokens[:6])) == 6:
+            return prompt, tokens
+    raise AssertionError("every output repeats itself")
+
+
+def ask(harness, engine, prompt, **params):
+    """One greedy request, unless `params` say otherwise."""
+    given = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True} | params
+    (output,) = harness.run(engine, [prompt], SamplingParams(**given))
+    return output
+
+
+def test_text_and_stop_texts(harness, engine, greedy):
+    prompt, tokens = greedy
+    whole = ask(harness, engine, prompt)
+    assert whole.outputs[0].text == " ".join(f"w{t}" for t in tokens)
+    stop = f"w{tokens[3]}"
+    cut = ask(harness, engine, prompt, stop=["nothing", stop])
+    assert cut.outputs[0].text == whole.outputs[0].text[: whole.outputs[0].text.index(stop)]
+    assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
+    assert len(cut.outputs[0].token_ids) <= 4
+    kept = ask(harness, engine, prompt, stop=[stop], include_stop_str_in_output=True)
+    assert kept.outputs[0].text == cut.outputs[0].text + stop
+
+
+def test_live_text_only_grows(harness, engine, greedy):
+    prompt, tokens = greedy
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=[f"w{tokens[8]} w{tokens[9]}"])
+    output = engine.add_request("live", {"prompt_token_ids": prompt}, params, live_text=True)
+    seen = ""
+    while not output.finished:
+        engine.step()
+        assert output.outputs[0].text.startswith(seen)
+        seen = output.outputs[0].text
+    harness.finish(engine)
+    assert f"w{tokens[9]}" not in seen.split()[8:]
+
+
+def test_stop_ids_and_end_of_sequence(harness, engine, greedy):
+    prompt, tokens = greedy
+    output = ask(harness, engine, prompt, stop_token_ids=[tokens[2]]).outputs[0]
+    assert (output.token_ids, output.stop_reason) == (tokens[:3], tokens[2])
+    assert output.text == " ".join(f"w{t}" for t in tokens[:2])
+    engine.eos_token_ids, before = (tokens[4],), engine.eos_token_ids
+    try:
+        ended = ask(harness, engine, prompt, ignore_eos=False).outputs[0]
+        assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == (tokens[:5], "stop", None)
+        assert ended.text == " ".join(f"w{t}" for t in tokens[:4])
+        later = ask(harness, engine, prompt, ignore_eos=False, min_tokens=7).outputs[0]
+        assert later.token_ids[:4] == tokens[:4]
+        assert len(later.token_ids) >= 7
+        assert tokens[4] not in later.token_ids[:6]
+    finally:
+        engine.eos_token_ids = before
+
+
+def test_logit_bias(harness, engine, greedy):
+    prompt, tokens = greedy
+    banned = ask(harness, engine, prompt, logit_bias={tokens[0]: -100}).outputs[0]
+    assert tokens[0] not in banned.token_ids
+    forced = ask(harness, engine, prompt, logit_bias={"7": 100}, max_tokens=3).outputs[0]
+    assert forced.token_ids == [7, 7, 7]
+
+
+def test_penalties_see_prompt_and_output(harness, engine, greedy):
+    prompt, tokens = greedy
+    once = ask(harness, engine, prompt, frequency_penalty=2.0, presence_penalty=2.0, logit_bias={7: 3.9}).outputs[0]
+    assert once.token_ids.count(7) <= 2
+    assert ask(harness, engine, prompt, repetition_penalty=1.0).outputs[0].token_ids == tokens
+
+
+def test_a_seed_gives_the_same_tokens_whatever_runs_beside_it(harness, engine, greedy):
+    prompt, _ = greedy
+    rng = random.Random(0)
+    params = SamplingParams(temperature=1.0, seed=11, max_tokens=10, ignore_eos=True)
+    alone = harness.run(engine, [prompt], params)[0].outputs[0].token_ids
+    others = [harness.prompt(rng, rng.randrange(1, 60)) for _ in range(12)]
+    mixed = [SamplingParams(temperature=rng.choice([0.0, 1.0]), max_tokens=rng.randrange(1, 20)) for _ in others]
+    for engine_again in (engine, harness.engine("none")):
+        outputs = harness.run(engine_again, [*others, prompt], [*mixed, params])
+        assert outputs[-1].outputs[0].token_ids == alone
+    other = harness.run(engine, [prompt], SamplingParams(temperature=1.0, seed=12, max_tokens=10, ignore_eos=True))
+    assert other[0].outputs[0].token_ids != alone
+
+
+@pytest.mark.parametrize("mode", ["none", "all"])
+def test_several_choices(harness, greedy, mode):
+    prompt, _ = greedy
+    engine = harness.engine(mode)
+    params = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=8, ignore_eos=True)
+    (output,) = harness.run(engine, [prompt], params)
+    choices = [tuple(choice.token_ids) for choice in output.outputs]
+    assert [choice.index for choice in output.outputs] == [0, 1, 2, 3]
+    assert len(set(choices)) == 4
+    single = SamplingParams(temperature=1.0, seed=3, max_tokens=8, ignore_eos=True)
+    assert tuple(harness.run(engine, [prompt], single)[0].outputs[0].token_ids) == choices[0]
+    if mode == "all":
+        # The forks read the state at the prompt's end: the prompt is computed once.
+        assert engine.loop.stats.prefill_tokens == len(prompt)
+
+
+def test_logprobs_are_the_models(harness, engine, greedy):
+    prompt, tokens = greedy
+    output = ask(harness, engine, prompt, logprobs=3, prompt_logprobs=2)
+    row = [*prompt, *tokens]
+    logits = np.asarray(harness.model(np.array([row]), np.array([len(row)])))[0].astype(np.float64)
+    expected = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+    expected -= logits.max(-1, keepdims=True)
+    tables = [*output.prompt_logprobs, *output.outputs[0].logprobs]
+    assert tables[0] is None
+    for at, table in enumerate(tables[1:], start=1):
+        count = 2 if at < len(prompt) else 3
+        best = np.argsort(-expected[at - 1])[:count]
+        assert {t for t, entry in table.items() if entry.rank} == set(best.tolist())
+        assert next(iter(table)) == row[at]
+        for token, entry in table.items():
+            assert entry.logprob == pytest.approx(expected[at - 1, token], abs=2e-4)
+    total = sum(expected[len(prompt) - 1 + i, t] for i, t in enumerate(tokens))
+    assert output.outputs[0].cumulative_logprob == pytest.approx(total, abs=2e-3)
+
+
+@pytest.mark.parametrize("length", [17, 33, 64, 65, 97])
+def test_prompt_logprobs_of_any_length_are_complete(harness, engine, length):
+    prompt = harness.prompt(random.Random(length), length)
+    for _ in range(2):  # the second time most of the prompt is cached, and must not be read
+        output = ask(harness, engine, prompt, prompt_logprobs=0, max_tokens=1)
+        assert output.num_cached_tokens == 0
+        assert all(table is not None for table in output.prompt_logprobs[1:])
+
+
+def test_limits(harness, engine):
+    prompt = harness.prompt(random.Random(0), 150)
+    output = ask(harness, engine, prompt, max_tokens=None)
+    assert len(output.outputs[0].token_ids) == 10
+    assert output.outputs[0].finish_reason == "length"
+    assert math.isfinite(output.metrics.time_to_first_token)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "said"),
+    [
+        ({"prompt_token_ids": []}, {}, "the prompt is empty"),
+        ({"prompt_token_ids": [997]}, {}, "997 is not in the vocabulary (0 to 996)"),
+        ({"prompt_token_ids": [-1]}, {}, "-1 is not in the vocabulary"),
+        ({"prompt_token_ids": [1.5]}, {}, "must be a list of integers"),
+        ({"prompt_token_ids": "12"}, {}, "must be a list of integers"),
+        ({"prompt_token_ids": None}, {}, "must be a list of integers"),
+        ({"prompt_token_ids": [3] * 160}, {}, "the prompt has 160 tokens: at most 159 are allowed"),
+        ({"prompt": 3}, {}, "a prompt must be a text, got int"),
+        ({}, {}, "a prompt is a text"),
+        ("", {}, "the prompt is empty"),
+        ("w5", {"logit_bias": {997: 1.0}}, "token id 997 is not in the vocabulary"),
+    ],
+)
+def test_requests_that_cannot_be_served(engine, prompt, params, said):
+    with pytest.raises(RequestError) as error:
+        engine.add_request("bad", prompt, SamplingParams(**params))
+    assert said in str(error.value)
+    assert engine.num_unfinished == 0
+
+
+def test_ids_in_use_are_refused(harness, engine):
+    engine.add_request("twice", "w5 w6")
+    with pytest.raises(RequestError, match="in use"):
+        engine.add_request("twice", "w5 w6")
+    engine.abort("twice")
+    harness.finish(engine)
+
+
+def test_a_full_queue_refuses_and_says_that_later_may_do(harness):
+    engine = harness.engine("all", max_num_waiting=2)
+    for i in range(2):
+        engine.add_request(str(i), "w5")
+    with pytest.raises(RequestError) as error:
+        engine.add_request("2", "w5", SamplingParams(n=2))
+    assert error.value.retry
+    assert engine.num_unfinished == 2
+    harness.finish(engine)
