@@ -78,9 +78,10 @@ def _seat(host: HostState, request: Request, plan: StepPlan, budget: Budget) -> 
         request.retry_at = plan.step + _LOOK_AGAIN
         return False
     if pages is not None and host.running:
-        # All of the prompt, though the first chunk needs less: seated only to be preempted helps nobody.
+        # All of the prompt, though the first chunk needs less, and a page for each row that runs already to grow by:
+        # seated only to be preempted helps nobody.
         need = host.pages_for(len(request.tokens)) - len(request.pages) + (request.shared_page >= 0)
-        if need > pages.available:
+        if need + len(host.running) > pages.available:
             host.release_all(request, Fate.DROPPED)
             request.retry_above = pages.available
             return False
