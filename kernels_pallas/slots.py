@@ -6,15 +6,15 @@ slot of a bfloat16 store would convert all of it. There, slots travel as 16-bit 
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Shaped
 
 
-def load(v: Float[Array, "n *shape"], index: Int[Array, ""]) -> Float[Array, "*shape"]:
+def load(v: Shaped[Array, "n *shape"], index: Int[Array, ""]) -> Shaped[Array, "*shape"]:
     """v[index], for use inside a loop."""
     return _as_float(lax.dynamic_index_in_dim(_as_bits(v), index, keepdims=False), v.dtype)
 
 
-def put(v: Float[Array, "n *shape"], value: Float[Array, "*shape"], index: Int[Array, ""]) -> Float[Array, "n *shape"]:
+def put(v: Shaped[Array, "n *shape"], value: Shaped[Array, "*shape"], index: Int[Array, ""]) -> Shaped[Array, "n *shape"]:
     """v with `value` at `index`, in v's dtype, for use inside a loop."""
 
     def as_floats(v, value):
@@ -28,18 +28,18 @@ def put(v: Float[Array, "n *shape"], value: Float[Array, "*shape"], index: Int[A
 
 
 def write_slot_if(
-    store: Float[Array, "slots *shape"], value: Float[Array, "*shape"], index: Int[Array, ""]
-) -> Float[Array, "slots *shape"]:
+    store: Shaped[Array, "slots *shape"], value: Shaped[Array, "*shape"], index: Int[Array, ""]
+) -> Shaped[Array, "slots *shape"]:
     """The store with `value` at `index` unless that is 0, for use inside a loop."""
     return lax.cond(index > 0, lambda store: put(store, value, index), lambda store: store, store)
 
 
-def take(v: Float[Array, "n *shape"], index: Int[Array, "..."]) -> Float[Array, "..."]:
+def take(v: Shaped[Array, "n *shape"], index: Int[Array, "..."]) -> Shaped[Array, "..."]:
     """v[index], any number of them; index 0 is not masked."""
     return _as_float(_as_bits(v)[index], v.dtype)
 
 
-def read_slots(store: Float[Array, "slots *shape"], index: Int[Array, " n"]) -> Float[Array, "n *shape"]:
+def read_slots(store: Shaped[Array, "slots *shape"], index: Int[Array, " n"]) -> Shaped[Array, "n *shape"]:
     """The slots at `index`; zeros where it is 0."""
 
     def read(store, index):
@@ -58,8 +58,8 @@ def read_slots(store: Float[Array, "slots *shape"], index: Int[Array, " n"]) -> 
 
 
 def write_slots(
-    store: Float[Array, "slots *shape"], values: Float[Array, "n *shape"], index: Int[Array, " n"]
-) -> Float[Array, "slots *shape"]:
+    store: Shaped[Array, "slots *shape"], values: Shaped[Array, "n *shape"], index: Int[Array, " n"]
+) -> Shaped[Array, "slots *shape"]:
     """The store with `values` at `index`; those for index 0 are dropped. Other indices are distinct."""
 
     def one_by_one(store, values, index):
@@ -72,7 +72,8 @@ def write_slots(
 
 
 def _as_bits(v):
-    return lax.bitcast_convert_type(v, jnp.uint16) if v.dtype.itemsize == 2 else v
+    narrow = jnp.issubdtype(v.dtype, jnp.floating) and v.dtype.itemsize == 2
+    return lax.bitcast_convert_type(v, jnp.uint16) if narrow else v
 
 
 def _as_float(v, dtype):
