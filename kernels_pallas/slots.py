@@ -14,7 +14,9 @@ def load(v: Shaped[Array, "n *shape"], index: Int[Array, ""]) -> Shaped[Array, "
     return _as_float(lax.dynamic_index_in_dim(_as_bits(v), index, keepdims=False), v.dtype)
 
 
-def put(v: Shaped[Array, "n *shape"], value: Shaped[Array, "*shape"], index: Int[Array, ""]) -> Shaped[Array, "n *shape"]:
+def put(
+    v: Shaped[Array, "n *shape"], value: Shaped[Array, "*shape"], index: Int[Array, ""]
+) -> Shaped[Array, "n *shape"]:
     """v with `value` at `index`, in v's dtype, for use inside a loop."""
 
     def as_floats(v, value):
