@@ -76,7 +76,7 @@ def _decode(model: Model, store: Store, rows: Rows, batch: DecodeBatch) -> tuple
     tokens = jnp.where(batch.continues[:, None], own, batch.tokens)
     length = jnp.where(batch.continues, rows.length[batch.row_id], batch.length)
     read_slot = jnp.where(batch.continues, rows.slot[batch.row_id], batch.read_slot)
-    tag_error = _check_tags(store, batch.row_id, length, read_slot)
+    wrong = _wrong_tags(store, batch.row_id, length, read_slot)
     layout = DecodeLayout.of(
         length=length,
         num_tokens=batch.num_tokens,
@@ -87,9 +87,11 @@ def _decode(model: Model, store: Store, rows: Rows, batch: DecodeBatch) -> tuple
     resumed = read_slots(store.hidden, jnp.where(batch.num_tokens == 0, read_slot, 0))
     store = _copy_pages(store, batch.page_copy)
     hidden, store = model.hidden(jnp.maximum(tokens, 0).reshape(-1), layout, store)
-    # What is read of a slot's hidden state is read before this step's own go in.
-    resumed, slots_hidden = lax.optimization_barrier((resumed, store.hidden))
-    store = _write_hidden(store, slots_hidden, hidden, layout.write_slot.reshape(-1), layout.positions + 1)
+    # A row without tokens finds its slot's hidden state where its first token's would be. (All padding gets it, so that
+    # what is written depends on what was read. Without an order between the two the compiler would copy the store.)
+    hidden = jnp.where(layout.valid[:, None], hidden, jnp.repeat(resumed, width, axis=0).astype(hidden.dtype))
+    held = jnp.where(jnp.repeat(wrong, width), -1, layout.positions + 1)
+    store = _write_hidden(store, hidden, layout.write_slot.reshape(-1), held)
 
     # Head j follows the last certain token and j drafts.
     certain = batch.num_tokens - batch.num_drafts
@@ -97,7 +99,6 @@ def _decode(model: Model, store: Store, rows: Rows, batch: DecodeBatch) -> tuple
     at = jnp.clip(certain[:, None] - 1 + heads, 0, width - 1)
     by_row = hidden.reshape(-1, width, hidden.shape[-1])
     head_hidden = by_row if width == 1 else jnp.take_along_axis(by_row, at[..., None], axis=1)
-    head_hidden = jnp.where((batch.num_tokens == 0)[:, None, None], resumed[:, None].astype(hidden.dtype), head_hidden)
     drafts = jnp.take_along_axis(tokens, jnp.clip(certain[:, None] + heads[:-1], 0, width - 1), axis=1)
     emission, reported = _emit(
         model, rows, head_hidden, batch.row_id, batch.sample, drafts, batch.num_drafts, length + certain
@@ -113,14 +114,14 @@ def _decode(model: Model, store: Store, rows: Rows, batch: DecodeBatch) -> tuple
         logprobs=reported[0],
         top_ids=reported[1],
         top_logprobs=reported[2],
-        tag_error=tag_error,
+        tag_error=wrong.any(),
         prompt_logprobs=None,
     )
     return store, rows, output
 
 
 def _prefill(model: Model, store: Store, rows: Rows, batch: PrefillBatch) -> tuple[Store, Rows, StepOutput]:
-    tag_error = _check_tags(store, batch.row_id, batch.length, batch.read_slot)
+    wrong = _wrong_tags(store, batch.row_id, batch.length, batch.read_slot)
     layout = PrefillLayout.of(
         num_packed=batch.tokens.shape[0],
         tile_size=batch.tile_size,
@@ -133,15 +134,11 @@ def _prefill(model: Model, store: Store, rows: Rows, batch: PrefillBatch) -> tup
     before = read_slots(store.hidden, layout.read_slot)
     store = _copy_pages(store, batch.page_copy)
     hidden, store = model.hidden(batch.tokens, layout, store)
-    before, slots_hidden = lax.optimization_barrier((before, store.hidden))
-    tile_last = layout.row_start[layout.tile_row] + layout.tile_end - 1
-    store = _write_hidden(
-        store,
-        slots_hidden,
-        hidden[jnp.maximum(tile_last, 0)],
-        layout.tile_write_slot,
-        batch.length[layout.tile_row] + layout.tile_end,
-    )
+    # As in `_decode`, what is written must depend on what was read.
+    hidden = jnp.where(layout.valid[:, None], hidden, before[layout.token_row].astype(hidden.dtype))
+    tile_last = jnp.maximum(layout.row_start[layout.tile_row] + layout.tile_end - 1, 0)
+    held = jnp.where(wrong[layout.tile_row], -1, batch.length[layout.tile_row] + layout.tile_end)
+    store = _write_hidden(store, hidden[tile_last], layout.tile_write_slot, held)
     row_last = jnp.maximum(layout.row_start + batch.num_tokens - 1, 0)
     none = jnp.zeros((batch.row_id.shape[0], 0), jnp.int32)
     after = batch.length + batch.num_tokens
@@ -160,7 +157,7 @@ def _prefill(model: Model, store: Store, rows: Rows, batch: PrefillBatch) -> tup
         logprobs=reported[0],
         top_ids=reported[1],
         top_logprobs=reported[2],
-        tag_error=tag_error,
+        tag_error=wrong.any(),
         prompt_logprobs=_prompt_logprobs(model, rows, batch, layout, hidden, before),
     )
     return store, rows_after, output
@@ -221,7 +218,6 @@ def _copy_pages(store: Store, page_copy: Int[Array, "rows 2"]) -> Store:
 
 def _write_hidden(
     store: Store,
-    slots_hidden: Float[Array, "slots hidden"],
     hidden: Float[Array, "n hidden"],
     write_slot: Int[Array, " n"],
     length: Int[Array, " n"],
@@ -229,19 +225,19 @@ def _write_hidden(
     """Final hidden states into the slots that have absorbed `length` tokens, and the debugging tags beside them."""
     tags = store.tags
     if tags is not None:
-        written = jnp.stack([tags[write_slot, 0] + 1, length], axis=1)
-        tags = tags.at[jnp.where(write_slot > 0, write_slot, tags.shape[0])].set(written, mode="drop")
-    return dataclasses.replace(store, hidden=write_slots(slots_hidden, hidden, write_slot), tags=tags)
+        times = read_slots(tags, write_slot)[:, 0] + 1
+        tags = write_slots(tags, jnp.stack([times, length], axis=1), write_slot)
+    return dataclasses.replace(store, hidden=write_slots(store.hidden, hidden, write_slot), tags=tags)
 
 
-def _check_tags(
+def _wrong_tags(
     store: Store, row_id: Int[Array, " rows"], length: Int[Array, " rows"], read_slot: Int[Array, " rows"]
-) -> Bool[Array, ""]:
-    """Whether some row is about to read a slot that does not hold exactly `length` tokens."""
+) -> Bool[Array, " rows"]:
+    """Rows about to read a slot that does not hold exactly `length` tokens. What they write is tagged as wrong too."""
     if store.tags is None:
-        return jnp.zeros((), bool)
-    reads = (row_id > 0) & (length > 0)
-    return (reads & ((store.tags[read_slot, 1] != length) | (read_slot == 0))).any()
+        return jnp.zeros(row_id.shape, bool)
+    held = read_slots(store.tags, read_slot)[:, 1]
+    return (row_id > 0) & (length > 0) & ((held != length) | (read_slot == 0))
 
 
 def _prompt_logprobs(

@@ -1,0 +1,304 @@
+"""Prefill and decode through the step, against whole sequences; splits, packing, padding, seats."""
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from step_harness import (
+    CONFIG,
+    DECODE_ROWS,
+    PAGE,
+    PAGES_PER_ROW,
+    PREFILL_ROWS,
+    PREFILL_TOKENS,
+    TILE,
+    TILES,
+    VOCAB,
+    Host,
+    assert_holds,
+    expected_logprobs,
+    greedy,
+    model_of,
+)
+
+from mamba_jax.batch import DecodeBatch, PrefillBatch
+from mamba_jax.store import store_bytes
+
+PROMPT = tuple(int(t) for t in np.random.default_rng(0).integers(0, VOCAB, 40))
+NO_ATTENTION = dataclasses.replace(CONFIG, pattern="M-M", attention=None)
+
+
+def prompts(*lengths):
+    rng = np.random.default_rng(1)
+    return [tuple(int(t) for t in rng.integers(0, VOCAB, n)) for n in lengths]
+
+
+@pytest.mark.parametrize(("config", "num_drafts"), [(CONFIG, 3), (NO_ATTENTION, 0)], ids=["hybrid", "no attention"])
+def test_prefill_then_decode_by_hand(config, num_drafts):
+    """What the library's user does: prefill a prompt, then decode token by token."""
+    host = Host(config, num_drafts=num_drafts)
+    prompt, want = list(PROMPT[:11]), greedy(PROMPT[:11], 6, config)
+    host.seat(1, logprobs=3)
+    out = host.prefill({"tokens": prompt, "write": 1})
+    tokens, logprobs = [int(out.tokens[0, 0])], [float(out.logprobs[0, 0])]
+    for step in range(5):
+        # The read slot is written at once: its row reads first.
+        out = host.decode({"tokens": tokens[-1:], "c": 11 + step, "read": 1, "writes": [1]})
+        tokens.append(int(out.tokens[0, 0]))
+        logprobs.append(float(out.logprobs[0, 0]))
+    assert tokens == want
+    expected = expected_logprobs(prompt + want, config)[10:-1]
+    np.testing.assert_allclose(logprobs, expected[np.arange(6), want], atol=1e-4)
+    assert_holds(host, 1, prompt + want[:-1])
+
+
+def test_rows_of_odd_lengths_packed_together_equal_each_alone():
+    rows = prompts(1, 3, TILE - 1, TILE, TILE + 1, 2 * TILE + 3)
+    host = Host()
+    out = host.prefill(*({"tokens": tokens, "write": i + 1} for i, tokens in enumerate(rows)))
+    for i, tokens in enumerate(rows):
+        want = expected_logprobs(tokens)[-1]
+        np.testing.assert_allclose(host.logprobs(i + 1), want, atol=1e-4)
+        assert out.tokens[i, 0] == want.argmax()
+        assert_holds(host, i + 1, tokens)
+        assert (out.num_emitted[i], out.kept[i]) == (1, len(tokens))
+    np.testing.assert_array_equal(host.rows.length[1:7], [len(tokens) for tokens in rows])
+    np.testing.assert_array_equal(host.rows.slot[1:7], range(1, 7))
+    np.testing.assert_array_equal(host.rows.last_token[1:7], out.tokens[:, 0])
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [(8, 16), (1,), (3, 7, 8, 9), (9, 10, 25), (15, 17), tuple(range(5, 29, 5)), (27,)],
+    ids=str,
+)
+def test_any_split_of_a_prompt_equals_one_prefill(cuts):
+    """Beside another row, so that no chunk starts at the packed batch's beginning."""
+    prompt, other = PROMPT[:29], prompts(6)[0]
+    host = Host()
+    for i, (begin, end) in enumerate(itertools.pairwise((0, *cuts, len(prompt)))):
+        chunk = {"row_id": 2, "tokens": prompt[begin:end], "c": begin, "read": 3 + i, "write": 4 + i}
+        out = host.prefill({"tokens": other, "write": 1}, chunk)
+        assert not out.tag_error
+        assert_holds(host, 4 + i, prompt[:end])
+        assert_holds(host, 1, other)
+    np.testing.assert_allclose(host.logprobs(4 + len(cuts)), expected_logprobs(prompt)[-1], atol=1e-4)
+
+
+def test_states_at_tile_ends_inside_a_chunk():
+    host = Host()
+    host.prefill({"tokens": PROMPT[:5], "write": 1})
+    out = host.prefill({"tokens": PROMPT[5:30], "c": 5, "read": 1, "writes": [2, 0, 4, 5]})
+    for slot, n in ((1, 5), (2, 8), (4, 24), (5, 30)):
+        assert_holds(host, slot, PROMPT[:n])
+    assert int(host.rows.slot[1]) == 5
+    assert np.isnan(host.slot(3)[0]).all()
+    assert not out.tag_error
+
+
+def test_decode_token_by_token_equals_prefill():
+    host = Host()
+    host.prefill({"tokens": PROMPT[:1], "write": 1})
+    for c in range(1, 20):
+        host.decode({"tokens": PROMPT[c : c + 1], "c": c, "read": c, "writes": [c + 1]})
+        np.testing.assert_allclose(host.logprobs(c + 1), expected_logprobs(PROMPT[: c + 1])[-1], atol=1e-4)
+    assert_holds(host, 20, PROMPT[:20])
+
+
+def test_rows_of_every_class_in_one_decode_step():
+    """A row that continues, one whose values come from the host, one that only samples, one that must not sample."""
+    a, b, c, d = prompts(5, 12, 9, 4)
+    host = Host()
+    host.prefill(*({"tokens": tokens, "write": i + 1} for i, tokens in enumerate((a, b, c, d))))
+    before = host.slot(3)
+    out = host.decode(
+        {"row_id": 1, "continues": True, "c": 999, "read": 35, "tokens": [1], "writes": [10]},
+        {"row_id": 2, "tokens": [3, 4, 5], "c": 12, "read": 2, "writes": [0, 0, 11]},
+        {"row_id": 3, "tokens": [], "c": 9, "read": 3, "writes": []},
+        {"row_id": 4, "tokens": [6, 7], "c": 4, "read": 4, "writes": [12, 4], "sample": False},
+    )
+    next_a = greedy(a, 1)
+    assert_holds(host, 10, (*a, *next_a))
+    assert_holds(host, 11, (*b, 3, 4, 5))
+    assert_holds(host, 12, (*d, 6))
+    assert_holds(host, 4, (*d, 6, 7))
+    for have, want in zip(host.slot(3), before, strict=True):
+        np.testing.assert_array_equal(have, want)
+    want = [greedy((*a, *next_a), 1)[0], greedy((*b, 3, 4, 5), 1)[0], greedy(c, 1)[0], -1]
+    np.testing.assert_array_equal(out.tokens[:4, 0], want)
+    assert (out.tokens[:, 1:] == -1).all()
+    np.testing.assert_array_equal(out.num_emitted, [1, 1, 1, 0, 0, 0])
+    np.testing.assert_array_equal(out.kept, [1, 3, 0, 2, 0, 0])
+    np.testing.assert_array_equal(host.rows.length[1:5], [6, 15, 9, 6])
+    np.testing.assert_array_equal(host.rows.slot[1:5], [10, 11, 3, 4])
+    np.testing.assert_array_equal(host.rows.last_token[1:4], want[:3])
+    assert int(host.rows.length[0]) == int(host.rows.slot[0]) == 0
+    assert not out.tag_error
+    # The row that only sampled goes on from the same slot.
+    host.decode({"row_id": 3, "continues": True, "writes": [20], "table": host.table(2)})
+    assert_holds(host, 20, (*c, want[2]))
+
+
+def test_continuing_rows_need_nothing_from_the_host():
+    """Steps are dispatched without looking at results; seats keep what the next step needs."""
+    rows = prompts(3, 8)
+    host = Host()
+    first = host.prefill(*({"tokens": tokens, "write": i + 1} for i, tokens in enumerate(rows)))
+    out = [host.decode(*({"continues": True, "writes": [i + 1]} for i in range(2))) for _ in range(5)]
+    for i, tokens in enumerate(rows):
+        assert [int(o.tokens[i, 0]) for o in (first, *out)] == greedy(tokens, 6)
+
+
+def test_fresh_rows_read_nothing_whatever_their_slot_holds():
+    """A prefill row with c = 0 whose read slot is another's; a first token sent down the decode program as well."""
+    host = Host()
+    host.prefill({"tokens": PROMPT[:9], "write": 5})
+    host.prefill({"tokens": PROMPT[:2], "read": 5, "write": 1}, {"tokens": PROMPT[:3], "read": 39, "write": 2})
+    assert_holds(host, 1, PROMPT[:2])
+    assert_holds(host, 2, PROMPT[:3])
+    for garbage in (5, 39):
+        host.decode({"tokens": PROMPT[:1], "c": 0, "read": garbage, "writes": [6]})
+        assert_holds(host, 6, PROMPT[:1])
+
+
+def test_pages_are_copied_before_they_are_written():
+    """Two rows go on from one prompt that ends inside a page; each has its own copy of that page."""
+    host = Host()
+    prompt = PROMPT[: 2 * PAGE + 2]
+    host.prefill({"tokens": prompt, "write": 1})
+    shared, tables = host.table(0), []
+    for row in (1, 2):
+        table = host.table(row)
+        table[:2] = shared[:2]
+        tables.append(table)
+    tokens = [(11, 12, 13), (14, 15)]
+    page = np.asarray(host.store.kv[0][shared[2]])
+    host.decode(
+        *(
+            {"tokens": t, "c": len(prompt), "read": 1, "writes": [0] * (len(t) - 1) + [2 + i], "table": tables[i]}
+            | {"page_copy": (shared[2], tables[i][2])}
+            for i, t in enumerate(tokens)
+        )
+    )
+    for i, t in enumerate(tokens):
+        assert_holds(host, 2 + i, (*prompt, *t))
+    np.testing.assert_array_equal(host.store.kv[0][shared[2]], page)
+    # The same through prefill.
+    table = host.table(3)
+    table[:2] = shared[:2]
+    host.prefill({"tokens": tokens[0], "c": len(prompt), "read": 1, "write": 9, "table": table}
+                 | {"page_copy": (shared[2], table[2])})  # fmt: skip
+    assert_holds(host, 9, (*prompt, *tokens[0]))
+
+
+def test_tags_catch_a_slot_that_holds_something_else():
+    host = Host()
+    host.prefill({"tokens": PROMPT[:9], "write": 1})
+    step = {"tokens": [1], "writes": [2]}
+    assert host.decode(step | {"c": 8, "read": 1}).tag_error
+    assert host.decode(step | {"c": 9, "read": 3}).tag_error
+    assert host.decode(step | {"c": 9, "read": 0}).tag_error
+    assert host.prefill({"tokens": [1, 2], "c": 8, "read": 1, "write": 2}).tag_error
+    assert not host.prefill({"tokens": [1, 2], "c": 9, "read": 1, "write": 2}).tag_error
+    assert host.store.tags[2].tolist() == [5, 11]  # written five times, holds eleven tokens
+    assert not host.decode(step | {"c": 11, "read": 2}).tag_error
+
+
+def test_prompt_logprobs_over_chunks():
+    host = Host()
+    prompt = PROMPT[:20]
+    want = expected_logprobs(prompt)
+    host.seat(2, prompt_logprobs=5)
+    for i, (begin, end) in enumerate(((0, 11), (11, 12), (12, 20))):
+        out = host.prefill(
+            {"tokens": PROMPT[:7], "write": 1},
+            {"tokens": prompt[begin:end], "c": begin, "read": 2 + i, "write": 3 + i},
+        )
+        got = out.prompt_logprobs
+        for t in range(begin, end):
+            if t == 0:
+                continue  # the first token has no probability
+            at = 7 + t - begin
+            np.testing.assert_allclose(got.token[at], want[t - 1, prompt[t]], atol=1e-4)
+            best = np.argsort(-want[t - 1])[:20]
+            np.testing.assert_array_equal(got.top_ids[at], best)
+            np.testing.assert_allclose(got.top[at], want[t - 1, best], atol=1e-4)
+
+
+def test_penalties_count_what_was_emitted():
+    host = Host()
+    counts, seen = np.zeros(VOCAB, np.int32), np.zeros(VOCAB, bool)
+    seen[list(PROMPT[:6])] = True
+    host.seat(1, presence_penalty=1.5, repetition_penalty=1.7, output_counts=counts, prompt_seen=seen)
+    tokens = list(PROMPT[:6])
+    out = host.prefill({"tokens": tokens, "write": 1}, {"tokens": tokens, "write": 2})
+    for _ in range(8):
+        # Penalties act on logits, which log-probabilities equal up to a constant; so take the logits themselves.
+        logits = np.asarray(model_of().logits(host.store.hidden[1]))
+        factor = np.where(seen | (counts > 0), 1.7, 1.0)
+        want = np.where(logits > 0, logits / factor, logits * factor) - 1.5 * (counts > 0)
+        token = int(out.tokens[0, 0])
+        assert token == want.argmax()
+        counts[token] += 1
+        np.testing.assert_array_equal(host.rows.output_counts[1], counts)
+        assert not host.rows.output_counts[2].any()
+        out = host.decode(*({"continues": True, "writes": [i + 1]} for i in range(2)))
+
+
+def test_a_new_tenant_forgets_the_old_one():
+    host = Host()
+    ones = np.ones(VOCAB, np.int32)
+    host.seat(3, temperature=1.0, seed=5, output_counts=ones, prompt_seen=ones.astype(bool))
+    host.prefill({"row_id": 3, "tokens": PROMPT[:9], "write": 1})
+    others = jax.tree.map(lambda leaf: np.asarray(leaf[2]), host.rows)
+    host.seat(3, top_k=4, output_counts=0 * ones, prompt_seen=np.zeros(VOCAB, bool))
+    assert int(host.rows.length[3]) == int(host.rows.slot[3]) == 0
+    assert (host.rows.drafts[3] == -1).all()
+    assert float(host.rows.sampling.temperature[3]) == 0
+    assert int(host.rows.sampling.top_k[3]) == 4
+    assert not host.rows.output_counts[3].any()
+    assert not host.rows.prompt_seen[3].any()
+    jax.tree.map(lambda leaf, was: np.testing.assert_array_equal(leaf[2], was), host.rows, others)
+
+
+def test_seeded_sampling_does_not_depend_on_the_batch():
+    host = Host()
+    host.prefill({"tokens": PROMPT[:9], "write": 1}, {"tokens": PROMPT[:4], "write": 2})
+    sampling = {"temperature": 1.0, "top_p": 0.95, "seed": 77, "prompt_length": 9}
+    row = {"tokens": [3], "c": 9, "read": 1, "writes": [3], "table": host.table(0)}
+    mate = {"row_id": 1, "tokens": [4], "c": 4, "read": 2, "writes": [4], "table": host.table(1)}
+    host.seat(2, **sampling)
+    host.seat(1, temperature=2.0, seed=1)
+    alone = host.decode(row | {"row_id": 2}).tokens[0, 0]
+    beside = host.decode(mate, row | {"row_id": 2}).tokens[1, 0]
+    host.seat(5, **sampling)
+    elsewhere = host.decode(mate, mate | {"row_id": 2, "writes": [6]}, row | {"row_id": 5}).tokens[2, 0]
+    assert alone == beside == elsewhere
+
+
+def test_programs_update_the_store_in_place_and_compile_once():
+    host = Host()
+    size = store_bytes(host.store) + store_bytes(host.rows)
+    decode = DecodeBatch.empty(rows=DECODE_ROWS, num_speculative_tokens=3, pages_per_row=PAGES_PER_ROW)
+    prefill = PrefillBatch.empty(
+        tokens=PREFILL_TOKENS, rows=PREFILL_ROWS, tiles=TILES, pages_per_row=PAGES_PER_ROW, tile_size=TILE
+    )
+    one = DecodeBatch.empty(rows=1, num_speculative_tokens=0, pages_per_row=PAGES_PER_ROW)
+    warm = []
+    host.programs.warm_up(host.store, host.rows, (decode, prefill), progress=warm.append)
+    assert len(warm) == 2
+    compiled = host.programs.compilations
+    host.programs.warm_up(host.store, host.rows, (one, one))
+    assert host.programs.compilations == compiled + 1
+    for batch in (decode, prefill, one):
+        memory = host.programs.program(host.store, host.rows, batch).memory_analysis()
+        assert memory.alias_size_in_bytes >= size
+        assert memory.temp_size_in_bytes < size / 10
+    for _ in range(2):
+        host.prefill({"tokens": PROMPT[:9], "write": 1})
+        host.decode({"continues": True, "writes": [2]})
+    assert host.programs.compilations == compiled + 1
+    with pytest.raises(ValueError, match="tiles of 4"):
+        host.prefill({"tokens": PROMPT[:9], "write": 1}, tile_size=4)
