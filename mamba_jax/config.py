@@ -13,6 +13,9 @@ MAMBA, ATTENTION, MLP, MOE, PARALLEL, SHARED = "M*-EPZ"
 HAS_MAMBA, HAS_ATTENTION = (MAMBA, PARALLEL, SHARED), (ATTENTION, PARALLEL, SHARED)
 """Kinds that have recurrent state, and kinds that have keys and values."""
 
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2")
+"""Activations of MLPs, by their Hugging Face names."""
+
 
 class ConfigError(ValueError):
     """A model description that is wrong, or that asks for something that is not supported."""
@@ -114,6 +117,12 @@ class MLPConfig:
     gate_multiplier: float = 1.0
     output_multiplier: float = 1.0
 
+    def __post_init__(self) -> None:
+        _known_activation(self.activation)
+        sizes = (self.intermediate_size,) if isinstance(self.intermediate_size, int) else self.intermediate_size
+        if not sizes or min(sizes) < 1:
+            raise ConfigError(f"intermediate_size is {self.intermediate_size}: at least 1 is expected")
+
     def size(self, index: int) -> int:
         """Intermediate size of the model's MLP number `index`."""
         return self.intermediate_size if isinstance(self.intermediate_size, int) else self.intermediate_size[index]
@@ -144,6 +153,7 @@ class MoEConfig:
     """Of the latent projections and the shared expert."""
 
     def __post_init__(self) -> None:
+        _known_activation(self.activation)
         _positive(self, "num_experts", "experts_per_token", "intermediate_size", "num_groups", "top_groups")
         if self.num_experts % self.num_groups or self.top_groups > self.num_groups:
             raise ConfigError(
@@ -164,6 +174,9 @@ class SharedConfig:
     adapter_rank: int
     attention_adapters: bool
     """Each use also has adapters for queries, keys and values (it always has one for the MLP)."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_blocks", "adapter_rank")
 
 
 @dataclass(frozen=True)
@@ -258,6 +271,11 @@ def need(part: Part | None) -> Part:
     if part is None:
         raise ConfigError("the model has no sublayer of this kind")
     return part
+
+
+def _known_activation(name: str) -> None:
+    if name not in ACTIVATIONS:
+        raise ConfigError(f"activation {name!r} is not supported: known are {', '.join(ACTIVATIONS)}")
 
 
 def _positive(config: object, *names: str) -> None:

@@ -98,8 +98,8 @@ class MoE(nnx.Module):
         self.latent_in = Linear(hidden_size, latent, bias=bias, rngs=rngs, dtype=dtype) if latent else None
         self.experts = Experts(config, latent or hidden_size, rngs=rngs, dtype=dtype)
         self.latent_out = Linear(latent, hidden_size, bias=bias, rngs=rngs, dtype=dtype) if latent else None
-        shared = MLPConfig(config.shared_size, config.activation, config.gated, bias)
-        self.shared = MLP(shared, hidden_size, rngs=rngs, dtype=dtype) if config.shared_size else None
+        shared = MLPConfig(config.shared_size, config.activation, config.gated, bias) if config.shared_size else None
+        self.shared = MLP(shared, hidden_size, rngs=rngs, dtype=dtype) if shared else None
 
     def __call__(
         self, x: Float[Array, "T hidden"], layout: Layout, state: None

@@ -1,0 +1,232 @@
+"""Modules against their definitions, written as loops in numpy."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_models import HIDDEN, MOE, random_module
+
+from mamba_jax.config import ACTIVATIONS, AttentionConfig, MambaConfig, MLPConfig, RopeConfig
+from mamba_jax.layout import SequenceLayout
+from mamba_jax.model import parameters
+from mamba_jax.modules.attention import Attention
+from mamba_jax.modules.basic import Linear, RMSNorm, activation
+from mamba_jax.modules.mamba import Mamba
+from mamba_jax.modules.mlp import MLP
+from mamba_jax.modules.moe import MoE
+
+SOFTMAX = dataclasses.replace(
+    MOE, router="softmax", num_groups=1, top_groups=1, latent_size=None, gated=True, activation="silu", bias=True
+)
+
+
+def made(kind, *args, dtype=jnp.float32, **options):
+    """A module with random values everywhere, also where a model starts with ones or zeros; and those in numpy."""
+    return random_module(lambda: kind(*args, rngs=nnx.Rngs(0), dtype=dtype, **options), scale=0.3)
+
+
+def run(mixer, x, **options):
+    """The mixer over one whole sequence, compiled as one program."""
+    return jax.jit(lambda m, x, o: m(x, SequenceLayout.of(1, len(x)), None, **o)[0])(mixer, x, options)
+
+
+def tokens(count, width=HIDDEN, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(count, width)), jnp.float32)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def expert(w, e, x, gated):
+    if gated:
+        return w["experts.down"][e] @ (silu(w["experts.up"][e][0] @ x) * (w["experts.up"][e][1] @ x))
+    return w["experts.down"][e] @ np.maximum(w["experts.up"][e] @ x, 0) ** 2
+
+
+def moe_by_loops(config, w, xs):
+    """One token, one expert at a time, as the papers define it."""
+    out = []
+    for x in np.asarray(xs, np.float64):
+        logits = w["router.weight"] @ x
+        if config.router == "softmax":
+            chosen = np.argsort(-logits)[: config.experts_per_token]
+            weights = np.exp(logits[chosen]) / np.exp(logits[chosen]).sum()
+        else:
+            scores = 1 / (1 + np.exp(-logits))
+            biased = scores + w["router.correction_bias"]
+            size = config.num_experts // config.num_groups
+            of_group = [np.sort(biased[g * size : (g + 1) * size])[-2:].sum() for g in range(config.num_groups)]
+            best = set(np.argsort(-np.array(of_group))[: config.top_groups])
+            allowed = [e for e in range(config.num_experts) if e // size in best]
+            chosen = sorted(allowed, key=lambda e: -biased[e])[: config.experts_per_token]
+            weights = scores[chosen]
+            if config.normalize:
+                weights = weights / weights.sum()
+            weights = weights * config.scaling
+        inner = w["latent_in.weight"] @ x if config.latent_size else x
+        y = sum(weight * expert(w, e, inner, config.gated) for weight, e in zip(weights, chosen, strict=True))
+        if config.latent_size:
+            y = w["latent_out.weight"] @ y
+        if config.gated:
+            gate = silu(w["shared.gate_proj.weight"] @ x + w["shared.gate_proj.bias"])
+            shared = gate * (w["shared.up_proj.weight"] @ x + w["shared.up_proj.bias"])
+            y = y + w["shared.down_proj.weight"] @ shared + w["shared.down_proj.bias"]
+        else:
+            y = y + w["shared.down_proj.weight"] @ np.maximum(w["shared.up_proj.weight"] @ x, 0) ** 2
+        out.append(y)
+    return np.array(out)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MOE,
+        dataclasses.replace(MOE, normalize=False, num_groups=1, top_groups=1, latent_size=None),
+        dataclasses.replace(MOE, num_groups=2, top_groups=1, experts_per_token=1),
+        dataclasses.replace(MOE, num_experts=2, experts_per_token=2, num_groups=1, top_groups=1),
+        SOFTMAX,
+        dataclasses.replace(SOFTMAX, num_experts=5, experts_per_token=5),
+    ],
+    ids=["groups, latent", "plain sigmoid", "one of a group", "all of two", "softmax", "softmax over all"],
+)
+def test_experts_equal_loops(config):
+    (moe, weights), x = made(MoE, config, HIDDEN), tokens(13)
+    np.testing.assert_allclose(run(moe, x), moe_by_loops(config, weights, x), atol=2e-5)
+
+
+def test_padding_does_not_reach_experts():
+    moe, _ = made(MoE, MOE, HIDDEN)
+    run = jax.jit(lambda m, x, lengths: m(x, SequenceLayout.of(2, 6, lengths), None)[0])
+    x, lengths = tokens(12), np.array([6, 3], np.int32)
+    spoiled = x.at[9:].set(jnp.nan)
+    np.testing.assert_array_equal(run(moe, x, lengths)[:9], run(moe, spoiled, lengths)[:9])
+
+
+def test_experts_nobody_chooses_and_all_tokens_alike():
+    config = dataclasses.replace(SOFTMAX, experts_per_token=1, shared_size=0)
+    moe, weights = made(MoE, config, HIDDEN)
+    x = jnp.tile(tokens(1), (9, 1))
+    chosen = int(np.argmax(weights["router.weight"] @ np.asarray(x[0])))
+    np.testing.assert_allclose(run(moe, x), np.tile(expert(weights, chosen, np.asarray(x[0]), True), (9, 1)), atol=1e-5)
+
+
+def test_router_weights_are_float32_in_a_bfloat16_model():
+    moe, _ = made(MoE, MOE, HIDDEN, dtype=jnp.bfloat16)
+    kinds = {path: param.dtype for path, param in parameters(moe).items()}
+    assert {path for path, kind in kinds.items() if kind == jnp.float32} == {"router.weight", "router.correction_bias"}
+    assert run(moe, tokens(4).astype(jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("size", [6, 4, 3])
+def test_rope_turns_pairs_by_position(size):
+    config = AttentionConfig(1, 1, 6, scale=1.0, input_size=6, rope=RopeConfig(theta=50.0, size=size))
+    attention, _ = made(Attention, config, 6)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        parameters(attention)[f"{name}.weight"][...] = jnp.eye(6)
+    x = tokens(5, 6)
+
+    def turned(v, position):
+        half, out = (size + 1) // 2, v.astype(np.float64)
+        for i in range(half):
+            angle = position * 50.0 ** (-2 * i / size)
+            out[i] = v[i] * np.cos(angle) - v[i + half] * np.sin(angle)
+            out[i + half] = v[i + half] * np.cos(angle) + v[i] * np.sin(angle)
+        return out
+
+    x = np.asarray(x)
+    q = np.array([turned(v, i) for i, v in enumerate(x)])
+    scores = np.where(np.tri(5, dtype=bool), q @ q.T, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = weights / weights.sum(-1, keepdims=True) @ x
+    np.testing.assert_allclose(run(attention, jnp.asarray(x)), expected, atol=1e-5)
+
+
+def test_first_key_hides_what_comes_before_and_moves_the_origin():
+    config = AttentionConfig(4, 2, 6, scale=0.5, input_size=HIDDEN, rope=RopeConfig(theta=50.0, size=6), bias=True)
+    attention, _ = made(Attention, config, HIDDEN)
+    x = tokens(7)
+    whole = jax.jit(lambda m, x: m(x, SequenceLayout.of(1, 7), None, first_key=1)[0])(attention, x)
+    np.testing.assert_allclose(whole[1:], run(attention, x[1:]), atol=1e-6)
+
+
+@pytest.mark.parametrize("limit", [(0.0, np.inf), (0.4, 0.6)])
+@pytest.mark.parametrize(("norm", "before"), [(True, False), (True, True), (False, False)])
+def test_mamba_equals_the_recurrence(norm, before, limit):
+    config = MambaConfig(
+        num_heads=6, head_dim=4, state_size=5, num_groups=3, conv_width=3, in_bias=True, out_bias=True, dt_limit=limit,
+        norm=norm, norm_before_gate=before, norm_eps=1e-4, input_multiplier=1.3, output_multiplier=0.6,
+        projection_multipliers=(0.7, 1.2, 0.8, 1.5, 0.9),
+    )  # fmt: skip
+    (mamba, w), length = made(Mamba, config, HIDDEN), 11
+    x = tokens(length)
+    y = run(mamba, x)
+
+    x = np.asarray(x, np.float64)
+    times = config.projection_multipliers
+    zx = np.einsum("poi,ti->tpo", w["in_proj_zx.weight"], 1.3 * x) + w["in_proj_zx.bias"]
+    bc = np.einsum("poi,ti->tpo", w["in_proj_bc.weight"], 1.3 * x) + w["in_proj_bc.bias"]
+    dt = times[4] * (1.3 * x @ w["in_proj_dt.weight"].T + w["in_proj_dt.bias"])
+    z = times[0] * zx[:, 0]
+    raw = np.concatenate([times[1] * zx[:, 1], times[2] * bc[:, 0], times[3] * bc[:, 1]], axis=1)
+    kernel = np.concatenate([w["conv_x.weight"], w["conv_bc.weight"]])
+    padded = np.concatenate([np.zeros((2, raw.shape[1])), raw])
+    conv = sum(padded[i : i + length] * kernel[:, i] for i in range(3))
+    conv = silu(conv + np.concatenate([w["conv_x.bias"], w["conv_bc.bias"]]))
+    inner, b, c = np.split(conv, [24, 39], axis=1)
+    dt = np.clip(np.log1p(np.exp(dt + w["dt_bias"])), *limit)
+    state, out = np.zeros((6, 4, 5)), np.zeros((length, 24))
+    for t in range(length):
+        for h in range(6):
+            u, g = inner[t].reshape(6, 4)[h], h // 2
+            state[h] = np.exp(-dt[t, h] * np.exp(w["a_log"][h])) * state[h]
+            state[h] += dt[t, h] * np.outer(u, b[t].reshape(3, 5)[g])
+            out[t, 4 * h : 4 * h + 4] = state[h] @ c[t].reshape(3, 5)[g] + w["d"][h] * u
+    if norm:
+        value = (out if before else out * silu(z)).reshape(length, 3, 8)
+        value = value / np.sqrt((value**2).mean(-1, keepdims=True) + 1e-4)
+        out = value.reshape(length, 24) * w["norm.weight"] * (silu(z) if before else 1)
+    else:
+        out = out * silu(z)
+    expected = 0.6 * (out @ w["out_proj.weight"].T + w["out_proj.bias"])
+    np.testing.assert_allclose(y, expected, atol=2e-5)
+
+
+def test_mlp_multipliers_and_additions():
+    config = MLPConfig(intermediate_size=8, activation="silu", gated=True, gate_multiplier=0.7, output_multiplier=1.9)
+    (mlp, w), x = made(MLP, config, HIDDEN), tokens(4)
+    added = tokens(4, 16, seed=1).reshape(4, 2, 8)
+    gate = x @ w["gate_proj.weight"].T + added[:, 0]
+    up = x @ w["up_proj.weight"].T + added[:, 1]
+    expected = 1.9 * (silu(0.7 * gate) * up) @ w["down_proj.weight"].T
+    np.testing.assert_allclose(run(mlp, x, added=added), expected, atol=1e-5)
+
+
+def test_one_size_for_each_mlp():
+    config = MLPConfig(intermediate_size=(8, 12), activation="relu2", gated=False)
+    both = [made(MLP, config, HIDDEN, index=i)[0] for i in (0, 1)]
+    assert [mlp.up_proj.weight.shape for mlp in both] == [(8, HIDDEN), (12, HIDDEN)]
+
+
+def test_every_activation_is_there():
+    x = jnp.linspace(-3, 3, 7)
+    assert all(np.isfinite(activation(name)(x)).all() for name in ACTIVATIONS)
+    np.testing.assert_allclose(activation("relu2")(x), np.maximum(x, 0) ** 2)
+
+
+def test_norm_computes_in_float32_and_returns_the_weights_dtype():
+    norm = RMSNorm(HIDDEN, 1e-5, dtype=jnp.bfloat16)
+    x = 1e4 * tokens(3)  # its squares overflow nothing, but would lose all precision in bfloat16
+    expected = x / np.sqrt((np.asarray(x, np.float64) ** 2).mean(-1, keepdims=True) + 1e-5)
+    assert norm(x).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(norm(x), expected.astype(jnp.bfloat16))
+
+
+def test_linear_with_several_output_axes_and_bias():
+    (linear, w), x = made(Linear, HIDDEN, (2, 3), bias=True), tokens(4)
+    expected = np.einsum("poi,ti->tpo", w["weight"], x) + w["bias"]
+    np.testing.assert_allclose(linear(x), expected, atol=1e-5)
+    assert linear(x.astype(jnp.bfloat16), out_dtype=jnp.float32).dtype == jnp.float32
