@@ -11,13 +11,13 @@ def plan_catch_up(host: HostState, request: Request, plan: StepPlan, budget: Bud
     """Give a request that does not yet decode its next chunk; False if there is no room for it in this step.
 
     The chunk is a decode row if it has a prior state and fits one (at most 1 + K tokens), and a prefill row otherwise:
-    decided from (c, q) alone.
+    decided from (c, q), and from whether log-probabilities of prompt tokens are asked for, which decode steps have not.
     """
     flights = request.flights
     start = request.num_computed + (flights[-1].num_tokens if flights else 0)
     end = _chunk_end(host, request, start, budget)
     num_tokens = end - start
-    as_decode = start > 0 and num_tokens <= host.width
+    as_decode = _fits_decode_row(host, request, start, num_tokens)
     if not (budget.decode_rows if as_decode else budget.prefill_rows) or (end <= start < len(request.tokens)):
         host.stats.rows_stalled += 1
         return False
@@ -96,6 +96,12 @@ def plan_catch_up(host: HostState, request: Request, plan: StepPlan, budget: Bud
     return True
 
 
+def _fits_decode_row(host: HostState, request: Request, start: int, num_tokens: int) -> bool:
+    """Whether tokens from `start` on are few enough for a decode row, and may be fed by one."""
+    in_prompt = start < request.prompt_len
+    return start > 0 and num_tokens <= host.width and not (request.prompt_logprobs and in_prompt)
+
+
 def _chunk_end(host: HostState, request: Request, start: int, budget: Budget) -> int:
     """Where the next chunk ends: at most what fits, and at a place from which others can profit.
 
@@ -106,7 +112,7 @@ def _chunk_end(host: HostState, request: Request, start: int, budget: Budget) ->
     tile = config.tile_size
     target = len(request.tokens)
     room = budget.tokens
-    if start == 0 or target - start > host.width:
+    if not _fits_decode_row(host, request, start, target - start):
         room = min(room, (start // tile + budget.tiles) * tile - start)
     end = min(target, start + room)
     for stop in request.stops:
