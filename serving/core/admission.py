@@ -97,6 +97,8 @@ def _seat(host: HostState, request: Request, plan: StepPlan, budget: Budget) -> 
     if not plan_catch_up(host, request, plan, budget, preempting=False):
         host.release_all(request, Fate.DROPPED)
         return False
+    if match is not None and match.entry is not None and host.index is not None:
+        host.index.touch(match.entry)
     _explain(host, request, match, plan)
     host.leave(request)
     host.enter(request)
@@ -117,7 +119,6 @@ def _take_hit(host: HostState, request: Request, match: Match | None) -> None:
         return
     entry, index = match.entry, host.index
     assert index is not None
-    index.touch(entry)
     host.slots.retain(entry.slot)
     request.state.held = request.state.current = entry.slot
     request.num_computed = entry.position

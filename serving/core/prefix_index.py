@@ -14,7 +14,7 @@ cached page can be evicted, leaves first; a state goes with any page that it nee
 from collections.abc import Sequence
 
 from serving.core.lazy_heap import LazyHeap
-from serving.core.policy import CachePolicy
+from serving.core.policy import CachePolicy, Kind, Rank
 from serving.core.pools import PagePool, SlotPool
 from serving.core.prefix_tree import NO_TAIL, Match, Node, Root, StateEntry, nearest_above, root_digest
 from serving.core.reasons import MissReason
@@ -32,6 +32,8 @@ class PrefixIndex:
         self.slots, self.pages, self.policy, self.unit, self.stats = slots, pages, policy, unit, stats
         self.roots: dict[str | None, Root] = {}
         self._clock = 0
+        self._level = 0
+        """The highest price of what had to be given up so far."""
         self._ghosts: dict[int, None] = {}
         self._idle_states: LazyHeap[StateEntry] = LazyHeap(self._state_stamp)
         self._idle_pages: LazyHeap[Node | StateEntry] = LazyHeap(self._page_stamp)
@@ -139,10 +141,10 @@ class PrefixIndex:
                 del above.below[lower]
                 entry.below[lower] = None
                 lower.above = entry
+                self._rank_again(lower)
         node.add_state(entry)
         entry.above = above
         above.below[entry] = None
-        entry.rank = self.policy.rank(entry)
         entry.last_use = self._tick()
         self._rank_again(above)
         self.slots.publish(slot, entry)
@@ -166,12 +168,14 @@ class PrefixIndex:
 
     def evict_interior_state(self) -> bool:
         """Drop an idle state of the lowest rank; False if there is none of it."""
-        return self._evict_state(0)
+        return self._evict_state(Rank.INTERIOR)
 
     def _evict_state(self, max_rank: int | None) -> bool:
         entry = self._idle_states.pop(max_rank=max_rank)
         if entry is None:
             return False
+        if entry.rank == Rank.KEPT:
+            self._level = max(self._level, entry.price)
         self.drop_state(entry)
         return True
 
@@ -236,7 +240,7 @@ class PrefixIndex:
             if not node.states and not node.children and self.roots.get(node.salt) is node:
                 del self.roots[node.salt]
         elif self.pages is not None and not self.pages.refs[node.page] and node.is_leaf:
-            node.page_stamp = self._idle_pages.push(0, node.last_use, node, live=self.pages.num_cached)
+            node.page_stamp = self._idle_pages.push((0, node.last_use), node, live=self.pages.num_cached)
 
     def _remember(self, digest: int) -> None:
         ghosts = self._ghosts
@@ -247,7 +251,7 @@ class PrefixIndex:
     # -- who may go, and when --
 
     def touch(self, entry: StateEntry) -> None:
-        """A request reads this state."""
+        """A request that was seated reads this state."""
         entry.hits += 1
         entry.last_use = self._tick()
 
@@ -256,15 +260,22 @@ class PrefixIndex:
         return self._clock
 
     def _rank_again(self, entry: StateEntry) -> None:
-        """What lies below an entry, or its kind, has changed."""
-        rank = self.policy.rank(entry)
-        if rank != entry.rank:
-            entry.rank = rank
-            if self.slots.owners[entry.slot] is entry and not self.slots.refs[entry.slot]:
-                self._queue_state(entry)
+        """What lies next to an entry, or its kind, has changed."""
+        if len(entry.below) > 1:
+            # Some went on one way and some another: so may the next one, even when those that did are forgotten.
+            entry.kind = max(entry.kind, Kind.JUNCTION)
+        policy = self.policy
+        if (policy.rank(entry), policy.worth(entry)) != (entry.rank, entry.worth) and self._is_idle(entry):
+            self._queue_state(entry)
+
+    def _is_idle(self, entry: StateEntry) -> bool:
+        return self.slots.owners[entry.slot] is entry and not self.slots.refs[entry.slot]
 
     def _queue_state(self, entry: StateEntry) -> None:
-        entry.stamp = self._idle_states.push(entry.rank, entry.last_use, entry, live=self.slots.num_cached)
+        entry.rank, entry.worth = self.policy.rank(entry), self.policy.worth(entry)
+        entry.price = self._level + entry.worth
+        key = (entry.rank, entry.price, entry.last_use)
+        entry.stamp = self._idle_states.push(key, entry, live=self.slots.num_cached)
 
     def _slot_idle(self, entry: StateEntry) -> None:
         entry.last_use = self._tick()
@@ -274,11 +285,10 @@ class PrefixIndex:
         owner.last_use = self._tick()
         if isinstance(owner, StateEntry) or owner.is_leaf:
             assert self.pages is not None
-            owner.page_stamp = self._idle_pages.push(0, owner.last_use, owner, live=self.pages.num_cached)
+            owner.page_stamp = self._idle_pages.push((0, owner.last_use), owner, live=self.pages.num_cached)
 
     def _state_stamp(self, entry: StateEntry) -> int | None:
-        slot = entry.slot
-        return entry.stamp if self.slots.owners[slot] is entry and not self.slots.refs[slot] else None
+        return entry.stamp if self._is_idle(entry) else None
 
     def _page_stamp(self, owner: Node | StateEntry) -> int | None:
         pages, page = self.pages, owner.page

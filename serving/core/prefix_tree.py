@@ -89,10 +89,12 @@ class StateEntry:
         "page",
         "page_stamp",
         "position",
+        "price",
         "rank",
         "slot",
         "stamp",
         "tail",
+        "worth",
     )
 
     def __init__(self, node: Node, tail: tuple[int, ...], position: int, slot: int, page: int, kind: int) -> None:
@@ -107,7 +109,10 @@ class StateEntry:
         """The nearest state above it."""
         self.below: dict[StateEntry, None] = {}
         """The nearest states below it."""
-        self.rank = 1
+        self.rank = self.worth = 0
+        """By the policy, as of when it was last queued."""
+        self.price = 0
+        """Its worth and what was being given up for want of slots when it was last queued."""
         self.last_use = 0
         self.hits = 0
         self.stamp = 0

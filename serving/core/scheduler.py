@@ -90,6 +90,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None if there is nothing to do before an unsettled step settles, or at all."""
+        if self.needs_settle_before_schedule():
+            return None
         host = self.host
         assert host.pending is None, "the last plan was neither dispatched nor withdrawn"
         assert len(host.unsettled) <= 1, "at most one step may be unsettled while another is planned"

@@ -145,6 +145,7 @@ class Run:
         """Plan, dispatch, and perhaps settle; False if there was nothing to plan."""
         rng, scheduler = self.rng, self.scheduler
         while scheduler.needs_settle_before_schedule() or (self.waiting_results and rng.random() < 0.3):
+            expect(not scheduler.needs_settle_before_schedule() or scheduler.schedule() is None, "planned too early")
             self.settle()
         self.maybe_abort()
         for request in scheduler.running:

@@ -54,7 +54,7 @@ def test_a_branch_is_not_interior() -> None:
     assert index is not None
     ranks = {entry.position: entry.rank for entry in _entries(loop) if entry.tail == ()}
     assert ranks[4] == 0
-    assert ranks[8] == 1
+    assert ranks[8] > ranks[4]
 
 
 def test_least_recently_used_among_equals() -> None:

@@ -186,6 +186,7 @@ def test_lockstep_settles_first() -> None:
     loop.add([1, 2, 3], max_tokens=4, lockstep=True)
     loop.step()
     assert loop.scheduler.needs_settle_before_schedule()
+    assert loop.scheduler.schedule() is None
     loop.finish()
 
 
