@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Protocol
 
 import jax
@@ -60,7 +61,7 @@ def read_parameters(
     found = _match(where, tensors, parameters, sources, (*ignored, *ALWAYS_IGNORED))
     last_use = {name: path for path, source in found.items() for name in source.names}
     result = {}
-    with progress_bar(f"Loading {where}", sum(map(nbytes, parameters.values())), progress) as advance:
+    with progress_bar(f"Loading {Path(where).name}", sum(map(nbytes, parameters.values())), progress) as advance:
         for path, source in found.items():
             target = parameters[path]
             reader = _StoredParameter(tensors, source, target)

@@ -170,6 +170,8 @@ def _hf_config(directory: Path, fields: Mapping[str, Any]) -> HybridConfig:
         return config_from_hf(fields)
     except ConfigError as error:
         raise CheckpointError(f"{directory / 'config.json'}: {error}") from error
+    except ArithmeticError as error:  # a zero where something is divided by it
+        raise CheckpointError(f"{directory / 'config.json'}: has an impossible size ({error})") from error
 
 
 def _refuse_quantized(directory: Path, fields: Mapping[str, Any]) -> None:

@@ -267,6 +267,8 @@ def test_corrupt_config(directory):
     assert text == f"{directory}/config.json: not valid JSON (Expecting value: line 1 column 16 (char 15))"
     (directory / "config.json").write_text("[1]")
     assert message(lambda: load(directory)) == f"{directory}/config.json: expected a JSON object, found list"
+    (directory / "config.json").write_text("[" * 100_000)
+    assert message(lambda: load(directory)).startswith(f"{directory}/config.json: not valid JSON (")
     (directory / "config.json").write_bytes(b"\xff\xfe")
     assert message(lambda: load(directory)).startswith(f"{directory}/config.json: not valid JSON ('utf-8' codec")
 
@@ -275,6 +277,8 @@ def test_impossible_config(directory):
     change_config(directory, mamba_num_heads=5)
     text = message(lambda: load(directory))
     assert text == f"{directory}/config.json: 5 Mamba heads cannot be divided into 2 groups"
+    change_config(directory, mamba_num_heads=4, head_dim=0)
+    assert message(lambda: load(directory)).startswith(f"{directory}/config.json: ")
 
 
 @pytest.mark.parametrize(
