@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import typer
 from rich.console import Console
-from rich.logging import RichHandler
 
 from checkpoints.errors import CheckpointError
 from serving.api.commands import convert, generate
@@ -43,10 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run the program on these arguments; returns the exit code."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    handler = RichHandler(console=console, show_time=False, show_path=False, show_level=False)
-    logging.getLogger("serving").handlers = [handler]
-    logging.getLogger("serving").setLevel(logging.INFO)
-    logging.getLogger("serving").propagate = False
+    logger = logging.getLogger("serving")
+    logger.handlers, logger.propagate = [logging.StreamHandler(sys.stderr)], False
+    logger.setLevel(logging.INFO)
     try:
         code = typer.main.get_command(app).main(list(arguments), prog_name="mamba-jax", standalone_mode=False)
     except (CheckpointError, ConfigError, RequestError) as error:

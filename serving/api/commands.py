@@ -121,6 +121,7 @@ def _generate_one(prompt: str, chat: bool, given: dict[str, Any], flags: dict[st
     from checkpoints.load import require_tokenizer
     from serving.engine.llm import LLM
 
+    flags.setdefault("max_num_seqs", 1)
     config = EngineConfig.create(**flags)
     params = SamplingParams.of({"max_tokens": 128, "temperature": 0.0} | given)
     require_tokenizer(config.model)  # before minutes are spent on loading weights

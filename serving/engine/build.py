@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 
 from checkpoints.load import generation_config, load_model, load_tokenizer
@@ -24,7 +25,7 @@ from serving.engine.batching import BatchBuilder
 from serving.engine.compile_cache import use_compilation_cache
 from serving.engine.engine import Engine
 from serving.engine.loop import StepLoop
-from serving.engine.sizing import StoreSize, size_store, store_memory, workspace_bytes
+from serving.engine.sizing import CPU_STORE_TOKENS, StoreSize, size_store, store_memory, workspace_bytes
 from serving.engine.warmup import warm_up
 
 log = logging.getLogger(__name__)
@@ -149,6 +150,7 @@ def _size(config: EngineConfig, policy: CachePolicy, stored: HybridConfig, dtype
         dtype=dtype,
         model_max_len=stored.max_position_embeddings,
         memory=store_memory(config, workspace=workspace),
+        most_tokens=CPU_STORE_TOKENS if jax.default_backend() == "cpu" else sys.maxsize,
     )
 
 

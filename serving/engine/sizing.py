@@ -18,6 +18,10 @@ CPU_STORE_BYTES = 2 * GIB
 """On a CPU, memory is shared with everything else that runs: the store takes this much unless it cannot do with it."""
 
 
+CPU_STORE_TOKENS = 1 << 18
+"""Likewise: a small model does not take memory for more tokens than this."""
+
+
 @dataclass(frozen=True)
 class StoreSize:
     """What the store will hold. Numbers of slots and pages include the null one."""
@@ -70,7 +74,14 @@ class StoreSize:
 
 
 def size_store(
-    config: EngineConfig, shape: StoreShape, *, mode: CacheMode, dtype: Any, model_max_len: int | None, memory: int
+    config: EngineConfig,
+    shape: StoreShape,
+    *,
+    mode: CacheMode,
+    dtype: Any,
+    model_max_len: int | None,
+    memory: int,
+    most_tokens: int = CPU_STORE_TOKENS,
 ) -> StoreSize:
     """Fit the store into `memory` bytes.
 
@@ -78,7 +89,7 @@ def size_store(
     block's end whose slot is then published. Its pages may reach 2(1 + K) tokens past `max_model_len`: the step in
     flight and the one being planned are both given room for all their drafts.
 
-    What remains is divided so that pages and checkpoints of the same number of tokens fit.
+    What remains is divided so that pages and checkpoints of the same number of tokens fit, up to `most_tokens`.
 
     Raises:
         ConfigError: not even one sequence fits.
@@ -116,8 +127,12 @@ def size_store(
             notices.append(f"max_model_len is {fits:,} instead of {max_len:,}: {config.num_pages} pages hold no more")
             max_len = fits
 
-    one = pages_for(max_len) * page_bytes
-    slot_room = config.num_slots if config.num_slots is not None else (memory - one - page_bytes) // slot_bytes - 1
+    if config.num_slots is not None:
+        slot_room = config.num_slots
+    else:
+        room = (memory - (pages_for(max_len) + 1) * page_bytes) // slot_bytes - 1
+        # Where memory is scarce, half of it is for running sequences: the rest is for their pages, and for reuse.
+        slot_room = max(room // 2, min(room, per_row))
     if slot_room < per_row:
         if config.num_slots is not None:
             raise ConfigError(f"num_slots {config.num_slots} hold no sequence: at least {per_row} are needed")
@@ -129,11 +144,16 @@ def size_store(
     private = seqs * per_row
     left = memory - slot_bytes * (1 + private) - page_bytes
     tokens = _tokens_for(left, config, slot_bytes if mode != "none" else 0, page_bytes)
-    # Twice what can run at once is a generous cache; beyond it a small model would only fill memory for nothing.
-    tokens = max(min(tokens, 2 * seqs * max_len), max_len + 2 * width)
-    pages = config.num_pages if config.num_pages is not None else max(tokens // config.page_size, pages_for(max_len))
+    usable = seqs * (max_len + 2 * width) if mode == "none" else most_tokens  # nothing outlives its request
+    tokens = max(min(tokens, most_tokens, usable), max_len + 2 * width)
+    if config.num_pages is not None or not page_bytes:
+        pages = config.num_pages or 0
+    else:
+        # States are far larger than pages: at least a quarter goes to pages, as far as running sequences can fill them.
+        running = min(pages_for(seqs * max_len), pages_for(most_tokens), left // 4 // page_bytes)
+        pages = max(tokens // config.page_size, running, pages_for(max_len))
     reusable = 0 if mode == "none" else max(tokens // config.state_block_size, 1)
-    if config.num_pages is None and page_bytes:
+    if config.num_pages is None:
         reusable = min(reusable, max((left - pages * page_bytes) // slot_bytes, 0))
     slots = config.num_slots if config.num_slots is not None else private + reusable
     return StoreSize(

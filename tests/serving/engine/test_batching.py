@@ -1,0 +1,113 @@
+"""Plans as arrays: shapes for whatever may be planned, padding that says nothing, buffers that are not overwritten."""
+
+import numpy as np
+import pytest
+
+from serving.core import DecodeRow, PrefillRow, Request, SchedulerConfig
+from serving.engine.batching import BatchBuilder, decode_buckets, prefill_buckets
+from serving.engine.sampling_params import SamplingParams
+
+
+def config(**settings):
+    given = {
+        "num_slots": 100, "num_pages": 300, "max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 512,
+        "page_size": 8, "state_block_size": 64, "tile_size": 32, "max_prefill_rows": 16,
+    }  # fmt: skip
+    return SchedulerConfig(**(given | settings))
+
+
+def decode_row(row_id, pages, **fields):
+    given = {
+        "request": Request(f"r{row_id}", [1, 2]), "row_id": row_id, "continues": False, "tokens": [9], "length": 7,
+        "read_slot": 3, "num_tokens": 1, "num_drafts": 0, "write_slots": [4], "pages": pages, "page_copy": None,
+        "sample": True,
+    }  # fmt: skip
+    return DecodeRow(**(given | fields))
+
+
+def prefill_row(row_id, start, count, slots, pages):
+    request = Request(f"r{row_id}", list(range(1, 500)))
+    return PrefillRow(request, row_id, start, count, 5, slots, pages, None, True)
+
+
+def test_decode_sizes():
+    assert decode_buckets(1) == [1]
+    assert decode_buckets(33) == [1, 4, 8, 16, 32, 33]
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 64, 100, 512, 2048, 4096])
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_every_plan_has_a_shape_and_little_padding(tokens, rows):
+    settings = config(max_num_batched_tokens=tokens, max_prefill_rows=rows)
+    shapes = prefill_buckets(settings)
+    assert shapes == sorted(set(shapes))
+    assert shapes[-1].holds(tokens, settings.max_prefill_rows, settings.tiles)
+    for count in range(1, tokens + 1):
+        tiles = -(-count // settings.tile_size) + 1
+        shape = next(shape for shape in shapes if shape.holds(count, 1, min(tiles, settings.tiles)))
+        assert shape.tokens <= max(64, (2 if count <= 256 else 1.5) * count + 32)
+
+
+def test_decode_rows_and_padding():
+    batches = BatchBuilder(config())
+    first = batches.decode([decode_row(2, [7, 8]), decode_row(5, [9], continues=True, tokens=[], num_tokens=1)])
+    assert first.row_id.tolist() == [2, 5, 0, 0]
+    assert first.continues.tolist() == [False, True, False, False]
+    assert first.tokens[:, 0].tolist() == [9, 0, 0, 0]
+    assert first.write_slot[:, 0].tolist() == [4, 4, 0, 0]
+    assert first.page_table[:2, :3].tolist() == [[7, 8, 0], [9, 0, 0]]
+    kept = first.page_table.copy()
+    second = batches.decode([decode_row(2, [7, 8, 11], page_copy=(8, 12), num_tokens=0, write_slots=[], tokens=[])])
+    assert second.row_id.tolist() == [2]
+    assert second.page_table[0, :4].tolist() == [7, 8, 11, 0]
+    assert second.page_copy.tolist() == [[8, 12]]
+    assert (first.page_table == kept).all()
+    # A seat's next tenant has fewer pages: none of the old ones may show.
+    third = batches.decode([decode_row(2, [1]), decode_row(3, [2]), decode_row(4, [3])])
+    assert third.page_table[0].tolist()[:3] == [1, 0, 0]
+    assert third.row_id.tolist() == [2, 3, 4, 0]
+    again = batches.decode([decode_row(1, [])] * 3)
+    assert third.row_id.tolist() == [2, 3, 4, 0], "the device may still be reading the batch before"
+    assert again.row_id.tolist() == [1, 1, 1, 0]
+
+
+def test_drafts_are_wide_rows():
+    batches = BatchBuilder(config(num_speculative_tokens=2))
+    batch = batches.decode(
+        [
+            decode_row(1, [1], tokens=[5], num_tokens=3, num_drafts=2, write_slots=[4, 5, 6]),
+            decode_row(2, [2], tokens=[5, 6], num_tokens=2, write_slots=[0, 7]),
+        ]
+    )
+    assert batch.tokens.tolist()[:2] == [[5, -1, -1], [5, 6, -1]]
+    assert batch.write_slot.tolist()[:2] == [[4, 5, 6], [0, 7, 0]]
+    assert batch.num_drafts.tolist()[:2] == [2, 0]
+    assert not batch.write_slot[2:].any()
+
+
+def test_prefill_rows_are_packed():
+    batches = BatchBuilder(config())
+    for _ in range(3):  # the third time a buffer is used again
+        batch = batches.prefill([prefill_row(1, 0, 40, [0, 8], [1]), prefill_row(2, 30, 10, [0, 9], [2, 3])])
+        assert batch.tokens[:50].tolist() == [*range(1, 41), *range(31, 41)]
+        assert not batch.tokens[50:].any()
+        assert batch.tile_write_slot.tolist() == [0, 8, 0, 9]
+        assert batch.length[:2].tolist() == [0, 30]
+        assert batch.num_tokens[:3].tolist()[:2] == [40, 10]
+        batches.prefill([prefill_row(1, 0, 60, [7, 8], [4])])
+
+
+def test_warm_up_covers_each_shape_once():
+    batches = BatchBuilder(config())
+    found = list(batches.warm_up_batches(vocab_size=11))
+    assert len(found) == batches.num_programs
+
+
+def test_seats_count_tokens_only_for_penalties():
+    batches = BatchBuilder(config())
+    given = {"seed": 1, "choice": 0, "prompt": [3, 3, 4], "output": [5, 5], "stop_ids": (), "vocab_size": 8}
+    assert batches.seat(1, SamplingParams(), **given).output_counts is None
+    batch = batches.seat(1, SamplingParams(repetition_penalty=1.5), **given)
+    assert batch.output_counts.tolist() == [0, 0, 0, 0, 0, 2, 0, 0]
+    assert np.flatnonzero(batch.prompt_seen).tolist() == [3, 4]
+    assert batch.sampling.prompt_length == 3

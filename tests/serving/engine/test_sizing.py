@@ -1,0 +1,111 @@
+"""The store's size: what fits, what is clamped and said, and the report that explains it."""
+
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+from mamba_jax.store import StoreShape, init_store, store_bytes
+from serving.config import ConfigError, EngineConfig
+from serving.engine.sizing import available_ram, size_store
+
+SHAPE = StoreShape(
+    mamba_layers=4,
+    heads=8,
+    head_dim=16,
+    state_size=32,
+    groups=2,
+    conv_window=3,
+    attention_layers=2,
+    kv_heads=2,
+    kv_head_dim=16,
+    hidden_size=64,
+)
+PURE = StoreShape(**{**vars(SHAPE), "attention_layers": 0})
+MIB = 1 << 20
+
+
+def size(memory=64 * MIB, shape=SHAPE, mode="all", longest=4096, most=sys.maxsize, **flags):
+    return size_store(
+        EngineConfig.create(**flags), shape, mode=mode, dtype=jnp.float32, model_max_len=longest, memory=memory,
+        most_tokens=most,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [SHAPE, PURE])
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+@pytest.mark.parametrize("memory", [4 * MIB, 16 * MIB, 200 * MIB])
+def test_it_fits_and_is_used(shape, mode, memory):
+    found = size(memory, shape, mode)
+    assert found.total_bytes <= memory
+    assert found.num_slots - 1 >= found.max_num_seqs * found.slots_per_row
+    assert found.slots_per_row == (1 if mode == "none" else 2)
+    if shape is SHAPE:
+        assert (found.num_pages - 1) * found.page_size >= found.max_model_len
+        assert found.pages_per_row == -(-(found.max_model_len + 2) // found.page_size)
+    if mode != "none":
+        assert found.total_bytes > 0.8 * memory
+    elif shape is PURE:
+        assert found.num_pages == 0
+
+
+def test_the_bytes_are_those_of_the_arrays():
+    found = size(4 * MIB, max_num_seqs=2)
+    store = init_store(
+        SHAPE, num_slots=found.num_slots, num_pages=found.num_pages, page_size=32, dtype=jnp.float32, debug_state=False
+    )
+    assert store_bytes(store) == found.total_bytes
+
+
+def test_clamped_limits_are_said():
+    found = size(8 * MIB)
+    assert found.max_num_seqs < 64
+    assert any("max_num_seqs is" in notice for notice in found.notices)
+    found = size(64 * MIB, longest=1 << 20)
+    assert found.max_model_len < 1 << 20
+    assert any("max_model_len is" in notice for notice in found.notices)
+
+
+def test_second_sets_and_drafts_count():
+    assert size(mode="none", num_speculative_tokens=3, speculative_method="mtp").slots_per_row == 4
+    found = size(mode="all", num_speculative_tokens=3, speculative_method="mtp")
+    assert found.slots_per_row == 8
+    assert found.pages_per_row == -(-(4096 + 8) // 32)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"memory": MIB // 8}, "do not hold one sequence"),
+        ({"max_model_len": 5000}, "max_model_len 5,000 exceeds the model's own 4,096 tokens"),
+        ({"memory": 2 * MIB, "max_model_len": 4096}, "max_model_len 4,096 does not fit"),
+        ({"num_slots": 1}, "num_slots 1 hold no sequence: at least 2 are needed"),
+    ],
+)
+def test_what_cannot_work(flags, said):
+    with pytest.raises(ConfigError, match=said):
+        size(**flags)
+
+
+def test_given_sizes_are_kept():
+    found = size(num_slots=9, num_pages=200)
+    assert (found.num_slots, found.num_pages, found.max_num_seqs) == (10, 201, 4)
+
+
+def test_a_small_model_takes_no_more_than_it_can_use():
+    found = size(1 << 40, most=1 << 14, max_num_seqs=4)
+    assert (found.num_pages - 1) * 32 <= (1 << 14) + 32
+    found = size(1 << 40, mode="none", max_num_seqs=4)
+    assert (found.num_pages - 1) * 32 <= 4 * (4096 + 32)
+
+
+def test_the_report_says_what_a_user_asks():
+    report = size().report()
+    for said in ("slots:", "pages:", "tokens", "at once", "smallest reusable prefix is 256 tokens", "KiB"):
+        assert said in report
+    assert "no attention" in size(shape=PURE).report()
+    assert "prefix reuse: off" in size(mode="none").report()
+
+
+def test_available_memory_is_sensible():
+    assert 0 < available_ram() < 1 << 50
