@@ -35,19 +35,23 @@ FLAGS = {
 class Harness:
     """Makes engines over shared programs, runs them to the end, and judges greedy outputs by the model itself."""
 
+    flags = FLAGS
+
     def __init__(self) -> None:
         self.model = load_model(GOLDEN, dtype="float32", progress=False)
         self.programs = StepPrograms(self.model, tile_size=FLAGS["tile_size"])
         self.vocab_size = self.model.config.vocab_size
         backend = tokenizers.Tokenizer(WordLevel({f"w{i}": i for i in range(self.vocab_size)}, unk_token="w0"))
         backend.pre_tokenizer = WhitespaceSplit()
-        self.tokenizer = Tokenizer(backend)
+        template = "{% for message in messages %}{{ message.content }} {% endfor %}w9"
+        self.tokenizer = Tokenizer(backend, chat_templates={"default": template})
         """Token i is the word "wi"."""
 
     def engine(self, mode: str | None = None, **flags):
-        config = EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | flags))
-        built = assemble(config, self.model, tokenizer=self.tokenizer, eos_token_ids=(2,), programs=self.programs)
-        return built.engine
+        return self.build(EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | flags))).engine
+
+    def build(self, config: EngineConfig):
+        return assemble(config, self.model, tokenizer=self.tokenizer, eos_token_ids=(2,), programs=self.programs)
 
     def prompt(self, rng: random.Random, length: int) -> list[int]:
         return [rng.randrange(3, self.vocab_size) for _ in range(length)]

@@ -1,0 +1,111 @@
+"""Streams for many tasks at once: equal to the engine's own outputs, aborted when their reader goes."""
+
+import asyncio
+import itertools
+import random
+
+import pytest
+
+from serving import AsyncEngine, RequestError, SamplingParams
+from serving.engine.async_engine import EngineStopped
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def prompts(harness):
+    rng = random.Random(4)
+    return [{"prompt_token_ids": harness.prompt(rng, rng.randrange(1, 60))} for _ in range(12)]
+
+
+def run(harness, body):
+    """Runs a coroutine function over a fresh async engine, then checks that nothing is left in use."""
+    engine = harness.engine("all")
+    served = AsyncEngine(engine)
+    try:
+        asyncio.run(body(served))
+    finally:
+        served.shutdown()
+    harness.finish(engine)
+    engine.loop.scheduler.check(idle=True)
+    assert engine.num_unfinished == 0
+
+
+def test_many_streams_at_once(harness, prompts):
+    sync = harness.run(harness.engine("all"), [p["prompt_token_ids"] for p in prompts], GREEDY)
+
+    async def read(served, prompt):
+        seen, last = [], None
+        async for output in served.generate(prompt, GREEDY):
+            seen.append(list(output.outputs[0].token_ids))
+            last = output
+        assert all(b[: len(a)] == a for a, b in itertools.pairwise(seen))
+        return last
+
+    async def body(served):
+        outputs = await asyncio.gather(*(read(served, prompt) for prompt in prompts))
+        for one, other in zip(outputs, sync, strict=True):
+            assert one.finished
+            harness.assert_greedy(one.prompt_token_ids, one.outputs[0].token_ids, other.outputs[0].token_ids)
+
+    run(harness, body)
+
+
+def test_leaving_early_aborts(harness, prompts):
+    long = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+
+    async def body(served):
+        stream = served.generate(prompts[0], long, "left")
+        async for _ in stream:
+            break
+        await stream.aclose()
+        task = asyncio.create_task(anext(served.generate(prompts[1], long, "cancelled")))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        for _ in range(500):
+            if not await served.call(lambda engine: engine.num_unfinished):
+                break
+            await asyncio.sleep(0.01)
+        assert await served.call(lambda engine: engine.num_unfinished) == 0
+
+    run(harness, body)
+
+
+def test_aborted_by_name(harness, prompts):
+    async def body(served):
+        outputs = []
+        async for output in served.generate(prompts[0], SamplingParams(max_tokens=90, ignore_eos=True), "named"):
+            outputs.append(output)
+            await served.abort("named")
+        assert outputs[-1].outputs[0].finish_reason in ("abort", "length")
+
+    run(harness, body)
+
+
+def test_errors_reach_the_caller(harness):
+    async def body(served):
+        with pytest.raises(RequestError, match="not in the vocabulary"):
+            await anext(served.generate({"prompt_token_ids": [10**6]}, GREEDY))
+
+    run(harness, body)
+
+
+def test_a_failed_engine_says_so(harness, prompts):
+    engine = harness.engine("all")
+
+    def fault(plan):
+        raise RuntimeError("device lost")
+
+    engine.loop.fault = fault
+    served = AsyncEngine(engine)
+
+    async def body():
+        with pytest.raises(EngineStopped, match="device lost"):
+            await anext(served.generate(prompts[0], GREEDY))
+        with pytest.raises(EngineStopped):
+            await anext(served.generate(prompts[0], GREEDY))
+
+    asyncio.run(body())
+    served.shutdown()

@@ -1,0 +1,88 @@
+"""`LLM` with the interface that vLLM's users know, and the start-up report."""
+
+import logging
+
+import pytest
+
+from serving import LLM, ConfigError, RequestError, SamplingParams
+from serving.engine import llm as llm_module
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(harness):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm_module, "build_engine", harness.build)
+        return LLM("anything", **harness.flags)
+
+
+def test_outputs_are_in_the_order_of_the_prompts(llm):
+    prompts = ["w5 w6 w7", {"prompt_token_ids": [5, 6, 7]}, {"prompt": "w8"}]
+    params = [GREEDY, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True), GREEDY]
+    first, second, third = llm.generate(prompts, params, use_tqdm=False)
+    assert first.prompt == "w5 w6 w7"
+    assert first.prompt_token_ids == second.prompt_token_ids == [5, 6, 7]
+    assert second.prompt is None
+    assert first.outputs[0].token_ids[:2] == second.outputs[0].token_ids
+    assert first.outputs[0].text == " ".join(f"w{t}" for t in first.outputs[0].token_ids)
+    assert third.prompt_token_ids == [8]
+    assert first.finished
+    assert first.metrics.finished_time >= first.metrics.first_token_time >= first.metrics.first_scheduled_time
+
+
+def test_one_prompt_may_come_alone(llm):
+    (output,) = llm.generate("w5 w6 w7", GREEDY)
+    assert len(output.outputs[0].token_ids) == 5
+    assert len(llm.generate([], GREEDY)) == 0
+
+
+def test_one_bad_prompt_starts_nothing(llm):
+    with pytest.raises(RequestError, match="not in the vocabulary"):
+        llm.generate([{"prompt_token_ids": [5]}, {"prompt_token_ids": [10**6]}], GREEDY)
+    assert llm.engine.num_unfinished == 0
+    with pytest.raises(RequestError, match="2 sampling_params for 1 prompts"):
+        llm.generate(["w5"], [GREEDY, GREEDY])
+
+
+def test_an_interrupted_call_leaves_nothing_behind(llm, monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine.loop, "step", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["w5"], GREEDY)
+    assert llm.engine.num_unfinished == 0
+
+
+def test_chat_uses_the_template(llm):
+    messages = [{"role": "user", "content": "w5 w6"}]
+    (output,) = llm.chat(messages, GREEDY)
+    assert output.prompt_token_ids == [5, 6, 9]
+    both = llm.chat([messages, [*messages, {"role": "user", "content": [{"type": "text", "text": "w7"}]}]], GREEDY)
+    assert [o.prompt_token_ids for o in both] == [[5, 6, 9], [5, 6, 7, 9]]
+
+
+def test_a_stream_grows_and_closing_it_aborts(llm):
+    lengths = [len(output.outputs[0].token_ids) for output in llm.stream("w5 w6", GREEDY)]
+    assert lengths == [1, 2, 3, 4, 5]
+    stream = llm.stream("w5 w6", GREEDY)
+    next(stream)
+    stream.close()
+    assert llm.engine.num_unfinished == 0
+
+
+def test_flags_are_checked_before_anything_is_loaded():
+    with pytest.raises(ConfigError, match="did you mean 'page_size'"):
+        LLM("/does/not/exist", pagesize=3)
+    with pytest.raises(ConfigError, match="only 0 is possible"):
+        LLM("/does/not/exist", speculative_method="mtp", num_speculative_tokens=3)
+
+
+def test_start_up_explains_itself(harness, caplog):
+    caplog.set_level(logging.INFO, logger="serving")
+    engine = harness.engine("align", max_num_seqs=64, enable_chunked_prefill=False)
+    assert "smallest reusable prefix is 32 tokens" in caplog.text
+    assert "chunked prefill is switched on" in caplog.text
+    assert "max_num_seqs is 10 instead of 64" in caplog.text
+    assert engine.loop.scheduler.config.seats == 10
