@@ -967,3 +967,11 @@ def held_twice(patch: Patch) -> None:
         return node
 
     patch.setattr(prefix_index.PrefixIndex, "publish_pages", publish)
+
+
+@mutation(64, "a short prompt tail whose log-probabilities are asked for is a decode row", "invariant 5")
+def reporting_tail_decodes(patch: Patch) -> None:
+    def fits(host: Any, request: Any, start: int, num_tokens: int) -> bool:
+        return start > 0 and num_tokens <= host.width
+
+    patch.setattr(prefill_planning, "_fits_decode_row", fits)
