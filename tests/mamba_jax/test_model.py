@@ -1,0 +1,242 @@
+"""The whole model on configs that have every kind of sublayer: what must hold whatever the weights are."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_models import EVERYTHING, SHARED, VOCAB, model_of
+
+from mamba_jax.config import ConfigError, RopeConfig, need
+from mamba_jax.layout import DecodeLayout, PrefillLayout, SequenceLayout
+from mamba_jax.model import HybridModel, parameters
+from mamba_jax.store import init_store
+
+CONFIGS = pytest.mark.parametrize("config", [EVERYTHING, SHARED], ids=["everything", "shared"])
+LENGTH = 19
+PAGE, PAGES, TILE = 4, 6, 8
+
+
+# These programs run once or twice: most of their time would go to making them fast.
+QUICK = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@QUICK
+def score(model, tokens, lengths):
+    """Log-probabilities of two sequences; compiled once per config and dtype for all tests."""
+    return jax.nn.log_softmax(model(tokens, lengths))
+
+
+def scorer(config):
+    return functools.partial(score, model_of(config))
+
+
+def tokens_of(seed=0, shape=(2, LENGTH)):
+    return np.random.default_rng(seed).integers(0, VOCAB, shape).astype(np.int32)
+
+
+FULL = np.array([LENGTH, LENGTH], np.int32)
+
+
+@CONFIGS
+def test_a_token_changes_nothing_before_it(config):
+    tokens = tokens_of()
+    changed = tokens.copy()
+    changed[0, 11] = (changed[0, 11] + 1) % VOCAB
+    before, after = (np.asarray(scorer(config)(t, FULL)) for t in (tokens, changed))
+    np.testing.assert_allclose(before[0, :11], after[0, :11], atol=1e-5)
+    assert (np.abs(before[0, 11:] - after[0, 11:]).max(-1) > 1e-3).all()
+    np.testing.assert_allclose(before[1], after[1], atol=1e-5)
+
+
+@CONFIGS
+def test_padding_does_not_matter(config):
+    tokens, lengths = tokens_of(), np.array([LENGTH, 7], np.int32)
+    padded = tokens.copy()
+    padded[1, 7:] = (tokens[1, 7:] + 5) % VOCAB
+    unpadded = np.asarray(scorer(config)(tokens, FULL))
+    first, second = (np.asarray(scorer(config)(t, lengths)) for t in (tokens, padded))
+    np.testing.assert_array_equal(first[1, :7], second[1, :7])
+    np.testing.assert_array_equal(first[0], second[0])
+    np.testing.assert_allclose(first[1, :7], unpadded[1, :7], atol=1e-5)
+
+
+@CONFIGS
+def test_gradients_reach_every_weight_and_are_finite(config):
+    tokens, lengths = tokens_of(), np.array([LENGTH, 7], np.int32)
+
+    def loss(model):
+        layout = SequenceLayout.of(*tokens.shape, lengths)
+        hidden, _ = model.hidden(tokens.reshape(-1), layout, None)
+        total = jnp.square(jnp.where(layout.valid[:, None], model.logits(hidden), 0)).mean()
+        if model.mtp is not None:
+            drafts, _ = model.draft(tokens.reshape(-1), jnp.roll(hidden, 1, axis=0), layout, None)
+            total += jnp.square(jnp.where(layout.valid[:, None], model.logits(drafts), 0)).mean()
+        return total
+
+    # A bias that only chooses experts has no gradient.
+    for path, gradient in parameters(QUICK(jax.grad(loss))(model_of(config))).items():
+        values = np.asarray(gradient[...])
+        assert np.isfinite(values).all(), path
+        assert values.any() or path.endswith("correction_bias"), path
+
+
+@functools.partial(QUICK, static_argnames="size")
+def piece(model, store, fed, previous, length, count, size):
+    """A step by hand: the sequence is in slot 1 and pages 1.., with a row of padding beside it, to be ignored."""
+    row = lambda value: jnp.array([value, 0], jnp.int32)  # noqa: E731
+    table = jnp.stack([jnp.arange(1, PAGES + 1), jnp.zeros(PAGES, jnp.int32)])
+    rows = {"length": row(length), "num_tokens": row(count), "read_slot": row(1), "page_table": table}
+    if size == 1:
+        layout = DecodeLayout.of(**rows, write_slot=jnp.array([[1], [0]], jnp.int32))
+        fed = jnp.concatenate([fed, jnp.zeros(1, jnp.int32)])
+        previous = jnp.concatenate([previous, jnp.full_like(previous, jnp.nan)])
+    else:
+        last = -(-(length + count) // TILE) - length // TILE - 1
+        layout = PrefillLayout.of(
+            **rows, num_packed=size, tile_size=TILE, tile_write_slot=jnp.where(jnp.arange(4) == last, 1, 0)
+        )
+    hidden, store = model.hidden(fed, layout, store)
+    # The draft layer pairs each token with the hidden state before it.
+    before = jnp.concatenate([previous[:1], hidden[:-1]])
+    drafts, store = model.draft(fed, before, layout, store) if model.mtp else (hidden, store)
+    return hidden, drafts, store
+
+
+def run_with_store(model, tokens, pieces):
+    """Hidden states, and the draft layer's, of one sequence fed in pieces: prefill those longer than 1, decode others.
+
+    Slots and pages 0 hold NaN. Each piece reads the slot that the last one wrote.
+    """
+    store = init_store(model.config, num_slots=3, num_pages=PAGES + 1, page_size=PAGE, dtype=jnp.float32)
+    store = jax.tree.map(lambda x: x.at[0].set(jnp.nan), store)
+    done, outs = 0, []
+    previous = jnp.zeros((1, model.config.hidden_size))
+    for count in pieces:
+        size = 1 if count == 1 else 16
+        fed = np.zeros(size, np.int32)
+        fed[:count] = tokens[done : done + count]
+        hidden, drafts, store = piece(model, store, fed, previous, done, count, size)
+        outs.append((hidden[:count], drafts[:count]))
+        previous, done = hidden[count - 1 : count], done + count
+    return [np.concatenate(parts) for parts in zip(*outs, strict=True)]
+
+
+@CONFIGS
+@pytest.mark.parametrize("pieces", [[8, 11], [3, 1, 1, 12, 1, 1]], ids=str)
+def test_a_store_changes_nothing(config, pieces):
+    model, tokens = model_of(config), tokens_of(shape=(1, LENGTH))
+
+    @QUICK
+    def whole(model):
+        layout = SequenceLayout.of(1, LENGTH)
+        hidden, _ = model.hidden(tokens[0], layout, None)
+        before = jnp.concatenate([jnp.zeros_like(hidden[:1]), hidden[:-1]])
+        return hidden, model.draft(tokens[0], before, layout, None)[0] if model.mtp else hidden
+
+    for got, expected in zip(run_with_store(model, tokens[0], pieces), whole(model), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
+def test_drafting_equals_a_sequence_of_pairs():
+    """Index 0 has no pair: it is hidden, and rotary positions count from the first pair."""
+    config = dataclasses.replace(
+        EVERYTHING, attention=dataclasses.replace(need(EVERYTHING.attention), rope=RopeConfig(theta=10.0, size=6))
+    )
+    model, tokens = model_of(config), tokens_of(shape=(LENGTH,))
+    hidden = jax.random.normal(jax.random.key(3), (LENGTH, config.hidden_size))
+
+    @QUICK
+    def both(model, hidden):
+        mtp, embedded = model.mtp, model.embedded(tokens)
+        ours, _ = model.draft(tokens, hidden, SequenceLayout.of(1, LENGTH), None)
+        x = mtp.eh_proj(jnp.concatenate([mtp.enorm(embedded[1:]), mtp.hnorm(hidden[1:])], axis=1))
+        for block in mtp.blocks:
+            x, _ = block(x, SequenceLayout.of(1, LENGTH - 1), None)
+        return ours[1:], mtp.final_norm(x)
+
+    ours, pairs = both(model, hidden)
+    np.testing.assert_allclose(ours, pairs, atol=1e-5)
+    np.testing.assert_allclose(ours, both(model, hidden.at[0].set(1e3))[0], atol=1e-5)
+
+
+def test_drafting_without_the_layer_is_refused():
+    with pytest.raises(ValueError, match="no multi-token-prediction layer"):
+        HybridModel.abstract(SHARED).draft(jnp.zeros(1, jnp.int32), jnp.zeros((1, 20)), SequenceLayout.of(1, 1), None)
+
+
+@CONFIGS
+def test_bfloat16_is_close(config):
+    tokens = tokens_of()
+    exact = np.asarray(scorer(config)(tokens, FULL))
+    values = parameters(model_of(config))
+    targets = parameters(HybridModel.abstract(config, dtype=jnp.bfloat16))
+    rounded = {path: values[path][...].astype(target.dtype) for path, target in targets.items()}
+    model = HybridModel.from_parameters(config, rounded)
+    close = score(model, tokens, FULL)
+    assert close.dtype == jnp.float32
+    assert (np.exp(exact) * (exact - np.asarray(close))).sum(-1).mean() < 2e-2
+    assert {jnp.dtype(t.dtype).name for t in targets.values()} == {"bfloat16", "float32"}
+
+
+def test_residual_stream_in_float32():
+    seen = []
+
+    class Spy(nnx.Module):
+        def __call__(self, x):
+            seen.append(x.dtype)
+            return x.astype(jnp.bfloat16)
+
+    for config in (SHARED, dataclasses.replace(SHARED, residual_in_fp32=False)):
+        model = HybridModel.abstract(config, dtype=jnp.bfloat16)
+        model.final_norm = Spy()
+        jax.eval_shape(lambda m: m(jnp.zeros((1, 3), jnp.int32)), model)
+    assert seen == [jnp.float32, jnp.bfloat16]
+
+
+@CONFIGS
+def test_parameters_by_path(config):
+    model = model_of(config)
+    params = parameters(model)
+    assert model.num_parameters == sum(p[...].size for p in params.values())
+    assert ("lm_head.weight" in params) is not config.tie_word_embeddings
+    abstract = parameters(HybridModel.abstract(config))
+    assert {k: (v.shape, v.dtype) for k, v in abstract.items()} == {k: (v.shape, v.dtype) for k, v in params.items()}
+    again = HybridModel.from_parameters(config, {path: param[...] for path, param in params.items()})
+    np.testing.assert_array_equal(score(again, tokens_of(), FULL), scorer(config)(tokens_of(), FULL))
+
+
+def test_from_parameters_names_what_is_wrong():
+    values = {path: param[...] for path, param in parameters(model_of(EVERYTHING)).items()}
+    with pytest.raises(ValueError, match=r"missing weights \['embed.weight'\], unknown weights \['extra'\]"):
+        HybridModel.from_parameters(
+            EVERYTHING, {**{k: v for k, v in values.items() if k != "embed.weight"}, "extra": jnp.zeros(1)}
+        )
+    with pytest.raises(ValueError, match=r"final_norm.weight has shape \(3,\), expected \(20,\)"):
+        HybridModel.from_parameters(EVERYTHING, {**values, "final_norm.weight": jnp.zeros(3)})
+
+
+def test_counts_of_state():
+    assert (EVERYTHING.num_mamba_layers, EVERYTHING.num_attention_uses, EVERYTHING.num_attention_layers) == (2, 2, 3)
+    assert (SHARED.num_mamba_layers, SHARED.num_attention_uses, SHARED.num_mtp_attention_layers) == (3, 3, 0)
+    assert EVERYTHING.ssm_state_shape == (6, 5, 7)
+    assert EVERYTHING.conv_state_shapes == ((3, 30), (3, 42))
+    assert EVERYTHING.kv_shape == (4, 6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pattern": "MX"}, "layer pattern 'MX'"),
+        ({"pattern": ""}, "without layers"),
+        ({"mtp_pattern": "M"}, "layer pattern 'M'"),
+        ({"moe": None}, "needs the description of moe"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+    ],
+)
+def test_impossible_configs_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(EVERYTHING, **change)
