@@ -1,0 +1,50 @@
+"""Hugging Face's log-probabilities and greedy tokens, by whole sequences and by real steps."""
+
+import numpy as np
+from parity.golden_case import CLEAR_GAP, TO_HUGGING_FACE, TO_OURSELVES
+from parity.stepper import TOP
+
+
+def test_whole_sequences_agree_with_hugging_face(case):
+    for prompt, full in enumerate(case.full):
+        positions, ids, expected = case.expected(prompt)
+        assert np.abs(np.take_along_axis(full[positions], ids, axis=1) - expected).max() <= TO_HUGGING_FACE
+
+
+def test_one_packed_prefill_agrees_with_hugging_face(case, stepper):
+    _, written = stepper.prefill({row: len(prompt) for row, prompt in enumerate(case.prompts)}, every_tile=True)
+    got = dict(zip(written, stepper.log_probs(list(written.values())), strict=True))
+    for prompt in range(len(case.prompts)):
+        for position, ids, expected in zip(*case.expected(prompt), strict=True):
+            if (prompt, position + 1) in got:
+                assert np.abs(got[prompt, position + 1][ids] - expected).max() <= TO_HUGGING_FACE
+        assert (prompt, len(case.prompts[prompt])) in got
+    # Every tile's end is a point to resume from, its hidden state included.
+    assert all(
+        np.abs(log_probs - case.full[row][end - 1]).max() <= TO_OURSELVES for (row, end), log_probs in got.items()
+    )
+
+
+def test_prompt_log_probabilities_of_a_prefill(case, stepper):
+    output, _ = stepper.prefill({row: len(prompt) for row, prompt in enumerate(case.prompts)})
+    start = 0
+    for prompt, full in zip(case.prompts, case.full, strict=True):
+        at = slice(start + 1, start + len(prompt))  # a sequence's first token has none
+        reported = output.prompt_logprobs
+        assert np.abs(reported.token[at] - full[np.arange(len(prompt) - 1), prompt[1:]]).max(initial=0) <= TO_OURSELVES
+        top = np.take_along_axis(full[:-1], reported.top_ids[at], axis=1)
+        assert np.abs(reported.top[at] - top).max(initial=0) <= TO_OURSELVES
+        assert np.abs(reported.top[at] + np.sort(-full[:-1], axis=1)[:, :TOP]).max(initial=0) <= TO_OURSELVES
+        start += len(prompt)
+
+
+def test_greedy_continuations(case, stepper):
+    output, _ = stepper.prefill({row: len(prompt) for row, prompt in enumerate(case.prompts)})
+    rows = list(range(len(case.prompts)))
+    tokens = [output.tokens[:, 0]]
+    for _ in range(15):
+        tokens.append(stepper.decode(rows).tokens[:, 0])
+    for row in rows:
+        expected, gaps = case.greedy(row)
+        clear = next((i for i, gap in enumerate(gaps) if gap < CLEAR_GAP), len(gaps))
+        assert [int(step[row]) for step in tokens][:clear] == expected[:clear]
