@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -25,12 +25,16 @@ class StepPrograms:
     Store and rows are donated: the ones passed in are gone afterwards, also where the step fails.
     """
 
-    def __init__(self, model: nnx.Module, *, tile_size: int = 128) -> None:
+    def __init__(
+        self, model: nnx.Module, *, tile_size: int = 128, compiler_options: Mapping[str, Any] | None = None
+    ) -> None:
+        """`compiler_options` are XLA's, as `jax.stages.Lowered.compile` takes them."""
         graphdef, state = nnx.split(model)
         # A plain tuple of arrays: flattening nnx's state for every call would cost more than dispatching the step.
         weights, structure = jax.tree.flatten(state)
         self.tile_size = tile_size
         self._weights = tuple(weights)
+        self._compiler_options = dict(compiler_options or {})
 
         def run(weights: tuple[jax.Array, ...], store: Store, rows: Rows, batch: Any) -> tuple[Store, Rows, StepOutput]:
             return step(nnx.merge(graphdef, jax.tree.unflatten(structure, weights)), store, rows, batch)
@@ -79,7 +83,7 @@ class StepPrograms:
                 lowered = self._seat.lower(rows, batch)
             else:
                 lowered = self._step.lower(self._weights, store, rows, batch)
-            compiled = self._compiled[key] = lowered.compile()
+            compiled = self._compiled[key] = lowered.compile(self._compiler_options)
         return compiled
 
     def warm_up(

@@ -101,11 +101,11 @@ def _randomly(
     good = jnp.zeros(drafts.shape, bool)
     if drafts.shape[1]:
         before = index[:, :-1]
-        good = draws.uniform(own.seed, own.choice, before) < jnp.exp(log_probability(logits[:, :-1], drafts))
+        good = draws.uniform(own.key, before) < jnp.exp(log_probability(logits[:, :-1], drafts))
         # Where a draft was refused, the draw is from what is left without it.
         is_draft = jnp.arange(logits.shape[-1]) == drafts[..., None]
         logits = logits.at[:, :-1].set(jnp.where(is_draft, -jnp.inf, logits[:, :-1]))
-    noise = draws.gumbel(own.seed, own.choice, index, logits.shape[-1])
+    noise = draws.gumbel(own.key, index, logits.shape[-1])
     return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32), good
 
 

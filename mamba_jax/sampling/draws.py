@@ -16,24 +16,22 @@ class Purpose(enum.IntEnum):
     ACCEPT_DRAFT = 1
 
 
-def _keys(seed: UInt[Array, "rows 2"], choice: Int[Array, " rows"], position: Int[Array, "rows H"], purpose: Purpose):
-    def key(seed, choice, position):
-        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-        return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, choice), position), int(purpose))
+def _keys(key: UInt[Array, "rows 2"], position: Int[Array, "rows H"], purpose: Purpose) -> Array:
+    def one(key: Array, position: Array) -> Array:
+        return jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position * len(Purpose) + purpose)
 
-    return jax.vmap(jax.vmap(key, in_axes=(None, None, 0)))(seed, choice, position)
+    return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(key, position)
 
 
-def gumbel(
-    seed: UInt[Array, "rows 2"], choice: Int[Array, " rows"], position: Int[Array, "rows H"], size: int
-) -> Float[Array, "rows H size"]:
-    """Standard Gumbel noise: the argmax of logits plus it is a draw from their softmax."""
-    keys = _keys(seed, choice, position, Purpose.TOKEN)
+def gumbel(key: UInt[Array, "rows 2"], position: Int[Array, "rows H"], size: int) -> Float[Array, "rows H size"]:
+    """Standard Gumbel noise: the argmax of logits plus it is a draw from their softmax.
+
+    `key` is that of the row's seed and choice (see `SamplingTable`), `position` counts output tokens.
+    """
+    keys = _keys(key, position, Purpose.TOKEN)
     return jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, (size,))))(keys)
 
 
-def uniform(
-    seed: UInt[Array, "rows 2"], choice: Int[Array, " rows"], position: Int[Array, "rows H"]
-) -> Float[Array, "rows H"]:
+def uniform(key: UInt[Array, "rows 2"], position: Int[Array, "rows H"]) -> Float[Array, "rows H"]:
     """In [0, 1), to accept a draft by."""
-    return jax.vmap(jax.vmap(jax.random.uniform))(_keys(seed, choice, position, Purpose.ACCEPT_DRAFT))
+    return jax.vmap(jax.vmap(jax.random.uniform))(_keys(key, position, Purpose.ACCEPT_DRAFT))

@@ -35,10 +35,8 @@ class SamplingTable:
     frequency_penalty: Float[Array, " rows"]
     repetition_penalty: Float[Array, " rows"]
     """1 is none."""
-    seed: UInt[Array, "rows 2"]
-    """High and low word."""
-    choice: Int[Array, " rows"]
-    """Which of a request's `n` outputs this row is."""
+    key: UInt[Array, "rows 2"]
+    """Random key of (seed, choice)."""
     prompt_length: Int[Array, " rows"]
     """Tokens before the first output token."""
     min_tokens: Int[Array, " rows"]
@@ -83,8 +81,8 @@ def sampling_row(
 ) -> SamplingTable:
     """One row's sampling parameters, as numpy values.
 
-    `top_k` below 1 keeps all tokens; `seed` is any integer (its low 64 bits count); `stop_ids` are what `min_tokens`
-    holds back, so they may be left out where `min_tokens` is 0.
+    `top_k` below 1 keeps all tokens; `seed` is any integer (its low 64 bits count); `choice` tells which of a request's
+    `n` outputs this is; `stop_ids` are what `min_tokens` holds back, so they may be left out where `min_tokens` is 0.
 
     Raises:
         ValueError: more stop ids, biases or log-probabilities than a row has room for.
@@ -111,8 +109,7 @@ def sampling_row(
         presence_penalty=np.float32(presence_penalty),
         frequency_penalty=np.float32(frequency_penalty),
         repetition_penalty=np.float32(repetition_penalty),
-        seed=np.array([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32),
-        choice=np.int32(choice),
+        key=_key(seed, choice),
         prompt_length=np.int32(prompt_length),
         min_tokens=np.int32(min_tokens),
         stop_ids=stops,
@@ -121,3 +118,15 @@ def sampling_row(
         logprobs=np.int32(-1 if logprobs is None else logprobs),
         prompt_logprobs=np.int32(-1 if prompt_logprobs is None else prompt_logprobs),
     )
+
+
+def _key(seed: int, choice: int) -> np.ndarray:
+    """A 64-bit key, as two words, in which every bit of seed and choice shows (SplitMix64; Steele et al., 2014)."""
+    mask = (1 << 64) - 1
+    key = seed & mask
+    for part in (0, choice):
+        key = (key ^ (part & mask)) + 0x9E3779B97F4A7C15 & mask
+        key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 & mask
+        key = (key ^ key >> 27) * 0x94D049BB133111EB & mask
+        key ^= key >> 31
+    return np.array([key >> 32, key & 0xFFFFFFFF], np.uint32)

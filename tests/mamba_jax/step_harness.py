@@ -46,7 +46,9 @@ def model_of(config=CONFIG):
 
 @functools.cache
 def programs_of(config=CONFIG):
-    return StepPrograms(model_of(config), tile_size=TILE)
+    # LLVM's optimizations would take longer than all the steps of these tests.
+    options = {"xla_backend_optimization_level": 0}
+    return StepPrograms(model_of(config), tile_size=TILE, compiler_options=options)
 
 
 @functools.cache
@@ -82,7 +84,9 @@ class Host:
         )
         # Everything is garbage until it is written; the null slot and page are the worst garbage, for good.
         spoil = functools.partial(jax.tree.map, lambda leaf: jnp.full_like(leaf, jnp.nan))
-        self.store = dataclasses.replace(store, mamba=spoil(store.mamba), kv=spoil(store.kv), hidden=spoil(store.hidden))
+        self.store = dataclasses.replace(
+            store, mamba=spoil(store.mamba), kv=spoil(store.kv), hidden=spoil(store.hidden)
+        )
         self.rows = init_rows(config, max_num_seqs=8, num_speculative_tokens=num_drafts)
         self.pages_per_row = PAGES_PER_ROW if store.kv else 0
 

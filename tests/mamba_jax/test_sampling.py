@@ -1,5 +1,7 @@
 """Sampling against a numpy definition that sorts, loops and knows one row at a time."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -190,8 +192,8 @@ def test_drafts_leave_the_distribution_as_it_was(parameters):
             drafts[head] = np.argsort(want[head])[-2]  # likely, but far from certain
             after[drafts[head]] += 1
     table = jax.tree.map(lambda v: jnp.repeat(jnp.asarray(v)[None], samples, 0), sampling_row(**parameters))
-    seeds = jnp.stack([jnp.zeros(samples, jnp.uint32), jnp.arange(samples, dtype=jnp.uint32)], axis=1)
-    table = type(table)(**{**vars(table), "seed": seeds})
+    keys = np.stack([sampling_row(seed=seed).key for seed in range(samples)])
+    table = dataclasses.replace(table, key=jnp.asarray(keys))
     out = jax.jit(choose)(
         jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (samples, width, vocab)),
         drafts=jnp.broadcast_to(jnp.asarray(drafts), (samples, width - 1)),
