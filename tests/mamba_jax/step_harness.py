@@ -142,6 +142,10 @@ class Host:
         self.store, self.rows, output = self.programs.decode(self.store, self.rows, batch)
         return self._checked(output)
 
+    def with_drafts(self, row_id, drafts):
+        """The rows, with drafts noted on one seat as a program that proposes them would."""
+        return dataclasses.replace(self.rows, drafts=self.rows.drafts.at[row_id].set(jnp.asarray(drafts)))
+
     def _checked(self, output):
         for leaf in jax.tree.leaves((self.store.mamba, self.store.kv, self.store.hidden)):
             assert np.isnan(leaf[0]).all(), "the null slot or page was written"
