@@ -5,13 +5,16 @@ follows from row lengths. A padding row is all zeros: seat 0, no tokens, null sl
 """
 
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mamba_jax.sampling.table import SamplingTable
+
+# Fields are declared as what a step sees; the host fills numpy arrays, which a compiled program takes as they are.
+_zeros: Any = np.zeros
 
 
 @jax.tree_util.register_dataclass
@@ -43,17 +46,17 @@ class DecodeBatch:
         """A batch of padding, as numpy arrays to be filled in place."""
         steps = 1 + num_speculative_tokens
         return cls(
-            row_id=np.zeros(rows, np.int32),
-            continues=np.zeros(rows, bool),
-            tokens=np.zeros((rows, steps), np.int32),
-            length=np.zeros(rows, np.int32),
-            read_slot=np.zeros(rows, np.int32),
-            num_tokens=np.zeros(rows, np.int32),
-            num_drafts=np.zeros(rows, np.int32),
-            write_slot=np.zeros((rows, steps), np.int32),
-            page_table=np.zeros((rows, pages_per_row), np.int32),
-            page_copy=np.zeros((rows, 2), np.int32),
-            sample=np.zeros(rows, bool),
+            row_id=_zeros(rows, np.int32),
+            continues=_zeros(rows, bool),
+            tokens=_zeros((rows, steps), np.int32),
+            length=_zeros(rows, np.int32),
+            read_slot=_zeros(rows, np.int32),
+            num_tokens=_zeros(rows, np.int32),
+            num_drafts=_zeros(rows, np.int32),
+            write_slot=_zeros((rows, steps), np.int32),
+            page_table=_zeros((rows, pages_per_row), np.int32),
+            page_copy=_zeros((rows, 2), np.int32),
+            sample=_zeros(rows, bool),
         )
 
 
@@ -85,15 +88,15 @@ class PrefillBatch:
     def empty(cls, *, tokens: int, rows: int, tiles: int, pages_per_row: int, tile_size: int) -> Self:
         """A batch of padding, as numpy arrays to be filled in place."""
         return cls(
-            tokens=np.zeros(tokens, np.int32),
-            row_id=np.zeros(rows, np.int32),
-            length=np.zeros(rows, np.int32),
-            num_tokens=np.zeros(rows, np.int32),
-            read_slot=np.zeros(rows, np.int32),
-            page_table=np.zeros((rows, pages_per_row), np.int32),
-            page_copy=np.zeros((rows, 2), np.int32),
-            sample=np.zeros(rows, bool),
-            tile_write_slot=np.zeros(tiles, np.int32),
+            tokens=_zeros(tokens, np.int32),
+            row_id=_zeros(rows, np.int32),
+            length=_zeros(rows, np.int32),
+            num_tokens=_zeros(rows, np.int32),
+            read_slot=_zeros(rows, np.int32),
+            page_table=_zeros((rows, pages_per_row), np.int32),
+            page_copy=_zeros((rows, 2), np.int32),
+            sample=_zeros(rows, bool),
+            tile_write_slot=_zeros(tiles, np.int32),
             tile_size=tile_size,
         )
 

@@ -37,7 +37,8 @@ class StepPrograms:
         self._compiler_options = dict(compiler_options or {})
 
         def run(weights: tuple[jax.Array, ...], store: Store, rows: Rows, batch: Any) -> tuple[Store, Rows, StepOutput]:
-            return step(nnx.merge(graphdef, jax.tree.unflatten(structure, weights)), store, rows, batch)
+            model: Any = nnx.merge(graphdef, jax.tree.unflatten(structure, weights))
+            return step(model, store, rows, batch)
 
         self._step = jax.jit(run, donate_argnums=(1, 2))
         self._seat = jax.jit(seat, donate_argnums=(0,))

@@ -49,7 +49,7 @@ def step(model: Model, store: Store, rows: Rows, batch: DecodeBatch | PrefillBat
 def seat(rows: Rows, batch: SeatBatch) -> Rows:
     """A request takes a seat: forgets the last tenant and notes the new one's sampling parameters."""
 
-    def put(table: Array, value: Array) -> Array:
+    def put(table: Array, value: Array | int) -> Array:
         return table.at[batch.row_id].set(value)
 
     counted = {}

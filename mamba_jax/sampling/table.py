@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt
+
+# Fields are declared as what a step sees; the host gives numpy values, which a compiled program takes as they are.
+_f32: Any = np.float32
+_i32: Any = np.int32
 
 MAX_LOGIT_BIAS = 300
 """Entries of `logit_bias` that one request may have, as in OpenAI's API."""
@@ -97,30 +102,32 @@ def sampling_row(
     ):
         if have > most:
             raise ValueError(f"{have} {what}: at most {most} are allowed")
-    stops = np.full(MAX_STOP_IDS, -1, np.int32)
+    stops: Any = np.full(MAX_STOP_IDS, -1, np.int32)
     stops[: len(stop_ids)] = stop_ids
+    bias_ids: Any
+    bias_values: Any
     bias_ids, bias_values = np.full(MAX_LOGIT_BIAS, -1, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
     bias_ids[: len(bias)], bias_values[: len(bias)] = list(bias), list(bias.values())
     return SamplingTable(
-        temperature=np.float32(temperature),
-        top_k=np.int32(max(top_k, 0)),
-        top_p=np.float32(top_p),
-        min_p=np.float32(min_p),
-        presence_penalty=np.float32(presence_penalty),
-        frequency_penalty=np.float32(frequency_penalty),
-        repetition_penalty=np.float32(repetition_penalty),
+        temperature=_f32(temperature),
+        top_k=_i32(max(top_k, 0)),
+        top_p=_f32(top_p),
+        min_p=_f32(min_p),
+        presence_penalty=_f32(presence_penalty),
+        frequency_penalty=_f32(frequency_penalty),
+        repetition_penalty=_f32(repetition_penalty),
         key=_key(seed, choice),
-        prompt_length=np.int32(prompt_length),
-        min_tokens=np.int32(min_tokens),
+        prompt_length=_i32(prompt_length),
+        min_tokens=_i32(min_tokens),
         stop_ids=stops,
         bias_ids=bias_ids,
         bias_values=bias_values,
-        logprobs=np.int32(-1 if logprobs is None else logprobs),
-        prompt_logprobs=np.int32(-1 if prompt_logprobs is None else prompt_logprobs),
+        logprobs=_i32(-1 if logprobs is None else logprobs),
+        prompt_logprobs=_i32(-1 if prompt_logprobs is None else prompt_logprobs),
     )
 
 
-def _key(seed: int, choice: int) -> np.ndarray:
+def _key(seed: int, choice: int) -> Any:
     """A 64-bit key, as two words, in which every bit of seed and choice shows (SplitMix64; Steele et al., 2014)."""
     mask = (1 << 64) - 1
     key = seed & mask

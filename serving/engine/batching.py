@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -166,7 +167,8 @@ class BatchBuilder:
         vocab_size: int,
     ) -> SeatBatch:
         """A request's sampling parameters; with penalties also which tokens it has seen so far."""
-        counts = seen = None
+        counts: Any = None
+        seen: Any = None
         if params.penalized:
             counts = np.bincount(np.asarray(output, np.int64), minlength=vocab_size).astype(np.int32)
             seen = np.zeros(vocab_size, bool)
@@ -188,7 +190,8 @@ class BatchBuilder:
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
         )
-        return SeatBatch(row_id=np.int32(row_id), sampling=sampling, output_counts=counts, prompt_seen=seen)
+        seat: Any = np.int32(row_id)
+        return SeatBatch(row_id=seat, sampling=sampling, output_counts=counts, prompt_seen=seen)
 
     def _fill_pages(
         self, batch: DecodeBatch | PrefillBatch, rows: Sequence[DecodeRow | PrefillRow], seats: np.ndarray
@@ -221,7 +224,7 @@ class BatchBuilder:
         )
 
 
-def _next(buffers, key, make):  # type: ignore[no-untyped-def]
+def _next(buffers, key, make):
     """The older of two buffers of a shape, made when first needed."""
     pair = buffers.setdefault(key, [])
     if len(pair) < 2:

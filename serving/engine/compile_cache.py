@@ -18,8 +18,9 @@ def use_compilation_cache() -> Path | None:
 
     JAX has one cache for the whole process. Returns the directory in use; None where none can be made.
     """
-    if jax.config.jax_compilation_cache_dir:
-        return Path(jax.config.jax_compilation_cache_dir)
+    elsewhere = getattr(jax.config, "jax_compilation_cache_dir", None)
+    if elsewhere:
+        return Path(elsewhere)
     directory = cache_home() / "mamba-jax" / f"xla-{_machine()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
