@@ -43,8 +43,10 @@ __all__ = [
 ]
 
 
-def load(ref: str, *, dtype: Any = "auto", **options: Any) -> HybridModel:
+def load(ref: str, *, dtype: Any = None, **options: Any) -> HybridModel:
     """Loads a model: a Hugging Face directory, an Orbax directory, or "demo". See `checkpoints.load_model`.
+
+    `dtype` None is "auto": float32 on CPU, the checkpoint's elsewhere.
 
     Raises:
         checkpoints.CheckpointError: anything wrong with what `ref` names.
@@ -52,5 +54,5 @@ def load(ref: str, *, dtype: Any = "auto", **options: Any) -> HybridModel:
     # Above us in the house, and only needed by those who load: hence not imported with the module.
     from checkpoints import load_model
 
-    model: HybridModel = load_model(ref, dtype=dtype, **options)
+    model: HybridModel = load_model(ref, dtype="auto" if dtype is None else dtype, **options)
     return model

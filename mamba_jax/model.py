@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,10 @@ class HybridModel(nnx.Module):
         rows = jnp.take(self.embed.weight[...], tokens, axis=0, mode="clip")
         return scaled(rows, self.config.embedding_multiplier)
 
+    @overload
+    def hidden(self, tokens: Array, layout: Layout, store: Store) -> tuple[Array, Store]: ...
+    @overload
+    def hidden(self, tokens: Array, layout: Layout, store: None) -> tuple[Array, None]: ...
     def hidden(
         self, tokens: Int[Array, " T"], layout: Layout, store: Store | None
     ) -> tuple[Float[Array, "T hidden"], Store | None]:
@@ -93,6 +97,10 @@ class HybridModel(nnx.Module):
             pieces.put(kind, state)
         return self.final_norm(x), pieces.store()
 
+    @overload
+    def draft(self, tokens: Array, hidden: Array, layout: Layout, store: Store) -> tuple[Array, Store]: ...
+    @overload
+    def draft(self, tokens: Array, hidden: Array, layout: Layout, store: None) -> tuple[Array, None]: ...
     def draft(
         self,
         tokens: Int[Array, " T"],

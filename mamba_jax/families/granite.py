@@ -75,7 +75,8 @@ def weight_names(config: HybridConfig) -> dict[str, HFSource]:
             body |= parts.attention(f"{first}.mixer", f"{name}.self_attn", need(config.attention))
         if config.moe:
             body |= _experts(f"{second}.mixer", f"{name}.block_sparse_moe", config.moe, config.hidden_size)
-            body |= _shared_mlp(f"{second}.mixer.shared", f"{name}.shared_mlp", config.moe.shared_size, config)
+            if config.moe.shared_size:
+                body |= _shared_mlp(f"{second}.mixer.shared", f"{name}.shared_mlp", config.moe.shared_size, config)
         else:
             body |= _shared_mlp(f"{second}.mixer", f"{name}.shared_mlp", need(config.mlp).size(0), config)
     return parts.whole_model(
