@@ -61,7 +61,11 @@ class EngineConfig(BaseModel):
     num_slots: int | None = Field(None, ge=1, description="State slots. Unset: as many as the memory holds.")
     num_pages: int | None = Field(None, ge=1, description="Key and value pages. Unset: as many as the memory holds.")
     seed: int = Field(0, description="Seed of requests that have none of their own, and of dummy weights.")
-    warmup: bool = Field(True, description="Compile every step program at start-up instead of when first needed.")
+    warmup: bool | None = Field(
+        None,
+        description="Compile every step program at start-up, or each when first needed. Unset: at start-up on "
+        "accelerators, when first needed on CPU.",
+    )
     compilation_cache: bool = Field(True, description="Keep compiled programs on disk for the next start.")
     debug_state: bool = Field(False, description="Tag state slots and check every read, on the device.")
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, num_tiles
 from mamba_jax.sampling.table import sampling_row
-from serving.core import DecodeRow, PrefillRow, Request, SchedulerConfig
+from serving.core import DecodeRow, PrefillRow, SchedulerConfig
 from serving.engine.sampling_params import SamplingParams
 
 _FEW_ROWS = 2
@@ -64,6 +64,10 @@ def prefill_buckets(config: SchedulerConfig) -> list[PrefillShape]:
 def _tiles(config: SchedulerConfig, tokens: int, rows: int) -> int:
     """Tiles that so many tokens of so many rows may be cut into: each row may begin and end inside one."""
     return min(-(-tokens // config.tile_size) + rows, config.tiles)
+
+
+_Key = TypeVar("_Key")
+_Batch = TypeVar("_Batch")
 
 
 class BatchBuilder:
@@ -224,16 +228,8 @@ class BatchBuilder:
         )
 
 
-def _next(buffers, key, make):
+def _next(buffers: dict[_Key, list[_Batch]], key: _Key, make: Callable[[], _Batch]) -> _Batch:
     """The older of two buffers of a shape, made when first needed."""
     pair = buffers.setdefault(key, [])
-    if len(pair) < 2:
-        pair.append(make())
-        return pair[-1]
-    pair.append(pair.pop(0))
+    pair.append(make() if len(pair) < 2 else pair.pop(0))
     return pair[-1]
-
-
-def request_stop_ids(request: Request) -> list[int]:
-    """What `min_tokens` must hold back."""
-    return sorted(request.stop_token_ids)

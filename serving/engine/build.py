@@ -130,7 +130,8 @@ def assemble(
         max_model_len=size.max_model_len,
         seed=config.seed,
     )
-    if config.warmup:
+    at_start = config.warmup if config.warmup is not None else jax.default_backend() != "cpu"
+    if at_start:
         warm_up(engine.loop, model.config.vocab_size, progress=progress and sys.stderr.isatty())
     return Built(engine, config, size, model, tokenizer)
 

@@ -39,7 +39,10 @@ class Harness:
 
     def __init__(self) -> None:
         self.model = load_model(GOLDEN, dtype="float32", progress=False)
-        self.programs = StepPrograms(self.model, tile_size=FLAGS["tile_size"])
+        # Compiling takes most of these tests' time, and their speed does not matter.
+        self.programs = StepPrograms(
+            self.model, tile_size=FLAGS["tile_size"], compiler_options={"xla_backend_optimization_level": 0}
+        )
         self.vocab_size = self.model.config.vocab_size
         backend = tokenizers.Tokenizer(WordLevel({f"w{i}": i for i in range(self.vocab_size)}, unk_token="w0"))
         backend.pre_tokenizer = WhitespaceSplit()
