@@ -7,6 +7,7 @@ pass.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -365,9 +366,10 @@ RECIPES: dict[str, Recipe] = {
             "mamba_d_ssm": None,
             "mamba_n_heads": 12,
             "mamba_n_groups": 4,
+            "time_step_limit": [0.004, 0.06],
             "mamba_chunk_size": 32,
         },
-        changes={"mamba_norm_before_gate": False},
+        changes={"mamba_norm_before_gate": False, "time_step_limit": [0.0, math.inf]},
         seed=43,
     ),
     "mamba2": Recipe(
@@ -393,9 +395,10 @@ RECIPES: dict[str, Recipe] = {
             "use_conv_bias": False,
             "residual_in_fp32": False,
             "layer_norm_epsilon": 1e-3,
+            "time_step_limit": [0.01, 0.05],
             "chunk_size": 256,
         },
-        changes={"layer_norm_epsilon": 1e-5},
+        changes={"layer_norm_epsilon": 1e-5, "time_step_limit": [0.0, math.inf]},
         seed=52,
     ),
     "zamba2": Recipe(

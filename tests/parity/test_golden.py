@@ -5,6 +5,10 @@ from parity.golden_case import CLEAR_GAP, TO_HUGGING_FACE, TO_OURSELVES
 from parity.stepper import TOP
 
 
+def test_fixtures_are_small(case):
+    assert sum(path.stat().st_size for path in case.directory.iterdir()) <= 1 << 20
+
+
 def test_whole_sequences_agree_with_hugging_face(case):
     for prompt, full in enumerate(case.full):
         positions, ids, expected = case.expected(prompt)
