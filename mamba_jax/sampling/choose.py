@@ -61,7 +61,7 @@ def choose(
     )
 
     def greedily(logits: Float[Array, "rows H vocab"]) -> tuple[Int[Array, "rows H"], Bool[Array, "rows H-1"]]:
-        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        best = _argmax(logits)
         return best, best[:, :-1] == drafts
 
     def with_everything(logits: Float[Array, "rows H vocab"]) -> tuple[Int[Array, "rows H"], Bool[Array, "rows H-1"]]:
@@ -106,7 +106,17 @@ def _randomly(
         is_draft = jnp.arange(logits.shape[-1]) == drafts[..., None]
         logits = logits.at[:, :-1].set(jnp.where(is_draft, -jnp.inf, logits[:, :-1]))
     noise = draws.gumbel(own.key, index, logits.shape[-1])
-    return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32), good
+    return _argmax(logits + noise), good
+
+
+def _argmax(logits: Float[Array, "*rows vocab"]) -> Int[Array, "*rows"]:
+    """The first of the largest, in two levels: XLA:CPU's own argmax takes 20 times as long."""
+    width = 128
+    padded = jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, -logits.shape[-1] % width)], constant_values=-jnp.inf)
+    blocks = padded.reshape(*logits.shape[:-1], -1, width)
+    block = jnp.argmax(blocks.max(axis=-1), axis=-1)
+    within = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
+    return (block * width + jnp.argmax(within, axis=-1)).astype(jnp.int32)
 
 
 def report_logprobs(
