@@ -100,6 +100,8 @@ def inspect(
     config = load_config(model)
     shape = StoreShape.of(config)
     table = Table(show_header=False, box=None)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     rows: dict[str, Any] = {
         "family": config.family,
         "parameters": f"{HybridModel.abstract(config).num_parameters:,}",

@@ -90,7 +90,7 @@ def test_one_prompt_is_streamed_to_stdout(capfd):
 def test_inspect_counts_without_loading(capfd):
     assert run(["inspect", "--model", str(GOLDEN)]) == 0
     out = capfd.readouterr().out
-    assert "nemotron_h" in out
+    assert "NemotronH" in out
     assert "M-M*-M" in out
     assert run(["inspect", "--model", "mamba2-2.7b"]) == 0
     assert "none: no attention" in capfd.readouterr().out
