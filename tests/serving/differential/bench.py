@@ -66,6 +66,10 @@ CONFIGS = {
 }
 
 
+SMALLEST = "smallest"
+"""The model of the planted faults, each of which needs programs of its own."""
+_SMALLEST = _config("M*", attention=_ATTENTION)
+
 TAGGED = {"nemotronh": (False, True), "mamba2": (True,), "falconh1": (False,)}
 """Whether a model's stores have tags (`debug_state`): with tags, programs are others."""
 PROGRAMS = {name: 1 + 2 * len(kinds) for name, kinds in TAGGED.items()}
@@ -75,7 +79,7 @@ PROGRAMS = {name: 1 + 2 * len(kinds) for name, kinds in TAGGED.items()}
 @functools.cache
 def model_of(name: str) -> HybridModel:
     """Random weights, by name. Tokens 2i and 2i+1 of `nemotronh` are always nearly equally likely."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: HybridModel(CONFIGS[name], rngs=nnx.Rngs(0))))
+    graph, state = nnx.split(nnx.eval_shape(lambda: HybridModel(CONFIGS.get(name, _SMALLEST), rngs=nnx.Rngs(0))))
     rng, filled = np.random.default_rng(3), []
     for path, leaf in nnx.to_flat_state(state):
         full = ".".join(map(str, path))
@@ -105,16 +109,19 @@ class Bench:
     def __init__(self, name: str) -> None:
         self.name = name
         self.model = model_of(name)
-        # LLVM's optimizations would take longer than what they save.
-        self.programs = StepPrograms(self.model, tile_size=TILE, compiler_options={"xla_backend_optimization_level": 0})
+        self.programs = self.compile_anew()
         self._alone: dict[tuple, list[Line]] = {}
         self._full = None
 
-    def engine(self, mode: str | None, **flags):
+    def compile_anew(self) -> StepPrograms:
+        """Programs that nobody shares. LLVM's optimizations would take longer than what they save."""
+        return StepPrograms(self.model, tile_size=TILE, compiler_options={"xla_backend_optimization_level": 0})
+
+    def engine(self, mode: str | None, *, programs=None, **flags):
         """An engine whose steps all have one shape for decoding and one for prefill."""
         config = EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | flags))
         with mock.patch.object(build, "init_store", _poisoned):
-            engine = build.assemble(config, self.model, programs=self.programs).engine
+            engine = build.assemble(config, self.model, programs=programs or self.programs).engine
         engine.loop.batches.decode_shapes = [ROWS]
         engine.loop.batches.prefill_shapes = [PREFILL]
         return engine
@@ -135,7 +142,10 @@ class Bench:
                 seed=seed,
             )
             engine = self.engine(
-                "none", state_block_size=32, max_num_batched_tokens=MAX_LEN, debug_state=TAGGED[self.name][0]
+                "none",
+                state_block_size=32,
+                max_num_batched_tokens=MAX_LEN,
+                debug_state=TAGGED.get(self.name, (False,))[0],
             )
             output = engine.add_request("alone", {"prompt_token_ids": list(prompt)}, params)
             finish(engine)

@@ -1,4 +1,4 @@
-"""Random traffic through real tiny models says what plain greedy decoding says: `--examples N` / 66 traces, 300 or more.
+"""Random traffic through real tiny models says what greedy decoding says: `--examples N` / 66 traces, 300 or more.
 
 Cache mode, chunking, batch mix, shared prefixes, repeats, preemption, aborts, seeds, several choices, failing and
 withdrawn steps: a trace mixes them all. See `traces.draw` for what a seed decides.
