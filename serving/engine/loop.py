@@ -102,16 +102,6 @@ class _Flight:
     decode: StepOutput | None
     prefill: StepOutput | None
 
-    def wait(self) -> None:
-        """Until the device has done it.
-
-        Batches are filled into two sets of buffers in turn. A step that was withdrawn may have filled one of them, so
-        that the next one would overwrite what this step is still reading.
-        """
-        for output in (self.decode, self.prefill):
-            if output is not None:
-                output.tokens.block_until_ready()
-
 
 class StepLoop:
     """Runs the scheduler's plans on the device.
@@ -191,8 +181,6 @@ class StepLoop:
         except (RuntimeError, MemoryError) as error:  # XLA's errors are RuntimeErrors
             if isinstance(error, PlanError):
                 self._flight = before  # it is still running, and whole
-                if before is not None:
-                    before.wait()
                 raise
             if isinstance(error, StateError):
                 raise
