@@ -229,7 +229,7 @@ class Sequence:
             assert_close(actual, expected, tolerance=2e-4)
 
     def test_padding(self):
-        # A batch of two lengths: the shorter one's end state and outputs are as if alone, and NaN there reaches nothing.
+        # A batch of two lengths: the shorter one's end state and outputs are as if alone, and NaN there goes nowhere.
         x, dt, a, b, c, d = layer(Draw(), ODD, 2, 50)
         run = jitted(ssd_scan_sequence, implementation=self.implementation)
         y_alone, alone = run(x[:1, :21], dt[:1, :21], a, b[:1, :21], c[:1, :21], d)
