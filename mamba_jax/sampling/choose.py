@@ -105,8 +105,7 @@ def _randomly(
         # Where a draft was refused, the draw is from what is left without it.
         is_draft = jnp.arange(logits.shape[-1]) == drafts[..., None]
         logits = logits.at[:, :-1].set(jnp.where(is_draft, -jnp.inf, logits[:, :-1]))
-    noise = draws.gumbel(own.key, index, logits.shape[-1])
-    return _argmax(logits + noise), good
+    return draws.categorical(own.key, index, logits), good
 
 
 def _argmax(logits: Float[Array, "*rows vocab"]) -> Int[Array, "*rows"]:
