@@ -53,7 +53,8 @@ def read_slots(store: Shaped[Array, "slots *shape"], index: Int[Array, " n"]) ->
 
     def read_apart(store, index):
         # XLA:CPU likes to repeat a read inside each of its uses; where one of these then comes after a write to the
-        # store, it copies the whole store first. What comes out of a conditional it cannot repeat.
+        # store, it copies the whole store first. What comes out of a conditional it cannot repeat. Nor can it move the
+        # store's change of type out of a loop, which would be another copy.
         return lax.cond((index > 0).any(), read, zeros, store, index)
 
     return lax.platform_dependent(store, index, cpu=read_apart, default=read)

@@ -11,7 +11,10 @@ from kernels_pallas.shape_check import check_groups, check_shapes
 
 WRITE = (dispatch.Implementation("xla", xla.write_kv),)
 COPY = (dispatch.Implementation("xla", xla.copy_pages),)
-PAGED = (dispatch.Implementation("xla", xla.paged_attention),)
+PAGED = (
+    dispatch.Implementation("xla", xla.paged_attention),
+    dispatch.Implementation("xla_all_blocks", xla.all_blocks),
+)
 SEQUENCE = (dispatch.Implementation("xla", xla.attention_sequence),)
 
 

@@ -1,4 +1,4 @@
-"""Attention in plain JAX: an online softmax over pieces of the keys, up to the last key that any query sees."""
+"""Attention in plain JAX: an online softmax over pieces of the keys, so that no table of all scores is ever held."""
 
 import functools
 
@@ -6,15 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.slots import read_slots, write_slots
+from kernels_pallas.slots import load, put, read_slots, write_slots
 
 F32 = jnp.float32
-PIECE = 256  # keys per piece: enough work per product, little beyond the last key
-QUERIES = 256  # queries per piece of `attention_sequence`
-
-
-def _dot(spec, *operands):
-    return jnp.einsum(spec, *operands, preferred_element_type=F32, precision=lax.Precision.HIGHEST)
+QUERIES = 128  # queries, and keys, per piece of `attention_sequence`
 
 
 def write_kv(kv, k, v, *, page, offset):
@@ -35,56 +30,137 @@ def copy_pages(kv, *, source, target):
 
 
 def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key=0):
-    """See `api.paged_attention`. A loop with a dynamic trip count: not differentiable."""
-    blocks, q_len, q_heads, head_dim = q.shape
-    size, kv_heads = kv.shape[1], kv.shape[2] // 2
-    repeats, table_width = q_heads // kv_heads, page_table.shape[1]
-    pages = max(1, min(table_width, PIECE // size))  # per piece
-    keys = pages * size
-    table = jnp.pad(page_table, ((0, 0), (0, -table_width % pages)))[block_row]
-    grouped = q.reshape(blocks, q_len, kv_heads, repeats, head_dim)
+    """See `api.paged_attention`. The form is chosen by the platform compiled for, which may not be the one at hand."""
+    cpu, default = (functools.partial(form, scale=scale, first_key=first_key) for form in (_one_by_one, _all_at_once))
+    return lax.platform_dependent(q, kv, positions, page_table, block_row, cpu=cpu, default=default)
 
-    def piece(i, carry):
-        best, total, out = carry
-        index = lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1)
-        entries = kv[index].reshape(blocks, keys, 2 * kv_heads, head_dim)
-        key = i * keys + jnp.arange(keys)
-        seen = (key >= first_key) & (key <= positions[:, :, None])  # [blocks, q_len, keys]
-        # Values that nobody sees may be NaN (the null page, a page's tail), and 0 * NaN is NaN.
-        used = seen.any(axis=1)[:, :, None, None]
-        k, v = (jnp.where(used, entries[:, :, n::2], 0) for n in (0, 1))
-        scores = jnp.where(seen[:, None, None], scale * _dot("bqhrd,bkhd->bhrqk", grouped, k), -jnp.inf)
-        high = jnp.maximum(best, scores.max(-1))
-        base = jnp.where(high == -jnp.inf, 0, high)  # no key seen yet: avoids inf - inf
-        weights, shrink = jnp.exp(scores - base[..., None]), jnp.exp(best - base)
-        out = out * shrink[..., None] + _dot("bhrqk,bkhd->bhrqd", weights.astype(v.dtype), v)
-        return high, total * shrink + weights.sum(-1), out
 
-    shape = (blocks, kv_heads, repeats, q_len)
-    start = jnp.full(shape, -jnp.inf, F32), jnp.zeros(shape, F32), jnp.zeros((*shape, head_dim), F32)
-    pieces = jnp.minimum((positions.max(initial=-1) + keys) // keys, table.shape[1] // pages)
-    _, total, out = lax.fori_loop(0, pieces, piece, start)
-    out = out / jnp.where(total > 0, total, 1)[..., None]
-    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
+def all_blocks(q, kv, *, positions, page_table, block_row, scale, first_key=0):
+    """All blocks side by side, up to the last key that any query of the call sees."""
+    return _all_at_once(q, kv, positions, page_table, block_row, scale=scale, first_key=first_key)
 
 
 def attention_sequence(q, k, v, *, scale):
-    """See `api.attention_sequence`. Queries in chunks, so that no [length, length] scores are ever held."""
+    """See `api.attention_sequence`."""
     batch, length, q_heads, head_dim = q.shape
     kv_heads = k.shape[2]
     size = min(QUERIES, max(length, 1))
     chunks = -(-length // size)
-    q = jnp.pad(q, ((0, 0), (0, chunks * size - length), (0, 0), (0, 0)))
-    q = q.reshape(batch, chunks, size, kv_heads, q_heads // kv_heads, head_dim).swapaxes(0, 1)
 
-    # Rematerialised: the gradient keeps no weights.
+    def cut(x):  # [batch, length, kv_heads * n, head_dim] -> [chunks, batch, kv_heads, n * size, head_dim]
+        x = jnp.pad(x, ((0, 0), (0, chunks * size - length), (0, 0), (0, 0)))
+        x = x.reshape(batch, chunks, size, kv_heads, -1, head_dim)
+        return x.transpose(1, 0, 3, 4, 2, 5).reshape(chunks, batch, kv_heads, -1, head_dim)
+
+    queries, keys, values = cut(q), cut(k), cut(v)
+    repeats = q_heads // kv_heads
+    within = jnp.tile(jnp.arange(size), repeats)  # each query's place in its chunk
+
+    # Rematerialised: the gradient keeps no scores.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def chunk(args):
         i, q = args
-        seen = jnp.arange(length) <= (i * size + jnp.arange(size))[:, None]
-        scores = jnp.where(seen, scale * _dot("bqhrd,bkhd->bhrqk", q, k), -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1)
-        return _dot("bhrqk,bkhd->bqhrd", weights.astype(v.dtype), v).astype(q.dtype)
 
-    out = lax.map(chunk, (jnp.arange(chunks), q))
-    return out.swapaxes(0, 1).reshape(batch, chunks * size, q_heads, head_dim)[:, :length]
+        def piece(carry, args):
+            j, k, v = args
+            seen = j * size + jnp.arange(size) <= (i * size + within)[:, None]
+            return lax.cond(
+                j <= i, lambda carry: _attend(carry, q, k, v, seen, scale), lambda carry: carry, carry
+            ), None
+
+        carry, _ = lax.scan(piece, _nothing_seen(q), (jnp.arange(chunks), keys, values))
+        return _finish(carry)
+
+    out = lax.map(chunk, (jnp.arange(chunks), queries))
+    out = out.reshape(chunks, batch, kv_heads, repeats, size, head_dim).transpose(1, 0, 4, 2, 3, 5)
+    return out.reshape(batch, chunks * size, q_heads, head_dim)[:, :length].astype(q.dtype)
+
+
+def _all_at_once(q, kv, positions, page_table, block_row, *, scale, first_key):
+    queries, places, tables, keys = _blocks(q, kv, positions, page_table, block_row)
+    attend = functools.partial(_attend_pages, kv, keys=keys, scale=scale, first_key=first_key)
+
+    def piece(i, carry):
+        return jax.vmap(functools.partial(attend, i))(carry, queries, places, tables)
+
+    pieces = (places.max(initial=-1) + keys) // keys
+    carry = lax.fori_loop(0, pieces, piece, jax.vmap(_nothing_seen)(queries))
+    return _join(_finish(carry), q)
+
+
+def _one_by_one(q, kv, positions, page_table, block_row, *, scale, first_key):
+    """A loop over blocks, each up to the last key that it sees: half the work for a prompt, and it stays in cache."""
+    queries, places, tables, keys = _blocks(q, kv, positions, page_table, block_row)
+
+    def block(b, out):
+        # Products of few rows are slow in 16 bits.
+        q, place, table = load(queries, b).astype(F32), places[b], tables[b]
+
+        def piece(i, carry):
+            return _attend_pages(kv, i, carry, q, place, table, keys=keys, scale=scale, first_key=first_key)
+
+        carry = lax.fori_loop(0, (place.max(initial=-1) + keys) // keys, piece, _nothing_seen(q))
+        return put(out, _finish(carry), b)
+
+    out = lax.fori_loop(0, queries.shape[0], block, jnp.zeros(queries.shape, F32))
+    return _join(out, q)
+
+
+def _blocks(q, kv, positions, page_table, block_row):
+    """Queries [blocks, kv_heads, repeats * q_len, head_dim], their positions [blocks, repeats * q_len], each block's
+    pages, padded with page 0 to whole pieces, and the number of keys in a piece.
+    """
+    blocks, q_len, q_heads, head_dim = q.shape
+    page_size, kv_heads = kv.shape[1], kv.shape[2] // 2
+    repeats = q_heads // kv_heads
+    # Enough keys to keep the products efficient, few enough to keep their scores in cache.
+    wanted = 256 if repeats * q_len <= 64 else 128
+    pages = max(1, min(page_table.shape[1], wanted // page_size))
+    queries = q.reshape(blocks, q_len, kv_heads, repeats, head_dim).transpose(0, 2, 3, 1, 4)
+    tables = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages)))[block_row]
+    return queries.reshape(blocks, kv_heads, -1, head_dim), jnp.tile(positions, repeats), tables, pages * page_size
+
+
+def _join(out, q):
+    """[blocks, kv_heads, repeats * q_len, head_dim] in the shape and dtype of q."""
+    blocks, q_len, q_heads, head_dim = q.shape
+    out = out.reshape(blocks, out.shape[1], -1, q_len, head_dim).transpose(0, 3, 1, 2, 4)
+    return out.reshape(q.shape).astype(q.dtype)
+
+
+def _attend_pages(kv, i, carry, q, positions, table, *, keys, scale, first_key):
+    """The softmax of one block, carried on over piece i of its row's keys."""
+    pages = keys // kv.shape[1]
+    entries = read_slots(kv, lax.dynamic_slice_in_dim(table, i * pages, pages))
+    entries = entries.reshape(keys, -1, 2, kv.shape[3]).transpose(2, 1, 0, 3)  # [2, kv_heads, keys, head_dim]
+    key = i * keys + jnp.arange(keys)
+    # Values that no query sees may be NaN (a page's tail), and 0 * NaN is NaN.
+    used = ((key >= first_key) & (key <= positions.max()))[:, None]
+    k, v = (jnp.where(used, entries[n], 0).astype(q.dtype) for n in (0, 1))
+    return _attend(carry, q, k, v, (key >= first_key) & (key <= positions[:, None]), scale)
+
+
+def _nothing_seen(q):
+    """The start of an online softmax: the highest score so far, the sum of weights and of weighted values."""
+    return jnp.full(q.shape[:-1], -jnp.inf, F32), jnp.zeros(q.shape[:-1], F32), jnp.zeros(q.shape, F32)
+
+
+def _attend(carry, q, k, v, seen, scale):
+    """An online softmax carried on over more keys: q [..., queries, head_dim], k and v [..., keys, head_dim], seen
+    [queries, keys]. Source: "Online normalizer calculation for softmax" (Milakov and Gimelshein, 2018).
+    """
+    highest, total, out = carry
+    # In lower precisions the products may round as the model's own do.
+    precision = lax.Precision.HIGHEST if q.dtype == F32 else lax.Precision.DEFAULT
+    dot = functools.partial(jnp.einsum, preferred_element_type=F32, precision=precision)
+    scores = jnp.where(seen, scale * dot("...qd,...kd->...qk", q, k), -jnp.inf)
+    higher = jnp.maximum(highest, lax.stop_gradient(scores.max(-1)))
+    base = jnp.where(higher == -jnp.inf, 0, higher)  # no key seen yet: avoids inf - inf
+    weights, shrink = jnp.exp(scores - base[..., None]), jnp.exp(highest - base)
+    out = out * shrink[..., None] + dot("...qk,...kd->...qd", weights.astype(v.dtype), v)
+    return higher, total * shrink + weights.sum(-1), out
+
+
+def _finish(carry):
+    _, total, out = carry
+    return out / jnp.where(total > 0, total, 1)[..., None]
