@@ -80,7 +80,6 @@ class AsyncEngine:
         """
         name = request_id if request_id is not None else f"async-{next(self._ids)}"
         stream = _Stream()
-        added = False
 
         def add() -> None:
             if name in self._streams:
@@ -96,7 +95,6 @@ class AsyncEngine:
             self._streams[name] = stream
 
         self._submit(add)
-        added = True
         try:
             while True:
                 output = await stream.get()
@@ -104,8 +102,7 @@ class AsyncEngine:
                 if output.finished:
                     return
         finally:
-            if added:
-                self._submit(lambda: self._forget(name, stream), quietly=True)
+            self._submit(lambda: self._forget(name, stream), quietly=True)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its iteration gets what there is, with finish reason `abort`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from checkpoints.tokenizer import Tokenizer
@@ -141,6 +141,11 @@ class Engine:
         self._finish(parent)
         return parent.output
 
+    def stats(self) -> dict[str, Any]:
+        """Everything that is counted: requests and pools, steps and their times, compiled programs."""
+        counted = self.loop.scheduler.stats()
+        return counted | {"loop": asdict(self.loop.stats), "compilations": self.loop.programs.compilations}
+
     def abort_all(self) -> None:
         """Ends every request."""
         for request_id in list(self._parents):
@@ -170,14 +175,13 @@ class Engine:
     # -- adding --
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        given: Any = prompt
         if isinstance(prompt, Mapping):
-            if len(prompt.keys() & {"prompt", "prompt_token_ids"}) != 1:
-                raise RequestError("a prompt is a text, {'prompt': text} or {'prompt_token_ids': [...]}")
-            given = prompt.get("prompt", prompt.get("prompt_token_ids"))
             if "prompt_token_ids" in prompt:
-                return None, _token_ids(given, self.vocab_size)
-        else:
-            given = prompt
+                return prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"], self.vocab_size)
+            if "prompt" not in prompt:
+                raise RequestError("a prompt is a text, {'prompt': text} or {'prompt_token_ids': [...]}")
+            given = prompt["prompt"]
         if not isinstance(given, str):
             raise RequestError(f"a prompt must be a text, got {type(given).__name__}")
         if self.tokenizer is None:

@@ -40,7 +40,7 @@ class LoopStats:
     decode_rows: int = 0
     prefill_tokens: int = 0
     lockstep_steps: int = 0
-    """Steps that were dispatched only after the last one had been read, though there was one in flight."""
+    """Times that the next step could not be planned before the last one was read: a row needs the host to know it."""
     failures: int = 0
     """Steps lost with their store; everything was computed again."""
     plan_seconds: float = 0.0
@@ -134,7 +134,9 @@ class StepLoop:
         self._make_store, self._make_rows = make_store, make_rows
         self._seat_batch = seat_batch
         self._wants_logprobs, self._wants_prompt_logprobs = wants_logprobs, wants_prompt_logprobs
-        self._store, self._rows = make_store(), make_rows()
+        self._store: Store | None = make_store()
+        self._rows: Rows | None = make_rows()
+        self._checks_tags = self._store.tags is not None
         self._flight: _Flight | None = None
         self._failed_in_a_row = 0
 
@@ -144,17 +146,20 @@ class StepLoop:
         return self._flight is not None or self.scheduler.has_unfinished
 
     @property
-    def store(self) -> Store:
-        """The store as it is now; the next step takes it."""
+    def store(self) -> Store | None:
+        """The store as it is now; the next step takes it. None after a failure, until the next step."""
         return self._store
 
     def warm_up(self, vocab_size: int, progress: Callable[[], None] | None = None) -> None:
         """Compile every program that any later step can need."""
+        store, rows = self._store, self._rows
+        assert store is not None
+        assert rows is not None
         # Tracing takes turns, but XLA compiles outside Python's lock: two programs at a time keep two cores busy.
         workers = min(4, os.cpu_count() or 1)
         with ThreadPoolExecutor(workers) as pool:
             batches = self.batches.warm_up_batches(vocab_size)
-            jobs = [pool.submit(self.programs.program, self._store, self._rows, batch) for batch in batches]
+            jobs = [pool.submit(self.programs.program, store, rows, batch) for batch in batches]
             for job in as_completed(jobs):
                 job.result()
                 if progress is not None:
@@ -164,28 +169,36 @@ class StepLoop:
         """Dispatch the next step, then settle the one before it. None: nothing has been settled.
 
         Raises:
-            Exception: steps keep failing, or (nothing having been dispatched) a plan could not be turned into arrays.
+            PlanError: a plan could not be turned into arrays; whatever else was under way goes on.
+            Exception: steps keep failing, or a bug or an interrupt came between: nothing is under way any more, and all
+                requests are queued to be computed again.
         """
-        begin = time.perf_counter()
-        plan = self.scheduler.schedule()
-        self.stats.plan_seconds += time.perf_counter() - begin
         before, self._flight = self._flight, None
         try:
+            plan = self._plan()
             if plan is not None:
                 self._flight = self._dispatch(plan)
-            elif before is not None and self.scheduler.has_unfinished:
-                self.stats.lockstep_steps += 1
             settled = None if before is None else self._settle(before)
             self._failed_in_a_row = 0 if settled else self._failed_in_a_row
             return settled
-        except (RuntimeError, MemoryError) as error:  # XLA's errors are RuntimeErrors
-            if isinstance(error, PlanError):
-                self._flight = before  # it is still running, and whole
+        except PlanError:
+            self._flight = before  # it is still running, and whole
+            raise
+        except BaseException as error:
+            self._forget()
+            if not self._may_pass(error):
                 raise
-            if isinstance(error, StateError):
-                raise
-            self._recover(error)
+            text = " ".join(str(error).split())[:500]
+            log.warning("a step failed; everything that ran is computed again: %s", text)
             return None
+
+    def _plan(self) -> StepPlan | None:
+        begin = time.perf_counter()
+        lockstep = self.scheduler.needs_settle_before_schedule()
+        self.stats.lockstep_steps += lockstep
+        plan = None if lockstep else self.scheduler.schedule()
+        self.stats.plan_seconds += time.perf_counter() - begin
+        return plan
 
     def _dispatch(self, plan: StepPlan) -> _Flight:
         begin = time.perf_counter()
@@ -199,6 +212,8 @@ class StepLoop:
             raise PlanError(f"step {plan.step} could not be turned into arrays") from error
         built = time.perf_counter()
         decode = prefill = None
+        if self._store is None or self._rows is None:
+            self._store, self._rows = self._make_store(), self._make_rows()
         for seat in seats:
             self._rows = self.programs.seat(self._rows, seat)
         if decode_batch is not None:
@@ -254,19 +269,20 @@ class StepLoop:
         prompt: PromptLogprobs | None = output.prompt_logprobs
         if prompt is not None and any(self._wants_prompt_logprobs(row.request) for row in rows):
             lines.prompt = (np.asarray(prompt.token), np.asarray(prompt.top_ids), np.asarray(prompt.top))
-        if self._store.tags is not None and bool(output.tag_error):
+        if self._checks_tags and bool(output.tag_error):
             raise StateError("a row has read a state slot that does not hold the state after its own tokens")
         return lines
 
-    def _recover(self, error: Exception) -> None:
-        """The donated store is lost: start from an empty one, and compute again what was running."""
+    def _forget(self) -> None:
+        """The donated store is lost. The next step starts from an empty one and computes again what was running."""
         self.stats.failures += 1
         self._failed_in_a_row += 1
         self._flight = None
-        self._store = self._rows = None  # type: ignore[assignment]  # two stores at once may not fit
-        self._store, self._rows = self._make_store(), self._make_rows()
+        self._store = self._rows = None  # made again when needed: two stores at once may not fit
         self.scheduler.reset()
-        if self._failed_in_a_row >= MAX_FAILURES:
-            self._failed_in_a_row = 0
-            raise error
-        log.warning("a step failed; everything that ran is computed again: %s", " ".join(str(error).split())[:500])
+
+    def _may_pass(self, error: BaseException) -> bool:
+        """Whether to try again. XLA's errors are RuntimeErrors; bugs and interrupts will not pass, nor what persists."""
+        if isinstance(error, (RuntimeError, MemoryError)) and not isinstance(error, StateError):
+            return self._failed_in_a_row < MAX_FAILURES
+        return False

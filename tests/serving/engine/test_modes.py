@@ -139,6 +139,24 @@ def test_a_fault_that_stays_is_reported_and_later_requests_run(harness):
     assert len(output.outputs[0].token_ids) == 2
 
 
+def test_an_interrupt_between_dispatch_and_result_leaves_a_working_engine(harness, traffic):
+    prompts, params, alone = (part[:4] for part in traffic)
+    engine = harness.engine("all")
+
+    def interrupt(plan):
+        if engine.loop.stats.steps == 3:
+            engine.loop.fault = None
+            raise KeyboardInterrupt
+
+    engine.loop.fault = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        harness.run(engine, prompts, params)
+    engine.abort_all()
+    engine.loop.scheduler.check(idle=True)
+    for prompt, tokens, output in zip(prompts, alone, harness.run(engine, prompts, params), strict=True):
+        harness.assert_greedy(prompt, tokens, output.outputs[0].token_ids)
+
+
 @pytest.mark.parametrize("mode", ["none", "all"])
 def test_aborts_at_any_moment(harness, traffic, mode):
     prompts, params, alone = (part[:24] for part in traffic)
