@@ -282,7 +282,7 @@ class StepLoop:
         self.scheduler.reset()
 
     def _may_pass(self, error: BaseException) -> bool:
-        """Whether to try again. XLA's errors are RuntimeErrors; bugs and interrupts will not pass, nor what persists."""
+        """Whether to try again. XLA raises RuntimeErrors; bugs and interrupts will not pass, nor what persists."""
         if isinstance(error, (RuntimeError, MemoryError)) and not isinstance(error, StateError):
             return self._failed_in_a_row < MAX_FAILURES
         return False
