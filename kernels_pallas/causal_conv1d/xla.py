@@ -2,10 +2,18 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kernels_pallas.slots import read_slots, write_slots
 
 F32 = jnp.float32
+
+
+def _shifted(x, by, axis):
+    """x moved along an axis, zeros in front. One padding per shift, because a shared one would be held in memory."""
+    length = x.shape[axis]
+    padding = [(min(by, length), 0) if n == axis else (0, 0) for n in range(x.ndim)]
+    return lax.slice_in_dim(jnp.pad(x, padding), 0, length, axis=axis)
 
 
 def _finish(total, bias, dtype):
@@ -28,10 +36,9 @@ def causal_conv1d_prefill(x, weight, bias, store, *, token_row, row_start, read_
     total = jnp.zeros((tokens, channels), F32)
     if keep:
         total = jnp.where(near[:, None], added.reshape(rows * keep, channels)[index], 0)
-    shifted = jnp.pad(x, ((keep, 0), (0, 0)))
     for i in range(keep + 1):
         # A select, not a product: the token to the left may be another row's, or padding.
-        seen = jnp.where((local >= keep - i)[:, None], shifted[i : i + tokens].astype(F32), 0)
+        seen = jnp.where((local >= keep - i)[:, None], _shifted(x, keep - i, axis=0).astype(F32), 0)
         total += taps[i] * seen
     y = _finish(total, bias, x.dtype)
 
@@ -56,7 +63,6 @@ def causal_conv1d_update(x, weight, bias, store, *, read_slot, write_slot):
 
 def causal_conv1d_sequence(x, weight, bias):
     """See `api.causal_conv1d_sequence`."""
-    length, keep, taps = x.shape[1], weight.shape[1] - 1, weight.astype(F32).T
-    shifted = jnp.pad(x, ((0, 0), (keep, 0), (0, 0)))
-    total = sum(taps[i] * shifted[:, i : i + length].astype(F32) for i in range(keep + 1))
+    keep, taps = weight.shape[1] - 1, weight.astype(F32).T
+    total = sum(taps[i] * _shifted(x, keep - i, axis=1).astype(F32) for i in range(keep + 1))
     return _finish(total, bias, x.dtype)

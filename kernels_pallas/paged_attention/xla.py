@@ -123,7 +123,7 @@ def _blocks(q, kv, positions, page_table, block_row):
 
 def _join(out, q):
     """[blocks, kv_heads, repeats * q_len, head_dim] in the shape and dtype of q."""
-    blocks, q_len, q_heads, head_dim = q.shape
+    blocks, q_len, _, head_dim = q.shape
     out = out.reshape(blocks, out.shape[1], -1, q_len, head_dim).transpose(0, 3, 1, 2, 4)
     return out.reshape(q.shape).astype(q.dtype)
 
