@@ -72,8 +72,9 @@ class StepPrograms:
             key: tuple[Any, ...] = (SeatBatch, *seats, batch.output_counts is not None)
         else:
             assert store is not None
-            pages = (store.num_pages, store.page_size, store.tags is None)
-            key = (type(batch), *seats, store.hidden.shape, *pages, batch.tokens.shape, batch.page_table.shape)
+            kind = (store.hidden.dtype, *(slots.ssm.dtype for slots in store.mamba[:1]), store.tags is None)
+            sizes = (store.num_slots, store.num_pages, store.page_size, batch.tokens.shape, batch.page_table.shape)
+            key = (type(batch), *seats, *kind, *sizes)
             if isinstance(batch, PrefillBatch):
                 if batch.tile_size != self.tile_size:
                     raise ValueError(f"a batch with tiles of {batch.tile_size}: the programs have {self.tile_size}")
