@@ -13,7 +13,6 @@ class Purpose(enum.IntEnum):
     """What a draw is for. Two purposes at one position are independent of each other."""
 
     TOKEN = 0
-    ACCEPT_DRAFT = 1
 
 
 def _keys(key: UInt[Array, "rows 2"], position: Int[Array, "rows H"], purpose: Purpose) -> Array:
@@ -30,8 +29,3 @@ def gumbel(key: UInt[Array, "rows 2"], position: Int[Array, "rows H"], size: int
     """
     keys = _keys(key, position, Purpose.TOKEN)
     return jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, (size,))))(keys)
-
-
-def uniform(key: UInt[Array, "rows 2"], position: Int[Array, "rows H"]) -> Float[Array, "rows H"]:
-    """In [0, 1), to accept a draft by."""
-    return jax.vmap(jax.vmap(jax.random.uniform))(_keys(key, position, Purpose.ACCEPT_DRAFT))

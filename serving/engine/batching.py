@@ -73,8 +73,10 @@ _Batch = TypeVar("_Batch")
 class BatchBuilder:
     """Fills batches. Buffers are reused every other step: the device may still be reading those of the step before."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, *, seats_bring_tokens: bool = False) -> None:
+        """`seats_bring_tokens`: the draft source looks at a sequence's tokens, also at those that are never fed."""
         self._config = config
+        self._seats_bring_tokens = seats_bring_tokens
         self._drafts = config.num_speculative_tokens
         self._pages_per_row = config.pages_per_row
         self.decode_shapes = decode_buckets(config.decode_rows)
@@ -194,8 +196,13 @@ class BatchBuilder:
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
         )
+        tokens: Any = None
+        if self._seats_bring_tokens:
+            known = [*prompt, *output]
+            tokens = np.full(self._config.max_model_len, -1, np.int32)
+            tokens[: len(known)] = known
         seat: Any = np.int32(row_id)
-        return SeatBatch(row_id=seat, sampling=sampling, output_counts=counts, prompt_seen=seen)
+        return SeatBatch(row_id=seat, sampling=sampling, output_counts=counts, prompt_seen=seen, tokens=tokens)
 
     def _fill_pages(
         self, batch: DecodeBatch | PrefillBatch, rows: Sequence[DecodeRow | PrefillRow], seats: np.ndarray

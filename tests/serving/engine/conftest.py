@@ -11,6 +11,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from checkpoints.load import load_model
 from checkpoints.tokenizer import Tokenizer
+from mamba_jax.drafts import DraftSource
 from mamba_jax.programs import StepPrograms
 from serving.config import EngineConfig
 from serving.engine.build import assemble
@@ -35,13 +36,16 @@ FLAGS = {
 class Harness:
     """Makes engines over shared programs, runs them to the end, and judges greedy outputs by the model itself."""
 
-    flags = FLAGS
+    flags, golden = FLAGS, GOLDEN
 
-    def __init__(self) -> None:
-        self.model = load_model(GOLDEN, dtype="float32", progress=False)
+    def __init__(self, golden: Path = GOLDEN, source: DraftSource | None = None) -> None:
+        self.model = load_model(golden, dtype="float32", progress=False)
         # Compiling takes most of these tests' time, and their speed does not matter.
         self.programs = StepPrograms(
-            self.model, tile_size=FLAGS["tile_size"], compiler_options={"xla_backend_optimization_level": 0}
+            self.model,
+            tile_size=FLAGS["tile_size"],
+            source=source,
+            compiler_options={"xla_backend_optimization_level": 0},
         )
         self.vocab_size = self.model.config.vocab_size
         backend = tokenizers.Tokenizer(WordLevel({f"w{i}": i for i in range(self.vocab_size)}, unk_token="w0"))

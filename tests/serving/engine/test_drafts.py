@@ -1,0 +1,164 @@
+"""Drafts change how fast tokens come, and nothing else."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+
+from mamba_jax.drafts import MTPDrafts, NGramDrafts
+from serving.config import ConfigError, EngineConfig
+from serving.engine.build import draft_source
+from serving.engine.draft_stats import DraftStats
+from serving.engine.sampling_params import SamplingParams
+
+NGRAM = NGramDrafts(2, 4)
+# With K = 3 a row may need 8 slots where states are kept; pages for less than half of what four rows can become.
+SIZES = {"max_num_seqs": 4, "num_slots": 34, "num_pages": 26}
+CASES = [
+    ("nemotronh-moe", "mtp", 3),
+    ("nemotronh-moe", "ngram", 3),
+    ("nemotronh-moe", "ngram", 1),
+    ("mamba2", "ngram", 3),
+]
+
+
+class Drafting:
+    """A harness with drafts, beside one of the same model without."""
+
+    def __init__(self, harness, golden, method, drafts):
+        folder = harness.golden.parent / golden
+        self.plain = type(harness)(folder)
+        self.harness = type(harness)(folder, MTPDrafts() if method == "mtp" else NGRAM)
+        self.method, self.drafts = method, drafts
+
+    def engine(self, mode, **flags):
+        drafts = {"speculative_method": self.method, "num_speculative_tokens": self.drafts}
+        return self.harness.engine(mode, **(SIZES | drafts | flags))
+
+    def alone(self, prompts, params):
+        engine = self.plain.engine("none", **SIZES)
+        return [
+            self.plain.run(engine, [prompt], each)[0].outputs[0].token_ids
+            for prompt, each in zip(prompts, params, strict=True)
+        ]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def drafting(request, harness):
+    return Drafting(harness, *request.param)
+
+
+def repetitive(harness, rng, length):
+    """Prompts in which n-grams occur again, so that some drafts are right and most are not."""
+    phrase = harness.prompt(rng, rng.randrange(1, 9))
+    words = []
+    while len(words) < length:
+        words += phrase if rng.random() < 0.8 else harness.prompt(rng, 3)
+    return words[:length]
+
+
+@pytest.fixture(scope="module")
+def traffic(drafting):
+    rng = random.Random(5)
+    plain = drafting.plain
+    prompts = [repetitive(plain, rng, rng.choice([1, 2, 3, 16, 17, 31, 32, 33, 64, 80, 97])) for _ in range(12)]
+    shared = repetitive(plain, rng, 66)
+    prompts += [shared + repetitive(plain, rng, rng.randrange(1, 12)) for _ in range(5)] + [list(prompts[-1])]
+    params = [SamplingParams(temperature=0.0, max_tokens=rng.randrange(1, 40), ignore_eos=True) for _ in prompts]
+    return prompts, params, drafting.alone(prompts, params)
+
+
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+def test_tokens_are_those_without_drafts(drafting, traffic, mode):
+    prompts, params, alone = traffic
+    engine = drafting.engine(mode)
+    for _ in range(2):
+        outputs = drafting.harness.run(engine, prompts, params)
+        for prompt, tokens, output in zip(prompts, alone, outputs, strict=True):
+            assert len(tokens) == len(output.outputs[0].token_ids)
+            drafting.plain.assert_greedy(prompt, tokens, output.outputs[0].token_ids)
+    assert engine.loop.scheduler.stats()["preemptions"] > 0
+    assert (sum(output.num_cached_tokens for output in outputs) > 0) == (mode != "none")
+    drafts = engine.loop.stats.drafts
+    assert drafts.drafted > 0
+    assert drafts.accepted_at == sorted(drafts.accepted_at, reverse=True)
+    assert 1 <= drafts.mean_acceptance_length <= 1 + drafting.drafts
+    assert sum(output.metrics.drafts.accepted for output in outputs) <= drafts.accepted
+    stats = engine.loop.scheduler.stats()
+    assert stats["drafted_tokens"] == drafts.drafted
+    if drafting.method == "ngram":
+        assert drafts.accepted > 0
+
+
+def test_a_second_turn_finds_what_was_decoded(drafting):
+    """States and pages that were finished in the middle of a step with drafts are hit, and are what they should be."""
+    rng = random.Random(11)
+    prompt = repetitive(drafting.plain, rng, 20)
+    greedy = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+    engine = drafting.engine("all")
+    (first,) = drafting.harness.run(engine, [prompt], greedy)
+    turn = [*prompt, *first.outputs[0].token_ids, *repetitive(drafting.plain, rng, 9)]
+    after = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    (second,) = drafting.harness.run(engine, [turn], after)
+    assert second.num_cached_tokens == 96
+    (cold,) = drafting.alone([turn], [after])
+    drafting.plain.assert_greedy(turn, cold, second.outputs[0].token_ids)
+
+
+def test_seeded_draws_are_those_without_drafts(drafting):
+    rng = random.Random(13)
+    prompts = [repetitive(drafting.plain, rng, rng.randrange(2, 90)) for _ in range(9)]
+    params = [
+        SamplingParams(temperature=rng.choice([0.3, 1.0]), top_p=0.9, seed=i, max_tokens=30, ignore_eos=True)
+        for i in range(9)
+    ]
+    alone = drafting.alone(prompts, params)
+    outputs = drafting.harness.run(drafting.engine("all"), prompts, params)
+    assert [output.outputs[0].token_ids for output in outputs] == alone
+
+
+def test_outputs_end_where_they_end_without_drafts(drafting):
+    """A stop token, a stop text and max_tokens, wherever in a run of drafts they come."""
+    rng = random.Random(17)
+    prompts = [repetitive(drafting.plain, rng, 40) for _ in range(6)]
+    free = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)
+    tokens = drafting.alone(prompts, [free] * 6)
+    params = [dataclasses.replace(free, max_tokens=n) for n in (1, 2, 3)]
+    params += [dataclasses.replace(free, stop_token_ids=[tokens[3][7]])]
+    params += [dataclasses.replace(free, stop=[f"w{tokens[i][9]}"]) for i in (4, 5)]
+    engine = drafting.engine("all")
+    outputs = drafting.harness.run(engine, prompts, params)
+    plain = drafting.plain.run(drafting.plain.engine("all", **SIZES), prompts, params)
+    for ours, theirs in zip(outputs, plain, strict=True):
+        ours, theirs = ours.outputs[0], theirs.outputs[0]
+        assert ours.token_ids == theirs.token_ids
+        assert (ours.text, ours.finish_reason, ours.stop_reason) == (
+            theirs.text,
+            theirs.finish_reason,
+            theirs.stop_reason,
+        )
+        assert len(ours.logprobs) == len(ours.token_ids)
+        assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
+
+
+def test_where_drafts_come_from(harness):
+    config = harness.model.config
+    with_layer = dataclasses.replace(config, mtp_pattern="*-")
+    make = EngineConfig.create
+    assert draft_source(make(), with_layer) is None
+    assert draft_source(make(num_speculative_tokens=2), config) == NGRAM
+    assert draft_source(make(num_speculative_tokens=2), with_layer) == MTPDrafts()
+    assert draft_source(make(speculative_method="ngram", prompt_lookup_max=3), with_layer) == NGramDrafts(2, 3)
+    with pytest.raises(ConfigError, match="has no multi-token-prediction layer; try 'ngram'"):
+        draft_source(make(speculative_method="mtp"), config)
+
+
+def test_counters_of_drafts():
+    stats = DraftStats()
+    assert stats.mean_acceptance_length == 1
+    stats.add([3, 0, 2, 1], np.array([[5, 6, -1, -1], [5, -1, -1, -1], [5, 6, 7, -1], [4, -1, -1, -1]]))
+    assert (stats.drafted_at, stats.accepted_at) == ([3, 2, 1], [2, 1, 0])
+    assert (stats.drafted, stats.accepted, stats.wasted, stats.steps) == (6, 3, 3, 3)
+    assert stats.mean_acceptance_length == 2
+    assert stats.acceptance_at == [2 / 3, 1 / 2, 0]
