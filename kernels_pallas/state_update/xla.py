@@ -1,7 +1,5 @@
 """The state update in plain JAX: row by row in place on CPU, all rows at once elsewhere."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -27,11 +25,12 @@ def _positional(form):
 def all_rows(x, dt, a, b, c, d, store, *, read_slot, write_slot):
     """Gathers all rows' states, runs the rows side by side, and scatters."""
     decay, fed, b, c, skip = _prepare(x, dt, a, b, c, d)
-    states = read_slots(store, read_slot)
-    y, states = jax.vmap(functools.partial(_row, dtype=store.dtype))(states, decay, fed, b, c)
+    state, y = read_slots(store, read_slot), []
     for t in range(x.shape[1]):
-        store = write_slots(store, states[t], write_slot[:, t])
-    return (y + skip).astype(x.dtype), store
+        state = jax.vmap(_step)(state, decay[:, t], fed[:, t], b[:, t])
+        y.append(jax.vmap(_read)(state, c[:, t]))
+        store = write_slots(store, state, write_slot[:, t])
+    return (jnp.stack(y, axis=1) + skip).astype(x.dtype), store
 
 
 def row_by_row(x, dt, a, b, c, d, store, *, read_slot, write_slot):
@@ -44,21 +43,28 @@ def row_by_row(x, dt, a, b, c, d, store, *, read_slot, write_slot):
     decay, fed, b, c, skip = _prepare(x, dt, a, b, c, d)
 
     def update(source, index):
-        """The loop's body, reading row i's state from source[index[i]]; zeros where the row reads the null slot."""
+        """The loop's body, reading row i's state from source(store)[index[i]]; zeros where the row reads slot 0."""
 
-        def body(i, carry):
+        def row(i, carry):
             store, y = carry
-            # A conditional, because XLA:CPU would repeat a select in every use, and then copy the store for the late
-            # ones (seen with small states; `read_slots` says more).
-            state = lax.cond(
-                read_slot[i] > 0, lambda s: load(s, index[i]), lambda s: jnp.zeros(s.shape[1:], s.dtype), source(store)
-            )
-            row, states = _row(state, decay[i], fed[i], b[i], c[i], store.dtype)
-            for t in range(steps):
-                store = write_slot_if(store, states[t], write_slot[i, t])
-            return store, put(y, row, i)
 
-        return body
+            def start(states):
+                return _step(load(states, index[i]), decay[i, 0], fed[i, 0], b[i, 0])
+
+            def start_from_zeros(states):
+                return _step(jnp.zeros(states.shape[1:], states.dtype), decay[i, 0], fed[i, 0], b[i, 0])
+
+            # A conditional, because XLA:CPU would repeat a select in every use, and copy the store for those after a
+            # write (seen with small states; `read_slots` says more).
+            state = lax.cond(read_slot[i] > 0, start, start_from_zeros, source(store))
+            out = []
+            for t in range(steps):
+                state = _step(state, decay[i, t], fed[i, t], b[i, t]) if t else state
+                out.append(_read(state, c[i, t]))
+                store = write_slot_if(store, state, write_slot[i, t])
+            return store, put(y, jnp.stack(out), i)
+
+        return row
 
     def read_first(_, carry):
         copies = take(carry[0], read_slot)
@@ -84,22 +90,29 @@ def _prepare(x, dt, a, b, c, d):
     return jnp.exp(dt * a), dt[..., None] * x, b, c, d[:, None] * x
 
 
-def _row(state, decay, fed, b, c, dtype):
-    """All steps of one row: state [heads, head_dim, state], decay [steps, heads], fed [steps, heads, head_dim], b and c
-    [steps, groups, state]. Returns y [steps, heads, head_dim] in float32 and a list with the state after each step.
+def _step(state, decay, fed, b):
+    """The next state of one row, in the store's precision: the same as one step in each of several calls.
+
+    state [heads, head_dim, state], decay [heads], fed [heads, head_dim], b [groups, state].
     """
-    steps, heads, head_dim = fed.shape
-    groups, repeats = b.shape[1], heads // b.shape[1]
-    # Axes (groups, repeats) without those of size 1, with which XLA:CPU's reduction takes eight times as long.
-    split = [n for n in (groups, repeats) if n > 1] or [1]
-    shared = [n for n, size in ((groups, groups), (1, repeats)) if size > 1] or [1]
-    state = state.astype(F32).reshape(*split, head_dim, -1)
-    y, states = [], []
-    for t in range(steps):
-        bt, ct = (v[t].reshape(*shared, 1, -1) for v in (b, c))
-        state = state * decay[t].reshape(*split, 1, 1) + fed[t].reshape(*split, head_dim, 1) * bt
-        # In the store's precision from step to step: the same as one step in each of several calls.
-        states.append(state.astype(dtype).reshape(heads, head_dim, -1))
-        state = state.astype(dtype).astype(F32)
-        y.append((state * ct).sum(-1).reshape(heads, head_dim))
-    return jnp.stack(y), states
+    split, shared = _axes(fed.shape[0], b.shape[0])
+    old = state.astype(F32).reshape(*split, fed.shape[1], -1)
+    new = old * decay.reshape(*split, 1, 1) + fed.reshape(*split, -1, 1) * b.reshape(*shared, 1, -1)
+    return new.reshape(state.shape).astype(state.dtype)
+
+
+def _read(state, c):
+    """y [heads, head_dim] of one row."""
+    split, shared = _axes(state.shape[0], c.shape[0])
+    grouped = state.astype(F32).reshape(*split, *state.shape[1:])
+    return (grouped * c.reshape(*shared, 1, -1)).sum(-1).reshape(state.shape[:2])
+
+
+def _axes(heads, groups):
+    """Axes (groups, repeats) of the heads, and what b and c, shared by a group's heads, have in their place.
+
+    Without axes of size 1, with which XLA:CPU's reduction takes eight times as long.
+    """
+    both = [(groups, groups), (heads // groups, 1)]
+    split = [size for size, _ in both if size > 1] or [1]
+    return split, [shared for size, shared in both if size > 1] or [1]

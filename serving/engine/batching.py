@@ -157,7 +157,7 @@ class BatchBuilder:
         batch.tile_write_slot[tile:] = 0
         for column in (batch.row_id, batch.length, batch.num_tokens, batch.read_slot, batch.sample):
             column[count:] = 0
-        self._fill_pages(batch, rows, batch.row_id[:count])
+        self._fill_pages(batch, rows, np.asarray(batch.row_id[:count]))
         return batch
 
     def seat(

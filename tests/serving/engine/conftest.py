@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from flax import nnx
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
@@ -47,6 +48,7 @@ class Harness:
             source=source,
             compiler_options={"xla_backend_optimization_level": 0},
         )
+        self._forward = nnx.jit(lambda model, tokens, lengths: model(tokens, lengths))
         self.vocab_size = self.model.config.vocab_size
         backend = tokenizers.Tokenizer(WordLevel({f"w{i}": i for i in range(self.vocab_size)}, unk_token="w0"))
         backend.pre_tokenizer = WhitespaceSplit()
@@ -85,15 +87,20 @@ class Harness:
             engine.step()
         raise AssertionError("the engine does not come to an end")
 
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        """[tokens, vocab] by the model's full-sequence form, in one compiled shape for all lengths."""
+        padded = np.zeros((1, FLAGS["max_model_len"]), np.int32)
+        padded[0, : len(tokens)] = tokens
+        return np.asarray(self._forward(self.model, padded, np.array([len(tokens)])))[0, : len(tokens)].astype(
+            np.float64
+        )
+
     def assert_greedy(self, prompt, tokens, other):
         """Two greedy outputs are equal, up to a first difference at which the model all but ties."""
         if tokens == other:
             return
         at = next(i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b)
-        row = [*prompt, *tokens[:at]]
-        padded = np.zeros((1, FLAGS["max_model_len"]), np.int32)
-        padded[0, : len(row)] = row
-        logits = np.asarray(self.model(padded, np.array([len(row)])))[0, len(row) - 1]
+        logits = self.logits([*prompt, *tokens[:at]])[-1]
         assert abs(float(logits[tokens[at]] - logits[other[at]])) < 1e-4, (at, tokens, other)
         assert logits.max() - logits[tokens[at]] < 1e-4
 
