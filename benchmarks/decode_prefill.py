@@ -19,6 +19,8 @@ import sys
 import time
 from typing import Any
 
+import jax
+
 from benchmarks.report import emit, environment, median, spread
 
 
@@ -31,6 +33,7 @@ def main() -> int:
     parser.add_argument("--crowd", default="32x64", help="prefill: prompts x length in one step; empty = none")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=1, help="turns, where there is a peer")
+    parser.add_argument("--trace", help="a folder for a profiler trace of a decode run")
     parser.add_argument("--peer", help="a command that prints JSON lines with the same metrics")
     options = parser.parse_args()
     if options.peer:
@@ -90,6 +93,15 @@ def measure(options: argparse.Namespace) -> Any:
             "step_ms": round(seconds / 64 * 1e3, 3),
         }
         yield {"metric": f"host_b{batch}_us_per_step", **host_time(llm, batch, run)}
+        bare = program_time(llm, batch, run)
+        yield {
+            "metric": f"program_b{batch}_step_ms",
+            "v": round(bare * 1e3, 3),
+            "engine_over_program": round(seconds / 64 / bare, 3),
+        }
+    if options.trace:
+        with jax.profiler.trace(options.trace):
+            run(_numbers(options.batches)[-1], 64, 33)
     yield {"metric": "programs_compiled", "v": llm.compilations}
 
 
@@ -106,6 +118,36 @@ def host_time(llm: Any, batch: int, run: Any) -> dict[str, Any]:
         for name in ("plan", "settle", "dispatch", "wait")
     }
     return {"v": round(stats.host_seconds_per_step * 1e6, 1), **per_step}
+
+
+def program_time(llm: Any, batch: int, run: Any) -> float:
+    """Seconds of a decode step when its program is called over and over with nothing in between.
+
+    What the engine's step takes beyond it is time in which the device waits for the host.
+    """
+    loop = llm.engine.loop
+    decode, seen = loop.programs.decode, []
+
+    def watch(store: Any, rows: Any, batch: Any) -> Any:
+        seen.append(batch)
+        return decode(store, rows, batch)
+
+    loop.programs.decode = watch
+    try:
+        run(batch, 64, 65)
+    finally:
+        del loop.programs.decode
+    last = max(seen, key=lambda one: int(one.continues.sum()))
+    store, rows = loop.store, loop._rows
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        for _ in range(20):
+            store, rows, output = decode(store, rows, last)
+        output.tokens.block_until_ready()
+        times.append((time.perf_counter() - begin) / 20)
+    loop._store, loop._rows = store, rows
+    return median(times)
 
 
 def compare(options: argparse.Namespace) -> int:

@@ -62,7 +62,7 @@ def choose(
     )
 
     def greedily(logits: Float[Array, "rows H vocab"]) -> Int[Array, "rows H"]:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return _argmax(logits)
 
     def with_everything(logits: Float[Array, "rows H vocab"]) -> Int[Array, "rows H"]:
         own = table.take(row_id)
@@ -96,8 +96,17 @@ def _randomly(
     index: Int[Array, "rows H"],
 ) -> Int[Array, "rows H"]:
     logits = logits / jnp.where(own.temperature > 0, own.temperature, 1.0)[:, None, None]
-    noise = draws.gumbel(own.key, index, logits.shape[-1])
-    return jnp.argmax(truncate(logits, own) + noise, axis=-1).astype(jnp.int32)
+    return draws.categorical(own.key, index, truncate(logits, own))
+
+
+def _argmax(logits: Float[Array, "*rows vocab"]) -> Int[Array, "*rows"]:
+    """The first of the largest, in two levels: XLA:CPU's own argmax takes 20 times as long."""
+    width = 128
+    padded = jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, -logits.shape[-1] % width)], constant_values=-jnp.inf)
+    blocks = padded.reshape(*logits.shape[:-1], -1, width)
+    block = jnp.argmax(blocks.max(axis=-1), axis=-1)
+    within = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
+    return (block * width + jnp.argmax(within, axis=-1)).astype(jnp.int32)
 
 
 def report_logprobs(

@@ -6,7 +6,10 @@ So a seeded request draws the same numbers whatever its batch-mates, preemption,
 import enum
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt
+
+_BLOCK = 128
 
 
 class Purpose(enum.IntEnum):
@@ -22,10 +25,29 @@ def _keys(key: UInt[Array, "rows 2"], position: Int[Array, "rows H"], purpose: P
     return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(key, position)
 
 
-def gumbel(key: UInt[Array, "rows 2"], position: Int[Array, "rows H"], size: int) -> Float[Array, "rows H size"]:
-    """Standard Gumbel noise: the argmax of logits plus it is a draw from their softmax.
+def categorical(
+    key: UInt[Array, "rows 2"], position: Int[Array, "rows H"], logits: Float[Array, "rows H vocab"]
+) -> Int[Array, "rows H"]:
+    """A token each from softmax(logits), by two uniform numbers: one chooses a block of tokens, one the token in it.
 
-    `key` is that of the row's seed and choice (see `SamplingTable`), `position` counts output tokens.
+    That takes one pass over the vocabulary, where Gumbel noise would take a random number for every token. A token with
+    logit -inf is never drawn. `key` is that of the row's seed and choice (see `SamplingTable`), `position` counts
+    output tokens.
     """
     keys = _keys(key, position, Purpose.TOKEN)
-    return jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, (size,))))(keys)
+    numbers = jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (2,))))(keys)
+    weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
+    padded = jnp.pad(weights, ((0, 0), (0, 0), (0, -logits.shape[-1] % _BLOCK)))
+    blocks = padded.reshape(*logits.shape[:-1], -1, _BLOCK)
+    block = _invert(blocks.sum(axis=-1), numbers[..., 0])
+    within = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
+    return block * _BLOCK + _invert(within, numbers[..., 1])
+
+
+def _invert(weights: Float[Array, "rows H n"], number: Float[Array, "rows H"]) -> Int[Array, "rows H"]:
+    """The index at which the cumulative weights pass a fraction of their sum. It has a weight above 0."""
+    below = jnp.cumsum(weights, axis=-1)
+    index = (below <= number[..., None] * below[..., -1:]).sum(axis=-1, dtype=jnp.int32)
+    # Should the product be rounded up to the whole sum, then the last index that has any weight.
+    last = jnp.max(jnp.where(weights > 0, jnp.arange(weights.shape[-1], dtype=jnp.int32), 0), axis=-1)
+    return jnp.minimum(index, last)

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from checkpoints.errors import CheckpointError
-from serving.api.commands import convert, generate
+from serving.api.commands import convert, generate, inspect
 from serving.api.engine_options import with_engine_options
 from serving.config import ConfigError
 from serving.engine.sampling_params import RequestError
@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 app.command()(with_engine_options(generate))
 app.command()(convert)
+app.command()(inspect)
 
 
 @app.callback()
@@ -55,6 +56,8 @@ def run(arguments: Sequence[str]) -> int:
         # The reader has gone (`| head`). Python would complain once more when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        return _complain(console, f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise

@@ -83,6 +83,42 @@ def convert(
     Console(stderr=True, soft_wrap=True).print(f"{source} -> {target}", markup=False, highlight=False)
 
 
+def inspect(
+    model: Annotated[
+        str, typer.Option(help="A checkpoint directory, 'demo', or the name of a published size.")
+    ] = "demo",
+    page_size: Annotated[int, typer.Option(help="Tokens in a page.")] = 32,
+) -> None:
+    """Say what a model consists of and what its state costs, without loading any weights."""
+    import jax.numpy as jnp
+    from rich.table import Table
+
+    from checkpoints import load_config
+    from mamba_jax import HybridModel
+    from mamba_jax.store import StoreShape
+
+    config = load_config(model)
+    shape = StoreShape.of(config)
+    table = Table(show_header=False, box=None)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    rows: dict[str, Any] = {
+        "family": config.family,
+        "parameters": f"{HybridModel.abstract(config).num_parameters:,}",
+        "layers": config.pattern,
+        "hidden size, vocabulary": f"{config.hidden_size:,}, {config.vocab_size:,}",
+        "longest sequence": f"{config.max_position_embeddings:,}" if config.max_position_embeddings else "no limit",
+        "draft layer": config.mtp_pattern or "none",
+    }
+    for dtype in ("float32", "bfloat16"):
+        slot, page = shape.bytes_per_slot(jnp.dtype(dtype)), shape.bytes_per_page(page_size, jnp.dtype(dtype))
+        rows[f"state of a sequence, {dtype}"] = f"{slot:,} bytes (recurrent states in float32)"
+        rows[f"page of {page_size} tokens, {dtype}"] = f"{page:,} bytes" if page else "none: no attention"
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    Console(soft_wrap=True, highlight=False).print(table)
+
+
 def _check_files(source: Path, target: Path) -> None:
     """Refuse what cannot work before minutes are spent on loading a model."""
     if not source.is_file():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -66,12 +66,8 @@ def _tiles(config: SchedulerConfig, tokens: int, rows: int) -> int:
     return min(-(-tokens // config.tile_size) + rows, config.tiles)
 
 
-_Key = TypeVar("_Key")
-_Batch = TypeVar("_Batch")
-
-
 class BatchBuilder:
-    """Fills batches. Buffers are reused every other step: the device may still be reading those of the step before."""
+    """Fills batches, each in arrays of its own: JAX may read a host array where it lies, long after the dispatch."""
 
     def __init__(self, config: SchedulerConfig, *, seats_bring_tokens: bool = False) -> None:
         """`seats_bring_tokens`: the draft source looks at a sequence's tokens, also at those that are never fed."""
@@ -81,8 +77,6 @@ class BatchBuilder:
         self._pages_per_row = config.pages_per_row
         self.decode_shapes = decode_buckets(config.decode_rows)
         self.prefill_shapes = prefill_buckets(config)
-        self._decode_buffers: dict[int, list[DecodeBatch]] = {}
-        self._prefill_buffers: dict[PrefillShape, list[PrefillBatch]] = {}
         # The page table of each seat as an array, and the list it was made from: most steps add no page.
         self._table = np.zeros((config.seats + 1, self._pages_per_row), np.int32)
         self._table_of: list[list[int]] = [[] for _ in range(config.seats + 1)]
@@ -105,46 +99,32 @@ class BatchBuilder:
     def decode(self, rows: Sequence[DecodeRow]) -> DecodeBatch:
         """The rows in their order, then padding."""
         count = len(rows)
-        size = next(size for size in self.decode_shapes if size >= count)
-        batch = _next(self._decode_buffers, size, lambda: self._empty_decode(size))
+        batch = self._empty_decode(next(size for size in self.decode_shapes if size >= count))
         numbers = np.array(
             [(r.row_id, r.length, r.read_slot, r.num_tokens, r.num_drafts, r.continues, r.sample) for r in rows],
             np.int32,
         )
-        seats = numbers[:, 0]
-        for column, target in enumerate(
-            (batch.row_id, batch.length, batch.read_slot, batch.num_tokens, batch.num_drafts, batch.continues)
-        ):
-            target[:count] = numbers[:, column]
-            target[count:] = 0
-        batch.sample[:count] = numbers[:, 6]
-        batch.sample[count:] = False
+        columns = (batch.row_id, batch.length, batch.read_slot, batch.num_tokens, batch.num_drafts, batch.continues)
+        for i, column in enumerate((*columns, batch.sample)):
+            column[:count] = numbers[:, i]
         if self._drafts:
-            self._fill_wide(batch, rows)
+            batch.tokens[:] = -1  # a draft that the host has not filled in is rejected
+            for i, row in enumerate(rows):
+                batch.write_slot[i, : len(row.write_slots)] = row.write_slots
+                batch.tokens[i, : len(row.tokens)] = row.tokens
         else:
             # One token a row at most: no ragged rows to fill.
             batch.write_slot[:count, 0] = [r.write_slots[0] if r.num_tokens else 0 for r in rows]
-            batch.write_slot[count:] = 0
             batch.tokens[:count, 0] = [r.tokens[0] if r.tokens else 0 for r in rows]
-        self._fill_pages(batch, rows, seats)
+        self._fill_pages(batch, rows, numbers[:, 0])
         return batch
-
-    def _fill_wide(self, batch: DecodeBatch, rows: Sequence[DecodeRow]) -> None:
-        batch.write_slot[:] = 0
-        batch.tokens[:] = -1  # a draft that the host has not filled in is rejected
-        for i, row in enumerate(rows):
-            batch.write_slot[i, : len(row.write_slots)] = row.write_slots
-            if row.tokens:
-                batch.tokens[i, : len(row.tokens)] = row.tokens
 
     def prefill(self, rows: Sequence[PrefillRow]) -> PrefillBatch:
         """The rows in their order, tokens packed, then padding."""
-        count = len(rows)
         tile_size = self._config.tile_size
         tokens = sum(row.num_tokens for row in rows)
         tiles = sum(num_tiles(row.start, row.num_tokens, tile_size) for row in rows)
-        shape = next(shape for shape in self.prefill_shapes if shape.holds(tokens, count, tiles))
-        batch = _next(self._prefill_buffers, shape, lambda: self._empty_prefill(shape))
+        batch = self._empty_prefill(next(s for s in self.prefill_shapes if s.holds(tokens, len(rows), tiles)))
         at = tile = 0
         for i, row in enumerate(rows):
             batch.row_id[i], batch.length[i], batch.num_tokens[i] = row.row_id, row.start, row.num_tokens
@@ -153,11 +133,7 @@ class BatchBuilder:
             batch.tile_write_slot[tile : tile + len(row.tile_write_slots)] = row.tile_write_slots
             at += row.num_tokens
             tile += len(row.tile_write_slots)
-        batch.tokens[at:] = 0
-        batch.tile_write_slot[tile:] = 0
-        for column in (batch.row_id, batch.length, batch.num_tokens, batch.read_slot, batch.sample):
-            column[count:] = 0
-        self._fill_pages(batch, rows, np.asarray(batch.row_id[:count]))
+        self._fill_pages(batch, rows, np.asarray(batch.row_id[: len(rows)]))
         return batch
 
     def seat(
@@ -216,8 +192,6 @@ class BatchBuilder:
                 self._table[row.row_id, : len(pages)] = pages
                 self._table[row.row_id, len(pages) :] = 0
         batch.page_table[: len(rows)] = self._table[seats]
-        batch.page_table[len(rows) :] = 0
-        batch.page_copy[:] = 0
         for i, row in enumerate(rows):
             if row.page_copy is not None:
                 batch.page_copy[i] = row.page_copy
@@ -233,10 +207,3 @@ class BatchBuilder:
             pages_per_row=self._pages_per_row,
             tile_size=self._config.tile_size,
         )
-
-
-def _next(buffers: dict[_Key, list[_Batch]], key: _Key, make: Callable[[], _Batch]) -> _Batch:
-    """The older of two buffers of a shape, made when first needed."""
-    pair = buffers.setdefault(key, [])
-    pair.append(make() if len(pair) < 2 else pair.pop(0))
-    return pair[-1]

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from mamba_jax.sampling import MAX_LOGIT_BIAS, choose, init_sampling_table, report_logprobs, sampling_row
+from mamba_jax.sampling.draws import categorical
 from mamba_jax.sampling.logits import add_bias, penalise, truncate
 
-VOCAB = 23
+VOCAB = 300  # more than one block of those that argmax and draws go through, and no whole number of them
 
 
 def table_of(*rows):
@@ -28,11 +29,11 @@ def run(logits, rows, *, drafts=None, num_drafts=None, length=0, sample=None, co
     seats = len(rows) + 1
     return jax.jit(choose)(
         logits,
-        drafts=jnp.zeros((count, width - 1), jnp.int32) if drafts is None else jnp.asarray(drafts, jnp.int32),
-        num_drafts=jnp.full(count, width - 1) if num_drafts is None else jnp.asarray(num_drafts),
-        length=jnp.broadcast_to(jnp.asarray(length), (count,)),
-        sample=jnp.ones(count, bool) if sample is None else jnp.asarray(sample),
-        row_id=jnp.arange(1, count + 1) if row_id is None else jnp.asarray(row_id),
+        drafts=np.zeros((count, width - 1), np.int32) if drafts is None else np.asarray(drafts, np.int32),
+        num_drafts=np.asarray([width - 1] * count if num_drafts is None else num_drafts, np.int32),
+        length=np.full(count, length, np.int32),
+        sample=np.ones(count, bool) if sample is None else np.asarray(sample),
+        row_id=np.asarray(range(1, count + 1) if row_id is None else row_id, np.int32),
         table=table,
         output_counts=jnp.zeros((seats, vocab), jnp.int32) if counts is None else jnp.asarray(counts),
         prompt_seen=jnp.zeros((seats, vocab), bool) if seen is None else jnp.asarray(seen),
@@ -142,6 +143,12 @@ def test_greedy_verification(drafts, num_drafts, want):
         assert (int(out.count[0]), int(out.accepted[0])) == (emitted, emitted - 1)
 
 
+def test_greedy_takes_the_first_of_equals():
+    logits = np.zeros((2, 4, VOCAB))
+    logits[0, 0, [131, 260]] = 1
+    assert run(logits, [{}, {}], num_drafts=[0, 0]).tokens[:, 0].tolist() == [131, 0]
+
+
 def test_rows_that_do_not_sample_emit_nothing():
     out = run(np.eye(VOCAB)[[[4, 5, 6, 7]] * 2], [{}, {}], drafts=[[4, 5, 6]] * 2, sample=[False, True])
     np.testing.assert_array_equal(out.count, [0, 4])
@@ -173,6 +180,25 @@ def chi_square(tokens, want):
     expected = want[want > 0] * len(tokens)
     statistic, free = ((have[want > 0] - expected) ** 2 / expected).sum(), (want > 0).sum() - 1
     return statistic / (free * (1 - 2 / (9 * free) + 3.09 * np.sqrt(2 / (9 * free))) ** 3)
+
+
+def test_draws_are_distributed_as_they_should():
+    samples, rng = 20_000, np.random.default_rng(5)
+    logits = rng.normal(size=VOCAB) * 2
+    logits[rng.random(VOCAB) < 0.4] = -np.inf
+    logits[128:256] = -np.inf
+    keys = np.stack([sampling_row(seed=seed).key for seed in range(samples)])
+    draw = jax.jit(
+        lambda keys, logits: categorical(keys, jnp.zeros((samples, 1), int), jnp.tile(logits, (samples, 1, 1)))
+    )
+    tokens = np.asarray(draw(keys, logits.astype(np.float32)))[:, 0]
+    want = probabilities(logits)
+    assert (want[tokens] > 0).all()
+    likely = want > 10 / samples
+    rest = (np.bincount(tokens, minlength=VOCAB)[~likely].sum(), want[~likely].sum() * samples)
+    assert abs(rest[0] - rest[1]) < 5 * np.sqrt(rest[1])
+    tokens = tokens[likely[tokens]]
+    assert chi_square(tokens, np.where(likely, want, 0) / want[likely].sum()) < 1
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,15 @@ def test_one_prompt_is_streamed_to_stdout(capfd):
     assert "Traceback" not in err
 
 
+def test_inspect_counts_without_loading(capfd):
+    assert run(["inspect", "--model", str(GOLDEN)]) == 0
+    out = capfd.readouterr().out
+    assert "NemotronH" in out
+    assert "M-M*-M" in out
+    assert run(["inspect", "--model", "mamba2-2.7b"]) == 0
+    assert "none: no attention" in capfd.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def one_engine():
     """The command makes an engine each time it runs; compiling for one is enough here."""

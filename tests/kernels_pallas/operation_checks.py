@@ -1,0 +1,66 @@
+"""What the tests of all operations share."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Draw:
+    """Random arrays of one seed."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = np.random.default_rng(seed)
+
+    def normal(self, *shape, scale=1.0, dtype=np.float32):
+        return (scale * self.random.normal(size=shape)).astype(dtype)
+
+    def positive(self, *shape, scale=1.0):
+        return np.abs(self.normal(*shape, scale=scale)) + np.float32(1e-3)
+
+    def slots(self, count: int, *shape) -> np.ndarray:
+        """Distinct slots of 1..count-1."""
+        return (1 + self.random.permutation(count - 1)[: int(np.prod(shape))]).reshape(shape).astype(np.int32)
+
+
+def on_device(tree):
+    """numpy arrays as JAX arrays; anything else as it is."""
+    return jax.tree.map(lambda v: jnp.asarray(v) if isinstance(v, np.ndarray) else v, tree)
+
+
+@functools.cache
+def jitted(operation, **static):
+    """operation(*arrays, **arrays) compiled (once for all tests), taking numpy arrays and giving them."""
+    run = jax.jit(lambda args, kwargs: operation(*args, **kwargs, **static))
+    return lambda *args, **kwargs: jax.tree.map(np.asarray, run(on_device(args), on_device(kwargs)))
+
+
+def assert_close(actual, expected, dtype=np.float32, tolerance=None):
+    """Equal up to the rounding of `dtype`, relative to the largest value."""
+    expected = np.asarray(expected).astype(np.float64)
+    if tolerance is None:
+        tolerance = 2e-2 if dtype == jnp.bfloat16 else 2e-5
+    scale = max(1.0, float(np.abs(expected).max(initial=0)))
+    np.testing.assert_allclose(np.asarray(actual).astype(np.float64), expected, rtol=0, atol=tolerance * scale)
+
+
+def assert_same_bits(actual, expected):
+    """Equal bit for bit, NaN included."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    assert actual.tobytes() == expected.tobytes()
+
+
+def assert_in_place(operation, store, *args, **kwargs):
+    """`operation(store, *args, **kwargs)`, compiled with its store donated, holds no second store and copies none."""
+    args, kwargs, store = on_device(args), on_device(kwargs), jnp.asarray(store)
+    run = jax.jit(lambda store, args, kwargs: operation(store, *args, **kwargs), donate_argnums=0)
+    compiled = run.lower(store, args, kwargs).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == store.nbytes
+    assert memory.temp_size_in_bytes < store.nbytes / 4
+    shape = ",".join(str(n) for n in store.shape)
+    assert not re.findall(rf"\w+\[{shape}\]\S* (?:copy|convert|transpose)\(", compiled.as_text())

@@ -1,0 +1,263 @@
+"""Planted faults on the device's side: in layouts, in the step, and in the arrays that the host fills for them.
+
+`DEVICE[n]` is what the table in docs/mutations.md calls Dn. A fault is a function that takes pytest's monkeypatch.
+`compiles` names the programs that it changes; the others are shared with the sound ones.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mamba_jax.layout import decode as decode_layout
+from mamba_jax.layout import prefill as prefill_layout
+from mamba_jax.layout.prefill import PrefillLayout
+from serving.engine.batching import BatchBuilder
+
+Patch = pytest.MonkeyPatch
+step = importlib.import_module("mamba_jax.step")  # the package's `step` is the function in it
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, the lines of the list of edge cases that it stands for, and the program that it changes."""
+
+    number: int
+    fault: str
+    cases: str
+    compiles: str | None
+    """`decode`, `prefill`, or None: only what the host fills in changes."""
+    plant: Callable[[Patch], None]
+
+
+DEVICE: dict[int, Fault] = {}
+
+
+def fault(number: int, text: str, cases: str, compiles: str | None = None):
+    """Register a fault under its number."""
+
+    def register(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        assert number not in DEVICE
+        DEVICE[number] = Fault(number, text, cases, compiles, plant)
+        return plant
+
+    return register
+
+
+# -- the prefill program --
+
+
+@fault(1, "the window of a chunk shorter than it is made of the chunk alone", "B10 A36", "prefill")
+def window_of_the_chunk_alone(patch: Patch) -> None:
+    sound = prefill_layout.causal_conv1d_prefill
+
+    def conv(x, weight, bias, store, *, read_slot, **index):
+        y, _ = sound(x, weight, bias, store, read_slot=read_slot, **index)
+        return y, sound(x, weight, bias, store, read_slot=jnp.zeros_like(read_slot), **index)[1]
+
+    patch.setattr(prefill_layout, "causal_conv1d_prefill", conv)
+
+
+@fault(2, "places to write are found by a grid over the packed batch instead of each row's own", "B8", "prefill")
+def one_grid_for_the_batch(patch: Patch) -> None:
+    sound = PrefillLayout.of
+
+    def of(*, tile_size, tile_write_slot, **rest):
+        layout = sound(tile_size=tile_size, tile_write_slot=tile_write_slot, **rest)
+        tile = jnp.arange(tile_write_slot.shape[0])
+        first = jnp.where(layout.tile_first & (layout.tile_end > 0), tile, 0)
+        in_row = tile - jnp.zeros_like(layout.row_start).at[layout.tile_row].max(first)[layout.tile_row]
+        at = layout.row_start[layout.tile_row] // tile_size + in_row
+        slots = jnp.where(layout.tile_end > 0, jnp.asarray(tile_write_slot)[at], 0)
+        return dataclasses.replace(layout, tile_write_slot=slots)
+
+    patch.setattr(PrefillLayout, "of", of)
+
+
+@fault(3, "a fresh row starts from the state that its slot's last tenant has left", "A4 B13", "prefill")
+def fresh_rows_inherit_a_state(patch: Patch) -> None:
+    sound = prefill_layout.ssd_scan
+
+    def scan(*args, tile_first, read_slot, write_slot):
+        fresh = tile_first & (read_slot == 0)
+        return sound(
+            *args, tile_first=tile_first, read_slot=jnp.where(fresh, write_slot, read_slot), write_slot=write_slot
+        )
+
+    patch.setattr(prefill_layout, "ssd_scan", scan)
+
+
+@fault(4, "padding inside a tile is absorbed: its dt is not 0", "A27 B19", "prefill")
+def padding_is_absorbed(patch: Patch) -> None:
+    patch.setattr(PrefillLayout, "_tiles", lambda self, x: x[self.tile_tokens])
+
+
+@fault(5, "a prompt's end is kept without its hidden state", "A2 B11", "prefill")
+def no_hidden_state(patch: Patch) -> None:
+    patch.setattr(step, "_write_hidden", lambda store, *_: store)
+
+
+@fault(6, "the state at a tile's end is stored as it was at the tile's beginning", "A33 A34 B9", "prefill")
+def states_one_tile_early(patch: Patch) -> None:
+    sound = prefill_layout.ssd_scan
+
+    def scan(*args, tile_first, read_slot, write_slot):
+        # Each write but a row's last moves to the tile before it (and those of first tiles nowhere).
+        follows = jnp.append(~tile_first[1:], False)
+        moved = jnp.append(write_slot[1:], 0)
+        inner = jnp.append(follows[1:], False)
+        last = jnp.where(follows, 0, write_slot)
+        return sound(
+            *args,
+            tile_first=tile_first,
+            read_slot=read_slot,
+            write_slot=jnp.where(follows & inner, moved, last),
+        )
+
+    patch.setattr(prefill_layout, "ssd_scan", scan)
+
+
+# -- the decode program --
+
+
+@fault(7, "a step does not note where its state went: the next reads the slot before", "A12 B5", "decode")
+def slot_is_not_noted(patch: Patch) -> None:
+    sound = step._commit
+    patch.setattr(
+        step, "_commit", lambda rows, row_id, length, slot, emission: sound(
+            rows, row_id, length, rows.slot[row_id], emission
+        ),
+    )  # fmt: skip
+
+
+@fault(8, "the convolution's window stays in the slot that was read", "A8 A32 B10", "decode")
+def window_stays(patch: Patch) -> None:
+    sound = decode_layout.causal_conv1d_update
+
+    def conv(*args, read_slot, write_slot):
+        there = jnp.where(read_slot[:, None] > 0, read_slot[:, None], write_slot)
+        return sound(*args, read_slot=read_slot, write_slot=there)
+
+    patch.setattr(decode_layout, "causal_conv1d_update", conv)
+
+
+# -- what the host fills in --
+
+
+def _after(patch: Patch, method: str, change: Callable) -> None:
+    """`change(builder, batch, rows)` after each batch that `method` has filled."""
+    sound = getattr(BatchBuilder, method)
+
+    def fill(self, rows):
+        batch = sound(self, rows)
+        change(self, batch, rows)
+        return batch
+
+    patch.setattr(BatchBuilder, method, fill)
+
+
+def _stale_tails(patch: Patch, method: str, names: tuple[str, ...]) -> None:
+    earlier: dict[str, np.ndarray] = {}
+
+    def change(self, batch, rows) -> None:
+        now = {name: getattr(batch, name).copy() for name in names}
+        for name in names:
+            if name in earlier:
+                getattr(batch, name)[len(rows) :] = earlier[name][len(rows) :]
+        earlier.update(now)
+
+    _after(patch, method, change)
+
+
+@fault(9, "the tail of a decode batch still holds rows of an earlier one", "A21 B17 B18")
+def stale_decode_tail(patch: Patch) -> None:
+    names = ("row_id", "continues", "num_tokens", "length", "read_slot", "write_slot", "page_table")
+    _stale_tails(patch, "decode", names)
+
+
+@fault(10, "padding rows of a decode batch write where the first row does", "A21 B18")
+def padding_writes_a_live_slot(patch: Patch) -> None:
+    def change(self, batch, rows) -> None:
+        if rows[0].num_tokens:
+            batch.num_tokens[len(rows) :] = 1
+            batch.write_slot[len(rows) :] = batch.write_slot[0]
+
+    _after(patch, "decode", change)
+
+
+@fault(11, "a whole-prompt hit absorbs the prompt's last token once more", "A2 A37 B11")
+def last_token_again(patch: Patch) -> None:
+    def change(self, batch, rows) -> None:
+        for i, row in enumerate(rows):
+            if not row.num_tokens:
+                batch.num_tokens[i], batch.tokens[i, 0] = 1, row.request.tokens[row.length - 1]
+                batch.length[i] -= 1
+
+    _after(patch, "decode", change)
+
+
+@fault(12, "partly filled pages are not copied before they are written", "A32 B10")
+def no_page_copy(patch: Patch) -> None:
+    def change(self, batch, rows) -> None:
+        batch.page_copy[:] = 0
+
+    _after(patch, "decode", change)
+    _after(patch, "prefill", change)
+
+
+@fault(13, "states go to the slot of the tile before", "A33 B8")
+def write_slots_one_tile_off(patch: Patch) -> None:
+    def change(self, batch, rows) -> None:
+        at = 0
+        for row in rows:
+            count = len(row.tile_write_slots)
+            batch.tile_write_slot[at : at + count - 1] = row.tile_write_slots[1:]
+            at += count
+
+    _after(patch, "prefill", change)
+
+
+@fault(14, "a step that also decodes writes no checkpoints inside its chunks", "B14")
+def mixed_steps_skip_checkpoints(patch: Patch) -> None:
+    mixed = [False]
+
+    def decoding(self, batch, rows) -> None:
+        mixed[0] = True
+
+    def change(self, batch, rows) -> None:
+        at = 0
+        for row in rows:
+            count = len(row.tile_write_slots)
+            if mixed[0]:
+                batch.tile_write_slot[at : at + count - 1] = 0
+            at += count
+        mixed[0] = False
+
+    _after(patch, "decode", decoding)
+    _after(patch, "prefill", change)
+
+
+@fault(15, "a chunk reads the slot with its seat's number instead of its own", "B13")
+def read_by_seat(patch: Patch) -> None:
+    def change(self, batch, rows) -> None:
+        for i, row in enumerate(rows):
+            batch.read_slot[i] = row.row_id if row.start else 0
+
+    _after(patch, "prefill", change)
+
+
+@fault(16, "a seat's page table is brought up to date only when it gets longer", "A19 A20 B17")
+def stale_page_table(patch: Patch) -> None:
+    sound = BatchBuilder._fill_pages
+
+    def fill(self, batch, rows, seats) -> None:
+        for row in rows:
+            if len(row.pages) == len(self._table_of[row.row_id]):
+                self._table_of[row.row_id] = row.pages  # taken to be what it was
+        sound(self, batch, rows, seats)
+
+    patch.setattr(BatchBuilder, "_fill_pages", fill)

@@ -1,0 +1,42 @@
+"""What is published is never written again, byte for byte, until it is evicted."""
+
+import jax
+import numpy as np
+import pytest
+
+from serving.engine.sampling_params import SamplingParams
+from tests.serving.differential.bench import SMALLEST, TILE, bench
+from tests.serving.differential.test_device_mutations import WAVES
+
+
+@pytest.mark.parametrize("mode", ["align", "all"])
+def test_what_was_hit_stays_as_it_was_byte_for_byte(mode: str) -> None:
+    engine = bench(SMALLEST).engine(mode, state_block_size=TILE, max_num_batched_tokens=28)
+    host = engine.loop.scheduler.host
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    kept: dict[tuple[str, int], tuple[object, list[bytes]]] = {}
+    compared = 0
+    for wave, prompts in enumerate([*WAVES, *WAVES]):
+        for i, prompt in enumerate(prompts):
+            engine.add_request(f"{wave}.{i}", {"prompt_token_ids": prompt}, params)
+        while engine.loop.busy and (engine.num_unfinished > 2 or wave % 2):
+            engine.step()
+            store = engine.loop.store
+            arrays = {"slots": [*jax.tree.leaves(store.mamba), store.hidden], "pages": list(store.kv)}
+            for kind, pool in (("slots", host.slots), ("pages", host.pages)):
+                contents = [np.asarray(array) for array in arrays[kind]]
+                for index, owner in enumerate(pool.owners):
+                    if owner is None:
+                        kept.pop((kind, index), None)
+                        continue
+                    now = [content[index].tobytes() for content in contents]
+                    before = kept.setdefault((kind, index), (owner, now))
+                    if before[0] is owner:
+                        assert before[1] == now, f"{kind} {index} has changed while it was published"
+                        compared += 1
+                    else:
+                        kept[kind, index] = owner, now
+    stats = engine.loop.scheduler.stats()
+    assert compared > 1000
+    assert stats["full_hits"] > 3
+    assert stats["page_copies"] > 3

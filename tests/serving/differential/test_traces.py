@@ -1,0 +1,57 @@
+"""Random traffic through real tiny models says what greedy decoding says: `--examples N` / 66 traces, 300 or more.
+
+Cache mode, chunking, batch mix, shared prefixes, repeats, preemption, aborts, seeds, several choices, failing and
+withdrawn steps: a trace mixes them all. See `traces.draw` for what a seed decides.
+"""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from tests.serving.differential.bench import CONFIGS, PROGRAMS, bench
+from tests.serving.differential.traces import TOLERANCE, run_trace
+
+SHARDS = 4
+DEFAULT_EXAMPLES = 20_000
+SYMBOLIC_PER_TRACE = 66
+"""A trace counts as so many symbolic schedules."""
+
+REACHED = (
+    "none", "align", "all", "nemotronh", "mamba2", "falconh1", "debug", "aborted", "withdrawn", "failures",
+    "preemptions", "states_evicted", "pages_evicted", "page_copies", "full_hits", "cached_tokens", "prompt_logprobs",
+)  # fmt: skip
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_traces(shard: int, request: pytest.FixtureRequest) -> None:
+    examples = int(request.config.getoption("--examples", default=DEFAULT_EXAMPLES))
+    count = max(300, examples // SYMBOLIC_PER_TRACE) // SHARDS
+    first = shard * 1_000_000
+    print(f"seeds {first} to {first + count - 1}")
+    met: Counter[str] = Counter()
+    for seed in range(first, first + count):
+        met += run_trace(seed)
+    print(dict(sorted(met.items())))
+    missing = [name for name in REACHED if not met[name]]
+    assert not missing, f"never met: {missing}"
+    assert met["cut"] <= 1 + met["comparisons"] // 200, "too many comparisons were cut short by near-ties"
+    for name in CONFIGS:
+        assert bench(name).programs.compilations <= PROGRAMS[name], "a trace has compiled something"
+    assert sum(PROGRAMS.values()) <= 12
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_reference_is_what_the_model_says(name: str) -> None:
+    """One at a time through the engine is the same as the whole sequence at once, without any store."""
+    on = bench(name)
+    for prompt in [(5,), tuple(range(3, 20)), tuple(range(50, 90))]:
+        (line,) = on.alone(prompt)
+        said = on.whole([*prompt, *line.tokens])[len(prompt) - 1 : -1]
+        chosen = np.take_along_axis(said, np.array(line.tokens)[:, None], axis=1)[:, 0]
+        np.testing.assert_allclose(line.logprobs, chosen, atol=TOLERANCE)
+        assert (said.max(axis=1) - chosen < TOLERANCE).all()
+    # An early token still matters late: were the state forgotten quickly, these tests would see little.
+    changed = np.abs(on.whole([7, *range(60)])[-1] - on.whole([8, *range(60)])[-1]).max()
+    assert changed > 10 * TOLERANCE

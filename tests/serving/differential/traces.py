@@ -1,0 +1,256 @@
+"""Random traffic through a real engine, judged request by request against plain greedy decoding.
+
+A trace is a number: it decides the model, the cache mode, block size and token budget, who asks what and when, whose
+request is aborted, and which steps fail. `run_trace(seed)` raises `Divergence` where an output is not the reference's.
+"""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from serving.engine.loop import PlanError
+from serving.engine.sampling_params import SamplingParams
+from tests.serving.differential.bench import LONGEST, MAX_LEN, TAGGED, TILE, VOCAB, Bench, Line, bench
+
+TIE = 1e-4
+"""Where the reference's best two tokens are closer than this, float32 may choose either."""
+TOLERANCE = 1e-4
+"""Of log-probabilities."""
+PREFIXES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 48, 49)
+TAILS = (0, 0, 1, 3, 10)
+MODELS = ("nemotronh", "nemotronh", "mamba2", "falconh1")
+
+
+class Divergence(AssertionError):
+    """An output is not what plain greedy decoding gives."""
+
+
+@dataclass
+class Ask:
+    """One request of a trace: what is asked, when, and what should come of it."""
+
+    name: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    expected: list[Line]
+    """One line for each choice, as long as the reference's; the output may end before."""
+    length: int
+    """Tokens of the output, unless it is aborted."""
+    arrival: int
+    """The engine's step at which it comes."""
+    priority: int = 0
+    salt: str | None = None
+    aborted: int | None = None
+    """Steps after its arrival at which it is aborted, if it has not ended by then."""
+
+
+@dataclass
+class Trace:
+    """All that a seed decides."""
+
+    seed: int
+    model: str
+    flags: dict
+    mode: str
+    asks: list[Ask]
+    failing: set[int]
+    """Steps whose device fails once they are dispatched."""
+    withdrawn: set[int]
+    """Steps that cannot be turned into arrays, and are withdrawn."""
+    met: Counter = field(default_factory=Counter)
+
+
+def draw(seed: int) -> Trace:
+    """The trace of a seed; makes reference outputs that nobody has asked for before."""
+    rng = random.Random(seed)
+    model = rng.choice(MODELS)
+    on = bench(model)
+    block = rng.choice([TILE, 2 * TILE, 2 * TILE, 4 * TILE])
+    flags = {
+        "state_block_size": block,
+        "max_num_batched_tokens": rng.choice([12, 16, 24, 40, 64, MAX_LEN]),
+        "debug_state": rng.choice(TAGGED[model]),
+    }
+    if rng.random() < 0.1:
+        flags["enable_chunked_prefill"] = False
+    mode = rng.choice(["none", "align", "align", "all", "all", "all"])
+    crowd = rng.choice([2, 4, 8, 12])
+    spread = rng.choice([0, 1, 4])
+    favourites = [_prompt(rng, on) for _ in range(3)]
+    asks, arrival = [], 0
+    for number in range(rng.randrange(crowd // 2 + 1, crowd + 1)):
+        prompt = rng.choice(favourites) if rng.random() < 0.4 else _prompt(rng, on)
+        asks.append(_ask(rng, on, f"{number}", prompt, arrival))
+        arrival += rng.randrange(spread + 1)
+    length = arrival + 20
+    return Trace(
+        seed=seed,
+        model=model,
+        flags=flags,
+        mode=mode,
+        asks=asks,
+        failing=set(rng.sample(range(1, length), rng.choice([0, 0, 0, 1, 2]))),
+        withdrawn=set(rng.sample(range(1, length), rng.choice([0, 0, 1, 2]))),
+    )
+
+
+def _prompt(rng: random.Random, on: Bench) -> tuple[int, ...]:
+    """One of a few hundred prompts, many of which begin alike; some go on from an answer, as a second turn does."""
+    base = _tokens(rng.randrange(2), 64)
+    if rng.random() < 0.15:
+        first = base[: rng.choice([8, 33])]
+        said = on.alone(first)[0].tokens
+        return (*first, *said[: rng.choice([7, 8, 15])], *_tokens(7, rng.randrange(2)))
+    tail = rng.choice(TAILS)
+    return base[: rng.choice(PREFIXES)] + _tokens(10 + tail, tail)
+
+
+def _tokens(which: int, count: int) -> tuple[int, ...]:
+    rng = random.Random(1000 + which)
+    return tuple(rng.randrange(VOCAB) for _ in range(count))
+
+
+def _ask(rng: random.Random, on: Bench, name: str, prompt: tuple[int, ...], arrival: int) -> Ask:
+    seed = rng.randrange(2) if len(prompt) in PREFIXES and rng.random() < 0.25 else None
+    expected = on.alone(prompt, seed=seed)
+    most = min(LONGEST, MAX_LEN - len(prompt))
+    length = rng.choice([1, 2, 5, rng.randrange(1, most + 1), most])
+    length = min(length, most)
+    stop = None
+    choices = rng.choice([1, 1, 1, 2, 3])
+    if choices == 1 and length > 2 and rng.random() < 0.2:
+        stop = expected[0].tokens[length // 2]
+        length = expected[0].tokens.index(stop) + 1
+    params = SamplingParams(
+        max_tokens=most if stop is not None else length,
+        stop_token_ids=None if stop is None else [stop],
+        ignore_eos=True,
+        n=choices,
+        temperature=0.0 if seed is None else 0.9,
+        seed=seed,
+        logprobs=rng.choice([None, 0, 0, 2]),
+        prompt_logprobs=0 if rng.random() < 0.08 else None,
+    )
+    return Ask(
+        name=name,
+        prompt=prompt,
+        params=params,
+        expected=[expected[i if seed is not None else 0] for i in range(choices)],
+        length=length,
+        arrival=arrival,
+        priority=rng.choice([0, 0, 0, 1, -1]),
+        salt=rng.choice([None, None, None, None, "salt"]),
+        aborted=rng.randrange(25) if rng.random() < 0.12 else None,
+    )
+
+
+def run_trace(seed: int) -> Counter:
+    """Run the trace of a seed; returns what it met, `cut` (comparisons cut short by a near-tie) among it."""
+    trace = draw(seed)
+    on = bench(trace.model)
+    engine = on.engine(trace.mode, **trace.flags)
+    loop = engine.loop
+    _break(loop, trace)
+    outputs: dict[str, object] = {}
+    left = list(trace.asks)
+    aborts: list[tuple[int, str]] = []
+    for now in range(2000):
+        while left and left[0].arrival <= now:
+            ask = left.pop(0)
+            outputs[ask.name] = engine.add_request(
+                ask.name,
+                {"prompt_token_ids": list(ask.prompt)},
+                ask.params,
+                priority=ask.priority,
+                cache_salt=ask.salt,
+            )
+            if ask.aborted is not None:
+                aborts.append((now + ask.aborted, ask.name))
+        for due, name in aborts:
+            if due == now:
+                trace.met["aborted"] += engine.abort(name) is not None
+        if not left and not loop.busy:
+            break
+        try:
+            engine.step()
+        except PlanError:
+            trace.met["withdrawn"] += 1
+        loop.scheduler.check()
+    else:
+        raise AssertionError("the engine does not come to an end")
+    loop.scheduler.check(idle=True)
+    for ask in trace.asks:
+        _judge(trace, ask, outputs[ask.name])
+    stats = loop.scheduler.stats()
+    for name in ("preemptions", "states_evicted", "pages_evicted", "page_copies", "full_hits", "cached_tokens"):
+        trace.met[name] += stats[name]
+    trace.met["failures"] += loop.stats.failures
+    trace.met[trace.mode] += 1
+    trace.met[trace.model] += 1
+    trace.met["debug"] += trace.flags["debug_state"]
+    return trace.met
+
+
+def _break(loop, trace: Trace) -> None:
+    """Make the steps fail that shall: after dispatch as a lost device does, before it as a bug in a batch would."""
+    steps = Counter()
+    failing, withdrawn = set(trace.failing), set(trace.withdrawn)
+
+    def fault(plan) -> None:
+        steps["dispatched"] += 1
+        if steps["dispatched"] in failing:
+            raise RuntimeError("injected: the device is lost")
+
+    loop.fault = fault
+    for kind in ("decode", "prefill"):
+        fill = getattr(loop.batches, kind)
+
+        def unlucky(rows, fill=fill):
+            steps["built"] += 1
+            if steps["built"] in withdrawn:
+                raise ValueError("injected: no batch can be made of this")
+            return fill(rows)
+
+        setattr(loop.batches, kind, unlucky)
+
+
+def _judge(trace: Trace, ask: Ask, output) -> None:
+    where = f"seed {trace.seed} ({trace.model}, {trace.mode}, {trace.flags}), request {ask.name}"
+    if not output.finished:
+        raise Divergence(f"{where}: not finished")
+    for choice, line in zip(output.outputs, ask.expected, strict=True):
+        same = compare(trace.met, choice, line, f"{where}, choice {choice.index}")
+        if same and choice.finish_reason != "abort" and len(choice.token_ids) != ask.length:
+            raise Divergence(f"{where}: {len(choice.token_ids)} tokens instead of {ask.length}")
+    # An abort may leave part of it.
+    if output.prompt_logprobs is not None and output.outputs[0].finish_reason != "abort":
+        whole = bench(trace.model).whole(list(ask.prompt))
+        trace.met["prompt_logprobs"] += 1
+        for at, table in enumerate(output.prompt_logprobs[1:], start=1):
+            token = ask.prompt[at]
+            if table is None or not abs(table[token].logprob - whole[at - 1, token]) <= TOLERANCE:
+                raise Divergence(f"{where}: log-probability of prompt token {at}: {table}, not {whole[at - 1, token]}")
+
+
+def compare(met: Counter, choice, line: Line, where: str) -> bool:
+    """Whether a choice says what the line says; False where a near-tie cut the comparison short.
+
+    Raises:
+        Divergence: it says something else.
+    """
+    met["comparisons"] += 1
+    for at, token in enumerate(choice.token_ids):
+        met["tokens"] += 1
+        if token != line.tokens[at]:
+            if line.gaps[at] < TIE:
+                met["cut"] += 1
+                return False
+            raise Divergence(
+                f"{where}: token {at} is {token}, not {line.tokens[at]} (gap {line.gaps[at]:.2g}): "
+                f"{choice.token_ids} instead of {line.tokens}"
+            )
+        if choice.logprobs is not None:
+            said = choice.logprobs[at][token].logprob
+            if not abs(said - line.logprobs[at]) <= TOLERANCE:
+                raise Divergence(f"{where}: log-probability of token {at} is {said}, not {line.logprobs[at]}")
+    return True
