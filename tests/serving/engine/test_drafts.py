@@ -74,10 +74,13 @@ def repetitive(harness, rng, length):
 def traffic(drafting):
     rng = random.Random(5)
     plain = drafting.plain
-    prompts = [repetitive(plain, rng, rng.choice([1, 2, 3, 16, 17, 31, 32, 33, 64, 80, 97])) for _ in range(10)]
+    prompts = [repetitive(plain, rng, rng.choice([1, 2, 3, 16, 17, 31, 32, 33, 64, 80, 97])) for _ in range(12)]
     shared = repetitive(plain, rng, 66)
     prompts += [shared + repetitive(plain, rng, rng.randrange(1, 12)) for _ in range(3)] + [list(prompts[-1])]
     params = [SamplingParams(temperature=0.0, max_tokens=rng.randrange(1, 40), ignore_eos=True) for _ in prompts]
+    # The first ones grow until the pages do not hold them all.
+    for i, length in enumerate((30, 20, 35, 26)):
+        prompts[i], params[i] = repetitive(plain, rng, length), dataclasses.replace(params[i], max_tokens=60)
     params[::2] = [among_few(each) for each in params[::2]]
     return prompts, params, drafting.alone(prompts, params)
 
