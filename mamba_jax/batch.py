@@ -118,6 +118,8 @@ class SeatBatch:
     """How often each token was emitted so far; required (zeros at first) where the row has any penalty."""
     prompt_seen: Bool[Array, " vocab"] | None = None
     """Which tokens the prompt has; given together with `output_counts`."""
+    tokens: Int[Array, " max_len"] | None = None
+    """Prompt and output so far, then -1; for draft sources that look at tokens."""
 
 
 @jax.tree_util.register_dataclass
@@ -152,3 +154,5 @@ class StepOutput:
     """With `debug_state`: some row read a slot that does not hold what it should. Otherwise False."""
     prompt_logprobs: PromptLogprobs | None
     """Of a prefill step; only rows that ask have them."""
+    num_drafts: Int[Array, " rows"] | None = None
+    """Of a decode step with K > 0: drafts that were verified. May be fewer than planned: sources may have none."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 from flax import nnx
 
 from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, StepOutput
+from mamba_jax.drafts import DraftSource
 from mamba_jax.rows import Rows
 from mamba_jax.step import seat, step
 from mamba_jax.store import Store
@@ -26,22 +28,27 @@ class StepPrograms:
     """
 
     def __init__(
-        self, model: nnx.Module, *, tile_size: int = 128, compiler_options: Mapping[str, Any] | None = None
+        self,
+        model: nnx.Module,
+        *,
+        tile_size: int = 128,
+        source: DraftSource | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """`compiler_options` are XLA's, as `jax.stages.Lowered.compile` takes them."""
+        """`source` makes drafts. `compiler_options` are XLA's, as `jax.stages.Lowered.compile` takes them."""
         graphdef, state = nnx.split(model)
         # A plain tuple of arrays: flattening nnx's state for every call would cost more than dispatching the step.
         weights, structure = jax.tree.flatten(state)
-        self.tile_size = tile_size
+        self.tile_size, self.source = tile_size, source
         self._weights = tuple(weights)
         self._compiler_options = dict(compiler_options or {})
 
         def run(weights: tuple[jax.Array, ...], store: Store, rows: Rows, batch: Any) -> tuple[Store, Rows, StepOutput]:
             model: Any = nnx.merge(graphdef, jax.tree.unflatten(structure, weights))
-            return step(model, store, rows, batch)
+            return step(model, store, rows, batch, source)
 
         self._step = jax.jit(run, donate_argnums=(1, 2))
-        self._seat = jax.jit(seat, donate_argnums=(0,))
+        self._seat = jax.jit(partial(seat, source=source), donate_argnums=(0,))
         self._compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
 
     @property
@@ -67,13 +74,14 @@ class StepPrograms:
         Raises:
             ValueError: a prefill batch of another tile size.
         """
-        seats = (rows.output_counts.shape, rows.drafts.shape)
+        seats = (rows.output_counts.shape, rows.drafts.shape, *(leaf.shape for leaf in jax.tree.leaves(rows.source)))
         if isinstance(batch, SeatBatch):
             key: tuple[Any, ...] = (SeatBatch, *seats, batch.output_counts is not None)
         else:
             assert store is not None
             kind = (store.hidden.dtype, *(slots.ssm.dtype for slots in store.mamba[:1]), store.tags is None)
-            sizes = (store.num_slots, store.num_pages, store.page_size, batch.tokens.shape, batch.page_table.shape)
+            sizes = (len(store.kv), store.num_slots, store.num_pages, store.page_size)
+            sizes = (*sizes, batch.tokens.shape, batch.page_table.shape)
             key = (type(batch), *seats, *kind, *sizes)
             if isinstance(batch, PrefillBatch):
                 if batch.tile_size != self.tile_size:

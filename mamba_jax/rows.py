@@ -7,7 +7,7 @@ The host dispatches a step before it has seen the last one's result. What the ne
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from mamba_jax.sampling.table import SamplingTable, init_sampling_table
 
 if TYPE_CHECKING:
     from mamba_jax.config import HybridConfig
+    from mamba_jax.drafts import DraftSource
 
 
 @jax.tree_util.register_dataclass
@@ -37,10 +38,22 @@ class Rows:
     """How often each token was emitted; kept for rows with penalties only."""
     prompt_seen: Bool[Array, "seats vocab"]
     """Which tokens the prompt has; kept for rows with penalties only."""
+    source: Any = None
+    """What the draft source remembers of each seat; see `DraftSource`."""
 
 
-def init_rows(config: HybridConfig | int, *, max_num_seqs: int, num_speculative_tokens: int = 0) -> Rows:
-    """Empty seats 0..max_num_seqs. `config` is the model's config or its vocabulary size."""
+def init_rows(
+    config: HybridConfig | int,
+    *,
+    max_num_seqs: int,
+    num_speculative_tokens: int = 0,
+    source: DraftSource | None = None,
+    max_len: int = 0,
+) -> Rows:
+    """Empty seats 0..max_num_seqs. `config` is the model's config or its vocabulary size.
+
+    `source` makes the drafts, of sequences of up to `max_len` tokens; without one, drafts are put there by hand.
+    """
     vocab_size = config if isinstance(config, int) else config.vocab_size
     seats = max_num_seqs + 1
     return Rows(
@@ -51,4 +64,5 @@ def init_rows(config: HybridConfig | int, *, max_num_seqs: int, num_speculative_
         sampling=init_sampling_table(seats),
         output_counts=jnp.zeros((seats, vocab_size), jnp.int32),
         prompt_seen=jnp.zeros((seats, vocab_size), bool),
+        source=None if source is None else source.init(seats=seats, max_len=max_len),
     )

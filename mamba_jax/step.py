@@ -9,7 +9,7 @@ same one). Rejecting drafts is then a matter of which slot the row reads next.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas.paged_attention import copy_pages
 from kernels_pallas.slots import read_slots, write_slots
 from mamba_jax.batch import DecodeBatch, PrefillBatch, PromptLogprobs, SeatBatch, StepOutput
+from mamba_jax.drafts import DraftModel, DraftSource, StepFacts
 from mamba_jax.layout.decode import DecodeLayout
 from mamba_jax.layout.prefill import PrefillLayout
 from mamba_jax.rows import Rows
@@ -36,17 +37,24 @@ class Model(Protocol):
     def logits(self, hidden: Array) -> Array: ...
 
 
-def step(model: Model, store: Store, rows: Rows, batch: DecodeBatch | PrefillBatch) -> tuple[Store, Rows, StepOutput]:
+def step(
+    model: Model,
+    store: Store,
+    rows: Rows,
+    batch: DecodeBatch | PrefillBatch,
+    source: DraftSource | None = None,
+) -> tuple[Store, Rows, StepOutput]:
     """Runs one decode or prefill step; see `DecodeBatch` and `PrefillBatch` for what the host says.
 
     Rows that have absorbed nothing read nothing, whatever their slot holds. Padding rows and tokens write nowhere.
+    `source` makes the drafts that `continues` rows verify in their next step; `rows` must have been made for it.
     """
     if isinstance(batch, DecodeBatch):
-        return _decode(model, store, rows, batch)
-    return _prefill(model, store, rows, batch)
+        return _decode(model, store, rows, batch, source)
+    return _prefill(model, store, rows, batch, source)
 
 
-def seat(rows: Rows, batch: SeatBatch) -> Rows:
+def seat(rows: Rows, batch: SeatBatch, source: DraftSource | None = None) -> Rows:
     """A request takes a seat: forgets the last tenant and notes the new one's sampling parameters."""
 
     def put(table: Array, value: Array | int) -> Array:
@@ -65,26 +73,37 @@ def seat(rows: Rows, batch: SeatBatch) -> Rows:
         slot=put(rows.slot, 0),
         drafts=put(rows.drafts, -1),
         sampling=jax.tree.map(put, rows.sampling, batch.sampling),
+        source=rows.source if source is None else source.seat(rows.source, batch.row_id, batch.tokens),
         **counted,
     )
 
 
-def _decode(model: Model, store: Store, rows: Rows, batch: DecodeBatch) -> tuple[Store, Rows, StepOutput]:
+def _decode(
+    model: Model, store: Store, rows: Rows, batch: DecodeBatch, source: DraftSource | None
+) -> tuple[Store, Rows, StepOutput]:
     width = batch.tokens.shape[1]
     # The seat's own truth wins where the host has not seen the last step's result yet.
     own = jnp.concatenate([rows.last_token[:, None], rows.drafts], axis=1)[batch.row_id, :width]
     tokens = jnp.where(batch.continues[:, None], own, batch.tokens)
     length = jnp.where(batch.continues, rows.length[batch.row_id], batch.length)
     read_slot = jnp.where(batch.continues, rows.slot[batch.row_id], batch.read_slot)
+    certain = batch.num_tokens - batch.num_drafts
+    num_drafts, num_tokens = batch.num_drafts, batch.num_tokens
+    if width > 1:
+        # The host plans for as many drafts as there can be; the seat may have fewer.
+        made = jnp.cumprod(own[:, 1:] >= 0, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
+        num_drafts = jnp.where(batch.continues, jnp.minimum(num_drafts, made), num_drafts)
+        num_tokens = certain + num_drafts
     wrong = _wrong_tags(store, batch.row_id, length, read_slot)
     layout = DecodeLayout.of(
         length=length,
-        num_tokens=batch.num_tokens,
+        num_tokens=num_tokens,
         read_slot=read_slot,
         write_slot=batch.write_slot,
         page_table=batch.page_table,
     )
-    resumed = read_slots(store.hidden, jnp.where(batch.num_tokens == 0, read_slot, 0))
+    # A source wants the hidden state before every row's first token.
+    resumed = read_slots(store.hidden, jnp.where(num_tokens == 0, read_slot, 0) if source is None else read_slot)
     store = _copy_pages(store, batch.page_copy)
     hidden, store = model.hidden(jnp.maximum(tokens, 0).reshape(-1), layout, store)
     # A row without tokens finds its slot's hidden state where its first token's would be. (All padding gets it, so that
@@ -94,19 +113,35 @@ def _decode(model: Model, store: Store, rows: Rows, batch: DecodeBatch) -> tuple
     store = _write_hidden(store, hidden, layout.write_slot.reshape(-1), held)
 
     # Head j follows the last certain token and j drafts.
-    certain = batch.num_tokens - batch.num_drafts
     heads = jnp.arange(width)
     at = jnp.clip(certain[:, None] - 1 + heads, 0, width - 1)
     by_row = hidden.reshape(-1, width, hidden.shape[-1])
     head_hidden = by_row if width == 1 else jnp.take_along_axis(by_row, at[..., None], axis=1)
     drafts = jnp.take_along_axis(tokens, jnp.clip(certain[:, None] + heads[:-1], 0, width - 1), axis=1)
     emission, reported = _emit(
-        model, rows, head_hidden, batch.row_id, batch.sample, drafts, batch.num_drafts, length + certain
+        model, rows, head_hidden, batch.row_id, batch.sample, drafts, num_drafts, length + certain
     )
 
-    kept = jnp.where(batch.num_tokens > 0, certain + emission.accepted, 0)
+    kept = jnp.where(num_tokens > 0, certain + emission.accepted, 0)
     landed = jnp.take_along_axis(layout.write_slot, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0]
     rows = _commit(rows, batch.row_id, length + kept, jnp.where(kept > 0, landed, read_slot), emission)
+    if source is not None:
+        store, rows = _propose(
+            source,
+            model,
+            store,
+            rows,
+            emission,
+            layout=layout,
+            tokens=tokens.reshape(-1),
+            hidden=hidden,
+            before=resumed,
+            row_id=batch.row_id,
+            length=length,
+            kept=kept,
+            emitted_from=length + certain,
+            page_table=batch.page_table,
+        )
     output = StepOutput(
         tokens=emission.tokens,
         num_emitted=emission.count,
@@ -116,11 +151,14 @@ def _decode(model: Model, store: Store, rows: Rows, batch: DecodeBatch) -> tuple
         top_logprobs=reported[2],
         tag_error=wrong.any(),
         prompt_logprobs=None,
+        num_drafts=num_drafts if width > 1 else None,
     )
     return store, rows, output
 
 
-def _prefill(model: Model, store: Store, rows: Rows, batch: PrefillBatch) -> tuple[Store, Rows, StepOutput]:
+def _prefill(
+    model: Model, store: Store, rows: Rows, batch: PrefillBatch, source: DraftSource | None
+) -> tuple[Store, Rows, StepOutput]:
     wrong = _wrong_tags(store, batch.row_id, batch.length, batch.read_slot)
     layout = PrefillLayout.of(
         num_packed=batch.tokens.shape[0],
@@ -150,6 +188,23 @@ def _prefill(model: Model, store: Store, rows: Rows, batch: PrefillBatch) -> tup
     end_row = jnp.where(end_tile, layout.tile_row, batch.row_id.shape[0])
     landed = jnp.asarray(batch.read_slot).at[end_row].set(layout.tile_write_slot, mode="drop")
     rows_after = _commit(rows, batch.row_id, after, landed, emission)
+    if source is not None:
+        store, rows_after = _propose(
+            source,
+            model,
+            store,
+            rows_after,
+            emission,
+            layout=layout,
+            tokens=batch.tokens,
+            hidden=hidden,
+            before=before,
+            row_id=batch.row_id,
+            length=batch.length,
+            kept=batch.num_tokens,
+            emitted_from=after,
+            page_table=batch.page_table,
+        )
     output = StepOutput(
         tokens=emission.tokens,
         num_emitted=emission.count,
@@ -197,7 +252,7 @@ def _commit(
     """The seats' new truth. Padding rows change nothing, not even seat 0."""
     outside = rows.length.shape[0]
     seat_of = jnp.where(row_id > 0, row_id, outside)
-    newest = jnp.take_along_axis(emission.tokens, jnp.maximum(emission.count - 1, 0)[:, None], axis=1)[:, 0]
+    newest = _newest(emission)
     emitting = jnp.where(emission.count > 0, seat_of, outside)
     counted = jnp.where(has_penalties(rows.sampling)[row_id], emitting, outside)[:, None]
     counted = jnp.where(emission.tokens >= 0, counted, outside)
@@ -208,6 +263,47 @@ def _commit(
         last_token=rows.last_token.at[emitting].set(newest, mode="drop"),
         output_counts=rows.output_counts.at[counted, emission.tokens].add(1, mode="drop"),
     )
+
+
+def _propose(
+    source: DraftSource,
+    model: Model,
+    store: Store,
+    rows: Rows,
+    emission: Emission,
+    *,
+    layout: DecodeLayout | PrefillLayout,
+    tokens: Int[Array, " T"],
+    hidden: Float[Array, "T hidden"],
+    before: Float[Array, "rows hidden"],
+    row_id: Int[Array, " rows"],
+    length: Int[Array, " rows"],
+    kept: Int[Array, " rows"],
+    emitted_from: Int[Array, " rows"],
+    page_table: Int[Array, "rows pages"],
+) -> tuple[Store, Rows]:
+    """Drafts for the next step of the rows that have emitted something."""
+    facts = StepFacts(
+        layout=layout,
+        tokens=tokens,
+        hidden=hidden,
+        before=before,
+        row_id=row_id,
+        length=length,
+        kept=kept,
+        emitted=emission.tokens,
+        emitted_from=emitted_from,
+        sampled=emission.count > 0,
+        newest=_newest(emission),
+        page_table=page_table,
+    )
+    drafts, store, state = source.propose(cast(DraftModel, model), store, rows.source, facts, rows.drafts.shape[1])
+    seat_of = jnp.where(facts.sampled, row_id, rows.length.shape[0])
+    return store, dataclasses.replace(rows, drafts=rows.drafts.at[seat_of].set(drafts, mode="drop"), source=state)
+
+
+def _newest(emission: Emission) -> Int[Array, " rows"]:
+    return jnp.take_along_axis(emission.tokens, jnp.maximum(emission.count - 1, 0)[:, None], axis=1)[:, 0]
 
 
 def _copy_pages(store: Store, page_copy: Int[Array, "rows 2"]) -> Store:

@@ -15,6 +15,11 @@ from serving.core import CacheMode, ConfigError
 
 __all__ = ["CacheMode", "CachePolicy", "ConfigError", "EngineConfig", "read_config_file", "resolve_cache_policy"]
 
+SpeculativeMethod = Literal["mtp", "ngram"]
+
+DEFAULT_DRAFTS = 3
+_LOOKUP = (2, 4)
+
 
 class EngineConfig(BaseModel):
     """What the engine is told. `EngineConfig.create` is the way to make one: its errors are one clear line.
@@ -52,8 +57,20 @@ class EngineConfig(BaseModel):
         256, ge=1, description="Tokens between two kept states. A multiple of the tile size and of the page size."
     )
     tile_size: int = Field(128, ge=1, description="Tokens that one tile of the prefill scan holds.")
-    speculative_method: Literal["mtp", "ngram"] | None = Field(None, description="Where draft tokens come from.")
-    num_speculative_tokens: int = Field(0, ge=0, le=16, description="Draft tokens in a step (K).")
+    speculative_method: SpeculativeMethod | None = Field(
+        None,
+        description="Where draft tokens come from: mtp (the model's own multi-token-prediction layer) or ngram (what "
+        "followed the same tokens before). Unset, with num_speculative_tokens: mtp where the model has it.",
+    )
+    num_speculative_tokens: int = Field(
+        0, ge=0, le=16, description="Draft tokens in a step (K). Unset, with speculative_method: 3."
+    )
+    prompt_lookup_min: int | None = Field(
+        None, ge=1, description="ngram: the fewest last tokens that must have occurred before. Unset: 2."
+    )
+    prompt_lookup_max: int | None = Field(
+        None, ge=1, le=32, description="ngram: the most last tokens that are looked up. Unset: 4."
+    )
     tensor_parallel_size: int = Field(1, ge=1, description="Devices that share each layer.")
     memory_utilization: float = Field(
         0.9, gt=0, le=1, description="Share of the device's memory that weights, states and pages may take."
@@ -85,6 +102,20 @@ class EngineConfig(BaseModel):
         except ValidationError as error:
             raise ConfigError("; ".join(_explain(cls, detail) for detail in error.errors())) from None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_drafts(cls, flags: Any) -> Any:
+        if isinstance(flags, dict) and flags.get("speculative_method") is not None:
+            flags = {"num_speculative_tokens": DEFAULT_DRAFTS} | flags
+        return flags
+
+    @property
+    def ngram_bounds(self) -> tuple[int, int]:
+        """The fewest and the most tokens that `ngram` looks up. One bound given moves the other's default with it."""
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        most = high if high is not None else max(_LOOKUP[1], low or 0)
+        return low if low is not None else min(_LOOKUP[0], most), most
+
     @model_validator(mode="after")
     def _sizes_fit(self) -> EngineConfig:
         block, tile, page, drafts = (
@@ -102,8 +133,9 @@ class EngineConfig(BaseModel):
                 f"state_block_size {block} is below 1 + num_speculative_tokens = {1 + drafts}; "
                 "one step may cross one block boundary only"
             )
-        if drafts and self.speculative_method is None:
-            raise ValueError("num_speculative_tokens needs speculative_method: one of 'mtp', 'ngram'")
+        low, high = self.ngram_bounds
+        if low > high:
+            raise ValueError(f"prompt_lookup_min {low} is above prompt_lookup_max {high}")
         if self.speculative_method is not None and not drafts:
             raise ValueError(f"speculative_method {self.speculative_method!r} needs num_speculative_tokens >= 1")
         if self.tensor_parallel_size > 1:

@@ -1,9 +1,10 @@
 """Choosing tokens and verifying drafts.
 
-Head j of a row has the logits after its certain tokens and drafts 0..j-1. Drafts are accepted from the left until one
-fails; the head that stands there gives the new token. Greedy rows accept a draft that is the argmax. Random rows accept
-draft x with probability p(x), and otherwise draw from p without x: the tokens that come out are then distributed
-exactly as without drafts (rejection sampling with one-hot proposals; Leviathan et al. 2023, Chen et al. 2023).
+Head j of a row has the logits after its certain tokens and drafts 0..j-1. Every head chooses its token as if there were
+no drafts: the argmax, or a draw from its own distribution p. Drafts are accepted from the left for as long as they are
+what was chosen; the first other choice is the new token. A draft x that does not depend on the draw is accepted with
+probability p(x), which is all that one-hot proposals can have (Leviathan et al. 2023); and since draws are keyed by
+position, a seeded row says the same with whatever drafts, or none.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from mamba_jax.sampling import draws
-from mamba_jax.sampling.logits import add_bias, has_bias, has_penalties, log_probability, penalise, truncate
+from mamba_jax.sampling.logits import add_bias, has_bias, has_penalties, penalise, truncate
 from mamba_jax.sampling.table import MAX_LOGPROBS, SamplingTable
 
 
@@ -60,11 +61,10 @@ def choose(
         sample & column[row_id] for column in (has_bias(table), has_penalties(table), table.temperature > 0)
     )
 
-    def greedily(logits: Float[Array, "rows H vocab"]) -> tuple[Int[Array, "rows H"], Bool[Array, "rows H-1"]]:
-        best = _argmax(logits)
-        return best, best[:, :-1] == drafts
+    def greedily(logits: Float[Array, "rows H vocab"]) -> Int[Array, "rows H"]:
+        return _argmax(logits)
 
-    def with_everything(logits: Float[Array, "rows H vocab"]) -> tuple[Int[Array, "rows H"], Bool[Array, "rows H-1"]]:
+    def with_everything(logits: Float[Array, "rows H vocab"]) -> Int[Array, "rows H"]:
         own = table.take(row_id)
         index = length[:, None] + heads - own.prompt_length[:, None]
         logits = lax.cond(biased.any(), lambda x: add_bias(x, own, index), lambda x: x, logits)
@@ -75,11 +75,11 @@ def choose(
             logits,
         )
         best = greedily(logits)
-        drawn = lax.cond(random.any(), lambda x: _randomly(x, own, index, drafts), greedily, logits)
-        return jax.tree.map(lambda r, g: jnp.where(random[:, None], r, g), drawn, best)
+        drawn = lax.cond(random.any(), lambda x: _randomly(x, own, index), greedily, logits)
+        return jnp.where(random[:, None], drawn, best)
 
-    tokens, good = lax.cond((biased | penalised | random).any(), with_everything, greedily, logits)
-    accepted = jnp.cumprod(good, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
+    tokens = lax.cond((biased | penalised | random).any(), with_everything, greedily, logits)
+    accepted = jnp.cumprod(tokens[:, :-1] == drafts, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
     accepted = jnp.where(sample, accepted, 0)
     last = accepted[:, None]
     new = jnp.take_along_axis(tokens, last, axis=1)
@@ -94,18 +94,9 @@ def _randomly(
     logits: Float[Array, "rows H vocab"],
     own: SamplingTable,
     index: Int[Array, "rows H"],
-    drafts: Int[Array, "rows H-1"],
-) -> tuple[Int[Array, "rows H"], Bool[Array, "rows H-1"]]:
+) -> Int[Array, "rows H"]:
     logits = logits / jnp.where(own.temperature > 0, own.temperature, 1.0)[:, None, None]
-    logits = truncate(logits, own)
-    good = jnp.zeros(drafts.shape, bool)
-    if drafts.shape[1]:
-        before = index[:, :-1]
-        good = draws.uniform(own.key, before) < jnp.exp(log_probability(logits[:, :-1], drafts))
-        # Where a draft was refused, the draw is from what is left without it.
-        is_draft = jnp.arange(logits.shape[-1]) == drafts[..., None]
-        logits = logits.at[:, :-1].set(jnp.where(is_draft, -jnp.inf, logits[:, :-1]))
-    return draws.categorical(own.key, index, logits), good
+    return draws.categorical(own.key, index, truncate(logits, own))
 
 
 def _argmax(logits: Float[Array, "*rows vocab"]) -> Int[Array, "*rows"]:

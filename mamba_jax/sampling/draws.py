@@ -16,7 +16,6 @@ class Purpose(enum.IntEnum):
     """What a draw is for. Two purposes at one position are independent of each other."""
 
     TOKEN = 0
-    ACCEPT_DRAFT = 1
 
 
 def _keys(key: UInt[Array, "rows 2"], position: Int[Array, "rows H"], purpose: Purpose) -> Array:
@@ -52,8 +51,3 @@ def _invert(weights: Float[Array, "rows H n"], number: Float[Array, "rows H"]) -
     # Should the product be rounded up to the whole sum, then the last index that has any weight.
     last = jnp.max(jnp.where(weights > 0, jnp.arange(weights.shape[-1], dtype=jnp.int32), 0), axis=-1)
     return jnp.minimum(index, last)
-
-
-def uniform(key: UInt[Array, "rows 2"], position: Int[Array, "rows H"]) -> Float[Array, "rows H"]:
-    """In [0, 1), to accept a draft by."""
-    return jax.vmap(jax.vmap(jax.random.uniform))(_keys(key, position, Purpose.ACCEPT_DRAFT))

@@ -4,7 +4,6 @@ temperature, min-p, top-k, top-p.
 Each step runs only where some row asks for it. A row that does not ask keeps its logits bit by bit.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
@@ -106,9 +105,3 @@ def _largest(key: UInt[Array, "*shape vocab"], enough) -> UInt[Array, "*shape 1"
         return jnp.where(enough(key >= higher), higher, least)
 
     return lax.fori_loop(0, 32, with_bit, jnp.zeros((*key.shape[:-1], 1), jnp.uint32))
-
-
-def log_probability(logits: Logits, tokens: Int[Array, "rows H"]) -> Float[Array, "rows H"]:
-    """Of one token each under softmax(logits); -inf for token -1."""
-    chosen = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[..., None], -1)[..., 0]
-    return jnp.where(tokens < 0, -jnp.inf, chosen - jax.nn.logsumexp(logits, axis=-1))

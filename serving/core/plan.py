@@ -152,6 +152,8 @@ class StepResult:
 
     decode: Sequence[Sequence[int]] = ()
     prefill: Sequence[Sequence[int]] = ()
+    drafted: Sequence[int] = ()
+    """For the counters: drafts that each decode row really had, where that can be fewer than planned."""
 
 
 @dataclass(slots=True, eq=False)

@@ -14,13 +14,15 @@ def settle(host: HostState, plan: StepPlan, result: StepResult) -> list[Emitted]
     emitted: list[Emitted] = []
     assert len(result.decode) == len(plan.decode), "a result has one entry per row"
     assert len(result.prefill) == len(plan.prefill), "a result has one entry per row"
+    if result.drafted:
+        host.stats.drafted_tokens += sum(result.drafted)
     for row, tokens in zip(plan.decode, result.decode, strict=True):
         if row.fate is not Fate.LIVE:
             _settle_dead(host, row, tokens, emitted)
         elif row.catching_up:
             _settle_catch_up(host, row, tokens, emitted)
         else:
-            _settle_decode(host, row, tokens, emitted)
+            _settle_decode(host, row, tokens, emitted, count_drafts=not result.drafted)
     for prefill_row, tokens in zip(plan.prefill, result.prefill, strict=True):
         if prefill_row.fate is not Fate.LIVE:
             _settle_dead(host, prefill_row, tokens, emitted)
@@ -29,7 +31,9 @@ def settle(host: HostState, plan: StepPlan, result: StepResult) -> list[Emitted]
     return emitted
 
 
-def _settle_decode(host: HostState, row: DecodeRow, tokens: Sequence[int], emitted: list[Emitted]) -> None:
+def _settle_decode(
+    host: HostState, row: DecodeRow, tokens: Sequence[int], emitted: list[Emitted], *, count_drafts: bool
+) -> None:
     """The hot path: a row that went on by itself. Its fed tokens are its last one and the drafts that were accepted."""
     request, config, stats = row.request, host.config, host.stats
     flights, state = request.flights, request.state
@@ -44,7 +48,7 @@ def _settle_decode(host: HostState, row: DecodeRow, tokens: Sequence[int], emitt
     stats.output_tokens += len(accepted)
     stats.decode_tokens += 1
     if row.num_drafts:
-        stats.drafted_tokens += row.num_drafts
+        stats.drafted_tokens += row.num_drafts if count_drafts else 0
         stats.accepted_tokens += kept - 1
     if host.index is not None and (
         before // config.state_block_size != after // config.state_block_size

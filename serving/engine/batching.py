@@ -69,8 +69,10 @@ def _tiles(config: SchedulerConfig, tokens: int, rows: int) -> int:
 class BatchBuilder:
     """Fills batches, each in arrays of its own: JAX may read a host array where it lies, long after the dispatch."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, *, seats_bring_tokens: bool = False) -> None:
+        """`seats_bring_tokens`: the draft source looks at a sequence's tokens, also at those that are never fed."""
         self._config = config
+        self._seats_bring_tokens = seats_bring_tokens
         self._drafts = config.num_speculative_tokens
         self._pages_per_row = config.pages_per_row
         self.decode_shapes = decode_buckets(config.decode_rows)
@@ -170,8 +172,13 @@ class BatchBuilder:
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
         )
+        tokens: Any = None
+        if self._seats_bring_tokens:
+            known = [*prompt, *output]
+            tokens = np.full(self._config.max_model_len, -1, np.int32)
+            tokens[: len(known)] = known
         seat: Any = np.int32(row_id)
-        return SeatBatch(row_id=seat, sampling=sampling, output_counts=counts, prompt_seen=seen)
+        return SeatBatch(row_id=seat, sampling=sampling, output_counts=counts, prompt_seen=seen, tokens=tokens)
 
     def _fill_pages(
         self, batch: DecodeBatch | PrefillBatch, rows: Sequence[DecodeRow | PrefillRow], seats: np.ndarray

@@ -12,9 +12,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from checkpoints.load import generation_config, load_model, load_tokenizer
+from checkpoints.load import generation_config, load_config, load_model, load_tokenizer
 from checkpoints.tokenizer import Tokenizer
 from mamba_jax.config import HybridConfig
+from mamba_jax.drafts import DraftSource, MTPDrafts, NGramDrafts
 from mamba_jax.model import HybridModel
 from mamba_jax.programs import StepPrograms
 from mamba_jax.rows import init_rows
@@ -56,9 +57,10 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Built:
         ConfigError: flags that do not fit together, the model, or the memory.
         CheckpointError: the model cannot be loaded.
     """
-    resolve_cache_policy(config)  # before minutes are spent on loading
+    # Before minutes are spent on loading:
+    resolve_cache_policy(config)
     if config.num_speculative_tokens:
-        raise ConfigError("num_speculative_tokens: this version has no drafts yet, only 0 is possible")
+        draft_source(config, load_config(config.model))
     if config.compilation_cache:
         use_compilation_cache()
     tokenizer = load_tokenizer(config.model)
@@ -87,7 +89,7 @@ def assemble(
         model: its parameters are used where they are.
         tokenizer: None serves token ids only.
         eos_token_ids: what ends a text.
-        programs: compiled programs of the same model and tile size, to share them between engines.
+        programs: compiled programs of the same model, tile size and draft source, to share them between engines.
         progress: show a bar for compiling, on a terminal.
 
     Raises:
@@ -95,14 +97,16 @@ def assemble(
     """
     policy = resolve_cache_policy(config)
     dtype = model.embed.weight[...].dtype
-    # Without drafts nothing reads the draft layer's keys and values.
-    stored = dataclasses.replace(model.config, mtp_pattern="") if not config.num_speculative_tokens else model.config
+    source = draft_source(config, model.config)
+    # Other sources, and no source, never look at the draft layer's keys and values.
+    with_mtp = source is not None and source.stores_kv
+    stored = model.config if with_mtp else dataclasses.replace(model.config, mtp_pattern="")
     size = _size(config, policy, stored, dtype)
     for notice in (*policy.notices, *size.notices):
         log.warning(notice)
     log.info(size.report())
-    settings = _scheduler_config(config, policy, size)
-    batches = BatchBuilder(settings)
+    settings = _scheduler_config(config, policy, size, lookahead=config.num_speculative_tokens if with_mtp else 0)
+    batches = BatchBuilder(settings, seats_bring_tokens=source is not None and source.sees_tokens)
     make_store = partial(
         init_store,
         stored,
@@ -116,10 +120,17 @@ def assemble(
     loop_of = partial(
         StepLoop,
         Scheduler(settings),
-        programs or StepPrograms(model, tile_size=config.tile_size),
+        programs or StepPrograms(model, tile_size=config.tile_size, source=source),
         batches,
         make_store=make_store,
-        make_rows=partial(init_rows, model.config, max_num_seqs=settings.seats),
+        make_rows=partial(
+            init_rows,
+            model.config,
+            max_num_seqs=settings.seats,
+            num_speculative_tokens=settings.num_speculative_tokens,
+            source=source,
+            max_len=settings.max_model_len,
+        ),
     )
     engine = Engine(
         loop_of,
@@ -134,6 +145,23 @@ def assemble(
     if at_start:
         warm_up(engine.loop, model.config.vocab_size, progress=progress and sys.stderr.isatty())
     return Built(engine, config, size, model, tokenizer)
+
+
+def draft_source(config: EngineConfig, model: HybridConfig) -> DraftSource | None:
+    """What makes drafts for a model; None where nothing does.
+
+    Raises:
+        ConfigError: the model has not got what the method needs.
+    """
+    if not config.num_speculative_tokens:
+        return None
+    method = config.speculative_method or ("mtp" if model.mtp_pattern else "ngram")
+    if method == "ngram":
+        low, high = config.ngram_bounds
+        return NGramDrafts(low, high)
+    if not model.mtp_pattern:
+        raise ConfigError(f"speculative_method 'mtp': {config.model} has no multi-token-prediction layer; try 'ngram'")
+    return MTPDrafts()
 
 
 def _size(config: EngineConfig, policy: CachePolicy, stored: HybridConfig, dtype: jnp.dtype) -> StoreSize:
@@ -155,7 +183,7 @@ def _size(config: EngineConfig, policy: CachePolicy, stored: HybridConfig, dtype
     )
 
 
-def _scheduler_config(config: EngineConfig, policy: CachePolicy, size: StoreSize) -> SchedulerConfig:
+def _scheduler_config(config: EngineConfig, policy: CachePolicy, size: StoreSize, *, lookahead: int) -> SchedulerConfig:
     budget = config.max_num_batched_tokens
     if not policy.chunked_prefill:
         # A prompt in one piece needs a step that holds the longest of them.
@@ -170,6 +198,8 @@ def _scheduler_config(config: EngineConfig, policy: CachePolicy, size: StoreSize
         state_block_size=config.state_block_size,
         tile_size=config.tile_size,
         cache_mode=policy.mode,
+        num_speculative_tokens=config.num_speculative_tokens,
+        num_lookahead_tokens=lookahead,
         max_prefill_rows=min(MAX_PREFILL_ROWS, size.max_num_seqs),
         max_waiting=config.max_num_waiting,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from checkpoints.tokenizer import Tokenizer
 from mamba_jax.batch import SeatBatch
-from serving.core import Emitted, FinishReason, Request, RequestRefused
+from serving.core import Emitted, FinishReason, Request, RequestRefused, StepPlan
 from serving.engine.batching import BatchBuilder
 from serving.engine.loop import Lines, Settled, StepLoop
 from serving.engine.output import Choice, CompletionOutput, RequestMetrics, RequestOutput, token_logprobs
@@ -164,6 +164,8 @@ class Engine:
         changed: dict[str, _Parent] = {}
         if settled.prefill is not None and settled.prefill.prompt is not None:
             self._take_prompt_logprobs(settled)
+        if settled.decode is not None and settled.decode.drafted:
+            self._count_drafts(settled.plan, settled.decode)
         for emitted in settled.emitted:
             parent = self._take(settled, emitted, now)
             if parent is not None:
@@ -278,6 +280,12 @@ class Engine:
             self._finish(parent)
             del self._parents[output.request_id]
         return parent
+
+    def _count_drafts(self, plan: StepPlan, lines: Lines) -> None:
+        for row, drafted, tokens in zip(plan.decode, lines.drafted, lines.tokens, strict=False):
+            parent: _Parent = row.request.user.parent
+            if drafted and parent.output.metrics is not None and not parent.output.finished:
+                parent.output.metrics.drafts.add([drafted], tokens[None])
 
     def _finish(self, parent: _Parent) -> None:
         parent.output.finished = True

@@ -17,6 +17,7 @@ from mamba_jax.rows import Rows
 from mamba_jax.store import Store
 from serving.core import DecodeRow, Emitted, PrefillRow, Request, Scheduler, StepPlan, StepResult
 from serving.engine.batching import BatchBuilder
+from serving.engine.draft_stats import DraftStats
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class LoopStats:
     prefill_tokens: int = 0
     lockstep_steps: int = 0
     """Times that the next step could not be planned before the last one was read: a row needs the host to know it."""
+    drafts: DraftStats = field(default_factory=DraftStats)
     failures: int = 0
     """Steps lost with their store; everything was computed again."""
     plan_seconds: float = 0.0
@@ -67,6 +69,8 @@ class Lines:
     logprobs: np.ndarray | None = None
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+    drafted: list[int] = field(default_factory=list)
+    """Drafts that each row had verified; empty where there cannot be any."""
     prompt: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
     """Of each packed prompt token: log-probability, ids of the likeliest, their log-probabilities."""
 
@@ -236,6 +240,8 @@ class StepLoop:
     def _fetch(self, output: StepOutput, rows: Sequence[DecodeRow | PrefillRow]) -> None:
         """Start copying what settling will read."""
         output.tokens.copy_to_host_async()
+        if output.num_drafts is not None:
+            output.num_drafts.copy_to_host_async()
         if any(self._wants_logprobs(row.request) for row in rows):
             for array in (output.logprobs, output.top_ids, output.top_logprobs):
                 array.copy_to_host_async()
@@ -247,9 +253,12 @@ class StepLoop:
         prefill = self._read(flight.prefill, plan.prefill)
         read = time.perf_counter()
         self.stats.wait_seconds += read - begin
+        if decode is not None and decode.drafted:
+            self.stats.drafts.add(decode.drafted, decode.tokens)
         result = StepResult(
             decode=decode.emitted(len(plan.decode)) if decode else [],
             prefill=prefill.emitted(len(plan.prefill)) if prefill else [],
+            drafted=decode.drafted if decode else [],
         )
         settled = Settled(self.scheduler.settle(plan, result), plan, decode, prefill)
         if prefill is not None and prefill.prompt is not None:
@@ -262,6 +271,8 @@ class StepLoop:
         if output is None:
             return None
         lines = Lines(np.asarray(output.tokens))
+        if output.num_drafts is not None:
+            lines.drafted = np.asarray(output.num_drafts)[: len(rows)].tolist()
         if any(self._wants_logprobs(row.request) for row in rows):
             lines.logprobs, lines.top_ids, lines.top_logprobs = (
                 np.asarray(x) for x in (output.logprobs, output.top_ids, output.top_logprobs)

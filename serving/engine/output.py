@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from serving.engine.draft_stats import DraftStats
 from serving.engine.sampling_params import SamplingParams
 from serving.engine.stop_text import StopText
 
@@ -35,6 +36,8 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    drafts: DraftStats = field(default_factory=DraftStats)
+    """What became of the drafts of all choices."""
 
     @property
     def time_to_first_token(self) -> float | None:

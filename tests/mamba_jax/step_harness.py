@@ -45,10 +45,10 @@ def model_of(config=CONFIG):
 
 
 @functools.cache
-def programs_of(config=CONFIG):
+def programs_of(config=CONFIG, source=None):
     # LLVM's optimizations would take longer than all the steps of these tests.
     options = {"xla_backend_optimization_level": 0}
-    return StepPrograms(model_of(config), tile_size=TILE, compiler_options=options)
+    return StepPrograms(model_of(config), tile_size=TILE, source=source, compiler_options=options)
 
 
 @functools.cache
@@ -76,9 +76,9 @@ def greedy(tokens, count, config=CONFIG):
 class Host:
     """Store, rows and programs."""
 
-    def __init__(self, config=CONFIG, *, num_drafts=3, debug_state=True, slots=500, pages=500):
+    def __init__(self, config=CONFIG, *, num_drafts=3, debug_state=True, slots=500, pages=500, source=None):
         self.config, self.num_drafts = config, num_drafts
-        self.programs = programs_of(config)
+        self.programs = programs_of(config, source)
         store = init_store(
             config, num_slots=slots, num_pages=pages, page_size=PAGE, dtype=jnp.float32, debug_state=debug_state
         )
@@ -87,15 +87,19 @@ class Host:
         self.store = dataclasses.replace(
             store, mamba=spoil(store.mamba), kv=spoil(store.kv), hidden=spoil(store.hidden)
         )
-        self.rows = init_rows(config, max_num_seqs=8, num_speculative_tokens=num_drafts)
+        self.rows = init_rows(
+            config, max_num_seqs=8, num_speculative_tokens=num_drafts, source=source, max_len=PREFILL_TOKENS
+        )
         self.pages_per_row = PAGES_PER_ROW if store.kv else 0
 
     def table(self, row):
         """The pages of row number `row`, where a test does not say otherwise."""
         return np.arange(PAGES_PER_ROW) + 1 + row * PAGES_PER_ROW if self.pages_per_row else np.zeros(0, int)
 
-    def seat(self, row_id, *, output_counts=None, prompt_seen=None, **sampling):
-        batch = SeatBatch(np.int32(row_id), sampling_row(**sampling), output_counts, prompt_seen)
+    def seat(self, row_id, *, output_counts=None, prompt_seen=None, tokens=None, **sampling):
+        if tokens is not None:
+            tokens = np.pad(np.array(tokens, np.int32), (0, PREFILL_TOKENS - len(tokens)), constant_values=-1)
+        batch = SeatBatch(np.int32(row_id), sampling_row(**sampling), output_counts, prompt_seen, tokens)
         self.rows = self.programs.seat(self.rows, batch)
 
     def prefill(self, *rows, tile_size=TILE):

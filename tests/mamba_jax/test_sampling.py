@@ -9,7 +9,7 @@ import pytest
 
 from mamba_jax.sampling import MAX_LOGIT_BIAS, choose, init_sampling_table, report_logprobs, sampling_row
 from mamba_jax.sampling.draws import categorical
-from mamba_jax.sampling.logits import add_bias, log_probability, penalise, truncate
+from mamba_jax.sampling.logits import add_bias, penalise, truncate
 
 VOCAB = 300  # more than one block of those that argmax and draws go through, and no whole number of them
 
@@ -240,11 +240,6 @@ def test_drafts_leave_the_distribution_as_it_was(parameters):
         if head < width - 1:
             rate, p = (emitted[there] > head + 1).mean(), want[head][drafts[head]]
             assert abs(rate - p) < 4 * np.sqrt(p * (1 - p) / there.sum()) + 1e-9
-
-
-def test_log_probability_of_no_token():
-    logits = jnp.zeros((1, 2, 4))
-    np.testing.assert_allclose(log_probability(logits, jnp.array([[1, -1]])), [[-np.log(4), -np.inf]], rtol=1e-6)
 
 
 def test_logprobs_are_reported_to_those_who_ask():

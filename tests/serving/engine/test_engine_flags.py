@@ -15,8 +15,13 @@ from serving.config import ConfigError, EngineConfig, read_config_file, resolve_
         ({"mamba_cache_mode": "some"}, "mamba_cache_mode: must be 'none', 'align' or 'all', got 'some'"),
         ({"dtype": "int8"}, "dtype: must be 'auto', 'float32', 'bfloat16' or 'float16', got 'int8'"),
         ({"max_num_seq": 3}, "unknown engine flag 'max_num_seq'; did you mean 'max_num_seqs'?"),
-        ({"num_speculative_tokens": 3}, "num_speculative_tokens needs speculative_method"),
-        ({"speculative_method": "mtp"}, "speculative_method 'mtp' needs num_speculative_tokens >= 1"),
+        ({"num_speculative_tokens": 17}, "num_speculative_tokens: must be less than or equal to 16, got 17"),
+        (
+            {"speculative_method": "mtp", "num_speculative_tokens": 0},
+            "speculative_method 'mtp' needs num_speculative_tokens >= 1",
+        ),
+        ({"prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min 5 is above prompt_lookup_max 3"),
+        ({"prompt_lookup_min": 0}, "prompt_lookup_min: must be greater than or equal to 1, got 0"),
         ({"memory_utilization": 1.5}, "memory_utilization: must be less than or equal to 1, got 1.5"),
         (
             {"state_block_size": 2, "tile_size": 2, "page_size": 2, "num_speculative_tokens": 2,
@@ -52,6 +57,14 @@ def test_resolution_table(flags, mode, chunked, notice):
     assert (policy.mode, policy.chunked_prefill) == (mode, chunked)
     assert notice in " ".join(policy.notices)
     assert bool(policy.notices) == bool(notice)
+
+
+def test_what_is_not_said_about_drafts():
+    assert EngineConfig.create(speculative_method="ngram").num_speculative_tokens == 3
+    assert EngineConfig.create(num_speculative_tokens=2).speculative_method is None
+    assert EngineConfig.create().ngram_bounds == (2, 4)
+    assert EngineConfig.create(prompt_lookup_min=6).ngram_bounds == (6, 6)
+    assert EngineConfig.create(prompt_lookup_max=1).ngram_bounds == (1, 1)
 
 
 def test_a_family_without_all():

@@ -1,6 +1,7 @@
 """`LLM` with the interface that vLLM's users know, and the start-up report."""
 
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -75,8 +76,8 @@ def test_a_stream_grows_and_closing_it_aborts(llm):
 def test_flags_are_checked_before_anything_is_loaded():
     with pytest.raises(ConfigError, match="did you mean 'page_size'"):
         LLM("/does/not/exist", pagesize=3)
-    with pytest.raises(ConfigError, match="only 0 is possible"):
-        LLM("/does/not/exist", speculative_method="mtp", num_speculative_tokens=3)
+    with pytest.raises(ConfigError, match="golden/nemotronh has no multi-token-prediction layer; try 'ngram'"):
+        LLM(Path(__file__).parents[2] / "golden" / "nemotronh", speculative_method="mtp")
 
 
 def test_start_up_explains_itself(harness, caplog):

@@ -1,0 +1,10 @@
+"""Where drafts come from: guesses at the next tokens, made on the device at the end of each step.
+
+A source is one file: see `DraftSource`.
+"""
+
+from mamba_jax.drafts.base import DraftModel, DraftSource, StepFacts
+from mamba_jax.drafts.mtp import MTPDrafts
+from mamba_jax.drafts.ngram import NGramDrafts
+
+__all__ = ["DraftModel", "DraftSource", "MTPDrafts", "NGramDrafts", "StepFacts"]

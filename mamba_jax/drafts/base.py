@@ -1,0 +1,80 @@
+"""What a draft source is, and what a step tells it.
+
+A source runs inside the decode and prefill programs, after sampling, so that the next step can be dispatched before the
+host has seen anything of this one. Whatever it proposes, no output depends on it: drafts are verified by the next step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+from mamba_jax.layout.decode import DecodeLayout
+from mamba_jax.layout.prefill import PrefillLayout
+from mamba_jax.store import Store
+
+
+class DraftModel(Protocol):
+    """What sources need of a model; `HybridModel` has it."""
+
+    def draft(self, tokens: Array, hidden: Array, layout: Any, store: Any) -> tuple[Array, Any]: ...
+
+    def logits(self, hidden: Array) -> Array: ...
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepFacts:
+    """What a step has fed, kept and sampled. Padding rows have seat 0 and have neither fed nor sampled anything."""
+
+    layout: DecodeLayout | PrefillLayout
+    """Of the tokens that were fed, rejected drafts included."""
+    tokens: Int[Array, " T"]
+    hidden: Float[Array, "T hidden"]
+    """After the final norm."""
+    before: Float[Array, "rows hidden"]
+    """The hidden state of the token before each row's first one; zeros where there is none."""
+    row_id: Int[Array, " rows"]
+    length: Int[Array, " rows"]
+    """Tokens committed before the step."""
+    kept: Int[Array, " rows"]
+    """Of the tokens fed."""
+    emitted: Int[Array, "rows H"]
+    """-1 = none. The first is token number `emitted_from` of its sequence, counted from 0."""
+    emitted_from: Int[Array, " rows"]
+    sampled: Bool[Array, " rows"]
+    """Rows that have emitted something; only they get drafts."""
+    newest: Int[Array, " rows"]
+    """The token sampled last, number `length + kept` of its sequence; anything where nothing was sampled."""
+    page_table: Int[Array, "rows pages"]
+
+
+class DraftSource(Protocol):
+    """Makes drafts. Holds settings only and is hashable; what it remembers of each seat is in `Rows.source`."""
+
+    @property
+    def sees_tokens(self) -> bool:
+        """Whether a request that takes a seat must bring its tokens along."""
+        ...
+
+    @property
+    def stores_kv(self) -> bool:
+        """Whether it keeps keys and values of the model's draft layer, those of drafts included, in the row's pages."""
+        ...
+
+    def init(self, *, seats: int, max_len: int) -> Any:
+        """What is remembered of each seat: a pytree of arrays [seats, ...], or None."""
+        ...
+
+    def seat(self, state: Any, row_id: Int[Array, ""], tokens: Int[Array, " max_len"] | None) -> Any:
+        """A request takes a seat. `tokens` is its sequence so far, followed by -1; None unless `sees_tokens`."""
+        ...
+
+    def propose(
+        self, model: DraftModel, store: Store, state: Any, facts: StepFacts, count: int
+    ) -> tuple[Int[Array, "rows count"], Store, Any]:
+        """`count` drafts for what follows each row's newest token (-1 from where it has none), store and state."""
+        ...

@@ -1,0 +1,102 @@
+"""Drafts by the model's own multi-token-prediction layer (Gloeckle et al., 2024; DeepSeek-V3, section 2.2).
+
+The layer reads pairs: a token, and the hidden state of the token before it. Its keys and values lie in the row's pages
+under the index of the pair's token, so that a page depends on no token but its own, and a prefix hit loses nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mamba_jax.drafts.base import DraftModel, StepFacts
+from mamba_jax.layout.decode import DecodeLayout
+from mamba_jax.store import Store
+
+
+@dataclass(frozen=True)
+class MTPDrafts:
+    """Runs the layer over all tokens that a step has kept, then over its own drafts, one after the other.
+
+    Drafts' keys and values lie past the row's tokens. Whatever is fed there later overwrites them before it is read.
+    """
+
+    @property
+    def sees_tokens(self) -> bool:
+        return False
+
+    @property
+    def stores_kv(self) -> bool:
+        return True
+
+    def init(self, *, seats: int, max_len: int) -> None:
+        return None
+
+    def seat(self, state: None, row_id: Int[Array, ""], tokens: Int[Array, " max_len"] | None) -> None:
+        return None
+
+    def propose(
+        self, model: DraftModel, store: Store, state: None, facts: StepFacts, count: int
+    ) -> tuple[Int[Array, "rows count"], Store, None]:
+        hidden, store = (
+            _after_decode(model, store, facts)
+            if isinstance(facts.layout, DecodeLayout)
+            else _after_prefill(model, store, facts)
+        )
+        position = facts.length + facts.kept
+        drafts = [_best(model, hidden)]
+        for step in range(1, count):
+            hidden, store = model.draft(drafts[-1], hidden, _single(facts, position + step), store)
+            drafts.append(_best(model, hidden))
+        return jnp.where(facts.sampled[:, None], jnp.stack(drafts, axis=1), -1), store, None
+
+
+def _best(model: DraftModel, hidden: Float[Array, "rows hidden"]) -> Int[Array, " rows"]:
+    return jnp.argmax(model.logits(hidden), axis=-1).astype(jnp.int32)
+
+
+def _after_decode(model: DraftModel, store: Store, facts: StepFacts) -> tuple[Float[Array, "rows hidden"], Store]:
+    """The pairs of all kept tokens and of the newest one, in one go; what the layer says after the newest."""
+    rows = facts.row_id.shape[0]
+    width = facts.tokens.shape[0] // rows + 1
+    step = jnp.arange(width)
+    tokens = jnp.pad(facts.tokens.reshape(rows, -1), ((0, 0), (0, 1)))
+    tokens = jnp.where(step == facts.kept[:, None], facts.newest[:, None], tokens)
+    hidden = facts.hidden.reshape(rows, width - 1, -1)
+    previous = jnp.concatenate([facts.before[:, None].astype(hidden.dtype), hidden], axis=1)
+    layout = DecodeLayout.of(
+        length=facts.length,
+        num_tokens=facts.kept + facts.sampled,
+        read_slot=jnp.zeros(rows, jnp.int32),
+        write_slot=jnp.zeros((rows, width), jnp.int32),
+        page_table=facts.page_table,
+    )
+    out, store = model.draft(jnp.maximum(tokens, 0).reshape(-1), previous.reshape(rows * width, -1), layout, store)
+    newest = jnp.arange(rows) * width + jnp.minimum(facts.kept, width - 1)
+    return out[newest], store
+
+
+def _after_prefill(model: DraftModel, store: Store, facts: StepFacts) -> tuple[Float[Array, "rows hidden"], Store]:
+    """The pairs of all tokens, then those of the newest ones."""
+    layout = facts.layout
+    assert not isinstance(layout, DecodeLayout)
+    first = jnp.arange(facts.tokens.shape[0]) == layout.row_start[layout.token_row]
+    before = facts.before[layout.token_row].astype(facts.hidden.dtype)
+    previous = jnp.where(first[:, None], before, jnp.roll(facts.hidden, 1, axis=0))
+    _, store = model.draft(facts.tokens, previous, layout, store)
+    last = facts.hidden[jnp.maximum(layout.row_start + facts.kept - 1, 0)]
+    return model.draft(facts.newest, last, _single(facts, facts.length + facts.kept), store)
+
+
+def _single(facts: StepFacts, position: Int[Array, " rows"]) -> DecodeLayout:
+    """One token of each row that has sampled, at the given positions. Past the page table's end it is lost, no more."""
+    rows = position.shape[0]
+    return DecodeLayout.of(
+        length=position,
+        num_tokens=facts.sampled.astype(jnp.int32),
+        read_slot=jnp.zeros(rows, jnp.int32),
+        write_slot=jnp.zeros((rows, 1), jnp.int32),
+        page_table=facts.page_table,
+    )

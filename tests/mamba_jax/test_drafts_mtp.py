@@ -1,0 +1,127 @@
+"""Drafts of the multi-token-prediction layer against an independent one in numpy, through prefill and decode steps."""
+
+import dataclasses
+
+import numpy as np
+from step_harness import CONFIG, PAGE, Host, model_of
+
+from mamba_jax.config import need
+from mamba_jax.drafts import MTPDrafts
+from mamba_jax.layout import SequenceLayout
+from mamba_jax.model import parameters
+
+WITH_MTP = dataclasses.replace(CONFIG, mtp_pattern="*-")
+PROMPT = [int(t) for t in np.random.default_rng(2).integers(0, CONFIG.vocab_size, 13)]
+MAIN = WITH_MTP.num_attention_uses
+
+
+def norm(x, weight):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + WITH_MTP.norm_eps) * weight
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def layer(pairs):
+    """The draft layer over pairs (hidden state, next token), all at once: outputs, keys and values."""
+    w = {name: np.asarray(value[...], np.float64) for name, value in parameters(model_of(WITH_MTP)).items()}
+    attention = need(WITH_MTP.attention)
+    heads, groups, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    hidden = np.array([h for h, _ in pairs], np.float64)
+    embedded = w["embed.weight"][[t for _, t in pairs]]
+    both = np.concatenate([norm(embedded, w["mtp.enorm.weight"]), norm(hidden, w["mtp.hnorm.weight"])], axis=1)
+    x = both @ w["mtp.eh_proj.weight"].T
+    at = "mtp.blocks.0.mixer."
+    y = norm(x, w["mtp.blocks.0.norm.weight"])
+    q, k, v = (
+        (y @ w[f"{at}{name}_proj.weight"].T).reshape(len(pairs), count, size)
+        for name, count in (("q", heads), ("k", groups), ("v", groups))
+    )
+    mixed = np.zeros((len(pairs), heads, size))
+    for head in range(heads):
+        scores = attention.scale * q[:, head] @ k[:, head * groups // heads].T
+        scores[np.triu_indices(len(pairs), 1)] = -np.inf
+        mixed[:, head] = softmax(scores) @ v[:, head * groups // heads]
+    x = x + mixed.reshape(len(pairs), -1) @ w[f"{at}o_proj.weight"].T
+    up = norm(x, w["mtp.blocks.1.norm.weight"]) @ w["mtp.blocks.1.mixer.up_proj.weight"].T
+    x = x + up / (1 + np.exp(-up)) @ w["mtp.blocks.1.mixer.down_proj.weight"].T
+    return norm(x, w["mtp.final_norm.weight"]), k, v, w["lm_head.weight"]
+
+
+def hidden_of(tokens):
+    """The model's final hidden states, by the whole-sequence form."""
+    return np.asarray(model_of(WITH_MTP).hidden(np.array(tokens), SequenceLayout.of(1, len(tokens)), None)[0])
+
+
+def assert_drafts(host, seat, tokens, table):
+    """The drafts for what follows `tokens` (whose last one has not been fed), and the keys and values before them."""
+    hidden = hidden_of(tokens[:-1])
+    pairs = list(zip(hidden, tokens[1:], strict=True))
+    out, keys, values, head = layer(pairs)
+    kv = np.asarray(host.store.kv[MAIN])
+    for index in range(1, len(tokens)):
+        page = kv[table[index // PAGE], index % PAGE]
+        np.testing.assert_allclose(page[0::2], keys[index - 1], atol=1e-4)
+        np.testing.assert_allclose(page[1::2], values[index - 1], atol=1e-4)
+    for draft in np.asarray(host.rows.drafts[seat]).tolist():
+        logits = head @ out[-1]
+        assert draft >= 0
+        assert logits.max() - logits[draft] < 1e-4
+        pairs.append((out[-1], draft))
+        out, *_ = layer(pairs)
+
+
+def test_logits_equal_those_of_the_definition():
+    model, tokens = model_of(WITH_MTP), np.array(PROMPT)
+    hidden = np.asarray(model.hidden(tokens, SequenceLayout.of(1, 13), None)[0])
+    previous = np.concatenate([np.full((1, hidden.shape[1]), 1e3, np.float32), hidden[:-1]])
+    ours = model.logits(model.draft(tokens, previous, SequenceLayout.of(1, 13), None)[0])
+    out, _, _, head = layer(list(zip(hidden, PROMPT[1:], strict=False)))
+    np.testing.assert_allclose(ours[1:], out @ head.T, atol=1e-4)
+
+
+def test_drafts_and_what_they_leave_behind():
+    """Prompts in chunks, alone and packed; drafts right and wrong; a prompt's end found in the cache."""
+    host = Host(WITH_MTP, source=MTPDrafts())
+    other = PROMPT[4:9]
+    for seat in (1, 2, 3, 4):
+        host.seat(seat)
+    host.prefill({"row_id": 1, "tokens": PROMPT[:5], "write": 1, "sample": False})
+    assert (np.asarray(host.rows.drafts) == -1).all()
+    out = host.prefill(
+        {"row_id": 1, "tokens": PROMPT[5:], "c": 5, "read": 1, "write": 2}, {"row_id": 2, "tokens": other, "write": 8}
+    )
+    rows = {1: [*PROMPT, int(out.tokens[0, 0])], 2: [*other, int(out.tokens[1, 0])]}
+    for seat in rows:
+        assert_drafts(host, seat, rows[seat], host.table(seat - 1))
+    # Row 3 samples from the cached end of the first prompt; its pages are copies.
+    copies = host.table(2).copy()
+    copies[:3] = host.table(0)[:3]
+    # Row 4 goes on from the middle of it and does not sample.
+    more = host.table(3).copy()
+    more[:1] = host.table(0)[:1]
+    out = host.decode(
+        {"row_id": 1, "continues": True, "drafts": 3, "writes": [3, 4, 5, 6]},
+        {"row_id": 2, "continues": True, "drafts": 2, "writes": [8, 9, 10]},
+        {"row_id": 3, "c": 13, "read": 2, "tokens": [], "writes": [], "table": copies}
+        | {"page_copy": (host.table(0)[3], copies[3])},
+        {"row_id": 4, "c": 5, "read": 1, "tokens": PROMPT[5:7], "writes": [0, 7], "sample": False}
+        | {"table": more, "page_copy": (host.table(0)[1], more[1])},
+    )
+    for seat in (1, 2):
+        rows[seat] += [t for t in out.tokens[seat - 1].tolist() if t >= 0]
+    rows[3] = [*PROMPT, int(out.tokens[2, 0])]
+    assert rows[3] == rows[1][:14]
+    for seat, table in ((1, host.table(0)), (2, host.table(1)), (3, copies)):
+        assert_drafts(host, seat, rows[seat], table)
+    assert (np.asarray(host.rows.drafts[4]) == -1).all()
+    for _ in range(2):
+        out = host.decode(
+            {"row_id": 1, "continues": True, "drafts": 3, "writes": [3, 4, 5, 6]},
+            {"row_id": 2, "continues": True, "drafts": 3, "writes": [8, 9, 10, 11]},
+        )
+        for seat in (1, 2):
+            rows[seat] += [t for t in out.tokens[seat - 1].tolist() if t >= 0]
+            assert_drafts(host, seat, rows[seat], host.table(seat - 1))
