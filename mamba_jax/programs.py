@@ -81,8 +81,8 @@ class StepPrograms:
             assert store is not None
             kind = (store.hidden.dtype, *(slots.ssm.dtype for slots in store.mamba[:1]), store.tags is None)
             sizes = (len(store.kv), store.num_slots, store.num_pages, store.page_size)
-            sizes = (*sizes, batch.tokens.shape, batch.page_table.shape)
-            key = (type(batch), *seats, *kind, *sizes)
+            shapes = (batch.tokens.shape, batch.page_table.shape)
+            key = (type(batch), *seats, *kind, *sizes, *shapes)
             if isinstance(batch, PrefillBatch):
                 if batch.tile_size != self.tile_size:
                     raise ValueError(f"a batch with tiles of {batch.tile_size}: the programs have {self.tile_size}")
