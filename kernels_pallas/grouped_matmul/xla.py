@@ -1,13 +1,120 @@
-"""The grouped product in plain JAX."""
+"""The grouped product in plain JAX: XLA's own on accelerators, a loop over blocks of tokens on CPU.
 
+On CPU, `ragged_dot` multiplies every token by every expert: for 512 tokens and 16 experts ten times the time of the
+loop, for a decode step of 4 rows twenty times.
+"""
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.slots import load
+
 F32 = jnp.float32
+PART = 1 << 18  # weights multiplied at a time on CPU
 
 
+@jax.custom_vjp
 def grouped_matmul(x, w, group_sizes):
     """See `api.grouped_matmul`."""
-    out = lax.ragged_dot(x, w.swapaxes(1, 2), group_sizes.astype(jnp.int32), preferred_element_type=F32)
-    there = jnp.arange(x.shape[0]) < group_sizes.sum()
-    return jnp.where(there[:, None], out, 0).astype(x.dtype)
+    return _multiply(x, w, group_sizes, transposed=False).astype(x.dtype)
+
+
+def _forward(x, w, group_sizes):
+    return grouped_matmul(x, w, group_sizes), (x, w, group_sizes)
+
+
+def _backward(saved, dy):
+    x, w, group_sizes = saved
+    dx = _multiply(dy, w, group_sizes, transposed=True).astype(x.dtype)
+    dw = lax.platform_dependent(x, dy, group_sizes, cpu=_outer_by_blocks, default=_outer_ragged)
+    return dx, dw.astype(w.dtype), None
+
+
+grouped_matmul.defvjp(_forward, _backward)
+
+
+def _multiply(x, w, group_sizes, *, transposed):
+    """x @ w[e].T, or x @ w[e] if transposed, in float32; 0 for tokens of no expert."""
+
+    def by_blocks(x, w, group_sizes):
+        return _multiply_by_blocks(x, w, group_sizes, transposed)
+
+    def ragged(x, w, group_sizes):
+        dots = lax.RaggedDotDimensionNumbers((((1,), (1 if transposed else 2,)), ((), ())), [0], [0])
+        out = lax.ragged_dot_general(x, w, group_sizes.astype(jnp.int32), dots, preferred_element_type=F32)
+        there = jnp.arange(x.shape[0]) < group_sizes.sum()
+        return jnp.where(there[:, None], out, 0)
+
+    return lax.platform_dependent(x, w, group_sizes, cpu=by_blocks, default=ragged)
+
+
+def _outer_ragged(x, dy, group_sizes):
+    dots = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    return lax.ragged_dot_general(dy, x, group_sizes.astype(jnp.int32), dots, preferred_element_type=F32)
+
+
+def _multiply_by_blocks(x, w, group_sizes, transposed):
+    tokens, width = x.shape[0], w.shape[2 if transposed else 1]
+    size, count, place = _blocks(tokens, group_sizes)
+    x = jnp.pad(x, ((0, size), (0, 0)))
+    # A slice of the weights is copied before it is multiplied: small ones stay in cache.
+    part = w.shape[1] if transposed else _part(*w.shape[1:])
+    parts = w.shape[1] // part
+    w = w.reshape(-1, part, w.shape[2])
+
+    def block(i, out):
+        expert, start, there = place(i // parts)
+
+        def multiply():
+            rows, weight = lax.dynamic_slice_in_dim(x, start, size), load(w, expert * parts + i % parts)
+            product = jnp.einsum("ti,io->to" if transposed else "ti,oi->to", rows, weight, preferred_element_type=F32)
+            return jnp.where(there[:, None], product, 0)
+
+        # Always true, but the compiler cannot know: it would otherwise convert 16-bit weights of all experts at once.
+        product = lax.cond(there[0], multiply, lambda: jnp.zeros((size, width // parts), F32))
+        # Blocks come in the order of their tokens, so what a block writes beyond its own is overwritten by the next.
+        return lax.dynamic_update_slice(out, product, (start, i % parts * (width // parts)))
+
+    return lax.fori_loop(0, count * parts, block, jnp.zeros((tokens + size, width), F32))[:tokens]
+
+
+def _part(outputs, inputs):
+    """How many of a weight's rows to multiply at a time: a divisor of all."""
+    fitting = [n for n in range(16, outputs) if outputs % n == 0 and n * inputs <= PART]
+    return max(fitting, default=outputs)
+
+
+def _outer_by_blocks(x, dy, group_sizes):
+    """The sum of outer products dy[t] x[t] of each expert's tokens."""
+    size, count, place = _blocks(x.shape[0], group_sizes)
+    x, dy = (jnp.pad(v, ((0, size), (0, 0))) for v in (x, dy))
+
+    def block(i, out):
+        expert, start, there = place(i)
+        rows, dy_rows = (lax.dynamic_slice_in_dim(v, start, size) for v in (x, dy))
+        dy_rows = jnp.where(there[:, None], dy_rows, 0)
+        product = jnp.einsum("to,ti->oi", dy_rows, rows, preferred_element_type=F32)
+        return lax.dynamic_update_index_in_dim(out, out[expert] + product, expert, 0)
+
+    return lax.fori_loop(0, count, block, jnp.zeros((group_sizes.shape[0], dy.shape[1], x.shape[1]), F32))
+
+
+def _blocks(tokens, group_sizes):
+    """Blocks of tokens of one expert each: their size, their count, and for block i its expert, its first token and
+    which of its tokens are the expert's.
+    """
+    experts = group_sizes.shape[0]
+    size = 8  # fewer rows cost as much
+    while size < 128 and size * experts < tokens:
+        size *= 2
+    ends = jnp.cumsum(group_sizes)
+    each = (group_sizes + size - 1) // size
+    after = jnp.cumsum(each)
+
+    def place(i):
+        expert = jnp.searchsorted(after, i, side="right")
+        start = ends[expert] - group_sizes[expert] + (i - (after[expert] - each[expert])) * size
+        return expert, start, start + jnp.arange(size) < ends[expert]
+
+    return size, after[-1], place

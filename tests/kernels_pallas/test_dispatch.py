@@ -31,9 +31,7 @@ def test_the_automatic_choice_falls_back_and_reports_why(caplog):
     assert not caplog.messages
     assert dispatch.call("op", [FAST, SLOW], None, "abc") == ("slow", "abc")
     assert caplog.messages == ["op runs by slow (not fast: 3 is too long)"]
-    with pytest.raises(
-        dispatch.UnsupportedError, match=r"no implementation can run this call \(not fast: 3 is too long"
-    ):
+    with pytest.raises(dispatch.UnsupportedError, match=r"can run this call \(not fast: 3 is too long"):
         dispatch.call("op", [FAST], None, "abc")
 
 

@@ -94,7 +94,9 @@ def test_tokens_are_those_without_drafts(drafting, traffic, mode):
         for prompt, tokens, output, each in zip(prompts, alone, outputs, params, strict=True):
             assert len(tokens) == len(output.outputs[0].token_ids)
             drafting.plain.assert_greedy(prompt, tokens, output.outputs[0].token_ids, FEW if each.logit_bias else None)
-    assert engine.loop.scheduler.stats()["preemptions"] > 0
+    # Pages are what runs short here: a model without attention has none.
+    has_pages = engine.loop.scheduler.config.num_pages > 0
+    assert (engine.loop.scheduler.stats()["preemptions"] > 0) == has_pages
     assert (sum(output.num_cached_tokens for output in outputs) > 0) == (mode != "none")
     drafts = engine.loop.stats.drafts
     assert drafts.drafted > 0

@@ -1,0 +1,194 @@
+"""The convolution against its definition, and what holds for any implementation of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
+
+from kernels_pallas.causal_conv1d import (
+    causal_conv1d_prefill,
+    causal_conv1d_sequence,
+    causal_conv1d_update,
+    reference,
+    shapes,
+)
+
+SHAPES = [s.small() for s in shapes.SHAPES]
+PLAIN = SHAPES[0]
+
+
+def weights(draw, shape, dtype=np.float32):
+    bias = draw.normal(shape.channels, dtype=dtype) if shape.bias else None
+    return draw.normal(shape.channels, shape.width, dtype=dtype), bias
+
+
+def windows(draw, shape, count, dtype=np.float32):
+    store = draw.normal(count, shape.width - 1, shape.channels, dtype=dtype)
+    store[0] = np.nan
+    return store
+
+
+def ints(values):
+    return np.array(values, np.int32)
+
+
+def packed(lengths, reads, tile_size, first_slot, padding=0):
+    """Rows of these lengths one after the other, each cut into tiles whose windows go to slots from first_slot on, then
+    padding: tokens, a row and a tile of nothing.
+    """
+    starts = np.cumsum([0, *lengths])
+    token_row = np.repeat(np.arange(len(lengths)), lengths)
+    tile_row, tile_end = [], []
+    for row, length in enumerate(lengths):
+        ends = [*range(tile_size, length, tile_size), length]
+        tile_row += [row] * len(ends)
+        tile_end += ends
+    write = list(range(first_slot, first_slot + len(tile_row)))
+    return {
+        "token_row": ints([*token_row, *[len(lengths)] * padding]),
+        "row_start": ints(starts),
+        "read_slot": ints([*reads, 0]),
+        "tile_row": ints([*tile_row, len(lengths)]),
+        "tile_end": ints([*tile_end, 0]),
+        "write_slot": ints([*write, 0]),
+    }
+
+
+class Convolution:
+    """Every implementation of the three forms."""
+
+    implementation: str
+
+    @pytest.fixture
+    def prefill(self):
+        return jitted(causal_conv1d_prefill, implementation=self.implementation)
+
+    @pytest.fixture
+    def update(self):
+        return jitted(causal_conv1d_update, implementation=self.implementation)
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
+    def test_prefill_equals_definition(self, prefill, shape):
+        # Rows of one token, of fewer than the window, of several tiles; continued and fresh; then padding.
+        draw, tile = Draw(), shape.tile_size
+        lengths = [1, max(shape.width - 2, 1), 2 * tile + 1, tile, 2]
+        places = packed(lengths, [1, 0, 2, 3, 0], tile, first_slot=5, padding=3)
+        x, store, layer = draw.normal(sum(lengths) + 3, shape.channels), windows(draw, shape, 14), weights(draw, shape)
+        x[-3:] = 0
+        y, after = prefill(x, *layer, store, **places)
+        want_y, want = reference.causal_conv1d_prefill(x, *layer, store, **places)
+        assert_close(y[:-3], want_y[:-3])
+        assert np.isfinite(y).all()
+        assert_same_bits(after, want)
+
+    def test_a_row_may_write_what_it_or_another_reads(self, prefill):
+        draw = Draw()
+        store, x, layer = windows(draw, PLAIN, 3), draw.normal(9, PLAIN.channels), weights(draw, PLAIN)
+        places = packed([4, 5], [1, 2], PLAIN.tile_size, first_slot=1)
+        for write in ([1, 2, 0], [2, 1, 0]):
+            places["write_slot"] = ints(write)
+            y, after = prefill(x, *layer, store, **places)
+            want_y, want = reference.causal_conv1d_prefill(x, *layer, store, **places)
+            assert_close(y, want_y)
+            assert_same_bits(after, want)
+
+    @pytest.mark.parametrize("cuts", [(1,), (2, 3, 4), (5, 9)])
+    def test_any_cut_of_a_row_gives_the_same(self, prefill, cuts):
+        draw = Draw()
+        store, x, layer = windows(draw, PLAIN, 3), draw.normal(11, PLAIN.channels), weights(draw, PLAIN)
+        y, after = prefill(x, *layer, store, **packed([11], [1], PLAIN.tile_size, first_slot=2))
+        read, parts, split = 1, [], store
+        for start, end in zip((0, *cuts), (*cuts, 11), strict=True):
+            places = packed([end - start], [read], PLAIN.tile_size, first_slot=2)
+            part, split = prefill(x[start:end], *layer, split, **places)
+            parts.append(part)
+            read = 2
+        assert_close(np.concatenate(parts), y, tolerance=1e-6)
+        assert_same_bits(split, after)
+
+    @pytest.mark.parametrize("shape", SHAPES[3:], ids=lambda s: s.name)
+    @pytest.mark.parametrize("steps", [1, 4])
+    def test_update_equals_definition(self, update, shape, steps):
+        draw = Draw()
+        store, x, layer = windows(draw, shape, 16), draw.normal(3, steps, shape.channels), weights(draw, shape)
+        places = {"read_slot": ints([1, 0, 3]), "write_slot": draw.slots(16, 3, steps)}
+        places["write_slot"][0, -1] = 0
+        y, after = update(x, *layer, store, **places)
+        want_y, want = reference.causal_conv1d_update(x, *layer, store, **places)
+        assert_close(y, want_y)
+        assert_same_bits(after, want)
+
+    def test_update_equals_prefill_token_by_token(self, prefill, update):
+        draw = Draw()
+        store, x, layer = windows(draw, PLAIN, 4), draw.normal(6, PLAIN.channels), weights(draw, PLAIN)
+        y, after = prefill(x, *layer, store, **packed([6], [1], PLAIN.tile_size, first_slot=2))
+        read, split = 1, store
+        for t in range(6):
+            places = {"read_slot": ints([read]), "write_slot": ints([[2]])}
+            part, split = update(x[None, [t]], *layer, split, **places)
+            assert_close(part[0, 0], y[t], tolerance=1e-6)
+            read = 2
+        assert_same_bits(split, after)
+
+    def test_bfloat16(self, prefill, update):
+        draw, dtype = Draw(), jnp.bfloat16
+        store, layer = windows(draw, PLAIN, 4, dtype), weights(draw, PLAIN, dtype)
+        x, places = draw.normal(5, PLAIN.channels, dtype=dtype), packed([5], [1], 4, first_slot=2)
+        y, after = prefill(x, *layer, store, **places)
+        want_y, want = reference.causal_conv1d_prefill(x, *layer, store, **places)
+        assert y.dtype == dtype
+        assert_close(y, want_y, dtype)
+        assert_same_bits(after, want)
+        places = {"read_slot": ints([1]), "write_slot": ints([[2, 3]])}
+        y, after = update(x[None, :2], *layer, store, **places)
+        want_y, want = reference.causal_conv1d_update(x[None, :2], *layer, store, **places)
+        assert_close(y, want_y, dtype)
+        assert_same_bits(after, want)
+
+    @pytest.mark.parametrize("shape", SHAPES[5:], ids=lambda s: s.name)
+    def test_sequence(self, shape):
+        draw = Draw()
+        run = jitted(causal_conv1d_sequence, implementation=self.implementation)
+        layer = weights(draw, shape)
+        for length in (1, 2, 17):
+            x = draw.normal(2, length, shape.channels)
+            assert_close(run(x, *layer), reference.causal_conv1d_sequence(x, *layer))
+
+    def test_sequence_gradients(self):
+        draw = Draw()
+        x, (weight, bias) = draw.normal(2, 9, PLAIN.channels), weights(draw, PLAIN)
+
+        def plain(x, weight, bias):
+            inputs = jnp.pad(x, ((0, 0), (3, 0), (0, 0)))
+            seen = jnp.stack([inputs[:, t : t + 4] for t in range(9)], axis=1)  # [batch, length, width, channels]
+            return jax.nn.silu(jnp.einsum("blwc,cw->blc", seen, weight) + bias)
+
+        def gradients(function):
+            return jax.grad(lambda *v: jnp.sin(function(*v)).sum(), argnums=(0, 1, 2))(*on_device((x, weight, bias)))
+
+        ours = gradients(lambda *v: causal_conv1d_sequence(*v, implementation=self.implementation))
+        for actual, expected in zip(ours, gradients(plain), strict=True):
+            assert_close(actual, expected)
+
+    @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+    @pytest.mark.parametrize("rows", [1, 3])
+    def test_in_place(self, rows, dtype):
+        draw = Draw()
+        layer, store = weights(draw, PLAIN, dtype), np.zeros(windows(draw, PLAIN, 20_000).shape, dtype)
+
+        def run_prefill(store, x, layer, places):
+            return causal_conv1d_prefill(x, *layer, store, **places, implementation=self.implementation)
+
+        x, places = draw.normal(8 * rows, PLAIN.channels, dtype=dtype), packed([8] * rows, [1] * rows, 4, first_slot=3)
+        assert_in_place(run_prefill, store, x, layer, places)
+
+        def run_update(store, x, layer, places):
+            return causal_conv1d_update(x, *layer, store, **places, implementation=self.implementation)
+
+        places = {"read_slot": ints([1] * rows), "write_slot": draw.slots(99, rows, 2)}
+        assert_in_place(run_update, store, draw.normal(rows, 2, PLAIN.channels, dtype=dtype), layer, places)
+
+
+class TestXla(Convolution):
+    implementation = "xla"

@@ -1,0 +1,55 @@
+"""The gated norm against its definition."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from operation_checks import Draw, assert_close, jitted, on_device
+
+from kernels_pallas.gated_norm import gated_rms_norm, reference, shapes
+
+SHAPES = [s.small() for s in shapes.SHAPES]
+
+
+class Norm:
+    """Every implementation of `gated_rms_norm`."""
+
+    implementation: str
+
+    @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+    @pytest.mark.parametrize("norm_before_gate", [False, True])
+    @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
+    def test_equals_definition(self, shape, norm_before_gate, dtype):
+        draw, options = Draw(), {"groups": shape.groups, "eps": 1e-5, "norm_before_gate": norm_before_gate}
+        for lead in [(5,), (2, 3)]:
+            y, z = (draw.normal(*lead, shape.channels, dtype=dtype) for _ in range(2))
+            y[0] *= 1e-3  # where eps counts
+            weight = draw.normal(shape.channels, dtype=dtype)
+            out = jitted(gated_rms_norm, implementation=self.implementation, **options)(y, z, weight)
+            assert out.dtype == dtype
+            assert_close(out, reference.gated_rms_norm(y, z, weight, **options), dtype)
+
+    def test_gradients(self):
+        draw = Draw()
+        inputs = on_device((draw.normal(3, 12), draw.normal(3, 12), draw.normal(12)))
+
+        def plain(y, z, weight):
+            value = (y * z / (1 + jnp.exp(-z))).reshape(3, 2, 6)
+            return (value / jnp.sqrt((value**2).mean(-1, keepdims=True) + 1e-5)).reshape(3, 12) * weight
+
+        def gradients(function):
+            return jax.grad(lambda *v: jnp.sin(function(*v)).sum(), argnums=(0, 1, 2))(*inputs)
+
+        ours = gradients(lambda *v: gated_rms_norm(*v, groups=2, eps=1e-5, implementation=self.implementation))
+        for actual, expected in zip(ours, gradients(plain), strict=True):
+            assert_close(actual, expected)
+
+
+class TestXla(Norm):
+    implementation = "xla"
+
+
+def test_refuses_groups_that_do_not_divide():
+    y = jnp.ones((2, 10))
+    with pytest.raises(ValueError, match="10 heads do not divide into 3 groups"):
+        gated_rms_norm(y, y, jnp.ones(10), groups=3, eps=1e-5)

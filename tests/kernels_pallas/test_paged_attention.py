@@ -1,0 +1,216 @@
+"""Attention against its definition, and what holds for any implementation of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import TypeCheckError
+from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
+
+from kernels_pallas.paged_attention import (
+    attention_sequence,
+    copy_pages,
+    paged_attention,
+    reference,
+    shapes,
+    write_kv,
+)
+
+SHAPES = [s.small() for s in shapes.SHAPES]
+PLAIN = SHAPES[0]
+DTYPES = pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+
+
+def ints(values):
+    return np.array(values, np.int32)
+
+
+def cache(draw, shape, pages, dtype=np.float32):
+    kv = draw.normal(pages, shape.page_size, 2 * shape.kv_heads, shape.head_dim, dtype=dtype)
+    kv[0] = np.nan
+    return kv
+
+
+def table(draw, shape, lengths, width, spare=()):
+    """Pages of rows of these lengths; 0, or a page full of NaN, past their ends."""
+    counts = [-(-length // shape.page_size) for length in lengths]
+    pages = iter(1 + draw.random.permutation(sum(counts)))
+    rows = [[next(pages) for _ in range(count)] + [*spare, *[0] * width][: width - count] for count in counts]
+    return ints(rows), sum(counts) + 1
+
+
+class Attention:
+    """Every implementation of `paged_attention`."""
+
+    implementation: str
+
+    def run(self, *args, scale=0.3, first_key=0, **kwargs):
+        operation = jitted(paged_attention, scale=scale, first_key=first_key, implementation=self.implementation)
+        return operation(*args, **kwargs)
+
+    def check(self, shape, q_len, positions, lengths, block_row, dtype=np.float32, **options):
+        draw = Draw()
+        page_table, bad = table(draw, shape, lengths, width=-(-max(lengths) // shape.page_size) + 2, spare=[0])
+        kv = cache(draw, shape, bad + 1, dtype)
+        page_table[:, -1] = bad  # a live page of somebody else, poisoned
+        kv[bad] = np.nan
+        for row, length in enumerate(lengths):  # so is the tail of the last page
+            if length % shape.page_size:
+                kv[page_table[row, length // shape.page_size], length % shape.page_size :] = np.nan
+        q = draw.normal(len(positions), q_len, shape.q_heads, shape.head_dim, dtype=dtype)
+        places = {"positions": ints(positions), "page_table": page_table, "block_row": ints(block_row)}
+        out = self.run(q, kv, **places, **options)
+        want = reference.paged_attention(q, kv, **places, **{"scale": 0.3, **options})
+        assert out.dtype == dtype
+        assert_close(out, want, dtype)
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
+    def test_prefill_equals_definition(self, shape):
+        # Two blocks of a continued row, a short one of a fresh row, and a block of padding.
+        q_len = 8
+        positions = [[*range(29, 37)], [*range(37, 45)], [0, 1, 2, *[-1] * 5], [-1] * q_len]
+        self.check(shape, q_len, positions, [45, 3], [0, 0, 1, 0])
+
+    @DTYPES
+    def test_decode_equals_definition(self, dtype):
+        positions = [[0, -1], [299, 300], [63, 64], [-1, -1], [15, -1]]
+        self.check(PLAIN, 2, positions, [1, 301, 65, 1, 16], range(5), dtype)
+
+    def test_long_rows(self):
+        self.check(PLAIN, 128, [[*range(128)], [*range(128, 256)], [*range(256, 384)]], [384], [0, 0, 0])
+
+    def test_hidden_first_keys(self):
+        self.check(PLAIN, 3, [[0, 1, 2], [19, 20, 21]], [3, 22], [0, 1], first_key=1)
+
+    def test_a_query_without_keys_gives_zero(self):
+        q, kv = np.ones((1, 2, 2, 4), np.float32), np.full((2, 4, 2, 4), np.nan, np.float32)
+        places = {"positions": ints([[0, -1]]), "page_table": ints([[1]]), "block_row": ints([0])}
+        assert (self.run(q, kv, **places, first_key=1) == 0).all()
+
+    @DTYPES
+    def test_holds_no_copy_of_the_cache(self, dtype):
+        draw = Draw()
+        kv, q = np.zeros((3000, 16, 6, 24), dtype), draw.normal(2, 4, 9, 24, dtype=dtype)
+        places = on_device(
+            {"positions": ints([[5] * 4] * 2), "page_table": ints([[1] * 9] * 2), "block_row": ints([0, 1])}
+        )
+
+        def run(q, kv, places):
+            return paged_attention(q, kv, **places, scale=1.0, implementation=self.implementation)
+
+        memory = jax.jit(run).lower(*on_device((q, kv, places))).compile().memory_analysis()
+        assert memory.temp_size_in_bytes < kv.nbytes / 4
+
+
+class TestXla(Attention):
+    implementation = "xla"
+
+
+class TestXlaAllBlocks(Attention):
+    """The form for other platforms."""
+
+    implementation = "xla_all_blocks"
+
+    test_holds_no_copy_of_the_cache = None  # 16-bit caches are converted on CPU, where this form does not run
+
+
+class Pages:
+    """Every implementation of `write_kv` and `copy_pages`."""
+
+    implementation: str
+
+    @DTYPES
+    def test_write(self, dtype):
+        draw = Draw()
+        kv, k, v = cache(draw, PLAIN, 5, dtype), *(draw.normal(6, PLAIN.kv_heads, PLAIN.head_dim) for _ in range(2))
+        k[1] = v[1] = np.nan
+        places = {"page": ints([2, 0, 4, 4, 1, 2]), "offset": ints([0, 0, 3, 4, 15, 1])}
+        after = jitted(write_kv, implementation=self.implementation)(kv, k, v, **places)
+        assert_same_bits(after, reference.write_kv(kv, k, v, **places))
+
+    @DTYPES
+    def test_copy(self, dtype):
+        # A chain and a swap: what is copied is what was there before.
+        kv = cache(Draw(), PLAIN, 7, dtype)
+        run = jitted(copy_pages, implementation=self.implementation)
+        for source, target in [([1, 2, 0, 4, 5, 0], [2, 3, 0, 5, 4, 6]), ([0, 0], [0, 0]), ([3], [1])]:
+            places = {"source": ints(source), "target": ints(target)}
+            assert_same_bits(run(kv, **places), reference.copy_pages(kv, **places))
+
+    @DTYPES
+    @pytest.mark.parametrize("count", [1, 5])
+    def test_in_place(self, count, dtype):
+        draw = Draw()
+        kv = np.zeros((2000, PLAIN.page_size, 2 * PLAIN.kv_heads, PLAIN.head_dim), dtype)
+        k = draw.normal(count, PLAIN.kv_heads, PLAIN.head_dim, dtype=dtype)
+        some = draw.slots(9, count)
+
+        def write(kv, k, page, offset):
+            return write_kv(kv, k, k, page=page, offset=offset, implementation=self.implementation)
+
+        def copy(kv, source, target):
+            return copy_pages(kv, source=source, target=target, implementation=self.implementation)
+
+        assert_in_place(write, kv, k, some, some)
+        assert_in_place(copy, kv, some, some + 100)
+
+
+class TestXlaPages(Pages):
+    implementation = "xla"
+
+
+class Sequence:
+    """Every implementation of `attention_sequence`."""
+
+    implementation: str
+
+    def inputs(self, shape, length):
+        draw = Draw(length)
+        heads = (shape.q_heads, shape.kv_heads, shape.kv_heads)
+        return [draw.normal(2, length, n, shape.head_dim) for n in heads]
+
+    @pytest.mark.parametrize("shape", SHAPES[3:], ids=lambda s: s.name)
+    @pytest.mark.parametrize("length", [1, 5, 128, 150])
+    def test_equals_definition(self, shape, length):
+        q, k, v = self.inputs(shape, length)
+        out = jitted(attention_sequence, scale=0.3, implementation=self.implementation)(q, k, v)
+        assert_close(out, reference.attention_sequence(q, k, v, scale=0.3))
+
+    def test_gradients(self):
+        q, k, v = on_device(self.inputs(PLAIN, 140))
+
+        def plain(q, k, v):
+            repeats = q.shape[2] // k.shape[2]
+            k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
+            scores = 0.3 * jnp.einsum("bqhd,bkhd->bhqk", q, k)
+            scores = jnp.where(jnp.tril(jnp.ones(scores.shape[2:], bool)), scores, -jnp.inf)
+            return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+        def gradients(function):
+            return jax.jit(jax.grad(lambda *x: jnp.sin(function(*x)).sum(), argnums=(0, 1, 2)))(q, k, v)
+
+        ours = gradients(lambda *x: attention_sequence(*x, scale=0.3, implementation=self.implementation))
+        for actual, expected in zip(ours, gradients(plain), strict=True):
+            assert_close(actual, expected, tolerance=1e-4)
+
+    def test_holds_no_table_of_all_scores(self):
+        q, k, v = on_device(self.inputs(PLAIN, 1500))
+
+        def loss(q, k, v):
+            return attention_sequence(q, k, v, scale=0.3, implementation=self.implementation).sum()
+
+        memory = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile().memory_analysis()
+        assert memory.temp_size_in_bytes < 4 * q.shape[0] * q.shape[2] * 1500 * 1500 / 2
+
+
+class TestXlaSequence(Sequence):
+    implementation = "xla"
+
+
+def test_refuses_heads_that_do_not_fit():
+    q, kv = jnp.ones((1, 1, 5, 4)), jnp.ones((2, 4, 4, 4))
+    places = on_device({"positions": ints([[0]]), "page_table": ints([[1]]), "block_row": ints([0])})
+    with pytest.raises(ValueError, match="5 heads do not divide into 2 groups"):
+        paged_attention(q, kv, **places, scale=1.0)
+    with pytest.raises((ValueError, TypeCheckError), match="kv"):
+        write_kv(kv, jnp.ones((1, 3, 4)), jnp.ones((1, 3, 4)), page=places["block_row"], offset=places["block_row"])
