@@ -12,6 +12,7 @@ from kernels_pallas.slots import load
 
 F32 = jnp.float32
 PART = 1 << 18  # weights multiplied at a time on CPU
+FEWEST, MOST = 8, 128  # tokens in a block on CPU; fewer than these 8 cost as much
 
 
 @jax.custom_vjp
@@ -68,7 +69,13 @@ def _multiply_by_blocks(x, w, group_sizes, transposed):
 
         def multiply():
             rows, weight = lax.dynamic_slice_in_dim(x, start, size), load(w, expert * parts + i % parts)
-            product = jnp.einsum("ti,io->to" if transposed else "ti,oi->to", rows, weight, preferred_element_type=F32)
+            if size == FEWEST and not transposed:  # few rows: weight first, as in `kernels_pallas.linear`
+                columns = lax.optimization_barrier(rows.T)
+                product = jnp.einsum("oi,it->ot", weight, columns, preferred_element_type=F32)
+                product = lax.optimization_barrier(product).T
+            else:
+                spec = "ti,io->to" if transposed else "ti,oi->to"
+                product = jnp.einsum(spec, rows, weight, preferred_element_type=F32)
             return jnp.where(there[:, None], product, 0)
 
         # Always true, but the compiler cannot know: it would otherwise convert 16-bit weights of all experts at once.
@@ -105,8 +112,8 @@ def _blocks(tokens, group_sizes):
     which of its tokens are the expert's.
     """
     experts = group_sizes.shape[0]
-    size = 8  # fewer rows cost as much
-    while size < 128 and size * experts < tokens:
+    size = FEWEST
+    while size < MOST and size * experts < tokens:
         size *= 2
     ends = jnp.cumsum(group_sizes)
     each = (group_sizes + size - 1) // size

@@ -38,7 +38,7 @@ class Norm:
             return (value / jnp.sqrt((value**2).mean(-1, keepdims=True) + 1e-5)).reshape(3, 12) * weight
 
         def gradients(function):
-            return jax.grad(lambda *v: jnp.sin(function(*v)).sum(), argnums=(0, 1, 2))(*inputs)
+            return jax.jit(jax.grad(lambda *v: jnp.sin(function(*v)).sum(), argnums=(0, 1, 2)))(*inputs)
 
         ours = gradients(lambda *v: gated_rms_norm(*v, groups=2, eps=1e-5, implementation=self.implementation))
         for actual, expected in zip(ours, gradients(plain), strict=True):

@@ -131,7 +131,7 @@ class Scan:
         assert_close(after[1:], want[1:])
 
     @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-    @pytest.mark.parametrize("shape", [SHAPES[0], ODD, SHAPES[-1]], ids=lambda s: s.name)
+    @pytest.mark.parametrize("shape", [ODD, SHAPES[-1]], ids=lambda s: s.name)
     def test_in_place(self, shape, dtype):
         draw = Draw()
         inputs = layer(draw, shape, 2, shape.tile_size, dtype=dtype)
