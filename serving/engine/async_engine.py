@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,14 +26,18 @@ class EngineStopped(RuntimeError):
 class _Stream:
     """Outputs on their way from the engine's thread to one asyncio task."""
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, live: bool) -> None:
+        self.live = live
+        self.loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
 
     def put(self, item: RequestOutput | Exception) -> None:
         """From the engine's thread."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+        _deliver(self.loop, [(self, item)])
+
+    def put_nowait(self, item: RequestOutput | Exception) -> None:
+        """From the loop's own thread."""
+        self._items.put_nowait(item)
 
     async def get(self) -> RequestOutput:
         item = await self._items.get()
@@ -57,6 +62,8 @@ class AsyncEngine:
         self._streams: dict[str, _Stream] = {}
         self._ids = itertools.count()
         self._stopped: Exception | None = None
+        self._gate = threading.Lock()
+        """Held while a command is queued, and while the engine closes the queue: no command is ever forgotten."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -68,18 +75,19 @@ class AsyncEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        live: bool = True,
     ) -> AsyncIterator[RequestOutput]:
         """Completes one prompt, yielding the output as it grows; the last one is finished.
 
         Each output is a copy that later ones do not change. Leaving the iteration early, by `break`, cancellation or
-        an error, aborts the request.
+        an error, aborts the request. Without `live` only the finished output is yielded, which costs the engine less.
 
         Raises:
             RequestError: the request cannot be served as asked.
             EngineStopped: the engine has stopped.
         """
         name = request_id if request_id is not None else f"async-{next(self._ids)}"
-        stream = _Stream()
+        stream = _Stream(live)
 
         def add() -> None:
             if name in self._streams:
@@ -87,7 +95,7 @@ class AsyncEngine:
                 return
             try:
                 self._engine.add_request(
-                    name, prompt, sampling_params, priority=priority, cache_salt=cache_salt, live_text=True
+                    name, prompt, sampling_params, priority=priority, cache_salt=cache_salt, live_text=live
                 )
             except Exception as error:
                 stream.put(error)
@@ -113,16 +121,34 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
 
+        def settle(value: Any, error: Exception | None) -> None:
+            if result.done():  # the caller has gone
+                return
+            if error is None:
+                result.set_result(value)
+            else:
+                result.set_exception(error)
+
         def run() -> None:
+            value, failure = None, None
             try:
                 value = function(self._engine)
             except Exception as error:
-                loop.call_soon_threadsafe(result.set_exception, error)
-            else:
-                loop.call_soon_threadsafe(result.set_result, value)
+                failure = error
+            _tell(loop, lambda: settle(value, failure))
 
         self._submit(run)
         return await result
+
+    @property
+    def running(self) -> bool:
+        """Whether requests can be served. False after `shutdown`, and after a failure that was not going away."""
+        return self._stopped is None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, for what never changes while it runs (tokenizer, limits). For all else there is `call`."""
+        return self._engine
 
     def shutdown(self) -> None:
         """Stops the thread; iterations in progress raise `EngineStopped`."""
@@ -132,22 +158,26 @@ class AsyncEngine:
     # -- on the engine's thread --
 
     def _submit(self, command: Callable[[], None], quietly: bool = False) -> None:
-        if self._stopped is not None:
-            if quietly:
-                return
-            raise EngineStopped(str(self._stopped))
-        self._commands.put(command)
+        with self._gate:
+            if self._stopped is None:
+                self._commands.put(command)
+            elif not quietly:
+                raise EngineStopped(str(self._stopped))
 
     def _run(self) -> None:
         reason: Exception = EngineStopped("the engine has been shut down")
         try:
             while self._take_commands():
-                for output in self._engine.step():
-                    self._publish(output)
+                self._publish(self._engine.step())
         except Exception as error:
             log.exception("the engine has failed")
             reason = EngineStopped(f"the engine has failed: {error}")
-        self._stopped = reason
+        with self._gate:
+            self._stopped = reason
+        while not self._commands.empty():  # queued before the gate closed: answered below, or harmless
+            command = self._commands.get()
+            if command is not None:
+                command()
         for stream in self._streams.values():
             stream.put(reason)
         self._streams.clear()
@@ -164,23 +194,44 @@ class AsyncEngine:
                 return False
             command()
 
-    def _publish(self, output: RequestOutput) -> None:
-        stream = self._streams.get(output.request_id)
-        if stream is not None:
-            stream.put(_copy(output))
+    def _publish(self, outputs: Sequence[RequestOutput]) -> None:
+        """Hands a step's outputs to their readers, waking each event loop once a step."""
+        letters: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput | Exception]]] = {}
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None or not (stream.live or output.finished):
+                continue
+            # Nothing changes a finished output any more.
+            letters.setdefault(stream.loop, []).append((stream, output if output.finished else _copy(output)))
             if output.finished:
                 del self._streams[output.request_id]
+        for loop, items in letters.items():
+            _deliver(loop, items)
 
     def _abort(self, request_id: str) -> None:
         output = self._engine.abort(request_id)
         if output is not None:
-            self._publish(output)
+            self._publish([output])
 
     def _forget(self, name: str, stream: _Stream) -> None:
         """The reader has gone. By now the id may belong to somebody else."""
         if self._streams.get(name) is stream:
             del self._streams[name]
             self._engine.abort(name)
+
+
+def _deliver(loop: asyncio.AbstractEventLoop, items: Sequence[tuple[_Stream, RequestOutput | Exception]]) -> None:
+    def put() -> None:
+        for stream, item in items:
+            stream.put_nowait(item)
+
+    _tell(loop, put)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    # A loop may close at any moment; then nobody is left to listen.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback)
 
 
 def _copy(output: RequestOutput) -> RequestOutput:
