@@ -4,6 +4,7 @@ from serving.core.config import CacheMode, SchedulerConfig
 from serving.core.plan import DecodeRow, Emitted, PrefillRow, StepPlan, StepResult
 from serving.core.policy import CachePolicy, Kind
 from serving.core.reasons import ConfigError, FinishReason, MissReason, RequestRefused
+from serving.core.remote import Hold, Load, RemoteState
 from serving.core.request import Request, Status
 from serving.core.scheduler import Scheduler
 
@@ -14,9 +15,12 @@ __all__ = [
     "DecodeRow",
     "Emitted",
     "FinishReason",
+    "Hold",
     "Kind",
+    "Load",
     "MissReason",
     "PrefillRow",
+    "RemoteState",
     "Request",
     "RequestRefused",
     "Scheduler",

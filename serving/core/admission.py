@@ -6,6 +6,7 @@ from serving.core.plan import Fate, StepPlan
 from serving.core.prefill_planning import plan_catch_up
 from serving.core.prefix_tree import Match
 from serving.core.reasons import MissReason, RequestRefused
+from serving.core.remote import forsake_remote, reserve, spares_remote
 from serving.core.request import Request
 
 _LOOK_AGAIN = 8
@@ -71,6 +72,10 @@ def _seat(host: HostState, request: Request, plan: StepPlan, budget: Budget) -> 
     if cramped and plan.step < request.retry_at:
         return False
     match = _find(host, request)
+    if spares_remote(request, match):
+        forsake_remote(host, request)
+    elif request.remote is not None:
+        return reserve(host, request, match)
     _take_hit(host, request, match)
     if cramped and budget.tokens < len(request.tokens) - request.num_computed:
         # A crumb of a chunk is worth less than what a later step may find in the cache. Looking is not free either.

@@ -4,6 +4,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from serving.core.config import SchedulerConfig
 from serving.core.plan import DecodeRow, Fate, Row, StepPlan
@@ -12,6 +13,9 @@ from serving.core.pools import PagePool, SlotPool
 from serving.core.prefix_index import PrefixIndex
 from serving.core.request import Request, RowState, Status
 from serving.core.stats import Stats
+
+if TYPE_CHECKING:
+    from serving.core.remote import Load, RemoteState
 
 _ORDER = attrgetter("order")
 
@@ -37,6 +41,10 @@ class HostState:
         """Planned, or being planned, and not yet dispatched."""
         self.unsettled: deque[StepPlan] = deque()
         """Dispatched, oldest first."""
+        self.loads: list[Load] = []
+        """Begun since the engine last asked."""
+        self.spared: list[RemoteState] = []
+        """No longer wanted by their requests, since the engine last asked."""
         self.width = 1 + config.num_speculative_tokens
         """Slots that a row owns."""
         self.slots: SlotPool
@@ -229,6 +237,10 @@ class HostState:
         request.row_id = request.num_computed = request.num_published = request.num_sampling_steps = 0
         request.shared_page = -1
         request.retry_above, request.retry_at = -1, 0
+        request.seat_due = False
+        if request.load is not None:
+            self.spared.append(request.load.remote)
+            request.load = request.remote = None
 
     def check(self, *, idle: bool = False) -> None:
         """Raise `AssertionError` unless every slot, page and seat is accounted for; `idle`: and none is in use."""

@@ -9,6 +9,7 @@ from serving.core.reasons import FinishReason, MissReason
 if TYPE_CHECKING:
     from serving.core.plan import Row
     from serving.core.prefix_index import Node
+    from serving.core.remote import Load, RemoteState
 
 
 class Status(IntEnum):
@@ -51,9 +52,11 @@ class Request:
         "cache_salt",
         "counted",
         "draft_tokens",
+        "export",
         "finish_reason",
         "flights",
         "fork_of",
+        "load",
         "lockstep",
         "max_tokens",
         "max_total",
@@ -71,11 +74,13 @@ class Request:
         "prompt_done",
         "prompt_len",
         "prompt_logprobs",
+        "remote",
         "request_id",
         "retry_above",
         "retry_at",
         "row_id",
         "sampling",
+        "seat_due",
         "shared_page",
         "state",
         "status",
@@ -123,6 +128,10 @@ class Request:
         """For the engine: whatever it keeps beside the request."""
         self.draft_tokens: Sequence[int] | None = None
         """For the engine: drafts made on the host for the next step (a lockstep request only)."""
+        self.remote: RemoteState | None = None
+        """Another worker has computed the prompt; see `remote`. None again once it has arrived, or will not."""
+        self.export: Any = None
+        """For the engine: whom to give the state at the prompt's end."""
 
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
@@ -162,6 +171,10 @@ class Request:
         """Positions at which a prefill chunk must end, ascending."""
         self.flights: list[Row] = []
         """Its rows in steps that have not settled, oldest first."""
+        self.load: Load | None = None
+        """It has its seat and waits for a remote state: no step has a row of it."""
+        self.seat_due = False
+        """Its state has arrived, and no step has told the device yet who sits there."""
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -16,11 +16,12 @@ from serving.core.budget import Budget
 from serving.core.config import SchedulerConfig
 from serving.core.decode_planning import plan_decode
 from serving.core.host_state import DraftsFor, HostState
-from serving.core.plan import Emitted, Fate, StepPlan, StepResult
+from serving.core.plan import DecodeRow, Emitted, Fate, PrefillRow, StepPlan, StepResult
 from serving.core.policy import CachePolicy
 from serving.core.prefill_planning import plan_catch_up
 from serving.core.publication import after_dispatch
 from serving.core.reasons import FinishReason, RequestRefused
+from serving.core.remote import Hold, Load, RemoteState, arrived, hold, hold_is_valid, lost, release_hold
 from serving.core.request import Request, Status
 from serving.core.settlement import finish, settle
 
@@ -110,8 +111,11 @@ class Scheduler:
         if decoding < len(running) or host.waiting:
             budget.grant_share()
             for request in running:
-                if not request.num_sampling_steps and request.status is Status.RUNNING:
-                    plan_catch_up(host, request, plan, budget, preempting=True)
+                if request.num_sampling_steps or request.status is not Status.RUNNING or request.load is not None:
+                    continue
+                if plan_catch_up(host, request, plan, budget, preempting=True) and request.seat_due:
+                    request.seat_due = False
+                    plan.seats.append(request)
             if host.waiting:
                 admit(host, plan, budget)
         if not plan.decode and not plan.prefill:
@@ -196,6 +200,38 @@ class Scheduler:
             host.enqueue(request)
         host.new_pools()
         host.stats.resets += 1
+
+    # -- states from and for other workers; see `remote` --
+
+    def take_loads(self) -> list[Load]:
+        """Requests that began to wait for a remote state since the last call. Some may wait no more: see `valid`."""
+        loads, self.host.loads = self.host.loads, []
+        return loads
+
+    def take_spared(self) -> list[RemoteState]:
+        """Remote states that their requests, since the last call, turned out not to need (any more)."""
+        spared, self.host.spared = self.host.spared, []
+        return spared
+
+    def arrived(self, load: Load) -> None:
+        """The program that writes a load into its slot and pages is in the device's queue: the request goes on."""
+        arrived(self.host, load)
+
+    def lost(self, load: Load) -> None:
+        """A load will not arrive: the request computes its prompt here. Nothing happens if it waits no more."""
+        lost(self.host, load)
+
+    def hold(self, row: DecodeRow | PrefillRow) -> Hold:
+        """Keep the state and the pages at the end of a row whose step was just dispatched, until `release_hold`."""
+        return hold(self.host, row)
+
+    def hold_is_valid(self, held: Hold) -> bool:
+        """Whether what is held is still there: it goes with the store."""
+        return hold_is_valid(self.host, held)
+
+    def release_hold(self, held: Hold) -> None:
+        """Let go of it, once."""
+        release_hold(self.host, held)
 
     # -- accounts --
 

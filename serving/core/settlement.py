@@ -6,6 +6,7 @@ from serving.core.host_state import HostState, writes
 from serving.core.plan import DecodeRow, Emitted, Fate, Row, StepPlan, StepResult
 from serving.core.publication import after_settle
 from serving.core.reasons import FinishReason
+from serving.core.remote import forsake_remote
 from serving.core.request import Request, Status
 
 
@@ -112,6 +113,7 @@ def append(request: Request, tokens: Sequence[int]) -> tuple[Sequence[int], Fini
 def finish(host: HostState, request: Request, reason: FinishReason) -> None:
     """End a request wherever it is, at any moment: nothing of it stays in use, nothing it has under way counts."""
     host.leave(request)
+    forsake_remote(host, request)
     if request.status is Status.RUNNING:
         pending = host.pending
         if pending is not None and request.flights and request.flights[-1].step == pending.step:

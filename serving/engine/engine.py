@@ -10,7 +10,7 @@ from typing import Any
 
 from checkpoints.tokenizer import Tokenizer
 from mamba_jax.batch import SeatBatch
-from serving.core import Emitted, FinishReason, Request, RequestRefused, StepPlan
+from serving.core import Emitted, FinishReason, RemoteState, Request, RequestRefused, StepPlan
 from serving.engine.batching import BatchBuilder
 from serving.engine.loop import Lines, Settled, StepLoop
 from serving.engine.output import Choice, CompletionOutput, RequestMetrics, RequestOutput, token_logprobs
@@ -88,6 +88,8 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         live_text: bool = False,
+        remote: RemoteState | None = None,
+        export: Any = None,
     ) -> RequestOutput:
         """Queues a request. The output that comes back is filled in by later steps.
 
@@ -98,6 +100,8 @@ class Engine:
             priority: smaller is served first.
             cache_salt: requests share cached prefixes only with those of the same salt.
             live_text: keep `text` up to date after each step, not only at the end.
+            remote: another worker has computed the prompt. Ignored where prompt log-probabilities are asked for.
+            export: for `StepLoop.neighbour`: gets the state at the prompt's end.
 
         Raises:
             RequestError: the request cannot be served as asked. Nothing was kept of it.
@@ -126,6 +130,10 @@ class Engine:
                 for member in parent.members:
                     self.loop.scheduler.abort(member.request_id)
                 raise RequestError(str(error), retry=error.retry) from None
+        first = parent.members[0]
+        first.export = export
+        if remote is not None and not first.prompt_logprobs:
+            first.remote = remote
         self._parents[request_id] = parent
         return output
 

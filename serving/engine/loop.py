@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -107,6 +108,23 @@ class _Flight:
     prefill: StepOutput | None
 
 
+class Neighbour(Protocol):
+    """Exchanges states with other workers; called by the loop, on its thread."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has something to do though no request has."""
+        ...
+
+    def exchange(self, loop: StepLoop) -> None:
+        """Before a step is planned, and once more after: may take what has arrived into the store."""
+        ...
+
+    def dispatched(self, loop: StepLoop, plan: StepPlan) -> None:
+        """A step is in the device's queue; nothing that it wrote is in anybody else's hands yet."""
+        ...
+
+
 class StepLoop:
     """Runs the scheduler's plans on the device.
 
@@ -135,6 +153,8 @@ class StepLoop:
         self.stats = LoopStats()
         self.fault: Callable[[StepPlan], None] | None = None
         """For tests: called after a step's programs have been dispatched; may raise as a failing device would."""
+        self.neighbour: Neighbour | None = None
+        """For the split of prefill and decode over workers."""
         self._make_store, self._make_rows = make_store, make_rows
         self._seat_batch = seat_batch
         self._wants_logprobs, self._wants_prompt_logprobs = wants_logprobs, wants_prompt_logprobs
@@ -147,12 +167,21 @@ class StepLoop:
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return self._flight is not None or self.scheduler.has_unfinished
+        if self._flight is not None or self.scheduler.has_unfinished:
+            return True
+        return self.neighbour is not None and self.neighbour.busy
 
     @property
     def store(self) -> Store | None:
         """The store as it is now; the next step takes it. None after a failure, until the next step."""
         return self._store
+
+    def replace_store(self, change: Callable[[Store], Store]) -> None:
+        """Dispatch a program over the store that no step knows of. If it raises, the store counts as lost."""
+        if self._store is None or self._rows is None:
+            self._store, self._rows = self._make_store(), self._make_rows()
+        store, self._store = self._store, None
+        self._store = change(store)
 
     def warm_up(self, vocab_size: int, progress: Callable[[], None] | None = None) -> None:
         """Compile every program that any later step can need."""
@@ -179,9 +208,13 @@ class StepLoop:
         """
         before, self._flight = self._flight, None
         try:
+            if self.neighbour is not None:
+                self.neighbour.exchange(self)
             plan = self._plan()
             if plan is not None:
                 self._flight = self._dispatch(plan)
+            if self.neighbour is not None:
+                self.neighbour.exchange(self)
             settled = None if before is None else self._settle(before)
             self._failed_in_a_row = 0 if settled else self._failed_in_a_row
             return settled
@@ -232,6 +265,8 @@ class StepLoop:
             self.fault(plan)
         done = time.perf_counter()
         self.scheduler.dispatched(plan)
+        if self.neighbour is not None:
+            self.neighbour.dispatched(self, plan)
         self.stats.steps += 1
         self.stats.dispatch_seconds += done - built
         self.stats.plan_seconds += built - begin + time.perf_counter() - done
