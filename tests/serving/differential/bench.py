@@ -54,7 +54,7 @@ def _config(pattern: str, **fields) -> HybridConfig:
 
 CONFIGS = {
     # The kinds of layers of NemotronH, of plain Mamba2, and of FalconH1: apart, without attention, side by side.
-    "nemotronh": _config("M*-M", attention=_ATTENTION, mlp=_MLP),
+    "nemotronh": _config("M*-M", attention=_ATTENTION, mlp=_MLP, mtp_pattern="*-"),
     "mamba2": _config("MMM"),
     "falconh1": _config(
         "P-P",
@@ -68,7 +68,7 @@ CONFIGS = {
 
 SMALLEST = "smallest"
 """The model of the planted faults, each of which needs programs of its own."""
-_SMALLEST = _config("M*", attention=_ATTENTION)
+_SMALLEST = _config("M*", attention=_ATTENTION, mtp_pattern="*")
 
 TAGGED = {"nemotronh": (False, True), "mamba2": (True,), "falconh1": (False,)}
 """Whether a model's stores have tags (`debug_state`): with tags, programs are others."""

@@ -8,9 +8,12 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from serving.engine.loop import PlanError
 from serving.engine.sampling_params import SamplingParams
 from tests.serving.differential.bench import LONGEST, MAX_LEN, TAGGED, TILE, VOCAB, Bench, Line, bench
+from tests.serving.differential.drafting import COUNTS, SPARE_SLOTS, Drafting, Watch, drafters, tally
 
 TIE = 1e-4
 """Where the reference's best two tokens are closer than this, float32 may choose either."""
@@ -19,6 +22,7 @@ TOLERANCE = 1e-4
 PREFIXES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 48, 49)
 TAILS = (0, 0, 1, 3, 10)
 MODELS = ("nemotronh", "nemotronh", "mamba2", "falconh1")
+DRAFTING_MODELS = ("nemotronh", "nemotronh", "falconh1")
 
 
 class Divergence(AssertionError):
@@ -57,19 +61,23 @@ class Trace:
     """Steps whose device fails once they are dispatched."""
     withdrawn: set[int]
     """Steps that cannot be turned into arrays, and are withdrawn."""
+    drafting: dict[str, Drafting] | None = None
+    """How each request drafts; None: this trace knows no drafts."""
+    lost_slots: int = 0
+    """Slots that nobody can have, so that second sets and checkpoints run short."""
     met: Counter = field(default_factory=Counter)
 
 
-def draw(seed: int) -> Trace:
+def draw(seed: int, *, drafts: bool = False) -> Trace:
     """The trace of a seed; makes reference outputs that nobody has asked for before."""
     rng = random.Random(seed)
-    model = rng.choice(MODELS)
+    model = rng.choice(DRAFTING_MODELS if drafts else MODELS)
     on = bench(model)
     block = rng.choice([TILE, 2 * TILE, 2 * TILE, 4 * TILE])
     flags = {
         "state_block_size": block,
         "max_num_batched_tokens": rng.choice([12, 16, 24, 40, 64, MAX_LEN]),
-        "debug_state": rng.choice(TAGGED[model]),
+        "debug_state": (drafts and model == "nemotronh") or (not drafts and rng.choice(TAGGED[model])),
     }
     if rng.random() < 0.1:
         flags["enable_chunked_prefill"] = False
@@ -83,7 +91,7 @@ def draw(seed: int) -> Trace:
         asks.append(_ask(rng, on, f"{number}", prompt, arrival))
         arrival += rng.randrange(spread + 1)
     length = arrival + 20
-    return Trace(
+    trace = Trace(
         seed=seed,
         model=model,
         flags=flags,
@@ -92,6 +100,13 @@ def draw(seed: int) -> Trace:
         failing=set(rng.sample(range(1, length), rng.choice([0, 0, 0, 1, 2]))),
         withdrawn=set(rng.sample(range(1, length), rng.choice([0, 0, 1, 2]))),
     )
+    if drafts:
+        sources = drafters(model).sources
+        trace.drafting = {
+            ask.name: Drafting(rng.choice(sources), rng.choice(COUNTS), rng.randrange(1 << 30)) for ask in asks
+        }
+        trace.lost_slots = rng.choice([0, SPARE_SLOTS // 2, SPARE_SLOTS - 6])
+    return trace
 
 
 def _prompt(rng: random.Random, on: Bench) -> tuple[int, ...]:
@@ -144,12 +159,18 @@ def _ask(rng: random.Random, on: Bench, name: str, prompt: tuple[int, ...], arri
     )
 
 
-def run_trace(seed: int) -> Counter:
+def run_trace(seed: int, *, drafts: bool = False) -> Counter:
     """Run the trace of a seed; returns what it met, `cut` (comparisons cut short by a near-tie) among it."""
-    trace = draw(seed)
-    on = bench(trace.model)
-    engine = on.engine(trace.mode, **trace.flags)
+    trace = draw(seed, drafts=drafts)
+    watch = None
+    if trace.drafting is None:
+        engine = bench(trace.model).engine(trace.mode, **trace.flags)
+    else:
+        engine = drafters(trace.model).engine(trace.mode, trace.drafting, _scripts(trace), **trace.flags)
+        watch = Watch(drafters(trace.model), trace.drafting)
     loop = engine.loop
+    pool = loop.scheduler.host.slots
+    lost = [pool.take() for _ in range(trace.lost_slots)]
     _break(loop, trace)
     outputs: dict[str, object] = {}
     left = list(trace.asks)
@@ -175,20 +196,47 @@ def run_trace(seed: int) -> Counter:
             engine.step()
         except PlanError:
             trace.met["withdrawn"] += 1
+        if watch is not None:
+            watch.look(loop)
         loop.scheduler.check()
     else:
         raise AssertionError("the engine does not come to an end")
+    for slot in lost:
+        pool.release(slot)  # (after a failure, of a pool that is gone)
     loop.scheduler.check(idle=True)
     for ask in trace.asks:
         _judge(trace, ask, outputs[ask.name])
+    if watch is not None and trace.drafting is not None:
+        tally(trace.met, trace.drafting, outputs)
+        trace.met["layer"] += watch.count
+        if wrong := watch.wrong():
+            raise Divergence(f"seed {trace.seed} ({trace.model}, {trace.mode}, {trace.flags}): {wrong[0]}")
     stats = loop.scheduler.stats()
-    for name in ("preemptions", "states_evicted", "pages_evicted", "page_copies", "full_hits", "cached_tokens"):
+    for name in (
+        "preemptions",
+        "states_evicted",
+        "pages_evicted",
+        "page_copies",
+        "full_hits",
+        "cached_tokens",
+        "drafts_cut",
+    ):
         trace.met[name] += stats[name]
     trace.met["failures"] += loop.stats.failures
     trace.met[trace.mode] += 1
     trace.met[trace.model] += 1
     trace.met["debug"] += trace.flags["debug_state"]
     return trace.met
+
+
+def _scripts(trace: Trace) -> dict[str, np.ndarray]:
+    """What the drafts of each choice would be, by its request id."""
+    assert trace.drafting is not None
+    return {
+        f"{ask.name}#{i}" if i else ask.name: trace.drafting[ask.name].script(ask.prompt, line)
+        for ask in trace.asks
+        for i, line in enumerate(ask.expected)
+    }
 
 
 def _break(loop, trace: Trace) -> None:
