@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -33,7 +34,7 @@ MOST = 5
 FLAGS = {"num_speculative_tokens": MOST, "num_slots": 1 + ROWS * 2 * (1 + MOST), "num_pages": 13}
 SPARE_SLOTS = ROWS * (2 * (1 + MOST) - 1)
 SOURCES = ("mtp", "ngram", "right", "wrong", "mixed", "gaps")
-"""The last four are scripts: drafts that are all right, all wrong, right and then wrong, and right but often missing."""
+"""The last four are scripts: drafts all right, all wrong, right and then wrong, right but often missing."""
 COUNTS: tuple[int | None, ...] = (0, 1, 3, MOST, None)
 """Drafts of a request's steps; None: another number each time."""
 TIE = 1e-4
@@ -92,8 +93,8 @@ class Drafting:
     seed: int
     """Of numbers that vary, and of what a script spoils."""
 
-    def script(self, prompt: tuple[int, ...], line: Line) -> np.ndarray:
-        """Drafts for each place of the sequence; -1 = none."""
+    def script(self, prompt: Sequence[int], line: Line) -> np.ndarray:
+        """Drafts for each place of the sequence that a plain run has said; -1 = none."""
         said = np.array(line.tokens, np.int32)
         rng = np.random.default_rng(self.seed)
         wrong = (said + rng.integers(1, VOCAB, len(said))) % VOCAB
@@ -128,7 +129,7 @@ class Drafters:
         self, mode: str, drafting: dict[str, Drafting], scripts: dict[str, np.ndarray], *, programs=None, **flags
     ):
         """An engine whose requests draft as `drafting` says (by request) and `scripts` have it (by choice)."""
-        with mock.patch.object(build, "draft_source", lambda *_: self.source):
+        with mock.patch.object(build, "draft_source", return_value=self.source):
             engine = self.on.engine(mode, programs=programs or self.programs, **(FLAGS | flags))
         loop = engine.loop
         seat_batch, rngs = loop._seat_batch, {name: random.Random(each.seed) for name, each in drafting.items()}
@@ -202,7 +203,7 @@ class Watch:
             if newest >= min(len(request.tokens), request.max_total - 1):
                 continue  # the last token (which has no page), what comes after a stop, or an aborted request
             table = said.setdefault(request.request_id, self._drafters.layer(request.tokens))[newest]
-            if not (0 <= draft and table.max() - table[draft] < TIE):
+            if not (draft >= 0 and table.max() - table[draft] < TIE):
                 found.append(f"request {request.request_id}: draft {draft} after token {newest}, not {table.argmax()}")
         return found
 

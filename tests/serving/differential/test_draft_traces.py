@@ -17,8 +17,8 @@ SYMBOLIC_PER_TRACE = 250
 
 REACHED = (
     "none", "align", "all", *DRAFTING_MODELS, "aborted", "withdrawn", "failures", "preemptions", "states_evicted",
-    "pages_evicted", "page_copies", "full_hits", "cached_tokens", "prompt_logprobs", "layer", "accepted ngram", "drafts_cut",
-    *(f"drafted {source}" for source in SOURCES), *(f"K {count}" for count in COUNTS),
+    "pages_evicted", "page_copies", "full_hits", "cached_tokens", "prompt_logprobs", "layer", "drafts_cut",
+    "accepted ngram", *(f"drafted {source}" for source in SOURCES), *(f"K {count}" for count in COUNTS),
 )  # fmt: skip
 
 

@@ -22,6 +22,9 @@ TOLERANCE = 1e-4
 PREFIXES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 48, 49)
 TAILS = (0, 0, 1, 3, 10)
 MODELS = ("nemotronh", "nemotronh", "mamba2", "falconh1")
+COUNTED = (
+    "preemptions", "states_evicted", "pages_evicted", "page_copies", "full_hits", "cached_tokens", "drafts_cut"
+)  # fmt: skip
 DRAFTING_MODELS = ("nemotronh", "nemotronh", "falconh1")
 
 
@@ -212,15 +215,7 @@ def run_trace(seed: int, *, drafts: bool = False) -> Counter:
         if wrong := watch.wrong():
             raise Divergence(f"seed {trace.seed} ({trace.model}, {trace.mode}, {trace.flags}): {wrong[0]}")
     stats = loop.scheduler.stats()
-    for name in (
-        "preemptions",
-        "states_evicted",
-        "pages_evicted",
-        "page_copies",
-        "full_hits",
-        "cached_tokens",
-        "drafts_cut",
-    ):
+    for name in COUNTED:
         trace.met[name] += stats[name]
     trace.met["failures"] += loop.stats.failures
     trace.met[trace.mode] += 1
