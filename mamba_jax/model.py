@@ -20,6 +20,7 @@ from mamba_jax.modules.basic import RMSNorm, Weight, normal, scaled
 from mamba_jax.modules.blocks import Block
 from mamba_jax.modules.mtp import MTP
 from mamba_jax.modules.shared import SharedBlock, SharedUse
+from mamba_jax.sharding.axis import same_everywhere
 from mamba_jax.store import MambaSlots, Store
 
 
@@ -64,7 +65,7 @@ class HybridModel(nnx.Module):
 
     def embedded(self, tokens: Int[Array, " T"]) -> Float[Array, "T hidden"]:
         """The embeddings of tokens, as the first sublayer sees them."""
-        rows = jnp.take(self.embed.weight[...], tokens, axis=0, mode="clip")
+        rows = same_everywhere(jnp.take(self.embed.weight[...], tokens, axis=0, mode="clip"))
         return scaled(rows, self.config.embedding_multiplier)
 
     @overload
@@ -129,7 +130,8 @@ class HybridModel(nnx.Module):
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         """Logits (float32) from hidden states after the final norm."""
         head = self.embed if self.lm_head is None else self.lm_head
-        return scaled(linear(hidden, head.weight[...], out_dtype=jnp.float32), self.config.logits_multiplier)
+        logits = same_everywhere(linear(hidden, head.weight[...], out_dtype=jnp.float32))
+        return scaled(logits, self.config.logits_multiplier)
 
     @classmethod
     def abstract(cls, config: HybridConfig, *, dtype: DTypeLike = jnp.float32) -> HybridModel:

@@ -7,11 +7,14 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, StepOutput
 from mamba_jax.drafts import DraftSource
 from mamba_jax.rows import Rows
+from mamba_jax.sharding.axis import replicated, use_mesh
 from mamba_jax.step import seat, step
 from mamba_jax.store import Store
 
@@ -34,12 +37,17 @@ class StepPrograms:
         tile_size: int = 128,
         source: DraftSource | None = None,
         compiler_options: Mapping[str, Any] | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
-        """`source` makes drafts. `compiler_options` are XLA's, as `jax.stages.Lowered.compile` takes them."""
+        """`source` makes drafts. `compiler_options` are XLA's, as `jax.stages.Lowered.compile` takes them.
+
+        With a `mesh`, the model's parameters and the stores passed in must lie on it as `mamba_jax.sharding` says. The
+        model and the stores may also be abstract: programs can then be compiled, for devices that are not there too.
+        """
         graphdef, state = nnx.split(model)
         # A plain tuple of arrays: flattening nnx's state for every call would cost more than dispatching the step.
         weights, structure = jax.tree.flatten(state)
-        self.tile_size, self.source = tile_size, source
+        self.tile_size, self.source, self.mesh = tile_size, source, mesh
         self._weights = tuple(weights)
         self._compiler_options = dict(compiler_options or {})
 
@@ -47,6 +55,7 @@ class StepPrograms:
             model: Any = nnx.merge(graphdef, jax.tree.unflatten(structure, weights))
             return step(model, store, rows, batch, source)
 
+        self._run = run
         self._step = jax.jit(run, donate_argnums=(1, 2))
         self._seat = jax.jit(partial(seat, source=source), donate_argnums=(0,))
         self._compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
@@ -89,12 +98,25 @@ class StepPrograms:
                 key = (*key, batch.tile_write_slot.shape)
         compiled = self._compiled.get(key)
         if compiled is None:
-            if isinstance(batch, SeatBatch):
-                lowered = self._seat.lower(rows, batch)
-            else:
-                lowered = self._step.lower(self._weights, store, rows, batch)
-            compiled = self._compiled[key] = lowered.compile(self._compiler_options)
+            compiled = self._compiled[key] = self.lower(store, rows, batch).compile(self._compiler_options)
         return compiled
+
+    def lower(self, store: Store | None, rows: Rows, batch: Batch) -> jax.stages.Lowered:
+        """The program for batches of this shape before it is compiled."""
+        if self.mesh is None:
+            if isinstance(batch, SeatBatch):
+                return self._seat.lower(rows, batch)
+            return self._step.lower(self._weights, store, rows, batch)
+        whole = replicated(self.mesh)
+        # What comes from the host is the same on all devices; the store comes out as it went in.
+        batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=whole), batch)
+        with use_mesh(self.mesh):
+            if isinstance(batch, SeatBatch):
+                seating = jax.jit(partial(seat, source=self.source), donate_argnums=(0,), out_shardings=whole)
+                return seating.lower(rows, batch)
+            of_store = jax.tree.map(lambda leaf: leaf.sharding, store)
+            run = jax.jit(self._run, donate_argnums=(1, 2), out_shardings=(of_store, whole, whole))
+            return run.lower(self._weights, store, rows, batch)
 
     def warm_up(
         self, store: Store, rows: Rows, batches: Iterable[Batch], *, progress: Callable[[Batch], None] | None = None

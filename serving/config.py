@@ -138,8 +138,6 @@ class EngineConfig(BaseModel):
             raise ValueError(f"prompt_lookup_min {low} is above prompt_lookup_max {high}")
         if self.speculative_method is not None and not drafts:
             raise ValueError(f"speculative_method {self.speculative_method!r} needs num_speculative_tokens >= 1")
-        if self.tensor_parallel_size > 1:
-            raise ValueError("tensor_parallel_size: only 1 is supported by the engine so far")
         return self
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mamba_jax.config import AttentionConfig, RopeConfig
 from mamba_jax.layout import Layout
 from mamba_jax.modules.basic import Linear, scaled
+from mamba_jax.sharding.axis import axis_index
 
 
 class Attention(nnx.Module):
@@ -46,12 +48,21 @@ class Attention(nnx.Module):
         if added is not None:
             flat = [one + more for one, more in zip(flat, added, strict=True)]
         q, k, v = (one.reshape(x.shape[0], -1, config.head_dim) for one in flat)
+        k, v = (self._own_heads(one, q.shape[1]) for one in (k, v))
         k = scaled(k, config.key_multiplier)
         if config.rope is not None:
             cos, sin = _rotations(layout.positions - first_key, config.rope)
             q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         out, state = layout.attend(q, k, v, state, scale=config.scale, first_key=first_key)
         return scaled(self.o_proj(out.reshape(x.shape[0], -1)), config.output_multiplier), state
+
+    def _own_heads(self, kv: Float[Array, "T heads head_dim"], queries: int) -> Float[Array, "T own head_dim"]:
+        """Where few of the queries' heads are at hand but all of the keys': the one that these queries share."""
+        devices = self.config.num_heads // queries
+        if kv.shape[1] * devices <= self.config.num_kv_heads or devices == 1:
+            return kv
+        index = axis_index() * self.config.num_kv_heads // devices
+        return lax.dynamic_slice_in_dim(kv, index, 1, axis=1)
 
 
 def _rotations(positions: Int[Array, " T"], rope: RopeConfig) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:

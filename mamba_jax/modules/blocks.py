@@ -15,6 +15,7 @@ from mamba_jax.modules.basic import RMSNorm, scaled
 from mamba_jax.modules.mamba import Mamba
 from mamba_jax.modules.mlp import MLP as MLPModule
 from mamba_jax.modules.moe import MoE
+from mamba_jax.sharding.across import across
 from mamba_jax.store import MambaSlots
 
 
@@ -56,11 +57,15 @@ class Block(nnx.Module):
     ) -> None:
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype=dtype)
         self.mixer: Any = make_mixer(kind, config, mlp_index=mlp_index, rngs=rngs, dtype=dtype)
-        self.residual_multiplier = config.residual_multiplier
+        self.config = config
 
     def __call__(
         self, x: Float[Array, "T hidden"], layout: Layout, state: Any, **options: Any
     ) -> tuple[Float[Array, "T hidden"], Any]:
         """`options` go to the mixer."""
-        y, state = self.mixer(self.norm(x), layout, state, **options)
-        return x + scaled(y, self.residual_multiplier).astype(x.dtype), state
+
+        def run(modules: Any, layout: Layout, state: Any, x: Array) -> tuple[Array, Any]:
+            return modules["mixer"](x, layout, state, **options)
+
+        y, state = across(self.config, {"mixer": self.mixer}, run, layout, state, self.norm(x))
+        return x + scaled(y, self.config.residual_multiplier).astype(x.dtype), state

@@ -12,9 +12,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels_pallas.gated_norm import gated_rms_norm
-from mamba_jax.config import MambaConfig
+from mamba_jax.config import MambaConfig, need
 from mamba_jax.layout import Layout
 from mamba_jax.modules.basic import Linear, Weight, normal, scaled
+from mamba_jax.sharding.axis import AXIS, axis_index
 from mamba_jax.store import MambaSlots
 
 # A step size of exactly 0 means padding; one that merely underflowed must not.
@@ -22,15 +23,25 @@ _LEAST_DT = 1e-37
 
 
 class Conv(nnx.Module):
-    """Weights of a causal depthwise convolution."""
+    """Weights of a causal depthwise convolution of `parts` things side by side, each with as many channels."""
 
-    def __init__(self, channels: int, width: int, *, bias: bool, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+    def __init__(
+        self, channels: int, width: int, *, parts: int = 1, bias: bool, rngs: nnx.Rngs, dtype: DTypeLike
+    ) -> None:
+        self.parts = parts
         self.weight = nnx.Param(normal(rngs, (channels, width), dtype))
         self.bias = nnx.Param(jnp.zeros(channels, dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "T channels"], layout: Layout, state: Any) -> tuple[Array, Any]:
-        bias = None if self.bias is None else self.bias[...]
-        return layout.conv(x, self.weight[...], bias, state)
+        bias = None if self.bias is None else self._own(self.bias[...], x.shape[1])
+        return layout.conv(x, self._own(self.weight[...], x.shape[1]), bias, state)
+
+    def _own(self, value: Array, channels: int) -> Array:
+        """Of weight [channels, width] or bias [channels], what belongs to this device's channels of each part."""
+        if value.shape[0] == channels:
+            return value
+        by_device = value.reshape(self.parts, -1, channels // self.parts, *value.shape[1:])
+        return by_device[:, axis_index()].reshape(channels, *value.shape[1:])
 
 
 class Mamba(nnx.Module):
@@ -38,6 +49,8 @@ class Mamba(nnx.Module):
 
     The input projection and the convolution are split into parts that can be sharded: z and x by heads, B and C by
     groups, dt by heads. What steers the recurrence (a_log, d, dt_bias) is float32 whatever the model's dtype.
+
+    With the weights divided over devices, each has some of the heads and (of the groups) those that its heads need.
     """
 
     def __init__(self, config: MambaConfig, hidden_size: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
@@ -51,7 +64,7 @@ class Mamba(nnx.Module):
         self.in_proj_bc = project((2, group))
         self.in_proj_dt = project((heads,))
         self.conv_x = Conv(inner, width, bias=config.conv_bias, rngs=rngs, dtype=dtype)
-        self.conv_bc = Conv(2 * group, width, bias=config.conv_bias, rngs=rngs, dtype=dtype)
+        self.conv_bc = Conv(2 * group, width, parts=2, bias=config.conv_bias, rngs=rngs, dtype=dtype)
         self.dt_bias = nnx.Param(_initial_dt_bias(rngs, heads))
         self.a_log = nnx.Param(jnp.log(jnp.arange(1, heads + 1, dtype=jnp.float32)))
         self.d = nnx.Param(jnp.ones(heads, jnp.float32))
@@ -61,9 +74,7 @@ class Mamba(nnx.Module):
     def __call__(
         self, x: Float[Array, "T hidden"], layout: Layout, state: MambaSlots | None
     ) -> tuple[Float[Array, "T hidden"], MambaSlots | None]:
-        config = self.config
-        tokens, heads = x.shape[0], (x.shape[0], config.num_heads, config.head_dim)
-        groups = (tokens, config.num_groups, config.state_size)
+        config, tokens = self.config, x.shape[0]
         times_z, times_x, times_b, times_c, times_dt = config.projection_multipliers
 
         # Without a store there is no state to hand on either.
@@ -77,15 +88,15 @@ class Mamba(nnx.Module):
             bc = bc * jnp.asarray([times_b, times_c], bc.dtype)[:, None]
         inner, conv_x = self.conv_x(inner, layout, old[0])
         bc, conv_bc = self.conv_bc(bc.reshape(tokens, -1), layout, old[1])
-        b, c = jnp.split(bc, 2, axis=1)
+        b, c = (self._own_groups(v, dt.shape[1]) for v in jnp.split(bc, 2, axis=1))
 
         low, high = config.dt_limit
         y, ssm = layout.scan(
-            inner.reshape(heads),
+            inner.reshape(tokens, -1, config.head_dim),
             jnp.clip(jax.nn.softplus(dt + self.dt_bias[...]), max(low, _LEAST_DT), None if high == math.inf else high),
             -jnp.exp(self.a_log[...]),
-            b.reshape(groups),
-            c.reshape(groups),
+            b,
+            c,
             self.d[...],
             old[2],
         )
@@ -93,18 +104,43 @@ class Mamba(nnx.Module):
         new = None if state is None else MambaSlots(ssm=ssm, conv_x=conv_x, conv_bc=conv_bc)
         return scaled(out, config.output_multiplier), new
 
+    def _own_groups(self, v: Float[Array, "T channels"], heads: int) -> Float[Array, "T groups state"]:
+        """B or C by groups; where all groups are at hand but few heads, the one group of these heads."""
+        groups = v.reshape(v.shape[0], -1, self.config.state_size)
+        devices = self.config.num_heads // heads
+        if groups.shape[1] * devices <= self.config.num_groups or devices == 1:
+            return groups
+        return jax.lax.dynamic_slice_in_dim(groups, axis_index() * self.config.num_groups // devices, 1, axis=1)
+
     def _gate(self, y: Float[Array, "T inner"], z: Float[Array, "T inner"]) -> Float[Array, "T inner"]:
         config = self.config
         if self.norm is None:
             return (y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))).astype(y.dtype)
+        devices = config.inner_size // y.shape[1]
+        if config.num_groups % devices:
+            return self._norm_over_devices(y, z, devices)
         return gated_rms_norm(
             y,
             z,
             self.norm.weight[...],
-            groups=config.num_groups,
+            groups=config.num_groups // devices,
             eps=config.norm_eps,
             norm_before_gate=config.norm_before_gate,
         )
+
+    def _norm_over_devices(
+        self, y: Float[Array, "T inner"], z: Float[Array, "T inner"], devices: int
+    ) -> Float[Array, "T inner"]:
+        """As `gated_rms_norm`, of groups whose channels lie on several devices each: they add up their squares."""
+        config = self.config
+        gate = jax.nn.silu(z.astype(jnp.float32))
+        value = y.astype(jnp.float32) * (1.0 if config.norm_before_gate else gate)
+        own = jnp.arange(config.num_groups) == axis_index() * config.num_groups // devices
+        squares = jnp.square(value).sum(-1, keepdims=True)
+        squares = jax.lax.psum(jnp.where(own, squares, 0), AXIS)
+        mean = jnp.where(own, squares, 0).sum(-1, keepdims=True) / (config.inner_size // config.num_groups)
+        out = value * jax.lax.rsqrt(mean + config.norm_eps) * need(self.norm).weight[...].astype(jnp.float32)
+        return (out * gate if config.norm_before_gate else out).astype(y.dtype)
 
 
 def _initial_dt_bias(rngs: nnx.Rngs, heads: int) -> Float[Array, " heads"]:

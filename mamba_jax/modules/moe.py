@@ -13,6 +13,7 @@ from mamba_jax.config import MLPConfig, MoEConfig
 from mamba_jax.layout import Layout
 from mamba_jax.modules.basic import Linear, activation, normal
 from mamba_jax.modules.mlp import MLP
+from mamba_jax.sharding.axis import axis_index
 
 
 class Router(nnx.Module):
@@ -58,7 +59,7 @@ class Experts(nnx.Module):
 
     def __init__(self, config: MoEConfig, inputs: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         self.activation = activation(config.activation)
-        self.gated = config.gated
+        self.gated, self.num_experts = config.gated, config.num_experts
         experts, size = config.num_experts, config.intermediate_size
         self.up = nnx.Param(normal(rngs, (experts, *([2] if config.gated else []), size, inputs), dtype))
         self.down = nnx.Param(normal(rngs, (experts, inputs, size), dtype))
@@ -71,8 +72,14 @@ class Experts(nnx.Module):
         valid: Bool[Array, " T"],
     ) -> Float[Array, "T inputs"]:
         experts = self.up.shape[0]
+        if experts < self.num_experts:
+            # This device has some of the experts: it leaves the others' tokens alone.
+            chosen = chosen - axis_index() * experts
+            valid = valid[:, None] & (chosen >= 0) & (chosen < experts)
+        else:
+            valid = valid[:, None]
         # Padding goes to an expert that does not exist, after all others: no work, and zeros come back.
-        expert = jnp.where(valid[:, None], chosen, experts).reshape(-1)
+        expert = jnp.where(valid, chosen, experts).reshape(-1)
         order = jnp.argsort(expert)
         ends = jnp.searchsorted(expert[order], jnp.arange(experts), side="right")
         sizes = jnp.diff(ends, prepend=0).astype(jnp.int32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -11,6 +13,7 @@ from mamba_jax.config import ATTENTION, MLP, HybridConfig
 from mamba_jax.layout import Layout
 from mamba_jax.modules.basic import Linear, RMSNorm
 from mamba_jax.modules.blocks import Block
+from mamba_jax.sharding.across import across, own_columns
 
 
 class MTP(nnx.Module):
@@ -23,7 +26,7 @@ class MTP(nnx.Module):
 
     def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         hidden = config.hidden_size
-        self.kinds = config.mtp_pattern
+        self.config, self.kinds = config, config.mtp_pattern
         self.enorm = RMSNorm(hidden, config.norm_eps, dtype=dtype)
         self.hnorm = RMSNorm(hidden, config.norm_eps, dtype=dtype)
         self.eh_proj = Linear(2 * hidden, hidden, rngs=rngs, dtype=dtype)
@@ -53,7 +56,8 @@ class MTP(nnx.Module):
         Returns:
             hidden states for the model's head, and the keys and values.
         """
-        x = self.eh_proj(jnp.concatenate([self.enorm(embedded), self.hnorm(hidden)], axis=-1))
+        pair = jnp.concatenate([self.enorm(embedded), self.hnorm(hidden)], axis=-1)
+        x, _ = across(self.config, {"eh_proj": self.eh_proj}, _fuse, layout, None, pair)
         kept: list[Array] = []
         for kind, block in zip(self.kinds, self.blocks, strict=True):
             if kind == ATTENTION:
@@ -62,3 +66,8 @@ class MTP(nnx.Module):
             else:
                 x, _ = block(x, layout, None)
         return self.final_norm(x), None if kv is None else tuple(kept)
+
+
+def _fuse(modules: Any, layout: Layout, state: None, pair: Float[Array, "T both"]) -> tuple[Array, None]:
+    eh_proj = modules["eh_proj"]
+    return eh_proj(own_columns(pair, eh_proj.weight.shape[1])), None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -13,6 +15,7 @@ from mamba_jax.modules.attention import Attention
 from mamba_jax.modules.basic import Linear, RMSNorm
 from mamba_jax.modules.mamba import Mamba
 from mamba_jax.modules.mlp import MLP
+from mamba_jax.sharding.across import across, own_columns
 from mamba_jax.store import MambaSlots
 
 
@@ -58,6 +61,7 @@ class SharedBlock(nnx.Module):
 
     def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         attention = need(config.attention)
+        self.config = config
         self.attention_norm = RMSNorm(attention.input_size, config.norm_eps, dtype=dtype)
         self.attention = Attention(attention, config.hidden_size, rngs=rngs, dtype=dtype)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype=dtype)
@@ -72,15 +76,34 @@ class SharedBlock(nnx.Module):
         adapters: Adapters,
     ) -> tuple[Float[Array, "T hidden"], Array | None]:
         y = self.attention_norm(jnp.concatenate([x, embedded], axis=-1))
-        y, kv = self.attention(y, layout, kv, added=adapters.to_attention(y))
-        y = self.mlp_norm(y)
-        return self.mlp(y, layout, None, added=adapters.gate_up(y))[0], kv
+        modules = {"attention": self.attention, "adapters": adapters}
+        y, kv = across(self.config, modules, _attend, layout, kv, y)
+        y, _ = across(self.config, {"mlp": self.mlp, "adapters": adapters}, _feed, layout, None, self.mlp_norm(y))
+        return y, kv
+
+
+def _attend(modules: Any, layout: Layout, kv: Any, y: Array) -> tuple[Array, Any]:
+    return modules["attention"](y, layout, kv, added=modules["adapters"].to_attention(y))
+
+
+def _feed(modules: Any, layout: Layout, state: None, y: Array) -> tuple[Array, None]:
+    return modules["mlp"](y, layout, None, added=modules["adapters"].gate_up(y))
+
+
+def _mix(modules: Any, layout: Layout, slots: Any, x: Array) -> tuple[Array, Any]:
+    return modules["mixer"](x, layout, slots)
+
+
+def _project(modules: Any, layout: Layout, state: None, x: Array) -> tuple[Array, None]:
+    linear = modules["linear"]
+    return linear(own_columns(x, linear.weight.shape[1])), None
 
 
 class SharedUse(nnx.Module):
     """A Mamba sublayer that hears what a shared block makes of x, too: x + mamba(norm(x + linear(block(x))))."""
 
     def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        self.config = config
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype=dtype)
         self.mixer = Mamba(need(config.mamba), config.hidden_size, rngs=rngs, dtype=dtype)
         self.linear = Linear(config.hidden_size, config.hidden_size, rngs=rngs, dtype=dtype)
@@ -97,5 +120,7 @@ class SharedUse(nnx.Module):
     ) -> tuple[Float[Array, "T hidden"], tuple[MambaSlots | None, Array | None]]:
         slots, kv = state
         heard, kv = block(x, embedded, layout, kv, self.adapters)
-        y, slots = self.mixer(self.norm(x + self.linear(heard).astype(x.dtype)), layout, slots)
+        heard, _ = across(self.config, {"linear": self.linear}, _project, layout, None, heard)
+        mixed = self.norm(x + heard.astype(x.dtype))
+        y, slots = across(self.config, {"mixer": self.mixer}, _mix, layout, slots, mixed)
         return x + y.astype(x.dtype), (slots, kv)

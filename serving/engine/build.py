@@ -11,6 +11,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from checkpoints.load import generation_config, load_config, load_model, load_tokenizer
 from checkpoints.tokenizer import Tokenizer
@@ -18,12 +19,14 @@ from mamba_jax.config import HybridConfig
 from mamba_jax.drafts import DraftSource, MTPDrafts, NGramDrafts
 from mamba_jax.model import HybridModel
 from mamba_jax.programs import StepPrograms
-from mamba_jax.rows import init_rows
+from mamba_jax.rows import Rows, init_rows
+from mamba_jax.sharding import Partition, parameter_shardings, replicate, sharded_store
 from mamba_jax.store import StoreShape, init_store
 from serving.config import CachePolicy, ConfigError, EngineConfig, resolve_cache_policy
 from serving.core import Scheduler, SchedulerConfig
 from serving.engine.batching import BatchBuilder
 from serving.engine.compile_cache import use_compilation_cache
+from serving.engine.devices import describe, device_mesh, least_of_all_processes, on_mesh, own_devices
 from serving.engine.engine import Engine
 from serving.engine.loop import StepLoop
 from serving.engine.sizing import CPU_STORE_TOKENS, StoreSize, size_store, store_memory, workspace_bytes
@@ -59,14 +62,21 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Built:
     """
     # Before minutes are spent on loading:
     resolve_cache_policy(config)
+    described = load_config(config.model)
     if config.num_speculative_tokens:
-        draft_source(config, load_config(config.model))
+        draft_source(config, described)
+    mesh = device_mesh(config, described)
     if config.compilation_cache:
         use_compilation_cache()
     tokenizer = load_tokenizer(config.model)
     eos = generation_config(config.model).eos_token_ids
     model = load_model(
-        config.model, dtype=config.dtype, load_format=config.load_format, progress=progress, seed=config.seed
+        config.model,
+        dtype=config.dtype,
+        load_format=config.load_format,
+        progress=progress,
+        sharding=None if mesh is None else parameter_shardings(described, mesh),
+        seed=config.seed,
     )
     return assemble(
         config, model, tokenizer=tokenizer, eos_token_ids=eos or model.config.eos_token_ids, progress=progress
@@ -86,7 +96,7 @@ def assemble(
 
     Args:
         config: every flag; those about loading are not looked at.
-        model: its parameters are used where they are.
+        model: its parameters are used where they are; with tensor parallelism they are moved if need be.
         tokenizer: None serves token ids only.
         eos_token_ids: what ends a text.
         programs: compiled programs of the same model, tile size and draft source, to share them between engines.
@@ -101,14 +111,17 @@ def assemble(
     # Other sources, and no source, never look at the draft layer's keys and values.
     with_mtp = source is not None and source.stores_kv
     stored = model.config if with_mtp else dataclasses.replace(model.config, mtp_pattern="")
-    size = _size(config, policy, stored, dtype)
+    mesh = device_mesh(config, model.config)
+    model = on_mesh(model, mesh)
+    size = _size(config, policy, stored, dtype, mesh)
     for notice in (*policy.notices, *size.notices):
         log.warning(notice)
+    log.info("running on %s", describe(mesh))
     log.info(size.report())
     settings = _scheduler_config(config, policy, size, lookahead=config.num_speculative_tokens if with_mtp else 0)
     batches = BatchBuilder(settings, seats_bring_tokens=source is not None and source.sees_tokens)
     make_store = partial(
-        init_store,
+        init_store if mesh is None else partial(sharded_store, mesh=mesh),
         stored,
         num_slots=size.num_slots,
         num_pages=size.num_pages,
@@ -117,20 +130,24 @@ def assemble(
         ssm_dtype=jnp.dtype(config.ssm_dtype),
         debug_state=config.debug_state,
     )
-    loop_of = partial(
-        StepLoop,
-        Scheduler(settings),
-        programs or StepPrograms(model, tile_size=config.tile_size, source=source),
-        batches,
-        make_store=make_store,
-        make_rows=partial(
-            init_rows,
+
+    def make_rows() -> Rows:
+        rows = init_rows(
             model.config,
             max_num_seqs=settings.seats,
             num_speculative_tokens=settings.num_speculative_tokens,
             source=source,
             max_len=settings.max_model_len,
-        ),
+        )
+        return rows if mesh is None else replicate(rows, mesh)
+
+    loop_of = partial(
+        StepLoop,
+        Scheduler(settings),
+        programs or StepPrograms(model, tile_size=config.tile_size, source=source, mesh=mesh),
+        batches,
+        make_store=make_store,
+        make_rows=make_rows,
     )
     engine = Engine(
         loop_of,
@@ -164,8 +181,11 @@ def draft_source(config: EngineConfig, model: HybridConfig) -> DraftSource | Non
     return MTPDrafts()
 
 
-def _size(config: EngineConfig, policy: CachePolicy, stored: HybridConfig, dtype: jnp.dtype) -> StoreSize:
-    shape = StoreShape.of(stored)
+def _size(
+    config: EngineConfig, policy: CachePolicy, stored: HybridConfig, dtype: jnp.dtype, mesh: Mesh | None
+) -> StoreSize:
+    """All bytes are those of one device."""
+    shape = Partition.of(stored, config.tensor_parallel_size).device_shape(StoreShape.of(stored))
     workspace = workspace_bytes(
         config,
         hidden_size=stored.hidden_size,
@@ -178,7 +198,7 @@ def _size(config: EngineConfig, policy: CachePolicy, stored: HybridConfig, dtype
         mode=policy.mode,
         dtype=dtype,
         model_max_len=stored.max_position_embeddings,
-        memory=store_memory(config, workspace=workspace),
+        memory=least_of_all_processes(store_memory(config, workspace=workspace, devices=own_devices(mesh))),
         most_tokens=CPU_STORE_TOKENS if jax.default_backend() == "cpu" else sys.maxsize,
     )
 

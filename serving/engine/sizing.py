@@ -173,18 +173,22 @@ def size_store(
 
 
 def store_memory(config: EngineConfig, *, workspace: int, devices: Iterable[jax.Device] | None = None) -> int:
-    """Bytes that the store may take: `memory_utilization` of the memory, less what is in use, less `workspace`.
+    """Bytes that the store may take on each of the devices: `memory_utilization` of the memory, less what is in use,
+    less `workspace`.
 
     Raises:
         ConfigError: nothing is left.
     """
-    device = next(iter(devices or jax.local_devices()))
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        free = int(stats["bytes_limit"] * config.memory_utilization) - stats.get("bytes_in_use", 0) - workspace
+    found = list(devices or jax.local_devices()[:1])
+    stats = [device.memory_stats() if device.platform != "cpu" else None for device in found]
+    limits = [each for each in stats if each and "bytes_limit" in each]
+    if limits:
+        free = min(int(s["bytes_limit"] * config.memory_utilization) - s.get("bytes_in_use", 0) for s in limits)
+        free -= workspace
     else:
-        free = int(available_ram() * config.memory_utilization) - workspace
-        free = min(free, CPU_STORE_BYTES)
+        # Host devices share the machine's memory.
+        free = int(available_ram() * config.memory_utilization) - workspace * len(found)
+        free = min(free, CPU_STORE_BYTES) // len(found)
     if free <= 0:
         raise ConfigError(
             f"no memory is left for the state store at memory_utilization {config.memory_utilization:g}: "

@@ -1,0 +1,35 @@
+"""Tensor parallelism: one model over several devices, each holding a piece of every layer and of every state.
+
+Heads of Mamba and attention, the inner widths of MLPs, experts and the vocabulary are divided over one mesh axis. A
+mixer then runs on every device with its own pieces only and gives a partial sum; adding these up is the one thing that
+devices tell each other for a sublayer (`across`). What lies between mixers is the same on all devices.
+"""
+
+from mamba_jax.sharding.across import across, own_columns
+from mamba_jax.sharding.axis import AXIS, axis_index, axis_mesh, make_mesh, replicated, same_everywhere, use_mesh
+from mamba_jax.sharding.partition import Partition
+from mamba_jax.sharding.place import (
+    parameter_shardings,
+    replicate,
+    shard_parameters,
+    sharded_store,
+    store_shardings,
+)
+
+__all__ = [
+    "AXIS",
+    "Partition",
+    "across",
+    "axis_index",
+    "axis_mesh",
+    "make_mesh",
+    "own_columns",
+    "parameter_shardings",
+    "replicate",
+    "replicated",
+    "same_everywhere",
+    "shard_parameters",
+    "sharded_store",
+    "store_shardings",
+    "use_mesh",
+]
