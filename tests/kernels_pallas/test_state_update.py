@@ -115,9 +115,12 @@ class Update:
         for t in range(3):
             one = (x[:, t : t + 1], dt[:, t : t + 1], a, b[:, t : t + 1], c[:, t : t + 1], d)
             part, split = update(*one, split, **where(read, write[:, t : t + 1]))
-            assert_close(part[:, 0], y[:, t], tolerance=1e-6)
+            assert_close(part[:, 0], y[:, t], tolerance=1e-6 if dtype == np.float32 else 1e-3)
             read = write[:, t]
-        assert_close(split[1:], after[1:], tolerance=1e-6)
+        # Float32 sums may differ in their last bit, and then, rarely, round to the other neighbour in bfloat16. States
+        # that are not rounded between the steps would differ nearly everywhere.
+        differs = ~np.isclose(np.asarray(split[1:], np.float32), np.asarray(after[1:], np.float32), rtol=1e-5, atol=1e-6)
+        assert differs.mean() <= (0 if dtype == np.float32 else 1e-3)
 
     def test_equals_the_scan(self, update):
         draw = Draw()
