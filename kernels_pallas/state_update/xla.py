@@ -10,8 +10,8 @@ from kernels_pallas.slots import read_slots, take, write_slot_if, write_slots
 
 F32 = jnp.float32
 
-# Four states of a usual layer (24 heads x 64 x 128, float32) fit in the cache; 32 rows of it, in ms a layer, by how many
-# go at once: 1: 4.2, 2: 3.6, 4: 3.2, 8: 3.2, 32: 6.5.
+# Four states of a usual layer (24 heads x 64 x 128, float32) fit in the cache. 32 rows, ms a layer by rows at once:
+# 1: 4.2, 2: 3.6, 4: 3.2, 8: 3.2, 32: 6.5.
 _ROWS_AT_ONCE = 4
 
 
