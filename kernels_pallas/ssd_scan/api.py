@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import dispatch
 from kernels_pallas.shape_check import check_groups, check_shapes
-from kernels_pallas.ssd_scan import xla
+from kernels_pallas.ssd_scan import pallas_tpu, xla
 
-SCAN = (dispatch.Implementation("xla", xla.ssd_scan),)
+SCAN = (*dispatch.kernels("tpu", pallas_tpu, "ssd_scan"), dispatch.Implementation("xla", xla.ssd_scan))
 SEQUENCE = (dispatch.Implementation("xla", xla.ssd_scan_sequence),)
 
 
