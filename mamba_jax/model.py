@@ -20,7 +20,7 @@ from mamba_jax.modules.basic import RMSNorm, Weight, normal, scaled
 from mamba_jax.modules.blocks import Block
 from mamba_jax.modules.mtp import MTP
 from mamba_jax.modules.shared import SharedBlock, SharedUse
-from mamba_jax.sharding.axis import same_everywhere
+from mamba_jax.sharding.axis import same_everywhere, split_last
 from mamba_jax.store import MambaSlots, Store
 
 
@@ -130,7 +130,8 @@ class HybridModel(nnx.Module):
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         """Logits (float32) from hidden states after the final norm."""
         head = self.embed if self.lm_head is None else self.lm_head
-        logits = same_everywhere(linear(hidden, head.weight[...], out_dtype=jnp.float32))
+        # Said of the product first: left to itself, the compiler collects the whole head on every device.
+        logits = same_everywhere(split_last(linear(hidden, head.weight[...], out_dtype=jnp.float32)))
         return scaled(logits, self.config.logits_multiplier)
 
     @classmethod

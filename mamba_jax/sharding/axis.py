@@ -52,6 +52,14 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def split_last(x: Array) -> Array:
+    """Tells the compiler to have the last dimension of x divided over the devices, if it divides evenly."""
+    mesh = axis_mesh()
+    if mesh is None or x.shape[-1] % mesh.shape[AXIS]:
+        return x
+    return lax.with_sharding_constraint(x, PartitionSpec(*[None] * (x.ndim - 1), AXIS))
+
+
 def same_everywhere(x: Array) -> Array:
     """Tells the compiler to have x whole on every device from here on; nothing outside of a mesh."""
     return x if axis_mesh() is None else lax.with_sharding_constraint(x, PartitionSpec())
