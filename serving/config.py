@@ -65,6 +65,11 @@ class EngineConfig(BaseModel):
     num_speculative_tokens: int = Field(
         0, ge=0, le=16, description="Draft tokens in a step (K). Unset, with speculative_method: 3."
     )
+    keep_draft_kv: bool = Field(
+        False,
+        description="Keep the keys and values of the model's own draft layer though nothing is drafted here: a prefill "
+        "worker does, for those that go on from its states.",
+    )
     prompt_lookup_min: int | None = Field(
         None, ge=1, description="ngram: the fewest last tokens that must have occurred before. Unset: 2."
     )

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from checkpoints.load import generation_config, load_config, load_model, load_tokenizer
 from checkpoints.tokenizer import Tokenizer
 from mamba_jax.config import HybridConfig
-from mamba_jax.drafts import DraftSource, MTPDrafts, NGramDrafts
+from mamba_jax.drafts import DraftSource, MTPCache, MTPDrafts, NGramDrafts
 from mamba_jax.model import HybridModel
 from mamba_jax.programs import StepPrograms
 from mamba_jax.rows import Rows, init_rows
@@ -118,7 +118,9 @@ def assemble(
         log.warning(notice)
     log.info("running on %s", describe(mesh))
     log.info(size.report())
-    settings = _scheduler_config(config, policy, size, lookahead=config.num_speculative_tokens if with_mtp else 0)
+    settings = _scheduler_config(
+        config, policy, size, lookahead=max(1, config.num_speculative_tokens) if with_mtp else 0
+    )
     batches = BatchBuilder(settings, seats_bring_tokens=source is not None and source.sees_tokens)
     make_store = partial(
         init_store if mesh is None else partial(sharded_store, mesh=mesh),
@@ -171,7 +173,7 @@ def draft_source(config: EngineConfig, model: HybridConfig) -> DraftSource | Non
         ConfigError: the model has not got what the method needs.
     """
     if not config.num_speculative_tokens:
-        return None
+        return MTPCache() if config.keep_draft_kv and model.mtp_pattern else None
     method = config.speculative_method or ("mtp" if model.mtp_pattern else "ngram")
     if method == "ngram":
         low, high = config.ngram_bounds

@@ -68,6 +68,9 @@ class Engine:
         self._batches = batches
         self._seeds = random.Random(seed)
         self._parents: dict[str, _Parent] = {}
+        self._ended: list[RequestOutput] = []
+        self.find_remote: Callable[[list[int]], RemoteState | None] | None = None
+        """Whether another worker has computed a request's prompt: asked of each that does not say so itself."""
         self.loop = loop_of(
             seat_batch=self._seat_batch,
             wants_logprobs=lambda request: request.sampling.logprobs is not None,
@@ -132,6 +135,8 @@ class Engine:
                 raise RequestError(str(error), retry=error.retry) from None
         first = parent.members[0]
         first.export = export
+        if remote is None and export is None and self.find_remote is not None:
+            remote = self.find_remote(ids)
         if remote is not None and not first.prompt_logprobs:
             first.remote = remote
         self._parents[request_id] = parent
@@ -149,6 +154,18 @@ class Engine:
         self._finish(parent)
         return parent.output
 
+    def fail(self, request_id: str, reason: str) -> None:
+        """Ends a request with finish reason `error`, and what went wrong as its stop reason; `step` will return it."""
+        parent = self._parents.pop(request_id, None)
+        if parent is None:
+            return
+        for request in parent.members:
+            if not request.finished:
+                self.loop.scheduler.finish(request.request_id, FinishReason.ERROR)
+            request.user.choice.finish("error", reason)
+        self._finish(parent)
+        self._ended.append(parent.output)
+
     def stats(self) -> dict[str, Any]:
         """Everything that is counted: requests and pools, steps and their times, compiled programs."""
         counted = self.loop.scheduler.stats()
@@ -165,8 +182,9 @@ class Engine:
         An output is the same object each time: copy what has to stay as it is.
         """
         settled = self.loop.step()
+        ended, self._ended = self._ended, []
         if settled is None:
-            return []
+            return ended
         begin = time.perf_counter()
         now = time.monotonic()
         changed: dict[str, _Parent] = {}
@@ -178,7 +196,7 @@ class Engine:
             parent = self._take(settled, emitted, now)
             if parent is not None:
                 changed[parent.output.request_id] = parent
-        outputs = [parent.output for parent in changed.values()]
+        outputs = ended + [parent.output for parent in changed.values()]
         self.loop.stats.settle_seconds += time.perf_counter() - begin
         return outputs
 

@@ -162,6 +162,7 @@ class StepLoop:
         self._rows: Rows | None = make_rows()
         self._checks_tags = self._store.tags is not None
         self._flight: _Flight | None = None
+        self._settling = False
         self._failed_in_a_row = 0
 
     @property
@@ -170,6 +171,11 @@ class StepLoop:
         if self._flight is not None or self.scheduler.has_unfinished:
             return True
         return self.neighbour is not None and self.neighbour.busy
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step has been dispatched and not yet settled."""
+        return self._flight is not None or self._settling
 
     @property
     def store(self) -> Store | None:
@@ -207,6 +213,7 @@ class StepLoop:
                 requests are queued to be computed again.
         """
         before, self._flight = self._flight, None
+        self._settling = before is not None
         try:
             if self.neighbour is not None:
                 self.neighbour.exchange(self)
@@ -215,6 +222,7 @@ class StepLoop:
                 self._flight = self._dispatch(plan)
             if self.neighbour is not None:
                 self.neighbour.exchange(self)
+            self._settling = False
             settled = None if before is None else self._settle(before)
             self._failed_in_a_row = 0 if settled else self._failed_in_a_row
             return settled

@@ -1,0 +1,261 @@
+"""The decode worker's side: fetches the states that its requests wait for, and puts them into the store.
+
+Fetching happens in threads, everything that touches engine or store in the engine's. What arrives is looked at first
+(length, and checksums with `debug_state`), and only then written and made findable. What does not arrive is computed
+here, or fails its request: that is the failure policy.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from serving.core import Load, RemoteState, StepPlan
+from serving.disagg.manifest import ManifestMismatch, check
+from serving.disagg.peer import Peer
+from serving.disagg.point import common_unit
+from serving.disagg.wire import Offer, SplitError, Ticket, Want
+from serving.disagg.worker import Worker, checksums, point_specs
+from serving.engine.loop import StepLoop
+
+log = logging.getLogger(__name__)
+
+FailurePolicy = Literal["recompute", "fail"]
+
+_PATIENCE = 0.002  # seconds that an idle engine waits for an arrival before it looks again
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a remote state is to be had."""
+
+    peer: Peer
+    ticket: Ticket
+
+
+@dataclass
+class DecodeStats:
+    """What has become of the states that this worker's requests waited for."""
+
+    arrived: int = 0
+    failed: int = 0
+    """Did not come, or came wrong."""
+    late: int = 0
+    """Came when nobody waited any more."""
+    spared: int = 0
+    """The cache had all of it, or the request ended before."""
+    received_bytes: int = 0
+    pages: int = 0
+    """Written with what has arrived."""
+    pages_spared: int = 0
+    """Found in the cache, and not sent."""
+    fetch_seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class _Arrival:
+    load: Load
+    arrays: list[Any] | None
+    pieces: list[Any]
+    error: str | None
+
+
+class DecodeSide:
+    """Belongs to one engine.
+
+    Args:
+        worker: the engine and what it fetches with.
+        policy: what becomes of a request whose state does not arrive.
+        executor: runs the fetching; None = at once, in the engine's thread.
+        timeout: seconds that a fetch may take.
+        convert_state: take states of another dtype.
+        fail: ends a request with an error: (request id, reason).
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        policy: FailurePolicy = "recompute",
+        executor: Executor | None = None,
+        timeout: float = 30.0,
+        convert_state: bool = False,
+        fail: Callable[[str, str], None] | None = None,
+    ) -> None:
+        self.worker, self.policy, self.timeout, self.convert_state = worker, policy, timeout, convert_state
+        self.stats = DecodeStats()
+        self._executor, self._fail = executor, fail
+        self._arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
+        self._under_way = 0
+        self._expected: dict[tuple[int, ...], list[tuple[float, RemoteState]]] = {}
+        worker.loop.neighbour = self
+
+    def expect(self, prompt: Sequence[int], remote: RemoteState, lease: float) -> None:
+        """The next request for this prompt is to use a remote state, if it comes before the state's lease runs out."""
+        now = time.monotonic()
+        for key in list(self._expected):
+            self._expected[key] = [each for each in self._expected[key] if each[0] > now]
+            if not self._expected[key]:
+                del self._expected[key]
+        self._expected.setdefault(tuple(prompt), []).append((now + lease, remote))
+
+    def find(self, prompt: Sequence[int]) -> RemoteState | None:
+        """What was said by `expect` of a request's prompt; for `Engine.find_remote`."""
+        if not self._expected:
+            return None
+        waiting = self._expected.pop(tuple(prompt), [])
+        while waiting:
+            until, remote = waiting.pop(0)
+            if until > time.monotonic():
+                if waiting:
+                    self._expected[tuple(prompt)] = waiting
+                return remote
+        return None
+
+    def accept(self, peer: Peer, ticket: Ticket) -> RemoteState | None:
+        """What a request for the ticket's prompt is to be added with; None where nothing needs to come.
+
+        Raises:
+            ManifestMismatch: the two workers cannot exchange states.
+        """
+        for notice in check(peer.manifest, self.worker.manifest, convert_state=self.convert_state):
+            log.info("%s", notice)
+        if ticket.position < 1:
+            return None
+        if ticket.position > len(ticket.prompt_token_ids):
+            raise ManifestMismatch(f"ticket {ticket.id} has a state of more tokens than its prompt")
+        return RemoteState(ticket.position, Source(peer, ticket), ticket.cached_tokens)
+
+    # -- of the loop --
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody must still be told that a state is not wanted."""
+        return bool(self.worker.scheduler.host.spared) or self._under_way > 0
+
+    def dispatched(self, loop: StepLoop, plan: StepPlan) -> None:
+        """Nothing of a step concerns other workers here."""
+
+    def exchange(self, loop: StepLoop) -> None:
+        """Start fetching what is newly waited for; take in what has come."""
+        scheduler = loop.scheduler
+        for load in scheduler.take_loads():
+            if load.valid:
+                self._under_way += 1
+                self._run(self._fetch, load)
+        for remote in scheduler.take_spared():
+            self.stats.spared += 1
+            self._run(_release, remote.source, False)
+        patience = _PATIENCE if self._under_way and not loop.in_flight else 0.0
+        while True:
+            try:
+                arrival = self._arrivals.get(block=patience > 0, timeout=patience or None)
+            except queue.Empty:
+                return
+            patience = 0.0
+            self._under_way -= 1
+            self._take(loop, arrival)
+
+    def _run(self, function: Callable[..., None], *arguments: Any) -> None:
+        if self._executor is None:
+            function(*arguments)
+        else:
+            self._executor.submit(function, *arguments)
+
+    # -- in a thread --
+
+    def _fetch(self, load: Load) -> None:
+        source: Source = load.remote.source
+        try:
+            arrival = self._fetch_from(load, source)
+        except SplitError as error:
+            arrival = _Arrival(load, None, [], str(error))
+        except Exception as error:
+            # Whatever it is, the request must not wait for ever.
+            log.exception("fetching state %s failed", source.ticket.id)
+            arrival = _Arrival(load, None, [], f"{type(error).__name__}: {error}")
+        self._arrivals.put(arrival)
+        _release(source, arrival.error is None)
+
+    def _fetch_from(self, load: Load, source: Source) -> _Arrival:
+        worker, theirs = self.worker, source.peer.manifest
+        ours = worker.manifest
+        kind = next(name for name in ours.transports if name in theirs.transports)
+        want = Want(
+            id=source.ticket.id,
+            start=min(load.start, load.position) if load.pages else load.position,
+            unit=common_unit(theirs.page_size, ours.page_size),
+            layers=ours.attention_layers + ours.draft_layers,
+            transport=kind,
+            checksum=worker.verify,
+        )
+        specs, cut = point_specs(
+            worker,
+            start=want.start,
+            position=load.position,
+            unit=want.unit,
+            layers=want.layers,
+            ssm_dtype=theirs.ssm_dtype,
+        )
+        offer = source.peer.offer(want)
+        _verify(offer, load, specs)
+        arrays = worker.transports[kind].fetch(offer.address, offer.key, specs, self.timeout)
+        if [(tuple(x.shape), str(x.dtype)) for x in arrays] != [(tuple(s.shape), str(s.dtype)) for s in specs]:
+            raise SplitError(f"state {offer.id} came in other shapes than were agreed on")
+        if offer.checksums is not None and checksums(arrays) != offer.checksums:
+            raise SplitError(f"state {offer.id} came damaged: its checksums differ")
+        return _Arrival(load, arrays, cut, None)
+
+    # -- in the engine's thread --
+
+    def _take(self, loop: StepLoop, arrival: _Arrival) -> None:
+        load, arrays = arrival.load, arrival.arrays
+        if not load.valid:
+            self.stats.late += 1
+            return
+        if arrays is None:
+            self.stats.failed += 1
+            reason = arrival.error or "it did not come"
+            request = load.request
+            if self.policy == "fail" and self._fail is not None:
+                self._fail(request.request_id, f"the prompt's state could not be fetched: {reason}")
+            else:
+                log.warning("request %s computes its prompt here: %s", request.request_id, reason)
+                loop.scheduler.lost(load)
+            return
+        programs, page_size = self.worker.programs, self.worker.manifest.page_size
+        count = len(arrays) - len(arrival.pieces)
+        state = dict(zip(self.worker.state, arrays[:count], strict=True))
+        loop.replace_store(lambda store: programs.write_state(store, load.slot, state, load.position))
+        for piece, array in zip(arrival.pieces, arrays[count:], strict=True):
+            # Pages before `start` were found here and are others' too; behind the last one there is nothing to keep.
+            first = (piece.start - load.start) // page_size
+            table = [
+                load.pages[at] if 0 <= at < len(load.pages) else 0
+                for at in range(first, first + piece.tokens // page_size)
+            ]
+            loop.replace_store(partial(programs.write_piece, pages=table, piece=array))
+        self.stats.arrived += 1
+        self.stats.received_bytes += sum(array.nbytes for array in arrays)
+        self.stats.pages += len(load.pages)
+        self.stats.pages_spared += load.start // page_size if page_size else 0
+        loop.scheduler.arrived(load)
+
+
+def _release(source: Source, wanted: bool) -> None:
+    source.peer.release(source.ticket.id, wanted=wanted)
+
+
+def _verify(offer: Offer, load: Load, specs: list[Any]) -> None:
+    """Whether an offer is what was asked for, before anything is fetched."""
+    if offer.position != load.position:
+        raise SplitError(f"state {offer.id} is that after {offer.position} tokens, not {load.position}")
+    shapes = [(tuple(shape), dtype) for shape, dtype in offer.shapes]
+    if shapes != [(tuple(spec.shape), str(spec.dtype)) for spec in specs]:
+        raise SplitError(f"state {offer.id} is offered in other shapes than were expected")

@@ -1,0 +1,31 @@
+"""Moving arrays between workers: one small interface, three ways."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from serving.disagg.transport.base import Transport, TransportError
+from serving.disagg.transport.direct import DirectTransport
+from serving.disagg.transport.jax_transfer import JaxTransport
+from serving.disagg.transport.tcp import TcpTransport
+
+__all__ = ["DirectTransport", "JaxTransport", "TcpTransport", "Transport", "TransportError", "open_transports"]
+
+KINDS = ("jax", "tcp")
+
+
+def open_transports(kinds: Sequence[str], host: str) -> dict[str, Transport]:
+    """The transports of a worker, by kind, listening on free ports of `host`.
+
+    Raises:
+        TransportError: one that was asked for is not to be had here.
+    """
+    found: dict[str, Transport] = {}
+    for kind in kinds:
+        if kind == "jax":
+            found[kind] = JaxTransport(host)
+        elif kind == "tcp":
+            found[kind] = TcpTransport(host)
+        else:
+            raise TransportError(f"transport {kind!r} is unknown: it must be one of {', '.join(KINDS)}")
+    return found

@@ -1,0 +1,106 @@
+"""What both sides of a split have in common: an engine with programs for points, a manifest and transports."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from mamba_jax.config import HybridConfig
+from mamba_jax.store import Store, StoreShape
+from serving.core import Scheduler
+from serving.disagg.arrangement import Arrangement
+from serving.disagg.manifest import Manifest, describe, model_digest
+from serving.disagg.point import Piece, PointPrograms, pieces, state_spec
+from serving.disagg.transport import Transport
+from serving.engine.build import Built
+from serving.engine.loop import StepLoop
+
+
+@dataclass
+class Worker:
+    """An engine that exchanges states. `Worker.of` makes one."""
+
+    loop: StepLoop
+    arrangement: Arrangement
+    state: dict[str, jax.ShapeDtypeStruct]
+    """The arrays of a state as they travel."""
+    kv: jax.ShapeDtypeStruct | None
+    """Keys and values of one token in one layer, [2 * kv_heads, head_dim]; None without attention."""
+    manifest: Manifest
+    transports: dict[str, Transport]
+    verify: bool = False
+    """Compare checksums of everything that is fetched: for debugging, it goes by way of the host."""
+    programs: PointPrograms = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.programs = PointPrograms(self.arrangement)
+
+    @classmethod
+    def of(cls, built: Built, transports: dict[str, Transport], *, model: str = "") -> Worker:
+        """From an engine that nobody drives yet. `model` is its digest, for those who know it already."""
+        loop, config = built.engine.loop, built.model.config
+        store = loop.store
+        assert store is not None
+        arrangement = arrangement_of(config, store)
+        kv = None
+        if store.kv:
+            shape = (store.kv[0].shape[2] // arrangement.kv_repeat, store.kv[0].shape[3])
+            kv = jax.ShapeDtypeStruct(shape, store.kv[0].dtype)
+        manifest = describe(
+            config,
+            store,
+            arrangement,
+            model=model or model_digest(built.model, config),
+            state_block_size=built.config.state_block_size,
+            max_model_len=built.size.max_model_len,
+            transports={name: transport.address for name, transport in transports.items()},
+        )
+        state = state_spec(store, arrangement)
+        return cls(loop, arrangement, state, kv, manifest, transports, verify=built.config.debug_state)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Of the engine."""
+        return self.loop.scheduler
+
+    def close(self) -> None:
+        """Stop listening."""
+        for transport in self.transports.values():
+            transport.close()
+
+
+def arrangement_of(config: HybridConfig, store: Store) -> Arrangement:
+    """How a store has been divided over devices."""
+    sharding = store.hidden.sharding
+    shards = sharding.mesh.size if isinstance(sharding, NamedSharding) else 1
+    shape = StoreShape.of(config)
+    repeat = store.kv[0].shape[2] // (2 * shape.kv_heads) if store.kv else 1
+    groups = bool(store.mamba) and not store.mamba[0].conv_bc.sharding.is_fully_replicated
+    return Arrangement(shards, shards > 1 and groups, repeat)
+
+
+def point_specs(
+    worker: Worker, *, start: int, position: int, unit: int, layers: int, ssm_dtype: str
+) -> tuple[list[jax.ShapeDtypeStruct], list[Piece]]:
+    """The arrays that travel, in their order: a state's, then one of each piece. Both sides work this out alone."""
+    specs = [
+        jax.ShapeDtypeStruct(spec.shape, jnp.dtype(ssm_dtype)) if name == "ssm" else spec
+        for name, spec in worker.state.items()
+    ]
+    if worker.kv is None:
+        return specs, []
+    cut, kv = pieces(start, position, unit), worker.kv
+    specs += [jax.ShapeDtypeStruct((layers, piece.tokens, *kv.shape), kv.dtype) for piece in cut]
+    return specs, cut
+
+
+def checksums(arrays: Sequence[Any]) -> list[int]:
+    """CRC-32 of each array's bytes."""
+    return [zlib.crc32(np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8).data) for array in arrays]
