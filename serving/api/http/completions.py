@@ -1,0 +1,158 @@
+"""`/v1/completions`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from serving.api.http.answering import answer, ignored_header
+from serving.api.http.context import Context, context_of
+from serving.api.http.generation import Job, Piece, Tally, check_size, run, stream
+from serving.api.http.logprobs import LogprobWriter
+from serving.api.http.protocol.common import ErrorResponse, StreamOptions
+from serving.api.http.protocol.completions import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+)
+from serving.api.http.sampling import sampling_params
+from serving.api.http.streaming import DONE, EventStream, event, start, until_gone
+from serving.engine.output import RequestOutput, TokenLogprobs
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.post("/v1/completions", response_model=CompletionResponse, responses={400: {"model": ErrorResponse}})
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    """Continue one prompt or several; with `stream` as server-sent events."""
+    context = context_of(request)
+    context.check(body.model)
+    writer = await until_gone(request.receive, _Writer.of(context, body))
+    headers = ignored_header(body)
+    if body.stream:
+        events = await until_gone(request.receive, start(writer.events()))
+        return EventStream(events, headers)
+    return answer(request, await until_gone(request.receive, writer.response()), headers)
+
+
+class _Writer:
+    """Writes the answer to one request."""
+
+    def __init__(self, context: Context, body: CompletionRequest, prompts: Sequence[list[int]], echoes: list[str]):
+        self._context, self._body, self._echoes = context, body, echoes
+        self.job = Job(
+            f"cmpl-{uuid.uuid4().hex}",
+            prompts,
+            sampling_params(body, context.settings.default_sampling),
+            body.priority,
+            body.cache_salt,
+        )
+        self._created = int(time.time())
+        self._logprobs = LogprobWriter(context.codec, top=body.logprobs or 0, as_ids=body.return_tokens_as_token_ids)
+        self._offsets: dict[int, int] = {}
+
+    @classmethod
+    async def of(cls, context: Context, body: CompletionRequest) -> _Writer:
+        """Tokenises and checks everything that can be checked beforehand."""
+        codec, special = context.codec, body.add_special_tokens is not False
+        prompts = [
+            await codec.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+            for prompt in body.prompts
+        ]
+        check_size(context, body, prompts)
+        echoes: list[str] = []
+        for prompt in body.prompts if body.echo else ():
+            if isinstance(prompt, str):
+                echoes.append(prompt)
+            else:
+                echoes.append("" if codec.tokenizer is None else await codec.decode(prompt))
+        return cls(context, body, prompts, echoes)
+
+    async def response(self) -> CompletionResponse:
+        """The whole answer."""
+        outputs = await run(self._context, self.job)
+        tally = self._tally()
+        tally.latest.update(enumerate(outputs))
+        choices = [
+            self._choice(
+                Piece(
+                    index, choice.index, output, choice.text, choice.token_ids, choice.logprobs, choice.finish_reason,
+                    choice.stop_reason,
+                ),
+                first=True,
+            )
+            for index, output in enumerate(outputs)
+            for choice in output.outputs
+        ]  # fmt: skip
+        response = self._envelope(choices)
+        response.usage = tally.usage()
+        return response
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as events."""
+        tally, seen = self._tally(), set[int]()
+        options = self._body.stream_options or StreamOptions()
+        async for piece in stream(self._context, self.job, tally):
+            index = piece.prompt * self._body.n + piece.choice
+            first = index not in seen
+            shown = self._choice(piece, first=first)
+            if not (first or shown.text or shown.logprobs or piece.finish_reason or self._body.return_token_ids):
+                continue  # text that is held back: it may begin a stop text, or ends within a character
+            seen.add(index)
+            chunk = self._envelope([shown])
+            if options.include_usage or options.continuous_usage_stats:
+                chunk.usage = tally.usage() if options.continuous_usage_stats else None
+            yield event(chunk)
+        if options.include_usage:
+            last = self._envelope([])
+            last.usage = tally.usage()
+            yield event(last)
+        yield DONE
+
+    def _tally(self) -> Tally:
+        # With max_tokens = 0 the engine still makes one token, which is nobody's business.
+        return Tally(self.job, with_output=self._body.max_tokens != 0)
+
+    def _envelope(self, choices: list[CompletionChoice]) -> CompletionResponse:
+        return CompletionResponse(
+            id=self.job.id, object="text_completion", created=self._created, model=self._context.model_name,
+            choices=choices,
+        )  # fmt: skip
+
+    def _choice(self, piece: Piece, *, first: bool) -> CompletionChoice:
+        """A choice, or what is new of it; the `first` time with the echo in front."""
+        index = piece.prompt * self._body.n + piece.choice
+        tokens, text = piece.token_ids, piece.text
+        tables: list[TokenLogprobs | None] = list(piece.logprobs or ())
+        if self._body.max_tokens == 0:
+            tokens, text, tables = [], "", []
+        shown = list(tokens)
+        if self._body.echo and first:
+            text = self._echoes[piece.prompt] + text
+            shown = [*self.job.prompts[piece.prompt], *shown]
+            tables = [*_prompt_tables(piece.output), *tables]
+        choice = CompletionChoice(index=index, text=text, logprobs=None, finish_reason=piece.finish_reason)
+        if self._body.logprobs is not None and shown:
+            choice.logprobs = self._written(index, shown, tables)
+        if piece.stop_reason is not None:
+            choice.stop_reason = piece.stop_reason
+        if self._body.return_token_ids:
+            choice.token_ids = tokens
+            if first:
+                choice.prompt_token_ids = list(self.job.prompts[piece.prompt])
+        return choice
+
+    def _written(self, index: int, tokens: list[int], tables: list[TokenLogprobs | None]) -> CompletionLogprobs:
+        offset = self._offsets.get(index, 0)
+        written = self._logprobs.completion(tokens, tables, offset=offset)
+        self._offsets[index] = offset + sum(len(self._context.codec.token(token)) for token in tokens)
+        return written
+
+
+def _prompt_tables(output: RequestOutput) -> list[TokenLogprobs | None]:
+    return list(output.prompt_logprobs or ())

@@ -1,0 +1,118 @@
+"""Whatever goes wrong as OpenAI's error object: `{"error": {"message", "type", "param", "code"}}`.
+
+| status | type | when |
+|---|---|---|
+| 400 | invalid_request_error | malformed JSON, wrong types, values out of range, prompts that are too long |
+| 401 | authentication_error | no API key or a wrong one, where the server has keys |
+| 404 | not_found_error | unknown model or path |
+| 405, 408, 413, 415 | invalid_request_error | method, a body that is too slow, too large, or not JSON |
+| 429 | rate_limit_error | the queue is full (`Retry-After` says when to come back) |
+| 500 | server_error | a bug; the log has the rest |
+| 503 | unavailable_error | still compiling, shutting down, or the engine has failed |
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from checkpoints.errors import CheckpointError
+from serving.api.http.protocol.common import ErrorBody, ErrorResponse
+from serving.engine.async_engine import EngineStopped
+from serving.engine.sampling_params import RequestError
+
+log = logging.getLogger(__name__)
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
+_LONGEST = 500  # characters of a message: it may quote what the client sent
+
+
+class ApiError(Exception):
+    """An answer other than success."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        """The error object. Escapes everything beyond ASCII: a client may have sent half a surrogate pair."""
+        kind = _TYPES.get(self.status, "unavailable_error" if self.status > 500 else "invalid_request_error")
+        message = self.message if len(self.message) <= _LONGEST else self.message[:_LONGEST] + " ..."
+        error = ErrorBody.model_construct(message=message, type=kind, param=self.param, code=self.code)
+        return json.dumps(ErrorResponse.model_construct(error=error), default=lambda model: dict(model)).encode()
+
+    def response(self) -> Response:
+        """The same as a response."""
+        return Response(self.body(), self.status, self.headers, media_type="application/json")
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The answer to an exception that a handler raised."""
+    match error:
+        case ApiError():
+            return error
+        case RequestError() if error.retry:
+            return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
+        case RequestError() | CheckpointError():
+            # A chat template that refuses a conversation is a CheckpointError.
+            return ApiError(400, str(error))
+        case RequestValidationError():
+            return _invalid(error.errors())
+        case HTTPException():
+            return ApiError(error.status_code, _said(error), headers=error.headers)
+        case EngineStopped():
+            return ApiError(503, str(error), code="engine_stopped")
+    log.error("a request failed", exc_info=error)
+    return ApiError(500, "internal error; the server's log has the details")
+
+
+def install(app: FastAPI) -> None:
+    """Make `app` answer every exception with an error object."""
+
+    async def answer(_: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
+
+    # Anything else is a bug, which `Limits` answers for.
+    for kind in (ApiError, RequestError, CheckpointError, EngineStopped, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, answer)
+
+
+def _said(error: HTTPException) -> str:
+    if error.status_code == 404:
+        return "there is nothing at this path"
+    if error.status_code == 405:
+        return "this path does not take this method"
+    if error.status_code == 400:  # the only one that FastAPI raises: the body is no text, or nested too deeply
+        return "the body is not valid JSON"
+    return str(error.detail)
+
+
+def _invalid(details: Sequence[Any]) -> ApiError:
+    """The first of pydantic's complaints, with the field it is about."""
+    first = details[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
+    path = [str(part) for part in first["loc"] if part not in ("body", "path", "query")]
+    name = path[0] if path else None
+    if name == "prompt" and first["type"] != "missing":
+        message = "prompt must be a text, a list of texts, a list of token ids, or a list of lists of token ids"
+        return ApiError(400, message, param=name)
+    where = ".".join(part for part in path if not part.startswith(("list[", "function-", "union")))
+    what = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{where or 'the body'}: {what[:1].lower()}{what[1:]}", param=name)

@@ -1,0 +1,173 @@
+"""From prompts and parameters to pieces of output: what completions and chat have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+from serving.api.http.context import Context
+from serving.api.http.errors import ApiError
+from serving.api.http.protocol.common import (
+    CompletionTokensDetails,
+    GenerationRequest,
+    PromptTokensDetails,
+    Usage,
+)
+from serving.api.http.streaming import gather, merge
+from serving.engine.output import CompletionOutput, RequestOutput, TokenLogprobs
+from serving.engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Job:
+    """One HTTP request as the engine's: several prompts under the same parameters."""
+
+    id: str
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+@dataclass
+class Piece:
+    """What is new of one choice. `prompt` and `choice` say which."""
+
+    prompt: int
+    choice: int
+    output: RequestOutput
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+@dataclass
+class _Cursor:
+    """How much of one choice has been sent."""
+
+    characters: int = 0
+    tokens: int = 0
+    finished: bool = False
+
+    def take(self, prompt: int, output: RequestOutput, choice: CompletionOutput) -> Piece | None:
+        """What has come since the last call; None for nothing."""
+        if self.finished or (
+            len(choice.text) == self.characters and len(choice.token_ids) == self.tokens and not choice.finished
+        ):
+            return None
+        piece = Piece(
+            prompt,
+            choice.index,
+            output,
+            choice.text[self.characters :],
+            choice.token_ids[self.tokens :],
+            None if choice.logprobs is None else choice.logprobs[self.tokens :],
+            choice.finish_reason,
+            choice.stop_reason,
+        )
+        self.characters, self.tokens, self.finished = len(choice.text), len(choice.token_ids), choice.finished
+        return piece
+
+
+@dataclass
+class Tally:
+    """Usage so far, from the latest output of each prompt."""
+
+    job: Job
+    with_output: bool = True
+    latest: dict[int, RequestOutput] = field(default_factory=dict)
+
+    def usage(self) -> Usage:
+        """What the request has used."""
+        prompt = sum(map(len, self.job.prompts))
+        outputs = list(self.latest.values())
+        completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs if self.with_output)
+        drafts = [output.metrics.drafts for output in outputs if output.metrics is not None]
+        usage = Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(o.num_cached_tokens for o in outputs)),
+        )
+        if any(each.drafted for each in drafts):
+            usage.completion_tokens_details = CompletionTokensDetails(
+                accepted_prediction_tokens=sum(each.accepted for each in drafts),
+                rejected_prediction_tokens=sum(each.wasted for each in drafts),
+            )
+        return usage
+
+
+def check_size(context: Context, request: GenerationRequest, prompts: Sequence[Sequence[int]]) -> None:
+    """Refuse what can never run, before any part of it does.
+
+    Raises:
+        ApiError: too many choices, an empty or too long prompt, a token id beyond the vocabulary.
+    """
+    engine = context.engine.engine
+    choices = len(prompts) * request.n
+    if choices > context.settings.max_choices:
+        raise ApiError(400, f"{choices} choices (prompts times n): at most {context.settings.max_choices} are allowed")
+    for ids in prompts:
+        if not ids:
+            raise ApiError(400, "the prompt is empty", param="prompt")
+        if len(ids) >= engine.max_model_len:
+            raise ApiError(
+                400,
+                f"the prompt has {len(ids):,} tokens: at most {engine.max_model_len - 1:,} are allowed "
+                f"(max_model_len {engine.max_model_len:,}, one of them for the output)",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if max(ids) >= engine.vocab_size:
+            bad = next(i for i in ids if i >= engine.vocab_size)
+            raise ApiError(
+                400, f"token id {bad} is not in the vocabulary (0 to {engine.vocab_size - 1})", param="prompt"
+            )
+
+
+async def run(context: Context, job: Job) -> list[RequestOutput]:
+    """The finished outputs of all prompts, in their order."""
+
+    async def last(index: int) -> RequestOutput:
+        async with contextlib.aclosing(_one(context, job, index, live=False)) as outputs:
+            async for output in outputs:
+                if output.finished:
+                    return output
+        raise AssertionError("an iteration ends with a finished output")
+
+    return await gather([last(index) for index in range(len(job.prompts))])
+
+
+async def stream(context: Context, job: Job, tally: Tally) -> AsyncGenerator[Piece, None]:
+    """Pieces of all choices as they come; `tally` is kept up to date."""
+    cursors: dict[tuple[int, int], _Cursor] = {}
+    streams = [_one(context, job, index, live=True) for index in range(len(job.prompts))]
+    async with contextlib.aclosing(merge(streams)) as outputs:
+        async for index, output in outputs:
+            tally.latest[index] = output
+            for choice in output.outputs:
+                piece = cursors.setdefault((index, choice.index), _Cursor()).take(index, output, choice)
+                if piece is not None:
+                    yield piece
+
+
+async def _one(context: Context, job: Job, index: int, *, live: bool) -> AsyncGenerator[RequestOutput, None]:
+    """Outputs of one prompt, timed for the metrics."""
+    observe = context.metrics.request(len(job.prompts[index]))
+    name = job.id if len(job.prompts) == 1 else f"{job.id}-{index}"
+    outputs = context.engine.generate(
+        {"prompt_token_ids": job.prompts[index]},
+        job.params,
+        name,
+        priority=job.priority,
+        cache_salt=job.cache_salt,
+        live=live,
+    )
+    async with contextlib.aclosing(outputs) as each:
+        async for output in each:
+            observe(output, time.monotonic())
+            yield output

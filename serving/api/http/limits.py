@@ -1,0 +1,159 @@
+"""What happens to every request before a handler sees it: id, key, kind and size of the body; and the log line after.
+
+A plain ASGI middleware: it hands on `receive` and `send`, so handlers still notice when a client leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import secrets
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serving.api.http.errors import ApiError, as_api_error
+from serving.api.http.settings import ServerSettings
+from serving.api.http.streaming import ClientGone
+from serving.api.metrics import Metrics
+
+log = logging.getLogger("serving.requests")
+
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/status"})
+"""Need no API key: probes, and numbers without any content."""
+_QUIET = frozenset({"/health", "/ready", "/metrics", "/status"})
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class Limits:
+    """The middleware.
+
+    Args:
+        app: what comes next.
+        settings: keys, sizes and times.
+        metrics: counts requests by path and status.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
+        self._app, self._settings, self._metrics = app, settings, metrics
+        self._keys = [key.encode() for key in settings.api_key]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, begin = Headers(scope=scope), time.monotonic()
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        status, started = 499, False  # 499: the client left before there was an answer
+
+        async def sending(message: Message) -> None:
+            nonlocal status, started
+            if message["type"] == "http.response.start":
+                status, started = message["status"], True
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        with self._metrics.in_flight():
+            try:
+                self._check(scope, headers)
+                if scope["method"] in ("POST", "PUT", "PATCH"):
+                    receive = await self._read(headers, receive)
+                await self._app(scope, receive, sending)
+            except ClientGone:
+                log.debug("the client has left")
+            except Exception as error:
+                if started:
+                    raise
+                await as_api_error(error).response()(scope, receive, sending)
+        # Only paths that exist: others are a client's invention, and each label value costs memory for ever.
+        route = getattr(scope.get("route"), "path", "other")
+        self._metrics.answered(route, status)
+        self._log(scope, request_id, status, time.monotonic() - begin)
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        if self._keys and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            # Compared in full with every key, so that the time it takes tells nothing.
+            known = [secrets.compare_digest(key.strip().encode(), each) for each in self._keys]
+            if scheme.lower() != "bearer" or not any(known):
+                raise ApiError(
+                    401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )  # fmt: skip
+        if scope["method"] == "POST":
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":
+                raise ApiError(415, f"the body must be application/json, not {kind or 'of no stated type'}")
+
+    async def _read(self, headers: Headers, receive: Receive) -> Receive:
+        """Takes in the whole body, within its limits; returns what gives it to the handler."""
+        most = self._settings.max_body_bytes
+        too_large = ApiError(
+            413, f"the body is larger than {most:,} bytes", code="body_too_large", headers={"Connection": "close"}
+        )
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > most:
+            raise too_large
+        body, more = bytearray(), True
+        try:
+            async with asyncio.timeout(self._settings.body_timeout):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > most:
+                        raise too_large
+        except TimeoutError:
+            raise ApiError(
+                408, f"the body did not arrive within {self._settings.body_timeout:g} seconds",
+                headers={"Connection": "close"},
+            ) from None  # fmt: skip
+        _refuse_half_characters(body)
+        whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+        async def replay() -> Message:
+            return whole.pop() if whole else await receive()
+
+        return replay
+
+    def _log(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+        if not self._settings.log_requests or (scope["path"] in _QUIET and status < 400):
+            return
+        fields = {
+            "request_id": request_id,
+            "method": scope["method"],
+            "path": scope["path"][:200],
+            "status": status,
+            "seconds": round(seconds, 4),
+        }
+        usage = scope["state"].get("usage")
+        if usage is not None:
+            fields["prompt_tokens"] = usage.prompt_tokens
+            fields["completion_tokens"] = usage.completion_tokens
+            fields["cached_tokens"] = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+        log.info("request", extra={"fields": fields})
+
+
+def _refuse_half_characters(body: bytes | bytearray) -> None:
+    """JSON can escape half a surrogate pair, which is no character: such a text could not even be sent back.
+
+    Raises:
+        ApiError: the body has one.
+    """
+    if not _SURROGATE.search(body):
+        return
+    try:
+        json.dumps(json.loads(body), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ApiError(400, "the body has half a surrogate pair, which is not a character") from None
+    except (ValueError, RecursionError):
+        return  # not JSON: the handler says so

@@ -1,0 +1,76 @@
+"""`/v1/completions`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from serving.api.http.protocol.common import GenerationRequest, TokenIds, Usage
+
+Prompt = (
+    str
+    | Annotated[list[str], Field(min_length=1)]
+    | Annotated[TokenIds, Field(min_length=1)]
+    | Annotated[list[TokenIds], Field(min_length=1)]
+)
+
+
+class CompletionRequest(GenerationRequest):
+    """Continue one prompt or several."""
+
+    prompt: Prompt
+    echo: bool = Field(False, description="Put the prompt in front of the answer, log-probabilities included.")
+    logprobs: int | None = Field(None, ge=0, le=20, description="Report log-probabilities, and of so many likeliest.")
+    best_of: int | None = Field(None, description="Not supported, unless it equals n.")
+    suffix: str | None = Field(None, description="Not supported.")
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """All prompts, one by one."""
+        match self.prompt:
+            case str() as text:
+                return [text]
+            case [int(), *_]:
+                return [self.prompt]  # type: ignore[list-item]
+        return [*self.prompt]
+
+    @model_validator(mode="after")
+    def _refuse(self) -> CompletionRequest:
+        if self.suffix:
+            raise ValueError("suffix is not supported: the model continues texts and cannot fill gaps")
+        if self.best_of is not None and self.best_of != self.n:
+            raise ValueError("best_of is not supported: use n, and choose among the answers yourself")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens must be at least 1 (0 is for echo, to score a prompt)")
+        return self
+
+
+class CompletionLogprobs(BaseModel):
+    """Of each token of a choice; a prompt's first token has none."""
+
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] | None = None
+    text_offset: list[int] = []
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionResponse(BaseModel):
+    """An answer, or with `usage` null one event of a stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None

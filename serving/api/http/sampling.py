@@ -1,0 +1,46 @@
+"""A request's fields as `SamplingParams`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from serving.api.http.protocol.chat import ChatRequest
+from serving.api.http.protocol.common import GenerationRequest
+from serving.api.http.protocol.completions import CompletionRequest
+from serving.engine.sampling_params import SamplingParams
+
+COMPLETION_TOKENS = 16
+"""Output tokens of a completion that does not say, as in OpenAI's API."""
+
+_SAME_NAME = (
+    "n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "stop", "stop_token_ids",
+    "include_stop_str_in_output", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "skip_special_tokens",
+)  # fmt: skip
+
+
+def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
+    """What the engine is asked for; `defaults` are for what the request leaves out, `more` goes to `SamplingParams`.
+
+    Raises:
+        RequestError: a value that the engine refuses.
+    """
+    values = dict(defaults)
+    values.update(
+        (name, getattr(request, name))
+        for name in _SAME_NAME
+        if name in request.model_fields_set and getattr(request, name) is not None
+    )
+    match request:
+        case CompletionRequest():
+            limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+            values["max_tokens"] = max(limit, 1)
+            values["logprobs"] = request.logprobs
+            if request.echo:
+                values["prompt_logprobs"] = request.logprobs
+        case ChatRequest():
+            limits = (request.max_completion_tokens, request.max_tokens)
+            values["max_tokens"] = next((limit for limit in limits if limit is not None), None)
+            values["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
+    return SamplingParams(**values, **more)

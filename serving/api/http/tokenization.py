@@ -1,0 +1,54 @@
+"""`/tokenize` and `/detokenize`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from serving.api.http.answering import answer, ignored_header
+from serving.api.http.context import context_of
+from serving.api.http.errors import ApiError
+from serving.api.http.protocol.tokenization import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+
+router = APIRouter(tags=["tokens"])
+
+
+@router.post("/tokenize", response_model=TokenizeResponse)
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    """Token ids of a text or a conversation."""
+    context = context_of(request)
+    context.check(body.model)
+    codec = context.codec
+    if body.messages is not None:
+        ids = await codec.encode_chat(
+            [message.model_dump(exclude_unset=True) for message in body.messages],
+            add_special_tokens=body.add_special_tokens is True,
+            **(body.chat_template_kwargs or {}),
+            tools=[tool.model_dump(exclude_unset=True) for tool in body.tools] if body.tools else None,
+            add_generation_prompt=body.add_generation_prompt,
+        )
+    else:
+        assert body.prompt is not None
+        ids = await codec.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    result = TokenizeResponse(count=len(ids), max_model_len=context.engine.engine.max_model_len, tokens=ids)
+    if body.return_token_strs:
+        result.token_strs = [codec.token(token) for token in ids]
+    return answer(request, result, ignored_header(body))
+
+
+@router.post("/detokenize", response_model=DetokenizeResponse)
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    """The text of token ids, special ones included."""
+    context = context_of(request)
+    context.check(body.model)
+    size = context.engine.engine.vocab_size
+    bad = next((token for token in body.tokens if token >= size), None)
+    if bad is not None:
+        raise ApiError(400, f"token id {bad} is not in the vocabulary (0 to {size - 1})", param="tokens")
+    result = DetokenizeResponse(prompt=await context.codec.decode(body.tokens))
+    return answer(request, result, ignored_header(body))

@@ -1,0 +1,186 @@
+"""Metrics for Prometheus: times are observed as requests run, all else is read from the engine when it is asked for.
+
+Each server has a registry of its own. docs/operations.md explains every metric.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from serving.engine.output import RequestOutput
+
+PREFIX = "mamba_jax_"
+
+_FIRST_TOKEN = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+_BETWEEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
+_WHOLE = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+
+Observer = Callable[[RequestOutput, float], None]
+
+
+class Metrics:
+    """One server's metrics.
+
+    Args:
+        model: label of all that is the engine's.
+    """
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        histogram = _maker(Histogram, self.registry)
+        self._first = histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN)
+        self._between = histogram(
+            "inter_token_latency_seconds", "Between two tokens of a stream, as they are handed to it.", _BETWEEN
+        )
+        self._per_token = histogram(
+            "time_per_output_token_seconds", "Mean time of a request's tokens after the first.", _BETWEEN
+        )
+        self._queue = histogram("queue_time_seconds", "From arrival to the first step.", _FIRST_TOKEN)
+        self._whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.", _WHOLE)
+        self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self._generated = histogram("request_generation_tokens", "Output tokens of a request.", _TOKENS)
+        self._answers = Counter(
+            PREFIX + "http_requests", "HTTP requests answered; 499: the client left.", ["path", "status"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._in_flight = Gauge(
+            PREFIX + "http_requests_in_flight", "HTTP requests being answered.", registry=self.registry
+        )
+        self._engine = _EngineCollector(model)
+        self.registry.register(self._engine)
+
+    @contextlib.contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """Counts a request while it lasts."""
+        with self._in_flight.track_inprogress():
+            yield
+
+    def answered(self, path: str, status: int) -> None:
+        """Counts an answer."""
+        self._answers.labels(path, str(status)).inc()
+
+    def request(self, prompt_tokens: int) -> Observer:
+        """Watches one request that begins now: to be called with each of its outputs and the time of it."""
+        begin = last = time.monotonic()
+        seen = 0
+
+        def observe(output: RequestOutput, now: float) -> None:
+            nonlocal last, seen
+            metrics = output.metrics
+            count = sum(len(choice.token_ids) for choice in output.outputs)
+            if count and not seen:
+                first = metrics.first_token_time if metrics is not None else None
+                self._first.observe(max(0.0, (now if first is None else first) - begin))
+                if metrics is not None and metrics.first_scheduled_time is not None:
+                    self._queue.observe(max(0.0, metrics.first_scheduled_time - metrics.arrival_time))
+            elif count > seen and not (output.finished and seen == 0):
+                # Tokens that came together share the time since the last ones.
+                each = (now - last) / (count - seen) * len(output.outputs)
+                for _ in range(count - seen):
+                    self._between.observe(each)
+            seen, last = count, now
+            if output.finished:
+                self._whole.observe(now - begin)
+                self._prompt.observe(prompt_tokens)
+                self._generated.observe(count)
+                longest = max((len(choice.token_ids) for choice in output.outputs), default=0)
+                if metrics is not None and metrics.first_token_time is not None and longest > 1:
+                    end = metrics.finished_time or now
+                    self._per_token.observe(max(0.0, end - metrics.first_token_time) / (longest - 1))
+
+        return observe
+
+    def exposition(self, stats: Mapping[str, Any]) -> tuple[bytes, str]:
+        """All metrics in Prometheus's text form, with its content type; `stats` are `Engine.stats()`."""
+        self._engine.stats = stats
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+
+def _maker(kind: type[Histogram], registry: CollectorRegistry) -> Callable[..., Histogram]:
+    return lambda name, text, buckets: kind(PREFIX + name, text, buckets=buckets, registry=registry)
+
+
+class _EngineCollector:
+    """The engine's own counters as metrics."""
+
+    def __init__(self, model: str) -> None:
+        self.stats: Mapping[str, Any] = {}
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry."""
+        stats = self.stats
+        yield _gauge("model_info", "The model that is served.", {(("model", self._model),): 1})
+        if not stats:
+            return
+        loop = stats["loop"]
+        yield _gauge("requests_waiting", "Requests in the queue.", {(): stats["waiting"]})
+        yield _gauge("requests_running", "Requests that have a seat.", {(): stats["running"]})
+        yield _counter("requests_refused", "Requests refused because the queue was full.", {(): stats["refused"]})
+        yield _counter(
+            "requests_finished", "Requests (each choice by itself) by why they ended.",
+            {(("reason", str(reason)),): count for reason, count in stats["finished"].items()},
+        )  # fmt: skip
+        yield _counter("preemptions", "Requests put back into the queue for want of space.", {(): stats["preemptions"]})
+        for name, key, text in (
+            ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that were let in."),
+            ("cached_prompt_tokens", "cached_tokens", "Of those, tokens that did not have to be computed."),
+            ("generation_tokens", "output_tokens", "Output tokens."),
+            ("prefill_tokens", "prefill_tokens", "Tokens computed that were known beforehand."),
+            ("full_prefix_hits", "full_hits", "Requests that had nothing left to compute."),
+            ("pages_evicted", "pages_evicted", "Cached pages given up."),
+            ("states_evicted", "states_evicted", "Cached states given up."),
+            ("states_published", "states_published", "States that became findable."),
+        ):
+            yield _counter(name, text, {(): stats[key]})
+        yield _counter(
+            "prefix_misses", "Requests by why no more of their prompt came from the cache.",
+            {(("reason", reason),): count for reason, count in stats["misses"].items()},
+        )  # fmt: skip
+        for pool in ("slots", "pages"):
+            if pool in stats:
+                sizes = {(("state", state),): stats[pool][state] for state in ("free", "used", "cached")}
+                yield _gauge(pool, f"State {pool} by what they are." if pool == "slots" else "Pages.", sizes)
+        drafts = loop["drafts"]
+        for name, key, text in (
+            ("draft_tokens", "drafted_at", "Draft tokens that were verified, by their place in the step."),
+            ("draft_tokens_accepted", "accepted_at", "Of those, the ones that were right."),
+        ):
+            yield _counter(name, text, {(("position", str(i + 1)),): n for i, n in enumerate(drafts[key])})
+        yield _counter("steps", "Steps of the engine.", {(): loop["steps"]})
+        yield _counter(
+            "lockstep_steps", "Times that a step waited for the last one's result: a row needs the host to know it.",
+            {(): loop["lockstep_steps"]},
+        )  # fmt: skip
+        yield _counter("step_failures", "Steps lost with all state; it was computed again.", {(): loop["failures"]})
+        yield _counter(
+            "step_seconds", "Time of the engine's thread by what it did: wait is for the device, all else the host.",
+            {(("part", part),): loop[f"{part}_seconds"] for part in ("plan", "dispatch", "wait", "settle")},
+        )  # fmt: skip
+        yield _counter("compilations", "Programs compiled; must not grow once ready.", {(): stats["compilations"]})
+
+
+def _gauge(name: str, text: str, values: Mapping[Any, float]) -> Metric:
+    return _family(GaugeMetricFamily, name, text, values)
+
+
+def _counter(name: str, text: str, values: Mapping[Any, float]) -> Metric:
+    return _family(CounterMetricFamily, name, text, values)
+
+
+def _family(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, values: Mapping[Any, float]
+) -> Metric:
+    # Keys are tuples of (label, value) pairs.
+    names = [label for label, _ in next(iter(values), ())]
+    family = kind(PREFIX + name, text, labels=names)
+    for labels, value in values.items():
+        family.add_metric([value for _, value in labels], float(value))
+    return family

@@ -1,0 +1,115 @@
+"""`/v1/chat/completions`, asked by the openai SDK, and the tokens of conversations."""
+
+import pytest
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a state?"}]
+
+
+def ask(server, **fields):
+    body = {"model": "demo", "messages": MESSAGES, "max_completion_tokens": 8, "temperature": 0} | fields
+    return server.openai().chat.completions.create(**body)
+
+
+def test_an_answer(server):
+    answer = ask(server)
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content
+    assert choice.finish_reason == "length"
+    assert answer.usage.completion_tokens == 8
+    assert answer.id.startswith("chatcmpl-")
+
+
+def test_content_in_parts(server):
+    parts = [{"role": m["role"], "content": [{"type": "text", "text": m["content"]}]} for m in MESSAGES]
+    assert ask(server, messages=parts).choices == ask(server).choices
+
+
+def test_the_old_name_of_the_limit(server):
+    body = {"messages": MESSAGES, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+    assert server.http.post("/v1/chat/completions", json=body).json()["usage"]["completion_tokens"] == 3
+
+
+def test_the_second_time_is_cached(server):
+    ask(server)
+    usage = ask(server).usage
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens
+
+
+def test_logprobs(server):
+    content = ask(server, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    assert len(content) == 8
+    for entry in content:
+        assert entry.top_logprobs[0].token == entry.token
+        assert len(entry.top_logprobs) == 2
+        assert entry.bytes is None or bytes(entry.bytes).decode() == entry.token
+    assert ask(server, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
+    assert ask(server).choices[0].logprobs is None
+
+
+def test_choices_seeds_and_stops(server):
+    fields = {"n": 3, "temperature": 1.0, "seed": 11}
+    one, two = ask(server, **fields), ask(server, **fields)
+    assert [c.message.content for c in one.choices] == [c.message.content for c in two.choices]
+    assert len({c.message.content for c in one.choices}) == 3
+    text = ask(server).choices[0].message.content
+    cut = ask(server, stop=[text[4:6]]).choices[0]
+    assert cut.message.content == text[: text.index(text[4:6])]
+    assert cut.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_streams_say_the_same(server, n):
+    fields = {"n": n, "temperature": 1.0, "seed": 5, "logprobs": True}
+    whole = ask(server, **fields)
+    roles, texts, reasons, tokens, usages = {}, {}, {}, {}, []
+    for chunk in ask(server, **fields, stream=True, stream_options={"include_usage": True}):
+        usages.append(chunk.usage)
+        for choice in chunk.choices:
+            if choice.delta.role:
+                assert choice.index not in roles
+                roles[choice.index] = choice.delta.role
+            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+            if choice.logprobs is not None:
+                tokens.setdefault(choice.index, []).extend(entry.token for entry in choice.logprobs.content)
+            assert reasons.get(choice.index) is None  # nothing comes after the reason
+            reasons[choice.index] = choice.finish_reason
+    assert usages[-1] == whole.usage.model_copy(update={"prompt_tokens_details": usages[-1].prompt_tokens_details})
+    assert not any(usages[:-1])
+    for choice in whole.choices:
+        assert roles[choice.index] == "assistant"
+        assert texts[choice.index] == choice.message.content
+        assert reasons[choice.index] == choice.finish_reason
+        assert tokens[choice.index] == [entry.token for entry in choice.logprobs.content]
+
+
+def test_usage_in_every_event(server):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    counts = [c.usage.completion_tokens for c in ask(server, stream=True, stream_options=options)]
+    assert counts == sorted(counts)
+    assert counts[-1] == 8
+
+
+def test_tools_go_through_the_template(server):
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    assert ask(server, tools=[tool], tool_choice="auto").usage.prompt_tokens
+    turns = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "nothing"},
+    ]  # fmt: skip
+    assert ask(server, messages=turns, tools=[tool]).choices[0].message.content
+
+
+def test_tokens_and_back(server):
+    prompt = server.http.post("/tokenize", json={"prompt": "A state", "return_token_strs": True}).json()
+    assert prompt["count"] == len(prompt["tokens"]) == len(prompt["token_strs"])
+    assert prompt["max_model_len"] == 512
+    bare = server.http.post("/tokenize", json={"prompt": "A state", "add_special_tokens": False}).json()["tokens"]
+    assert server.http.post("/detokenize", json={"tokens": bare}).json() == {"prompt": "A state"}
+    assert server.http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+    chat = server.http.post("/tokenize", json={"messages": MESSAGES}).json()
+    assert chat["count"] == ask(server).usage.prompt_tokens
+    assert server.http.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
+    assert server.http.post("/tokenize", json={}).status_code == 400

@@ -1,0 +1,166 @@
+"""`/v1/completions`, asked by the openai SDK wherever it can ask for it."""
+
+import math
+
+import pytest
+
+TEXT = "The state of a recurrent model"
+
+
+def test_models(server):
+    models = server.openai().models.list().data
+    assert [model.id for model in models] == ["demo"]
+    assert models[0].max_model_len == 512
+    assert server.openai().models.retrieve("demo").id == "demo"
+
+
+def test_a_text(server):
+    answer = server.openai().completions.create(model="demo", prompt=TEXT, max_tokens=6, temperature=0)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "length"
+    assert choice.text
+    assert answer.usage.completion_tokens == 6
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 6
+    assert answer.id.startswith("cmpl-")
+
+
+def test_sixteen_tokens_unless_told_otherwise(server):
+    answer = server.complete(max_tokens=None, ignore_eos=True).json()
+    assert answer["usage"]["completion_tokens"] == 16
+
+
+def test_all_forms_of_prompts_say_the_same(server):
+    client = server.openai()
+    ids = server.http.post("/tokenize", json={"prompt": TEXT}).json()["tokens"]
+    other = server.http.post("/tokenize", json={"prompt": "Another"}).json()["tokens"]
+    ask = {"model": "demo", "max_tokens": 5, "temperature": 0}
+    text = client.completions.create(prompt=TEXT, **ask).choices[0].text
+    assert client.completions.create(prompt=ids, **ask).choices[0].text == text
+    several = client.completions.create(prompt=[ids, other, ids], **ask)
+    assert [choice.index for choice in several.choices] == [0, 1, 2]
+    assert several.choices[0].text == several.choices[2].text == text
+    assert several.usage.prompt_tokens == 2 * len(ids) + len(other)
+    texts = client.completions.create(prompt=[TEXT, "Another"], **ask)
+    assert [choice.text for choice in texts.choices] == [text, several.choices[1].text]
+
+
+def test_several_choices(server):
+    ask = {"prompt": [TEXT, "Another"], "n": 2, "temperature": 1.0, "seed": 7, "max_tokens": 8}
+    one, two = server.complete(**ask).json(), server.complete(**ask).json()
+    assert [choice["index"] for choice in one["choices"]] == [0, 1, 2, 3]
+    texts = [choice["text"] for choice in one["choices"]]
+    assert len(set(texts)) == 4
+    assert texts == [choice["text"] for choice in two["choices"]]
+    assert server.complete(**(ask | {"best_of": 2})).status_code == 200
+
+
+def test_the_second_time_is_cached(server):
+    prompt = "A prefix that nobody else here has begun a prompt with"
+    before = server.metric("mamba_jax_full_prefix_hits_total")
+    first, second = (server.complete(prompt).json() for _ in range(2))
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == second["usage"]["prompt_tokens"]
+    assert server.metric("mamba_jax_full_prefix_hits_total") == before + 1
+    salted = server.complete(prompt, cache_salt="other").json()
+    assert salted["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert first["choices"] == second["choices"] == salted["choices"]
+
+
+def test_logprobs(server):
+    answer = server.openai().completions.create(model="demo", prompt=TEXT, max_tokens=4, temperature=0, logprobs=3)
+    found = answer.choices[0].logprobs
+    assert "".join(found.tokens) == answer.choices[0].text
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == 4
+    assert found.text_offset[0] == 0
+    assert found.text_offset[1] == len(found.tokens[0])
+    for value, top in zip(found.token_logprobs, found.top_logprobs, strict=True):
+        assert value == max(top.values())  # greedy
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_scoring_as_evaluation_harnesses_do(server, max_tokens):
+    """Batched token ids, echo and log-probabilities: those of the prompt are what the harness sums up."""
+    prompts = [[5, 6, 7, 8, 9], [10, 11, 12]]
+    body = {
+        "model": "demo", "prompt": prompts, "temperature": 0, "max_tokens": max_tokens, "logprobs": 1, "echo": True,
+        "seed": 1234, "stop": ["\n\n"],
+    }  # fmt: skip
+    answer = server.http.post("/v1/completions", json=body).json()
+    for prompt, choice in zip(prompts, answer["choices"], strict=True):
+        found = choice["logprobs"]
+        assert len(found["tokens"]) == len(found["token_logprobs"]) == len(prompt) + max_tokens
+        assert found["token_logprobs"][0] is None
+        assert found["top_logprobs"][0] is None
+        for value, top in zip(found["token_logprobs"][1:], found["top_logprobs"][1:], strict=True):
+            assert value <= 0
+            assert math.isfinite(value)
+            assert max(top.values()) >= value - 1e-6
+    assert answer["usage"]["completion_tokens"] == max_tokens * len(prompts)
+    # The prompt's log-probabilities are those that generating gives.
+    generated = server.complete(prompt=[5, 6], logprobs=1, max_tokens=1, logit_bias={"7": 100}).json()
+    assert generated["choices"][0]["logprobs"]["token_logprobs"][0] == pytest.approx(
+        answer["choices"][0]["logprobs"]["token_logprobs"][2], abs=1e-4
+    )
+
+
+def test_echo(server):
+    plain = server.complete(TEXT).json()["choices"][0]["text"]
+    assert server.complete(TEXT, echo=True).json()["choices"][0]["text"] == TEXT + plain
+    ids = server.http.post("/tokenize", json={"prompt": TEXT, "add_special_tokens": False}).json()["tokens"]
+    assert server.complete(ids, echo=True).json()["choices"][0]["text"].startswith(TEXT)
+
+
+def test_stops(server):
+    whole = server.complete(TEXT, max_tokens=12, return_token_ids=True, ignore_eos=True).json()["choices"][0]
+    stop = whole["text"][5:8]
+    cut = server.complete(TEXT, max_tokens=12, stop=stop).json()["choices"][0]
+    assert cut["text"] == whole["text"][: whole["text"].index(stop)]
+    assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)
+    kept = server.complete(TEXT, max_tokens=12, stop=[stop], include_stop_str_in_output=True).json()["choices"][0]
+    assert kept["text"] == cut["text"] + stop
+    token = whole["token_ids"][3]
+    by_token = server.complete(TEXT, max_tokens=12, stop_token_ids=[token]).json()
+    assert by_token["choices"][0]["stop_reason"] == token
+    assert by_token["usage"]["completion_tokens"] == whole["token_ids"].index(token) + 1
+
+
+def test_sampling_parameters_reach_the_engine(server):
+    greedy = server.complete(TEXT).json()["choices"][0]["text"]
+    for fields in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}):
+        assert server.complete(TEXT, temperature=1.0, **fields).json()["choices"][0]["text"] == greedy
+    biased = server.complete(TEXT, max_tokens=3, logit_bias={"70": 100}, return_token_ids=True).json()
+    assert biased["choices"][0]["token_ids"] == [70] * 3
+    fields = {"logit_bias": {"70": 20}, "repetition_penalty": 50.0, "return_token_ids": True, "max_tokens": 3}
+    assert server.complete(TEXT, **fields).json()["choices"][0]["token_ids"] != [70] * 3
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2, "temperature": 1.0, "seed": 3}, {"prompt": [TEXT, "Other"]}])
+def test_streams_say_the_same(server, fields):
+    ask = {"model": "demo", "prompt": TEXT, "max_tokens": 12, "temperature": 0, "logprobs": 1, "echo": True} | fields
+    whole = server.openai().completions.create(**ask)
+    texts, tokens, reasons, usage = {}, {}, {}, None
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for chunk in server.openai().completions.create(**ask, stream=True, stream_options=options):
+        usage = chunk.usage
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+            reasons[choice.index] = choice.finish_reason
+            if choice.logprobs is not None:
+                tokens.setdefault(choice.index, []).extend(
+                    zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True)
+                )
+    assert usage.completion_tokens == whole.usage.completion_tokens
+    for choice in whole.choices:
+        assert texts[choice.index] == choice.text
+        assert reasons[choice.index] == choice.finish_reason
+        assert tokens[choice.index] == list(zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True))
+
+
+def test_prompts_wait_for_priority_and_a_full_queue_refuses(server):
+    # 8 seats and 200 places to wait: of 300 choices some cannot be taken. All or nothing.
+    answer = server.complete(["x"] * 300, max_tokens=1)
+    assert answer.status_code == 429
+    assert answer.json()["error"]["type"] == "rate_limit_error"
+    assert answer.headers["retry-after"] == "1"
+    server.assert_idle()
+    assert server.complete(max_tokens=1, priority=-5).status_code == 200

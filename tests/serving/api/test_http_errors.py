@@ -1,0 +1,205 @@
+"""Whatever a client does wrong: the right status, OpenAI's error object, a healthy server, unaffected neighbours."""
+
+import json
+import socket
+import threading
+
+import pytest
+
+from serving.api.http.errors import ApiError
+from serving.api.http.protocol.common import ErrorResponse
+
+PATHS = ["/v1/completions", "/v1/chat/completions"]
+BODY = {"/v1/completions": {"prompt": "x"}, "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]}}
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(autouse=True)
+def neighbours_are_unaffected(server):
+    """Another request runs meanwhile; its answer is what it always is."""
+    expected = server.complete("A neighbour", max_tokens=12).json()["choices"][0]["text"]
+    found = []
+    thread = threading.Thread(
+        target=lambda: found.append(server.complete("A neighbour", max_tokens=12).json()["choices"][0]["text"])
+    )
+    thread.start()
+    yield
+    thread.join()
+    assert found == [expected]
+    assert server.http.get("/health").status_code == 200
+
+
+def assert_error(response, status, *, param=None, says=""):
+    assert response.status_code == status, response.text
+    error = ErrorResponse.model_validate(response.json()).error
+    assert error.param == param
+    assert says in error.message
+    assert response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"\xff\xfe\x00", b'{"prompt": "\xff"}', b"[" * 100_000, b'{"prompt": NaN', b"\x00"]
+)
+def test_malformed_json(server, path, body):
+    assert_error(server.http.post(path, content=body, headers=JSON), 400)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("body", [b"[]", b"null", b"3", b'"text"', b"{}"])
+def test_json_of_another_kind(server, path, body):
+    response = server.http.post(path, content=body, headers=JSON)
+    assert response.status_code == 400
+    ErrorResponse.model_validate(response.json())
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1), ("temperature", "hot"), ("temperature", []), ("top_p", 0), ("top_p", 2), ("min_p", -0.1),
+        ("max_tokens", -1), ("max_tokens", "many"), ("n", 0), ("n", 10**6), ("top_k", 2**40), ("min_tokens", 2**40),
+        ("stop", 5), ("stop", [1]), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("seed", 2**80),
+        ("logit_bias", [1]), ("logit_bias", {"5": "much"}), ("presence_penalty", 3), ("repetition_penalty", 0),
+        ("stream", "perhaps"), ("priority", 2**40), ("cache_salt", ""), ("model", 5), ("response_format", "json"),
+    ],
+)  # fmt: skip
+def test_wrong_values(server, path, field, value):
+    assert_error(server.http.post(path, json=BODY[path] | {field: value}), 400, param=field, says=field)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"stop": [""]}, "stop"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"100000": 1}}, "logit_bias"),
+        ({"min_tokens": 5, "max_tokens": 2}, "min_tokens"),
+        ({"stream_options": {"include_usage": True}}, "stream_options needs stream=true"),
+        ({"guided_json": {}}, '{"structured_outputs": {"json": ...}}'),
+    ],
+)
+def test_values_that_do_not_fit(server, path, fields, says):
+    assert_error(server.http.post(path, json=BODY[path] | fields), 400, says=says)
+
+
+def test_temperature_that_json_does_not_have(server):
+    body = b'{"prompt": "x", "temperature": Infinity}'
+    assert_error(server.http.post("/v1/completions", content=body, headers=JSON), 400, says="temperature")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [None, 5, {}, [], [[]], ["x", 5], [1, "x"], [1.5], [True], [-1], [10**9], [[5], [2**40]]],
+)
+def test_wrong_prompts(server, prompt):
+    response = server.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+    assert_error(response, 400, param="prompt")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None, [], "x", [5], [{}], [{"role": "", "content": "x"}], [{"role": "user", "content": 5}],
+        [{"role": "user", "content": [{"text": "no type"}]}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}],
+    ],
+)  # fmt: skip
+def test_wrong_messages(server, messages):
+    response = server.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+    assert response.status_code == 400
+    ErrorResponse.model_validate(response.json())
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"suffix": "end"}, "suffix is not supported"),
+        ({"best_of": 3}, "best_of is not supported"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"prompt": ["x"] * 1025}, "1025 choices"),
+        ({"prompt": ["x"] * 600, "n": 2}, "1200 choices"),
+    ],
+)
+def test_what_completions_refuse(server, fields, says):
+    assert_error(server.http.post("/v1/completions", json={"prompt": "x"} | fields), 400, says=says)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs needs logprobs=true"),
+        ({"tool_choice": "required"}, "tool_choice must be none or auto"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens must be at least 1"),
+    ],
+)
+def test_what_chat_refuses(server, fields, says):
+    body = BODY["/v1/chat/completions"] | fields
+    assert_error(server.http.post("/v1/chat/completions", json=body), 400, says=says)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_is_too_long(server, stream):
+    for prompt in ("word " * 2000, [5] * 512):
+        response = server.http.post("/v1/completions", json={"prompt": prompt, "stream": stream})
+        assert_error(response, 400, param="prompt", says="at most 511 are allowed")
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/tokenize", "/detokenize"])
+def test_unknown_model(server, path):
+    fields = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "tokens": [5], "model": "nope"}
+    if path == "/tokenize":
+        del fields["messages"]
+    response = server.http.post(path, json=fields)
+    assert_error(response, 404, param="model", says="'nope' does not exist")
+    assert response.json()["error"]["code"] == "model_not_found"
+
+
+def test_a_body_that_is_too_large(server):
+    body = json.dumps({"prompt": "x" * 10_000_000}).encode()
+    assert_error(server.http.post("/v1/completions", content=body, headers=JSON), 413, says="larger than")
+    # The same without a length in front.
+    pieces = (body[i : i + 65536] for i in range(0, len(body), 65536))
+    assert_error(server.http.post("/v1/completions", content=pieces, headers=JSON), 413, says="larger than")
+
+
+def test_half_a_character(server):
+    for body in (b'{"prompt": "\\ud800"}', b'{"prompt": "x", "cache_salt": "\\uDC00"}'):
+        assert_error(server.http.post("/v1/completions", content=body, headers=JSON), 400, says="surrogate")
+    whole = b'{"prompt": "\\ud83d\\ude00", "max_tokens": 1}'
+    assert server.http.post("/v1/completions", content=whole, headers=JSON).status_code == 200
+
+
+def test_paths_methods_and_kinds(server):
+    assert_error(server.http.get("/v2/completions"), 404)
+    assert_error(server.http.get("/v1/models/nope"), 404, param="model")
+    assert_error(server.http.get("/v1/completions"), 405)
+    assert_error(server.http.post("/v1/completions", data={"prompt": "x"}), 415, says="application/json")
+    assert_error(server.http.post("/v1/completions", content=b'{"prompt": "x"}'), 415)
+
+
+def test_unknown_fields_are_ignored_and_named(server):
+    response = server.complete(max_tokens=1, invented=1, **{"bad\r\nname": 2}, absent=None, user="me")
+    assert response.status_code == 200
+    assert response.headers["x-ignored-fields"] == "invented"
+    assert "x-ignored-fields" not in server.complete(max_tokens=1).headers
+
+
+def test_a_client_that_speaks_no_http(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    for message in (
+        b"\x16\x03\x01\x02\x00",
+        b"GET\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-length: -5\r\n\r\n",
+    ):
+        with socket.create_connection((host, int(port)), timeout=5) as wire:
+            wire.sendall(message)
+            wire.shutdown(socket.SHUT_WR)
+            while wire.recv(4096):
+                pass
+
+
+def test_long_messages_are_cut():
+    assert len(ApiError(400, "x" * 100_000).body()) < 1000
