@@ -8,7 +8,7 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,10 @@ log = logging.getLogger(__name__)
 
 class EngineStopped(RuntimeError):
     """The engine has been shut down, or has failed for good; requests in progress will not finish."""
+
+
+class RequestFailed(RuntimeError):
+    """A request that was right, and could not be served all the same: one line that says why."""
 
 
 class _Stream:
@@ -76,14 +80,18 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         live: bool = True,
-    ) -> AsyncIterator[RequestOutput]:
+        export: Any = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Completes one prompt, yielding the output as it grows; the last one is finished.
 
         Each output is a copy that later ones do not change. Leaving the iteration early, by `break`, cancellation or
         an error, aborts the request. Without `live` only the finished output is yielded, which costs the engine less.
 
+        `export` goes to `Engine.add_request`.
+
         Raises:
             RequestError: the request cannot be served as asked.
+            RequestFailed: the engine gave it up.
             EngineStopped: the engine has stopped.
         """
         name = request_id if request_id is not None else f"async-{next(self._ids)}"
@@ -95,7 +103,13 @@ class AsyncEngine:
                 return
             try:
                 self._engine.add_request(
-                    name, prompt, sampling_params, priority=priority, cache_salt=cache_salt, live_text=live
+                    name,
+                    prompt,
+                    sampling_params,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    live_text=live,
+                    export=export,
                 )
             except Exception as error:
                 stream.put(error)
@@ -106,6 +120,8 @@ class AsyncEngine:
         try:
             while True:
                 output = await stream.get()
+                if output.finished and output.outputs[0].finish_reason == "error":
+                    raise RequestFailed(str(output.outputs[0].stop_reason))
                 yield output
                 if output.finished:
                     return
