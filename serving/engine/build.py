@@ -69,7 +69,10 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Built:
     if config.compilation_cache:
         use_compilation_cache()
     tokenizer = load_tokenizer(config.model)
-    eos = generation_config(config.model).eos_token_ids
+    eos = generation_config(config.model).eos_token_ids or described.eos_token_ids
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        # A chat tokenizer's end of turn is often missing from the other two.
+        eos = tuple(dict.fromkeys([*eos, tokenizer.eos_token_id]))
     model = load_model(
         config.model,
         dtype=config.dtype,
@@ -78,9 +81,7 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Built:
         sharding=None if mesh is None else parameter_shardings(described, mesh),
         seed=config.seed,
     )
-    return assemble(
-        config, model, tokenizer=tokenizer, eos_token_ids=eos or model.config.eos_token_ids, progress=progress
-    )
+    return assemble(config, model, tokenizer=tokenizer, eos_token_ids=eos, progress=progress)
 
 
 def assemble(

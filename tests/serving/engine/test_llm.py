@@ -1,10 +1,14 @@
 """`LLM` with the interface that vLLM's users know, and the start-up report."""
 
+import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
 
+from checkpoints import load_tokenizer
+from checkpoints.resolve import DEMO_DIRECTORY
 from serving import LLM, ConfigError, RequestError, SamplingParams
 from serving.engine import llm as llm_module
 
@@ -87,3 +91,12 @@ def test_start_up_explains_itself(harness, caplog):
     assert "chunked prefill is switched on" in caplog.text
     assert "max_num_seqs is 10 instead of 64" in caplog.text
     assert engine.loop.scheduler.config.seats == 10
+
+
+def test_the_tokenizers_end_of_sequence_counts_as_well(tmp_path):
+    """Chat checkpoints often name the end of a turn in the tokenizer only."""
+    for path in DEMO_DIRECTORY.glob("*.json"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+    llm = LLM(str(tmp_path), load_format="dummy", max_num_seqs=1, max_model_len=64, warmup=False)
+    assert set(llm.engine.eos_token_ids) == {5, load_tokenizer(tmp_path).eos_token_id}

@@ -88,7 +88,7 @@ def test_nothing_compiles_after_the_warm_up(harness):
     engine.loop.warm_up(harness.vocab_size)
     compiled = engine.loop.programs.compilations
     rng = random.Random(3)
-    prompts = [harness.prompt(rng, rng.randrange(1, 100)) for _ in range(120)]
+    prompts = [harness.prompt(rng, rng.choice(LENGTHS)) for _ in range(500)]
     params = [
         SamplingParams(
             temperature=rng.choice([0.0, 1.0]),
