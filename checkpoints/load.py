@@ -23,7 +23,7 @@ from checkpoints.resolve import Kind, Reference, resolve
 from checkpoints.tensor_set import TensorSet
 from checkpoints.tokenizer import Tokenizer, read_tokenizer
 from mamba_jax.config import ConfigError, HybridConfig
-from mamba_jax.families import config_from_hf, family_of, without_absent_parts
+from mamba_jax.families import config_from_hf, family_of, weight_names, without_absent_parts
 from mamba_jax.model import HybridModel
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -86,7 +86,7 @@ def load_model(
         reference.name,
         tensors,
         abstract_parameters(config, kind),
-        family.weight_names(config),
+        weight_names(config),
         ignored=family.ignored(config),
         shardings=sharding,
         progress=progress,

@@ -43,6 +43,10 @@ class TensorSet:
         """The stored dtype in the spelling of the format, for example `BF16`."""
         return self._file_of[name].entries[name].dtype
 
+    def file_of(self, name: str) -> str:
+        """The name of the file that a tensor lies in."""
+        return self._file_of[name].path.name
+
     def view(self, name: str) -> np.ndarray:
         """The tensor as a read-only view of the mapped file."""
         return self._file_of[name].view(name)

@@ -1,22 +1,30 @@
 """Training of the demo model's tokenizer: a small byte-level BPE.
 
-    python -m checkpoints.train_tokenizer OUTPUT.json [VOCAB_SIZE]
+    python -m checkpoints.train_tokenizer CORPUS DIRECTORY [VOCAB_SIZE]
 
-trains on the docstrings of Python's standard library, which every machine that can run this has.
+trains on a corpus that `mamba_jax.train.corpus` has written, and writes `tokenizer.json`, `tokenizer_config.json` (with
+the chat template) and `generation_config.json`.
 """
 
 from __future__ import annotations
 
-import ast
+import json
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from mamba_jax.train.corpus import read_documents, text_of
+
 PAD, BOS, EOS, TURN_START, TURN_END = SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
 """The entries 0 to 4."""
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_MOST_CHARACTERS = 6_000_000  # of one source: problems made from templates would otherwise fill the vocabulary
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -39,23 +47,35 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def standard_library_docstrings() -> Iterator[str]:
-    """Every docstring of the modules that come with Python (tests and installed packages left out)."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        if {"test", "tests", "site-packages", "lib2to3", "idlelib"} & set(path.relative_to(root).parts):
-            continue
-        try:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (SyntaxError, UnicodeDecodeError):  # files that exist to be broken, or in another encoding
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                text = ast.get_docstring(node)
-                if text:
-                    yield text
+def corpus_texts(corpus: Path) -> Iterator[str]:
+    """The training documents of a corpus, of each source the first few million characters."""
+    for path in sorted((corpus / "train").glob("*.jsonl")):
+        left = _MOST_CHARACTERS
+        for document in read_documents(path):
+            text = text_of(document)
+            yield text
+            left -= len(text)
+            if left <= 0:
+                break
+
+
+def write_tokenizer(corpus: Path, directory: Path, vocab_size: int) -> None:
+    """Train on a corpus, and write all files of a tokenizer."""
+    directory.mkdir(parents=True, exist_ok=True)
+    train_tokenizer(corpus_texts(corpus), vocab_size).save(str(directory / "tokenizer.json"), pretty=False)
+    settings = {
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "model_max_length": 8192,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    ends = [SPECIAL_TOKENS.index(token) for token in (EOS, TURN_END)]
+    generation = {"bos_token_id": SPECIAL_TOKENS.index(BOS), "eos_token_id": ends, "pad_token_id": 0}
+    (directory / "generation_config.json").write_text(json.dumps(generation) + "\n")
 
 
 if __name__ == "__main__":
-    size = int(sys.argv[2]) if len(sys.argv) > 2 else 4096
-    train_tokenizer(standard_library_docstrings(), size).save(sys.argv[1], pretty=False)
+    write_tokenizer(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 4096)

@@ -11,6 +11,7 @@ from typing import Any
 
 from mamba_jax.config import ConfigError, HybridConfig
 from mamba_jax.families import bamba, falcon_h1, granite, mamba2, nemotron_h, zamba2
+from mamba_jax.families.added_mtp import added_weight_names, with_added_mtp
 from mamba_jax.families.base import Family, HFSource
 
 __all__ = [
@@ -67,12 +68,15 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     family = get(raw.get("model_type"))
     if raw.get("quantization_config"):
         raise ConfigError("quantized checkpoints (config field quantization_config) are not supported yet")
-    return family.config_from_hf(raw)
+    return with_added_mtp(family.config_from_hf(raw), raw)
 
 
 def weight_names(config: HybridConfig) -> dict[str, HFSource]:
     """Every parameter by its dotted path (as in `mamba_jax.model.parameters`), and where a checkpoint has it."""
-    return family_of(config).weight_names(config)
+    sources = family_of(config).weight_names(config)
+    if config.mtp_pattern and "mtp.final_norm.weight" not in sources:
+        sources |= added_weight_names(config)
+    return sources
 
 
 def without_absent_parts(config: HybridConfig, available: Container[str]) -> HybridConfig:

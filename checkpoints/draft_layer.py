@@ -1,0 +1,84 @@
+"""A checkpoint with a multi-token-prediction layer beside the weights that it had."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+from checkpoints.errors import CheckpointError, listing
+from checkpoints.export import hugging_face_tensors
+from checkpoints.json_file import read_json
+from checkpoints.tensor_set import INDEX_FILE, TensorSet
+from mamba_jax.config import ConfigError, HybridConfig
+from mamba_jax.families import config_from_hf
+from mamba_jax.families.added_mtp import LAYERS, PATTERN
+from mamba_jax.model import parameters
+from mamba_jax.modules.mtp import MTP
+
+DRAFT_FILE = "mtp.safetensors"
+_OTHER_SPELLINGS = ("mtp_layers_block_type", "mtp_layer_types")
+
+
+def with_draft_layer(directory: Path, pattern: str) -> tuple[dict[str, Any], HybridConfig]:
+    """The config.json of a checkpoint, and its model's description, with such a layer.
+
+    Args:
+        directory: a Hugging Face directory.
+        pattern: the layer's sublayers, for example `*-`.
+    Raises:
+        CheckpointError: the model cannot have that.
+    """
+    raw = read_json(directory / "config.json")
+    raw = {name: value for name, value in raw.items() if name not in _OTHER_SPELLINGS}
+    raw |= {LAYERS: 1, PATTERN: pattern}
+    try:
+        return raw, config_from_hf(raw)
+    except ConfigError as error:
+        raise CheckpointError(f"{directory}: {error}") from error
+
+
+def fresh_draft_layer(config: HybridConfig, seed: int) -> dict[str, jax.Array]:
+    """Random float32 weights of the layer, by dotted path in the model."""
+    layer = MTP(config, rngs=nnx.Rngs(seed), dtype=np.float32)
+    return {f"mtp.{path}": leaf.get_value() for path, leaf in parameters(layer).items()}
+
+
+def write_with_draft_layer(
+    source: Path, target: Path, raw: Mapping[str, Any], config: HybridConfig, values: Mapping[str, Any]
+) -> Path:
+    """Copy a Hugging Face directory, with a layer added: the tensors that were there stay byte for byte.
+
+    Args:
+        source: the checkpoint. A layer of the same shape that it has already is replaced.
+        target: a directory that does not exist, or is empty.
+        raw: the new config.json.
+        config: the model's description.
+        values: the layer's weights by dotted path (`mtp. ...`).
+    Returns:
+        The new directory.
+    Raises:
+        CheckpointError: the target is in use, or the source has a layer of another shape.
+    """
+    if target.exists() and any(target.iterdir()):
+        raise CheckpointError(f"{target}: exists already and is not empty")
+    tensors = TensorSet(source)
+    weight_map = {name: tensors.file_of(name) for name in sorted(tensors.names) if not name.startswith("mtp.")}
+    added = hugging_face_tensors(config, values, only="mtp.")
+    if old := sorted(name for name in tensors.names - set(added) if name.startswith("mtp.")):
+        raise CheckpointError(f"{source}: has a multi-token-prediction layer of another kind ({listing(old)})")
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    dtype = tensors.view(next(iter(weight_map))).dtype
+    save_file({name: value.astype(dtype) for name, value in added.items()}, target / DRAFT_FILE, {"format": "pt"})
+    weight_map |= dict.fromkeys(added, DRAFT_FILE)
+    index = {"metadata": {"added": "multi-token-prediction layer"}, "weight_map": weight_map}
+    (target / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n")
+    (target / "config.json").write_text(json.dumps(dict(raw), indent=1) + "\n")
+    return target

@@ -1,0 +1,70 @@
+"""A corpus as streams of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from checkpoints.errors import CheckpointError
+from checkpoints.tokenizer import Tokenizer
+from mamba_jax.train.config import DataSettings
+from mamba_jax.train.corpus import Document, read_documents, text_of
+from mamba_jax.train.data import TokenStream
+
+_AT_ONCE = 1000  # documents
+
+
+def load_streams(corpus: Path, tokenizer: Tokenizer, settings: DataSettings) -> dict[str, TokenStream]:
+    """The training documents of each source, tokenised; every document ends with the eos token.
+
+    Args:
+        corpus: a directory with `train/SOURCE.jsonl`, or one .jsonl file.
+        tokenizer: of the model to be trained.
+        settings: which sources are aligned, and how many problems are put in the chat template.
+    Raises:
+        CheckpointError: there is no such corpus.
+    """
+    files = [corpus] if corpus.is_file() else sorted((corpus / "train").glob("*.jsonl"))
+    if not files:
+        raise CheckpointError(f"{corpus}: no corpus (python -m mamba_jax.train.corpus {corpus} makes one)")
+    return {
+        file.stem: TokenStream.of(
+            encoded(read_documents(file), tokenizer, settings.chat_share), aligned=file.stem in settings.aligned
+        )
+        for file in files
+    }
+
+
+def shares_of(streams: Mapping[str, TokenStream], settings: DataSettings) -> dict[str, float]:
+    """Each source's share of the sequences: as set, or else by size."""
+    return settings.mixture or {name: float(len(stream.tokens)) for name, stream in streams.items()}
+
+
+def encoded(documents: Iterator[Document], tokenizer: Tokenizer, chat_share: float = 0.0) -> Iterator[list[int]]:
+    """The token ids of each document, with what begins and ends it.
+
+    `chat_share` of the problems, evenly spread, are put in the chat template.
+    """
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    waiting: list[str] = []
+    chats = 0.0
+    for document in documents:
+        if "question" in document:
+            chats += chat_share
+            if chats >= 1:
+                chats -= 1
+                yield tokenizer.encode_chat(chat_of(document), add_generation_prompt=False) + end
+                continue
+        waiting.append(text_of(document))
+        if len(waiting) == _AT_ONCE:
+            yield from (ids + end for ids in tokenizer.encode_batch(waiting))
+            waiting = []
+    yield from (ids + end for ids in tokenizer.encode_batch(waiting))
+
+
+def chat_of(document: Document) -> list[dict[str, str]]:
+    """A problem as a conversation."""
+    return [
+        {"role": "user", "content": document["question"]},
+        {"role": "assistant", "content": document["answer"]},
+    ]

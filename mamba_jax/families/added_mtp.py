@@ -1,0 +1,65 @@
+"""A multi-token-prediction layer that was trained for a model of a family that has none (`mamba-jax train-mtp`).
+
+config.json then says, in NVIDIA's words,
+
+    "num_nextn_predict_layers": 1,
+    "mtp_hybrid_override_pattern": "*-"
+
+and the tensors are called `mtp.layers.N...`, as NVIDIA calls them: `enorm`, `hnorm` and `eh_proj` in the first
+sublayer, `final_layernorm` in the last, `norm` and `mixer.*` in each. The sublayers are made like the model's own. A
+model without MLPs of its own gets SwiGLU ones of `mtp_intermediate_size`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from mamba_jax.config import ATTENTION, MLP, ConfigError, HybridConfig, MLPConfig, need
+from mamba_jax.families import parts
+from mamba_jax.families.base import HFSource, tensor
+from mamba_jax.families.fields import Fields
+
+LAYERS, PATTERN, SIZE = "num_nextn_predict_layers", "mtp_hybrid_override_pattern", "mtp_intermediate_size"
+"""The fields of config.json."""
+
+
+def with_added_mtp(config: HybridConfig, raw: Mapping[str, Any]) -> HybridConfig:
+    """The config with the layer that config.json tells of, if it does.
+
+    Raises:
+        ConfigError: several layers, or sublayers that this model cannot have.
+    """
+    fields = Fields(raw)
+    if config.mtp_pattern or not (layers := fields.integer(LAYERS, 0)):
+        return config
+    if layers != 1:
+        raise ConfigError(f"config field {LAYERS} is {layers}: at most 1 is supported")
+    pattern = fields.text(PATTERN, "*-")
+    if wrong := sorted(set(pattern) - {ATTENTION, MLP}):
+        raise ConfigError(f"config field {PATTERN} is {pattern!r}: {wrong} cannot be added to a {config.family} model")
+    if ATTENTION in pattern and (config.attention is None or config.attention.input_size != config.hidden_size):
+        raise ConfigError(
+            f"config field {PATTERN} is {pattern!r}: a {config.family} model has no attention that could be added; "
+            f"only {MLP!r} is possible"
+        )
+    mlp = config.mlp or MLPConfig(fields.integer(SIZE, 2 * config.hidden_size), "silu", gated=True)
+    return dataclasses.replace(config, mtp_pattern=pattern, mlp=mlp)
+
+
+def added_weight_names(config: HybridConfig) -> dict[str, HFSource]:
+    """The layer's parameters, and where a checkpoint has them."""
+    last = len(config.mtp_pattern) - 1
+    sources = {"mtp.final_norm.weight": tensor(f"mtp.layers.{last}.final_layernorm.weight")}
+    for part in ("enorm", "hnorm", "eh_proj"):
+        sources[f"mtp.{part}.weight"] = tensor(f"mtp.layers.0.{part}.weight")
+    for i, kind in enumerate(config.mtp_pattern):
+        path, name = f"mtp.blocks.{i}", f"mtp.layers.{i}"
+        sources[f"{path}.norm.weight"] = tensor(f"{name}.norm.weight")
+        if kind == ATTENTION:
+            sources |= parts.attention(f"{path}.mixer", f"{name}.mixer", need(config.attention))
+        else:
+            mlp = need(config.mlp)
+            sources |= parts.mlp(f"{path}.mixer", f"{name}.mixer", gated=mlp.gated, bias=mlp.bias)
+    return sources

@@ -1,0 +1,1 @@
+"""Training: the demo model, and multi-token-prediction layers for any hybrid."""

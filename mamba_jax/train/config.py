@@ -1,0 +1,150 @@
+"""What a training run is: one frozen description, read from a YAML or TOML file."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from mamba_jax.config import ConfigError
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Which documents are read, and how often."""
+
+    corpus: str = "corpus"
+    """A directory as `mamba_jax.train.corpus` writes it; relative to where the program runs."""
+    mixture: dict[str, float] = field(default_factory=dict)
+    """Share of the sequences that come from each source; empty = all sources, by their size."""
+    aligned: tuple[str, ...] = ()
+    """Sources of short documents: their sequences begin where a document begins."""
+    chat_share: float = 0.0
+    """Share of the question-and-answer documents that are put in the chat template."""
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW, or Muon (Jordan et al., 2024) for the matrices of the sublayers and AdamW for the rest."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    learning_rate: float = 1e-3
+    warmup_steps: int = 100
+    schedule: Literal["cosine", "stable"] = "cosine"
+    """cosine: down to 0 over all steps. stable: constant, then linearly to 0 over the last `decay_steps`, so that a run
+    may be given more or fewer steps as long as its decay has not begun (Hagele et al., 2024)."""
+    decay_steps: int = 0
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """How the multi-token-prediction layer is trained."""
+
+    depth_weights: tuple[float, ...] = (0.3,)
+    """Weight of the loss of each draft in a row, the first first; their number is how far the layer is unrolled."""
+    targets: Literal["data", "model"] = "data"
+    """data: the tokens of the text. model: the model's own distribution, which is what drafts are accepted by."""
+    detach: bool = False
+    """The loss of drafts does not reach the weights of the model proper."""
+    every: int = 1
+    """Unroll the layer over every n-th sequence of a batch only."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    """What config.json holds."""
+    data: DataSettings = field(default_factory=DataSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    drafts: DraftSettings = field(default_factory=DraftSettings)
+    steps: int = 1000
+    batch_size: int = 8
+    sequence_length: int = 512
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the products; weights and their moments are always float32."""
+    seed: int = 0
+    log_every: int = 10
+    save_every: int = 100
+    """Steps between checkpoints."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "sequence_length", "log_every", "save_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}: at least 1 is expected")
+        if self.drafts.every < 1 or self.batch_size % self.drafts.every:
+            raise ConfigError(f"drafts.every is {self.drafts.every}: it must divide batch_size, {self.batch_size}")
+        if not 0 <= self.data.chat_share <= 1:
+            raise ConfigError(f"data.chat_share is {self.data.chat_share}: a share between 0 and 1 is expected")
+        if self.data.mixture and min(self.data.mixture.values()) <= 0:
+            raise ConfigError(f"data.mixture is {self.data.mixture}: shares above 0 are expected")
+
+
+def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
+    """A run's description from a file.
+
+    Args:
+        path: YAML, or TOML if it ends so.
+        overrides: values that come before the file's, under dotted names ("optimizer.learning_rate").
+    Raises:
+        ConfigError: the file cannot be read, or has fields that are unknown or wrong.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        fields = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text) or {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path}: a mapping of settings is expected")
+    for name, value in (overrides or {}).items():
+        *groups, last = name.split(".")
+        inner = fields
+        for group in groups:
+            inner = inner.setdefault(group, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"{path}: {group} has no setting {last}")
+        inner[last] = value
+    return _build(TrainConfig, fields, "")
+
+
+def _build(kind: Any, fields: Any, where: str) -> Any:
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"{where.rstrip('.')} is {fields!r}: a mapping of settings is expected")
+    hints = typing.get_type_hints(kind)
+    if unknown := sorted(set(fields) - set(hints)):
+        raise ConfigError(f"unknown setting {where}{unknown[0]}; known are {', '.join(hints)}")
+    return kind(**{name: _value(hints[name], value, where + name) for name, value in fields.items()})
+
+
+def _value(hint: Any, value: Any, name: str) -> Any:
+    """The value of one setting, in the type that it is declared with."""
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value, name + ".")
+    origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin is Literal:
+        if value not in inner:
+            raise ConfigError(f"{name} is {value!r}: allowed are {', '.join(map(str, inner))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{name} is {value!r}: a list is expected")
+        return tuple(_value(inner[0], one, name) for one in value)
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{name} is {value!r}: a mapping is expected")
+        return {key: one if inner[1] is Any else _value(inner[1], one, f"{name}.{key}") for key, one in value.items()}
+    wanted: type | types.UnionType = float | int if hint is float else hint
+    if not isinstance(value, wanted) or (isinstance(value, bool) and hint is not bool):
+        raise ConfigError(f"{name} is {value!r}: {hint.__name__} is expected")
+    return hint(value)

@@ -1,0 +1,146 @@
+"""The demo model's corpus: Python's documentation, Jane Austen's novels, and problems of grade-school maths.
+
+    python -m mamba_jax.train.corpus DIRECTORY [--problems N]
+
+installs the packages that hold them (two of Debian, which takes root; two of PyPI, into DIRECTORY/packages) unless they
+are there, and writes
+
+    DIRECTORY/train/SOURCE.jsonl, DIRECTORY/heldout/SOURCE.jsonl    one document a line
+    DIRECTORY/manifest.json                                         where each comes from, its licence and its size
+
+A document is `{"id", "text"}`, or `{"id", "question", "answer", "result"}`. What is held out never appears in train/:
+every 25th file or chapter, and problems of another seed of which none equals a training problem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mamba_jax.train import corpus_readers
+
+DEBIAN_PACKAGES = ("python3.11-doc", "r-cran-janeaustenr")
+PYPI_PACKAGES = ("rdata==1.1.0", "reasoning-gym==0.1.25")
+SOURCES = {
+    "python_docs": "Python 3.11 documentation, Debian package python3.11-doc; PSF-2.0, its examples also 0BSD",
+    "austen": "six novels of Jane Austen, Debian package r-cran-janeaustenr; the texts are in the public domain",
+    "gsm_symbolic": "gsm_symbolic of reasoning-gym 0.1.25 (PyPI); Apache-2.0",
+}
+HELD_OUT_EVERY = 25
+TRAIN_SEED, HELD_OUT_SEED = 1, 900_001
+HELD_OUT_PROBLEMS = 1000
+
+Document = dict[str, Any]
+
+
+def read_documents(path: Path) -> Iterator[Document]:
+    """The documents of one .jsonl file."""
+    with path.open(encoding="utf-8") as lines:
+        yield from (json.loads(line) for line in lines)
+
+
+def problem_text(document: Document) -> str:
+    """A maths problem in the form in which it is trained on; up to "Answer:" it is the prompt."""
+    return f"{problem_prompt(document)} {document['answer']}\n"
+
+
+def problem_prompt(document: Document) -> str:
+    """A maths problem without its answer."""
+    return f"Question: {document['question']}\nAnswer:"
+
+
+def text_of(document: Document) -> str:
+    """A document as plain text."""
+    return document["text"] if "text" in document else problem_text(document)
+
+
+def prepare(directory: Path, *, problems: int = 40_000) -> dict[str, Any]:
+    """Write the corpus; returns the manifest.
+
+    Args:
+        directory: made if need be.
+        problems: how many maths problems to train on.
+    Raises:
+        RuntimeError: a package cannot be installed or read.
+    """
+    environment = _install(directory)
+    manifest: dict[str, Any] = {"held_out_seed": HELD_OUT_SEED, "train_seed": TRAIN_SEED, "sources": {}}
+    for name, origin in SOURCES.items():
+        if name == "gsm_symbolic":
+            held = _read(environment, name, HELD_OUT_PROBLEMS, HELD_OUT_SEED)
+            questions = {document["question"] for document in held}
+            train = _read(environment, name, problems, TRAIN_SEED)
+            train = [document for document in train if document["question"] not in questions]
+        else:
+            documents = _read(environment, name)
+            held = documents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+            ids = {document["id"] for document in held}
+            train = [document for document in documents if document["id"] not in ids]
+        manifest["sources"][name] = {
+            "origin": origin,
+            "train": _write(directory / "train" / f"{name}.jsonl", train),
+            "heldout": _write(directory / "heldout" / f"{name}.jsonl", held),
+        }
+    (directory / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    return manifest
+
+
+def _install(directory: Path) -> dict[str, str]:
+    """Installs what is missing; returns the environment in which the readers find it."""
+    if not corpus_readers.PYTHON_DOCS.is_dir() or not corpus_readers.AUSTEN.is_dir():
+        _run(["apt-get", "update", "-qq"])
+        _run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", *DEBIAN_PACKAGES])
+    packages = directory / "packages"
+    if not packages.is_dir():
+        _run([sys.executable, "-m", "pip", "install", "--quiet", "--target", str(packages), *PYPI_PACKAGES])
+    return {**os.environ, "PYTHONPATH": str(packages)}
+
+
+def _read(environment: dict[str, str], *arguments: object) -> list[Document]:
+    command = [sys.executable, corpus_readers.__file__, *map(str, arguments)]
+    return [json.loads(line) for line in _run(command, env=environment).splitlines()]
+
+
+def _run(command: list[str], **options: Any) -> str:
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, encoding="utf-8", check=True, **options)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise RuntimeError(f"{' '.join(command[:4])}: failed ({error})") from error
+    return done.stdout
+
+
+def _write(path: Path, documents: Iterable[Document]) -> dict[str, Any]:
+    """Writes documents; returns what the manifest says about the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(document, ensure_ascii=False) + "\n" for document in documents]
+    content = "".join(lines).encode()
+    path.write_bytes(content)
+    text = sum(len(text_of(json.loads(line)).encode()) for line in lines)
+    return {"documents": len(lines), "text_bytes": text, "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="mamba_jax.train.corpus", description="Prepare the demo model's corpus.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--problems", type=int, default=40_000, help="maths problems to train on")
+    given = parser.parse_args(arguments)
+    try:
+        manifest = prepare(given.directory, problems=given.problems)
+    except RuntimeError as error:
+        sys.exit(f"corpus: {error}")
+    for name, source in manifest["sources"].items():
+        print(
+            f"{name}: {source['train']['text_bytes']:,} bytes to train on, {source['heldout']['text_bytes']:,} held out"
+        )
+
+
+if __name__ == "__main__":
+    main()

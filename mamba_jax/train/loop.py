@@ -1,0 +1,186 @@
+"""The training loop: data-parallel over all devices, resumable, bit for bit the same when it is resumed on a CPU."""
+
+from __future__ import annotations
+
+import functools
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int32
+
+from mamba_jax.config import ConfigError, HybridConfig
+from mamba_jax.model import HybridModel, parameters
+from mamba_jax.train.config import TrainConfig
+from mamba_jax.train.loss import Parameters, training_loss
+from mamba_jax.train.optimizer import learning_rate, make_optimizer
+from mamba_jax.train.state import Checkpoints, TrainState
+
+LOG = "log.jsonl"
+CHECKPOINTS = "checkpoints"
+Record = dict[str, float]
+
+
+class StepData(Protocol):
+    """The sequences of each step; `data.Batches`."""
+
+    def __getitem__(self, step: int) -> Int32[np.ndarray, "batch length"]: ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of a run."""
+
+    values: Parameters
+    """All weights; float32 those that were trained."""
+    steps: int
+    finished: bool
+    """False if it was interrupted; it can be resumed."""
+
+
+def initial_values(config: HybridConfig, seed: int) -> Parameters:
+    """Random float32 weights to start from."""
+    model = HybridModel(config, rngs=nnx.Rngs(seed), dtype=jnp.float32)
+    return {path: leaf.get_value() for path, leaf in parameters(model).items()}
+
+
+def train(
+    settings: TrainConfig,
+    config: HybridConfig,
+    batches: StepData,
+    directory: Path,
+    *,
+    values: Parameters | None = None,
+    trained: Callable[[str], bool] = lambda path: True,
+    model_weight: float = 1.0,
+    devices: Sequence[jax.Device] | None = None,
+    progress: Callable[[Record], None] = lambda record: None,
+) -> Run:
+    """Train until `settings.steps`, or until interrupted (SIGINT or SIGTERM), from the newest state in `directory`.
+
+    Args:
+        settings: of the run.
+        config: of the model.
+        batches: sequences, one token longer than `settings.sequence_length`, by step.
+        directory: holds the states (`checkpoints/`) and the log (`log.jsonl`).
+        values: weights to start from; random ones if None.
+        trained: which weights, by dotted path, are trained; the others stay as they are.
+        model_weight: see `training_loss`.
+        devices: to divide each batch among; all if None.
+        progress: called with each record of the log.
+    Raises:
+        ConfigError: settings that do not fit each other, the machine, or the run on disk.
+    """
+    mesh = Mesh(np.array(devices or jax.devices()), ("batch",))
+    if settings.batch_size // settings.drafts.every % mesh.size:
+        raise ConfigError(
+            f"batch_size / drafts.every is {settings.batch_size // settings.drafts.every}:"
+            f" it cannot be divided among {mesh.size} devices"
+        )
+    everywhere, by_sequence = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("batch",)))
+    optimizer = make_optimizer(settings.optimizer, settings.steps)
+    start = values if values is not None else initial_values(config, settings.seed)
+    # Copies: the step below is given its state to overwrite.
+    moving = {path: jnp.array(v, jnp.float32, copy=True) for path, v in start.items() if trained(path)}
+    frozen = jax.device_put({path: v for path, v in start.items() if not trained(path)}, everywhere)
+    fresh = TrainState(jnp.zeros((), jnp.int32), moving, optimizer.init(moving))
+    state = jax.device_put(fresh, everywhere)
+    loss = functools.partial(
+        training_loss,
+        config=config,
+        drafts=settings.drafts,
+        dtype=jnp.dtype(settings.compute_dtype),
+        model_weight=model_weight,
+    )
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def update(state: TrainState, frozen: Parameters, tokens: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+        def of(values: Parameters) -> Any:
+            return loss({**frozen, **values}, tokens)
+
+        (_, parts), gradient = jax.value_and_grad(of, has_aux=True)(state.values)
+        changes, moments = optimizer.update(gradient, state.optimizer, state.values)
+        values = optax.apply_updates(state.values, changes)
+        parts["gradient_norm"] = optax.global_norm(gradient)
+        return TrainState(state.step + 1, values, moments), parts
+
+    directory.mkdir(parents=True, exist_ok=True)
+    checkpoints = Checkpoints(directory / CHECKPOINTS)
+    try:
+        if checkpoints.latest is not None:
+            state = checkpoints.restore(state)
+        log = _Log(directory / LOG, settings, after=int(state.step), progress=progress)
+        with _interruptible() as interrupted:
+            step = int(state.step)
+            while step < settings.steps and not interrupted():
+                tokens = jax.device_put(batches[step], by_sequence)
+                state, parts = update(state, frozen, tokens)
+                step += 1
+                log.add(step, parts)
+                if step % settings.save_every == 0 or step == settings.steps or interrupted():
+                    checkpoints.save(state)
+        return Run({**frozen, **state.values}, step, finished=step >= settings.steps)
+    finally:
+        checkpoints.close()
+
+
+def read_log(path: Path) -> list[Record]:
+    """The records of a run, in order; none if there is no log."""
+    if not path.is_file():
+        return []
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:  # the line that was being written when the run was killed
+            break
+    return records
+
+
+class _Log:
+    """One JSON line every so many steps. What was logged after the state that a run goes on from is dropped."""
+
+    def __init__(self, path: Path, settings: TrainConfig, *, after: int, progress: Callable[[Record], None]) -> None:
+        kept = [record for record in read_log(path) if record["step"] <= after]
+        path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        self._path, self._settings, self._progress = path, settings, progress
+        self._rate = learning_rate(settings.optimizer, settings.steps)
+        self._seconds, self._then = (kept[-1]["seconds"] if kept else 0.0), time.monotonic()
+
+    def add(self, step: int, parts: Mapping[str, jax.Array]) -> None:
+        if step % self._settings.log_every and step != self._settings.steps:
+            return
+        record = {"step": step} | {name: float(value) for name, value in parts.items()}  # waits for the step
+        now = time.monotonic()
+        self._seconds, self._then = self._seconds + now - self._then, now
+        tokens = step * self._settings.batch_size * self._settings.sequence_length
+        record |= {"learning_rate": float(self._rate(step - 1)), "tokens": tokens, "seconds": round(self._seconds, 1)}
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        self._progress(record)
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Within, SIGINT and SIGTERM only set a flag, so that the step at hand can be finished and kept."""
+    seen: list[int] = []
+    try:
+        old = {number: signal.signal(number, lambda n, _: seen.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # signals belong to the main thread
+        old = {}
+    try:
+        yield lambda: bool(seen)
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

@@ -1,0 +1,66 @@
+"""The optimiser: clipping, AdamW or Muon, and a schedule of the learning rate."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import optax
+from optax import contrib
+
+from mamba_jax.config import ConfigError
+from mamba_jax.train.config import OptimizerSettings
+
+# Linear maps between hidden spaces. The rest (embedding, head, convolutions, norms, what steers recurrences and
+# routers) is left to AdamW.
+_MUON = re.compile(r".*\.(in_proj_zx|in_proj_bc|out_proj|[qkvo]_proj|gate_proj|up_proj|down_proj|eh_proj)\.weight")
+# Muon's step scaled to have the size of Adam's, so that one learning rate serves both (Liu et al., 2025).
+_MUON_RMS = 0.2
+
+
+def learning_rate(settings: OptimizerSettings, steps: int) -> optax.Schedule:
+    """The learning rate of each step.
+
+    Raises:
+        ConfigError: warm-up and decay take more steps than there are.
+    """
+    warmup, peak = settings.warmup_steps, settings.learning_rate
+    if warmup + settings.decay_steps > steps:
+        raise ConfigError(f"{warmup} steps of warm-up and {settings.decay_steps} of decay: there are only {steps}")
+    rise = optax.linear_schedule(0.0, peak, warmup)
+    if settings.schedule == "cosine":
+        return optax.join_schedules([rise, optax.cosine_decay_schedule(peak, max(steps - warmup, 1))], [warmup])
+    start = steps - settings.decay_steps
+    fall = optax.linear_schedule(peak, 0.0, max(settings.decay_steps, 1))
+    return optax.join_schedules([rise, optax.constant_schedule(peak), fall], [warmup, start])
+
+
+def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:
+    """The optimiser of weights by dotted path."""
+    rate, (beta1, beta2) = learning_rate(settings, steps), settings.betas
+    update: optax.GradientTransformation
+    if settings.name == "adamw":
+        update = optax.adamw(rate, beta1, beta2, weight_decay=settings.weight_decay, mask=_decayed)
+    else:
+        update = contrib.muon(
+            rate,
+            weight_decay=settings.weight_decay,
+            adam_b1=beta1,
+            adam_b2=beta2,
+            muon_weight_dimension_numbers=_muon_dimensions,
+            consistent_rms=_MUON_RMS,
+        )
+    return optax.chain(optax.clip_by_global_norm(settings.clip_norm), update)
+
+
+def _decayed(values: dict[str, jax.Array]) -> dict[str, bool]:
+    """Matrices are decayed; norms, biases, convolutions and what steers recurrences are not."""
+    return {path: value.ndim >= 2 and ".conv_" not in path for path, value in values.items()}
+
+
+def _muon_dimensions(values: dict[str, jax.Array]) -> dict[str, contrib.MuonDimensionNumbers | None]:
+    """Weights are [..., out, in]; whatever comes before counts matrices."""
+    return {
+        path: contrib.MuonDimensionNumbers(value.ndim - 1, value.ndim - 2) if _MUON.fullmatch(path) else None
+        for path, value in values.items()
+    }

@@ -1,0 +1,30 @@
+"""The loss curve as a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def plot_losses(records: Sequence[dict[str, float]], path: Path) -> bool:
+    """Draw the losses of a run (nats per token, over tokens). Needs the extra `plots`.
+
+    Returns:
+        Whether it was drawn: False without matplotlib, or without records.
+    """
+    if importlib.util.find_spec("matplotlib") is None or not records:
+        return False
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    names = [name for name in records[0] if name == "loss" or name.startswith("draft_loss_")]
+    for name in names:
+        label = "next token" if name == "loss" else f"draft {name.removeprefix('draft_loss_')}"
+        axes.plot([r["tokens"] / 1e6 for r in records], [r[name] for r in records], label=label, linewidth=1)
+    axes.set(xlabel="tokens, millions", ylabel="loss, nats per token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+    return True

@@ -1,0 +1,98 @@
+"""`mamba-jax train-mtp`: a multi-token-prediction layer for a model that has none."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from serving.api.train_progress import training_bar
+from serving.config import ConfigError
+
+_DEPTH_WEIGHTS = (1.0, 0.8, 0.6)
+
+
+def train_mtp(
+    model: Annotated[Path, typer.Option(help="A Hugging Face directory, with a tokenizer.")],
+    data: Annotated[Path, typer.Option(help='Text to train on: JSON lines with "text", or a prepared corpus.')],
+    output: Annotated[Path, typer.Option(help="The directory to make: the model's files and the new layer.")],
+    pattern: Annotated[
+        str | None, typer.Option(help="Sublayers of a new layer: * attention, - MLP. Unset: *-.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps of training.")] = 500,
+    batch_size: Annotated[int, typer.Option(help="Sequences in a step.")] = 8,
+    sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 512,
+    learning_rate: Annotated[float, typer.Option(help="At its highest.")] = 2e-3,
+    depth: Annotated[int, typer.Option(min=1, max=3, help="Drafts in a row that the layer is trained for.")] = 3,
+    compute_dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    seed: Annotated[int, typer.Option(help="Of the layer's first weights and of the order of the text.")] = 0,
+    run: Annotated[Path | None, typer.Option(help="Where states and log go; makes the run resumable.")] = None,
+) -> None:
+    """Train a layer that drafts what the model would say, the model itself left as it is (distillation)."""
+    from checkpoints.draft_layer import fresh_draft_layer, with_draft_layer, write_with_draft_layer
+    from checkpoints.load import load_config, load_model, require_tokenizer
+    from checkpoints.training_data import load_streams, shares_of
+    from mamba_jax.config import ConfigError as ModelConfigError
+    from mamba_jax.model import parameters
+    from mamba_jax.train.config import DataSettings, DraftSettings, OptimizerSettings, TrainConfig
+    from mamba_jax.train.data import Batches
+    from mamba_jax.train.loop import train
+    from mamba_jax.train.loss import DRAFT_LAYER
+
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    if output.exists() and any(output.iterdir()):
+        raise ConfigError(f"--output {output}: exists already and is not empty")
+    if not data.exists():
+        raise ConfigError(f"--data {data}: no such file or directory")
+    tokenizer = require_tokenizer(model)
+    raw, config = with_draft_layer(model, pattern or load_config(model).mtp_pattern or "*-")
+    values: dict[str, Any] = {path: leaf.get_value() for path, leaf in parameters(load_model(model)).items()}
+    new = fresh_draft_layer(config, seed)
+    values = new | {path: value for path, value in values.items() if path in new or not path.startswith(DRAFT_LAYER)}
+    try:
+        settings = TrainConfig(
+            data=DataSettings(),
+            optimizer=OptimizerSettings(
+                name="muon",
+                learning_rate=learning_rate,
+                warmup_steps=min(50, steps // 5),
+                schedule="stable",
+                decay_steps=steps // 2,
+                weight_decay=0.01,
+            ),
+            drafts=DraftSettings(depth_weights=_DEPTH_WEIGHTS[:depth], targets="model", detach=True),
+            steps=steps,
+            batch_size=batch_size,
+            sequence_length=sequence_length,
+            compute_dtype=compute_dtype,  # type: ignore[arg-type]
+            seed=seed,
+        )
+        with console.status("Tokenising"):
+            streams = load_streams(data, tokenizer, settings.data)
+        shares = shares_of(streams, settings.data)
+        batches = Batches(streams, shares, batch_size=batch_size, length=sequence_length + 1, seed=seed)
+        with ExitStack() as stack:
+            directory = run or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            show = stack.enter_context(training_bar(steps, console))
+            done = train(
+                dataclasses.replace(settings, save_every=100 if run else steps),
+                config,
+                batches,
+                directory,
+                values=values,
+                trained=lambda path: path.startswith(DRAFT_LAYER),
+                model_weight=0.0,
+                progress=show,
+            )
+    except ModelConfigError as error:
+        raise ConfigError(str(error)) from error
+    if not done.finished:
+        console.print(f"interrupted after {done.steps} steps" + ("; the same command goes on" if run else ""))
+        raise typer.Abort
+    write_with_draft_layer(model, output, raw, config, done.values)
+    console.print(f"{output}", markup=False)
