@@ -53,6 +53,16 @@ def create() -> None:
             sys.exit("bootstrap: this Python has neither ensurepip nor pip; install python3-venv and run this again")
 
 
+def accelerated() -> bool:
+    """Whether this machine may have an accelerator: a TPU on its bus, or a GPU's device file."""
+    vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
+    return (
+        sys.platform != "linux"
+        or any(Path(name).exists() for name in ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+        or any(vendor.read_text().strip() == "0x1ae0" for vendor in vendors)
+    )
+
+
 def main(arguments: list[str]) -> int:
     if sys.version_info < (3, 11):  # noqa: UP036 - this file runs before any installer has looked
         sys.exit(f"bootstrap: Python 3.11 or newer is needed, this is {sys.version.split()[0]}")
@@ -62,6 +72,9 @@ def main(arguments: list[str]) -> int:
     command, *rest = arguments
     extras = {name for name in os.environ.get("MAMBA_JAX_EXTRAS", "").split(",") if name}
     install(extras | ({"test"} if command in ("test", "lint") else set()))
+    if not accelerated():
+        # The tests bring the TPU's compiler, and JAX would look for a TPU with it, in vain and with many words.
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
     module = [str(PYTHON), "-m"]
     if command == "test":
         commands = [[*module, "pytest", *rest]]
