@@ -11,9 +11,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import dispatch
 from kernels_pallas.shape_check import check_groups, check_shapes
-from kernels_pallas.ssd_scan import pallas_tpu, xla
+from kernels_pallas.ssd_scan import pallas_gpu, pallas_tpu, xla
 
-SCAN = (*dispatch.kernels("tpu", pallas_tpu, "ssd_scan"), dispatch.Implementation("xla", xla.ssd_scan))
+SCAN = (
+    *dispatch.kernels("tpu", pallas_tpu, "ssd_scan"),
+    *dispatch.kernels("gpu", pallas_gpu, "ssd_scan"),
+    dispatch.Implementation("xla", xla.ssd_scan),
+)
 SEQUENCE = (dispatch.Implementation("xla", xla.ssd_scan_sequence),)
 
 

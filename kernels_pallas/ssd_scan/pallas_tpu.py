@@ -39,6 +39,8 @@ def ssd_scan(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot, int
     groups, state = b.shape[2:]
     blocks = _blocks(x, b, store)
     real = (dt != 0).any(axis=2)
+    # Without a row to carry on, the first tile starts from zeros.
+    tile_first, read_slot = tile_first.at[0].set(True), jnp.where(tile_first, read_slot, 0)
     number = jnp.arange(tiles)
     # Tiles that read or write nothing name the block that the tile before them read, or the next one writes: the
     # pipeline moves a block only when its number changes.

@@ -4,10 +4,11 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas import dispatch
 from kernels_pallas.shape_check import check_groups, check_shapes
-from kernels_pallas.state_update import pallas_tpu, xla
+from kernels_pallas.state_update import pallas_gpu, pallas_tpu, xla
 
 UPDATE = (
     *dispatch.kernels("tpu", pallas_tpu, "state_update"),
+    *dispatch.kernels("gpu", pallas_gpu, "state_update"),
     dispatch.Implementation("xla", xla.state_update),
     dispatch.Implementation("xla_few_by_few", xla.few_by_few),
     dispatch.Implementation("xla_all_rows", xla.all_rows),

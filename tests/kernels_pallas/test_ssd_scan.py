@@ -52,6 +52,8 @@ class Scan:
     """Every implementation of `ssd_scan`."""
 
     implementation: str
+    odd = ODD
+    """Sizes for the tests of everything else than sizes."""
 
     @pytest.fixture
     def scan(self):
@@ -74,7 +76,10 @@ class Scan:
 
     def test_bfloat16(self, scan):
         draw = Draw()
-        inputs, store = layer(draw, ODD, 3, ODD.tile_size, dtype=jnp.bfloat16), states(draw, ODD, 6, jnp.bfloat16)
+        inputs, store = (
+            layer(draw, self.odd, 3, self.odd.tile_size, dtype=jnp.bfloat16),
+            states(draw, self.odd, 6, jnp.bfloat16),
+        )
         places = where([1, 0, 1], [2, 0, 0], [3, 4, 5])
         y, after = scan(*inputs, store, **places)
         want_y, want = reference.ssd_scan(*inputs, store, **places)
@@ -85,7 +90,7 @@ class Scan:
 
     def test_padding_leaves_the_state_bitwise(self, scan):
         draw = Draw()
-        inputs, store = layer(draw, ODD, 2, ODD.tile_size), states(draw, ODD, 5)
+        inputs, store = layer(draw, self.odd, 2, self.odd.tile_size), states(draw, self.odd, 5)
         pad(inputs, 0, 0)
         pad(inputs, 1, 0)
         y, after = scan(*inputs, store, **where([1, 0], [2, 0], [3, 4]))
@@ -96,7 +101,7 @@ class Scan:
     @pytest.mark.parametrize("tokens", [1, 5, 31])
     def test_what_padding_holds_does_not_matter(self, scan, tokens):
         draw = Draw()
-        inputs, store = layer(draw, ODD, 1, ODD.tile_size), states(draw, ODD, 4)
+        inputs, store = layer(draw, self.odd, 1, self.odd.tile_size), states(draw, self.odd, 4)
         places = where([1], [2], [3])
         inputs[1][0, tokens:] = 0
         y, after = scan(*inputs, store, **places)
@@ -108,7 +113,7 @@ class Scan:
     @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
     def test_cutting_between_tiles_changes_no_bit(self, scan, dtype):
         draw = Draw()
-        inputs, store = layer(draw, ODD, 4, ODD.tile_size), states(draw, ODD, 4, dtype)
+        inputs, store = layer(draw, self.odd, 4, self.odd.tile_size), states(draw, self.odd, 4, dtype)
         y, after = scan(*inputs, store, **where([1, 0, 0, 0], [2, 0, 0, 0], [0, 0, 0, 3]))
         split, parts, read = store, [], 2
         for tile in range(4):
@@ -123,7 +128,7 @@ class Scan:
     def test_reads_come_before_writes(self, scan):
         # Row 0 writes the slots that it and rows 1 and 2 read; row 2 writes what row 0 reads.
         draw = Draw()
-        inputs, store = layer(draw, ODD, 4, ODD.tile_size), states(draw, ODD, 5)
+        inputs, store = layer(draw, self.odd, 4, self.odd.tile_size), states(draw, self.odd, 5)
         places = where([1, 0, 1, 1], [1, 0, 2, 3], [2, 3, 4, 1])
         y, after = scan(*inputs, store, **places)
         want_y, want = reference.ssd_scan(*inputs, store, **places)

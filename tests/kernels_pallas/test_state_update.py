@@ -39,6 +39,8 @@ class Update:
     """Every implementation of `state_update`."""
 
     implementation: str
+    odd = ODD
+    """Sizes for the tests of everything else than sizes."""
 
     @pytest.fixture
     def update(self):
@@ -71,7 +73,7 @@ class Update:
     def test_reads_come_before_writes(self, update):
         # Each row writes the slot that it reads, or one that an earlier or a later row reads; two swap.
         draw = Draw()
-        inputs, store = layer(draw, ODD, 5, 2), states(draw, ODD, 8)
+        inputs, store = layer(draw, self.odd, 5, 2), states(draw, self.odd, 8)
         for write in ([[1, 6], [3, 0], [2, 0], [5, 7], [4, 0]], [[1, 0], [2, 0], [3, 0], [4, 0], [5, 0]]):
             places = where([1, 2, 3, 4, 5], write)
             y, after = update(*inputs, store, **places)
@@ -81,7 +83,7 @@ class Update:
 
     def test_several_rows_may_read_one_slot(self, update):
         draw = Draw()
-        inputs, store = layer(draw, ODD, 3, 1), states(draw, ODD, 6)
+        inputs, store = layer(draw, self.odd, 3, 1), states(draw, self.odd, 6)
         places = where([2, 2, 2], [[3], [2], [4]])
         y, after = update(*inputs, store, **places)
         want_y, want = reference.state_update(*inputs, store, **places)
@@ -91,7 +93,7 @@ class Update:
     @DTYPES
     def test_padding_leaves_the_state_bitwise(self, update, dtype):
         draw = Draw()
-        inputs, store = layer(draw, ODD, 2, 3, dtype), states(draw, ODD, 7, dtype)
+        inputs, store = layer(draw, self.odd, 2, 3, dtype), states(draw, self.odd, 7, dtype)
         x, dt, _, b, c, _ = inputs
         dt[0] = 0  # a row of padding
         dt[1, 1:] = 0  # one real step
@@ -107,7 +109,7 @@ class Update:
     @DTYPES
     def test_steps_in_one_call_equal_steps_in_several(self, update, dtype):
         draw = Draw()
-        inputs, store = layer(draw, ODD, 2, 3, dtype), states(draw, ODD, 7, dtype)
+        inputs, store = layer(draw, self.odd, 2, 3, dtype), states(draw, self.odd, 7, dtype)
         write = np.array([[1, 2, 3], [4, 5, 6]])
         y, after = update(*inputs, store, **where([0, 5], write))
         x, dt, a, b, c, d = inputs
@@ -119,12 +121,14 @@ class Update:
             read = write[:, t]
         # Float32 sums may differ in their last bit, and then, rarely, round to the other neighbour in bfloat16. States
         # that are not rounded between the steps would differ nearly everywhere.
-        differs = ~np.isclose(np.asarray(split[1:], np.float32), np.asarray(after[1:], np.float32), rtol=1e-5, atol=1e-6)
+        differs = ~np.isclose(
+            np.asarray(split[1:], np.float32), np.asarray(after[1:], np.float32), rtol=1e-5, atol=1e-6
+        )
         assert differs.mean() <= (0 if dtype == np.float32 else 1e-3)
 
     def test_equals_the_scan(self, update):
         draw = Draw()
-        inputs, store = layer(draw, ODD, 2, 6), states(draw, ODD, 3)
+        inputs, store = layer(draw, self.odd, 2, 6), states(draw, self.odd, 3)
         y, after = update(*inputs, store, **where([0, 0], [[0] * 5 + [1], [0] * 5 + [2]]))
         y_scan, state = jitted(ssd_scan_sequence)(*inputs)
         assert_close(y, y_scan)

@@ -1,0 +1,85 @@
+"""The state update as one Triton kernel: each program takes some channels of one head of one row through all steps.
+
+The state comes from its slot into registers once and goes out after every step; the store is input and output in one
+buffer. Accesses to slot 0 are masked: nothing is read, nothing is written.
+
+Reads come before writes within a row, by the order of the program's own accesses. They do *not* between rows, which run
+side by side. So no row may write a slot that another row reads; the scheduler never plans such a step (see
+`kernels_pallas.state_update.pallas_tpu`).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from kernels_pallas.triton_blocks import is_power_of_two, load_if, power_of_two_in, store_if
+
+F32 = jnp.float32
+
+
+def unsupported(x, dt, a, b, c, d, store, *, read_slot, write_slot):
+    """Why this call cannot run, or None."""
+    if 0 in (*x.shape, *b.shape):
+        return "it is empty"
+    if not is_power_of_two(b.shape[3]):
+        return f"the state size is {b.shape[3]}, not a power of two"
+    return None
+
+
+def state_update(
+    x, dt, a, b, c, d, store, *, read_slot, write_slot, interpret=False, channels=32, warps=4
+):  # fmt: skip
+    """See `api.state_update`. `channels` (at most, of a head) go into one program of `warps` warps."""
+    rows, steps, heads, head_dim = x.shape
+    block = power_of_two_in(head_dim, channels)
+    y, store = pl.pallas_call(
+        functools.partial(_kernel, steps=steps, block=block, repeats=heads // b.shape[2]),
+        grid=(rows, heads, head_dim // block),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(store.shape, store.dtype)],
+        input_output_aliases={9: 1},
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
+        interpret=interpret,
+        name="state_update",
+    )(
+        read_slot.astype(jnp.int32),
+        write_slot.astype(jnp.int32),
+        # Which steps are real is decided over all heads; a program sees one.
+        (dt != 0).any(axis=2),
+        x,
+        dt.astype(F32),
+        a.astype(F32),
+        b,
+        c,
+        d.astype(F32),
+        store,
+    )
+    return y, store
+
+
+def _kernel(
+    read_slot, write_slot, real, x, dt, a, b, c, d, state_in, y, state_out, *, steps: int, block: int, repeats: int
+):
+    row, head, part = (pl.program_id(axis) for axis in range(3))
+    group = lax.div(head, repeats)
+    size = state_in.shape[3]
+    here = pl.ds(part * block, block)
+    source = plt.load(read_slot.at[row])
+    state = load_if(source > 0, state_in.at[source, head, here, :], block, size).astype(F32)
+    rate, skip = plt.load(a.at[head]), plt.load(d.at[head])
+    for t in map(jnp.int32, range(steps)):  # the interpreter takes no plain integers
+        # Padding may hold NaN, and 0 * NaN is NaN: its values are not looked at.
+        live = plt.load(real.at[row, t])
+        values = load_if(live, x.at[row, t, head, here], block).astype(F32)
+        bt, ct = (load_if(live, v.at[row, t, group, :], size).astype(F32) for v in (b, c))
+        step = plt.load(dt.at[row, t, head])
+        # Rounded as it is stored, so that several steps in one call equal one step in each of several calls.
+        stored = (state * jnp.exp(step * rate) + (step * values)[:, None] * bt[None, :]).astype(state_out.dtype)
+        state = stored.astype(F32)
+        out = jnp.sum(state * ct[None, :], axis=1) + skip * values
+        plt.store(y.at[row, t, head, here], out.astype(y.dtype))
+        target = plt.load(write_slot.at[row, t])
+        store_if(target > 0, state_out.at[target, head, here, :], stored)
