@@ -15,6 +15,7 @@ import typer
 from serving.api.http.settings import ServerSettings
 from serving.api.logs import set_up_logging
 from serving.config import ConfigError, EngineConfig
+from serving.disagg.settings import SplitSettings
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ def serve(
         ),
     ] = True,
     flags: dict[str, Any],
+    split: dict[str, Any] | None = None,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's API. Listens on loopback unless told otherwise."""
     begin = time.monotonic()
@@ -72,11 +74,13 @@ def serve(
         "log_format": log_format,
         "log_requests": log_requests,
     }
+    role: SplitSettings = SplitSettings.create(**(split or {}))
+    flags = role.engine_flags | flags
     settings, config = settle(flags, given, with_generation_config=generation_config)
     set_up_logging(settings.log_format)
     # Taken before minutes are spent on loading; connections wait until there is somebody to answer them.
     listening = bind(settings.host, settings.port)
-    _run(settings, config, listening, begin)
+    _run(settings, config, listening, begin, role)
 
 
 def settle(
@@ -120,12 +124,15 @@ def bind(host: str, port: int) -> socket.socket:
     return made
 
 
-def _run(settings: ServerSettings, config: EngineConfig, listening: socket.socket, begin: float) -> None:
+def _run(
+    settings: ServerSettings, config: EngineConfig, listening: socket.socket, begin: float, role: SplitSettings
+) -> None:
     import uvicorn
 
     from serving.api.http.app import create_app
     from serving.api.http.context import Context
     from serving.api.summary import summary
+    from serving.disagg.http.roles import open_role
     from serving.engine.async_engine import AsyncEngine
     from serving.engine.build import build_engine
     from serving.engine.engine import Engine
@@ -136,14 +143,17 @@ def _run(settings: ServerSettings, config: EngineConfig, listening: socket.socke
     for line in summary(built, settings, f"http://{address}:{port}"):
         log.info(line)
 
+    opened = open_role(role, built, settings.host, port)
+
     def prepare(engine: Engine) -> None:
         if config.warmup:
             warm_up(engine.loop, engine.vocab_size, progress=sys.stderr.isatty())
+            opened.prepare()
 
     def on_ready(_: Context) -> None:
         log.info("ready after %.1f s", time.monotonic() - begin)
 
-    app = create_app(AsyncEngine(built.engine), settings, prepare=prepare, on_ready=on_ready)
+    app = create_app(AsyncEngine(built.engine), settings, routers=opened.routers, prepare=prepare, on_ready=on_ready)
     server = uvicorn.Server(
         uvicorn.Config(
             app,

@@ -14,19 +14,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from serving.core import Load, RemoteState, StepPlan
 from serving.disagg.manifest import ManifestMismatch, check
 from serving.disagg.peer import Peer
 from serving.disagg.point import common_unit
-from serving.disagg.wire import Offer, SplitError, Ticket, Want
+from serving.disagg.wire import FailurePolicy, Offer, SplitError, Ticket, Want
 from serving.disagg.worker import Worker, checksums, point_specs
 from serving.engine.loop import StepLoop
 
 log = logging.getLogger(__name__)
-
-FailurePolicy = Literal["recompute", "fail"]
 
 _PATIENCE = 0.002  # seconds that an idle engine waits for an arrival before it looks again
 
@@ -193,6 +191,7 @@ class DecodeSide:
             unit=common_unit(theirs.page_size, ours.page_size),
             layers=ours.attention_layers + ours.draft_layers,
             transport=kind,
+            manifest=theirs.digest,
             checksum=worker.verify,
         )
         specs, cut = point_specs(

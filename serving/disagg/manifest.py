@@ -58,6 +58,12 @@ class Manifest(BaseModel):
     transports: dict[str, str]
     """Where arrays can be fetched, by kind of transport."""
 
+    @property
+    def digest(self) -> str:
+        """A hash of all but the addresses, sent along with every transfer."""
+        text = self.model_dump_json(exclude={"transports"})
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
 
 def describe(
     config: HybridConfig,

@@ -144,6 +144,8 @@ class PrefillSide:
         transport = worker.transports.get(want.transport)
         if transport is None:
             raise SplitError(f"transport {want.transport!r} is not to be had: {', '.join(worker.transports)} are")
+        if want.manifest != worker.manifest.digest:
+            raise SplitError("this is not the worker that shook hands: it has been started anew with other settings")
         store, hold = worker.loop.store, export.hold
         if store is None or not worker.scheduler.hold_is_valid(hold):
             self.stats.lost += 1

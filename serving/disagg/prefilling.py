@@ -39,4 +39,5 @@ def ticket_of(
         position=len(fed_tokens(prompt, handoff)),
         cached_tokens=cached_tokens,
         lease=side.lease,
+        manifest=side.worker.manifest.digest,
     )

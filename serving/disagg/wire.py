@@ -11,6 +11,10 @@ Handoff = Literal["full", "recompute-last"]
 the decode side runs token N itself."""
 
 
+FailurePolicy = Literal["recompute", "fail"]
+"""What becomes of a request whose state cannot be had: computed by the decode worker, or ended with an error."""
+
+
 class SplitError(RuntimeError):
     """A state cannot be had from another worker: one line that says why. The request can be computed without it."""
 
@@ -32,6 +36,8 @@ class Ticket(BaseModel):
     """Of those, how many the prefill worker found in its cache."""
     lease: float = 0.0
     """Seconds for which it is kept."""
+    manifest: str = ""
+    """Digest of the prefill worker's manifest: another one than at the handshake asks for a new handshake."""
 
 
 class Want(BaseModel):
@@ -47,6 +53,8 @@ class Want(BaseModel):
     layers: int = Field(ge=0)
     """Layers of keys and values: the model's, then as many draft layers as are wanted."""
     transport: str
+    manifest: str
+    """Digest of the prefill worker's manifest, as the decode worker knows it."""
     checksum: bool = False
 
 

@@ -8,6 +8,7 @@
 | 405, 408, 413, 415 | invalid_request_error | method, a body that is too slow, too large, or not JSON |
 | 429 | rate_limit_error | the queue is full (`Retry-After` says when to come back) |
 | 500 | server_error | a bug; the log has the rest |
+| 502 | unavailable_error | another worker's state could not be fetched, and the policy is to fail |
 | 503 | unavailable_error | still compiling, shutting down, or the engine has failed |
 """
 
@@ -25,7 +26,7 @@ from starlette.responses import Response
 
 from checkpoints.errors import CheckpointError
 from serving.api.http.protocol.common import ErrorBody, ErrorResponse
-from serving.engine.async_engine import EngineStopped
+from serving.engine.async_engine import EngineStopped, RequestFailed
 from serving.engine.sampling_params import RequestError
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,8 @@ def as_api_error(error: Exception) -> ApiError:
             return _invalid(error.errors())
         case HTTPException():
             return ApiError(error.status_code, _said(error), headers=error.headers)
+        case RequestFailed():
+            return ApiError(502, str(error), code="request_failed")
         case EngineStopped():
             return ApiError(503, str(error), code="engine_stopped")
     log.error("a request failed", exc_info=error)
@@ -89,7 +92,8 @@ def install(app: FastAPI) -> None:
         return as_api_error(error).response()
 
     # Anything else is a bug, which `Limits` answers for.
-    for kind in (ApiError, RequestError, CheckpointError, EngineStopped, RequestValidationError, HTTPException):
+    known = (ApiError, RequestError, RequestFailed, CheckpointError, EngineStopped, RequestValidationError)
+    for kind in (*known, HTTPException):
         app.add_exception_handler(kind, answer)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from serving.disagg.transport.base import Transport, TransportError
@@ -11,16 +12,24 @@ from serving.disagg.transport.tcp import TcpTransport
 
 __all__ = ["DirectTransport", "JaxTransport", "TcpTransport", "Transport", "TransportError", "open_transports"]
 
+log = logging.getLogger(__name__)
+
 KINDS = ("jax", "tcp")
 
 
 def open_transports(kinds: Sequence[str], host: str) -> dict[str, Transport]:
-    """The transports of a worker, by kind, listening on free ports of `host`.
+    """The transports of a worker, by kind, listening on free ports of `host`. No kinds: all that are to be had here.
 
     Raises:
         TransportError: one that was asked for is not to be had here.
     """
     found: dict[str, Transport] = {}
+    if not kinds:
+        try:
+            found["jax"] = JaxTransport(host)
+        except TransportError as error:
+            log.warning("states travel by tcp: %s", error)
+        return found | {"tcp": TcpTransport(host)}
     for kind in kinds:
         if kind == "jax":
             found[kind] = JaxTransport(host)

@@ -1,0 +1,141 @@
+"""The workers that a router knows: who is up, how busy each is, and which one a prompt should go to."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from pydantic import ValidationError
+
+from serving.disagg.manifest import Manifest, ManifestMismatch, check
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Remote:
+    """One worker, as the router sees it."""
+
+    url: str
+    role: str
+    up: bool = True
+    """Taken for granted until something fails: a router may start before its workers."""
+    load: int = 0
+    """Requests under way by this router."""
+    requests: int = 0
+    failures: int = 0
+    manifest: Manifest | None = None
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Counts one request."""
+        self.load += 1
+        self.requests += 1
+        try:
+            yield
+        finally:
+            self.load -= 1
+
+    def failed(self, why: str) -> None:
+        """It did not answer: nothing goes there until a look at its health says otherwise."""
+        self.failures += 1
+        if self.up:
+            log.warning("%s worker %s is down: %s", self.role, self.url, why)
+        self.up = False
+
+
+def choose(workers: Iterable[Remote], key: bytes, *, slack: int, without: Iterable[Remote] = ()) -> Remote | None:
+    """The worker for a prompt: always the same for the same key, unless that one is too busy or down.
+
+    Rendezvous hashing: when a worker comes or goes, only its own keys move. With a bound on the load (Mirrokni et al.,
+    2018): a worker may have `slack` requests more than the least busy one.
+    """
+    tried = list(without)
+    up = [worker for worker in workers if worker.up and worker not in tried]
+    if not up:
+        return None
+    most = min(worker.load for worker in up) + slack
+    return max((worker for worker in up if worker.load <= most), key=lambda worker: _weight(worker.url, key))
+
+
+def _weight(url: str, key: bytes) -> bytes:
+    return hashlib.blake2b(key, key=url.encode()[:64], digest_size=8).digest()
+
+
+@dataclass
+class Fleet:
+    """All workers of a router, and the looks at their health."""
+
+    prefill: list[Remote]
+    decode: list[Remote]
+    client: httpx.AsyncClient
+    mismatched: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Pairs of (prefill, decode) that cannot exchange states, and why."""
+
+    @classmethod
+    def of(cls, prefill: Iterable[str], decode: Iterable[str], client: httpx.AsyncClient) -> Fleet:
+        """From URLs."""
+        return cls(
+            [Remote(url.rstrip("/"), "prefill") for url in prefill],
+            [Remote(url.rstrip("/"), "decode") for url in decode],
+            client,
+        )
+
+    async def watch(self, interval: float) -> None:
+        """Look at every worker again and again."""
+        while True:
+            await asyncio.gather(*(self._look(worker) for worker in (*self.prefill, *self.decode)))
+            self._compare()
+            await asyncio.sleep(interval)
+
+    async def _look(self, worker: Remote) -> None:
+        try:
+            answer = await self.client.get(f"{worker.url}/ready", timeout=5.0)
+            up = answer.status_code == 200
+            if up and (worker.manifest is None or not worker.up):
+                found = await self.client.get(f"{worker.url}/split/manifest", timeout=5.0)
+                worker.manifest = Manifest.model_validate(found.json()) if found.status_code == 200 else None
+                if worker.manifest is None:
+                    log.error("%s is not a %s worker: it answers %d", worker.url, worker.role, found.status_code)
+            why = f"status {answer.status_code}"
+        except (httpx.HTTPError, ValidationError, ValueError) as error:
+            up, why = False, str(error) or type(error).__name__
+        if up and not worker.up:
+            log.info("%s worker %s is up", worker.role, worker.url)
+            worker.up = True
+        elif not up and worker.up:
+            worker.failed(why)
+
+    def _compare(self) -> None:
+        """Say of each pair once if it does not fit together."""
+        for one in self.prefill:
+            for other in self.decode:
+                if one.manifest is None or other.manifest is None:
+                    continue
+                pair = (one.url, other.url)
+                try:
+                    check(one.manifest, other.manifest)
+                except ManifestMismatch as error:
+                    if self.mismatched.get(pair) != str(error):
+                        log.error("prefill %s and decode %s: %s", *pair, error)
+                    self.mismatched[pair] = str(error)
+                else:
+                    self.mismatched.pop(pair, None)
+
+    def status(self) -> dict[str, Any]:
+        """Who is up, and how busy."""
+
+        def table(workers: list[Remote]) -> list[dict[str, Any]]:
+            return [
+                {"url": w.url, "up": w.up, "load": w.load, "requests": w.requests, "failures": w.failures}
+                for w in workers
+            ]
+
+        pairs = [{"prefill": one, "decode": other, "why": why} for (one, other), why in self.mismatched.items()]
+        return {"prefill": table(self.prefill), "decode": table(self.decode), "mismatched": pairs}
