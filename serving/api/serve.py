@@ -26,6 +26,7 @@ _DEFAULTS = {
     "warmup": True,
     # Without a bound, a crowd of clients is a queue that nobody waits for any more.
     "max_num_waiting": 4096,
+    "enable_structured_outputs": True,
 }
 """Engine flags whose defaults differ from the library's."""
 

@@ -38,7 +38,6 @@ def _option(name: str, info: Any, panel: str) -> inspect.Parameter:
     option = typer.Option(
         f"--{dashed}/--no-{dashed}" if kind is bool else f"--{dashed}",
         help=f"{info.description}{_default(info)}",
-        + ("" if info.is_required() or info.default in (None, ()) else f" [default: {_said(info.default)}]"),
         rich_help_panel=panel,
         show_default=False,
         metavar=choices,
