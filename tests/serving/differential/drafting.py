@@ -1,8 +1,8 @@
 """Engines whose requests have drafts of every kind, all over one set of programs.
 
 Each request has a source of its own: the draft layer, n-grams, or a script that knows the right continuation (from a
-plain run) and spoils it as told. What the draft layer says is also compared with what it says of the whole sequence at
-once: so every key and value that it should have is there, after hits, preemption, and steps without drafts.
+plain run) and spoils it as told. What the draft layer proposes and keeps is compared with what it makes of the whole
+sequence at once: whatever a hit, a preemption or a step without drafts has left out would show.
 """
 
 import dataclasses
@@ -26,13 +26,12 @@ from mamba_jax.programs import StepPrograms
 from mamba_jax.store import Store
 from serving.core import Request
 from serving.engine import build
-from tests.serving.differential.bench import MAX_LEN, ROWS, TILE, VOCAB, Bench, Line, bench
+from tests.serving.differential.bench import MAX_LEN, PAGE, ROWS, TILE, VOCAB, Bench, Line, bench
 
 MOST = 5
-"""K of the programs. Requests draft fewer where the host plans fewer."""
-# Room for second sets of slots; traces take some of it away.
-FLAGS = {"num_speculative_tokens": MOST, "num_slots": 1 + ROWS * 2 * (1 + MOST), "num_pages": 13}
+"""K of the traces' programs. Requests draft fewer where the host plans fewer."""
 SPARE_SLOTS = ROWS * (2 * (1 + MOST) - 1)
+"""Beyond one slot for each row: what traces may take away."""
 SOURCES = ("mtp", "ngram", "right", "wrong", "mixed", "gaps")
 """The last four are scripts: drafts all right, all wrong, right and then wrong, right but often missing."""
 COUNTS: tuple[int | None, ...] = (0, 1, 3, MOST, None)
@@ -113,9 +112,9 @@ class Drafting:
 class Drafters:
     """What is shared by all engines of one model that draft: a source and its programs."""
 
-    def __init__(self, on: Bench) -> None:
-        self.on = on
-        self.source = MixedDrafts(bool(on.model.config.mtp_pattern))
+    def __init__(self, on: Bench, most: int, layer: bool) -> None:
+        self.on, self.most = on, most
+        self.source = MixedDrafts(mtp=layer)
         self.sources = SOURCES if self.source.mtp else SOURCES[1:]
         self.programs = self.compile_anew()
         self._layer: Any = None
@@ -130,47 +129,69 @@ class Drafters:
     ):
         """An engine whose requests draft as `drafting` says (by request) and `scripts` have it (by choice)."""
         with mock.patch.object(build, "draft_source", return_value=self.source):
-            engine = self.on.engine(mode, programs=programs or self.programs, **(FLAGS | flags))
+            sizes = {"num_speculative_tokens": self.most, "num_slots": 1 + ROWS * 2 * (1 + self.most), "num_pages": 13}
+            engine = self.on.engine(mode, programs=programs or self.programs, **(sizes | flags))
         loop = engine.loop
         seat_batch, rngs = loop._seat_batch, {name: random.Random(each.seed) for name, each in drafting.items()}
 
         def with_script(request: Request):
             batch = seat_batch(request)
-            kind = SOURCES.index(drafting[asked(request)].source)
+            source = drafting[asked(request)].source
+            kind = SOURCES.index(source if source in self.sources else "ngram")
             tokens = np.concatenate([batch.tokens, scripts[request.request_id], [kind]]).astype(np.int32)
             return dataclasses.replace(batch, tokens=tokens)
 
         def drafts_for(request: Request) -> int:
             count = drafting[asked(request)].count
-            return rngs[asked(request)].randrange(MOST + 1) if count is None else count
+            return rngs[asked(request)].randrange(self.most + 1) if count is None else count
 
         loop._seat_batch = with_script
         loop.scheduler.host.drafts_for = drafts_for
         return engine
 
-    def layer(self, tokens: list[int]) -> np.ndarray:
-        """Log-probabilities [length, vocab] of the draft layer after each token (but the first), all at once."""
+    def layer(self, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Of the whole sequence at once: the draft layer's log-probabilities [length, vocab] after each token but the
+        first, and its keys and values [length, 2 * heads, head_dim] as a page has them."""
         if self._layer is None:
             graph, state = nnx.split(self.on.model)
 
             def run(state, tokens, length):
                 model = nnx.merge(graph, state)
-                layout = SequenceLayout.of(1, MAX_LEN, length[None])
+                layout = _Spy(SequenceLayout.of(1, MAX_LEN, length[None]))
                 hidden, _ = model.hidden(tokens, layout, None)
                 out, _ = model.draft(tokens, jnp.roll(hidden, 1, axis=0), layout, None)
-                return jax.nn.log_softmax(model.logits(out))
+                k, v = layout.seen[-1]
+                return jax.nn.log_softmax(model.logits(out)), jnp.stack([k, v], axis=2).reshape(
+                    MAX_LEN, -1, k.shape[-1]
+                )
 
             self._layer = jax.jit(run), state
         run, state = self._layer
         padded = np.zeros(MAX_LEN, np.int32)
         padded[: len(tokens)] = tokens
-        return np.asarray(run(state, padded, np.int32(len(tokens))))[: len(tokens)]
+        said, kept = run(state, padded, np.int32(len(tokens)))
+        return np.asarray(said), np.asarray(kept)
+
+
+class _Spy:
+    """A layout that remembers the keys and values it was given."""
+
+    def __init__(self, layout: SequenceLayout) -> None:
+        self._layout, self.seen = layout, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layout, name)
+
+    def attend(self, q, k, v, kv, **rest):
+        self.seen.append((k, v))
+        return self._layout.attend(q, k, v, kv, **rest)
 
 
 @functools.cache
-def drafters(name: str) -> Drafters:
-    """Those of each model."""
-    return Drafters(bench(name))
+def drafters(name: str, most: int = MOST, *, layer: bool = True) -> Drafters:
+    """Those of each model; `layer` says whether its draft layer runs, if it has one."""
+    on = bench(name)
+    return Drafters(on, most, layer and bool(on.model.config.mtp_pattern))
 
 
 def asked(request: Request) -> str:
@@ -178,39 +199,67 @@ def asked(request: Request) -> str:
     return request.request_id.partition("#")[0]
 
 
+@dataclass
+class _Look:
+    """At one row after a step."""
+
+    request: Request
+    newest: int
+    """The index of the token that was sampled last."""
+    draft: int | None
+    """What the draft layer proposes to come after it; None where another source has proposed."""
+    kept: np.ndarray
+    """The layer's keys and values of all tokens up to the newest."""
+
+
 class Watch:
-    """Looks at the first drafts that the draft layer leaves on the device, step by step, and judges them in the end."""
+    """Looks at what the draft layer leaves on the device, step by step, and judges it in the end."""
 
     def __init__(self, drafters: Drafters, drafting: dict[str, Drafting]) -> None:
         self._drafters, self._drafting = drafters, drafting
-        self._seen: list[tuple[Request, int, int]] = []
+        self._looks: list[_Look] = []
 
     def look(self, loop) -> None:
         """After a step: at what its rows will verify next."""
-        if loop._flight is None:
+        if loop._flight is None or not self._drafters.source.mtp:
             return
         length, drafts = np.asarray(loop._rows.length), np.asarray(loop._rows.drafts)
+        pages = np.asarray(loop.store.kv[-1])
         for row in loop._flight.plan.rows:
-            request = row.request
-            if row.sample and request.row_id and self._drafting[asked(request)].source == "mtp":
-                self._seen.append((request, int(length[request.row_id]), int(drafts[request.row_id, 0])))
+            request, seat = row.request, row.request.row_id
+            if row.sample and seat:
+                newest = int(length[seat])
+                index = np.arange(newest + 1)
+                table = np.append(np.array(row.pages), 0)[np.minimum(index // PAGE, len(row.pages))]
+                own = self._drafting[asked(request)].source == "mtp"
+                draft = int(drafts[seat, 0]) if own else None
+                self._looks.append(_Look(request, newest, draft, pages[table, index % PAGE]))
 
     def wrong(self) -> list[str]:
-        """Drafts that are not what the layer says of the whole sequence. Near-ties count as equal."""
-        said: dict[str, np.ndarray] = {}
-        found = []
-        for request, newest, draft in self._seen:
-            if newest >= min(len(request.tokens), request.max_total - 1):
+        """Drafts, keys and values that are not what the layer makes of the whole sequence. (Near-ties are equal.)"""
+        whole: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        found, last = [], {}
+        for look in self._looks:
+            request = look.request
+            if look.newest >= min(len(request.tokens), request.max_total - 1):
                 continue  # the last token (which has no page), what comes after a stop, or an aborted request
-            table = said.setdefault(request.request_id, self._drafters.layer(request.tokens))[newest]
-            if not (draft >= 0 and table.max() - table[draft] < TIE):
-                found.append(f"request {request.request_id}: draft {draft} after token {newest}, not {table.argmax()}")
+            if request.request_id not in whole:
+                whole[request.request_id] = self._drafters.layer(request.tokens)
+            said = whole[request.request_id][0][look.newest]
+            if look.draft is not None and not (look.draft >= 0 and said.max() - said[look.draft] < TIE):
+                found.append(f"request {request.request_id}: draft {look.draft} after token {look.newest}")
+            last[request.request_id] = look
+        for name, look in last.items():
+            right = whole[name][1][1 : look.newest + 1]
+            same = np.isclose(look.kept[1:], right, atol=TIE).all(axis=(1, 2))
+            if not same.all():
+                found.append(f"request {name}: draft layer's keys and values of tokens {1 + np.flatnonzero(~same)}")
         return found
 
     @property
     def count(self) -> int:
-        """Drafts that were looked at."""
-        return len(self._seen)
+        """Drafts of the layer that were looked at."""
+        return sum(look.draft is not None for look in self._looks)
 
 
 def tally(met: Counter, drafting: dict[str, Drafting], outputs: dict[str, Any]) -> None:

@@ -35,14 +35,18 @@ class Fault:
 
 
 DEVICE: dict[int, Fault] = {}
+DRAFTS: dict[int, Fault] = {}
+"""Those that need drafts to be seen: see `draft_faults`."""
+LAYER: dict[int, Fault] = {}
+"""Those that need a draft layer."""
 
 
-def fault(number: int, text: str, cases: str, compiles: str | None = None):
+def fault(number: int, text: str, cases: str, compiles: str | None = None, *, table: dict[int, Fault] = DEVICE):
     """Register a fault under its number."""
 
     def register(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        assert number not in DEVICE
-        DEVICE[number] = Fault(number, text, cases, compiles, plant)
+        assert number not in DEVICE | DRAFTS | LAYER
+        table[number] = Fault(number, text, cases, compiles, plant)
         return plant
 
     return register
@@ -148,7 +152,7 @@ def window_stays(patch: Patch) -> None:
 # -- what the host fills in --
 
 
-def _after(patch: Patch, method: str, change: Callable) -> None:
+def after_filling(patch: Patch, method: str, change: Callable) -> None:
     """`change(builder, batch, rows)` after each batch that `method` has filled."""
     sound = getattr(BatchBuilder, method)
 
@@ -170,7 +174,7 @@ def _stale_tails(patch: Patch, method: str, names: tuple[str, ...]) -> None:
                 getattr(batch, name)[len(rows) :] = earlier[name][len(rows) :]
         earlier.update(now)
 
-    _after(patch, method, change)
+    after_filling(patch, method, change)
 
 
 @fault(9, "the tail of a decode batch still holds rows of an earlier one", "A21 B17 B18")
@@ -186,7 +190,7 @@ def padding_writes_a_live_slot(patch: Patch) -> None:
             batch.num_tokens[len(rows) :] = 1
             batch.write_slot[len(rows) :] = batch.write_slot[0]
 
-    _after(patch, "decode", change)
+    after_filling(patch, "decode", change)
 
 
 @fault(11, "a whole-prompt hit absorbs the prompt's last token once more", "A2 A37 B11")
@@ -197,7 +201,7 @@ def last_token_again(patch: Patch) -> None:
                 batch.num_tokens[i], batch.tokens[i, 0] = 1, row.request.tokens[row.length - 1]
                 batch.length[i] -= 1
 
-    _after(patch, "decode", change)
+    after_filling(patch, "decode", change)
 
 
 @fault(12, "partly filled pages are not copied before they are written", "A32 B10")
@@ -205,8 +209,8 @@ def no_page_copy(patch: Patch) -> None:
     def change(self, batch, rows) -> None:
         batch.page_copy[:] = 0
 
-    _after(patch, "decode", change)
-    _after(patch, "prefill", change)
+    after_filling(patch, "decode", change)
+    after_filling(patch, "prefill", change)
 
 
 @fault(13, "states go to the slot of the tile before", "A33 B8")
@@ -218,7 +222,7 @@ def write_slots_one_tile_off(patch: Patch) -> None:
             batch.tile_write_slot[at : at + count - 1] = row.tile_write_slots[1:]
             at += count
 
-    _after(patch, "prefill", change)
+    after_filling(patch, "prefill", change)
 
 
 @fault(14, "a step that also decodes writes no checkpoints inside its chunks", "B14")
@@ -237,8 +241,8 @@ def mixed_steps_skip_checkpoints(patch: Patch) -> None:
             at += count
         mixed[0] = False
 
-    _after(patch, "decode", decoding)
-    _after(patch, "prefill", change)
+    after_filling(patch, "decode", decoding)
+    after_filling(patch, "prefill", change)
 
 
 @fault(15, "a chunk reads the slot with its seat's number instead of its own", "B13")
@@ -247,7 +251,7 @@ def read_by_seat(patch: Patch) -> None:
         for i, row in enumerate(rows):
             batch.read_slot[i] = row.row_id if row.start else 0
 
-    _after(patch, "prefill", change)
+    after_filling(patch, "prefill", change)
 
 
 @fault(16, "a seat's page table is brought up to date only when it gets longer", "A19 A20 B17")

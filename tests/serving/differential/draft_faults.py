@@ -1,0 +1,239 @@
+"""Planted faults of steps with drafts: rollback, verification, and what the draft layer keeps. See `faults`."""
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from functools import partial
+
+import jax.numpy as jnp
+
+from mamba_jax.drafts import mtp
+from mamba_jax.layout import decode as decode_layout
+from mamba_jax.sampling import draws
+from tests.serving.differential.faults import DRAFTS, LAYER, Patch, after_filling, step
+from tests.serving.differential.faults import fault as _fault
+
+choosing = importlib.import_module("mamba_jax.sampling.choose")  # the package's `choose` is the function in it
+fault = partial(_fault, table=DRAFTS)
+
+
+# -- rolling back --
+
+
+def _after_decode(patch: Patch, change: Callable) -> None:
+    """`change(before, rows, batch, output)` gives what a decode step says to leave in the seats."""
+    sound = step._decode
+
+    def decode(model, store, rows, batch, source):
+        store, after, output = sound(model, store, rows, batch, source)
+        return store, change(rows, after, batch, output), output
+
+    patch.setattr(step, "_decode", decode)
+
+
+def _last_fed(batch, output):
+    return batch.num_tokens - batch.num_drafts + output.num_drafts - 1
+
+
+def _landed(rows, batch, at):
+    """The seats, reading next what lies in place `at` of the slots that were written."""
+    slot = jnp.take_along_axis(jnp.asarray(batch.write_slot), jnp.maximum(at, 0)[:, None], axis=1)[:, 0]
+    seats = jnp.where((jnp.asarray(batch.num_tokens) > 0) & (slot > 0), batch.row_id, rows.slot.shape[0])
+    return dataclasses.replace(rows, slot=rows.slot.at[seats].set(slot, mode="drop"))
+
+
+@fault(17, "the next step reads the state after the last draft, rejected or not", "A7 A12 B1 B5", "decode")
+def no_rollback(patch: Patch) -> None:
+    _after_decode(patch, lambda before, rows, batch, output: _landed(rows, batch, _last_fed(batch, output)))
+
+
+@fault(18, "the next step reads the state before all drafts, accepted or not", "A9 A12 A13", "decode")
+def accepted_drafts_are_forgotten(patch: Patch) -> None:
+    def change(before, rows, batch, output):
+        return _landed(rows, batch, jnp.asarray(batch.num_tokens) - batch.num_drafts - 1)
+
+    _after_decode(patch, change)
+
+
+@fault(19, "the convolution's window is not rolled back with the state", "A8 B1 B7", "decode")
+def window_not_rolled_back(patch: Patch) -> None:
+    sound = decode_layout.causal_conv1d_update
+
+    def conv(x, weight, bias, store, *, read_slot, write_slot):
+        y, store = sound(x, weight, bias, store, read_slot=read_slot, write_slot=write_slot)
+        places = jnp.arange(write_slot.shape[1])
+        last = jnp.max(jnp.where(write_slot > 0, places, 0), axis=1)[:, None]
+        window = store[jnp.take_along_axis(write_slot, last, axis=1)]
+        everywhere = jnp.where(write_slot > 0, write_slot, store.shape[0])
+        return y, store.at[everywhere].set(jnp.broadcast_to(window, (*write_slot.shape, *store.shape[1:])), mode="drop")
+
+    patch.setattr(decode_layout, "causal_conv1d_update", conv)
+
+
+@fault(20, "rejected drafts count as part of the sequence", "A10 A13 A17", "decode")
+def length_counts_rejected_drafts(patch: Patch) -> None:
+    def change(before, rows, batch, output):
+        length = jnp.where(batch.continues, before.length[batch.row_id], batch.length)
+        seats = jnp.where(jnp.asarray(batch.row_id) > 0, batch.row_id, rows.length.shape[0])
+        length = length + jnp.where(jnp.asarray(batch.num_tokens) > 0, _last_fed(batch, output) + 1, 0)
+        return dataclasses.replace(rows, length=rows.length.at[seats].set(length, mode="drop"))
+
+    _after_decode(patch, change)
+
+
+# -- verifying --
+
+
+@fault(21, "a draft that is right is accepted although the one before it was wrong", "A47", "decode")
+def accepted_behind_a_wrong_one(patch: Patch) -> None:
+    class Numpy:
+        def __getattr__(self, name: str):
+            return getattr(jnp, name)
+
+        @staticmethod
+        def cumprod(right, axis, dtype):
+            return right.astype(dtype)
+
+    patch.setattr(choosing, "jnp", Numpy())
+
+
+@fault(22, "a draft that is missing (-1) is accepted", "A14 A46", "decode")
+def missing_drafts_are_accepted(patch: Patch) -> None:
+    whole_step, sound, missing = step._decode, step.choose, 1 << 20
+
+    def decode(model, store, rows, batch, source):
+        rows = dataclasses.replace(rows, drafts=jnp.where(rows.drafts < 0, missing, rows.drafts))
+        return whole_step(model, store, rows, batch, source)
+
+    def choose(logits, *, drafts, num_drafts, **rest):
+        said = sound(logits, drafts=drafts, num_drafts=num_drafts, **rest)
+        if not drafts.shape[1]:
+            return said
+        next_draft = jnp.take_along_axis(drafts, jnp.minimum(said.accepted, drafts.shape[1] - 1)[:, None], axis=1)[:, 0]
+        wrong = (said.count > 0) & (said.accepted < num_drafts) & (next_draft == missing)
+        at = jnp.arange(logits.shape[1]) == said.count[:, None]
+        return dataclasses.replace(
+            said,
+            tokens=jnp.where(wrong[:, None] & at, 0, said.tokens),
+            count=said.count + wrong,
+            accepted=said.accepted + wrong,
+        )
+
+    patch.setattr(step, "_decode", decode)
+    patch.setattr(step, "choose", choose)
+
+
+@fault(23, "all tokens of a step are drawn by the same numbers", "A48", "decode")
+def one_draw_for_a_step(patch: Patch) -> None:
+    sound = draws.categorical
+    patch.setattr(
+        draws, "categorical", lambda key, position, logits: sound(key, position * 0 + position[:, :1], logits)
+    )
+
+
+@fault(24, "penalties do not count the drafts before a draft", "A47 A48", "decode")
+def penalties_overlook_drafts(patch: Patch) -> None:
+    sound = choosing.penalise
+    patch.setattr(choosing, "penalise", lambda *args: sound(*args[:-1], args[-1] * 0 - 1))
+
+
+@fault(25, "rejected drafts count as output in penalties", "A46 A48", "decode")
+def penalties_count_rejected_drafts(patch: Patch) -> None:
+    def change(before, rows, batch, output):
+        drafts = before.drafts[batch.row_id]
+        fed = jnp.arange(drafts.shape[1]) < output.num_drafts[:, None]
+        rejected = fed & (jnp.arange(drafts.shape[1]) >= output.num_emitted[:, None] - 1)
+        seats = jnp.where(rejected, jnp.asarray(batch.row_id)[:, None], rows.length.shape[0])
+        return dataclasses.replace(rows, output_counts=rows.output_counts.at[seats, drafts].add(1, mode="drop"))
+
+    _after_decode(patch, change)
+
+
+# -- the draft layer --
+
+
+@_fault(26, "accepted drafts keep the keys and values that drafting gave them", "A14 A31 B6", "decode", table=LAYER)
+def layer_reads_the_newest_only(patch: Patch) -> None:
+    def newest_only(model, store, facts):
+        rows = facts.row_id.shape[0]
+        by_row = facts.hidden.reshape(rows, -1, facts.hidden.shape[-1])
+        last = jnp.take_along_axis(by_row, jnp.maximum(facts.kept - 1, 0)[:, None, None], axis=1)[:, 0]
+        return model.draft(facts.newest, last, mtp._single(facts, facts.length + facts.kept), store)
+
+    patch.setattr(mtp, "_after_decode", newest_only)
+
+
+@_fault(27, "the first token of a chunk is paired with no hidden state", "A49", "prefill", table=LAYER)
+def no_hidden_before_a_chunk(patch: Patch) -> None:
+    sound = mtp._after_prefill
+    patch.setattr(
+        mtp, "_after_prefill", lambda model, store, facts: sound(
+            model, store, dataclasses.replace(facts, before=facts.before * 0)
+        ),
+    )  # fmt: skip
+
+
+@_fault(
+    28,
+    "the pair at a chunk's end takes the token that the chunk before has sampled, or none",
+    "A49",
+    "prefill",
+    table=LAYER,
+)
+def last_pair_of_a_chunk_is_lost(patch: Patch) -> None:
+    def shifted(model, store, facts):
+        """Each hidden state with the token after it in the chunk, its last one with the newest, as if that were all."""
+        layout = facts.layout
+        first = jnp.arange(facts.tokens.shape[0]) == layout.row_start[layout.token_row]
+        keep = dataclasses.replace(layout, positions=jnp.where(first, -1, layout.positions))
+        _, store = model.draft(facts.tokens, jnp.roll(facts.hidden, 1, axis=0), keep, store)
+        last = facts.hidden[jnp.maximum(layout.row_start + facts.kept - 1, 0)]
+        return model.draft(facts.newest, last, mtp._single(facts, facts.length + facts.kept), store)
+
+    patch.setattr(mtp, "_after_prefill", shifted)
+
+
+@_fault(
+    29,
+    "the copy of a partly filled page leaves the draft layer's keys and values out",
+    "A31 A32 B6",
+    "decode",
+    table=LAYER,
+)
+def draft_layer_is_not_copied(patch: Patch) -> None:
+    sound = step._copy_pages
+
+    def copy(store, page_copy):
+        copied = sound(store, page_copy)
+        return dataclasses.replace(copied, kv=(*copied.kv[:-1], store.kv[-1]))
+
+    patch.setattr(step, "_copy_pages", copy)
+
+
+# -- what the host fills in --
+
+
+@fault(30, "a short tail of a prompt is padded to 1 + K tokens, and all are kept", "A6 A27 B19")
+def tails_are_padded(patch: Patch) -> None:
+    def change(self, batch, rows) -> None:
+        for i, row in enumerate(rows):
+            if row.catching_up and row.num_tokens:
+                width = batch.tokens.shape[1]
+                batch.tokens[i, row.num_tokens :] = 0
+                batch.write_slot[i, width - 1] = batch.write_slot[i, row.num_tokens - 1]
+                batch.write_slot[i, row.num_tokens - 1 : width - 1] = 0
+                batch.num_tokens[i] = width
+
+    after_filling(patch, "decode", change)
+
+
+@fault(31, "a row without drafts goes on from what the host knew when it planned", "A12 A13 B5")
+def planned_slot(patch: Patch) -> None:
+    def change(self, batch, rows) -> None:
+        for i, row in enumerate(rows):
+            if row.continues and not row.num_drafts:
+                batch.continues[i] = False
+                batch.tokens[i, 0] = row.request.tokens[-1]
+                batch.length[i] = len(row.request.tokens) - 1
+
+    after_filling(patch, "decode", change)

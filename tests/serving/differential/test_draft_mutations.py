@@ -1,0 +1,128 @@
+"""Every planted fault of steps with drafts shows in one short piece of traffic. The table is docs/mutations.md."""
+
+import functools
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from serving.engine.sampling_params import SamplingParams
+from tests.serving.differential import draft_faults  # noqa: F401 - fills the table
+from tests.serving.differential.bench import MAX_LEN, SMALLEST, TILE, VOCAB, Line, bench, finish, line_of
+from tests.serving.differential.drafting import Drafters, Drafting, Watch, drafters
+from tests.serving.differential.faults import DRAFTS, LAYER, Fault
+from tests.serving.differential.traces import TOLERANCE, Divergence
+
+_RNG = np.random.default_rng(12)
+FIRST, TAIL = (_RNG.integers(0, VOCAB, count).tolist() for count in (41, 30))
+PLAIN = {"temperature": 0.0, "logprobs": 2}
+RANDOM = {"temperature": 0.9, "seed": 5, "logprobs": 2}
+PENALIZED = PLAIN | {"presence_penalty": 2.0, "repetition_penalty": 1.5}
+# Waves of (prompt, sampling, source, drafts a step): each is asked while the answers to the one before still come.
+WAVES = (
+    [(FIRST[:21], PLAIN, "right", None), (FIRST[:12], RANDOM, "right", 2), (TAIL[:5], PENALIZED, "right", 2)],
+    [(FIRST[:21], PLAIN, "mtp", 2), (FIRST[:18], PLAIN, "wrong", None), (TAIL[:5], PENALIZED, "mixed", 2)],
+    [(FIRST[:16] + TAIL[:2], PLAIN, "mixed", 2), (FIRST[:12], RANDOM, "mixed", None), (TAIL[:25], PLAIN, "mtp", None)],
+    [(FIRST, PLAIN, "gaps", 2), (FIRST[:40], PLAIN, "mtp", 1), (TAIL[:26], PLAIN, "ngram", 2)],
+    [(FIRST[:21] + TAIL[:9], PLAIN, "mtp", 2), (TAIL[:5], PENALIZED, "wrong", 2), (FIRST, PLAIN, "right", 2)],
+)  # fmt: skip
+ASKS = {f"{wave}.{i}": ask for wave, asks in enumerate(WAVES) for i, ask in enumerate(asks)}
+DRAFTING = {name: Drafting(ask[2], ask[3], seed) for seed, (name, ask) in enumerate(ASKS.items())}
+OUTPUT = 18
+
+
+def the_drafters(layer: bool) -> Drafters:
+    """With or without the draft layer: most faults do not need it, and a step without it compiles faster."""
+    return drafters(SMALLEST, most=2, layer=layer)
+
+
+@functools.cache
+def expected() -> dict[str, Line]:
+    """What sound programs say to each request without drafts, one after the other."""
+    engine = bench(SMALLEST).engine("none", state_block_size=32, max_num_batched_tokens=MAX_LEN)
+    lines = {}
+    for name, (prompt, sampling, *_) in ASKS.items():
+        output = engine.add_request(name, {"prompt_token_ids": prompt}, _params(sampling))
+        finish(engine)
+        lines[name] = line_of(output.outputs[0])
+    return lines
+
+
+def _params(sampling: dict) -> SamplingParams:
+    return SamplingParams(max_tokens=OUTPUT, ignore_eos=True, **sampling)
+
+
+class _Programs:
+    """A fault's own program for what it changes, the sound ones for the rest."""
+
+    def __init__(self, compiles: str | None, layer: bool) -> None:
+        sound = the_drafters(layer).programs
+        own = the_drafters(layer).compile_anew() if compiles else sound
+        self.decode = (own if compiles == "decode" else sound).decode
+        self.prefill = (own if compiles == "prefill" else sound).prefill
+        self.seat = sound.seat
+
+
+def run(compiles: str | None = None, *, layer: bool) -> None:
+    """All waves; every output must be what it is without drafts, and the draft layer's drafts what they should be."""
+    scripts = {name: DRAFTING[name].script(ASKS[name][0], line) for name, line in expected().items()}
+    flags = {"state_block_size": TILE, "max_num_batched_tokens": 28}
+    programs = _Programs(compiles, layer)
+    engine = the_drafters(layer).engine("all", DRAFTING, scripts, programs=programs, **flags)
+    watch = Watch(the_drafters(layer), DRAFTING)
+    outputs = {}
+    for wave, asks in enumerate(WAVES):
+        for i, (prompt, sampling, *_) in enumerate(asks):
+            name = f"{wave}.{i}"
+            outputs[name] = engine.add_request(name, {"prompt_token_ids": prompt}, _params(sampling))
+        steps = 8 if wave < len(WAVES) - 1 else 300
+        while steps and engine.loop.busy:
+            engine.step()
+            watch.look(engine.loop)
+            steps -= 1
+    assert not engine.loop.busy
+    for name, output in outputs.items():
+        line, choice = expected()[name], output.outputs[0]
+        if choice.token_ids != line.tokens:
+            raise Divergence(f"{name}: {choice.token_ids} instead of {line.tokens}")
+        said = [table[token].logprob for token, table in zip(choice.token_ids, choice.logprobs, strict=True)]
+        if not np.allclose(said, line.logprobs, atol=TOLERANCE):
+            raise Divergence(f"{name}: log-probabilities {said} instead of {line.logprobs}")
+    if wrong := watch.wrong():
+        raise Divergence(wrong[0])
+    assert (watch.count > 20) == layer
+    stats = engine.loop.scheduler.stats()
+    assert stats["full_hits"] > 1
+    assert 20 < stats["accepted_tokens"] < stats["drafted_tokens"] - 20
+
+
+@pytest.mark.parametrize("layer", [False, True])
+def test_sound_programs_pass(layer: bool) -> None:
+    run(layer=layer)
+
+
+SLOW = (20, 22, 23, 25)
+"""Faults much like others here, each of which takes seconds to compile."""
+
+
+def _parameter(fault: Fault):
+    marks = [pytest.mark.slow] if fault.number in SLOW else []
+    return pytest.param(fault, marks=marks, id=f"D{fault.number}-{fault.plant.__name__}")
+
+
+@pytest.mark.parametrize("fault", map(_parameter, (DRAFTS | LAYER).values()))
+def test_fault_shows(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = fault.number in LAYER
+    run(layer=layer)  # the sound programs are compiled before anything is planted
+    fault.plant(monkeypatch)
+    with pytest.raises(Divergence):
+        run(fault.compiles, layer=layer)
+
+
+def test_table_is_complete() -> None:
+    table = (Path(__file__).parents[3] / "docs" / "mutations.md").read_text()
+    for number, fault in (DRAFTS | LAYER).items():
+        assert re.search(rf"^\| D{number} \| {re.escape(fault.fault)} \| {fault.cases} \|", table, re.MULTILINE), (
+            f"D{number} is not listed"
+        )
