@@ -79,6 +79,10 @@ class Tokenizer:
         skip = self.special_ids if skip_special_tokens else frozenset()
         return StreamDecoder(lambda ids: self._backend.decode(list(ids), skip_special_tokens=False), skip)
 
+    def to_json(self) -> str:
+        """The text of a `tokenizer.json`, for libraries that make something of their own of it."""
+        return self._backend.to_str()
+
     def token_to_id(self, token: str) -> int | None:
         """The id of an entry, spelled as in the vocabulary."""
         return self._backend.token_to_id(token)

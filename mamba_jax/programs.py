@@ -14,11 +14,12 @@ from jax.sharding import Mesh
 from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, StepOutput
 from mamba_jax.drafts import DraftSource
 from mamba_jax.rows import Rows
+from mamba_jax.sampling.masks import MaskBatch
 from mamba_jax.sharding.axis import replicated, use_mesh
-from mamba_jax.step import seat, step
+from mamba_jax.step import mask, seat, step
 from mamba_jax.store import Store
 
-Batch = DecodeBatch | PrefillBatch | SeatBatch
+Batch = DecodeBatch | PrefillBatch | SeatBatch | MaskBatch
 
 
 class StepPrograms:
@@ -58,6 +59,7 @@ class StepPrograms:
         self._run = run
         self._step = jax.jit(run, donate_argnums=(1, 2))
         self._seat = jax.jit(partial(seat, source=source), donate_argnums=(0,))
+        self._mask = jax.jit(mask, donate_argnums=(0,))
         self._compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
 
     @property
@@ -77,6 +79,10 @@ class StepPrograms:
         """A request takes a seat; to be called before the first step that has its row."""
         return self.program(None, rows, batch)(rows, batch)
 
+    def mask(self, rows: Rows, batch: MaskBatch) -> Rows:
+        """What rows may choose in their next step; to be called before it."""
+        return self.program(None, rows, batch)(rows, batch)
+
     def program(self, store: Store | None, rows: Rows, batch: Batch) -> jax.stages.Compiled:
         """The program for batches of this shape, compiled now unless it has been before. Nothing is run.
 
@@ -84,8 +90,11 @@ class StepPrograms:
             ValueError: a prefill batch of another tile size.
         """
         seats = (rows.output_counts.shape, rows.drafts.shape, *(leaf.shape for leaf in jax.tree.leaves(rows.source)))
+        seats = (*seats, rows.masks is None)
         if isinstance(batch, SeatBatch):
             key: tuple[Any, ...] = (SeatBatch, *seats, batch.output_counts is not None)
+        elif isinstance(batch, MaskBatch):
+            key = (MaskBatch, *seats, batch.bits.shape)
         else:
             assert store is not None
             kind = (store.hidden.dtype, *(slots.ssm.dtype for slots in store.mamba[:1]), store.tags is None)
@@ -106,6 +115,8 @@ class StepPrograms:
         if self.mesh is None:
             if isinstance(batch, SeatBatch):
                 return self._seat.lower(rows, batch)
+            if isinstance(batch, MaskBatch):
+                return self._mask.lower(rows, batch)
             return self._step.lower(self._weights, store, rows, batch)
         whole = replicated(self.mesh)
         # What comes from the host is the same on all devices; the store comes out as it went in.
@@ -114,6 +125,8 @@ class StepPrograms:
             if isinstance(batch, SeatBatch):
                 seating = jax.jit(partial(seat, source=self.source), donate_argnums=(0,), out_shardings=whole)
                 return seating.lower(rows, batch)
+            if isinstance(batch, MaskBatch):
+                return jax.jit(mask, donate_argnums=(0,), out_shardings=whole).lower(rows, batch)
             of_store = jax.tree.map(lambda leaf: leaf.sharding, store)
             run = jax.jit(self._run, donate_argnums=(1, 2), out_shardings=(of_store, whole, whole))
             return run.lower(self._weights, store, rows, batch)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from mamba_jax.sampling.masks import Masks, init_masks
 from mamba_jax.sampling.table import SamplingTable, init_sampling_table
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class Rows:
     """Which tokens the prompt has; kept for rows with penalties only."""
     source: Any = None
     """What the draft source remembers of each seat; see `DraftSource`."""
+    masks: Masks | None = None
+    """Which tokens each seat may choose; None where structured outputs are off."""
 
 
 def init_rows(
@@ -49,10 +52,12 @@ def init_rows(
     num_speculative_tokens: int = 0,
     source: DraftSource | None = None,
     max_len: int = 0,
+    masks: bool = False,
 ) -> Rows:
     """Empty seats 0..max_num_seqs. `config` is the model's config or its vocabulary size.
 
     `source` makes the drafts, of sequences of up to `max_len` tokens; without one, drafts are put there by hand.
+    `masks` makes room for masks of allowed tokens.
     """
     vocab_size = config if isinstance(config, int) else config.vocab_size
     seats = max_num_seqs + 1
@@ -65,4 +70,5 @@ def init_rows(
         output_counts=jnp.zeros((seats, vocab_size), jnp.int32),
         prompt_seen=jnp.zeros((seats, vocab_size), bool),
         source=None if source is None else source.init(seats=seats, max_len=max_len),
+        masks=init_masks(seats, 1 + num_speculative_tokens, vocab_size) if masks else None,
     )

@@ -24,6 +24,7 @@ from mamba_jax.layout.decode import DecodeLayout
 from mamba_jax.layout.prefill import PrefillLayout
 from mamba_jax.rows import Rows
 from mamba_jax.sampling import Emission, choose, has_penalties, report_logprobs
+from mamba_jax.sampling.masks import MaskBatch, write_masks
 from mamba_jax.store import Store
 
 _PROMPT_PIECE = 64  # prompt tokens that go through the head at once when their log-probabilities are asked for
@@ -74,8 +75,15 @@ def seat(rows: Rows, batch: SeatBatch, source: DraftSource | None = None) -> Row
         drafts=put(rows.drafts, -1),
         sampling=jax.tree.map(put, rows.sampling, batch.sampling),
         source=rows.source if source is None else source.seat(rows.source, batch.row_id, batch.tokens),
+        masks=rows.masks and dataclasses.replace(rows.masks, on=put(rows.masks.on, False)),
         **counted,
     )
+
+
+def mask(rows: Rows, batch: MaskBatch) -> Rows:
+    """What some seats may choose in their next step; stays until it is written again, or the seat has a new tenant."""
+    assert rows.masks is not None
+    return dataclasses.replace(rows, masks=write_masks(rows.masks, batch))
 
 
 def _decode(
@@ -241,6 +249,7 @@ def _emit(
         table=rows.sampling,
         output_counts=rows.output_counts,
         prompt_seen=rows.prompt_seen,
+        masks=rows.masks,
     )
     wanted = jnp.where((emission.tokens >= 0) & (row_id > 0)[:, None], rows.sampling.logprobs[row_id][:, None], -1)
     return emission, report_logprobs(logits, emission.tokens, wanted)

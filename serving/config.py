@@ -82,6 +82,9 @@ class EngineConfig(BaseModel):
     )
     num_slots: int | None = Field(None, ge=1, description="State slots. Unset: as many as the memory holds.")
     num_pages: int | None = Field(None, ge=1, description="Key and value pages. Unset: as many as the memory holds.")
+    enable_structured_outputs: bool = Field(
+        False, description="Make room for outputs of a given form (JSON schema, regex, grammar). `serve` does."
+    )
     seed: int = Field(0, description="Seed of requests that have none of their own, and of dummy weights.")
     warmup: bool | None = Field(
         None,

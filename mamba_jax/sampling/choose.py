@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mamba_jax.sampling import draws
 from mamba_jax.sampling.logits import add_bias, has_bias, has_penalties, penalise, truncate
+from mamba_jax.sampling.masks import Masks, apply_masks
 from mamba_jax.sampling.table import MAX_LOGPROBS, SamplingTable
 
 
@@ -43,6 +44,7 @@ def choose(
     table: SamplingTable,
     output_counts: Int[Array, "seats vocab"],
     prompt_seen: Bool[Array, "seats vocab"],
+    masks: Masks | None = None,
 ) -> Emission:
     """Verifies drafts and draws one new token for each row.
 
@@ -52,7 +54,8 @@ def choose(
         num_drafts: how many of them count.
         length: tokens (prompt and output) before each row's first draft; what makes positions for the draws.
         sample: rows that emit; others accept nothing and emit nothing.
-        row_id: the rows' seats in the three tables.
+        row_id: the rows' seats in the tables.
+        masks: what rows may choose at each head; a draft that is not allowed is never chosen, and so rejected.
     """
     heads = jnp.arange(logits.shape[1])
     drafts = jnp.where(heads[:-1] < num_drafts[:, None], drafts, -1)
@@ -61,12 +64,16 @@ def choose(
         sample & column[row_id] for column in (has_bias(table), has_penalties(table), table.temperature > 0)
     )
 
+    masked = jnp.zeros_like(sample) if masks is None else sample & masks.on[row_id]
+
     def greedily(logits: Float[Array, "rows H vocab"]) -> Int[Array, "rows H"]:
         return _argmax(logits)
 
     def with_everything(logits: Float[Array, "rows H vocab"]) -> Int[Array, "rows H"]:
         own = table.take(row_id)
         index = length[:, None] + heads - own.prompt_length[:, None]
+        if masks is not None:
+            logits = lax.cond(masked.any(), lambda x: apply_masks(x, masks, row_id), lambda x: x, logits)
         logits = lax.cond(biased.any(), lambda x: add_bias(x, own, index), lambda x: x, logits)
         logits = lax.cond(
             penalised.any(),
@@ -78,7 +85,7 @@ def choose(
         drawn = lax.cond(random.any(), lambda x: _randomly(x, own, index), greedily, logits)
         return jnp.where(random[:, None], drawn, best)
 
-    tokens = lax.cond((biased | penalised | random).any(), with_everything, greedily, logits)
+    tokens = lax.cond((masked | biased | penalised | random).any(), with_everything, greedily, logits)
     accepted = jnp.cumprod(tokens[:, :-1] == drafts, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
     accepted = jnp.where(sample, accepted, 0)
     last = accepted[:, None]

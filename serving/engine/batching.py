@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, num_tiles
+from mamba_jax.sampling.masks import MaskBatch
 from mamba_jax.sampling.table import sampling_row
 from serving.core import DecodeRow, PrefillRow, SchedulerConfig
 from serving.engine.sampling_params import SamplingParams
 
 _FEW_ROWS = 2
+_MASKS = 16  # rows whose masks are written at once
 
 
 @dataclass(frozen=True, order=True)
@@ -69,9 +71,11 @@ def _tiles(config: SchedulerConfig, tokens: int, rows: int) -> int:
 class BatchBuilder:
     """Fills batches, each in arrays of its own: JAX may read a host array where it lies, long after the dispatch."""
 
-    def __init__(self, config: SchedulerConfig, *, seats_bring_tokens: bool = False) -> None:
-        """`seats_bring_tokens`: the draft source looks at a sequence's tokens, also at those that are never fed."""
-        self._config = config
+    def __init__(self, config: SchedulerConfig, *, seats_bring_tokens: bool = False, masks: bool = False) -> None:
+        """`seats_bring_tokens`: the draft source looks at a sequence's tokens, also at those that are never fed.
+        `masks`: rows may have masks of allowed tokens.
+        """
+        self._config, self._masks = config, masks
         self._seats_bring_tokens = seats_bring_tokens
         self._drafts = config.num_speculative_tokens
         self._pages_per_row = config.pages_per_row
@@ -81,11 +85,13 @@ class BatchBuilder:
         self._table = np.zeros((config.seats + 1, self._pages_per_row), np.int32)
         self._table_of: list[list[int]] = [[] for _ in range(config.seats + 1)]
 
-    def warm_up_batches(self, vocab_size: int) -> Iterator[DecodeBatch | PrefillBatch | SeatBatch]:
+    def warm_up_batches(self, vocab_size: int) -> Iterator[DecodeBatch | PrefillBatch | SeatBatch | MaskBatch]:
         """One batch of padding for each shape that can occur."""
         yield self.seat(0, SamplingParams(), seed=0, choice=0, prompt=(), output=(), stop_ids=(), vocab_size=vocab_size)
         penalty = SamplingParams(presence_penalty=1.0)
         yield self.seat(0, penalty, seed=0, choice=0, prompt=(), output=(), stop_ids=(), vocab_size=vocab_size)
+        if self._masks:
+            yield self._empty_masks(vocab_size)
         for rows in self.decode_shapes:
             yield self._empty_decode(rows)
         for shape in self.prefill_shapes:
@@ -94,7 +100,7 @@ class BatchBuilder:
     @property
     def num_programs(self) -> int:
         """How many batches `warm_up_batches` yields."""
-        return 2 + len(self.decode_shapes) + len(self.prefill_shapes)
+        return 2 + self._masks + len(self.decode_shapes) + len(self.prefill_shapes)
 
     def decode(self, rows: Sequence[DecodeRow]) -> DecodeBatch:
         """The rows in their order, then padding."""
@@ -135,6 +141,21 @@ class BatchBuilder:
             tile += len(row.tile_write_slots)
         self._fill_pages(batch, rows, np.asarray(batch.row_id[: len(rows)]))
         return batch
+
+    @property
+    def heads(self) -> int:
+        """Tokens that a row may choose in one step."""
+        return 1 + self._drafts
+
+    def masks(self, masks: Mapping[int, np.ndarray], vocab_size: int) -> Iterator[MaskBatch]:
+        """Masks [H, words] of seats, as many batches as they take."""
+        left = list(masks.items())
+        while left:
+            batch = self._empty_masks(vocab_size)
+            now, left = left[: len(batch.row_id)], left[len(batch.row_id) :]
+            for i, (row_id, mask) in enumerate(now):
+                batch.row_id[i], batch.bits[i] = row_id, mask
+            yield batch
 
     def seat(
         self,
@@ -195,6 +216,10 @@ class BatchBuilder:
         for i, row in enumerate(rows):
             if row.page_copy is not None:
                 batch.page_copy[i] = row.page_copy
+
+    def _empty_masks(self, vocab_size: int) -> MaskBatch:
+        rows = min(_MASKS, self._config.seats)
+        return MaskBatch.empty(rows=rows, heads=self.heads, vocab_size=vocab_size)
 
     def _empty_decode(self, rows: int) -> DecodeBatch:
         return DecodeBatch.empty(rows=rows, num_speculative_tokens=self._drafts, pages_per_row=self._pages_per_row)

@@ -30,6 +30,7 @@ from serving.engine.devices import describe, device_mesh, least_of_all_processes
 from serving.engine.engine import Engine
 from serving.engine.loop import StepLoop
 from serving.engine.sizing import CPU_STORE_TOKENS, StoreSize, size_store, store_memory, workspace_bytes
+from serving.engine.structured import Grammars
 from serving.engine.warmup import warm_up
 
 log = logging.getLogger(__name__)
@@ -122,7 +123,14 @@ def assemble(
     settings = _scheduler_config(
         config, policy, size, lookahead=max(1, config.num_speculative_tokens) if with_mtp else 0
     )
-    batches = BatchBuilder(settings, seats_bring_tokens=source is not None and source.sees_tokens)
+    grammars = None
+    if config.enable_structured_outputs and tokenizer is not None:
+        grammars = Grammars(tokenizer, model.config.vocab_size, eos_token_ids)
+    batches = BatchBuilder(
+        settings,
+        seats_bring_tokens=source is not None and source.sees_tokens,
+        masks=grammars is not None,
+    )
     make_store = partial(
         init_store if mesh is None else partial(sharded_store, mesh=mesh),
         stored,
@@ -141,6 +149,7 @@ def assemble(
             num_speculative_tokens=settings.num_speculative_tokens,
             source=source,
             max_len=settings.max_model_len,
+            masks=grammars is not None,
         )
         return rows if mesh is None else replicate(rows, mesh)
 
@@ -160,6 +169,7 @@ def assemble(
         eos_token_ids=eos_token_ids,
         max_model_len=size.max_model_len,
         seed=config.seed,
+        grammars=grammars,
     )
     at_start = config.warmup if config.warmup is not None else jax.default_backend() != "cpu"
     if at_start:

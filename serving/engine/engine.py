@@ -8,13 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
+
 from checkpoints.tokenizer import Tokenizer
 from mamba_jax.batch import SeatBatch
-from serving.core import Emitted, FinishReason, RemoteState, Request, RequestRefused, StepPlan
+from mamba_jax.rows import Rows
+from mamba_jax.sampling.masks import MaskBatch
+from serving.core import DecodeRow, Emitted, FinishReason, RemoteState, Request, RequestRefused, StepPlan
 from serving.engine.batching import BatchBuilder
 from serving.engine.loop import Lines, Settled, StepLoop
 from serving.engine.output import Choice, CompletionOutput, RequestMetrics, RequestOutput, token_logprobs
 from serving.engine.sampling_params import RequestError, SamplingParams
+from serving.engine.structured import Constraint, Grammars
 
 Prompt = str | Mapping[str, Any]
 """A text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`."""
@@ -23,10 +28,10 @@ Prompt = str | Mapping[str, Any]
 class _Member:
     """One choice of a request as the engine runs it: carried by the scheduler's request."""
 
-    __slots__ = ("choice", "parent", "seed")
+    __slots__ = ("choice", "constraint", "parent", "seed")
 
-    def __init__(self, parent: _Parent, choice: Choice, seed: int) -> None:
-        self.parent, self.choice, self.seed = parent, choice, seed
+    def __init__(self, parent: _Parent, choice: Choice, seed: int, constraint: Constraint | None) -> None:
+        self.parent, self.choice, self.seed, self.constraint = parent, choice, seed, constraint
 
 
 class _Parent:
@@ -50,6 +55,7 @@ class Engine:
         eos_token_ids: what ends a text.
         max_model_len: prompt and output together.
         seed: of requests without one.
+        grammars: None refuses structured outputs.
     """
 
     def __init__(
@@ -62,7 +68,9 @@ class Engine:
         eos_token_ids: Sequence[int],
         max_model_len: int,
         seed: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
+        self.grammars = grammars
         self.tokenizer, self.vocab_size, self.max_model_len = tokenizer, vocab_size, max_model_len
         self.eos_token_ids = tuple(eos_token_ids)
         self._batches = batches
@@ -75,6 +83,7 @@ class Engine:
             seat_batch=self._seat_batch,
             wants_logprobs=lambda request: request.sampling.logprobs is not None,
             wants_prompt_logprobs=lambda request: request.prompt_logprobs,
+            mask_batches=self._mask_batches,
         )
 
     @property
@@ -238,6 +247,7 @@ class Engine:
         stream = None
         if params.detokenize and self.tokenizer is not None:
             stream = self.tokenizer.stream(skip_special_tokens=params.skip_special_tokens)
+        constraint = self._constraint(params)
         room = self.max_model_len - len(output.prompt_token_ids)
         request = Request(
             output.request_id if index == 0 else f"{output.request_id}#{index}",
@@ -250,13 +260,41 @@ class Engine:
             priority=priority,
             cache_salt=cache_salt,
             prompt_logprobs=params.prompt_logprobs is not None and index == 0,
+            lockstep=constraint is not None,
             fork_of=output.request_id if index else None,
             sampling=params if index == 0 else replace(params, prompt_logprobs=None),
         )
-        request.user = _Member(parent, Choice(index, params, stream), seed)
+        request.user = _Member(parent, Choice(index, params, stream), seed, constraint)
         self.loop.scheduler.add(request)
         parent.members.append(request)
         output.outputs.append(request.user.choice.output)
+
+    def _constraint(self, params: SamplingParams) -> Constraint | None:
+        if params.structured_outputs is None:
+            return None
+        if self.grammars is None:
+            raise RequestError("structured outputs need a tokenizer, and the flag enable_structured_outputs")
+        return self.grammars.start(params.structured_outputs)
+
+    def _mask_batches(self, plan: StepPlan, rows: Rows | None) -> Sequence[MaskBatch]:
+        """What the rows under a grammar may choose. They run in lockstep: all their tokens are known by now."""
+        if self.grammars is None:
+            return ()
+        held = [row for row in plan.rows if row.request.user.constraint is not None and row.sample]
+        if not held:
+            return ()
+        made = np.asarray(rows.drafts) if rows is not None and any(row.num_drafts for row in held) else None
+        masks: dict[int, np.ndarray] = {}
+        for row in held:
+            drafts: Sequence[int] = ()
+            if not row.num_drafts:
+                pass
+            elif isinstance(row, DecodeRow) and not row.continues:
+                drafts = row.tokens[row.certain :]
+            elif made is not None:
+                drafts = made[row.row_id].tolist()[: row.num_drafts]
+            masks[row.row_id] = row.request.user.constraint.masks(drafts, self._batches.heads)
+        return list(self._batches.masks(masks, self.vocab_size))
 
     def _seat_batch(self, request: Request) -> SeatBatch:
         member: _Member = request.user
@@ -283,12 +321,23 @@ class Engine:
         output, choice = parent.output, member.choice
         if choice.output.finished:
             return None
+        tokens, complete = emitted.tokens, False
+        if member.constraint is not None:
+            tokens = tokens[: member.constraint.advance(tokens)]
+            complete = member.constraint.finished
+            if member.constraint.error is not None:
+                self.fail(output.request_id, f"structured outputs: {member.constraint.error}")
+                return None
         tables = None
-        if parent.params.logprobs is not None and emitted.tokens:
+        if parent.params.logprobs is not None and tokens:
             lines, at = settled.place(emitted.row)
-            tables = _tables(lines, at, emitted.tokens, parent.params.logprobs)
-        by_token = request.finish_reason is FinishReason.STOP
-        if choice.append(emitted.tokens, tables, ended=by_token):
+            tables = _tables(lines, at, tokens, parent.params.logprobs)
+        by_token = request.finish_reason is FinishReason.STOP and len(tokens) == len(emitted.tokens)
+        if choice.append(tokens, tables, ended=by_token):
+            if not request.finished:
+                self.loop.scheduler.finish(request.request_id, FinishReason.STOP)
+        elif complete and not by_token:
+            choice.finish("stop")
             if not request.finished:
                 self.loop.scheduler.finish(request.request_id, FinishReason.STOP)
         elif request.finished:

@@ -15,6 +15,7 @@ import numpy as np
 from mamba_jax.batch import PromptLogprobs, SeatBatch, StepOutput
 from mamba_jax.programs import StepPrograms
 from mamba_jax.rows import Rows
+from mamba_jax.sampling.masks import MaskBatch
 from mamba_jax.store import Store
 from serving.core import DecodeRow, Emitted, PrefillRow, Request, Scheduler, StepPlan, StepResult
 from serving.engine.batching import BatchBuilder
@@ -135,6 +136,7 @@ class StepLoop:
         make_store, make_rows: an empty store and empty seats; called at start and after a step has failed.
         seat_batch: sampling parameters of a request that takes a seat.
         wants_logprobs, wants_prompt_logprobs: whether a request's log-probabilities must be fetched.
+        mask_batches: which tokens the rows of a plan may choose, given the seats as the last step has left them.
     """
 
     def __init__(
@@ -148,6 +150,7 @@ class StepLoop:
         seat_batch: Callable[[Request], SeatBatch],
         wants_logprobs: Callable[[Request], bool],
         wants_prompt_logprobs: Callable[[Request], bool],
+        mask_batches: Callable[[StepPlan, Rows | None], Sequence[MaskBatch]] = lambda plan, rows: (),
     ) -> None:
         self.scheduler, self.programs, self.batches = scheduler, programs, batches
         self.stats = LoopStats()
@@ -156,7 +159,7 @@ class StepLoop:
         self.neighbour: Neighbour | None = None
         """For the split of prefill and decode over workers."""
         self._make_store, self._make_rows = make_store, make_rows
-        self._seat_batch = seat_batch
+        self._seat_batch, self._mask_batches = seat_batch, mask_batches
         self._wants_logprobs, self._wants_prompt_logprobs = wants_logprobs, wants_prompt_logprobs
         self._store: Store | None = make_store()
         self._rows: Rows | None = make_rows()
@@ -251,6 +254,7 @@ class StepLoop:
             seats = [self._seat_batch(request) for request in plan.seats]
             decode_batch = self.batches.decode(plan.decode) if plan.decode else None
             prefill_batch = self.batches.prefill(plan.prefill) if plan.prefill else None
+            masks = self._mask_batches(plan, self._rows)
         except Exception as error:
             # Nothing has happened on the device: nothing of this plan may become findable.
             self.scheduler.withdraw(plan)
@@ -261,6 +265,8 @@ class StepLoop:
             self._store, self._rows = self._make_store(), self._make_rows()
         for seat in seats:
             self._rows = self.programs.seat(self._rows, seat)
+        for mask in masks:
+            self._rows = self.programs.mask(self._rows, mask)
         if decode_batch is not None:
             self._store, self._rows, decode = self.programs.decode(self._store, self._rows, decode_batch)
             self._fetch(decode, plan.decode)

@@ -7,9 +7,12 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mamba_jax.sampling.table import MAX_LOGIT_BIAS, MAX_LOGPROBS
+
+if TYPE_CHECKING:
+    from serving.engine.structured import StructuredOutputs
 
 MAX_STOP_IDS = 32
 MAX_CHOICES = 128
@@ -70,6 +73,8 @@ class SamplingParams:
     """False: only token ids are wanted; `text` stays empty, and stop strings cannot be used."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    structured_outputs: StructuredOutputs | None = None
+    """The form that the output must have. The engine must have been made with `enable_structured_outputs`."""
 
     def __post_init__(self) -> None:
         self._integer("n", 1, MAX_CHOICES)
@@ -100,6 +105,10 @@ class SamplingParams:
             raise RequestError(f"stop_token_ids has {len(stop_ids)} ids: at most {MAX_STOP_IDS} are allowed")
         object.__setattr__(self, "stop_token_ids", stop_ids)
         object.__setattr__(self, "logit_bias", self._bias())
+        if self.structured_outputs is not None:
+            from serving.engine.structured import StructuredOutputs
+
+            object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SamplingParams:

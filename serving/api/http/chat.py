@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from serving.api.http.answering import answer, ignored_header
 from serving.api.http.context import Context, context_of
-from serving.api.http.generation import Job, Piece, Tally, check_size, run, stream
+from serving.api.http.generation import Job, Piece, Tally, check_form, check_size, run, stream
 from serving.api.http.logprobs import LogprobWriter
 from serving.api.http.protocol.chat import (
     ChatAnswer,
@@ -78,7 +78,9 @@ class _Writer:
         special = body.add_special_tokens is True
         prompt = await context.codec.encode_chat(messages, add_special_tokens=special, **template_options(body))
         check_size(context, body, [prompt])
-        return cls(context, body, prompt)
+        writer = cls(context, body, prompt)
+        await check_form(context, writer.job.params)
+        return writer
 
     async def response(self) -> ChatResponse:
         """The whole answer."""

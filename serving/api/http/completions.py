@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from serving.api.http.answering import answer, ignored_header
 from serving.api.http.context import Context, context_of
-from serving.api.http.generation import Job, Piece, Tally, check_size, run, stream
+from serving.api.http.generation import Job, Piece, Tally, check_form, check_size, run, stream
 from serving.api.http.logprobs import LogprobWriter
 from serving.api.http.protocol.common import ErrorResponse, StreamOptions
 from serving.api.http.protocol.completions import (
@@ -71,7 +71,9 @@ class _Writer:
                 echoes.append(prompt)
             else:
                 echoes.append("" if codec.tokenizer is None else await codec.decode(prompt))
-        return cls(context, body, prompts, echoes)
+        writer = cls(context, body, prompts, echoes)
+        await check_form(context, writer.job.params)
+        return writer
 
     async def response(self) -> CompletionResponse:
         """The whole answer."""

@@ -129,6 +129,17 @@ def check_size(context: Context, request: GenerationRequest, prompts: Sequence[S
             )
 
 
+async def check_form(context: Context, params: SamplingParams) -> None:
+    """Compile the grammar of a request beside the event loop, for the engine to find it ready.
+
+    Raises:
+        RequestError: it is broken, or the engine does not take any.
+    """
+    form, grammars = params.structured_outputs, context.engine.engine.grammars
+    if form is not None and grammars is not None:
+        await context.codec.run(lambda: grammars.start(form))
+
+
 async def run(context: Context, job: Job) -> list[RequestOutput]:
     """The finished outputs of all prompts, in their order."""
 

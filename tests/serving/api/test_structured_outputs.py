@@ -1,0 +1,140 @@
+"""Outputs of a given form: always of that form, with and without drafts, greedy or not, beside free neighbours."""
+
+import json
+import re
+
+import pytest
+
+from serving.engine.sampling_params import RequestError, SamplingParams
+from serving.engine.structured import StructuredOutputs
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["slot", "page", "state"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+    },
+    "required": ["name", "count", "tags"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+
+
+def chat(server, **fields):
+    body = {"messages": [{"role": "user", "content": "Say it."}], "temperature": 0, "max_tokens": 100} | fields
+    return server.http.post("/v1/chat/completions", json=body)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_schema(server, temperature):
+    before = server.metric("mamba_jax_lockstep_steps_total")
+    compiled = server.metric("mamba_jax_compilations_total")
+    form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+    for seed in range(3):
+        answer = chat(server, response_format=form, temperature=temperature, seed=seed).json()
+        value = json.loads(answer["choices"][0]["message"]["content"])
+        assert value["name"] in ("slot", "page", "state")
+        assert 0 <= value["count"] <= 99
+        assert len(value["tags"]) <= 2
+        assert answer["choices"][0]["finish_reason"] == "stop"
+    assert server.metric("mamba_jax_lockstep_steps_total") > before
+    assert server.metric("mamba_jax_compilations_total") == compiled
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"regex": r"[0-9]{3}-[a-f]{2}"}, r"[0-9]{3}-[a-f]{2}"),
+        ({"choice": ["yes", 'the "other"', "né"]}, r'yes|the "other"|né'),
+        ({"grammar": 'start: "a" "b"+ "c"\n'}, r"ab+c"),
+        ({"grammar": 'root ::= "x" ("y" | "z")'}, r"x[yz]"),
+        ({"json": {"type": "boolean"}}, r"true|false"),
+        ({"json": '{"const": 5}'}, r"5"),
+    ],
+)
+def test_forms(server, form, pattern):
+    for fields in ({}, {"temperature": 1.5, "seed": 1}, {"stream": True}):
+        answer = server.complete(max_tokens=40, structured_outputs=form, **fields)
+        if "stream" in fields:
+            events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+            text = "".join(event["choices"][0]["text"] for event in events)
+        else:
+            text = answer.json()["choices"][0]["text"]
+        # A model that knows nothing may go round in a loop of the grammar until its tokens end.
+        done = re.fullmatch(pattern, text)
+        assert done or (pattern == r"ab+c" and re.fullmatch(r"ab+", text)), text
+
+
+def test_any_json_object(server):
+    answer = chat(server, response_format={"type": "json_object"}, max_tokens=20).json()
+    text = answer["choices"][0]["message"]["content"]
+    assert text.lstrip()[0] == "{"
+    assert chat(server, response_format={"type": "text"}).status_code == 200
+
+
+def test_all_choices_have_the_form_and_neighbours_are_free(server):
+    free = server.complete("A neighbour", max_tokens=20).json()["choices"][0]["text"]
+    prompts = ["A neighbour", "Another"]
+    answer = server.complete(prompts, n=3, temperature=1.0, seed=2, structured_outputs={"regex": "[a-c]{1,4}"}).json()
+    assert all(re.fullmatch("[a-c]{1,4}", choice["text"]) for choice in answer["choices"])
+    assert len({choice["text"] for choice in answer["choices"]}) > 1
+    assert server.complete("A neighbour", max_tokens=20).json()["choices"][0]["text"] == free
+
+
+def test_drafts_are_verified_under_the_grammar(server):
+    """A form that repeats itself: n-gram drafts are right where the grammar allows them, and never go beyond it."""
+    before = server.metric('mamba_jax_draft_tokens_accepted_total{position="1"}')
+    drafted = server.metric('mamba_jax_draft_tokens_total{position="1"}')
+    answer = server.complete("abc", max_tokens=60, structured_outputs={"regex": "(abcabc){8}"}).json()
+    assert answer["choices"][0]["text"] == "abcabc" * 8
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert server.metric('mamba_jax_draft_tokens_total{position="1"}') > drafted
+    assert server.metric('mamba_jax_draft_tokens_accepted_total{position="1"}') > before
+
+
+def test_logprobs_and_stops_work_too(server):
+    form = {"regex": "[0-9]{6}"}
+    answer = server.complete(structured_outputs=form, logprobs=2, max_tokens=20).json()["choices"][0]
+    assert "".join(answer["logprobs"]["tokens"]).startswith(answer["text"])
+    assert len(answer["logprobs"]["tokens"]) == len(answer["logprobs"]["token_logprobs"])
+    stopped = server.complete(structured_outputs=form, stop=answer["text"][3], max_tokens=20).json()["choices"][0]
+    assert stopped["text"] == answer["text"][: answer["text"].index(answer["text"][3])]
+    kept = server.complete(structured_outputs=form, ignore_eos=True, max_tokens=20).json()["choices"][0]
+    assert kept["text"] == answer["text"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structured_outputs": {}},
+        {"structured_outputs": {"regex": "(["}},
+        {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+        {"structured_outputs": {"choice": []}},
+        {"structured_outputs": {"choice": [""]}},
+        {"structured_outputs": {"grammar": "start: nothing"}},
+        {"structured_outputs": {"grammar": "root ::= ("}},
+        {"structured_outputs": {"json": {"type": "nonsense"}}},
+        {"structured_outputs": {"json": "{"}},
+        {"structured_outputs": {"invented": 1}},
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "xml"}},
+    ],
+)
+def test_broken_forms(server, fields):
+    answer = server.complete(**fields)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+    assert server.complete(max_tokens=1).status_code == 200
+
+
+def test_offline_parameters():
+    assert SamplingParams(structured_outputs={"regex": "a"}).structured_outputs == StructuredOutputs(regex="a")
+    with pytest.raises(RequestError, match="exactly one"):
+        StructuredOutputs()
+    with pytest.raises(RequestError, match="exactly one"):
+        StructuredOutputs(json_object=False)
+    with pytest.raises(RequestError, match="a table with one of"):
+        SamplingParams(structured_outputs={"xml": "a"})
+    assert StructuredOutputs(json=False).compiled_form()
