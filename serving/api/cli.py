@@ -13,11 +13,15 @@ from rich.console import Console
 from checkpoints.errors import CheckpointError
 from serving.api.commands import convert, generate, inspect
 from serving.api.engine_options import with_engine_options
+from serving.api.plan import plan
 from serving.api.serve import serve
 from serving.api.terminal_chat import chat
 from serving.api.train import train
 from serving.api.train_mtp import train_mtp
 from serving.config import ConfigError
+from serving.disagg.command import router
+from serving.disagg.options import with_options
+from serving.disagg.settings import SplitSettings
 from serving.engine.sampling_params import RequestError
 
 app = typer.Typer(
@@ -29,10 +33,12 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command()(with_engine_options(generate))
-app.command()(with_engine_options(serve))
+app.command()(with_engine_options(with_options(serve, SplitSettings, "split")))
+app.command(name="router")(router)
 app.command()(with_engine_options(chat))
 app.command()(convert)
 app.command()(inspect)
+app.command()(with_engine_options(plan))
 app.command()(train)
 app.command()(train_mtp)
 
