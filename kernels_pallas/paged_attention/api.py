@@ -6,12 +6,13 @@ uses kv head i // (q_heads / kv_heads). Page 0 is nowhere: it may hold anything,
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import dispatch
-from kernels_pallas.paged_attention import xla
+from kernels_pallas.paged_attention import pallas_tpu, xla
 from kernels_pallas.shape_check import check_groups, check_shapes
 
 WRITE = (dispatch.Implementation("xla", xla.write_kv),)
 COPY = (dispatch.Implementation("xla", xla.copy_pages),)
 PAGED = (
+    dispatch.Implementation("pallas_tpu", pallas_tpu.paged_attention, pallas_tpu.unsupported, platform="tpu"),
     dispatch.Implementation("xla", xla.paged_attention),
     dispatch.Implementation("xla_all_blocks", xla.all_blocks),
 )

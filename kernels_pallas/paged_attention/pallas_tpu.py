@@ -1,0 +1,63 @@
+"""Attention on TPU by the kernel that JAX keeps: `jax.experimental.pallas.ops.tpu.ragged_paged_attention`.
+
+It takes packed queries of sequences of any length, each sequence's queries being its last ones. Every block of ours is
+handed to it as a sequence of its own, which ends at the block's last query: blocks need no order, and a row's blocks
+see each its own keys. What the kernel cannot do is left to `xla`: hide the first keys (draft layers), and heads that
+are not whole registers.
+"""
+
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+LANES = 128
+# Page tables lie in scalar memory, 1 MiB of it on every TPU so far; the rest of the kernel's scalars need a little.
+SCALAR_BYTES = 900 * 1024
+# Sizes of the kernel's blocks. Its own table of them looks at the TPU at hand, and would not know another one.
+KEYS, QUERIES = 512, 32
+
+
+def unsupported(q, kv, *, positions, page_table, block_row, scale, first_key=0):
+    """Why this call cannot run, or None."""
+    if 0 in (*q.shape, *page_table.shape):
+        return "it is empty"
+    if first_key:
+        return f"it hides the first {first_key} keys"
+    if q.shape[3] % LANES:
+        return f"heads have a size of {q.shape[3]}, not a multiple of {LANES}"
+    entries, in_word = kv.shape[2], 4 // kv.dtype.itemsize
+    if entries % in_word or not (entries // in_word in (1, 2, 4) or entries // in_word % 8 == 0):
+        return f"{entries // 2} kv heads do not fill registers"
+    blocks, pages = q.shape[0], page_table.shape[1]
+    if (needed := 4 * blocks * -(-pages // LANES) * LANES) > SCALAR_BYTES:
+        return f"page tables of {blocks} blocks x {pages} pages take {needed} bytes of scalar memory"
+    return None
+
+
+def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key=0):
+    """See `api.paged_attention`; a block's valid queries come first, at consecutive positions."""
+    blocks, q_len = positions.shape
+    valid = positions >= 0
+    count = valid.sum(axis=1, dtype=jnp.int32)
+    keys = jnp.where(valid, positions + 1, 0).max(axis=1)
+    # The kernel waits for a page of every sequence, and for a query at all: an empty block has one key, and the first
+    # block one query. Their results are masked below.
+    count = count.at[0].max(1)
+    ends = jnp.cumsum(count)
+    starts = ends - count
+    place = jnp.minimum(starts[:, None] + jnp.arange(q_len), blocks * q_len - 1)
+    token = jnp.arange(blocks * q_len)
+    block = jnp.minimum(jnp.searchsorted(ends, token, side="right"), blocks - 1)
+    flat = q.reshape(blocks * q_len, *q.shape[2:])
+    source = jnp.clip(block * q_len + token - starts[block], 0, blocks * q_len - 1)
+    out = ragged_paged_attention(
+        flat[source],
+        kv,
+        jnp.maximum(keys, 1).astype(jnp.int32),
+        page_table[block_row].astype(jnp.int32),
+        jnp.append(0, ends).astype(jnp.int32),
+        jnp.array([blocks], jnp.int32),
+        sm_scale=scale,
+        num_kv_pages_per_block=min(page_table.shape[1], max(1, KEYS // kv.shape[1])),
+        num_queries_per_block=min(blocks * q_len, QUERIES),
+    )
+    return jnp.where(valid[..., None, None], out[place], 0)

@@ -1,0 +1,101 @@
+"""Calls at the sizes of real models, as shapes only."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """One Mamba and one attention layer."""
+
+    name: str
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    q_heads: int
+    kv_heads: int
+
+    def divided(self, devices: int) -> "Model":
+        """What one of several devices has: some heads, and the groups and keys that they need."""
+        return dataclasses.replace(
+            self,
+            name=f"{self.name}/{devices}",
+            heads=self.heads // devices,
+            groups=max(1, self.groups // devices),
+            q_heads=self.q_heads // devices,
+            kv_heads=max(1, self.kv_heads // devices),
+        )
+
+
+MODELS = (
+    Model("nemotron-h-8b", heads=128, head_dim=64, groups=8, state=128, q_heads=32, kv_heads=8),
+    Model("nemotron-3-nano", heads=64, head_dim=64, groups=8, state=128, q_heads=32, kv_heads=2),
+    Model("bamba-9b", heads=128, head_dim=64, groups=1, state=128, q_heads=32, kv_heads=8),
+    Model("granite-4.0-h-small", heads=128, head_dim=64, groups=1, state=128, q_heads=32, kv_heads=8),
+)
+OTHERS = (
+    Model("nemotron-nano-9b-v2", heads=128, head_dim=80, groups=8, state=128, q_heads=40, kv_heads=8),
+    Model("nemotron-h-47b", heads=256, head_dim=64, groups=8, state=256, q_heads=64, kv_heads=8),
+    Model("granite-4.0-h-tiny", heads=48, head_dim=64, groups=1, state=128, q_heads=12, kv_heads=4),
+)
+
+
+def shape(*sizes: int, dtype=F32) -> jax.ShapeDtypeStruct:
+    """An array of this shape."""
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def update_call(model: Model, rows: int, steps: int, *, slots: int | None = None, dtype=BF16, store=F32):
+    """Arguments of `state_update`, the store seventh, then read and write slots."""
+    heads, inner = (rows, steps, model.heads), (rows, steps, model.groups, model.state)
+    slots = slots or rows * (steps + 1) + 1
+    return (
+        shape(*heads, model.head_dim, dtype=dtype),
+        shape(*heads),
+        shape(model.heads),
+        shape(*inner, dtype=dtype),
+        shape(*inner, dtype=dtype),
+        shape(model.heads),
+        shape(slots, model.heads, model.head_dim, model.state, dtype=store),
+        shape(rows, dtype=I32),
+        shape(rows, steps, dtype=I32),
+    )
+
+
+def scan_call(model: Model, tiles: int, *, tile_size: int = 128, slots: int = 64, dtype=BF16, store=F32):
+    """Arguments of `ssd_scan`, the store seventh, then tile_first, read and write slots."""
+    tokens, inner = (tiles, tile_size), (model.groups, model.state)
+    return (
+        shape(*tokens, model.heads, model.head_dim, dtype=dtype),
+        shape(*tokens, model.heads),
+        shape(model.heads),
+        shape(*tokens, *inner, dtype=dtype),
+        shape(*tokens, *inner, dtype=dtype),
+        shape(model.heads),
+        shape(slots, model.heads, model.head_dim, model.state, dtype=store),
+        shape(tiles, dtype=jnp.bool_),
+        shape(tiles, dtype=I32),
+        shape(tiles, dtype=I32),
+    )
+
+
+def attention_call(model: Model, blocks: int, q_len: int, *, page_size: int = 64, pages_per_row: int = 128, dtype=BF16):
+    """Arguments of `paged_attention`, heads of 128: q, kv, positions, page_table, block_row."""
+    rows = blocks if q_len < 16 else max(1, blocks // 4)
+    return (
+        shape(blocks, q_len, model.q_heads, 128, dtype=dtype),
+        shape(1 + rows * pages_per_row // 4, page_size, 2 * model.kv_heads, 128, dtype=dtype),
+        shape(blocks, q_len, dtype=I32),
+        shape(rows, pages_per_row, dtype=I32),
+        shape(blocks, dtype=I32),
+    )
+
+
+def nbytes(array: jax.ShapeDtypeStruct) -> int:
+    """Bytes of an array of this shape."""
+    return array.size * array.dtype.itemsize

@@ -1,0 +1,82 @@
+"""How the kernel that JAX keeps for TPU is called.
+
+Pallas' interpreter cannot run that kernel (it has no reshaped references), so our definition stands in for it. That the
+kernel compiles is checked in test_tpu_compile.py.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from operation_checks import Draw, assert_close, on_device
+
+from kernels_pallas.dispatch import UnsupportedError
+from kernels_pallas.paged_attention import paged_attention, pallas_tpu, reference
+
+PAGE, PAGES = 8, 4
+
+
+def call(draw, positions, block_row, *, rows, q_heads=4, kv_heads=2, head_dim=128, dtype=np.float32):
+    """Queries at these positions, [blocks, q_len]; whatever no query may see is NaN."""
+    positions, block_row = np.array(positions, np.int32), np.array(block_row, np.int32)
+    q = draw.normal(*positions.shape, q_heads, head_dim, dtype=dtype)
+    q[positions < 0] = np.nan
+    kv = draw.normal(1 + rows * PAGES, PAGE, 2 * kv_heads, head_dim, dtype=dtype)
+    kv[0] = np.nan
+    page_table = draw.slots(1 + rows * PAGES, rows, PAGES)
+    for row in range(rows):
+        length = positions[block_row == row].max(initial=-1) + 1
+        for key in range(length, PAGES * PAGE):
+            kv[page_table[row, key // PAGE], key % PAGE] = np.nan
+        page_table[row, -(-length // PAGE) :] = 0
+    return (q, kv), {"positions": positions, "page_table": page_table, "block_row": block_row}
+
+
+def stand_in(q, kv, kv_lens, page_indices, cu_q_lens, num_seqs, *, sm_scale, **blocks):
+    """What the kernel gives: a sequence's queries are its last ones. It needs keys in all sequences, and a query."""
+    lengths, ends, tables = (np.asarray(v) for v in (kv_lens, cu_q_lens, page_indices))
+    assert (lengths >= 1).all()
+    assert ends[-1] >= 1
+    out = np.full(q.shape, np.nan, q.dtype)
+    for i in range(int(num_seqs[0])):
+        count = ends[i + 1] - ends[i]
+        assert 0 <= count <= lengths[i]
+        positions = np.arange(lengths[i] - count, lengths[i])[None]
+        queries = np.asarray(q)[None, ends[i] : ends[i + 1]]
+        places = {"positions": positions, "page_table": tables, "block_row": [i]}
+        out[ends[i] : ends[i + 1]] = reference.paged_attention(queries, kv, **places, scale=sm_scale)[0]
+    return jnp.asarray(out)
+
+
+@pytest.mark.parametrize(
+    ("positions", "block_row"),
+    [
+        ([[5], [-1], [0], [25], [-1]], [0, 1, 2, 3, 4]),
+        ([[-1, -1, -1], [9, 10, -1], [3, -1, -1], [7, 8, 9]], [0, 1, 2, 3]),
+        ([[2, 3, 4, -1], [5, 6, 7, 8], [9, -1, -1, -1], [0, 1, 2, 3], [-1, -1, -1, -1]], [0, 0, 0, 1, 1]),
+        ([[-1], [-1]], [0, 1]),
+    ],
+    ids=["one query each", "drafts", "tiles of a prompt", "nothing"],
+)
+def test_equals_definition(positions, block_row, monkeypatch):
+    monkeypatch.setattr(pallas_tpu, "ragged_paged_attention", stand_in)
+    args, kwargs = call(Draw(), positions, block_row, rows=max(block_row) + 1)
+    out = paged_attention(*on_device(args), **on_device(kwargs), scale=0.1, implementation="pallas_tpu")
+    want = reference.paged_attention(*args, **kwargs, scale=0.1)
+    valid = np.array(positions) >= 0
+    assert_close(out[valid], want[valid], tolerance=1e-4)
+    assert (out[~valid] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("changed", "static", "reason"),
+    [
+        ({"head_dim": 64}, {}, "heads have a size of 64, not a multiple of 128"),
+        ({}, {"first_key": 1}, "it hides the first 1 keys"),
+        ({"kv_heads": 3, "q_heads": 3, "dtype": jnp.bfloat16}, {}, "3 kv heads do not fill registers"),
+    ],
+    ids=["size of heads", "hidden keys", "number of heads"],
+)
+def test_says_what_it_cannot_run(changed, static, reason):
+    args, kwargs = call(Draw(), [[3]], [0], rows=1, **changed)
+    with pytest.raises(UnsupportedError, match=reason):
+        paged_attention(*on_device(args), **on_device(kwargs), **static, scale=0.1, implementation="pallas_tpu")
