@@ -33,7 +33,7 @@ def plan_decode(host: HostState, request: Request, plan: StepPlan, budget: Budge
     config = host.config
     drafts = 0
     if config.num_speculative_tokens:
-        drafts = config.num_speculative_tokens if host.drafts_for is None else host.drafts_for(request)
+        drafts = host.drafts.wanted(request)
         drafts = max(0, min(drafts, config.num_speculative_tokens, room - 1, spare, budget.tokens - 1))
         if request.draft_tokens is not None and not flights:
             drafts = min(drafts, len(request.draft_tokens))

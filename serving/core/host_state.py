@@ -2,11 +2,12 @@
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from serving.core.config import SchedulerConfig
+from serving.core.drafts import DraftPolicy
 from serving.core.plan import DecodeRow, Fate, Row, StepPlan
 from serving.core.policy import CachePolicy
 from serving.core.pools import PagePool, SlotPool
@@ -19,17 +20,14 @@ if TYPE_CHECKING:
 
 _ORDER = attrgetter("order")
 
-DraftsFor = Callable[[Request], int]
-"""How many drafts a request's next step should have; anything above K, or above what fits, is cut."""
-
 
 class HostState:
     """Queues, pools and the steps under way."""
 
-    def __init__(self, config: SchedulerConfig, policy: CachePolicy, drafts_for: DraftsFor | None) -> None:
+    def __init__(self, config: SchedulerConfig, policy: CachePolicy, drafts: DraftPolicy) -> None:
         self.config = config
         self.policy = policy
-        self.drafts_for = drafts_for
+        self.drafts = drafts
         self.stats = Stats()
         self.requests: dict[str, Request] = {}
         """All that have not finished."""

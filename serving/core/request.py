@@ -51,6 +51,7 @@ class Request:
         "arrival",
         "cache_salt",
         "counted",
+        "draft_acceptance",
         "draft_tokens",
         "export",
         "finish_reason",
@@ -128,6 +129,8 @@ class Request:
         """For the engine: whatever it keeps beside the request."""
         self.draft_tokens: Sequence[int] | None = None
         """For the engine: drafts made on the host for the next step (a lockstep request only)."""
+        self.draft_acceptance: float | None = None
+        """For the draft policy: how often a draft was right lately; None before the first."""
         self.remote: RemoteState | None = None
         """Another worker has computed the prompt; see `remote`. None again once it has arrived, or will not."""
         self.export: Any = None

@@ -15,7 +15,8 @@ from serving.core.admission import admit, refuse_impossible
 from serving.core.budget import Budget
 from serving.core.config import SchedulerConfig
 from serving.core.decode_planning import plan_decode
-from serving.core.host_state import DraftsFor, HostState
+from serving.core.drafts import DraftPolicy
+from serving.core.host_state import HostState
 from serving.core.plan import DecodeRow, Emitted, Fate, PrefillRow, StepPlan, StepResult
 from serving.core.policy import CachePolicy
 from serving.core.prefill_planning import plan_catch_up
@@ -30,10 +31,11 @@ class Scheduler:
     """Plans steps and settles them. Not safe for use by several threads at once."""
 
     def __init__(
-        self, config: SchedulerConfig, *, policy: CachePolicy | None = None, drafts_for: DraftsFor | None = None
+        self, config: SchedulerConfig, *, policy: CachePolicy | None = None, drafts: DraftPolicy | None = None
     ) -> None:
         self.config = config
-        self.host = HostState(config, policy if policy is not None else CachePolicy(config), drafts_for)
+        drafts = drafts if drafts is not None else DraftPolicy(config.num_speculative_tokens)
+        self.host = HostState(config, policy if policy is not None else CachePolicy(config), drafts)
         self._arrivals = 0
         self._steps = 0
 
@@ -104,6 +106,8 @@ class Scheduler:
         for request in running:
             if request.num_sampling_steps:
                 decoding += 1
+        if decoding and self.config.num_speculative_tokens:
+            host.drafts.begin([request for request in running if request.num_sampling_steps])
         spare = budget.tokens - decoding
         for request in running:
             if request.num_sampling_steps and request.status is Status.RUNNING:

@@ -15,15 +15,13 @@ def settle(host: HostState, plan: StepPlan, result: StepResult) -> list[Emitted]
     emitted: list[Emitted] = []
     assert len(result.decode) == len(plan.decode), "a result has one entry per row"
     assert len(result.prefill) == len(plan.prefill), "a result has one entry per row"
-    if result.drafted:
-        host.stats.drafted_tokens += sum(result.drafted)
-    for row, tokens in zip(plan.decode, result.decode, strict=True):
+    for i, (row, tokens) in enumerate(zip(plan.decode, result.decode, strict=True)):
         if row.fate is not Fate.LIVE:
             _settle_dead(host, row, tokens, emitted)
         elif row.catching_up:
             _settle_catch_up(host, row, tokens, emitted)
         else:
-            _settle_decode(host, row, tokens, emitted, count_drafts=not result.drafted)
+            _settle_decode(host, row, tokens, emitted, made=result.drafted[i] if result.drafted else row.num_drafts)
     for prefill_row, tokens in zip(plan.prefill, result.prefill, strict=True):
         if prefill_row.fate is not Fate.LIVE:
             _settle_dead(host, prefill_row, tokens, emitted)
@@ -33,9 +31,12 @@ def settle(host: HostState, plan: StepPlan, result: StepResult) -> list[Emitted]
 
 
 def _settle_decode(
-    host: HostState, row: DecodeRow, tokens: Sequence[int], emitted: list[Emitted], *, count_drafts: bool
+    host: HostState, row: DecodeRow, tokens: Sequence[int], emitted: list[Emitted], *, made: int
 ) -> None:
-    """The hot path: a row that went on by itself. Its fed tokens are its last one and the drafts that were accepted."""
+    """The hot path: a row that went on by itself. Its fed tokens are its last one and the drafts that were accepted.
+
+    `made` drafts there were; the source may have had fewer than were planned.
+    """
     request, config, stats = row.request, host.config, host.stats
     flights, state = request.flights, request.state
     assert flights[0] is row, "steps must settle in the order in which they were dispatched"
@@ -49,8 +50,9 @@ def _settle_decode(
     stats.output_tokens += len(accepted)
     stats.decode_tokens += 1
     if row.num_drafts:
-        stats.drafted_tokens += row.num_drafts if count_drafts else 0
+        stats.drafted_tokens += made
         stats.accepted_tokens += kept - 1
+        host.drafts.observe(request, made, kept - 1)
     if host.index is not None and (
         before // config.state_block_size != after // config.state_block_size
         or (host.pages is not None and after // config.page_size > request.num_published)

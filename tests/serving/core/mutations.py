@@ -449,8 +449,8 @@ def first_token_decodes(patch: Patch) -> None:
 def first_slot_current(patch: Patch) -> None:
     whole = settlement._settle_decode
 
-    def settle(host: Any, row: Any, tokens: Any, emitted: Any) -> None:
-        whole(host, row, tokens, emitted)
+    def settle(host: Any, row: Any, tokens: Any, emitted: Any, **rest: Any) -> None:
+        whole(host, row, tokens, emitted, **rest)
         if not row.request.finished:
             row.request.state.current = row.write_slots[0]
 

@@ -5,7 +5,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from serving.core import (
+    AdaptiveDrafts,
     ConfigError,
+    DraftPolicy,
     FinishReason,
     Request,
     RequestRefused,
@@ -49,6 +51,24 @@ def random_config(rng: random.Random) -> SchedulerConfig:
     )
 
 
+class _RandomDrafts(DraftPolicy):
+    """Any number, too many and too few among them."""
+
+    def __init__(self, most: int, rng: random.Random) -> None:
+        super().__init__(most)
+        self._rng = rng
+
+    def wanted(self, request: Request) -> int:
+        return self._rng.randrange(-1, self.most + 3)
+
+
+def _draft_policy(kind: str, config: SchedulerConfig, rng: random.Random) -> DraftPolicy:
+    most = config.num_speculative_tokens
+    if kind == "random":
+        return _RandomDrafts(most, rng)
+    return AdaptiveDrafts(most, knee=rng.choice([1, 8, 100])) if kind == "adaptive" else DraftPolicy(most)
+
+
 class Run:
     """A schedule under way."""
 
@@ -57,8 +77,8 @@ class Run:
     ) -> None:
         self.rng = rng = random.Random(seed)
         self.config = config if config is not None else random_config(rng)
-        self.drafting = rng.choice(["all", "random", "random"])
-        self.scheduler = scheduler(self.config, drafts_for=None if self.drafting == "all" else self._drafts_for)
+        drafting = rng.choice(["all", "random", "random"]) if seed % 11 != 7 else "adaptive"
+        self.scheduler = scheduler(self.config, drafts=_draft_policy(drafting, self.config, rng))
         self.device = Device(self.config, Model(rng.choice([2, 4, 9])), rng, rng.choice([0.0, 0.5, 0.8, 1.0]))
         self.trouble = rng.choice([0.0, 0.0, 0.03, 0.15])
         """How often something is aborted, withdrawn or lost."""
@@ -68,9 +88,6 @@ class Run:
         """Token sequences that new prompts may begin like."""
         self.aborted: set[Request] = set()
         self.coverage: Counter[str] = Counter()
-
-    def _drafts_for(self, request: Request) -> int:
-        return self.rng.randrange(-1, self.config.num_speculative_tokens + 3)
 
     # -- requests --
 

@@ -141,12 +141,12 @@ class Drafters:
             tokens = np.concatenate([batch.tokens, scripts[request.request_id], [kind]]).astype(np.int32)
             return dataclasses.replace(batch, tokens=tokens)
 
-        def drafts_for(request: Request) -> int:
+        def wanted(request: Request) -> int:
             count = drafting[asked(request)].count
             return rngs[asked(request)].randrange(self.most + 1) if count is None else count
 
         loop._seat_batch = with_script
-        loop.scheduler.host.drafts_for = drafts_for
+        loop.scheduler.host.drafts.wanted = wanted
         return engine
 
     def layer(self, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
