@@ -47,11 +47,14 @@ def test_the_page(server, browser):
     browser.wait("!document.getElementById('send').disabled")
     assert browser.run("document.getElementById('answer').textContent") == expected
 
-    browser.run("document.getElementById('tokens').value = -1; document.getElementById('form').requestSubmit()")
-    browser.wait("document.getElementById('answer').textContent.includes('max_tokens')")
+    picture = browser.screenshot()
+    browser.run(
+        "document.getElementById('prompt').value = 'word '.repeat(3000); "
+        "document.getElementById('form').requestSubmit()"
+    )
+    browser.wait("document.getElementById('answer').textContent.includes('at most 511 are allowed')")
     browser.wait("rates.length >= 2")
     assert not browser.problems
-    picture = browser.screenshot()
     assert picture.startswith(b"\x89PNG")
     if "SAVE_SCREENSHOT" in os.environ:
         Path(os.environ["SAVE_SCREENSHOT"]).write_bytes(picture)

@@ -1,0 +1,128 @@
+"""Many streams at once, some of whose clients leave at any moment: nothing leaks, and no token is lost or doubled."""
+
+import asyncio
+import contextlib
+import json
+import random
+
+import httpx
+import pytest
+
+TOKENS = 24
+
+
+class Stream:
+    """One client's view of one request."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.text = ""
+        self.reason: str | None = None
+        self.done = False
+
+    async def read(self, client: httpx.AsyncClient, prompt: list[int], leave_after: int | None) -> None:
+        body = {
+            "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True,
+            "return_token_ids": True, "logprobs": 0,
+        }  # fmt: skip
+        events = 0
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    self.done = True
+                elif line.startswith("data: "):
+                    self.take(json.loads(line[6:])["choices"][0])
+                    events += 1
+                    if leave_after is not None and events >= leave_after:
+                        return
+
+    def take(self, choice: dict) -> None:
+        assert self.reason is None
+        self.token_ids += choice["token_ids"]
+        self.logprobs += choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
+        self.text += choice["text"]
+        self.reason = choice["finish_reason"]
+
+
+async def crowd(server, count: int, rng: random.Random) -> list[tuple[list[int], Stream, bool]]:
+    """`count` streams of which about a third is left: before the first event, or after some."""
+    shared = [rng.randrange(10, 2000) for _ in range(40)]
+    found = []
+    async with httpx.AsyncClient(base_url=server.url, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
+
+        async def one(prompt: list[int], leave_after: int | None, seconds: float | None) -> None:
+            await asyncio.sleep(rng.random())
+            stream = Stream()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await stream.read(client, prompt, leave_after)
+            found.append((prompt, stream, leave_after is None and seconds is None))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(count):
+                # Some share a prefix, some a whole prompt, most are like no other.
+                prompt = shared[: rng.randrange(1, 40)] if rng.random() < 0.4 else []
+                prompt = prompt + [rng.randrange(10, 2000) for _ in range(rng.randrange(0 if prompt else 1, 30))]
+                how = rng.random()
+                leave_after = rng.randrange(1, 12) if how < 0.25 else None
+                seconds = rng.random() * 0.5 if 0.25 <= how < 0.35 else None
+                group.create_task(one(prompt, leave_after, seconds))
+    return found
+
+
+def check(server, found) -> None:
+    server.assert_idle()
+    whole = [(prompt, stream) for prompt, stream, stayed in found if stayed]
+    assert len(whole) > len(found) // 3
+    expected: dict[int, dict] = {}
+    for begin in range(0, len(whole), 50):
+        prompts = [prompt for prompt, _ in whole[begin : begin + 50]]
+        answer = server.complete(prompts, max_tokens=TOKENS, ignore_eos=True, return_token_ids=True, logprobs=0).json()
+        expected |= {begin + choice["index"]: choice for choice in answer["choices"]}
+    for i, (_, stream) in enumerate(whole):
+        assert stream.done
+        assert stream.reason == "length"
+        assert len(stream.token_ids) == len(stream.logprobs) == TOKENS
+        other = expected[i]
+        at = next(
+            (j for j, (a, b) in enumerate(zip(stream.token_ids, other["token_ids"], strict=True)) if a != b), None
+        )
+        if at is None:
+            assert stream.text == other["text"]
+        else:
+            # Differently shaped matmuls may decide a tie differently; nothing else may differ.
+            assert stream.logprobs[at] == pytest.approx(other["logprobs"]["token_logprobs"][at], abs=1e-3)
+    for _, stream, stayed in found:
+        assert stayed or len(stream.token_ids) <= TOKENS
+    assert server.metric("mamba_jax_http_requests_in_flight") == 1  # the one that asks
+
+
+def test_sixty_streams(server):
+    compiled = server.metric("mamba_jax_compilations_total")
+    check(server, asyncio.run(crowd(server, 60, random.Random(5))))
+    assert server.metric("mamba_jax_compilations_total") == compiled
+
+
+@pytest.mark.slow
+def test_five_hundred_streams():
+    from live_server import LiveServer, make_engine
+
+    server = LiveServer(make_engine(max_num_waiting=1000))
+    server.wait_until_ready()
+    check(server, asyncio.run(crowd(server, 500, random.Random(6))))
+    server.close()
+
+
+def test_clients_that_leave_before_the_answer(server):
+    """Without a stream, too, a request ends with its client."""
+    aborted = server.metric('mamba_jax_requests_finished_total{reason="abort"}')
+    for _ in range(3):
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(
+                server.url + "/v1/completions", timeout=0.2,
+                json={"prompt": "x", "max_tokens": 500, "ignore_eos": True, "n": 4, "temperature": 1.0},
+            )  # fmt: skip
+    server.assert_idle()
+    assert server.metric('mamba_jax_requests_finished_total{reason="abort"}') >= aborted + 3
