@@ -3,10 +3,10 @@
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import dispatch
-from kernels_pallas.grouped_matmul import xla
+from kernels_pallas.grouped_matmul import pallas_tpu, xla
 from kernels_pallas.shape_check import check_shapes
 
-MATMUL = (dispatch.Implementation("xla", xla.grouped_matmul),)
+MATMUL = (*dispatch.kernels("tpu", pallas_tpu, "grouped_matmul"), dispatch.Implementation("xla", xla.grouped_matmul))
 
 
 def grouped_matmul(
