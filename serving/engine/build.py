@@ -16,27 +16,31 @@ from jax.sharding import Mesh
 from checkpoints.load import generation_config, load_config, load_model, load_tokenizer
 from checkpoints.tokenizer import Tokenizer
 from mamba_jax.config import HybridConfig
-from mamba_jax.drafts import DraftSource, MTPCache, MTPDrafts, NGramDrafts
 from mamba_jax.model import HybridModel
 from mamba_jax.programs import StepPrograms
 from mamba_jax.rows import Rows, init_rows
 from mamba_jax.sharding import Partition, parameter_shardings, replicate, sharded_store
 from mamba_jax.store import StoreShape, init_store
-from serving.config import CachePolicy, ConfigError, EngineConfig, resolve_cache_policy
-from serving.core import Scheduler, SchedulerConfig
+from serving.config import CachePolicy, EngineConfig, resolve_cache_policy
+from serving.core import Scheduler
 from serving.engine.batching import BatchBuilder
 from serving.engine.compile_cache import use_compilation_cache
 from serving.engine.devices import describe, device_mesh, least_of_all_processes, on_mesh, own_devices
+from serving.engine.drafting import draft_source
 from serving.engine.engine import Engine
 from serving.engine.loop import StepLoop
-from serving.engine.sizing import CPU_STORE_TOKENS, StoreSize, size_store, store_memory, workspace_bytes
+from serving.engine.sizing import (
+    CPU_STORE_TOKENS,
+    StoreSize,
+    scheduler_config,
+    size_store,
+    store_memory,
+    workspace_bytes,
+)
 from serving.engine.structured import Grammars
 from serving.engine.warmup import warm_up
 
 log = logging.getLogger(__name__)
-
-MAX_PREFILL_ROWS = 32
-"""Prompts that one step may begin or continue."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ def assemble(
         log.warning(notice)
     log.info("running on %s", describe(mesh))
     log.info(size.report())
-    settings = _scheduler_config(
+    settings = scheduler_config(
         config, policy, size, lookahead=max(1, config.num_speculative_tokens) if with_mtp else 0
     )
     grammars = None
@@ -177,23 +181,6 @@ def assemble(
     return Built(engine, config, size, model, tokenizer)
 
 
-def draft_source(config: EngineConfig, model: HybridConfig) -> DraftSource | None:
-    """What makes drafts for a model; None where nothing does.
-
-    Raises:
-        ConfigError: the model has not got what the method needs.
-    """
-    if not config.num_speculative_tokens:
-        return MTPCache() if config.keep_draft_kv and model.mtp_pattern else None
-    method = config.speculative_method or ("mtp" if model.mtp_pattern else "ngram")
-    if method == "ngram":
-        low, high = config.ngram_bounds
-        return NGramDrafts(low, high)
-    if not model.mtp_pattern:
-        raise ConfigError(f"speculative_method 'mtp': {config.model} has no multi-token-prediction layer; try 'ngram'")
-    return MTPDrafts()
-
-
 def _size(
     config: EngineConfig, policy: CachePolicy, stored: HybridConfig, dtype: jnp.dtype, mesh: Mesh | None
 ) -> StoreSize:
@@ -213,26 +200,4 @@ def _size(
         model_max_len=stored.max_position_embeddings,
         memory=least_of_all_processes(store_memory(config, workspace=workspace, devices=own_devices(mesh))),
         most_tokens=CPU_STORE_TOKENS if jax.default_backend() == "cpu" else sys.maxsize,
-    )
-
-
-def _scheduler_config(config: EngineConfig, policy: CachePolicy, size: StoreSize, *, lookahead: int) -> SchedulerConfig:
-    budget = config.max_num_batched_tokens
-    if not policy.chunked_prefill:
-        # A prompt in one piece needs a step that holds the longest of them.
-        budget = max(budget, size.max_model_len)
-    return SchedulerConfig(
-        num_slots=size.num_slots,
-        num_pages=size.num_pages,
-        max_num_seqs=size.max_num_seqs,
-        max_num_batched_tokens=budget,
-        max_model_len=size.max_model_len,
-        page_size=config.page_size,
-        state_block_size=config.state_block_size,
-        tile_size=config.tile_size,
-        cache_mode=policy.mode,
-        num_speculative_tokens=config.num_speculative_tokens,
-        num_lookahead_tokens=lookahead,
-        max_prefill_rows=min(MAX_PREFILL_ROWS, size.max_num_seqs),
-        max_waiting=config.max_num_waiting,
     )

@@ -11,9 +11,12 @@ from typing import Any
 import jax
 
 from mamba_jax.store import StoreShape
-from serving.config import CacheMode, ConfigError, EngineConfig
+from serving.config import CacheMode, CachePolicy, ConfigError, EngineConfig
+from serving.core import SchedulerConfig
 
 GIB = 1 << 30
+MAX_PREFILL_ROWS = 32
+"""Prompts that one step may begin or continue."""
 CPU_STORE_BYTES = 2 * GIB
 """On a CPU, memory is shared with everything else that runs: the store takes this much unless it cannot do with it."""
 
@@ -218,6 +221,29 @@ def available_ram() -> int:
         return max(min(free, limit), 0)
     except (OSError, ValueError):  # no cgroup v2, or "max"
         return free
+
+
+def scheduler_config(config: EngineConfig, policy: CachePolicy, size: StoreSize, *, lookahead: int) -> SchedulerConfig:
+    """What the scheduler has to know. `lookahead`: tokens past a row's own that a draft layer's pages must hold."""
+    budget = config.max_num_batched_tokens
+    if not policy.chunked_prefill:
+        # A prompt in one piece needs a step that holds the longest of them.
+        budget = max(budget, size.max_model_len)
+    return SchedulerConfig(
+        num_slots=size.num_slots,
+        num_pages=size.num_pages,
+        max_num_seqs=size.max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=size.max_model_len,
+        page_size=config.page_size,
+        state_block_size=config.state_block_size,
+        tile_size=config.tile_size,
+        cache_mode=policy.mode,
+        num_speculative_tokens=config.num_speculative_tokens,
+        num_lookahead_tokens=lookahead,
+        max_prefill_rows=min(MAX_PREFILL_ROWS, size.max_num_seqs),
+        max_waiting=config.max_num_waiting,
+    )
 
 
 def _max_model_len(config: EngineConfig, model_max_len: int | None) -> int:

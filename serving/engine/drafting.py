@@ -1,0 +1,24 @@
+"""Which source makes an engine's drafts."""
+
+from __future__ import annotations
+
+from mamba_jax.config import HybridConfig
+from mamba_jax.drafts import DraftSource, MTPCache, MTPDrafts, NGramDrafts
+from serving.config import ConfigError, EngineConfig
+
+
+def draft_source(config: EngineConfig, model: HybridConfig) -> DraftSource | None:
+    """What makes drafts for a model; None where nothing does.
+
+    Raises:
+        ConfigError: the model has not got what the method needs.
+    """
+    if not config.num_speculative_tokens:
+        return MTPCache() if config.keep_draft_kv and model.mtp_pattern else None
+    method = config.speculative_method or ("mtp" if model.mtp_pattern else "ngram")
+    if method == "ngram":
+        low, high = config.ngram_bounds
+        return NGramDrafts(low, high)
+    if not model.mtp_pattern:
+        raise ConfigError(f"speculative_method 'mtp': {config.model} has no multi-token-prediction layer; try 'ngram'")
+    return MTPDrafts()
