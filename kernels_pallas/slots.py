@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, Shaped
 
 def load(v: Shaped[Array, "n *shape"], index: Int[Array, ""]) -> Shaped[Array, "*shape"]:
     """v[index], for use inside a loop."""
-    return _as_float(lax.dynamic_index_in_dim(_as_bits(v), index, keepdims=False), v.dtype)
+    return _narrow_as_bits(lambda v, index: lax.dynamic_index_in_dim(v, index, keepdims=False), v, index)
 
 
 def put(
@@ -38,7 +38,7 @@ def write_slot_if(
 
 def take(v: Shaped[Array, "n *shape"], index: Int[Array, "..."]) -> Shaped[Array, "..."]:
     """v[index], any number of them; index 0 is not masked."""
-    return _as_float(_as_bits(v)[index], v.dtype)
+    return _narrow_as_bits(lambda v, index: v[index], v, index)
 
 
 def read_slots(store: Shaped[Array, "slots *shape"], index: Int[Array, " n"]) -> Shaped[Array, "n *shape"]:
@@ -65,13 +65,28 @@ def write_slots(
 ) -> Shaped[Array, "slots *shape"]:
     """The store with `values` at `index`; those for index 0 are dropped. Other indices are distinct."""
 
-    def one_by_one(store, values, index):
-        return lax.fori_loop(0, len(index), lambda i, store: write_slot_if(store, load(values, i), index[i]), store)
-
     def at_once(store, values, index):
         return store.at[jnp.where(index > 0, index, store.shape[0])].set(values, mode="drop")
 
-    return lax.platform_dependent(store, values.astype(store.dtype), index, cpu=one_by_one, default=at_once)
+    return lax.platform_dependent(store, values.astype(store.dtype), index, cpu=write_one_by_one, default=at_once)
+
+
+def _narrow_as_bits(read, v, index):
+    """read(v, index); on CPU of v as integers if it holds 16-bit floats. Elsewhere that would copy all of v."""
+
+    def as_bits(v, index):
+        return _as_float(read(_as_bits(v), index), v.dtype)
+
+    if _as_bits(v) is v:
+        return read(v, index)
+    return lax.platform_dependent(v, index, cpu=as_bits, default=read)
+
+
+def write_one_by_one(
+    store: Shaped[Array, "slots *shape"], values: Shaped[Array, "n *shape"], index: Int[Array, " n"]
+) -> Shaped[Array, "slots *shape"]:
+    """As `write_slots`, but by slices one after the other, whatever the platform: a scatter may want another layout."""
+    return lax.fori_loop(0, len(index), lambda i, store: write_slot_if(store, load(values, i), index[i]), store)
 
 
 def _as_bits(v):
