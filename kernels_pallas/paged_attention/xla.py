@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.slots import load, put, read_slots, write_slots
+from kernels_pallas.slots import load, put, read_slots, write_one_by_one, write_slots
 
 F32 = jnp.float32
 QUERIES = 128  # queries, and keys, per piece of `attention_sequence`
@@ -24,9 +24,10 @@ def write_kv(kv, k, v, *, page, offset):
 def copy_pages(kv, *, source, target):
     """See `api.copy_pages`."""
     target = jnp.where(source > 0, target, 0)
-    # Copies are rare, so this is a loop of one round or none (with `cond`, XLA:CPU would copy the cache).
+    # Copies are rare, so this is a loop of one round or none (with `cond`, XLA:CPU would copy the cache). A scatter of
+    # whole pages would have the TPU's compiler lay out, and copy, the whole cache differently, in every step.
     needed = (target > 0).any().astype(jnp.int32)
-    return lax.fori_loop(0, needed, lambda _, kv: write_slots(kv, read_slots(kv, source), target), kv)
+    return lax.fori_loop(0, needed, lambda _, kv: write_one_by_one(kv, read_slots(kv, source), target), kv)
 
 
 def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key=0):
