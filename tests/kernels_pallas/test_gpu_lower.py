@@ -1,0 +1,45 @@
+"""Triton kernels lowered for CUDA without a GPU: every operation in them exists there, and the store is one buffer.
+
+That ptxas takes them, and that they are right on a GPU, is for `pytest -m gpu` and benchmarks/gpu_check.py.
+"""
+
+import jax.numpy as jnp
+import pytest
+from real_shapes import BF16, F32, MODELS, OTHERS, scan_call, update_call
+from topology import lower_for_gpu
+
+from kernels_pallas.ssd_scan import ssd_scan
+from kernels_pallas.state_update import state_update
+
+STORE = 6
+ALL = [*MODELS[:3], MODELS[0].divided(8), *OTHERS]
+
+
+def update(*args):
+    *inputs, read, write = args
+    return state_update(*inputs, read_slot=read, write_slot=write, implementation="pallas_gpu")
+
+
+def scan(x, dt, a, b, c, d, store, first, read, write):
+    return ssd_scan(
+        x, dt, a, b, c, d, store, tile_first=first, read_slot=read, write_slot=write, implementation="pallas_gpu"
+    )
+
+
+def check(operation, call):
+    text = lower_for_gpu(operation, *call, donate=STORE)
+    assert "__gpu$xla.gpu.triton" in text or "triton_kernel_call" in text
+    assert "output_operand_alias" in text
+
+
+@pytest.mark.parametrize("model", ALL, ids=lambda m: m.name)
+@pytest.mark.parametrize(("dtype", "store"), [(BF16, F32), (BF16, BF16), (jnp.float32, F32)])
+def test_kernels_lower(model, dtype, store):
+    check(update, update_call(model, 64, 4, dtype=dtype, store=store))
+    check(scan, scan_call(model, 16, dtype=dtype, store=store))
+
+
+@pytest.mark.parametrize(("rows", "steps", "tile_size"), [(1, 1, 16), (256, 1, 256)])
+def test_other_batches(rows, steps, tile_size):
+    check(update, update_call(MODELS[0], rows, steps))
+    check(scan, scan_call(MODELS[0], max(1, rows // 16), tile_size=tile_size))
