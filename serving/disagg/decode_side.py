@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax
+
 from serving.core import Load, RemoteState, StepPlan
 from serving.disagg.manifest import ManifestMismatch, check
 from serving.disagg.peer import Peer
-from serving.disagg.point import common_unit
+from serving.disagg.point import Piece, common_unit
 from serving.disagg.wire import FailurePolicy, Offer, SplitError, Ticket, Want
 from serving.disagg.worker import Worker, checksums, point_specs
 from serving.engine.loop import StepLoop
@@ -54,14 +56,17 @@ class DecodeStats:
     pages_spared: int = 0
     """Found in the cache, and not sent."""
     fetch_seconds: float = 0.0
+    """From the first word to the other worker until all had come."""
 
 
 @dataclass(eq=False)
 class _Arrival:
     load: Load
     arrays: list[Any] | None
-    pieces: list[Any]
-    error: str | None
+    """None: it did not come."""
+    pieces: list[Piece]
+    error: str
+    seconds: float
 
 
 class DecodeSide:
@@ -170,27 +175,38 @@ class DecodeSide:
 
     def _fetch(self, load: Load) -> None:
         source: Source = load.remote.source
+        begin = time.monotonic()
+        fetched = False
+        arrays: list[Any] | None = None
+        cut: list[Piece] = []
+        reason = ""
         try:
-            arrival = self._fetch_from(load, source)
+            offer, specs, cut = self._ask(load, source)
+            found = self.worker.transports[offer_kind(self.worker, source)].fetch(
+                offer.address, offer.key, specs, self.timeout
+            )
+            fetched = True
+            _verify(offer, specs, found)
+            arrays = found
         except SplitError as error:
-            arrival = _Arrival(load, None, [], str(error))
+            reason = str(error)
         except Exception as error:
             # Whatever it is, the request must not wait for ever.
             log.exception("fetching state %s failed", source.ticket.id)
-            arrival = _Arrival(load, None, [], f"{type(error).__name__}: {error}")
-        self._arrivals.put(arrival)
-        _release(source, arrival.error is None)
+            reason = f"{type(error).__name__}: {error}"
+        self._arrivals.put(_Arrival(load, arrays, cut, reason, time.monotonic() - begin))
+        _release(source, fetched)
 
-    def _fetch_from(self, load: Load, source: Source) -> _Arrival:
+    def _ask(self, load: Load, source: Source) -> tuple[Offer, list[jax.ShapeDtypeStruct], list[Piece]]:
+        """What the other worker offers of what is missing here, and what that must look like."""
         worker, theirs = self.worker, source.peer.manifest
         ours = worker.manifest
-        kind = next(name for name in ours.transports if name in theirs.transports)
         want = Want(
             id=source.ticket.id,
-            start=min(load.start, load.position) if load.pages else load.position,
+            start=load.start if load.pages else load.position,
             unit=common_unit(theirs.page_size, ours.page_size),
             layers=ours.attention_layers + ours.draft_layers,
-            transport=kind,
+            transport=offer_kind(worker, source),
             manifest=theirs.digest,
             checksum=worker.verify,
         )
@@ -203,13 +219,11 @@ class DecodeSide:
             ssm_dtype=theirs.ssm_dtype,
         )
         offer = source.peer.offer(want)
-        _verify(offer, load, specs)
-        arrays = worker.transports[kind].fetch(offer.address, offer.key, specs, self.timeout)
-        if [(tuple(x.shape), str(x.dtype)) for x in arrays] != [(tuple(s.shape), str(s.dtype)) for s in specs]:
-            raise SplitError(f"state {offer.id} came in other shapes than were agreed on")
-        if offer.checksums is not None and checksums(arrays) != offer.checksums:
-            raise SplitError(f"state {offer.id} came damaged: its checksums differ")
-        return _Arrival(load, arrays, cut, None)
+        if offer.position != load.position:
+            raise SplitError(f"state {offer.id} is that after {offer.position} tokens, not {load.position}")
+        if [(tuple(shape), dtype) for shape, dtype in offer.shapes] != _shapes(specs):
+            raise SplitError(f"state {offer.id} is offered in other shapes than were expected")
+        return offer, specs, cut
 
     # -- in the engine's thread --
 
@@ -220,7 +234,7 @@ class DecodeSide:
             return
         if arrays is None:
             self.stats.failed += 1
-            reason = arrival.error or "it did not come"
+            reason = arrival.error
             request = load.request
             if self.policy == "fail" and self._fail is not None:
                 self._fail(request.request_id, f"the prompt's state could not be fetched: {reason}")
@@ -241,6 +255,7 @@ class DecodeSide:
             ]
             loop.replace_store(partial(programs.write_piece, pages=table, piece=array))
         self.stats.arrived += 1
+        self.stats.fetch_seconds += arrival.seconds
         self.stats.received_bytes += sum(array.nbytes for array in arrays)
         self.stats.pages += len(load.pages)
         self.stats.pages_spared += load.start // page_size if page_size else 0
@@ -251,10 +266,19 @@ def _release(source: Source, wanted: bool) -> None:
     source.peer.release(source.ticket.id, wanted=wanted)
 
 
-def _verify(offer: Offer, load: Load, specs: list[Any]) -> None:
-    """Whether an offer is what was asked for, before anything is fetched."""
-    if offer.position != load.position:
-        raise SplitError(f"state {offer.id} is that after {offer.position} tokens, not {load.position}")
-    shapes = [(tuple(shape), dtype) for shape, dtype in offer.shapes]
-    if shapes != [(tuple(spec.shape), str(spec.dtype)) for spec in specs]:
-        raise SplitError(f"state {offer.id} is offered in other shapes than were expected")
+def offer_kind(worker: Worker, source: Source) -> str:
+    """The transport to fetch with: the first of ours that the other worker has too."""
+    theirs = source.peer.manifest.transports
+    return next(name for name in worker.manifest.transports if name in theirs)
+
+
+def _verify(offer: Offer, specs: Sequence[Any], arrays: Sequence[Any]) -> None:
+    """Whether what has come is what was agreed on; nothing else is ever written."""
+    if _shapes(arrays) != _shapes(specs):
+        raise SplitError(f"state {offer.id} came in other shapes than were agreed on")
+    if offer.checksums is not None and checksums(arrays) != offer.checksums:
+        raise SplitError(f"state {offer.id} came damaged: its checksums differ")
+
+
+def _shapes(arrays: Sequence[Any]) -> list[tuple[tuple[int, ...], str]]:
+    return [(tuple(array.shape), str(array.dtype)) for array in arrays]

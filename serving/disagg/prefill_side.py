@@ -198,7 +198,7 @@ class PrefillSide:
             self.stats.fetched += 1
         else:
             self.stats.released += 1
-        self._drop(export)
+        self._drop(export, taken=wanted)
 
     def sweep(self) -> int:
         """Let go of what nobody has asked for in time; returns how many there were."""
@@ -216,11 +216,11 @@ class PrefillSide:
         """States that are being computed, held or copied."""
         return len(self._kept)
 
-    def _drop(self, export: Export) -> None:
+    def _drop(self, export: Export, *, taken: bool = False) -> None:
         self._let_go(export)
         export.done = True
         if export.key:
-            self.worker.transports[export.transport].drain(export.key)
+            self.worker.transports[export.transport].drain(export.key, taken=taken)
             self.stats.copies -= 1
             self.stats.copied_bytes -= export.bytes
             export.key = 0

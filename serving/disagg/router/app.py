@@ -16,6 +16,7 @@ from starlette.responses import Response
 from serving.api.http import errors
 from serving.api.http.errors import ApiError
 from serving.api.http.streaming import ClientGone, EventStream, start, until_gone
+from serving.disagg.http.peer import headers as own_key
 from serving.disagg.router.relay import Relay
 from serving.disagg.router.workers import Fleet
 from serving.disagg.settings import RouterSettings
@@ -26,7 +27,7 @@ _PASSED_ON = ("authorization", "x-request-id")
 def create_router(settings: RouterSettings) -> FastAPI:
     """An ASGI application in front of the workers that `settings` names."""
     timeout = httpx.Timeout(None, connect=settings.connect_timeout)
-    client = httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(max_connections=None))
+    client = httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(max_connections=None), headers=own_key())
     fleet = Fleet.of(settings.prefill, settings.decode, client)
     relay = Relay(fleet, settings)
 

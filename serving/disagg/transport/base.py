@@ -29,8 +29,11 @@ class Transport(Protocol):
         """Keep arrays until they are fetched or drained. They may still be being computed."""
         ...
 
-    def drain(self, key: int) -> None:
-        """Nobody will fetch them: let go of the memory. Nothing happens if they are gone."""
+    def drain(self, key: int, *, taken: bool = False) -> None:
+        """They have been fetched (`taken`: their receiver has said so), or nobody will: let go of the memory, soon.
+
+        Nothing happens if they are gone.
+        """
         ...
 
     def fetch(self, address: str, key: int, specs: Sequence[jax.ShapeDtypeStruct], timeout: float) -> list[Any]:

@@ -20,7 +20,7 @@ class DirectTransport:
     def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
         self.offered[key] = list(arrays)
 
-    def drain(self, key: int) -> None:
+    def drain(self, key: int, *, taken: bool = False) -> None:
         self.offered.pop(key, None)
 
     def fetch(self, address: str, key: int, specs: Sequence[jax.ShapeDtypeStruct], timeout: float) -> list[Any]:

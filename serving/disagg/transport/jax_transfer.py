@@ -7,12 +7,14 @@ the sender takes it itself.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from serving.disagg.transport.base import TransportError
 
@@ -46,23 +48,24 @@ class JaxTransport:
         self._lock = threading.Lock()
 
     def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
+        # An array without elements would never arrive.
+        some = [array for array in arrays if array.size]
         with self._lock:
-            self._offered[key] = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding) for x in arrays]
-        self._server.await_pull(key, [jax.device_put(x, self._device) for x in arrays])
+            self._offered[key] = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding) for x in some]
+        self._server.await_pull(key, [jax.device_put(x, self._device) for x in some])
 
-    def taken(self, key: int) -> None:
-        """The peer has said that it has them."""
-        with self._lock:
-            self._offered.pop(key, None)
-
-    def drain(self, key: int) -> None:
+    def drain(self, key: int, *, taken: bool = False) -> None:
         with self._lock:
             specs = self._offered.pop(key, None)
-        if specs is not None:
+        if specs is not None and not taken:
             self._pull(self.address, key, specs)
 
     def fetch(self, address: str, key: int, specs: Sequence[jax.ShapeDtypeStruct], timeout: float) -> list[Any]:
-        placed = [jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=self._sharding) for spec in specs]
+        placed = [
+            jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=self._sharding)
+            for spec in specs
+            if math.prod(spec.shape)
+        ]
         deadline = time.monotonic() + timeout
         try:
             arrays: list[Any] = self._pull(address, key, placed)
@@ -81,7 +84,8 @@ class JaxTransport:
                 raise
             self._forget(address)
             raise TransportError(f"fetching from {address} failed: {' '.join(str(error).split())[:200]}") from None
-        return arrays
+        came = iter(arrays)
+        return [next(came) if math.prod(spec.shape) else jnp.zeros(spec.shape, spec.dtype) for spec in specs]
 
     def close(self) -> None:
         with self._lock:

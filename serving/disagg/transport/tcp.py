@@ -46,7 +46,7 @@ class TcpTransport:
         with self._lock:
             self._offered[key] = list(arrays)
 
-    def drain(self, key: int) -> None:
+    def drain(self, key: int, *, taken: bool = False) -> None:
         with self._lock:
             self._offered.pop(key, None)
 

@@ -39,7 +39,7 @@ def state_bytes(pair):
 @pytest.mark.parametrize("handoff", ["full", "recompute-last"])
 @pytest.mark.parametrize("warm", ["prefill", "decode", "both"])
 def test_hits_of_a_shorter_prefix(warm, handoff):
-    """Local pages are not sent again; where the two sides know different lengths, the outputs are right all the same."""
+    """Local pages are not sent again; what the two sides know may differ, and what comes out does not."""
     pair = Pair("all")
     for engine, name, length in ((pair.prefill, "prefill", 2 * B + 3), (pair.decode, "decode", B + 9)):
         if warm in (name, "both"):
@@ -86,9 +86,9 @@ def test_nothing_left_to_send():
     pair.assert_idle()
 
 
-@pytest.mark.parametrize(("there", "here"), [(4, 16), (16, 4), (8, 16)])
+@pytest.mark.parametrize(("there", "here"), [(4, 16), (16, 4)])
 def test_page_sizes_may_differ(there, here):
-    pair = Pair("all", prefill={"page_size": there, "num_pages": 60}, decode={"page_size": here, "num_pages": 60})
+    pair = Pair("all", prefill={"page_size": there}, decode={"page_size": here})
     for length in (1, B, 2 * B + 7):
         assert_as_alone(PROMPT[:length], pair.run(PROMPT[:length]), length)
     longer = [*PROMPT[: 2 * B + 7], 5, 6]
@@ -108,6 +108,19 @@ def test_full_handoff_computes_nothing_here():
     assert pair.decode.loop.scheduler.stats()["prefill_tokens"] == before + 1
 
 
+def test_full_handoff_and_reuse():
+    """A second prompt is computed over there before the first one's state is fetched."""
+    pair = Pair("all")
+    prompts = PROMPT, tokens(3, 2 * B)
+    tickets = [pair.compute(prompt) for prompt in prompts]
+    for prompt, ticket in zip(prompts, tickets, strict=True):
+        output = pair.add(prompt, ticket)
+        finish(pair.decode)
+        assert_as_alone(prompt, output)
+    assert pair.decode_side.stats.arrived == 2
+    pair.assert_idle()
+
+
 def test_seeded_draws_and_choices_are_those_without_a_split():
     params = dataclasses.replace(GREEDY, temperature=0.9, seed=5, n=3)
     pair = Pair("all", "ngram")
@@ -116,6 +129,22 @@ def test_seeded_draws_and_choices_are_those_without_a_split():
     split = pair.run(PROMPT, params=params)
     assert [choice.token_ids for choice in split.outputs] == [choice.token_ids for choice in alone.outputs]
     pair.assert_idle()
+
+
+def test_drafts_after_a_split_are_as_good():
+    """The draft layer's keys and values travel too: its guesses are those of an engine that has computed the prompt."""
+    accepted = []
+    params = dataclasses.replace(GREEDY, max_tokens=40)
+    for split in (False, True):
+        pair = Pair("all", "mtp")
+        if split:
+            pair.run(PROMPT, params=params)
+        else:
+            pair.decode.add_request("alone", {"prompt_token_ids": PROMPT}, params)
+            finish(pair.decode)
+        drafts = pair.decode.loop.stats.drafts
+        accepted.append((drafts.drafted, drafts.accepted_at))
+    assert accepted[0] == accepted[1]
 
 
 def test_nothing_is_found_before_it_has_arrived():
@@ -223,8 +252,7 @@ def test_what_does_not_arrive_is_computed_here(fault):
     finish(pair.decode)
     assert_as_alone(PROMPT, output)
     assert (pair.decode_side.stats.failed, pair.decode_side.stats.arrived) == (1, 0)
-    if fault is not failing_fetch:
-        pair.assert_idle()
+    pair.assert_idle()
 
 
 @pytest.mark.parametrize("fault", FAULTS[:2])
@@ -307,10 +335,11 @@ def test_a_lost_store_here():
 def test_preempted_while_it_waits():
     """Who waits holds pages that an earlier request may need: then it computes its prompt itself, later."""
     later = Later()
-    pair = Pair("all", executor=later, decode={"num_pages": 14})
-    first = pair.decode.add_request(
-        "first", {"prompt_token_ids": tokens(8, 30)}, dataclasses.replace(GREEDY, max_tokens=50)
-    )
+    pair = Pair("all", executor=later)
+    pool = pair.decode.loop.scheduler.host.pages
+    away = [pool.take() for _ in range(26)]
+    long = dataclasses.replace(GREEDY, max_tokens=50)
+    first = pair.decode.add_request("first", {"prompt_token_ids": tokens(8, 30)}, long)
     run_some(pair.decode, 2)
     waits = pair.add(PROMPT[:40], pair.compute(PROMPT[:40]))
     for _ in range(300):
@@ -323,6 +352,8 @@ def test_preempted_while_it_waits():
     finish(pair.decode)
     later.run()
     assert_as_alone(PROMPT[:40], waits)
+    for page in away:
+        pool.release(page)
     pair.assert_idle()
 
 
