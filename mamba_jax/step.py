@@ -149,6 +149,8 @@ def _decode(
             kept=kept,
             emitted_from=length + certain,
             page_table=batch.page_table,
+            # A step that verifies no drafts has few to follow: making them must not cost more than it does.
+            count=min(rows.drafts.shape[1], max(width - 1, 1)),
         )
     output = StepOutput(
         tokens=emission.tokens,
@@ -212,6 +214,7 @@ def _prefill(
             kept=batch.num_tokens,
             emitted_from=after,
             page_table=batch.page_table,
+            count=rows.drafts.shape[1],
         )
     output = StepOutput(
         tokens=emission.tokens,
@@ -290,8 +293,9 @@ def _propose(
     kept: Int[Array, " rows"],
     emitted_from: Int[Array, " rows"],
     page_table: Int[Array, "rows pages"],
+    count: int,
 ) -> tuple[Store, Rows]:
-    """Drafts for the next step of the rows that have emitted something."""
+    """Drafts, `count` at most, for the next step of the rows that have emitted something."""
     facts = StepFacts(
         layout=layout,
         tokens=tokens,
@@ -306,7 +310,8 @@ def _propose(
         newest=_newest(emission),
         page_table=page_table,
     )
-    drafts, store, state = source.propose(cast(DraftModel, model), store, rows.source, facts, rows.drafts.shape[1])
+    drafts, store, state = source.propose(cast(DraftModel, model), store, rows.source, facts, count)
+    drafts = jnp.pad(drafts, ((0, 0), (0, rows.drafts.shape[1] - drafts.shape[1])), constant_values=-1)
     seat_of = jnp.where(facts.sampled, row_id, rows.length.shape[0])
     return store, dataclasses.replace(rows, drafts=rows.drafts.at[seat_of].set(drafts, mode="drop"), source=state)
 

@@ -65,6 +65,11 @@ class EngineConfig(BaseModel):
     num_speculative_tokens: int = Field(
         0, ge=0, le=16, description="Draft tokens in a step (K). Unset, with speculative_method: 3."
     )
+    adaptive_drafts: bool = Field(
+        True,
+        description="Draft fewer tokens, or none, where too few of them turn out right for what verifying them costs. "
+        "--no-adaptive-drafts: always num_speculative_tokens. Outputs do not depend on it.",
+    )
     keep_draft_kv: bool = Field(
         False,
         description="Keep the keys and values of the model's own draft layer though nothing is drafted here: a prefill "

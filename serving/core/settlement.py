@@ -15,6 +15,8 @@ def settle(host: HostState, plan: StepPlan, result: StepResult) -> list[Emitted]
     emitted: list[Emitted] = []
     assert len(result.decode) == len(plan.decode), "a result has one entry per row"
     assert len(result.prefill) == len(plan.prefill), "a result has one entry per row"
+    if host.config.num_speculative_tokens:
+        host.stats.drafted_tokens += sum(result.drafted or [row.num_drafts for row in plan.decode])
     for i, (row, tokens) in enumerate(zip(plan.decode, result.decode, strict=True)):
         if row.fate is not Fate.LIVE:
             _settle_dead(host, row, tokens, emitted)
@@ -50,7 +52,6 @@ def _settle_decode(
     stats.output_tokens += len(accepted)
     stats.decode_tokens += 1
     if row.num_drafts:
-        stats.drafted_tokens += made
         stats.accepted_tokens += kept - 1
         host.drafts.observe(request, made, kept - 1)
     if host.index is not None and (

@@ -71,13 +71,22 @@ def _tiles(config: SchedulerConfig, tokens: int, rows: int) -> int:
 class BatchBuilder:
     """Fills batches, each in arrays of its own: JAX may read a host array where it lies, long after the dispatch."""
 
-    def __init__(self, config: SchedulerConfig, *, seats_bring_tokens: bool = False, masks: bool = False) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        seats_bring_tokens: bool = False,
+        masks: bool = False,
+        narrow_steps: bool = False,
+    ) -> None:
         """`seats_bring_tokens`: the draft source looks at a sequence's tokens, also at those that are never fed.
         `masks`: rows may have masks of allowed tokens.
+        `narrow_steps`: decode steps in which no row has drafts have programs of their own, one token wide.
         """
         self._config, self._masks = config, masks
         self._seats_bring_tokens = seats_bring_tokens
         self._drafts = config.num_speculative_tokens
+        self._widths = (0, self._drafts) if narrow_steps and self._drafts else (self._drafts,)
         self._pages_per_row = config.pages_per_row
         self.decode_shapes = decode_buckets(config.decode_rows)
         self.prefill_shapes = prefill_buckets(config)
@@ -93,19 +102,23 @@ class BatchBuilder:
         if self._masks:
             yield self._empty_masks(vocab_size)
         for rows in self.decode_shapes:
-            yield self._empty_decode(rows)
+            for drafts in self._widths:
+                yield self._empty_decode(rows, drafts)
         for shape in self.prefill_shapes:
             yield self._empty_prefill(shape)
 
     @property
     def num_programs(self) -> int:
         """How many batches `warm_up_batches` yields."""
-        return 2 + self._masks + len(self.decode_shapes) + len(self.prefill_shapes)
+        return 2 + self._masks + len(self.decode_shapes) * len(self._widths) + len(self.prefill_shapes)
 
     def decode(self, rows: Sequence[DecodeRow]) -> DecodeBatch:
         """The rows in their order, then padding."""
         count = len(rows)
-        batch = self._empty_decode(next(size for size in self.decode_shapes if size >= count))
+        # Rows of one token each need no room for more: all have it, or none.
+        most = max(row.num_tokens for row in rows) - 1
+        drafts = next(width for width in self._widths if width >= most)
+        batch = self._empty_decode(next(size for size in self.decode_shapes if size >= count), drafts)
         numbers = np.array(
             [(r.row_id, r.length, r.read_slot, r.num_tokens, r.num_drafts, r.continues, r.sample) for r in rows],
             np.int32,
@@ -113,7 +126,7 @@ class BatchBuilder:
         columns = (batch.row_id, batch.length, batch.read_slot, batch.num_tokens, batch.num_drafts, batch.continues)
         for i, column in enumerate((*columns, batch.sample)):
             column[:count] = numbers[:, i]
-        if self._drafts:
+        if drafts:
             batch.tokens[:] = -1  # a draft that the host has not filled in is rejected
             for i, row in enumerate(rows):
                 batch.write_slot[i, : len(row.write_slots)] = row.write_slots
@@ -221,8 +234,8 @@ class BatchBuilder:
         rows = min(_MASKS, self._config.seats)
         return MaskBatch.empty(rows=rows, heads=self.heads, vocab_size=vocab_size)
 
-    def _empty_decode(self, rows: int) -> DecodeBatch:
-        return DecodeBatch.empty(rows=rows, num_speculative_tokens=self._drafts, pages_per_row=self._pages_per_row)
+    def _empty_decode(self, rows: int, drafts: int) -> DecodeBatch:
+        return DecodeBatch.empty(rows=rows, num_speculative_tokens=drafts, pages_per_row=self._pages_per_row)
 
     def _empty_prefill(self, shape: PrefillShape) -> PrefillBatch:
         return PrefillBatch.empty(

@@ -26,6 +26,7 @@ from serving.core import Scheduler
 from serving.engine.batching import BatchBuilder
 from serving.engine.compile_cache import use_compilation_cache
 from serving.engine.devices import describe, device_mesh, least_of_all_processes, on_mesh, own_devices
+from serving.engine.draft_policy import draft_policy
 from serving.engine.drafting import draft_source
 from serving.engine.engine import Engine
 from serving.engine.loop import StepLoop
@@ -134,6 +135,7 @@ def assemble(
         settings,
         seats_bring_tokens=source is not None and source.sees_tokens,
         masks=grammars is not None,
+        narrow_steps=config.adaptive_drafts,
     )
     make_store = partial(
         init_store if mesh is None else partial(sharded_store, mesh=mesh),
@@ -159,7 +161,7 @@ def assemble(
 
     loop_of = partial(
         StepLoop,
-        Scheduler(settings),
+        Scheduler(settings, drafts=draft_policy(config, model, bytes_per_slot=size.bytes_per_slot)),
         programs or StepPrograms(model, tile_size=config.tile_size, source=source, mesh=mesh),
         batches,
         make_store=make_store,

@@ -129,7 +129,11 @@ class Drafters:
     ):
         """An engine whose requests draft as `drafting` says (by request) and `scripts` have it (by choice)."""
         with mock.patch.object(build, "draft_source", return_value=self.source):
-            sizes = {"num_speculative_tokens": self.most, "num_slots": 1 + ROWS * 2 * (1 + self.most), "num_pages": 13}
+            sizes = {
+                "num_speculative_tokens": self.most,
+                "num_slots": 1 + ROWS * 2 * (1 + self.most),
+                "num_pages": 13,
+            }
             engine = self.on.engine(mode, programs=programs or self.programs, **(sizes | flags))
         loop = engine.loop
         seat_batch, rngs = loop._seat_batch, {name: random.Random(each.seed) for name, each in drafting.items()}

@@ -67,7 +67,7 @@ class _Programs:
 def run(compiles: str | None = None, *, layer: bool) -> None:
     """All waves; every output must be what it is without drafts, and the draft layer's drafts what they should be."""
     scripts = {name: DRAFTING[name].script(ASKS[name][0], line) for name, line in expected().items()}
-    flags = {"state_block_size": TILE, "max_num_batched_tokens": 28}
+    flags = {"state_block_size": TILE, "max_num_batched_tokens": 28, "adaptive_drafts": False}
     programs = _Programs(compiles, layer)
     engine = the_drafters(layer).engine("all", DRAFTING, scripts, programs=programs, **flags)
     watch = Watch(the_drafters(layer), DRAFTING)

@@ -38,7 +38,7 @@ class Drafting:
 
     def engine(self, mode, **flags):
         drafts = {"speculative_method": self.method, "num_speculative_tokens": self.drafts, "prompt_lookup_min": 1}
-        return self.harness.engine(mode, **(SIZES | drafts | flags))
+        return self.harness.engine(mode, **(SIZES | drafts | {"adaptive_drafts": False} | flags))
 
     def alone(self, prompts, params):
         engine = self.plain.engine("none", **SIZES)
