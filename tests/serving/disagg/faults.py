@@ -45,16 +45,10 @@ def around(where, name, change):
 
 def _slot_read(original):
     def hold(host, row):
-        other = next(slot for slot in range(1, host.slots.size) if slot not in row.request.state.own)
-        right = original(host, row)
-        host.slots.release(right.slot)
-        right.slot = other
-        if host.slots.refs[other]:
-            host.slots.retain(other)
-        else:
-            host.slots.free.remove(other)
-            host.slots.refs[other] = 1
-        return right
+        held = original(host, row)
+        host.slots.release(held.slot)
+        held.slot = host.slots.take()
+        return held
 
     return hold
 
