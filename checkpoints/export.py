@@ -71,7 +71,11 @@ def write_hugging_face(
     """
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.astype(_DTYPES[dtype]) for name, value in hugging_face_tensors(config, values).items()}
+    if config.tie_word_embeddings:
+        # Not every family in transformers ties them though config.json says so; then it looks for this name.
+        tensors["lm_head.weight"] = np.asarray(values["embed.weight"], np.float32).astype(_DTYPES[dtype])
     save_file(tensors, directory / SINGLE_FILE, {"format": "pt"})
+    (directory / SINGLE_FILE).chmod(0o644)
     (directory / "config.json").write_text(json.dumps({**hf_config, "dtype": dtype}, indent=1) + "\n")
     if files_from is not None:
         for path in [*files_from.glob("*.json"), *files_from.glob("*.jinja")]:

@@ -36,6 +36,8 @@ class OptimizerSettings:
 
     name: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 1e-3
+    adamw_learning_rate: float | None = None
+    """muon: of the weights that are left to AdamW, if it is another."""
     warmup_steps: int = 100
     schedule: Literal["cosine", "stable"] = "cosine"
     """cosine: down to 0 over all steps. stable: constant, then linearly to 0 over the last `decay_steps`, so that a run
@@ -131,6 +133,8 @@ def _value(hint: Any, value: Any, name: str) -> Any:
     """The value of one setting, in the type that it is declared with."""
     if dataclasses.is_dataclass(hint):
         return _build(hint, value, name + ".")
+    if isinstance(hint, types.UnionType):
+        return None if value is None else _value(typing.get_args(hint)[0], value, name)
     origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin is Literal:
         if value not in inner:

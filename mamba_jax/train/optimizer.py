@@ -48,9 +48,16 @@ def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTra
             adam_b1=beta1,
             adam_b2=beta2,
             muon_weight_dimension_numbers=_muon_dimensions,
+            adam_learning_rate=_times(rate, settings.adamw_learning_rate, settings.learning_rate),
             consistent_rms=_MUON_RMS,
         )
     return optax.chain(optax.clip_by_global_norm(settings.clip_norm), update)
+
+
+def _times(rate: optax.Schedule, wanted: float | None, peak: float) -> optax.Schedule:
+    """The same schedule with another peak."""
+    factor = 1.0 if wanted is None else wanted / peak
+    return lambda step: rate(step) * factor
 
 
 def _decayed(values: dict[str, jax.Array]) -> dict[str, bool]:

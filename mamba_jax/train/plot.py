@@ -19,10 +19,10 @@ def plot_losses(records: Sequence[dict[str, float]], path: Path) -> bool:
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    names = [name for name in records[0] if name == "loss" or name.startswith("draft_loss_")]
-    for name in names:
+    for name in sorted({name for r in records for name in r if name == "loss" or name.startswith("draft_loss_")}):
         label = "next token" if name == "loss" else f"draft {name.removeprefix('draft_loss_')}"
-        axes.plot([r["tokens"] / 1e6 for r in records], [r[name] for r in records], label=label, linewidth=1)
+        shown = [r for r in records if name in r]
+        axes.plot([r["tokens"] / 1e6 for r in shown], [r[name] for r in shown], label=label, linewidth=1)
     axes.set(xlabel="tokens, millions", ylabel="loss, nats per token")
     axes.grid(alpha=0.3)
     axes.legend()

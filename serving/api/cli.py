@@ -13,6 +13,7 @@ from rich.console import Console
 from checkpoints.errors import CheckpointError
 from serving.api.commands import convert, generate, inspect
 from serving.api.engine_options import with_engine_options
+from serving.api.eval import evaluate
 from serving.api.plan import plan
 from serving.api.serve import serve
 from serving.api.terminal_chat import chat
@@ -41,6 +42,7 @@ app.command()(inspect)
 app.command()(with_engine_options(plan))
 app.command()(train)
 app.command()(train_mtp)
+app.command("eval")(evaluate)
 
 
 @app.callback()

@@ -1,0 +1,205 @@
+"""How good a model's answers are, and whether the engine's features change them."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints.tokenizer import Tokenizer
+from mamba_jax.model import HybridModel
+from mamba_jax.train.corpus import Document, problem_prompt, problem_text, read_documents, text_of
+from serving.engine.draft_stats import DraftStats
+from serving.engine.llm import LLM
+from serving.engine.sampling_params import SamplingParams
+
+PROBLEMS, TEXTS = "heldout_problems.jsonl", "heldout_text.jsonl"
+"""What lies beside a model that was trained here."""
+WINDOW = 512
+"""Tokens that are scored in one piece."""
+CACHE_MODES = ("none", "align", "all")
+DRAFTS: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "MTP, K=1": {"speculative_method": "mtp", "num_speculative_tokens": 1},
+    "MTP, K=3": {"speculative_method": "mtp", "num_speculative_tokens": 3},
+    "n-gram, K=3": {"speculative_method": "ngram", "num_speculative_tokens": 3},
+}
+_RESULT = re.compile(r"####\s*(-?[\d.,]+)")
+_BATCH = 8
+TIE = 1e-3
+"""Logits that lie closer are a tie in float32."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination of features, run over all problems."""
+
+    cache: str
+    drafts: str
+    correct: int
+    seconds: float
+    tokens: int
+    cached_tokens: int
+    stats: DraftStats
+    outputs: list[list[int]]
+
+
+def read_some(path: Path, count: int | None) -> list[Document]:
+    """The first documents of a file; all of them if `count` is None."""
+    documents = list(read_documents(path))
+    return documents if count is None else documents[:count]
+
+
+def bits_per_byte(model: HybridModel, tokenizer: Tokenizer, documents: Iterable[Document]) -> float:
+    """Bits that the model needs for each byte of UTF-8 text.
+
+    Documents are cut into windows of `WINDOW` tokens, each scored by itself after the bos token.
+    """
+    windows: list[list[int]] = []
+    size = 0
+    for document in documents:
+        text = text_of(document)
+        size += len(text.encode())
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        windows += [ids[start : start + WINDOW] for start in range(0, len(ids), WINDOW)]
+    windows.sort(key=len)
+    bos = 0 if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    nats = sum(_nats(model, windows[i : i + _BATCH], bos) for i in range(0, len(windows), _BATCH))
+    return nats / math.log(2) / size
+
+
+def _nats(model: HybridModel, windows: Sequence[Sequence[int]], bos: int) -> float:
+    tokens = np.zeros((_BATCH, WINDOW + 1), np.int32)
+    lengths = np.zeros(_BATCH, np.int32)
+    for row, window in enumerate(windows):
+        tokens[row, : len(window) + 1] = [bos, *window]
+        lengths[row] = len(window)
+    return float(_negative_log_likelihood(model, jnp.asarray(tokens), jnp.asarray(lengths)))
+
+
+@jax.jit
+def _negative_log_likelihood(model: HybridModel, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Of all tokens of a batch after the first of each row."""
+    scores = jax.nn.log_softmax(model(tokens[:, :-1], lengths))
+    taken = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1)[..., 0]
+    return -jnp.where(jnp.arange(tokens.shape[1] - 1) < lengths[:, None], taken, 0).sum()
+
+
+def result_of(answer: str) -> str | None:
+    """The number after the first `####` of an answer, in its shortest spelling; None if there is none."""
+    found = _RESULT.search(answer)
+    return None if found is None else plain_number(found[1])
+
+
+def plain_number(text: str) -> str:
+    """A number without separators, and without a fraction of zero."""
+    text = text.strip().rstrip(".").replace(",", "")
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def is_correct(document: Document, answer: str) -> bool:
+    """Whether an answer ends in the problem's result, exactly."""
+    return result_of(answer) == plain_number(document["result"])
+
+
+def prompts_of(problems: Sequence[Document], shots: int) -> list[str]:
+    """Prompts for all problems but the first `shots`, which come solved before each of them."""
+    solved = "".join(problem_text(document) + "\n" for document in problems[:shots])
+    return [solved + problem_prompt(document) for document in problems[shots:]]
+
+
+def run_problems(
+    llm: LLM,
+    problems: Sequence[Document],
+    *,
+    shots: int = 0,
+    max_tokens: int = 256,
+    one_by_one: bool = False,
+    salt: str | None = None,
+) -> tuple[list[Any], float]:
+    """Greedy answers to all problems but the first `shots`, and how long they took once everything was compiled.
+
+    `salt` keeps what an earlier run has cached from being used.
+    """
+    prompts = prompts_of(problems, shots)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    first = prompts[:1] if one_by_one else prompts[: 2 * llm.config.max_num_seqs]
+    llm.generate(first, params, use_tqdm=False, cache_salt=f"compiling {salt}")
+    start = time.perf_counter()
+    if one_by_one:
+        outputs = [llm.generate(prompt, params, use_tqdm=False, cache_salt=salt)[0] for prompt in prompts]
+    else:
+        outputs = llm.generate(prompts, params, cache_salt=salt)
+    return outputs, time.perf_counter() - start
+
+
+def run_cell(
+    model: str, cache: str, drafts: str, problems: Sequence[Document], *, shots: int, flags: Mapping[str, Any]
+) -> Cell:
+    """The problems with one cache mode and one source of drafts."""
+    llm = LLM(model, **{**flags, "mamba_cache_mode": cache, **DRAFTS[drafts]})
+    outputs, seconds = run_problems(llm, problems, shots=shots)
+    return Cell(
+        cache=cache,
+        drafts=drafts,
+        correct=sum(is_correct(p, o.outputs[0].text) for p, o in zip(problems[shots:], outputs, strict=True)),
+        seconds=seconds,
+        tokens=sum(len(o.outputs[0].token_ids) for o in outputs),
+        cached_tokens=sum(o.num_cached_tokens or 0 for o in outputs),
+        stats=total_stats(outputs),
+        outputs=[[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs],
+    )
+
+
+def disagreements(model: HybridModel, one: Cell, other: Cell) -> tuple[int, int]:
+    """How many greedy outputs of two cells differ, and how many of those where the model was sure.
+
+    Differently shaped products round differently. Where the two tokens' logits lie closer than `TIE`, either is right.
+    """
+    differ = sure = 0
+    for a, b in zip(one.outputs, other.outputs, strict=True):
+        if a == b:
+            continue
+        differ += 1
+        place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+        if place is None:  # one ends where the other goes on
+            sure += 1
+            continue
+        logits = np.asarray(model(jnp.asarray([a[:place]])))[0, -1]
+        sure += bool(abs(logits[a[place]] - logits[b[place]]) > TIE)
+    return differ, sure
+
+
+def text_prompts(
+    tokenizer: Tokenizer, documents: Sequence[Document], count: int, length: int = 128
+) -> list[dict[str, list[int]]]:
+    """Beginnings of held-out text, evenly spread over all of it: the bos token and `length` tokens each."""
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    pieces = []
+    for document in documents:
+        ids = tokenizer.encode(text_of(document), add_special_tokens=False)
+        pieces += [bos + ids[start : start + length] for start in range(0, len(ids) - length + 1, 4 * length)]
+    chosen = np.unique(np.linspace(0, len(pieces) - 1, min(count, len(pieces))).astype(int))
+    return [{"prompt_token_ids": pieces[i]} for i in chosen]
+
+
+def total_stats(outputs: Iterable[Any]) -> DraftStats:
+    """Draft counters of several requests together."""
+    total = DraftStats()
+    for one in (output.metrics.drafts for output in outputs):
+        total.steps += one.steps
+        for place, (drafted, accepted) in enumerate(zip(one.drafted_at, one.accepted_at, strict=True)):
+            if place == len(total.drafted_at):
+                total.drafted_at.append(0)
+                total.accepted_at.append(0)
+            total.drafted_at[place] += drafted
+            total.accepted_at[place] += accepted
+    return total

@@ -1,0 +1,87 @@
+"""Writing Hugging Face directories, and adding a draft layer to one."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoints_tiny import TINY
+
+import checkpoints
+from checkpoints.draft_layer import fresh_draft_layer, with_draft_layer, write_with_draft_layer
+from checkpoints.export import hugging_face_tensors, write_hugging_face
+from checkpoints.random import RandomTensors, write_random
+from mamba_jax.model import parameters
+
+SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2}
+BAMBA = {"model_type": "bamba", **SMALL, **HEADS, **MAMBA, "attn_layer_indices": [1], "intermediate_size": 48}
+GRANITE = {
+    "model_type": "granitemoehybrid", **SMALL, **HEADS, **MAMBA, "layer_types": ["mamba", "attention"],
+    "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16, "shared_intermediate_size": 24,
+    "residual_multiplier": 0.5, "logits_scaling": 2.0, "tie_word_embeddings": True,
+}  # fmt: skip
+MAMBA2 = {
+    "model_type": "mamba2", **SMALL, "num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 1, "expand": 2,
+}  # fmt: skip
+FAMILIES = {"nemotron_h": TINY, "bamba": BAMBA, "granite": GRANITE, "mamba2": MAMBA2}
+
+
+def load(directory):
+    return checkpoints.load_model(directory, dtype="float32", progress=False)
+
+
+def values(model):
+    return {path: np.asarray(leaf.get_value()) for path, leaf in parameters(model).items()}
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    for path, value in one.items():
+        assert (value == other[path]).all(), path
+
+
+@pytest.mark.parametrize("raw", FAMILIES.values(), ids=FAMILIES)
+def test_what_is_written_is_what_was_read(tmp_path, raw):
+    model = load(write_random(tmp_path / "a", raw, seed=1))
+    tensors, stored = hugging_face_tensors(model.config, values(model)), RandomTensors(raw, seed=1)
+    assert tensors.keys() == stored.names
+    assert_equal(tensors, {name: stored.view(name) for name in tensors})
+    again = write_hugging_face(tmp_path / "b", model.config, values(model), raw, dtype="float32")
+    assert_equal(values(load(again)), values(model))
+
+
+@pytest.mark.parametrize(
+    ("raw", "pattern"),
+    [(BAMBA, "*-"), (GRANITE, "*-"), (MAMBA2, "-"), (TINY | {"num_nextn_predict_layers": 0}, "*-")],
+    ids=["bamba", "granite", "mamba2", "nemotron_h"],
+)
+def test_a_layer_is_added(tmp_path, raw, pattern):
+    source = write_random(tmp_path / "source", raw, seed=1, dtype="bfloat16")
+    before = values(load(source))
+    fields, config = with_draft_layer(source, pattern)
+    layer = fresh_draft_layer(config, 3)
+    model = load(write_with_draft_layer(source, tmp_path / "target", fields, config, layer))
+    assert model.config == config
+    assert model.config.mtp_pattern == pattern
+    after = values(model)
+    assert_equal({path: value for path, value in after.items() if not path.startswith("mtp.")}, before)
+    rounded = {path: np.asarray(v.astype(jnp.bfloat16).astype(jnp.float32)) for path, v in layer.items()}
+    assert_equal({path: value for path, value in after.items() if path.startswith("mtp.")}, rounded)
+    # Training goes on from a layer of the same kind, and refuses another.
+    more = {path: value + 1 for path, value in layer.items()}
+    again = values(load(write_with_draft_layer(tmp_path / "target", tmp_path / "again", fields, config, more)))
+    assert (again["mtp.enorm.weight"] == 2).all()
+    fields, config = with_draft_layer(tmp_path / "target", "--")
+    with pytest.raises(checkpoints.CheckpointError, match="layer of another kind"):
+        write_with_draft_layer(tmp_path / "target", tmp_path / "x", fields, config, fresh_draft_layer(config, 0))
+
+
+def test_what_cannot_be_added(tmp_path):
+    source = write_random(tmp_path / "source", MAMBA2, seed=1)
+    with pytest.raises(checkpoints.CheckpointError, match="a Mamba2 model has no attention that could be added"):
+        with_draft_layer(source, "*-")
+    with pytest.raises(checkpoints.CheckpointError, match="cannot be added"):
+        with_draft_layer(source, "E")
+    fields, config = with_draft_layer(source, "-")
+    with pytest.raises(checkpoints.CheckpointError, match="is not empty"):
+        write_with_draft_layer(source, source, fields, config, fresh_draft_layer(config, 0))

@@ -1,0 +1,81 @@
+"""Run descriptions: what is read, and what is said about a wrong one."""
+
+from pathlib import Path
+
+import pytest
+
+import mamba_jax.train
+from mamba_jax.config import ConfigError
+from mamba_jax.families import config_from_hf
+from mamba_jax.train.config import OptimizerSettings, TrainConfig, read_config
+from mamba_jax.train.corpus import SOURCES
+from mamba_jax.train.optimizer import learning_rate
+
+RECIPES = sorted((Path(mamba_jax.train.__file__).parent / "recipes").glob("*.yaml"))
+
+
+def read(tmp_path, text, name="run.yaml", **overrides):
+    path = tmp_path / name
+    path.write_text(text)
+    return read_config(path, overrides)
+
+
+def test_yaml_and_toml_say_the_same(tmp_path):
+    yaml = read(tmp_path, "steps: 7\noptimizer: {name: muon, betas: [0.8, 0.9], learning_rate: 1}\n")
+    toml = read(tmp_path, 'steps = 7\n[optimizer]\nname = "muon"\nbetas = [0.8, 0.9]\nlearning_rate = 1\n', "run.toml")
+    assert yaml == toml == TrainConfig(steps=7, optimizer=OptimizerSettings("muon", 1.0, betas=(0.8, 0.9)))
+
+
+def test_overrides_come_first(tmp_path):
+    settings = read_config_with(tmp_path, {"steps": 3, "optimizer.name": "muon"})
+    assert settings.steps == 3
+    assert settings.optimizer.name == "muon"
+
+
+def read_config_with(tmp_path, overrides):
+    (tmp_path / "run.yaml").write_text("steps: 7\n")
+    return read_config(tmp_path / "run.yaml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stepps: 7", "unknown setting stepps; known are model, data"),
+        ("optimizer: {rate: 1}", "unknown setting optimizer.rate"),
+        ("steps: many", "steps is 'many': int is expected"),
+        ("steps: 0", "steps is 0: at least 1"),
+        ("optimizer: {name: sgd}", "optimizer.name is 'sgd': allowed are adamw, muon"),
+        ("optimizer: 3", "optimizer is 3: a mapping"),
+        ("batch_size: 6\ndrafts: {every: 4}", "it must divide batch_size, 6"),
+        ("data: {mixture: {a: 0}}", "shares above 0"),
+        ("steps: [", "cannot be read"),
+        ("- 1", "a mapping of settings is expected"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        read(tmp_path, text)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes(path):
+    settings = read_config(path)
+    config = config_from_hf(settings.model)
+    assert config.mtp_pattern
+    assert settings.data.mixture.keys() == SOURCES.keys()
+    rate = learning_rate(settings.optimizer, settings.steps)
+    assert float(rate(settings.steps)) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "stable"])
+def test_the_learning_rate_rises_and_falls(schedule):
+    settings = OptimizerSettings(learning_rate=2.0, warmup_steps=10, schedule=schedule, decay_steps=20)
+    rate = learning_rate(settings, 100)
+    assert float(rate(0)) == 0
+    assert float(rate(5)) == pytest.approx(1)
+    assert float(rate(10)) == pytest.approx(2)
+    assert float(rate(90)) == pytest.approx(1 if schedule == "stable" else 0.06, abs=0.01)
+    assert float(rate(100)) == pytest.approx(0)
+    with pytest.raises(ConfigError, match="there are only 25"):
+        learning_rate(settings, 25)
