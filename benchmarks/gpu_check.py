@@ -239,7 +239,6 @@ def time_step(sizes: Sizes, copy: float) -> bool:
     from flax import nnx
 
     from checkpoints import load_model
-    from kernels_pallas.dispatch import Choice
     from mamba_jax.batch import DecodeBatch
     from mamba_jax.programs import StepPrograms
     from mamba_jax.rows import init_rows
@@ -256,14 +255,13 @@ def time_step(sizes: Sizes, copy: float) -> bool:
     batch.row_id[:], batch.read_slot[:], batch.write_slot[:, 0] = own, own, own
     batch.length[:], batch.num_tokens[:], batch.sample[:] = position, 1, True
     batch.page_table[:] = 1 + np.arange(rows * pages).reshape(rows, pages)
-    programs, choice = StepPrograms(model), Choice()
+    programs = StepPrograms(model)
 
     def run(state: Any) -> tuple[Any, Any]:
         store, device_rows, out = programs.decode(*state, batch)
         return (store, device_rows), out.tokens
 
-    with choice.applied():
-        timed = seconds(run, (store, device_rows), calls=max(1, sizes.calls // 3))
+    timed = seconds(run, (store, device_rows), calls=max(1, sizes.calls // 3))
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
     states = 2 * rows * shape.bytes_per_slot(dtype)
     keys = rows * position * shape.bytes_per_page(1, dtype)
@@ -272,7 +270,7 @@ def time_step(sizes: Sizes, copy: float) -> bool:
         metric="decode step", model=sizes.model, rows=rows, ms=round(timed * 1e3, 3),
         weights_gb=round(weights / 1e9, 3), states_gb=round(states / 1e9, 3), keys_gb=round(keys / 1e9, 3),
         store_gb=round(whole / 1e9, 3), of_bound=round(least / copy / timed, 3), tokens_per_s=round(rows / timed, 1),
-        by=choice.report(),
+        by=programs.kernels.report(),
     )  # fmt: skip
     return True
 

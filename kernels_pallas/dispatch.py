@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
+import numpy as np
+from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +84,24 @@ class Choice:
         self.named = named or {}
         self._chosen: dict[str, dict[str, str]] = {}
 
+    @classmethod
+    def parse(cls, text: str, **kwargs: Any) -> "Choice":
+        """A choice as users write it: "auto", a name for all operations that have it, or "scan=xla,update=pallas_tpu".
+
+        Raises:
+            UnsupportedError: it is written otherwise.
+        """
+        text = text.strip()
+        if "=" not in text:
+            return cls(named=None if text in ("", "auto") else text, **kwargs)
+        named = {}
+        for part in text.split(","):
+            operation, separator, name = (v.strip() for v in part.partition("="))
+            if not (operation and separator and name):
+                raise UnsupportedError(f"kernels: {part.strip()!r} is not operation=implementation")
+            named[operation] = name
+        return cls(named=named, **kwargs)
+
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """While it lasts, this thread's operations are chosen by it."""
@@ -108,6 +127,8 @@ class Choice:
         for operation, chosen in sorted(self._chosen.items()):
             by = " and ".join(name + (f" ({why})" if why else "") for name, why in sorted(chosen.items()))
             parts.append(f"{operation} by {by}")
+        if unused := sorted(set(self.named) - set(self._chosen)) if isinstance(self.named, Mapping) else []:
+            parts.append(f"named, but not in use: {', '.join(unused)}")
         return f"kernels for {self.platform}: " + (", ".join(parts) or "nothing traced yet")
 
 
@@ -172,11 +193,13 @@ def _try(operation: str, kernel: Implementation, device: Any, described: tuple[A
 
     def attempt() -> None:
         shapes = [jax.ShapeDtypeStruct(described[i].shape, described[i].dtype, sharding=sharding) for i in arrays]
-        traced = jax.jit(run).trace(shapes)
         if device is None:
-            traced.lower(lowering_platforms=("cuda" if kernel.platform == "gpu" else str(kernel.platform),))
-        else:
-            traced.lower().compile()
+            platform = "cuda" if kernel.platform == "gpu" else str(kernel.platform)
+            jax.jit(run).trace(shapes).lower(lowering_platforms=(platform,))
+            return
+        # Pallas may ask what device this is for: the mesh knows, also where the device is described only.
+        with jax.set_mesh(Mesh(np.array([device]), ("device",), axis_types=(AxisType.Auto,))):
+            jax.jit(run).lower(shapes).compile()
 
     try:
         # A thread of its own: this one may be tracing under a mesh, of which the attempt must know nothing.

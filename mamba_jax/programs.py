@@ -11,6 +11,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from kernels_pallas.dispatch import Choice as KernelChoice
+from kernels_pallas.dispatch import UnsupportedError as UnsupportedError  # what a choice may raise
 from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, StepOutput
 from mamba_jax.drafts import DraftSource
 from mamba_jax.rows import Rows
@@ -39,8 +41,10 @@ class StepPrograms:
         source: DraftSource | None = None,
         compiler_options: Mapping[str, Any] | None = None,
         mesh: Mesh | None = None,
+        kernels: KernelChoice | None = None,
     ) -> None:
-        """`source` makes drafts. `compiler_options` are XLA's, as `jax.stages.Lowered.compile` takes them.
+        """`source` makes drafts. `compiler_options` are XLA's, as `jax.stages.Lowered.compile` takes them. `kernels`
+        says what operations run by, and can report it once programs have been compiled.
 
         With a `mesh`, the model's parameters and the stores passed in must lie on it as `mamba_jax.sharding` says. The
         model and the stores may also be abstract: programs can then be compiled, for devices that are not there too.
@@ -49,6 +53,7 @@ class StepPrograms:
         # A plain tuple of arrays: flattening nnx's state for every call would cost more than dispatching the step.
         weights, structure = jax.tree.flatten(state)
         self.tile_size, self.source, self.mesh = tile_size, source, mesh
+        self.kernels = kernels or KernelChoice()
         self._weights = tuple(weights)
         self._compiler_options = dict(compiler_options or {})
 
@@ -107,7 +112,9 @@ class StepPrograms:
                 key = (*key, batch.tile_write_slot.shape)
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._compiled[key] = self.lower(store, rows, batch).compile(self._compiler_options)
+            with self.kernels.applied():
+                lowered = self.lower(store, rows, batch)
+            compiled = self._compiled[key] = lowered.compile(self._compiler_options)
         return compiled
 
     def lower(self, store: Store | None, rows: Rows, batch: Batch) -> jax.stages.Lowered:

@@ -82,6 +82,11 @@ class EngineConfig(BaseModel):
         None, ge=1, le=32, description="ngram: the most last tokens that are looked up. Unset: 4."
     )
     tensor_parallel_size: int = Field(1, ge=1, description="Devices that share each layer.")
+    kernels: str = Field(
+        "auto",
+        description="What operations run by. auto: this platform's kernels, plain XLA where one cannot run. 'xla': no "
+        "kernels. Or by operation, as in ssd_scan=xla,state_update=pallas_tpu; a named one must be able to run.",
+    )
     memory_utilization: float = Field(
         0.9, gt=0, le=1, description="Share of the device's memory that weights, states and pages may take."
     )

@@ -17,7 +17,7 @@ from checkpoints.load import generation_config, load_config, load_model, load_to
 from checkpoints.tokenizer import Tokenizer
 from mamba_jax.config import HybridConfig
 from mamba_jax.model import HybridModel
-from mamba_jax.programs import StepPrograms
+from mamba_jax.programs import KernelChoice, StepPrograms, UnsupportedError
 from mamba_jax.rows import Rows, init_rows
 from mamba_jax.sharding import Partition, parameter_shardings, replicate, sharded_store
 from mamba_jax.store import StoreShape, init_store
@@ -159,10 +159,13 @@ def assemble(
         )
         return rows if mesh is None else replicate(rows, mesh)
 
+    programs = programs or StepPrograms(
+        model, tile_size=config.tile_size, source=source, mesh=mesh, kernels=kernel_choice(config)
+    )
     loop_of = partial(
         StepLoop,
         Scheduler(settings, drafts=draft_policy(config, model, bytes_per_slot=size.bytes_per_slot)),
-        programs or StepPrograms(model, tile_size=config.tile_size, source=source, mesh=mesh),
+        programs,
         batches,
         make_store=make_store,
         make_rows=make_rows,
@@ -180,7 +183,20 @@ def assemble(
     at_start = config.warmup if config.warmup is not None else jax.default_backend() != "cpu"
     if at_start:
         warm_up(engine.loop, model.config.vocab_size, progress=progress and sys.stderr.isatty())
+        log.info(programs.kernels.report())
     return Built(engine, config, size, model, tokenizer)
+
+
+def kernel_choice(config: EngineConfig) -> KernelChoice:
+    """What operations are to run by.
+
+    Raises:
+        ConfigError: the flag is not written as it should be.
+    """
+    try:
+        return KernelChoice.parse(config.kernels)
+    except UnsupportedError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _size(

@@ -1,9 +1,13 @@
 """Choosing an implementation, and the messages about shapes."""
 
+import dataclasses
 import logging
 import types
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 
 from kernels_pallas import dispatch
 from kernels_pallas.shape_check import check_groups, check_shapes
@@ -55,3 +59,70 @@ def test_heads_divide_into_groups():
     for groups in (2, 0):
         with pytest.raises(ValueError, match="op: 9 heads do not divide into"):
             check_groups("op", 9, groups)
+
+
+def on(platform, run=lambda x: ("kernel", x), unsupported=lambda x: None):
+    return dispatch.Implementation("kernel", run, unsupported, platform)
+
+
+def test_a_platform_gets_its_own_kernels():
+    array = jnp.ones(3)
+    kernels = [on("tpu", lambda x: x + 1), dispatch.Implementation("plain", lambda x: x - 1)]
+    assert (dispatch.call("op", kernels, None, array) == 0).all()  # a CPU runs these tests
+    choice = dispatch.Choice(platform="tpu")
+    with choice.applied():
+        assert (dispatch.call("op", kernels, None, array) == 2).all()
+    assert choice.report() == "kernels for tpu: op by kernel"
+    hidden = [dataclasses.replace(kernels[0], automatic=False), kernels[1]]
+    with dispatch.Choice(platform="tpu").applied():
+        assert (dispatch.call("op", hidden, None, array) == 0).all()
+
+
+def test_a_kernel_that_fails_to_compile_costs_a_warning(caplog):
+    def refused(x):
+        raise NotImplementedError("no such\n  instruction")
+
+    kernels = [on("tpu", refused), dispatch.Implementation("plain", lambda x: x)]
+    choice = dispatch.Choice(platform="tpu")
+    with choice.applied():
+        for _ in range(3):
+            dispatch.call("op", kernels, None, jnp.ones(2))
+        with pytest.raises(NotImplementedError):
+            dispatch.call("op", kernels, "kernel", jnp.ones(2))
+    said = "op does not run by kernel, which fails to compile: no such instruction"
+    assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [said]  # once for all layers
+    assert "op by kernel (named) and plain (not kernel: it fails to compile: no such instruction)" in choice.report()
+
+
+def test_kernels_are_tried_on_the_device_compiled_for():
+    # On a device that is at hand, kernels are compiled: here Pallas for TPU, which no CPU has.
+    def kernel(x):
+        return pl.pallas_call(lambda i, o: None, out_shape=x)(x)
+
+    choice = dispatch.Choice(platform="tpu", device=jax.devices()[0])
+    with choice.applied():
+        dispatch.call("op", [on("tpu", kernel), dispatch.Implementation("plain", lambda x: x)], None, jnp.ones(2))
+    assert "not kernel: it fails to compile: Only interpret mode" in choice.report()
+
+
+@pytest.mark.parametrize(
+    ("text", "named"), [("auto", {}), ("", {}), ("xla", "xla"), ("a=x, b=y", {"a": "x", "b": "y"})]
+)
+def test_choices_as_text(text, named):
+    assert dispatch.Choice.parse(text).named == named
+
+
+def test_names():
+    kernels = [dispatch.Implementation("fast", lambda x: "fast"), dispatch.Implementation("slow", lambda x: "slow")]
+    with dispatch.Choice.parse("slow").applied():
+        assert dispatch.call("op", kernels, None, 1) == "slow"
+        assert dispatch.call("other", kernels[:1], None, 1) == "fast"  # has no `slow`
+    choice = dispatch.Choice.parse("op=slow,typo=fast")
+    with choice.applied():
+        assert dispatch.call("op", kernels, None, 1) == "slow"
+        assert dispatch.call("op", kernels, "fast", 1) == "fast"
+    assert choice.report().endswith("op by fast (named) and slow (named), named, but not in use: typo")
+    with dispatch.Choice.parse("op=quick").applied(), pytest.raises(dispatch.UnsupportedError, match="called 'quick'"):
+        dispatch.call("op", kernels, None, 1)
+    with pytest.raises(dispatch.UnsupportedError, match="'b' is not operation=implementation"):
+        dispatch.Choice.parse("a=x,b")
