@@ -205,7 +205,9 @@ class HybridConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     mtp_pattern: str = ""
-    """Sublayers (*, - and E only) of the multi-token-prediction layer; empty = none."""
+    """Sublayers (*, - and E only) of the multi-token-prediction layer; empty = none that can be used."""
+    unused_mtp_layers: int = 0
+    """How many such layers a checkpoint has that has several, each with weights of its own: only one could be used."""
 
     def __post_init__(self) -> None:
         _positive(self, "vocab_size", "hidden_size")

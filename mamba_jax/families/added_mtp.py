@@ -28,14 +28,17 @@ LAYERS, PATTERN, SIZE = "num_nextn_predict_layers", "mtp_hybrid_override_pattern
 def with_added_mtp(config: HybridConfig, raw: Mapping[str, Any]) -> HybridConfig:
     """The config with the layer that config.json tells of, if it does.
 
+    Several layers are left out and only counted: the model itself does not need them.
+
     Raises:
-        ConfigError: several layers, or sublayers that this model cannot have.
+        ConfigError: sublayers that this model cannot have.
     """
     fields = Fields(raw)
-    if config.mtp_pattern or not (layers := fields.integer(LAYERS, 0)):
+    layers = fields.integer(LAYERS, 0)
+    if layers > 1:
+        return dataclasses.replace(config, mtp_pattern="", unused_mtp_layers=layers)
+    if config.mtp_pattern or not layers:
         return config
-    if layers != 1:
-        raise ConfigError(f"config field {LAYERS} is {layers}: at most 1 is supported")
     pattern = fields.text(PATTERN, "*-")
     if wrong := sorted(set(pattern) - {ATTENTION, MLP}):
         raise ConfigError(f"config field {PATTERN} is {pattern!r}: {wrong} cannot be added to a {config.family} model")

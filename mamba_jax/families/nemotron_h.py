@@ -49,8 +49,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     mtp_pattern = fields.layers(_KINDS, "mtp_layers_block_type", "mtp_layer_types")
     if mtp_pattern is None or mtp_pattern == "*E":
         mtp_pattern = fields.text("mtp_hybrid_override_pattern", "*E")
-    if (mtp_layers := fields.integer("num_nextn_predict_layers", 0)) not in (0, 1):
-        raise ConfigError(f"config field num_nextn_predict_layers is {mtp_layers}: at most 1 is supported")
+    if fields.integer("num_nextn_predict_layers", 0) != 1:
+        mtp_pattern = ""
     proj_bias, head_dim = fields.flag("use_bias", False), fields.integer("head_dim", 128, "attention_head_dim")
     activation, bias = fields.text("mlp_hidden_act", "relu2"), fields.flag("mlp_bias", False)
     return HybridConfig(
@@ -93,14 +93,14 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
             shared_size=fields.integer("moe_shared_expert_intermediate_size", 7688),
             bias=bias,
         )
-        if MOE in pattern + mtp_pattern * mtp_layers
+        if MOE in pattern + mtp_pattern
         else None,
         residual_in_fp32=fields.flag("residual_in_fp32", False),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         max_position_embeddings=fields.integer("max_position_embeddings", 4096),
         bos_token_id=fields.token("bos_token_id", 1),
         eos_token_ids=fields.tokens("eos_token_id", 2),
-        mtp_pattern=mtp_pattern * mtp_layers,
+        mtp_pattern=mtp_pattern,
     )
 
 

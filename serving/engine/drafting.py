@@ -19,6 +19,11 @@ def draft_source(config: EngineConfig, model: HybridConfig) -> DraftSource | Non
     if method == "ngram":
         low, high = config.ngram_bounds
         return NGramDrafts(low, high)
+    if not model.mtp_pattern and model.unused_mtp_layers:
+        raise ConfigError(
+            f"speculative_method 'mtp': {config.model} has {model.unused_mtp_layers} multi-token-prediction layers, "
+            "of which only a single one could be used; try 'ngram'"
+        )
     if not model.mtp_pattern:
         raise ConfigError(f"speculative_method 'mtp': {config.model} has no multi-token-prediction layer; try 'ngram'")
     return MTPDrafts()

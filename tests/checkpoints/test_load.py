@@ -136,9 +136,10 @@ def test_draft_layer_is_kept_when_stored_and_dropped_when_not(directory):
     assert model.config.mtp_pattern == ""
 
 
-def test_draft_layer_that_the_config_does_not_mention_is_ignored(directory):
-    change_config(directory, num_nextn_predict_layers=0)
-    assert load(directory).mtp is None
+def test_draft_layers_that_cannot_be_used_are_ignored(directory):
+    for layers in (0, 2):
+        change_config(directory, num_nextn_predict_layers=layers)
+        assert load(directory).mtp is None
 
 
 # --- dtypes

@@ -161,6 +161,12 @@ def test_nemotron_patterns_old_and_new():
     assert mtp(num_nextn_predict_layers=0) == ""
 
 
+def test_nemotron_with_several_draft_layers_is_served_without_them():
+    config = families.config_from_hf({**NEMOTRON, "hybrid_override_pattern": "M*-", "num_nextn_predict_layers": 2})
+    assert (config.pattern, config.mtp_pattern, config.unused_mtp_layers, config.moe) == ("M*-", "", 2, None)
+    assert not any(path.startswith("mtp.") for path in families.weight_names(config))
+
+
 def test_nemotron_old_names_and_unlimited_steps():
     config = families.config_from_hf(
         {

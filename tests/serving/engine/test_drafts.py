@@ -207,6 +207,10 @@ def test_where_drafts_come_from(harness):
     assert draft_source(make(speculative_method="ngram", prompt_lookup_max=3), with_layer) == NGramDrafts(2, 3)
     with pytest.raises(ConfigError, match="has no multi-token-prediction layer; try 'ngram'"):
         draft_source(make(speculative_method="mtp"), config)
+    several = dataclasses.replace(config, unused_mtp_layers=2)
+    assert draft_source(make(), several) is None
+    with pytest.raises(ConfigError, match="has 2 multi-token-prediction layers, of which only a single"):
+        draft_source(make(speculative_method="mtp"), several)
 
 
 def test_counters_of_drafts():
