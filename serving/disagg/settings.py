@@ -60,7 +60,7 @@ class RouterSettings(_Settings):
     """Of the router."""
 
     prefill: tuple[str, ...] = Field((), description="URL of a prefill worker; repeatable.")
-    decode: tuple[str, ...] = Field((), min_length=1, description="URL of a decode worker; repeatable.")
+    decode: tuple[str, ...] = Field((), description="URL of a decode worker; repeatable.")
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on.")
     handoff: Handoff = Field(

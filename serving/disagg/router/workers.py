@@ -87,6 +87,13 @@ class Fleet:
             client,
         )
 
+    def follow(self, prefill: Iterable[str], decode: Iterable[str]) -> None:
+        """Workers have come or gone. Requests that the gone ones have go on as they can."""
+        for role, urls, known in (("prefill", prefill, self.prefill), ("decode", decode, self.decode)):
+            wanted = {url.rstrip("/") for url in urls}
+            known[:] = [worker for worker in known if worker.url in wanted]
+            known += [Remote(url, role) for url in sorted(wanted - {worker.url for worker in known})]
+
     async def watch(self, interval: float) -> None:
         """Look at every worker again and again."""
         while True:

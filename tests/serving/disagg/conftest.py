@@ -183,7 +183,7 @@ def finish(engine) -> None:
 
 
 @functools.cache
-def alone(prompt: tuple[int, ...], source: str = "none", count: int = 12):
+def alone(prompt: tuple[int, ...], count: int = 12):
     """Tokens and the gaps between the two likeliest, by an engine without cache, drafts and split."""
     engine = build("none").engine
     params = dataclasses.replace(GREEDY, max_tokens=count)
@@ -198,9 +198,9 @@ def alone(prompt: tuple[int, ...], source: str = "none", count: int = 12):
     return list(choice.token_ids), logprobs, gaps
 
 
-def assert_as_alone(prompt, output, what=""):
+def assert_as_alone(prompt, output, what="", count=12):
     """Log-probabilities as without a split, and tokens up to where two of them all but tie."""
-    tokens, logprobs, gaps = alone(tuple(prompt))
+    tokens, logprobs, gaps = alone(tuple(prompt), count)
     choice = output.outputs[0]
     assert choice.finish_reason == "length", (what, choice.finish_reason, choice.stop_reason)
     assert len(choice.token_ids) == len(tokens), what

@@ -1,0 +1,124 @@
+"""The fleet as a Ray Serve application: N prefill and M decode replicas behind the router.
+
+    serve run serving.disagg.ray_app:application model=REF prefill=2 decode=2
+
+Ray places and restarts the replicas. Each runs a whole worker, with a port of its own, because states and streams go
+from worker to worker and not through Ray. A registry says where the replicas are; the router, which is the ingress,
+follows it. How many requests each worker has is in the router's `/status`, for whoever decides about their number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import ray
+from fastapi import FastAPI
+from ray import serve
+
+from serving.disagg.settings import RouterSettings, SplitSettings
+
+log = logging.getLogger(__name__)
+
+_REGISTRY = "mamba-jax-workers"
+_BEAT = 1.0
+_DEAD = 5.0  # seconds without a word
+
+
+class Registry:
+    """Which workers there are: each says so every second."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], float] = {}
+
+    def beat(self, role: str, url: str) -> None:
+        self._seen[role, url] = time.monotonic()
+
+    def workers(self) -> dict[str, list[str]]:
+        """URLs by role, of those that have been heard of lately."""
+        late = time.monotonic() - _DEAD
+        found: dict[str, list[str]] = {"prefill": [], "decode": []}
+        for (role, url), at in self._seen.items():
+            if at > late:
+                found[role].append(url)
+        return found
+
+
+def registry() -> Any:
+    """The one registry of this Ray cluster."""
+    actor: Any = ray.remote(num_cpus=0)(Registry)
+    return actor.options(name=_REGISTRY, get_if_exists=True, lifetime="detached").remote()
+
+
+class Replica:
+    """One worker in one Ray actor."""
+
+    def __init__(self, role: str, flags: dict[str, Any]) -> None:
+        from serving.disagg.embedded import EmbeddedWorker
+
+        self.worker = EmbeddedWorker(SplitSettings.create(role=role), flags, ray.util.get_node_ip_address())
+        self._registry, self._over = registry(), threading.Event()
+        self._thread = threading.Thread(target=self._beat, args=(role,), daemon=True)
+        self._thread.start()
+
+    def check_health(self) -> None:
+        """Ray restarts the replica when this raises."""
+        if not self.worker.alive:
+            raise RuntimeError("the worker has stopped")
+
+    def __del__(self) -> None:
+        self._over.set()
+        self.worker.close()
+
+    def _beat(self, role: str) -> None:
+        while not self._over.wait(_BEAT):
+            if self.worker.ready:
+                ray.get(self._registry.beat.remote(role, self.worker.url))
+
+
+def front() -> FastAPI:
+    """The router, which follows the registry."""
+    from serving.disagg.router.app import create_router
+
+    app = create_router(RouterSettings.create())
+    inner = app.router.lifespan_context
+
+    async def follow() -> None:
+        found, fleet = registry(), app.state.relay.fleet
+        while True:
+            fleet.follow(**await found.workers.remote())
+            await asyncio.sleep(_BEAT)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with inner(app):
+            following = asyncio.create_task(follow())
+            yield
+            following.cancel()
+
+    app.router.lifespan_context = lifespan
+    return app
+
+
+class Front:
+    """The ingress. It holds the replicas' handles so that Ray deploys them along with it."""
+
+    def __init__(self, prefill: Any, decode: Any) -> None:
+        self._replicas = prefill, decode
+
+
+def application(arguments: dict[str, Any]) -> Any:
+    """Built by `serve run`: `prefill` and `decode` are numbers of replicas, `resources` Ray's for each of them (such as
+    {"TPU": 4}), everything else are flags of the engine."""
+    flags = {name: value for name, value in arguments.items() if name not in ("prefill", "decode", "resources")}
+    options = {"ray_actor_options": {"num_cpus": 1, "resources": dict(arguments.get("resources", {}))}}
+    parts = [
+        serve.deployment(name=role, num_replicas=int(arguments.get(role, 1)), **options)(Replica).bind(role, flags)
+        for role in ("prefill", "decode")
+    ]
+    return serve.deployment(serve.ingress(front)(Front)).bind(*parts)

@@ -1,0 +1,132 @@
+"""Random traffic over two workers, judged request by request against one engine without cache, drafts and split.
+
+A trace is a number: it decides the cache mode, drafts, who asks what and when, by which handoff or with none, how late
+states arrive, whether they arrive, who is aborted, and how many pages and slots there are.
+"""
+
+import dataclasses
+import random
+from collections import Counter
+
+import pytest
+
+from serving.disagg.wire import SplitError
+from tests.serving.disagg.conftest import GREEDY, VOCAB, B, Pair, assert_as_alone, finish, tokens
+
+MET: Counter = Counter()
+LENGTHS = (1, 2, 7, 8, 9, B - 1, B, B + 1, 2 * B, 2 * B + 3, 3 * B + 5)
+
+
+class Sometime:
+    """An executor that does some of its work whenever it is asked to, in any order."""
+
+    def __init__(self, rng):
+        self.rng, self.jobs = rng, []
+
+    def submit(self, function, *arguments):
+        self.jobs.append((function, arguments))
+
+    def run(self, share=1.0):
+        self.rng.shuffle(self.jobs)
+        now, later = [], []
+        for job in self.jobs:
+            (now if self.rng.random() < share else later).append(job)
+        self.jobs = later
+        for function, arguments in now:
+            function(*arguments)
+
+
+def draw_prompt(rng):
+    base = tokens(rng.randrange(3), 64)[: rng.choice(LENGTHS)]
+    tail = random.Random(rng.randrange(4))
+    return base + [tail.randrange(VOCAB) for _ in range(rng.choice([0, 0, 0, 1, 5]))]
+
+
+def run_trace(seed, mode, source):
+    rng = random.Random(seed)
+    executor = Sometime(rng)
+    pair = Pair(mode, source, executor=executor)
+    pools = pair.decode.loop.scheduler.host
+    away = [pools.pages.take() for _ in range(rng.choice([0, 20, 27]))]
+    slots = [pools.slots.take() for _ in range(rng.choice([0, 10]))]
+    break_some(pair, rng, rng.choice([0.0, 0.0, 0.3]))
+    asked, aborted = [], set()
+    for _ in range(rng.randrange(4, 10)):
+        prompt = draw_prompt(rng)
+        ticket = pair.compute(prompt, rng.choice(["full", "recompute-last"])) if rng.random() < 0.8 else None
+        salt = "salt" if rng.random() < 0.1 else None
+        length = 40 if len(prompt) <= 40 and rng.random() < 0.5 else 12
+        params = dataclasses.replace(GREEDY, max_tokens=length)
+        output = pair.add(prompt, ticket, params, cache_salt=salt, priority=rng.choice([0, 0, 1]))
+        asked.append((prompt, output, length))
+        for _ in range(rng.randrange(4)):
+            pair.decode.step()
+            pair.decode.loop.scheduler.check()
+            executor.run(rng.random())
+        if rng.random() < 0.15:
+            output = rng.choice(asked)[1]
+            MET["aborted"] += pair.decode.abort(output.request_id) is not None
+            aborted.add(output.request_id)
+        if rng.random() < 0.05:
+            pair.decode.loop._forget()
+            MET["stores lost"] += 1
+    for _ in range(3000):
+        if not pair.decode.loop.busy and not executor.jobs:
+            break
+        pair.decode.step()
+        executor.run(0.5)
+    executor.run()
+    finish(pair.decode)
+    for prompt, output, length in asked:
+        assert output.finished
+        if output.request_id not in aborted:
+            assert_as_alone(prompt, output, (seed, mode, source), count=length)
+    stats = pair.decode_side.stats
+    for name in ("arrived", "failed", "late", "spared", "pages_spared"):
+        MET[name] += getattr(stats, name)
+    MET["preemptions"] += pair.decode.loop.scheduler.stats()["preemptions"]
+    give_back(pools, away, slots)
+    pair.assert_idle()
+
+
+def give_back(pools, away, slots):
+    """What was taken to make the pools small; gone already if the store was lost."""
+    for page in away:
+        if pools.pages.refs[page] == 1:
+            pools.pages.release(page)
+    for slot in slots:
+        if pools.slots.refs[slot] == 1:
+            pools.slots.release(slot)
+
+
+def break_some(pair, rng, share):
+    offer = pair.peer.offer
+
+    def unsure(want):
+        if rng.random() < share:
+            raise SplitError("injected: no answer")
+        return offer(want)
+
+    pair.peer.offer = unsure
+
+
+@pytest.mark.parametrize("source", ["none", "ngram", "mtp"])
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+def test_traces(mode, source):
+    for seed in range(8):
+        run_trace(f"{seed} {mode} {source}", mode, source)
+
+
+def test_the_traces_meet_what_they_should():
+    """Of all of the above together."""
+    if not MET:
+        pytest.skip("no trace was run before")
+    for what in ("arrived", "failed", "late", "spared", "pages_spared", "aborted", "preemptions"):
+        assert MET[what], (what, MET)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 160))
+def test_more_traces(seed):
+    rng = random.Random(seed)
+    run_trace(seed, rng.choice(["none", "align", "all"]), rng.choice(["none", "ngram"]))
