@@ -21,7 +21,7 @@ from mamba_jax.programs import KernelChoice, StepPrograms, UnsupportedError
 from mamba_jax.rows import Rows, init_rows
 from mamba_jax.sharding import Partition, parameter_shardings, replicate, sharded_store
 from mamba_jax.store import StoreShape, init_store
-from serving.config import CachePolicy, EngineConfig, resolve_cache_policy
+from serving.config import CachePolicy, ConfigError, EngineConfig, resolve_cache_policy
 from serving.core import Scheduler
 from serving.engine.batching import BatchBuilder
 from serving.engine.compile_cache import use_compilation_cache

@@ -1,0 +1,39 @@
+"""The engine on the kernels (interpreted) gives the tokens that it gives on plain JAX, under reuse and preemption."""
+
+import random
+
+import pytest
+
+from mamba_jax.programs import KernelChoice, StepPrograms
+from serving.config import ConfigError, EngineConfig
+from serving.engine.build import assemble
+from serving.engine.sampling_params import SamplingParams
+
+NAMED = {"state_update": "pallas_tpu_interpreted", "ssd_scan": "pallas_tpu_interpreted"}
+
+
+@pytest.mark.slow
+def test_same_tokens_by_kernels(harness):
+    rng = random.Random(3)
+    shared = harness.prompt(rng, 64)
+    prompts = [harness.prompt(rng, n) for n in (1, 16, 33, 70, 97)] + [shared + harness.prompt(rng, 9)] * 5
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    plain = harness.run(harness.engine("all"), prompts, params)
+    programs = StepPrograms(
+        harness.model,
+        tile_size=harness.flags["tile_size"],
+        compiler_options={"xla_backend_optimization_level": 0},
+        kernels=KernelChoice(named=NAMED),
+    )
+    # A pool that makes requests throw each other out.
+    config = EngineConfig.create(mamba_cache_mode="all", **harness.flags | {"num_slots": 12})
+    engine = assemble(config, harness.model, tokenizer=harness.tokenizer, eos_token_ids=(2,), programs=programs).engine
+    for prompt, one, other in zip(prompts, harness.run(engine, prompts, params), plain, strict=True):
+        harness.assert_greedy(prompt, one.outputs[0].token_ids, other.outputs[0].token_ids)
+    assert "ssd_scan by pallas_tpu_interpreted (named)" in programs.kernels.report()
+
+
+def test_a_choice_that_makes_no_sense(harness):
+    config = EngineConfig.create(**harness.flags, kernels="ssd_scan=xla,update")
+    with pytest.raises(ConfigError, match="kernels: 'update' is not operation=implementation"):
+        assemble(config, harness.model)
