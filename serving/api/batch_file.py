@@ -1,4 +1,7 @@
-"""Batch inference from one JSON-lines file to another: resumable, and a bad line harms no other."""
+"""Batch inference from one JSON-lines file to another: resumable, and a bad line harms no other.
+
+Lines have the project's own form, or that of OpenAI's Batch files (see `openai_batch`); a file may mix them.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from checkpoints.errors import CheckpointError
+from serving.api.openai_batch import BatchLines, Writer, is_batch_line
 from serving.engine.llm import LLM
 from serving.engine.output import RequestOutput, TokenLogprobs
 from serving.engine.sampling_params import RequestError, SamplingParams
@@ -53,7 +58,7 @@ def read_lines(path: Path) -> Iterator[Line]:
             if not isinstance(value, dict):
                 yield Line(number, name, f"must be a JSON object, got {type(value).__name__}")
                 continue
-            given = value.pop("id", None)
+            given = value.get("custom_id") if is_batch_line(value) else value.pop("id", None)
             yield Line(number, name if given is None else given, value)
 
 
@@ -93,7 +98,7 @@ def repair(path: Path) -> Counter[Key]:
                 value = None
             if not raw.endswith(b"\n") or not isinstance(value, dict) or "id" not in value:
                 break
-            done[json.dumps(value["id"])] += 1
+            done[_key(value)] += 1
             good += len(raw)
         rest = file.seek(0, os.SEEK_END) - good
         file.seek(good)
@@ -104,6 +109,11 @@ def repair(path: Path) -> Counter[Key]:
             )
         file.truncate(good)
     return done
+
+
+def _key(answer: Mapping[str, Any]) -> Key:
+    """Of a line of output. In OpenAI's form the `id` is the answer's own."""
+    return json.dumps(answer["custom_id"] if "custom_id" in answer else answer["id"])
 
 
 def run_batch(
@@ -128,18 +138,21 @@ def run_batch(
     answered = repair(target)
     counts = BatchCounts()
     waiting: dict[str, Line] = {}
-    wants: dict[str, SamplingParams] = {}
+    wants: dict[str, SamplingParams | Writer] = {}
     order: list[Key] = []
     engine = llm.engine
     ahead = 2 * llm.config.max_num_seqs
     lines = read_lines(source)
+    openai = BatchLines(llm.tokenizer, Path(llm.config.model).name, defaults or {})
     with target.open("a", encoding="utf-8") as out:
 
         def answer(line: Line, value: dict[str, Any]) -> None:
-            out.write(json.dumps({"id": line.id, **value}, ensure_ascii=False) + "\n")
+            out.write(
+                json.dumps(value if "custom_id" in value else {"id": line.id, **value}, ensure_ascii=False) + "\n"
+            )
             out.flush()
             counts.done += 1
-            counts.failed += "error" in value
+            counts.failed += value.get("error") is not None
             if progress is not None:
                 progress(counts)
 
@@ -159,15 +172,28 @@ def run_batch(
                     continue
                 request_id = f"line-{line.number}"
                 try:
-                    prompt, params = parse(line, defaults or {})
-                    engine.add_request(request_id, prompt, params)
-                except RequestError as error:
-                    answer(line, {"error": str(error)})
+                    if is_batch_line(line.fields):
+                        writer = openai.read(cast(Mapping[str, Any], line.fields))
+                        wants[request_id] = writer
+                        prompt: Any = {"prompt_token_ids": writer.job.prompts[0]}
+                        engine.add_request(request_id, prompt, writer.job.params)
+                    else:
+                        prompt, params = parse(line, defaults or {})
+                        wants[request_id] = params
+                        engine.add_request(request_id, prompt, params)
+                except (RequestError, CheckpointError) as error:
+                    wants.pop(request_id, None)
+                    failed = BatchLines.failed(line.id, error) if is_batch_line(line.fields) else {"error": str(error)}
+                    answer(line, failed)
                     continue
-                waiting[request_id], wants[request_id] = line, params
+                waiting[request_id] = line
             for output in engine.step() if waiting else ():
                 if output.finished:
-                    answer(waiting.pop(output.request_id), as_json(output, wants.pop(output.request_id)))
+                    line, wanted = waiting.pop(output.request_id), wants.pop(output.request_id)
+                    if isinstance(wanted, SamplingParams):
+                        answer(line, as_json(output, wanted))
+                    else:
+                        answer(line, BatchLines.written(line.id, wanted, output))
     _sort_like(target, order)
     return counts
 
@@ -215,7 +241,7 @@ def _sort_like(path: Path, order: list[Key]) -> None:
         start = 0
         for index, raw in enumerate(file):
             lines.append((start, len(raw)))
-            places.setdefault(json.dumps(json.loads(raw)["id"]), deque()).append(index)
+            places.setdefault(_key(json.loads(raw)), deque()).append(index)
             start += len(raw)
     wanted = [places[key].popleft() for key in order if places.get(key)]
     known = set(wanted)

@@ -110,7 +110,7 @@ def settle(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket on that address, not listening yet.
+    """A socket on that address, listening.
 
     Raises:
         ConfigError: the address cannot be had.
@@ -120,6 +120,7 @@ def bind(host: str, port: int) -> socket.socket:
         made = socket.socket(family, socket.SOCK_STREAM)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind((host, port))
+        made.listen()  # from now on nobody else can have it
     except (OSError, OverflowError) as error:
         raise ConfigError(f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}") from None
     return made

@@ -21,9 +21,7 @@ router = APIRouter()
 async def list_models(request: Request) -> Response:
     """The model, under each of its names."""
     context = context_of(request)
-    return answer(
-        request, ModelList(object="list", data=[_card(context, n) for n in context.settings.served_model_name])
-    )
+    return answer(ModelList(object="list", data=[_card(context, n) for n in context.settings.served_model_name]))
 
 
 @router.get("/v1/models/{name:path}", response_model=ModelCard, tags=["OpenAI"])
@@ -32,7 +30,7 @@ async def get_model(name: str, request: Request) -> Response:
     context = context_of(request)
     if name not in context.settings.served_model_name:
         raise ApiError(404, f"the model {name!r} does not exist here", param="model", code="model_not_found")
-    return answer(request, _card(context, name))
+    return answer(_card(context, name))
 
 
 @router.get("/health", tags=["operation"])

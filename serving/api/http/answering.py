@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from fastapi import Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
@@ -15,11 +14,8 @@ IGNORED = "x-ignored-fields"
 _NAMES = 16
 
 
-def answer(request: Request, model: BaseModel, headers: Mapping[str, str] | None = None) -> Response:
-    """A model as JSON, with the fields that were set; the log line of the request gets the usage."""
-    usage = getattr(model, "usage", None)
-    if usage is not None:
-        request.state.usage = usage
+def answer(model: BaseModel, headers: Mapping[str, str] | None = None) -> Response:
+    """A model as JSON, with the fields that were set."""
     return Response(model.model_dump_json(exclude_unset=True), headers=headers, media_type="application/json")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from serving.api.http.answering import answer, ignored_header
 from serving.api.http.context import Context, context_of
-from serving.api.http.generation import Job, Piece, Tally, check_form, check_size, run, stream
+from serving.api.http.generation import Job, Piece, Tally, Voice, check_form, check_size, run, stream
 from serving.api.http.logprobs import LogprobWriter
 from serving.api.http.protocol.chat import (
     ChatAnswer,
@@ -26,6 +26,7 @@ from serving.api.http.protocol.chat import (
 from serving.api.http.protocol.common import ErrorResponse, StreamOptions
 from serving.api.http.sampling import sampling_params
 from serving.api.http.streaming import DONE, EventStream, event, start, until_gone
+from serving.engine.output import RequestOutput
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -35,12 +36,13 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     """Answer a conversation; with `stream` as server-sent events."""
     context = context_of(request)
     context.check(body.model)
-    writer = await until_gone(request.receive, _Writer.of(context, body))
-    headers = ignored_header(body)
+    writer = await until_gone(request.receive, ChatWriter.of(context, body))
+    headers, request.state.tally = ignored_header(body), writer.tally
     if body.stream:
-        events = await until_gone(request.receive, start(writer.events()))
+        events = await until_gone(request.receive, start(writer.events(context)))
         return EventStream(events, headers)
-    return answer(request, await until_gone(request.receive, writer.response()), headers)
+    outputs = await until_gone(request.receive, run(context, writer.job))
+    return answer(writer.response(outputs), headers)
 
 
 def template_options(body: ChatRequest) -> dict[str, Any]:
@@ -54,37 +56,43 @@ def template_options(body: ChatRequest) -> dict[str, Any]:
     }
 
 
-class _Writer:
-    """Writes the answer to one request."""
+class ChatWriter:
+    """Writes the answer to one request.
 
-    def __init__(self, context: Context, body: ChatRequest, prompt: list[int]) -> None:
-        self._context, self._body = context, body
+    Args:
+        voice: what it is written with.
+        body: the request.
+        prompt: token ids of the conversation.
+    """
+
+    def __init__(self, voice: Voice, body: ChatRequest, prompt: list[int]) -> None:
+        self._voice, self._body = voice, body
         self.job = Job(
             f"chatcmpl-{uuid.uuid4().hex}",
             [prompt],
-            sampling_params(body, context.settings.default_sampling),
+            sampling_params(body, voice.defaults),
             body.priority,
             body.cache_salt,
         )
+        self.tally = Tally(self.job)
         self._created = int(time.time())
-        self._logprobs = LogprobWriter(
-            context.codec, top=body.top_logprobs or 0, as_ids=body.return_tokens_as_token_ids
-        )
+        self._logprobs = LogprobWriter(voice.codec, top=body.top_logprobs or 0, as_ids=body.return_tokens_as_token_ids)
 
     @classmethod
-    async def of(cls, context: Context, body: ChatRequest) -> _Writer:
+    async def of(cls, context: Context, body: ChatRequest) -> ChatWriter:
         """Renders, tokenises and checks everything that can be checked beforehand."""
         messages = [message.model_dump(exclude_unset=True) for message in body.messages]
         special = body.add_special_tokens is True
         prompt = await context.codec.encode_chat(messages, add_special_tokens=special, **template_options(body))
         check_size(context, body, [prompt])
-        writer = cls(context, body, prompt)
+        writer = cls(Voice.of(context), body, prompt)
         await check_form(context, writer.job.params)
         return writer
 
-    async def response(self) -> ChatResponse:
-        """The whole answer."""
-        (output,) = await run(self._context, self.job)
+    def response(self, outputs: Sequence[RequestOutput]) -> ChatResponse:
+        """The whole answer, from the finished output."""
+        (output,) = outputs
+        self.tally.latest[0] = output
         choices = []
         for each in output.outputs:
             choice = ChatChoice(
@@ -101,28 +109,28 @@ class _Writer:
                 choice.token_ids = each.token_ids
             choices.append(choice)
         response = ChatResponse(
-            id=self.job.id, object="chat.completion", created=self._created, model=self._context.model_name,
-            choices=choices, usage=Tally(self.job, latest={0: output}).usage(),
+            id=self.job.id, object="chat.completion", created=self._created, model=self._voice.model,
+            choices=choices, usage=self.tally.usage(),
         )  # fmt: skip
         if self._body.return_token_ids:
             response.prompt_token_ids = list(self.job.prompts[0])
         return response
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self, context: Context) -> AsyncGenerator[bytes, None]:
         """The answer as events: the role first, then what is new, then why it ended."""
-        tally, seen = Tally(self.job), set[int]()
+        tally, seen = self.tally, set[int]()
         options = self._body.stream_options or StreamOptions()
 
         def chunk(choices: list[ChatChunkChoice]) -> ChatChunk:
             made = ChatChunk(
                 id=self.job.id, object="chat.completion.chunk", created=self._created,
-                model=self._context.model_name, choices=choices,
+                model=self._voice.model, choices=choices,
             )  # fmt: skip
             if options.include_usage or options.continuous_usage_stats:
                 made.usage = tally.usage() if options.continuous_usage_stats else None
             return made
 
-        async for piece in stream(self._context, self.job, tally):
+        async for piece in stream(context, self.job, tally):
             if piece.choice not in seen:
                 begin = chunk(
                     [ChatChunkChoice(index=piece.choice, delta=Delta(role="assistant", content=""), finish_reason=None)]

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from serving.api.http.answering import answer, ignored_header
 from serving.api.http.context import Context, context_of
-from serving.api.http.generation import Job, Piece, Tally, check_form, check_size, run, stream
+from serving.api.http.generation import Job, Piece, Tally, Voice, check_form, check_size, run, stream
 from serving.api.http.logprobs import LogprobWriter
 from serving.api.http.protocol.common import ErrorResponse, StreamOptions
 from serving.api.http.protocol.completions import (
@@ -32,32 +32,42 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     """Continue one prompt or several; with `stream` as server-sent events."""
     context = context_of(request)
     context.check(body.model)
-    writer = await until_gone(request.receive, _Writer.of(context, body))
-    headers = ignored_header(body)
+    writer = await until_gone(request.receive, CompletionWriter.of(context, body))
+    headers, request.state.tally = ignored_header(body), writer.tally
     if body.stream:
-        events = await until_gone(request.receive, start(writer.events()))
+        events = await until_gone(request.receive, start(writer.events(context)))
         return EventStream(events, headers)
-    return answer(request, await until_gone(request.receive, writer.response()), headers)
+    outputs = await until_gone(request.receive, run(context, writer.job))
+    return answer(writer.response(outputs), headers)
 
 
-class _Writer:
-    """Writes the answer to one request."""
+class CompletionWriter:
+    """Writes the answer to one request.
 
-    def __init__(self, context: Context, body: CompletionRequest, prompts: Sequence[list[int]], echoes: list[str]):
-        self._context, self._body, self._echoes = context, body, echoes
+    Args:
+        voice: what it is written with.
+        body: the request.
+        prompts: its prompts' token ids.
+        echoes: their texts, if the request wants them back.
+    """
+
+    def __init__(self, voice: Voice, body: CompletionRequest, prompts: Sequence[list[int]], echoes: Sequence[str]):
+        self._voice, self._body, self._echoes = voice, body, echoes
         self.job = Job(
             f"cmpl-{uuid.uuid4().hex}",
             prompts,
-            sampling_params(body, context.settings.default_sampling),
+            sampling_params(body, voice.defaults),
             body.priority,
             body.cache_salt,
         )
+        # With max_tokens = 0 the engine still makes one token, which is nobody's business.
+        self.tally = Tally(self.job, with_output=body.max_tokens != 0)
         self._created = int(time.time())
-        self._logprobs = LogprobWriter(context.codec, top=body.logprobs or 0, as_ids=body.return_tokens_as_token_ids)
+        self._logprobs = LogprobWriter(voice.codec, top=body.logprobs or 0, as_ids=body.return_tokens_as_token_ids)
         self._offsets: dict[int, int] = {}
 
     @classmethod
-    async def of(cls, context: Context, body: CompletionRequest) -> _Writer:
+    async def of(cls, context: Context, body: CompletionRequest) -> CompletionWriter:
         """Tokenises and checks everything that can be checked beforehand."""
         codec, special = context.codec, body.add_special_tokens is not False
         prompts = [
@@ -71,15 +81,13 @@ class _Writer:
                 echoes.append(prompt)
             else:
                 echoes.append("" if codec.tokenizer is None else await codec.decode(prompt))
-        writer = cls(context, body, prompts, echoes)
+        writer = cls(Voice.of(context), body, prompts, echoes)
         await check_form(context, writer.job.params)
         return writer
 
-    async def response(self) -> CompletionResponse:
-        """The whole answer."""
-        outputs = await run(self._context, self.job)
-        tally = self._tally()
-        tally.latest.update(enumerate(outputs))
+    def response(self, outputs: Sequence[RequestOutput]) -> CompletionResponse:
+        """The whole answer, from the finished outputs of all prompts."""
+        self.tally.latest.update(enumerate(outputs))
         choices = [
             self._choice(
                 Piece(
@@ -92,14 +100,14 @@ class _Writer:
             for choice in output.outputs
         ]  # fmt: skip
         response = self._envelope(choices)
-        response.usage = tally.usage()
+        response.usage = self.tally.usage()
         return response
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self, context: Context) -> AsyncGenerator[bytes, None]:
         """The answer as events."""
-        tally, seen = self._tally(), set[int]()
+        tally, seen = self.tally, set[int]()
         options = self._body.stream_options or StreamOptions()
-        async for piece in stream(self._context, self.job, tally):
+        async for piece in stream(context, self.job, tally):
             index = piece.prompt * self._body.n + piece.choice
             first = index not in seen
             shown = self._choice(piece, first=first)
@@ -116,13 +124,9 @@ class _Writer:
             yield event(last)
         yield DONE
 
-    def _tally(self) -> Tally:
-        # With max_tokens = 0 the engine still makes one token, which is nobody's business.
-        return Tally(self.job, with_output=self._body.max_tokens != 0)
-
     def _envelope(self, choices: list[CompletionChoice]) -> CompletionResponse:
         return CompletionResponse(
-            id=self.job.id, object="text_completion", created=self._created, model=self._context.model_name,
+            id=self.job.id, object="text_completion", created=self._created, model=self._voice.model,
             choices=choices,
         )  # fmt: skip
 
@@ -152,7 +156,7 @@ class _Writer:
     def _written(self, index: int, tokens: list[int], tables: list[TokenLogprobs | None]) -> CompletionLogprobs:
         offset = self._offsets.get(index, 0)
         written = self._logprobs.completion(tokens, tables, offset=offset)
-        self._offsets[index] = offset + sum(len(self._context.codec.token(token)) for token in tokens)
+        self._offsets[index] = offset + sum(len(self._voice.codec.token(token)) for token in tokens)
         return written
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from serving.api.http.context import Context
 from serving.api.http.errors import ApiError
@@ -16,8 +17,25 @@ from serving.api.http.protocol.common import (
     Usage,
 )
 from serving.api.http.streaming import gather, merge
+from serving.api.http.text import TextCodec
 from serving.engine.output import CompletionOutput, RequestOutput, TokenLogprobs
 from serving.engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Voice:
+    """What answers are written with, whoever asked: a server's clients or a batch file."""
+
+    codec: TextCodec
+    model: str
+    """What the model is called."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters of requests that do not have them."""
+
+    @classmethod
+    def of(cls, context: Context) -> Voice:
+        """A server's."""
+        return cls(context.codec, context.model_name, context.settings.default_sampling)
 
 
 @dataclass(frozen=True)
@@ -181,4 +199,7 @@ async def _one(context: Context, job: Job, index: int, *, live: bool) -> AsyncGe
     async with contextlib.aclosing(outputs) as each:
         async for output in each:
             observe(output, time.monotonic())
+            for choice in output.outputs:
+                if choice.finish_reason == "error":
+                    raise ApiError(500, str(choice.stop_reason), code="generation_failed")
             yield output

@@ -17,6 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.api.http.errors import ApiError, as_api_error
+from serving.api.http.generation import Tally
 from serving.api.http.settings import ServerSettings
 from serving.api.http.streaming import ClientGone
 from serving.api.metrics import Metrics
@@ -126,7 +127,7 @@ class Limits:
         return replay
 
     def _log(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
-        if not self._settings.log_requests or (scope["path"] in _QUIET and status < 400):
+        if not self._settings.log_requests or scope["path"] in _QUIET:
             return
         fields = {
             "request_id": request_id,
@@ -135,8 +136,9 @@ class Limits:
             "status": status,
             "seconds": round(seconds, 4),
         }
-        usage = scope["state"].get("usage")
-        if usage is not None:
+        tally: Tally | None = scope["state"].get("tally")
+        if tally is not None:
+            usage = tally.usage()
             fields["prompt_tokens"] = usage.prompt_tokens
             fields["completion_tokens"] = usage.completion_tokens
             fields["cached_tokens"] = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0

@@ -38,7 +38,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     result = TokenizeResponse(count=len(ids), max_model_len=context.engine.engine.max_model_len, tokens=ids)
     if body.return_token_strs:
         result.token_strs = [codec.token(token) for token in ids]
-    return answer(request, result, ignored_header(body))
+    return answer(result, ignored_header(body))
 
 
 @router.post("/detokenize", response_model=DetokenizeResponse)
@@ -51,4 +51,4 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     if bad is not None:
         raise ApiError(400, f"token id {bad} is not in the vocabulary (0 to {size - 1})", param="tokens")
     result = DetokenizeResponse(prompt=await context.codec.decode(body.tokens))
-    return answer(request, result, ignored_header(body))
+    return answer(result, ignored_header(body))

@@ -29,6 +29,7 @@ ENGINE = {
     "num_pages": 160,
     "speculative_method": "ngram",
     "num_speculative_tokens": 2,
+    "adaptive_drafts": False,
     "max_num_waiting": 200,
     "enable_structured_outputs": True,
     "warmup": False,

@@ -1,5 +1,6 @@
 """What operators rely on: probes, keys, metrics, logs, draining, and what happens when the engine fails."""
 
+import asyncio
 import json
 import logging
 import threading
@@ -114,8 +115,6 @@ async def handled(settings, *, headers=(), path="/v1/models", method="GET", mess
     ],
 )  # fmt: skip
 def test_keys(key, path, status):
-    import asyncio
-
     headers = [("authorization", key)] if key else []
     sent = asyncio.run(handled({"api_key": ("one", "two")}, headers=headers, path=path))
     assert sent[0]["status"] == status
@@ -124,8 +123,6 @@ def test_keys(key, path, status):
 
 
 def test_bodies_in_pieces_and_clients_that_leave():
-    import asyncio
-
     kind = [("content-type", "application/json")]
     pieces = [{"type": "http.request", "body": b"a" * 600, "more_body": True}] * 2
     last = {"type": "http.request", "body": b"b", "more_body": False}
@@ -193,6 +190,19 @@ def test_an_engine_that_fails(server):
     assert other.complete().status_code == 503
     assert other.http.get("/metrics").status_code == 200
     other.close()
+
+
+def test_a_request_that_the_engine_gives_up(server):
+    """Before the answer has begun it is a status, afterwards an event."""
+    body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = (line for line in response.iter_lines() if line)
+        name = json.loads(next(lines)[6:])["id"]
+        asyncio.run(server.async_engine.call(lambda engine: engine.fail(name, "the state is lost")))
+        *_, last, done = lines
+    assert done == "data: [DONE]"
+    assert json.loads(last[6:])["error"]["message"] == "the state is lost"
+    server.assert_idle()
 
 
 @pytest.mark.parametrize("form", [TextFormatter(), JsonFormatter()])

@@ -1,0 +1,119 @@
+"""What HTTP costs: the same requests through `Engine` directly and through the server, in turns, in one run.
+
+    python -m benchmarks.http_overhead --model demo --concurrency 32 --tokens 64
+
+The server runs in this process, as `mamba-jax serve` does it; its clients in another. Nothing is streamed unless
+`--stream`. Prints tokens per second of both and the ratio of each turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from typing import Any
+
+
+def prompts(count: int, length: int, seed: int, vocab_size: int) -> list[list[int]]:
+    """Random token ids: nothing to reuse."""
+    rng = random.Random(seed)
+    return [[rng.randrange(10, vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def offline(engine: Any, many: list[list[int]], tokens: int) -> float:
+    """Seconds that the engine takes for all of them, driven by this thread."""
+    from serving import SamplingParams
+
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    begin = time.perf_counter()
+    for i, ids in enumerate(many):
+        engine.add_request(f"offline-{begin}-{i}", {"prompt_token_ids": ids}, params)
+    while engine.num_unfinished:
+        engine.step()
+    return time.perf_counter() - begin
+
+
+async def client(url: str, many: list[list[int]], tokens: int, stream: bool) -> float:
+    """Seconds that the server takes for all of them at once, in the client's view."""
+    import httpx
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
+
+        async def one(ids: list[int]) -> None:
+            body = {"prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
+            response = await http.post("/v1/completions", json=body)
+            assert response.status_code == 200, response.text
+
+        await asyncio.gather(*(http.get("/health") for _ in many))  # the connections stand
+        begin = time.perf_counter()
+        await asyncio.gather(*(one(ids) for ids in many))
+        return time.perf_counter() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--prompt-tokens", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--client", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.client:
+        many = json.loads(sys.stdin.read())
+        print(asyncio.run(client(options.client, many, options.tokens, options.stream)))
+        return
+
+    import uvicorn
+
+    from serving.api.http import ServerSettings, create_app
+    from serving.config import EngineConfig
+    from serving.engine.async_engine import AsyncEngine
+    from serving.engine.build import build_engine
+
+    size = options.prompt_tokens + options.tokens + 1
+    config = EngineConfig.create(
+        model=options.model, max_num_seqs=options.concurrency, max_model_len=max(size, 128), warmup=True,
+        max_num_batched_tokens=512, enable_prefix_caching=False,
+    )  # fmt: skip
+    engine = build_engine(config, progress=False).engine
+    offline(engine, prompts(options.concurrency, options.prompt_tokens, -1, engine.vocab_size), options.tokens)
+    async_engine = AsyncEngine(engine)
+    listening = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    app = create_app(async_engine, ServerSettings.create(log_requests=False))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on"))
+    thread = threading.Thread(target=partial(server.run, sockets=[listening]), daemon=True)
+    thread.start()
+    while not app.state.context.ready:
+        time.sleep(0.05)
+
+    command = [sys.executable, "-m", "benchmarks.http_overhead", "--client", url, "--tokens", str(options.tokens)]
+    command += ["--stream"] if options.stream else []
+    produced, ratios = options.concurrency * options.tokens, []
+    for turn in range(options.turns):
+        many = prompts(options.concurrency, options.prompt_tokens, turn, engine.vocab_size)
+        # The engine's thread sleeps in a command queue; while it runs this, it is the only one that drives the engine.
+        direct = asyncio.run(async_engine.call(partial(offline, many=many, tokens=options.tokens)))
+        done = subprocess.run(command, input=json.dumps(many), capture_output=True, text=True, check=True)
+        through = float(done.stdout)
+        ratios.append(direct / through)
+        print(f"turn {turn}: {produced / direct:8.0f} tokens/s direct, {produced / through:8.0f} by HTTP, "
+              f"ratio {ratios[-1]:.3f}")  # fmt: skip
+    print(f"median ratio {statistics.median(ratios):.3f} ({options.concurrency} at once, {options.tokens} tokens each)")
+    server.should_exit = True
+    thread.join()
+
+
+if __name__ == "__main__":
+    main()
