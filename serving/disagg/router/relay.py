@@ -75,11 +75,11 @@ class Relay:
             if wanted and ticket is None:
                 ticket = await self._prefill(kind, body, key, headers, worker)
             try:
-                if ticket is not None:
-                    await self._expect(worker, ticket, headers)
-                self.stats.split += ticket is not None
-                self.stats.alone += ticket is None
-                return await self._decode(worker, kind, body, headers)
+                split = ticket is not None and await self._expect(worker, ticket, headers)
+                answer = await self._decode(worker, kind, body, headers)
+                self.stats.split += split
+                self.stats.alone += not split
+                return answer
             except WorkerLost as error:
                 self.stats.decode_retries += 1
                 worker.failed(str(error))
@@ -118,8 +118,8 @@ class Relay:
             raise ApiError(503, "no prefill worker is to be had", code="no_worker", headers={"Retry-After": "1"})
         return None
 
-    async def _expect(self, worker: Remote, ticket: Ticket, headers: dict[str, str]) -> None:
-        """Tell a decode worker of the state. If it cannot use it, it does without.
+    async def _expect(self, worker: Remote, ticket: Ticket, headers: dict[str, str]) -> bool:
+        """Tell a decode worker of the state; whether it can use it. If not, it does without.
 
         Raises:
             WorkerLost: it does not answer.
@@ -131,11 +131,15 @@ class Relay:
             )
         except httpx.HTTPError as error:
             raise WorkerLost(str(error) or type(error).__name__) from None
-        if found.status_code != 200:
-            log.warning("decode worker %s: %s", worker.url, said(found))
-            if self.settings.on_failure == "fail":
-                raise ApiError(502, said(found), code="state_not_fetched")
-            await self._release(ticket)
+        if found.status_code == 200:
+            return True
+        if found.status_code == 503:
+            raise WorkerLost("it answers 503")
+        log.warning("decode worker %s: %s", worker.url, said(found))
+        if self.settings.on_failure == "fail":
+            raise ApiError(502, said(found), code="state_not_fetched")
+        await self._release(ticket)
+        return False
 
     async def _decode(self, worker: Remote, kind: str, body: dict[str, Any], headers: dict[str, str]) -> Answer:
         """The beginning of the answer, up to its first piece.
