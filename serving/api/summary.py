@@ -8,6 +8,7 @@ import jax
 
 from serving.api.http.settings import ServerSettings
 from serving.engine.build import Built
+from serving.engine.devices import describe
 
 
 def summary(built: Built, settings: ServerSettings, url: str) -> Iterator[str]:
@@ -17,7 +18,10 @@ def summary(built: Built, settings: ServerSettings, url: str) -> Iterator[str]:
     scheduler = built.engine.loop.scheduler.config
     dtype = built.model.embed.weight[...].dtype
     yield f"model     {config.model} ({model.family}), {built.model.num_parameters:,} parameters, {dtype}"
-    yield f"device    {device.device_kind} ({device.platform}), JAX {jax.__version__}"
+    programs = built.engine.loop.programs
+    yield f"device    {describe(programs.mesh)} ({device.platform}), JAX {jax.__version__}"
+    if programs.compilations:
+        yield f"kernels   {programs.kernels.report().partition(': ')[2]}"
     lengths = f"{scheduler.max_num_seqs} sequences of up to {scheduler.max_model_len:,} tokens"
     yield f"serves    {lengths}, {scheduler.max_num_batched_tokens:,} tokens a step"
     slots, pages = scheduler.num_slots - 1, max(scheduler.num_pages - 1, 0)

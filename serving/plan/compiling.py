@@ -89,16 +89,28 @@ class SlicePrograms:
         store, rows: shapes, as `jax.eval_shape` gives them.
         tile_size: of prefill batches.
         source: of drafts.
+        kernels: what operations run by, as the engine's flag says it.
+
+    Raises:
+        UnsupportedError: `kernels` is not written as it should be.
     """
 
     def __init__(
-        self, model: HybridModel, mesh: Mesh, *, store: Store, rows: Rows, tile_size: int, source: Any = None
+        self,
+        model: HybridModel,
+        mesh: Mesh,
+        *,
+        store: Store,
+        rows: Rows,
+        tile_size: int,
+        source: Any = None,
+        kernels: str = "auto",
     ) -> None:
         sharding, whole = parameter_shardings(model.config, mesh), replicated(mesh)
-        values = {path: _described(leaf, sharding(path)) for path, leaf in parameters(model).items()}
+        values: Any = {path: _described(leaf, sharding(path)) for path, leaf in parameters(model).items()}
         placed: Any = HybridModel.from_parameters(model.config, values)
-        self.choice = Choice(platform="tpu", device=mesh.devices.flat[0])
-        self._programs = StepPrograms(placed, tile_size=tile_size, source=source, mesh=mesh)
+        self.choice = Choice.parse(kernels, platform="tpu", device=mesh.devices.flat[0])
+        self._programs = StepPrograms(placed, tile_size=tile_size, source=source, mesh=mesh, kernels=self.choice)
         self._store = jax.tree.map(_described, store, store_shardings(store, model.config, mesh))
         self._rows = jax.tree.map(lambda leaf: _described(leaf, whole), rows)
 

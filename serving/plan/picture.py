@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
-from serving.plan.plan import Plan
 from serving.plan.report import gib, memory_rows, verdict
+from serving.plan.result import Plan
 
 _WIDTH, _LEFT, _BAR = 760, 20, 26
 _COLOURS = ("#3b6ea5", "#e0993b", "#7a5195", "#b0b0b0", "#5fa777", "#e8e8e8")

@@ -6,7 +6,6 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,11 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from checkpoints.load import load_config
-from mamba_jax.batch import DecodeBatch, PrefillBatch
+from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch
 from mamba_jax.config import ConfigError as ModelConfigError
 from mamba_jax.config import HybridConfig
 from mamba_jax.drafts import DraftSource
 from mamba_jax.model import HybridModel, parameters
+from mamba_jax.programs import UnsupportedError
 from mamba_jax.rows import init_rows
 from mamba_jax.sharding import Partition
 from mamba_jax.store import StoreShape, init_store
@@ -26,70 +26,13 @@ from serving.config import CachePolicy, ConfigError, EngineConfig, resolve_cache
 from serving.engine.batching import BatchBuilder, PrefillShape
 from serving.engine.drafting import draft_source
 from serving.engine.sizing import StoreSize, scheduler_config, size_store, workspace_bytes
+from serving.plan.buckets import decode_name, decode_shapes, prefill_name, prefill_shapes
 from serving.plan.compiling import Program, SlicePrograms, check_compiler, slice_mesh
-from serving.plan.count import Counter, Load, Work, collectives, decode_load, prefill_load
+from serving.plan.count import Counter, Load, collectives, decode_load, prefill_load
+from serving.plan.result import Plan, Step
 from serving.plan.targets import Target, larger
 
 DEFAULT_CONTEXT = 2048
-
-
-@dataclass(frozen=True)
-class Step:
-    """One program: what it must move and compute at least, and how long that takes at published speeds."""
-
-    name: str
-    tokens: int
-    """Fed to the model."""
-    emitted: int
-    """Tokens that come out at least: drafts may add to them."""
-    work: Work
-    memory_ms: float
-    compute_ms: float
-    link_ms: float
-    bound_ms: float
-    """No step is faster: the larger of memory and compute, and then the exchange between devices."""
-    tokens_per_second: float
-    """At that bound; of a decode step those that come out, of a prefill step those that go in."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What `mamba-jax plan` reports. Bytes are those of one device."""
-
-    model: str
-    target: Target
-    dtype: str
-    parameters: int
-    fits: bool
-    spare: int
-    """Bytes left (negative: missing) beside weights, store, programs and temporaries."""
-    limit: int
-    """Bytes that programs and data may have together."""
-    weights: int
-    store: int
-    code: int
-    temporaries: int
-    other: int
-    """Seats and batches."""
-    size: StoreSize | None
-    """None where not even one sequence fits."""
-    steps: tuple[Step, ...] = ()
-    context: int = 0
-    """Tokens before each sequence's next one that decode steps are counted with."""
-    exchanges: dict[str, int] = field(default_factory=dict)
-    """How often devices must tell each other something in a step, by what."""
-    programs: tuple[Program, ...] = ()
-    """Those that were compiled; empty if nothing was."""
-    num_programs: int = 0
-    """Step programs that an engine compiles in all."""
-    kernels: str = ""
-    notes: tuple[str, ...] = ()
-    compile_seconds: float = 0.0
-
-    @property
-    def compiled(self) -> bool:
-        """Whether the compiler has been asked, or everything is arithmetic."""
-        return bool(self.programs)
 
 
 def make_plan(
@@ -147,7 +90,7 @@ class _Planner:
             return self._too_small(weights, workspace, str(error))
         settings = scheduler_config(self.config, self.policy, size, lookahead=self.lookahead)
         batches = BatchBuilder(settings, seats_bring_tokens=self.source is not None and self.source.sees_tokens)
-        shapes = _prefill_shapes(batches, full), _decode_shapes(batches, full)
+        shapes = prefill_shapes(batches, full), decode_shapes(batches, full)
         rows = jax.eval_shape(
             partial(
                 init_rows,
@@ -170,7 +113,7 @@ class _Planner:
                 # What does not fit is an answer, too.
                 notes.append("the compiler refuses a program: " + " ".join(str(error).split())[:300])
         refused = compile and not programs
-        num_programs = batches.num_programs - 2
+        num_programs = sum(1 for batch in batches.warm_up_batches(1) if not isinstance(batch, SeatBatch))
         biggest = max((p.code for p in programs), default=0)
         code = sum(p.code for p in programs) + biggest * (num_programs - len(programs)) if programs else 0
         temporaries = max((p.temporaries for p in programs), default=workspace)
@@ -317,14 +260,18 @@ class _Planner:
                 ssm_dtype=jnp.dtype(config.ssm_dtype),
             )
         )
-        compiler = SlicePrograms(
-            self.abstract,
-            slice_mesh(self.target),
-            store=store,
-            rows=rows,
-            tile_size=config.tile_size,
-            source=self.source,
-        )
+        try:
+            compiler = SlicePrograms(
+                self.abstract,
+                slice_mesh(self.target),
+                store=store,
+                rows=rows,
+                tile_size=config.tile_size,
+                source=self.source,
+                kernels=config.kernels,
+            )
+        except UnsupportedError as error:
+            raise ConfigError(str(error)) from None
         batches: list[tuple[str, DecodeBatch | PrefillBatch]] = []
         for count in shapes[1]:
             drafts = config.num_speculative_tokens
@@ -341,25 +288,3 @@ class _Planner:
             batches.append((prefill_name(shape), prefill))
         progress(f"compiling {len(batches)} programs")
         return tuple(compiler.compile(batches, progress)), compiler.choice.report()
-
-
-def decode_name(rows: int) -> str:
-    """What a decode program is called."""
-    return f"decode, {rows} rows"
-
-
-def prefill_name(shape: PrefillShape) -> str:
-    """What a prefill program is called."""
-    return f"prefill, {shape.tokens:,} tokens of {shape.rows} rows"
-
-
-def _decode_shapes(batches: BatchBuilder, full: bool) -> list[int]:
-    return list(batches.decode_shapes) if full else batches.decode_shapes[-1:]
-
-
-def _prefill_shapes(batches: BatchBuilder, full: bool) -> list[PrefillShape]:
-    """All of them, or the one for long prompts: most tokens, few rows."""
-    if full:
-        return list(batches.prefill_shapes)
-    most = batches.prefill_shapes[-1].tokens
-    return [next(shape for shape in batches.prefill_shapes if shape.tokens == most)]

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from serving.plan.plan import Plan
+from serving.plan.result import Plan
 
 GIB = 1 << 30
 

@@ -1,0 +1,28 @@
+"""Which of the engine's step programs are planned with, and what they are called."""
+
+from __future__ import annotations
+
+from serving.engine.batching import BatchBuilder, PrefillShape
+
+
+def decode_name(rows: int) -> str:
+    """What a decode program is called."""
+    return f"decode, {rows} rows"
+
+
+def prefill_name(shape: PrefillShape) -> str:
+    """What a prefill program is called."""
+    return f"prefill, {shape.tokens:,} tokens of {shape.rows} rows"
+
+
+def decode_shapes(batches: BatchBuilder, full: bool) -> list[int]:
+    """Rows of all decode programs, or of the largest."""
+    return list(batches.decode_shapes) if full else batches.decode_shapes[-1:]
+
+
+def prefill_shapes(batches: BatchBuilder, full: bool) -> list[PrefillShape]:
+    """All of them, or the one for long prompts: most tokens, few rows."""
+    if full:
+        return list(batches.prefill_shapes)
+    most = batches.prefill_shapes[-1].tokens
+    return [next(shape for shape in batches.prefill_shapes if shape.tokens == most)]
