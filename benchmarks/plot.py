@@ -1,0 +1,44 @@
+"""Plots of what the benchmarks print. Needs matplotlib (the extra `plots`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def bars(values: Mapping[str, Sequence[float]], path: str | Path, *, title: str, log: bool = False) -> None:
+    """One bar for each name: the median, with every run as a dot. `log`: a logarithmic axis."""
+    figure, axes = _figure(title, height=1.2 + 0.4 * len(values))
+    names = list(values)
+    axes.barh(names, [float(np.median(values[name])) for name in names], color="#4878a8", log=log)
+    for row, name in enumerate(names):
+        axes.plot(values[name], [row] * len(values[name]), "k.", markersize=4)
+    axes.invert_yaxis()
+    figure.savefig(path, bbox_inches="tight", dpi=120)
+
+
+def cumulative(values: Mapping[str, Sequence[float]], path: str | Path, *, title: str) -> None:
+    """The share of all values (milliseconds) up to each: percentiles can be read off."""
+    figure, axes = _figure(title, height=4.0)
+    for name, each in values.items():
+        axes.step(np.sort(each), np.arange(1, len(each) + 1) / len(each), where="post", label=name)
+    axes.set_xscale("log")
+    axes.set_xlabel("milliseconds")
+    axes.set_ylim(0, 1)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, bbox_inches="tight", dpi=120)
+
+
+def _figure(title: str, *, height: float) -> tuple[Any, Any]:
+    try:
+        from matplotlib.figure import Figure  # no pyplot: it keeps figures, and asks for a screen
+    except ImportError:
+        raise SystemExit("plots need matplotlib: pip install matplotlib, or leave --plot out") from None
+    figure = Figure(figsize=(8, height))
+    axes = figure.add_subplot()
+    axes.set_title(title)
+    return figure, axes
