@@ -2,13 +2,17 @@
 
 import dataclasses
 
+import jax
 import numpy as np
-from step_harness import CONFIG, PAGE, Host, model_of
+import pytest
+from step_harness import CONFIG, DECODE_ROWS, PAGE, PAGES_PER_ROW, Host, model_of
 
+from mamba_jax.batch import DecodeBatch
 from mamba_jax.config import need
 from mamba_jax.drafts import MTPDrafts
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import parameters
+from mamba_jax.step import step as run_step
 
 WITH_MTP = dataclasses.replace(CONFIG, mtp_pattern="*-")
 PROMPT = [int(t) for t in np.random.default_rng(2).integers(0, CONFIG.vocab_size, 13)]
@@ -125,3 +129,27 @@ def test_drafts_and_what_they_leave_behind():
         for seat in (1, 2):
             rows[seat] += [t for t in out.tokens[seat - 1].tolist() if t >= 0]
             assert_drafts(host, seat, rows[seat], host.table(seat - 1))
+
+
+@pytest.mark.parametrize("drafts", [3, 0], ids=["wide", "narrow"])
+def test_the_draft_layer_updates_the_store_in_place(drafts):
+    """Its pages are written K times in one program, and not copied once."""
+    host = Host(WITH_MTP, source=MTPDrafts())
+    leaves = jax.tree.leaves((host.store, host.rows))
+    size = sum(leaf.nbytes for leaf in leaves)
+    batch = DecodeBatch.empty(rows=DECODE_ROWS, num_speculative_tokens=drafts, pages_per_row=PAGES_PER_ROW)
+    memory = host.programs.program(host.store, host.rows, batch).memory_analysis()
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size / 10
+
+
+def test_without_drafts_a_step_is_what_it_would_be_without_a_draft_layer():
+    """K = 0: the same program, whether or not a model has the layer."""
+    texts = []
+    for config in (CONFIG, WITH_MTP):
+        host = Host(CONFIG, num_drafts=0)
+        model = model_of(config)
+        step = jax.jit(lambda store, rows, batch, model=model: run_step(model, store, rows, batch))
+        batch = DecodeBatch.empty(rows=1, num_speculative_tokens=0, pages_per_row=PAGES_PER_ROW)
+        texts.append(step.lower(host.store, host.rows, batch).as_text())
+    assert texts[0] == texts[1]
