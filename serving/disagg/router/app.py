@@ -27,8 +27,9 @@ _PASSED_ON = ("authorization", "x-request-id")
 def create_router(settings: RouterSettings) -> FastAPI:
     """An ASGI application in front of the workers that `settings` names."""
     timeout = httpx.Timeout(None, connect=settings.connect_timeout)
-    client = httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(max_connections=None), headers=own_key())
-    fleet = Fleet.of(settings.prefill, settings.decode, client)
+    client = httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(max_connections=None))
+    # Its own key is for what the router asks by itself. Clients' requests go on with the clients' keys, or with none.
+    fleet = Fleet.of(settings.prefill, settings.decode, client, own_key())
     relay = Relay(fleet, settings)
 
     @contextlib.asynccontextmanager

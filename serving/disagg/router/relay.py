@@ -184,7 +184,10 @@ class Relay:
     async def _release(self, ticket: Ticket) -> None:
         try:
             await self.fleet.client.post(
-                f"{ticket.worker}/split/release", json={"id": ticket.id, "wanted": False}, timeout=5.0
+                f"{ticket.worker}/split/release",
+                json={"id": ticket.id, "wanted": False},
+                headers=self.fleet.headers,
+                timeout=5.0,
             )
         except httpx.HTTPError as error:
             log.debug("a lease will have to run out: %s", error)

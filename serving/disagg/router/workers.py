@@ -75,16 +75,25 @@ class Fleet:
     prefill: list[Remote]
     decode: list[Remote]
     client: httpx.AsyncClient
+    headers: dict[str, str] = field(default_factory=dict)
+    """Of what the router asks by itself."""
     mismatched: dict[tuple[str, str], str] = field(default_factory=dict)
     """Pairs of (prefill, decode) that cannot exchange states, and why."""
 
     @classmethod
-    def of(cls, prefill: Iterable[str], decode: Iterable[str], client: httpx.AsyncClient) -> Fleet:
+    def of(
+        cls,
+        prefill: Iterable[str],
+        decode: Iterable[str],
+        client: httpx.AsyncClient,
+        headers: dict[str, str] | None = None,
+    ) -> Fleet:
         """From URLs."""
         return cls(
             [Remote(url.rstrip("/"), "prefill") for url in prefill],
             [Remote(url.rstrip("/"), "decode") for url in decode],
             client,
+            headers or {},
         )
 
     def follow(self, prefill: Iterable[str], decode: Iterable[str]) -> None:
@@ -103,10 +112,10 @@ class Fleet:
 
     async def _look(self, worker: Remote) -> None:
         try:
-            answer = await self.client.get(f"{worker.url}/ready", timeout=5.0)
+            answer = await self.client.get(f"{worker.url}/ready", headers=self.headers, timeout=5.0)
             up = answer.status_code == 200
             if up and (worker.manifest is None or not worker.up):
-                found = await self.client.get(f"{worker.url}/split/manifest", timeout=5.0)
+                found = await self.client.get(f"{worker.url}/split/manifest", headers=self.headers, timeout=5.0)
                 worker.manifest = Manifest.model_validate(found.json()) if found.status_code == 200 else None
                 if worker.manifest is None:
                     log.error("%s is not a %s worker: it answers %d", worker.url, worker.role, found.status_code)

@@ -15,6 +15,7 @@ from mamba_jax.drafts import MTPCache, MTPDrafts, NGramDrafts
 from mamba_jax.model import HybridModel
 from mamba_jax.programs import StepPrograms
 from serving.config import EngineConfig
+from serving.disagg.arrangement import Arrangement
 from serving.disagg.decode_side import DecodeSide
 from serving.disagg.manifest import model_digest
 from serving.disagg.peer import DirectPeer
@@ -97,7 +98,8 @@ def points():
 def build(mode: str | None = "all", source: str = "none", **flags):
     """An engine whose steps have one shape each."""
     config = EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | DRAFTS[source] | flags))
-    built = assemble(config, model(), programs=programs(source))
+    shared = programs(source) if config.tensor_parallel_size == 1 else None
+    built = assemble(config, model(), programs=shared)
     built.engine.loop.batches.decode_shapes = [4]
     built.engine.loop.batches.prefill_shapes = [PrefillShape(tokens=64, rows=4, tiles=16)]
     return built
@@ -105,7 +107,8 @@ def build(mode: str | None = "all", source: str = "none", **flags):
 
 def worker(built, transport: str = "here") -> Worker:
     found = Worker.of(built, {"direct": DirectTransport(transport)}, model=digest())
-    found.programs = points()
+    if found.arrangement == Arrangement():
+        found.programs = points()
     return found
 
 

@@ -75,6 +75,21 @@ def test_a_request_goes_by_way_of_both():
     assert all(worker.load == 0 for worker in (*over.fleet.prefill, *over.fleet.decode))
 
 
+def test_the_routers_own_key_is_not_lent_to_clients():
+    seen = []
+
+    class Noting(Workers):
+        async def __call__(self, request):
+            seen.append((request.url.path, request.headers.get("authorization")))
+            return await super().__call__(request)
+
+    workers = Noting(d1={"/split/expect": httpx.Response(409, json={})})
+    over = relay(workers, decode=("d1",))
+    over.fleet.headers = {"Authorization": "Bearer router"}
+    ask(over)
+    assert {path: key for path, key in seen if key} == {"/split/release": "Bearer router"}
+
+
 def test_streams_pass_through():
     assert ask(relay(Workers()), BODY | {"stream": True})[1] == b"data: 1\n\ndata: [DONE]\n\n"
 

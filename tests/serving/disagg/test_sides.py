@@ -5,6 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from serving.disagg.http.roles import OpenRole
+from serving.disagg.point import PointPrograms
 from serving.disagg.prefill_side import TooMany
 from serving.disagg.wire import SplitError
 from tests.serving.disagg.conftest import GREEDY, B, Pair, assert_as_alone, finish, tokens
@@ -378,4 +380,17 @@ def test_after_a_warm_up_nothing_compiles():
     before = [each.compilations for each in programs]
     for seed, length in enumerate((1, 2, 9, 50, 70)):
         pair.run(tokens(20 + seed, length), "recompute-last" if seed % 2 else "full")
+    assert [each.compilations for each in programs] == before
+
+
+def test_a_roles_warm_up_is_all_it_needs():
+    pair = Pair("all")
+    for side, reads in ((pair.prefill_side, True), (pair.decode_side, False)):
+        side.worker.programs = PointPrograms()
+        OpenRole([], side.worker, reads=reads).prepare()
+    programs = [side.worker.programs for side in (pair.prefill_side, pair.decode_side)]
+    before = [each.compilations for each in programs]
+    assert before == [5, 5]
+    for length in (1, 7, 45, 69):
+        assert_as_alone(tokens(length, length), pair.run(tokens(length, length)))
     assert [each.compilations for each in programs] == before
