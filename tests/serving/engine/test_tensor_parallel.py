@@ -1,0 +1,170 @@
+"""A model divided over devices says what it says on one, with caching and drafts."""
+
+import random
+import re
+from collections import Counter
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from divisible import EIGHT, FAMILIES, MORE, Case, write
+from flax import nnx
+
+from checkpoints.load import load_model
+from mamba_jax.programs import StepPrograms
+from mamba_jax.sharding import AXIS, Partition
+from serving import LLM, SamplingParams
+from serving.config import ConfigError
+from serving.plan.count import collectives
+
+FLAGS = {
+    "tile_size": 16,
+    "state_block_size": 32,
+    "page_size": 8,
+    "max_model_len": 96,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 64,
+    "num_slots": 16,
+    "num_pages": 40,
+    "debug_state": True,
+    "warmup": False,
+    "mamba_cache_mode": "all",
+    "num_speculative_tokens": 2,
+}
+GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logprobs=2)
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation(monkeypatch):
+    """Compiling takes most of these tests' time, and the programs' speed does not matter."""
+    quick = partial(StepPrograms, compiler_options={"xla_backend_optimization_level": 0})
+    monkeypatch.setattr("serving.engine.build.StepPrograms", quick)
+
+
+def engine(directory, case, shards, **flags):
+    return LLM(directory, tensor_parallel_size=shards, speculative_method=case.drafts, **(FLAGS | flags))
+
+
+def answers(llm):
+    """Three prompts in turn: a fresh one, one that shares a block with it, and the first one again."""
+    rng = random.Random(2)
+    shared = [rng.randrange(3, 250) for _ in range(12)] * 3
+    first, second = (shared + [rng.randrange(3, 250) for _ in range(count)] for count in (5, 11))
+    outputs = [llm.generate({"prompt_token_ids": ids}, GREEDY, use_tqdm=False)[0] for ids in (first, second, first)]
+    assert [output.num_cached_tokens for output in outputs] == [0, 32, len(first)]
+    llm.engine.loop.scheduler.check(idle=True)
+    return outputs
+
+
+def assert_same(got, expected):
+    """The same tokens with the same log-probabilities, up to a tie."""
+    for one, other in zip(got, expected, strict=True):
+        one, other = one.outputs[0], other.outputs[0]
+        for i, (token, wanted) in enumerate(zip(one.token_ids, other.token_ids, strict=True)):
+            chances = sorted((entry.logprob for entry in other.logprobs[i].values()), reverse=True)
+            if token != wanted:
+                assert chances[0] - chances[1] < 1e-3, (i, one.token_ids, other.token_ids)
+                break
+            assert one.logprobs[i][token].logprob == pytest.approx(other.logprobs[i][token].logprob, abs=1e-3)
+
+
+def assert_greedy(outputs, directory):
+    """What the undivided model itself, over whole sequences, would choose, with its log-probabilities."""
+    model = load_model(directory, dtype="float32", progress=False)
+    forward = nnx.jit(lambda model, tokens: jax.nn.log_softmax(model(tokens)))
+    for output in outputs:
+        prompt, chosen = output.prompt_token_ids, output.outputs[0]
+        tokens = np.zeros((1, FLAGS["max_model_len"]), np.int32)
+        tokens[0, : len(prompt) + len(chosen.token_ids)] = [*prompt, *chosen.token_ids]
+        expected = np.asarray(forward(model, tokens))[0, len(prompt) - 1 :]
+        for i, token in enumerate(chosen.token_ids):
+            assert expected[i].max() - expected[i, token] < 1e-3
+            assert chosen.logprobs[i][token].logprob == pytest.approx(expected[i, token], abs=1e-3)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_on_two_devices(name, tmp_path):
+    case = FAMILIES[name]
+    directory = write(tmp_path, case)
+    llm = engine(directory, case, 2)
+    assert_greedy(answers(llm), directory)
+    assert_divided(llm, 2)
+    assert_lean(llm)
+
+
+def test_eight_devices_share_heads_groups_and_keys(tmp_path):
+    directory = write(tmp_path, EIGHT)
+    llm = engine(directory, EIGHT, 8)
+    assert_greedy(answers(llm), directory)
+    assert_divided(llm, 8)
+    assert_lean(llm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*FAMILIES, *MORE])
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+def test_two_devices_say_what_one_says(name, mode, tmp_path):
+    case = (FAMILIES | MORE)[name]
+    directory = write(tmp_path, case)
+    prompt = {"prompt_token_ids": [7, 8, 9] * 14}
+    outputs = {}
+    for shards in (1, 2):
+        llm = engine(directory, case, shards, mamba_cache_mode=mode)
+        outputs[shards] = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2)]
+    assert_same(outputs[2], outputs[1])
+
+
+def assert_divided(llm, shards):
+    """Every device holds its share of the store and of the large weights, and reports its own bytes."""
+    store = llm.engine.loop.store
+    for slots in store.mamba:
+        assert {piece.data.shape[1] for piece in slots.ssm.addressable_shards} == {slots.ssm.shape[1] // shards}
+        assert slots.conv_x.sharding.shard_shape(slots.conv_x.shape)[2] == slots.conv_x.shape[2] // shards
+    for kv in store.kv:
+        assert kv.sharding.shard_shape(kv.shape)[2] == max(2, kv.shape[2] // shards)
+    on_first = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(store)]
+    assert sum(on_first) == llm.size.total_bytes
+    for mixer in (block.mixer for block in llm.model.blocks if hasattr(block.mixer, "out_proj")):
+        weight = mixer.out_proj.weight[...]
+        assert weight.sharding.shard_shape(weight.shape) == (weight.shape[0], weight.shape[1] // shards)
+
+
+def assert_lean(llm):
+    """Devices exchange the least there is, nothing of the store's size is copied, and the store is updated in place."""
+    programs = llm.engine.loop.programs
+    config, mesh = llm.model.config, programs.mesh
+    least = collectives(config, Partition.of(config, mesh.shape[AXIS]))
+    steps = [compiled for key, compiled in programs._compiled.items() if key[0].__name__ == "DecodeBatch"]
+    assert steps
+    for compiled in steps:
+        text = compiled.as_text()
+        found = Counter(re.findall(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)", text))
+        drafting = llm.config.speculative_method == "mtp"
+        if not drafting:
+            assert found["all-reduce"] == least["sums"] + least["norms"]
+            assert found["all-gather"] == least["logits"]
+        assert not found.keys() - {"all-reduce", "all-gather"}
+        memory = compiled.memory_analysis()
+        assert memory.alias_size_in_bytes >= llm.size.total_bytes
+        biggest = max(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(llm.engine.loop.store))
+        for shape in re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", text):
+            assert np.prod([int(n) for n in shape.split(",")]) < biggest
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        (3, "tensor_parallel_size 3 does not divide this model's 16 Mamba heads"),
+        (16, "tensor_parallel_size 16 does not divide this model's 8 attention heads"),
+    ],
+)
+def test_what_does_not_divide_is_refused(shards, message, tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        LLM(write(tmp_path, EIGHT), tensor_parallel_size=shards)
+
+
+def test_too_few_devices(tmp_path):
+    sixteen = Case("mamba2", FAMILIES["mamba2"].changes | {"num_heads": 16, "head_dim": 9})
+    with pytest.raises(ConfigError, match="JAX sees 8 cpu device"):
+        LLM(write(tmp_path, sixteen), tensor_parallel_size=16)
