@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,14 +22,14 @@ from benchmarks.report import emit, environment, median, spread
 PROMPT, PAGE, TILE, MAX_LEN = 64, 32, 64, 512
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--batches", default="1", help="rows of a step")
     parser.add_argument("--drafts", type=int, default=3, help="K")
     parser.add_argument("--turns", type=int, default=40)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.drafts < 1:
         parser.error(f"--drafts {options.drafts}: at least 1")
     emit(**environment(options.model))

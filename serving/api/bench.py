@@ -16,7 +16,7 @@ PROGRAMS = {
     "decode": ("benchmarks.decode_prefill", "Decode and prefill by batch size, host time per step; beside a peer."),
     "prefix": ("benchmarks.prefix_cache", "What prefix caching gains where prompts share a beginning, and its cost."),
     "reuse": ("benchmarks.prefix_reuse", "How much of multi-turn traffic is reused, by slots. Counts only, no model."),
-    "drafts": ("benchmarks.drafts", "What drafts gain, by source and number."),
+    "drafts": ("benchmarks.drafts", "What drafts cost: steps that verify and make them, beside plain ones."),
     "kernels": ("benchmarks.kernels", "Each operation by each of its implementations, at sizes of real models."),
 }
 """Command -> module with a `main(arguments)`, and what it says of itself."""

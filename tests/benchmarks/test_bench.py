@@ -33,7 +33,7 @@ def lines_of(text: str) -> list[dict]:
     return lines
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "drafts"])
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_help_comes_from_the_program(name, capfd):
     assert run(["bench", name, "--help"]) == 0
     assert "usage:" in capfd.readouterr().out
