@@ -13,7 +13,10 @@ from kernels_pallas.causal_conv1d import xla
 from kernels_pallas.shape_check import check_shapes
 
 PREFILL = (dispatch.Implementation("xla", xla.causal_conv1d_prefill),)
-UPDATE = (dispatch.Implementation("xla", xla.causal_conv1d_update),)
+UPDATE = (
+    dispatch.Implementation("xla", xla.causal_conv1d_update),
+    dispatch.Implementation("xla_by_inputs", xla.update_by_inputs),
+)
 SEQUENCE = (dispatch.Implementation("xla", xla.causal_conv1d_sequence),)
 
 

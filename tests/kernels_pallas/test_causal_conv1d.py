@@ -193,3 +193,10 @@ class Convolution:
 
 class TestXla(Convolution):
     implementation = "xla"
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_update_in_the_form_for_other_platforms(steps):
+    update = jitted(causal_conv1d_update, implementation="xla_by_inputs")
+    TestXla().test_update_equals_definition(update, SHAPES[-1], steps)
+    TestXla().test_update_equals_definition(update, PLAIN, steps)

@@ -5,12 +5,14 @@ A few by default; all with --slow.
 """
 
 import functools
+import re
 
 import jax.numpy as jnp
 import pytest
 from real_shapes import BF16, F32, MODELS, OTHERS, attention_call, nbytes, scan_call, shape, update_call
 from topology import SLICES, compile_for_tpu
 
+from kernels_pallas.causal_conv1d import causal_conv1d_update
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.ssd_scan import ssd_scan
@@ -151,3 +153,16 @@ def test_grouped_matmul(slice_name, tokens):
     compiled = compile_for_tpu(slice_name, run, shape(tokens, 2688, dtype=BF16), weights, shape(128, dtype=jnp.int32))
     assert compiled.memory_analysis().temp_size_in_bytes < nbytes(weights) / 8
     assert "tpu_custom_call" in compiled.as_text()
+
+
+def test_convolution_copies_no_store():
+    rows, steps, channels = 64, 4, 8192
+    store, index = shape(400, 3, channels, dtype=BF16), functools.partial(shape, dtype=jnp.int32)
+    call = (shape(rows, steps, channels, dtype=BF16), shape(channels, 4, dtype=BF16), shape(channels, dtype=BF16))
+
+    def update(store, x, weight, bias, read, write):
+        return causal_conv1d_update(x, weight, bias, store, read_slot=read, write_slot=write)
+
+    compiled = compile_for_tpu("v5e", update, store, *call, index(rows), index(rows, steps), donate=0)
+    assert compiled.memory_analysis().alias_size_in_bytes == nbytes(store)
+    assert not re.findall(r"\w+\[400,3,8192\]\S* (?:copy|convert|transpose|bitcast-convert)\(", compiled.as_text())
