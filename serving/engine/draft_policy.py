@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 from flax import nnx
 
@@ -9,11 +11,18 @@ from mamba_jax.model import HybridModel
 from serving.config import EngineConfig
 from serving.core import AdaptiveDrafts, DraftPolicy
 
-_TOKENS_PER_PASS = {"cpu": 5.0}
-"""Tokens whose arithmetic takes as long as reading the weights once. On two cores, four rows of a dot cost 1.5 to 2.2
-times one row; see `benchmarks/drafts.py`."""
-_ON_ACCELERATORS = 250.0
-"""The ratio of arithmetic to memory bandwidth, in 16 bits, is 200 to 560 on the usual GPUs and TPUs."""
+
+class _Machine(NamedTuple):
+    tokens_per_pass: float
+    """Tokens whose arithmetic takes as long as reading the weights once."""
+    overhead: float
+    """What a step takes however little it does, in bytes that could be read meanwhile."""
+
+
+_CPU = _Machine(5.0, 3e7)
+"""Two cores, where four rows of a dot cost 1.5 to 2.2 times one row (see `benchmarks/drafts.py`); 1 ms at 30 GB/s."""
+_ACCELERATOR = _Machine(250.0, 1e9)
+"""Arithmetic over memory bandwidth, in 16 bits, is 200 to 560 on the usual GPUs and TPUs; 0.3 ms at 3 TB/s."""
 
 
 def draft_policy(config: EngineConfig, model: HybridModel, *, bytes_per_slot: int) -> DraftPolicy:
@@ -28,5 +37,6 @@ def draft_policy(config: EngineConfig, model: HybridModel, *, bytes_per_slot: in
     if not config.adaptive_drafts or not drafts:
         return DraftPolicy(drafts)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    passes = _TOKENS_PER_PASS.get(jax.default_backend(), _ON_ACCELERATORS)
-    return AdaptiveDrafts(drafts, knee=1 / (1 / passes + bytes_per_slot / max(weights, 1)))
+    machine = _CPU if jax.default_backend() == "cpu" else _ACCELERATOR
+    token = weights / machine.tokens_per_pass + bytes_per_slot
+    return AdaptiveDrafts(drafts, knee=(weights + machine.overhead) / token)
