@@ -77,7 +77,6 @@ class DecodeSide:
         policy: what becomes of a request whose state does not arrive.
         executor: runs the fetching; None = at once, in the engine's thread.
         timeout: seconds that a fetch may take.
-        convert_state: take states of another dtype.
         fail: ends a request with an error: (request id, reason).
     """
 
@@ -88,10 +87,9 @@ class DecodeSide:
         policy: FailurePolicy = "recompute",
         executor: Executor | None = None,
         timeout: float = 30.0,
-        convert_state: bool = False,
         fail: Callable[[str, str], None] | None = None,
     ) -> None:
-        self.worker, self.policy, self.timeout, self.convert_state = worker, policy, timeout, convert_state
+        self.worker, self.policy, self.timeout = worker, policy, timeout
         self.stats = DecodeStats()
         self._executor, self._fail = executor, fail
         self._arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
@@ -127,7 +125,7 @@ class DecodeSide:
         Raises:
             ManifestMismatch: the two workers cannot exchange states.
         """
-        for notice in check(peer.manifest, self.worker.manifest, convert_state=self.convert_state):
+        for notice in check(peer.manifest, self.worker.manifest):
             log.info("%s", notice)
         if ticket.position < 1:
             return None

@@ -54,6 +54,8 @@ class Manifest(BaseModel):
     shards: int
     """Devices that share each layer."""
     max_model_len: int
+    converts_state: bool = False
+    """Of a decode worker: it takes recurrent states of another dtype."""
     versions: dict[str, str]
     transports: dict[str, str]
     """Where arrays can be fetched, by kind of transport."""
@@ -95,7 +97,7 @@ def describe(
     )
 
 
-def check(prefill: Manifest, decode: Manifest, *, convert_state: bool = False) -> list[str]:
+def check(prefill: Manifest, decode: Manifest) -> list[str]:
     """Whether a prefill worker's states can be used by a decode worker; returns what the user should be told.
 
     Page sizes, state block sizes, numbers of drafts and of devices may differ.
@@ -116,7 +118,7 @@ def check(prefill: Manifest, decode: Manifest, *, convert_state: bool = False) -
             raise ManifestMismatch(f"{what} differs: prefill has {theirs}, decode has {ours}; {advice}")
     notices = []
     if prefill.ssm_dtype != decode.ssm_dtype:
-        if not convert_state:
+        if not decode.converts_state:
             raise ManifestMismatch(
                 f"ssm_dtype differs: prefill has {prefill.ssm_dtype}, decode has {decode.ssm_dtype}; give both the "
                 "same --ssm-dtype, or --convert-state to the decode worker"

@@ -82,7 +82,6 @@ class _Peers:
                     HttpPeer.connect,
                     url,
                     side.worker.manifest,
-                    convert_state=side.convert_state,
                     timeout=side.timeout,
                 )
                 self._peers[url] = peer

@@ -24,7 +24,6 @@ class Hello(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     manifest: Manifest
-    convert_state: bool = False
 
 
 class Release(BaseModel):
@@ -46,7 +45,7 @@ class HttpPeer:
         self.url, self.manifest, self._client = url, manifest, client
 
     @classmethod
-    def connect(cls, url: str, ours: Manifest, *, convert_state: bool = False, timeout: float = 30.0) -> HttpPeer:
+    def connect(cls, url: str, ours: Manifest, *, timeout: float = 30.0) -> HttpPeer:
         """Shake hands with a prefill worker.
 
         Raises:
@@ -54,7 +53,7 @@ class HttpPeer:
             SplitError: it cannot be reached.
         """
         client = httpx.Client(base_url=url, timeout=timeout, headers=headers())
-        hello = Hello(manifest=ours, convert_state=convert_state)
+        hello = Hello(manifest=ours)
         try:
             answer = client.post("/split/hello", json=hello.model_dump())
             if answer.status_code == 409:

@@ -57,7 +57,7 @@ def prefill_router(side: PrefillSide, url: str) -> APIRouter:
     async def hello(body: Hello) -> Manifest:
         """A decode worker's handshake: refused (409) where the two cannot exchange states."""
         try:
-            for notice in check(side.worker.manifest, body.manifest, convert_state=body.convert_state):
+            for notice in check(side.worker.manifest, body.manifest):
                 log.warning("a decode worker: %s", notice)
         except ManifestMismatch as error:
             log.error("a decode worker was refused: %s", error)

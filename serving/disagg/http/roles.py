@@ -66,12 +66,12 @@ def open_role(settings: SplitSettings, built: Built, host: str, port: int) -> Op
     if settings.role == "prefill":
         side = PrefillSide(worker, lease=settings.lease, max_kept=settings.max_kept)
         return OpenRole([prefill_router(side, f"http://{reached}:{port}")], worker, reads=True)
+    worker.manifest = worker.manifest.model_copy(update={"converts_state": settings.convert_state})
     decode = DecodeSide(
         worker,
         policy=settings.on_failure,
         executor=ThreadPoolExecutor(_FETCHES, thread_name_prefix="fetch"),
         timeout=settings.fetch_timeout,
-        convert_state=settings.convert_state,
         fail=built.engine.fail,
     )
     built.engine.find_remote = decode.find

@@ -94,7 +94,7 @@ class Relay:
         """A ticket from the first prefill worker that has one; None if a decode worker is to do without.
 
         Raises:
-            ApiError: the request itself is wrong, or no worker is left and the policy is to fail.
+            ApiError: no worker is left and the policy is to fail.
         """
         settings, fleet = self.settings, self.fleet
         tried = [one for one in fleet.prefill if (one.url, decode.url) in fleet.mismatched]
@@ -108,8 +108,8 @@ class Relay:
                     ticket = Ticket.model_validate(found.json())
                     return ticket if ticket.position else None
                 if found.status_code < 500:
-                    # The request is wrong: no other worker will think otherwise.
-                    raise ApiError(found.status_code, said(found))
+                    # The request is wrong, or too long for this worker: the decode worker has the last word.
+                    return None
                 log.warning("prefill worker %s: %s", worker.url, said(found))
             except (httpx.HTTPError, ValidationError, ValueError) as error:
                 worker.failed(str(error) or type(error).__name__)

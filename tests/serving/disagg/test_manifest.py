@@ -64,7 +64,7 @@ def test_what_may_not(fields, says):
 
 
 def test_state_dtypes_are_converted_only_when_asked_and_said():
-    (notice,) = check(BASE, other(ssm_dtype="bfloat16"), convert_state=True)
+    (notice,) = check(BASE, other(ssm_dtype="bfloat16", converts_state=True))
     assert "converted from float32 to bfloat16" in notice
 
 
