@@ -17,6 +17,8 @@ from serving.disagg.manifest import Manifest, ManifestMismatch, check
 
 log = logging.getLogger(__name__)
 
+_MISSES = 3
+
 
 @dataclass(eq=False)
 class Remote:
@@ -30,6 +32,8 @@ class Remote:
     """Requests under way by this router."""
     requests: int = 0
     failures: int = 0
+    missed: int = 0
+    """Looks at its health, one after the other, that it has not answered in time."""
     manifest: Manifest | None = None
 
     @contextmanager
@@ -119,7 +123,11 @@ class Fleet:
                 worker.manifest = Manifest.model_validate(found.json()) if found.status_code == 200 else None
                 if worker.manifest is None:
                     log.error("%s is not a %s worker: it answers %d", worker.url, worker.role, found.status_code)
-            why = f"status {answer.status_code}"
+            why, worker.missed = f"status {answer.status_code}", 0
+        except httpx.TimeoutException:
+            # A busy machine is slow to answer; who still answers nothing after some looks is down.
+            worker.missed += 1
+            up, why = worker.up and worker.missed < _MISSES, "it does not answer"
         except (httpx.HTTPError, ValidationError, ValueError) as error:
             up, why = False, str(error) or type(error).__name__
         if up and not worker.up:
