@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +54,17 @@ class DraftStats:
     def acceptance_at(self) -> list[float]:
         """Of the drafts in first place, in second place, ...: the share that was accepted."""
         return [good / count for good, count in zip(self.accepted_at, self.drafted_at, strict=True)]
+
+    def summary(self) -> dict[str, Any]:
+        """Everything there is to say about them."""
+        return {
+            "steps": self.steps,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "wasted": self.wasted,
+            "acceptance_at": self.acceptance_at,
+            "mean_acceptance_length": self.mean_acceptance_length,
+        }
 
     @property
     def mean_acceptance_length(self) -> float:

@@ -178,7 +178,11 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Everything that is counted: requests and pools, steps and their times, compiled programs."""
         counted = self.loop.scheduler.stats()
-        return counted | {"loop": asdict(self.loop.stats), "compilations": self.loop.programs.compilations}
+        return counted | {
+            "loop": asdict(self.loop.stats),
+            "drafts": self.loop.stats.drafts.summary(),
+            "compilations": self.loop.programs.compilations,
+        }
 
     def abort_all(self) -> None:
         """Ends every request."""
