@@ -12,7 +12,10 @@ from kernels_pallas import dispatch
 from kernels_pallas.causal_conv1d import xla
 from kernels_pallas.shape_check import check_shapes
 
-PREFILL = (dispatch.Implementation("xla", xla.causal_conv1d_prefill),)
+PREFILL = (
+    dispatch.Implementation("xla", xla.causal_conv1d_prefill),
+    dispatch.Implementation("xla_then_correct", xla.prefill_then_correct),
+)
 UPDATE = (
     dispatch.Implementation("xla", xla.causal_conv1d_update),
     dispatch.Implementation("xla_by_inputs", xla.update_by_inputs),

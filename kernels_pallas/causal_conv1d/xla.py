@@ -21,26 +21,19 @@ def _finish(total, bias, dtype):
 
 
 def causal_conv1d_prefill(x, weight, bias, store, *, token_row, row_start, read_slot, tile_row, tile_end, write_slot):
-    """See `api.causal_conv1d_prefill`."""
-    tokens, channels = x.shape
-    keep, rows = weight.shape[1] - 1, row_start.shape[0]
-    taps = weight.astype(F32).T  # [width, channels]
+    """See `api.causal_conv1d_prefill`. The form is chosen by the platform compiled for, not the one at hand."""
+
+    def convolve(*arguments):
+        return lax.platform_dependent(*arguments, cpu=_convolve, default=_convolve_then_correct)
+
+    return _prefill(convolve, x, weight, bias, store, token_row, row_start, read_slot, tile_row, tile_end, write_slot)
+
+
+def _prefill(convolve, x, weight, bias, store, token_row, row_start, read_slot, tile_row, tile_end, write_slot):
+    tokens, keep = x.shape[0], weight.shape[1] - 1
     window = read_slots(store, read_slot)  # [rows, width-1, channels]
     local = jnp.arange(tokens) - row_start[token_row]  # index within the row
-
-    # What the window adds to the row's first width-1 tokens: token l sees window entries l, l+1, ...
-    old = jnp.pad(window.astype(F32), ((0, 0), (0, keep), (0, 0)))
-    added = sum(taps[i] * old[:, i : i + keep] for i in range(keep)) if keep else old
-    near = (local >= 0) & (local < keep)
-    index = token_row * keep + jnp.clip(local, 0, max(keep - 1, 0))
-    total = jnp.zeros((tokens, channels), F32)
-    if keep:
-        total = jnp.where(near[:, None], added.reshape(rows * keep, channels)[index], 0)
-    for i in range(keep + 1):
-        # A select, not a product: the token to the left may be another row's, or padding.
-        seen = jnp.where((local >= keep - i)[:, None], _shifted(x, keep - i, axis=0).astype(F32), 0)
-        total += taps[i] * seen
-    y = _finish(total, bias, x.dtype)
+    y = convolve(x, weight.astype(F32).T, bias, window, token_row, row_start, local)
 
     # [tiles, width-1], indices within the row; negative ones lie in the old window.
     position = tile_end[:, None] - keep + jnp.arange(keep)
@@ -48,6 +41,53 @@ def causal_conv1d_prefill(x, weight, bias, store, *, token_row, row_start, read_
     older = window[tile_row[:, None], jnp.clip(position + keep, 0, max(keep - 1, 0))]
     ends = jnp.where((position >= 0)[..., None], recent.astype(store.dtype), older)
     return y, write_slots(store, ends, write_slot)
+
+
+def _convolve(x, taps, bias, window, token_row, row_start, local):
+    """y [tokens, channels]: a token sees its row's tokens to the left, and before them the row's window."""
+    (tokens, channels), (rows, keep) = x.shape, window.shape[:2]
+    total = jnp.zeros((tokens, channels), F32)
+    if keep:
+        # What the window adds to the row's first width-1 tokens: token l sees window entries l, l+1, ...
+        old = jnp.pad(window.astype(F32), ((0, 0), (0, keep), (0, 0)))
+        added = sum(taps[i] * old[:, i : i + keep] for i in range(keep))
+        near = (local >= 0) & (local < keep)
+        index = token_row * keep + jnp.clip(local, 0, keep - 1)
+        total = jnp.where(near[:, None], added.reshape(rows * keep, channels)[index], 0)
+    return _finish(total + _within(x, taps, local), bias, x.dtype)
+
+
+def _convolve_then_correct(x, taps, bias, window, token_row, row_start, local):
+    """The same for other platforms, which would hold the window's part for all tokens in memory: without it, and then
+    the rows' first tokens once more.
+    """
+    tokens, keep = x.shape[0], window.shape[1]
+    y = _finish(_within(x, taps, local), bias, x.dtype)
+    if keep:
+        first = row_start[:, None] + jnp.arange(keep)  # [rows, width-1]
+        inside = jnp.minimum(first, tokens - 1)
+        own = (first < tokens) & (token_row[inside] == jnp.arange(len(row_start))[:, None])
+        seen = jnp.concatenate([window.astype(F32), x[inside].astype(F32)], axis=1)
+        again = sum(taps[i] * seen[:, i : i + keep] for i in range(keep + 1))
+        y = y.at[jnp.where(own, first, tokens)].set(_finish(again, bias, x.dtype), mode="drop")
+    return y
+
+
+def _within(x, taps, local):
+    """The sum over tokens of the row in this call."""
+    keep, total = len(taps) - 1, 0
+    for i in range(keep + 1):
+        # A select, not a product: the token to the left may be another row's, or padding.
+        seen = jnp.where((local >= keep - i)[:, None], _shifted(x, keep - i, axis=0).astype(F32), 0)
+        total += taps[i] * seen
+    return total
+
+
+def prefill_then_correct(x, weight, bias, store, *, token_row, row_start, read_slot, tile_row, tile_end, write_slot):
+    """The form for other platforms than CPU."""
+    return _prefill(
+        _convolve_then_correct, x, weight, bias, store, token_row, row_start, read_slot, tile_row, tile_end, write_slot
+    )
 
 
 def causal_conv1d_update(x, weight, bias, store, *, read_slot, write_slot):
