@@ -201,12 +201,12 @@ def test_draws_are_distributed_as_they_should():
     assert chi_square(tokens, np.where(likely, want, 0) / want[likely].sum()) < 1
 
 
-@pytest.mark.parametrize(
-    "parameters",
-    [{}, {"top_p": 0.9, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2, "top_k": 7}],
-)
-def test_drafts_leave_the_distribution_as_it_was(parameters):
-    samples, vocab, width = 50_000, 8, 4
+EVERYTHING = {"top_p": 0.9, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2, "top_k": 7}
+
+
+@pytest.mark.parametrize(("num_drafts", "parameters"), [(3, {}), (3, EVERYTHING), (1, EVERYTHING)])
+def test_drafts_leave_the_distribution_as_it_was(num_drafts, parameters):
+    samples, vocab, width = 50_000, 8, 1 + num_drafts
     rng = np.random.default_rng(3)
     logits, counts = rng.normal(size=(width, vocab)) * 0.7, rng.integers(0, 2, vocab)
     seen = rng.random(vocab) < 0.5
@@ -223,7 +223,7 @@ def test_drafts_leave_the_distribution_as_it_was(parameters):
     out = jax.jit(choose)(
         jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (samples, width, vocab)),
         drafts=jnp.broadcast_to(jnp.asarray(drafts), (samples, width - 1)),
-        num_drafts=jnp.full(samples, 3),
+        num_drafts=jnp.full(samples, num_drafts),
         length=jnp.zeros(samples, jnp.int32),
         sample=jnp.ones(samples, bool),
         row_id=jnp.arange(samples),

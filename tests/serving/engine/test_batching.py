@@ -85,6 +85,21 @@ def test_drafts_are_wide_rows():
     assert not batch.write_slot[2:].any()
 
 
+def test_steps_without_drafts_are_narrow_where_that_is_wanted():
+    batches = BatchBuilder(config(num_speculative_tokens=2), narrow_steps=True)
+    plain = decode_row(1, [1], tokens=[5], num_tokens=1, write_slots=[4])
+    nothing_fed = decode_row(2, [2], tokens=[], num_tokens=0, write_slots=[])
+    drafting = decode_row(3, [3], tokens=[6], num_tokens=2, num_drafts=1, write_slots=[5, 6])
+    tail = decode_row(4, [4], tokens=[5, 6], num_tokens=2, write_slots=[0, 7])
+    narrow = batches.decode([plain, nothing_fed])
+    assert narrow.tokens.shape[1] == narrow.write_slot.shape[1] == 1
+    assert narrow.write_slot[:2, 0].tolist() == [4, 0]
+    for other in (drafting, tail):
+        assert batches.decode([plain, other]).tokens.shape[1] == 3
+    found = list(batches.warm_up_batches(vocab_size=11))
+    assert len(found) == batches.num_programs
+
+
 def test_prefill_rows_are_packed():
     batches = BatchBuilder(config())
     for _ in range(2):
