@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from mamba_jax.programs import StepPrograms
-from serving import LLM, SamplingParams
+from serving import LLM, ConfigError, SamplingParams
 from serving.engine import build
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -70,3 +70,18 @@ def test_the_second_turn_finds_what_was_decoded_and_says_what_a_cold_run_says(ha
     assert second.num_cached_tokens == 64
     (cold,) = harness.run(harness.engine("none"), [turn], after)
     harness.assert_greedy(turn, cold.outputs[0].token_ids, second.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"speculative_method": "mtp"}, "has no multi-token-prediction layer; try 'ngram'"),
+        ({"num_speculative_tokens": 3, "num_slots": 3}, "num_slots 3 hold no sequence: at least 8 are needed"),
+        ({"num_speculative_tokens": 32}, "num_speculative_tokens: must be less than or equal to 16, got 32"),
+    ],
+)
+def test_drafts_that_cannot_be_are_one_clear_line(harness, flags, said):
+    with pytest.raises(ConfigError) as error:
+        LLM(harness.golden, **flags)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)

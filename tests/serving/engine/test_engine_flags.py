@@ -21,6 +21,7 @@ from serving.config import ConfigError, EngineConfig, read_config_file, resolve_
             "speculative_method 'mtp' needs num_speculative_tokens >= 1",
         ),
         ({"prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min 5 is above prompt_lookup_max 3"),
+        ({"prompt_lookup_max": 33}, "prompt_lookup_max: must be less than or equal to 32, got 33"),
         ({"prompt_lookup_min": 0}, "prompt_lookup_min: must be greater than or equal to 1, got 0"),
         ({"memory_utilization": 1.5}, "memory_utilization: must be less than or equal to 1, got 1.5"),
         (
