@@ -25,6 +25,7 @@ from mamba_jax.sharding import make_mesh, parameter_shardings, replicated, store
 from mamba_jax.store import Store
 from serving.config import ConfigError
 from serving.plan.targets import Target
+from serving.plan.traffic import Traffic
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -49,6 +50,8 @@ class Program:
     """Bytes while it runs."""
     aliased: int
     """Bytes that are updated in place: those of the store, or something has been copied."""
+    moved: int = 0
+    """Bytes to and from the device's memory in a greedy step, keys and values aside; see `Traffic`."""
     collectives: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     """That compiling took."""
@@ -146,12 +149,14 @@ def count_collectives(text: str) -> dict[str, int]:
 
 def _summary(name: str, compiled: jax.stages.Compiled, begin: float) -> Program:
     memory: Any = compiled.memory_analysis()
+    text = compiled.as_text() or ""
     return Program(
         name=name,
         code=memory.generated_code_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
-        collectives=count_collectives(compiled.as_text() or ""),
+        moved=Traffic(text).total(),
+        collectives=count_collectives(text),
         seconds=time.perf_counter() - begin,
     )
 

@@ -226,6 +226,7 @@ class _Planner:
             tokens=load.tokens,
             emitted=emitted,
             work=work,
+            without_keys=self.counter.work(dataclasses.replace(load, keys_read=0)).bytes,
             memory_ms=memory * 1e3,
             compute_ms=compute * 1e3,
             link_ms=link * 1e3,

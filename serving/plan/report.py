@@ -142,8 +142,9 @@ def _steps(plan: Plan) -> Table:
 def _programs(plan: Plan) -> Table:
     title = f"Compiled for {plan.target.topology} in {plan.compile_seconds:.0f} s"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("", "program", "temporaries", "updated in place", "collectives", "compile time"):
+    for name in ("", "program", "temporaries", "updated in place", "moves (keys aside)", "collectives", "compile time"):
         table.add_column(name, justify="right" if name else "left")
+    least = {step.name: step.without_keys for step in plan.steps}
     for program in plan.programs:
         exchanges = ", ".join(f"{count} {kind}" for kind, count in sorted(program.collectives.items())) or "none"
         table.add_row(
@@ -151,6 +152,7 @@ def _programs(plan: Plan) -> Table:
             gib(program.code),
             gib(program.temporaries),
             gib(program.aliased),
+            f"{gib(program.moved)} = {program.moved / least[program.name]:.2f} x least",
             exchanges,
             f"{program.seconds:.0f} s",
         )

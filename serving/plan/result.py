@@ -20,6 +20,8 @@ class Step:
     emitted: int
     """Tokens that come out at least: drafts may add to them."""
     work: Work
+    without_keys: int
+    """Bytes of `work`, keys and values aside: what a compiled program's `moved` is held against."""
     memory_ms: float
     compute_ms: float
     link_ms: float

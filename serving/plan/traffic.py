@@ -1,0 +1,152 @@
+"""How many bytes a program compiled for TPU moves to and from the device's memory, read from its text.
+
+XLA's own count also has what moves between the chip's memories, and counts weights that are fetched ahead of their use
+twice or more. Here only arrays in the large memory count (those elsewhere are marked `S(n)`); a kernel counts as it
+says itself; what is read in part (gather, slice) or written in part (scatter, update) counts in part. Of branches the
+cheapest counts, that is greedy sampling; loops whose number of rounds the text does not tell count nothing (they copy
+pages, which is rare).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+_SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}
+_ARRAY = re.compile(r"\b(pred|s8|u8|bf16|f16|s16|u16|f32|s32|u32)\[([\d,]*)\](\{[^}]*\})?")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (.*)$")
+_OPERATION = re.compile(r"^(.*?) ([a-z][\w-]*)\(")
+_FREE = {
+    "parameter", "get-tuple-element", "tuple", "bitcast", "constant", "iota", "partition-id", "after-all",
+    "copy-done", "slice-done", "all-gather-done", "all-reduce-done", "opt-barrier", "async-update", "async-done",
+}  # fmt: skip
+_PARTS = ("gather", "dynamic-slice")
+_UPDATES = {"scatter": 2, "dynamic-update-slice": 1}
+"""Operations that write a part of their first operand, with the place of the operand that holds the part."""
+
+
+@dataclass(frozen=True)
+class _Array:
+    bytes: int
+    local: bool
+    """In a memory of the chip itself."""
+
+    @property
+    def moved(self) -> int:
+        return 0 if self.local else self.bytes
+
+
+@dataclass(frozen=True)
+class _Instruction:
+    name: str
+    operation: str
+    result: tuple[_Array, ...]
+    operands: tuple[str, ...]
+    line: str
+
+    @property
+    def size(self) -> int:
+        return sum(array.bytes for array in self.result)
+
+
+class Traffic:
+    """Counts over the text of one compiled program."""
+
+    def __init__(self, text: str) -> None:
+        self._computations: dict[str, list[_Instruction]] = {}
+        self._entry = ""
+        current: list[_Instruction] = []
+        for line in text.splitlines():
+            if line.endswith("{") and not line.startswith(" "):
+                name = line.split("(")[0].split()[-1].lstrip("%")
+                current = self._computations[name] = []
+                self._entry = name if line.startswith("ENTRY") else self._entry
+            elif (found := _INSTRUCTION.match(line)) and (operation := _OPERATION.match(found[2])):
+                current.append(_instruction(found[1], operation[1], operation[2], found[2], line))
+
+    def total(self) -> int:
+        """Bytes of the whole program."""
+        return self._of(self._entry)
+
+    def _of(self, computation: str) -> int:
+        instructions = self._computations.get(computation, [])
+        results = {each.name: each for each in instructions}
+        return sum(self._one(each, results) for each in instructions)
+
+    def _one(self, it: _Instruction, results: dict[str, _Instruction]) -> int:
+        if it.operation in _FREE:
+            return 0
+        if it.operation in ("copy-start", "slice-start"):
+            # (target, source, ...) or ((source), target, ...): as much is read as is written.
+            part = min((array.bytes for array in it.result if array.bytes > 8), default=0)
+            return part * sum(not array.local for array in it.result[:2])
+        if it.operation == "conditional":
+            return min((self._of(name) for name in _called(it.line, "branch_computations")), default=0)
+        if it.operation == "while":
+            rounds = re.search(r'known_trip_count[^}]*?"?n"?\s*:\s*"?(\d+)', it.line)
+            return int(rounds[1]) * sum(map(self._of, _called(it.line, "body"))) if rounds else 0
+        if it.operation in ("call", "async-start"):
+            return sum(self._of(name) for name in (*_called(it.line, "to_apply"), *_called(it.line, "calls")))
+        if it.operation == "custom-call":
+            said = re.search(r'"bytes_accessed":"(\d+)"', it.line)
+            return int(said[1]) if said else 0
+        operands = [results[name].result for name in it.operands if name in results]
+        arrays = [array for result in operands for array in result]
+        inside = [it, *(each for name in _called(it.line, "calls") for each in self._computations.get(name, ()))]
+        return self._moved(it, arrays, inside)
+
+    def _moved(self, it: _Instruction, arrays: list[_Array], inside: list[_Instruction]) -> int:
+        """Operands and result, each in part where only a part of it is touched."""
+        read = max((each.size for each in inside if each.operation in _PARTS), default=None)
+        written = self._written(inside)
+        total = 0
+        rest = list(arrays)
+        for array in it.result:
+            same = next((other for other in rest if other.bytes == array.bytes), None)
+            if written is not None and same is not None:
+                # Updated in place: what is not written is not touched.
+                rest.remove(same)
+                total += 0 if array.local else min(written, array.bytes)
+            else:
+                total += array.moved
+        for array in rest:
+            total += array.moved if read is None else min(array.moved, max(read, 1 << 20))
+        return total
+
+    def _written(self, inside: list[_Instruction]) -> int | None:
+        """Bytes of the largest part that is written, if it is known."""
+        results = {each.name: each for each in inside}
+        found = []
+        for each in inside:
+            if each.operation in _UPDATES and (place := _UPDATES[each.operation]) < len(each.operands):
+                part = results.get(each.operands[place])
+                found.append(part.size if part is not None else 0)
+        return max(found, default=None)
+
+
+def _instruction(name: str, kind: str, operation: str, rest: str, line: str) -> _Instruction:
+    start = len(kind) + 1 + len(operation)
+    depth = 0
+    end = start
+    for end in range(start, len(rest)):
+        depth += (rest[end] == "(") - (rest[end] == ")")
+        if depth == 0:
+            break
+    operands = tuple(re.findall(r"%([\w.-]+)", rest[start : end + 1]))
+    return _Instruction(name, operation, tuple(_arrays(kind)), operands, line)
+
+
+def _arrays(kind: str) -> list[_Array]:
+    found = []
+    for dtype, sizes, layout in _ARRAY.findall(kind):
+        count = math.prod(int(size) for size in sizes.split(",") if size)
+        found.append(_Array(count * _SIZES[dtype], re.search(r"S\([1-9]", layout) is not None))
+    return found
+
+
+def _called(line: str, what: str) -> list[str]:
+    """Names of the computations that an instruction runs."""
+    if found := re.search(rf"\b{what}=\{{([^}}]*)\}}", line):
+        return [name.strip().lstrip("%") for name in found[1].split(",")]
+    return re.findall(rf"\b{what}=%?([\w.-]+)", line)

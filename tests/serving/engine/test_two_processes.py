@@ -1,0 +1,50 @@
+"""Two processes with one device each run one model (`jax.distributed`; on CPU, XLA exchanges by gloo)."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from divisible import FAMILIES, write
+
+from serving import LLM, SamplingParams
+
+SCRIPT = Path(__file__).with_name("one_of_two.py")
+ROOT = SCRIPT.parents[3]
+
+
+@pytest.mark.slow
+def test_two_processes_say_what_one_says(tmp_path):
+    directory = write(tmp_path, FAMILIES["mamba2"])
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(port), str(number), str(directory)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        done = [process.communicate(timeout=900) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], done
+    first, second = (json.loads(out.splitlines()[-1]) for out, _ in done)
+    assert first == second
+
+    llm = LLM(directory, max_model_len=96, num_slots=8, num_pages=20, page_size=8, tile_size=16, state_block_size=32)
+    prompt = {"prompt_token_ids": [7, 8, 9] * 14}
+    params = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+    expected = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+    assert [tokens for tokens, _ in first] == [expected, expected]
+    assert [cached for _, cached in first] == [0, 42]
