@@ -37,6 +37,10 @@ HELD_OUT_EVERY = 25
 TRAIN_SEED, HELD_OUT_SEED = 1, 900_001
 HELD_OUT_PROBLEMS = 1000
 
+SAMPLE_PROBLEMS, SAMPLE_TEXT = "heldout_problems.jsonl", "heldout_text.jsonl"
+"""What `write_sample` writes."""
+_PIECE = 5000  # characters
+
 Document = dict[str, Any]
 
 
@@ -90,6 +94,28 @@ def prepare(directory: Path, *, problems: int = 40_000) -> dict[str, Any]:
         }
     (directory / "manifest.json").write_text(json.dumps(manifest, indent=1))
     return manifest
+
+
+def write_sample(corpus: Path, directory: Path, *, problems: int = 200, text_bytes: int = 50_000) -> None:
+    """Write a small part of what is held out beside a model, so that it can be evaluated without the corpus.
+
+    Args:
+        corpus: as `prepare` has written it.
+        directory: gets `heldout_problems.jsonl` and `heldout_text.jsonl`.
+        problems: how many, the first ones.
+        text_bytes: about how much text of each source, beginnings of documents spread over all of it.
+    """
+    pieces: list[Document] = []
+    for path in sorted((corpus / "heldout").glob("*.jsonl")):
+        documents = list(read_documents(path))
+        if "question" in documents[0]:
+            _write(directory / SAMPLE_PROBLEMS, documents[:problems])
+            continue
+        count = max(1, text_bytes // _PIECE)
+        for document in documents[:: -(-len(documents) // count)]:
+            start = document["text"][:_PIECE]
+            pieces.append({"id": f"{path.stem}:{document['id']}", "text": start[: start.rfind("\n") + 1] or start})
+    _write(directory / SAMPLE_TEXT, pieces)
 
 
 def _install(directory: Path) -> dict[str, str]:

@@ -31,15 +31,16 @@ def evaluate(
     """Measure a model that was trained here on text and problems that it has not seen. Nothing is downloaded."""
     from checkpoints.load import load_config, load_model, require_tokenizer
     from checkpoints.resolve import resolve
+    from mamba_jax.train.corpus import SAMPLE_PROBLEMS, SAMPLE_TEXT
     from serving.api import evaluation
 
     console = Console(soft_wrap=True, highlight=False)
     directory = data or resolve(model).files
-    for name in (evaluation.PROBLEMS, evaluation.TEXTS):
+    for name in (SAMPLE_PROBLEMS, SAMPLE_TEXT):
         if not (directory / name).is_file():
             raise ConfigError(f"{directory}: has no {name}; --data names a directory with held-out text and problems")
-    texts = evaluation.read_some(directory / evaluation.TEXTS, None)
-    tasks = evaluation.read_some(directory / evaluation.PROBLEMS, problems)
+    texts = evaluation.read_some(directory / SAMPLE_TEXT, None)
+    tasks = evaluation.read_some(directory / SAMPLE_PROBLEMS, problems)
     tokenizer, loaded = require_tokenizer(model), load_model(model, dtype="float32", progress=False)
     flags = {"max_num_seqs": max_num_seqs, "max_model_len": 2048, "warmup": False, "state_block_size": 128}
     figures: dict[str, Any] = {"model": model, "bits_per_byte": {}}

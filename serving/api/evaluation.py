@@ -21,8 +21,6 @@ from serving.engine.draft_stats import DraftStats
 from serving.engine.llm import LLM
 from serving.engine.sampling_params import SamplingParams
 
-PROBLEMS, TEXTS = "heldout_problems.jsonl", "heldout_text.jsonl"
-"""What lies beside a model that was trained here."""
 WINDOW = 512
 """Tokens that are scored in one piece."""
 CACHE_MODES = ("none", "align", "all")

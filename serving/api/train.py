@@ -26,8 +26,10 @@ def train(
     from mamba_jax.config import ConfigError as ModelConfigError
     from mamba_jax.families import config_from_hf
     from mamba_jax.train.config import read_config
+    from mamba_jax.train.corpus import write_sample
     from mamba_jax.train.loop import LOG, read_log
     from mamba_jax.train.loop import train as run_training
+    from mamba_jax.train.loss import DRAFT_LAYER
     from mamba_jax.train.plot import plot_losses
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -46,12 +48,23 @@ def train(
     try:
         batches = _batches(settings, source, output, console)
         with training_bar(settings.steps, console) as show:
-            run = run_training(settings, model, batches, output, progress=show)
+            # Muon makes a step of full size even of a gradient that is nearly zero: what has no loss must stay out.
+            drafting = bool(settings.drafts.depth_weights)
+            run = run_training(
+                settings,
+                model,
+                batches,
+                output,
+                trained=lambda path: drafting or not path.startswith(DRAFT_LAYER),
+                progress=show,
+            )
     except ModelConfigError as error:
         raise ConfigError(str(error)) from error
     if not run.finished:
         console.print(f"interrupted after {run.steps} steps; the same command goes on from there", markup=False)
     write_hugging_face(output / "model", model, run.values, settings.model, files_from=tokenizer)
+    if (source / "heldout").is_dir():
+        write_sample(source, output / "model")
     if plot_losses(read_log(output / LOG), output / "loss.svg"):
         console.print(f"{output / 'loss.svg'}", markup=False)
     console.print(f"{output / 'model'}", markup=False)

@@ -1,0 +1,121 @@
+"""Training: the loss falls, a run that was cut short goes on as if it had not been, devices share a batch."""
+
+import dataclasses
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+from train_tiny import CONFIG, LENGTH, batches, settings
+
+from mamba_jax.config import ConfigError
+from mamba_jax.train.config import OptimizerSettings
+from mamba_jax.train.loop import LOG, initial_values, read_log, train
+
+ONE = jax.devices()[:1]
+
+
+def run(directory, *, data=None, devices=ONE, **changes):
+    return train(settings(**changes), CONFIG, data or batches(), directory, devices=devices)
+
+
+def losses(directory):
+    return [{k: v for k, v in record.items() if k != "seconds"} for record in read_log(directory / LOG)]
+
+
+class StopsAt:
+    """Batches in whose step number `step` a signal arrives."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def __getitem__(self, step):
+        if step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batches()[step]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("whole")
+    return run(directory), losses(directory)
+
+
+def test_the_losses_fall(whole):
+    done, records = whole
+    assert done.finished
+    assert done.steps == 12
+    for name in ("loss", "draft_loss_1", "draft_loss_2"):
+        assert records[-1][name] < 0.8 * records[0][name]
+    assert records[0]["loss"] == pytest.approx(np.log(CONFIG.vocab_size), rel=0.05)
+    assert [record["step"] for record in records] == list(range(1, 13))
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(whole, tmp_path):
+    cut = run(tmp_path, data=StopsAt(6))
+    assert not cut.finished
+    assert cut.steps == 7
+    done = run(tmp_path)
+    assert done.finished
+    assert losses(tmp_path) == whole[1]
+    for path, value in whole[0].values.items():
+        assert (np.asarray(done.values[path]) == np.asarray(value)).all(), path
+
+
+def test_a_killed_run_goes_back_to_its_last_state(whole, tmp_path):
+    class Dies:
+        def __getitem__(self, step):
+            if step == 8:
+                raise RuntimeError("killed")
+            return batches()[step]
+
+    with pytest.raises(RuntimeError, match="killed"):
+        run(tmp_path, data=Dies(), save_every=5)
+    assert len(losses(tmp_path)) == 8
+    with (tmp_path / LOG).open("a") as log:
+        log.write('{"step": 9, "lo')
+    run(tmp_path, save_every=5)
+    assert losses(tmp_path) == whole[1]
+
+
+def test_devices_share_a_batch(whole, tmp_path):
+    run(tmp_path, devices=jax.devices()[:4], steps=3, optimizer=settings().optimizer)
+    together = [record["loss"] for record in losses(tmp_path)]
+    np.testing.assert_allclose(together[:2], [record["loss"] for record in whole[1][:2]], rtol=1e-4)
+    with pytest.raises(ConfigError, match="cannot be divided among 3 devices"):
+        run(tmp_path / "three", devices=jax.devices()[:3])
+
+
+def test_bfloat16_products(whole, tmp_path):
+    done = run(tmp_path, steps=3, compute_dtype="bfloat16")
+    assert all(value.dtype == np.float32 for value in done.values.values())
+    np.testing.assert_allclose(losses(tmp_path)[0]["loss"], whole[1][0]["loss"], rtol=1e-2)
+
+
+def test_what_is_not_trained_stays(tmp_path):
+    start = initial_values(CONFIG, 5)
+    done = train(
+        settings(steps=2, optimizer=OptimizerSettings(learning_rate=0.01, warmup_steps=0)),
+        CONFIG,
+        batches(),
+        tmp_path,
+        values=start,
+        trained=lambda path: path.startswith("mtp."),
+        model_weight=0.0,
+        devices=ONE,
+    )
+    for path, value in done.values.items():
+        same = (np.asarray(value) == np.asarray(start[path])).all()
+        assert same != path.startswith("mtp."), path
+
+
+def test_a_run_of_another_model_is_refused(whole, tmp_path):
+    run(tmp_path, steps=2)
+    wider = dataclasses.replace(CONFIG, hidden_size=CONFIG.hidden_size, vocab_size=CONFIG.vocab_size + 1)
+    with pytest.raises(ConfigError, match="does not fit this configuration"):
+        train(settings(steps=4), wider, batches(), tmp_path, devices=ONE)
+
+
+def test_tokens_are_counted(whole):
+    assert whole[1][-1]["tokens"] == 12 * settings().batch_size * LENGTH
