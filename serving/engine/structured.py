@@ -25,6 +25,9 @@ from serving.engine.sampling_params import RequestError
 _KEPT = 128
 """Compiled grammars that are kept for the next request that asks for the same."""
 _LONGEST = 1 << 20
+_SPACE = r"( |\r?\n[ \t]{0,20})?"
+"""Between the parts of a JSON text: nothing, a space, or a new line and indentation. With any space allowed, models may
+write nothing else. A schema can say otherwise: `"x-guidance": {"whitespace_pattern": ...}`."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,9 @@ class StructuredOutputs:
             else:
                 schema: Any = {"type": "object"} if self.json is None else self.json
                 schema = json.loads(schema) if isinstance(schema, str) else schema
-                form = matcher.grammar_from_json_schema(json.dumps(schema))
+                # Only schemas that are tables take options.
+                options: Any = {"whitespace_pattern": _SPACE} if isinstance(schema, dict) else None
+                form = matcher.grammar_from_json_schema(json.dumps(schema), defaults=options)
         except Exception as error:  # the package raises whatever its parsers do
             raise RequestError(f"structured outputs: {_one_line(error)}") from None
         if len(form) > _LONGEST:

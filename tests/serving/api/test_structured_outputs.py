@@ -17,7 +17,6 @@ SCHEMA = {
     },
     "required": ["name", "count", "tags"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},
 }
 
 
