@@ -41,7 +41,7 @@ ENTRY %main (w: bf16[512,512], s: f32[100,256]) -> s32[8] {
   %index = s32[4]{0:S(1)} constant({1,2,3,4})
   %part = f32[4,256]{1,0:S(1)} broadcast(%index), dimensions={0}
   %kept = f32[100,256]{1,0} fusion(%s, %index, %part), kind=kCustom, calls=%fused_scatter
-  %call = f32[8]{0} custom-call(%kept), custom_call_target="k", backend_config={"cost_estimate":{"bytes_accessed":"5000"}}
+  %call = f32[8]{0} custom-call(%kept), backend_config={"cost_estimate":{"bytes_accessed":"5000"}}
   %start = (s32[], f32[1024]{0}) tuple(%call)
   %loop = (s32[], f32[1024]{0}) while(%start), body=%body, backend_config={"known_trip_count":{"n":"3"}}
   %rare = (s32[], f32[1024]{0}) while(%start), body=%body
