@@ -102,7 +102,7 @@ def test_sound_programs_pass(layer: bool) -> None:
     run(layer=layer)
 
 
-SLOW = (20, 22, 23, 25)
+SLOW = (18, 20, 22, 23, 25, 28)
 """Faults much like others here, each of which takes seconds to compile."""
 
 
