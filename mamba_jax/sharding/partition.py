@@ -81,6 +81,7 @@ class Partition:
         if isinstance(state, tuple):
             return tuple(self.state(part) for part in state)
         if isinstance(state, MambaSlots):
+            # Device by device, its own groups' B before their C: the order of channels depends on `shards`.
             bc = P(None, None, AXIS) if self.groups else P()
             return MambaSlots(ssm=P(None, AXIS), conv_x=P(None, None, AXIS), conv_bc=bc)  # type: ignore[arg-type]
         return P(None, None, AXIS)  # keys and values

@@ -1,0 +1,72 @@
+"""What is divided over devices, for every published size, and what is refused."""
+
+import re
+
+import jax.numpy as jnp
+import pytest
+
+from checkpoints.load import load_config
+from mamba_jax.config import ConfigError
+from mamba_jax.model import HybridModel, parameters
+from mamba_jax.sharding import AXIS, Partition, make_mesh
+from mamba_jax.store import StoreShape
+
+# Beside these, whatever has a million numbers or more is divided.
+WHOLE = re.compile(r"router|latent_(in|out)|adapters.*\.down|in_proj_bc|[kv]_proj|adapters\.[kv]\.")
+
+
+@pytest.mark.parametrize(
+    ("name", "shards"),
+    [
+        ("nemotron-h-8b", 8),
+        ("nemotron-3-nano-30b-a3b", 8),
+        ("bamba-9b", 4),
+        ("granite-4.0-h-small", 8),
+        ("falcon-h1-34b", 4),
+        ("mamba2-2.7b", 8),
+        ("zamba2-7b", 8),
+    ],
+)
+def test_all_that_is_large_is_divided(name, shards):
+    config = load_config(name)
+    partition = Partition.of(config, shards)
+    for path, leaf in parameters(HybridModel.abstract(config, dtype=jnp.bfloat16)).items():
+        spec = tuple(partition.parameter(path))
+        assert len(spec) <= len(leaf.shape)
+        for axis, size in zip(spec, leaf.shape, strict=False):
+            assert axis in (None, AXIS)
+            assert axis is None or size % shards == 0, path
+        assert AXIS in spec or leaf.size < 1 << 20 or WHOLE.search(path), path
+
+
+def test_few_groups_and_keys_are_kept_several_times():
+    config = load_config("bamba-9b")  # one group, eight heads of keys
+    partition = Partition.of(config, 16)
+    whole, own = StoreShape.of(config), partition.device_shape(StoreShape.of(config))
+    assert (own.heads, own.groups, own.kv_heads) == (whole.heads // 16, 1, 1)
+    assert partition.store_shape(whole).kv_heads == 16
+    assert tuple(partition.parameter("blocks.0.mixer.in_proj_bc.weight")) == ()
+    assert tuple(partition.parameter("blocks.9.mixer.k_proj.weight")) == ()
+
+
+def test_one_device_has_everything():
+    config = load_config("nemotron-h-8b")
+    assert Partition.of(config, 1).device_shape(StoreShape.of(config)) == StoreShape.of(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "shards", "message"),
+    [
+        ("nemotron-h-8b", 3, "does not divide this model's 128 Mamba heads"),
+        ("falcon-h1-34b", 8, "does not divide this model's 20 attention heads"),
+        ("nemotron-h-8b", 64, "does not divide this model's 32 attention heads"),
+    ],
+)
+def test_what_does_not_divide_is_refused(name, shards, message):
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size {shards} {message}"):
+        Partition.of(load_config(name), shards)
+
+
+def test_too_few_devices_are_refused():
+    with pytest.raises(ConfigError, match="JAX sees 8 cpu"):
+        make_mesh(9)
