@@ -154,12 +154,19 @@ class Device:
             self._check_page_write(target, scheduler, "a copy")
             self.pages[target] = content
         slot_writes: list[tuple[int, tuple[int, int]]] = []
+        slot_reads: set[int] = set()
         reads: list[tuple[Row, int]] = []
         order = list(range(len(rows)))
         results.extend([] for _ in rows)
         for at in order:
             row = rows[at]
-            end, emitted = self._row(row, slot_writes, scheduler)
+            others = {slot for slot, _ in slot_writes}
+            end, emitted, read = self._row(row, slot_writes, scheduler)
+            # Kernels read a row's state while another row's is written.
+            expect(read not in others, "a slot is read by one row and written by another", read, row)
+            mine = {slot for slot, _ in slot_writes} - others
+            expect(mine.isdisjoint(slot_reads), "a slot is written by one row and read by another", mine, row)
+            slot_reads |= {read} - {0}
             results[at].extend(emitted)
             reads.append((row, end))
         if self.config.num_pages:
@@ -172,8 +179,8 @@ class Device:
 
     def _row(
         self, row: Row, slot_writes: list[tuple[int, tuple[int, int]]], scheduler: Scheduler
-    ) -> tuple[int, list[int]]:
-        """One row: returns how many tokens its sequence has absorbed of which all are right, and what it emitted."""
+    ) -> tuple[int, list[int], int]:
+        """One row: how many tokens its sequence has absorbed of which all are right, what it emitted, where it read."""
         seat, request = self.seats[row.row_id], row.request
         live = not request.finished
         expect(not live or seat.owner is request, "the seat was never given to this request", row)
@@ -232,7 +239,7 @@ class Device:
             seat.last_token = emitted[-1]
             seat.drafts = self.propose(truth, start + kept + 1)
         self._write_lookahead(row, start + kept, scheduler)
-        return start + kept, emitted
+        return start + kept, emitted, read if start else 0
 
     def propose(self, truth: Truth, n: int) -> list[int]:
         """Drafts after n tokens: right, wrong, or nothing (-1)."""
