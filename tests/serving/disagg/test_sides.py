@@ -134,19 +134,23 @@ def test_seeded_draws_and_choices_are_those_without_a_split():
 
 
 def test_drafts_after_a_split_are_as_good():
-    """The draft layer's keys and values travel too: its guesses are those of an engine that has computed the prompt."""
-    accepted = []
-    params = dataclasses.replace(GREEDY, max_tokens=40)
+    """What the draft layer keeps of the prompt travels too: it is that of an engine that has computed the prompt."""
+    kept = []
     for split in (False, True):
         pair = Pair("all", "mtp")
         if split:
-            pair.run(PROMPT, params=params)
+            output = pair.add(PROMPT, pair.compute(PROMPT))
         else:
-            pair.decode.add_request("alone", {"prompt_token_ids": PROMPT}, params)
-            finish(pair.decode)
-        drafts = pair.decode.loop.stats.drafts
-        accepted.append((drafts.drafted, drafts.accepted_at))
-    assert accepted[0] == accepted[1]
+            output = pair.decode.add_request("alone", {"prompt_token_ids": PROMPT}, GREEDY)
+        while not output.outputs[0].token_ids:
+            pair.decode.step()
+        (request,) = pair.decode.loop.scheduler.running
+        kv = np.asarray(pair.decode.loop.store.kv[-1])
+        # Index 0 has no pair.
+        kept.append(kv[request.pages].reshape(-1, *kv.shape[2:])[1 : len(PROMPT)])
+        finish(pair.decode)
+    assert np.abs(kept[0]).min(axis=(1, 2)).max() > 0
+    np.testing.assert_allclose(kept[1], kept[0], atol=1e-5)
 
 
 def test_nothing_is_found_before_it_has_arrived():
