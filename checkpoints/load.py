@@ -13,12 +13,11 @@ import numpy as np
 from checkpoints.dummy import dummy_parameters
 from checkpoints.errors import CheckpointError
 from checkpoints.generation import GenerationConfig, read_generation_config
-from checkpoints.hugging_face import Tensors, read_parameters
+from checkpoints.hugging_face import read_parameters
 from checkpoints.json_file import read_json
 from checkpoints.orbax import read_description, restore_orbax, save_orbax
 from checkpoints.placing import Shardings, abstract_parameters
 from checkpoints.presets import preset
-from checkpoints.random import RandomTensors
 from checkpoints.resolve import Kind, Reference, resolve
 from checkpoints.tensor_set import TensorSet
 from checkpoints.tokenizer import Tokenizer, read_tokenizer
@@ -27,7 +26,6 @@ from mamba_jax.families import config_from_hf, family_of, weight_names, without_
 from mamba_jax.model import HybridModel
 
 DTYPES = ("float32", "bfloat16", "float16")
-DEMO_SEED = 2024
 LoadFormat = Literal["auto", "dummy"]
 
 
@@ -77,8 +75,7 @@ def load_model(
         return restore_orbax(reference.files, dtype=_dtype(dtype, stored), shardings=sharding, progress=progress)
     fields = read_json(reference.files / "config.json")
     config = _hf_config(reference.files, fields)
-    demo = reference.kind is Kind.DEMO
-    tensors: Tensors = RandomTensors(fields, DEMO_SEED) if demo else TensorSet(reference.files)
+    tensors = TensorSet(reference.files)
     config = without_absent_parts(config, tensors.names)
     kind = _dtype(dtype, _stored_dtype(fields))
     family = family_of(config)
