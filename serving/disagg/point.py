@@ -19,8 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from kernels_pallas.slots import read_slots, take, write_slots
-from mamba_jax.store import MambaSlots, Store
+from mamba_jax.store import MambaSlots, Store, read_slots, take, write_slots
 from serving.disagg.arrangement import Arrangement
 
 STATE = ("ssm", "conv_x", "conv_bc", "hidden")

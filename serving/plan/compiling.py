@@ -16,10 +16,9 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from kernels_pallas.dispatch import Choice
 from mamba_jax.batch import DecodeBatch, PrefillBatch
 from mamba_jax.model import HybridModel, parameters
-from mamba_jax.programs import StepPrograms
+from mamba_jax.programs import KernelChoice, StepPrograms
 from mamba_jax.rows import Rows
 from mamba_jax.sharding import make_mesh, parameter_shardings, replicated, store_shardings
 from mamba_jax.store import Store
@@ -112,7 +111,7 @@ class SlicePrograms:
         sharding, whole = parameter_shardings(model.config, mesh), replicated(mesh)
         values: Any = {path: _described(leaf, sharding(path)) for path, leaf in parameters(model).items()}
         placed: Any = HybridModel.from_parameters(model.config, values)
-        self.choice = Choice.parse(kernels, platform="tpu", device=mesh.devices.flat[0])
+        self.choice = KernelChoice.parse(kernels, platform="tpu", device=mesh.devices.flat[0])
         self._programs = StepPrograms(placed, tile_size=tile_size, source=source, mesh=mesh, kernels=self.choice)
         self._store = jax.tree.map(_described, store, store_shardings(store, model.config, mesh))
         self._rows = jax.tree.map(lambda leaf: _described(leaf, whole), rows)
