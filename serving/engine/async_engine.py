@@ -168,6 +168,7 @@ class AsyncEngine:
 
     def shutdown(self) -> None:
         """Stops the thread; iterations in progress raise `EngineStopped`."""
+        self._engine.loop.leaving.set()
         self._commands.put(None)
         self._thread.join()
 

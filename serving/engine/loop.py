@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -126,6 +127,10 @@ class Neighbour(Protocol):
         ...
 
 
+class WarmUpStopped(RuntimeError):
+    """Not everything has been compiled, because `StepLoop.leaving` was set."""
+
+
 class StepLoop:
     """Runs the scheduler's plans on the device.
 
@@ -167,6 +172,8 @@ class StepLoop:
         self._flight: _Flight | None = None
         self._settling = False
         self._failed_in_a_row = 0
+        self.leaving = threading.Event()
+        """Set by any thread when nothing more is wanted: ends a warm-up, which takes minutes."""
 
     @property
     def busy(self) -> bool:
@@ -193,7 +200,11 @@ class StepLoop:
         self._store = change(store)
 
     def warm_up(self, vocab_size: int, progress: Callable[[], None] | None = None) -> None:
-        """Compile every program that any later step can need."""
+        """Compile every program that any later step can need.
+
+        Raises:
+            WarmUpStopped: `leaving` has been set.
+        """
         store, rows = self._store, self._rows
         assert store is not None
         assert rows is not None
@@ -202,10 +213,16 @@ class StepLoop:
         with ThreadPoolExecutor(workers) as pool:
             batches = self.batches.warm_up_batches(vocab_size)
             jobs = [pool.submit(self.programs.program, store, rows, batch) for batch in batches]
-            for job in as_completed(jobs):
-                job.result()
-                if progress is not None:
-                    progress()
+            try:
+                for job in as_completed(jobs):
+                    job.result()
+                    if self.leaving.is_set():
+                        raise WarmUpStopped("asked to stop while compiling")
+                    if progress is not None:
+                        progress()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
 
     def step(self) -> Settled | None:
         """Dispatch the next step, then settle the one before it. None: nothing has been settled.

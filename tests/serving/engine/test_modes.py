@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from serving.engine.loop import WarmUpStopped
 from serving.engine.sampling_params import SamplingParams
 
 LENGTHS = [1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 96, 97, 100]
@@ -32,6 +33,15 @@ def test_alone_is_what_the_model_says(harness, traffic):
         logits = harness.logits([*prompt, *tokens])
         for at, token in enumerate(tokens, start=len(prompt) - 1):
             assert logits[at].max() - logits[at, token] < 1e-4
+
+
+def test_a_warm_up_can_be_left(harness):
+    loop = harness.engine("all").loop
+    loop.leaving.set()
+    compiled = loop.programs.compilations
+    with pytest.raises(WarmUpStopped):
+        loop.warm_up(harness.vocab_size)
+    assert loop.programs.compilations <= compiled + 4
 
 
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
