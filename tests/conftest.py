@@ -2,14 +2,12 @@
 
 import os
 import tempfile
-from pathlib import Path
 
 # Before JAX is imported: tests of sharding need more than one device, and a CPU can play eight.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Many tests compile the same small programs, in several processes at once and run after run: they share them.
-_CACHE = Path(tempfile.gettempdir()) / f"mamba-jax-tests-{os.getuid() if hasattr(os, 'getuid') else ''}"
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "mamba-jax-tests"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 import pytest
