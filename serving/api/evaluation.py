@@ -26,9 +26,9 @@ WINDOW = 512
 CACHE_MODES = ("none", "align", "all")
 DRAFTS: Mapping[str, Mapping[str, Any]] = {
     "none": {},
-    "MTP, K=1": {"speculative_method": "mtp", "num_speculative_tokens": 1},
-    "MTP, K=3": {"speculative_method": "mtp", "num_speculative_tokens": 3},
-    "n-gram, K=3": {"speculative_method": "ngram", "num_speculative_tokens": 3},
+    "MTP, K=1": {"speculative_method": "mtp", "num_speculative_tokens": 1, "adaptive_drafts": False},
+    "MTP, K=3": {"speculative_method": "mtp", "num_speculative_tokens": 3, "adaptive_drafts": False},
+    "n-gram, K=3": {"speculative_method": "ngram", "num_speculative_tokens": 3, "adaptive_drafts": False},
 }
 _RESULT = re.compile(r"####\s*(-?[\d.,]+)")
 _BATCH = 8

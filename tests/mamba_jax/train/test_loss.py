@@ -1,0 +1,113 @@
+"""The losses, and that drafts are trained on just what they see when serving."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from train_tiny import CONFIG, batches
+
+from kernels_pallas.ssd_scan import ssd_scan_sequence
+from mamba_jax.layout import SequenceLayout
+from mamba_jax.train.config import DraftSettings
+from mamba_jax.train.loop import initial_values
+from mamba_jax.train.loss import build, training_loss
+from mamba_jax.train.rollout import rollout
+
+VALUES = initial_values(CONFIG, 1)
+# Larger than a fresh model's, so that nothing is lost in rounding.
+VALUES = {path: v * 8 if v.ndim > 1 and ".conv_" not in path else v for path, v in VALUES.items()}
+TOKENS = jnp.asarray(batches()[0][:2, :13])
+MODEL = build(CONFIG, VALUES, jnp.float32)
+
+
+@jax.jit
+def hidden_of(tokens):
+    flat, _ = MODEL.hidden(tokens.reshape(-1), SequenceLayout.of(*tokens.shape), None)
+    return flat.reshape(*tokens.shape, -1)
+
+
+@jax.jit
+def draft(tokens, before):
+    """Positions past those that count hold anything: everything is causal."""
+    return MODEL.draft(tokens, before, SequenceLayout.of(1, tokens.shape[0]), None)[0]
+
+
+def test_drafts_see_what_they_see_when_serving():
+    tokens, depth = TOKENS[:1], 3
+    passes = jax.jit(lambda tokens, hidden: rollout(MODEL, tokens, hidden, depth))(tokens, hidden_of(tokens))
+    hidden = np.asarray(hidden_of(tokens)[0])
+    for last in (1, 4, 9):  # the first draft follows this token, whose predecessor is the last that the model has seen
+        before = np.zeros_like(hidden)
+        before[1 : last + 1] = hidden[:last]
+        for n in range(depth):
+            place = last + n
+            out = np.asarray(draft(tokens[0], before))
+            np.testing.assert_allclose(passes[n][0, place], out[place], rtol=1e-4, atol=1e-5)
+            before[place + 1] = out[place]
+
+
+def test_parts_are_what_they_are_called():
+    drafts = DraftSettings(depth_weights=(0.5, 0.25))
+    loss = functools.partial(training_loss, config=CONFIG, drafts=drafts, dtype=jnp.float32)
+    total, parts = jax.jit(loss)(VALUES, TOKENS)
+    inputs, targets = TOKENS[:, :-1], TOKENS[:, 1:]
+    hidden = hidden_of(inputs)
+    nll = optax.softmax_cross_entropy_with_integer_labels(MODEL.logits(hidden), targets)
+    np.testing.assert_allclose(parts["loss"], nll.mean(), rtol=1e-5)
+    for n, state in enumerate(jax.jit(lambda: rollout(MODEL, inputs, hidden, 2))()):
+        nll = optax.softmax_cross_entropy_with_integer_labels(MODEL.logits(state), targets)[:, n + 1 :]
+        np.testing.assert_allclose(parts[f"draft_loss_{n + 1}"], nll.mean(), rtol=1e-5)
+    expected = parts["loss"] + 0.5 * parts["draft_loss_1"] + 0.25 * parts["draft_loss_2"]
+    np.testing.assert_allclose(total, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("targets", ["data", "model"])
+def test_detached_drafts_leave_the_model_alone(targets):
+    def gradient(**options):
+        loss = functools.partial(training_loss, config=CONFIG, dtype=jnp.float32, drafts=DraftSettings(**options))
+        return jax.jit(jax.grad(lambda values: loss(values, TOKENS)[0]))(VALUES)
+
+    alone = gradient(depth_weights=())
+    detached = gradient(depth_weights=(1.0, 1.0), targets=targets, detach=True)
+    joint = gradient(depth_weights=(1.0, 1.0), targets=targets)
+    for path in VALUES:
+        if path.startswith("mtp."):
+            assert np.abs(detached[path]).max() > 0, path
+            assert np.isfinite(detached[path]).all()
+        else:
+            np.testing.assert_allclose(detached[path], alone[path], rtol=1e-4, atol=1e-6)
+    assert np.abs(joint["embed.weight"] - alone["embed.weight"]).max() > 1e-4
+
+
+def test_the_gradient_is_that_of_the_sequential_recurrence(monkeypatch):
+    drafts = DraftSettings(depth_weights=(0.5,))
+
+    def gradient():
+        def loss(values):
+            return training_loss(values, TOKENS, config=CONFIG, drafts=drafts, dtype=jnp.float32)[0]
+
+        return jax.jit(jax.grad(loss))(VALUES)
+
+    def one_by_one(x, dt, a, b, c, d):
+        def token(state, now):
+            x, dt, b, c = now
+            repeats = x.shape[1] // b.shape[1]
+            b, c = jnp.repeat(b, repeats, 1), jnp.repeat(c, repeats, 1)
+            state = jnp.exp(dt * a)[..., None, None] * state + (dt[..., None] * x)[..., None] * b[:, :, None]
+            return state, (state * c[:, :, None]).sum(-1) + d[:, None] * x
+
+        state = jnp.zeros((*x.shape[:1], *x.shape[2:], b.shape[-1]))
+        state, y = jax.lax.scan(token, state, tuple(v.swapaxes(0, 1) for v in (x, dt, b, c)))
+        return y.swapaxes(0, 1), state
+
+    fast = gradient()
+    monkeypatch.setattr("mamba_jax.layout.sequence.ssd_scan_sequence", one_by_one)
+    slow = gradient()
+    assert ssd_scan_sequence is not one_by_one
+    for path, value in slow.items():
+        np.testing.assert_allclose(
+            fast[path], value, rtol=1e-3, atol=1e-5 * float(np.abs(value).max() + 1), err_msg=path
+        )
