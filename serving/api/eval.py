@@ -95,8 +95,10 @@ def _one_at_a_time(model: str, tasks: Any, flags: dict[str, Any], console: Conso
     from serving.engine.llm import LLM
 
     options: dict[str, dict[str, Any]] = {"none": {}} | {
-        f"K={k}": {"speculative_method": "mtp", "num_speculative_tokens": k} for k in (1, 2, 3)
+        f"K={k}": {"speculative_method": "mtp", "num_speculative_tokens": k, "adaptive_drafts": False}
+        for k in (1, 2, 3)
     }
+    options["adaptive"] = {"speculative_method": "mtp", "num_speculative_tokens": 3}
     engines = {name: LLM(model, **{**flags, "max_num_seqs": 1}, **more) for name, more in options.items()}
     speeds = dict.fromkeys(engines, 0.0)
     for turn in range(2):
