@@ -89,7 +89,11 @@ class _Planner:
         except ConfigError as error:
             return self._too_small(weights, workspace, str(error))
         settings = scheduler_config(self.config, self.policy, size, lookahead=self.lookahead)
-        batches = BatchBuilder(settings, seats_bring_tokens=self.source is not None and self.source.sees_tokens)
+        batches = BatchBuilder(
+            settings,
+            seats_bring_tokens=self.source is not None and self.source.sees_tokens,
+            narrow_steps=self.config.adaptive_drafts,
+        )
         shapes = prefill_shapes(batches, full), decode_shapes(batches, full)
         rows = jax.eval_shape(
             partial(

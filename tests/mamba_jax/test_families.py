@@ -240,7 +240,6 @@ def test_zamba_blocks_are_tied_with_the_head():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({**NEMOTRON, "num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2: at most 1"),
         ({**NEMOTRON, "hybrid_override_pattern": "M?"}, r"layer pattern 'M\?'"),
         ({**NEMOTRON, "layers_block_type": ["mamba", "conv"]}, r"layer types \['conv'\]: known are"),
         ({**NEMOTRON, "mlp_hidden_act": "tanh"}, "activation 'tanh' is not supported"),
