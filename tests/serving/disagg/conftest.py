@@ -117,6 +117,12 @@ def digest() -> str:
     return model_digest(model(), CONFIG)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_offered_before():
+    """What a test leaves with the transport, a planted fault's for example, is not there for the next."""
+    DirectTransport("here").offered.clear()
+
+
 class Pair:
     """A prefill engine and a decode engine, driven in turn by one thread."""
 

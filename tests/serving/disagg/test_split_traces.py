@@ -81,6 +81,7 @@ def run_trace(seed, mode, source):
         assert output.finished
         if output.request_id not in aborted:
             assert_as_alone(prompt, output, (seed, mode, source), count=length)
+    MET["traces"] += 1
     stats = pair.decode_side.stats
     for name in ("arrived", "failed", "late", "spared", "pages_spared"):
         MET[name] += getattr(stats, name)
@@ -119,8 +120,8 @@ def test_traces(mode, source):
 
 def test_the_traces_meet_what_they_should():
     """Of all of the above together."""
-    if not MET:
-        pytest.skip("no trace was run before")
+    if MET["traces"] < 72:
+        pytest.skip("not all traces were run before, in this process")
     for what in ("arrived", "failed", "late", "spared", "pages_spared", "aborted", "preemptions"):
         assert MET[what], (what, MET)
 
