@@ -15,12 +15,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.slots import read_slots, take, write_slots
+from kernels_pallas.slots import load, put, read_slots, take, write_slots
 
 if TYPE_CHECKING:
     from mamba_jax.config import HybridConfig
 
-__all__ = ["MambaSlots", "Store", "StoreShape", "init_store", "read_slots", "store_bytes", "take", "write_slots"]
+__all__ = [
+    "MambaSlots", "Store", "StoreShape", "init_store", "load", "put", "read_slots", "store_bytes", "take",
+    "write_slots",
+]  # fmt: skip
 
 
 @jax.tree_util.register_dataclass

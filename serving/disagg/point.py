@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from mamba_jax.store import MambaSlots, Store, read_slots, take, write_slots
+from mamba_jax.store import MambaSlots, Store, load, put, read_slots, take, write_slots
 from serving.disagg.arrangement import Arrangement
 
 STATE = ("ssm", "conv_x", "conv_bc", "hidden")
@@ -185,30 +185,45 @@ def _read_piece(
 def _write_state(
     arrangement: Arrangement, store: Store, state: State, slot: Int[Array, ""], position: Int[Array, ""]
 ) -> Store:
-    at = slot[None]
     mamba = []
     for layer, slots in enumerate(store.mamba):
         window = arrangement.bc_in(state["conv_bc"][layer])
         mamba.append(
             MambaSlots(
-                ssm=write_slots(slots.ssm, state["ssm"][layer][None], at),
-                conv_x=write_slots(slots.conv_x, state["conv_x"][layer][None], at),
-                conv_bc=write_slots(slots.conv_bc, window[None], at),
+                ssm=put(slots.ssm, state["ssm"][layer], slot),
+                conv_x=put(slots.conv_x, state["conv_x"][layer], slot),
+                conv_bc=put(slots.conv_bc, window, slot),
             )
         )
     tags = store.tags
     if tags is not None:
-        times = read_slots(tags, at)[:, 0] + 1
-        tags = write_slots(tags, jnp.stack([times, position[None]], axis=1), at)
-    hidden = write_slots(store.hidden, state["hidden"][None], at)
+        times = load(tags, slot)[0] + 1
+        tags = put(tags, jnp.stack([times, position]), slot)
+    hidden = put(store.hidden, state["hidden"], slot)
     return replace(store, mamba=tuple(mamba), hidden=hidden, tags=tags)
 
 
 def _write_piece(arrangement: Arrangement, store: Store, piece: Array, pages: Int[Array, " n"]) -> Store:
-    written = []
-    for layer, kv in enumerate(store.kv):
-        paged = piece[layer].reshape(len(pages), store.page_size, *piece.shape[2:])
-        written.append(write_slots(kv, arrangement.kv_in(paged), pages))
+    count = len(pages)
+    paged = piece.reshape(-1, store.page_size, *piece.shape[2:])
+
+    def at_once(layer: int, kv: Array, paged: Array, pages: Array) -> Array:
+        return write_slots(kv, arrangement.kv_in(paged[layer * count :][:count]), pages)
+
+    def one_by_one(layer: int, kv: Array, paged: Array, pages: Array) -> Array:
+        # Straight out of the piece: one layer's part of it would be copied on the way, which takes XLA:CPU longer than
+        # all the rest. So would a conditional for what is not wanted; hence those that are come first.
+        wanted = jnp.nonzero(pages > 0, size=count, fill_value=0)[0]
+
+        def write(i: Int[Array, ""], kv: Array) -> Array:
+            return put(kv, arrangement.kv_in(load(paged, layer * count + wanted[i])), pages[wanted[i]])
+
+        return jax.lax.fori_loop(0, (pages > 0).sum(), write, kv)
+
+    written = [
+        jax.lax.platform_dependent(kv, paged, pages, cpu=partial(one_by_one, layer), default=partial(at_once, layer))
+        for layer, kv in enumerate(store.kv)
+    ]
     return replace(store, kv=tuple(written))
 
 
@@ -219,7 +234,13 @@ def _whole(store: Store) -> jax.sharding.Sharding:
 
 
 def _for_store(store: Store, tree: Any) -> Any:
-    return jax.device_put(tree, _whole(store))
+    whole = _whole(store)
+
+    def move(leaf: Any) -> Array:
+        # What lies there already, as what the transfer engine brings does, is not worth the call.
+        return leaf if getattr(leaf, "sharding", None) == whole else jax.device_put(leaf, whole)
+
+    return jax.tree.map(move, tree)
 
 
 def _first_device(tree: Any) -> Any:

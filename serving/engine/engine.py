@@ -403,9 +403,10 @@ def _tables(lines: Lines, row: int, tokens: Sequence[int], count: int) -> list[A
 
 def _token_ids(given: Any, vocab_size: int) -> list[int]:
     """Checked token ids of a prompt."""
+    plain = type(given) is list and set(map(type, given)) <= {int}  # long prompts are: looking at each takes longer
     try:
-        ids = [int(token) for token in given if not isinstance(token, (bool, str))]
-        wrong = len(ids) != len(given) or any(i != token for i, token in zip(ids, given, strict=True))
+        ids = given.copy() if plain else [int(token) for token in given if not isinstance(token, (bool, str))]
+        wrong = not plain and (len(ids) != len(given) or any(i != t for i, t in zip(ids, given, strict=True)))
     except (TypeError, ValueError):
         wrong = True
     if wrong or isinstance(given, (str, bytes, Mapping)):

@@ -18,8 +18,7 @@ import jax.numpy as jnp
 
 from serving.disagg.transport.base import TransportError
 
-_GLANCE = 0.0005  # seconds between two looks at whether arrays have arrived; doubles up to
-_LONGEST_GLANCE = 0.01
+_GLANCE = 0.0005, 0.01  # seconds between two looks at whether arrays have arrived: at least, at most
 
 
 class JaxTransport:
@@ -66,17 +65,17 @@ class JaxTransport:
             for spec in specs
             if math.prod(spec.shape)
         ]
-        deadline = time.monotonic() + timeout
+        begin = time.monotonic()
         try:
             arrays: list[Any] = self._pull(address, key, placed)
-            glance = _GLANCE
             for array in arrays:
                 while not array.is_ready():
-                    if time.monotonic() > deadline:
+                    waited = time.monotonic() - begin
+                    if waited > timeout:
                         self._forget(address)
                         raise TransportError(f"nothing came from {address} in {timeout:g} s")
-                    time.sleep(glance)
-                    glance = min(2 * glance, _LONGEST_GLANCE)
+                    # Nothing is noticed much later than it came, and long waits cost few looks.
+                    time.sleep(min(max(waited / 8, _GLANCE[0]), _GLANCE[1]))
             # Ready is also what has failed: only looking at it tells.
             jax.block_until_ready(arrays)
         except RuntimeError as error:
