@@ -82,7 +82,8 @@ class Choice:
             device = jax.local_devices()[0]
         self.device = device
         self.named = named or {}
-        self._chosen: dict[str, dict[str, str]] = {}
+        self.chosen: dict[str, dict[str, str]] = {}
+        """By operation: each implementation in use, and why it is."""
 
     @classmethod
     def parse(cls, text: str, **kwargs: Any) -> "Choice":
@@ -119,15 +120,15 @@ class Choice:
 
     def remember(self, operation: str, implementation: str, why: str) -> None:
         """Notes what an operation runs by, for the report."""
-        self._chosen.setdefault(operation, {})[implementation] = why
+        self.chosen.setdefault(operation, {})[implementation] = why
 
     def report(self) -> str:
         """One line: what each operation runs by in the programs traced so far, and why not by a kernel."""
         parts = []
-        for operation, chosen in sorted(self._chosen.items()):
+        for operation, chosen in sorted(self.chosen.items()):
             by = " and ".join(name + (f" ({why})" if why else "") for name, why in sorted(chosen.items()))
             parts.append(f"{operation} by {by}")
-        if unused := sorted(set(self.named) - set(self._chosen)) if isinstance(self.named, Mapping) else []:
+        if unused := sorted(set(self.named) - set(self.chosen)) if isinstance(self.named, Mapping) else []:
             parts.append(f"named, but not in use: {', '.join(unused)}")
         return f"kernels for {self.platform}: " + (", ".join(parts) or "nothing traced yet")
 

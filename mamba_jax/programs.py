@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -22,6 +23,16 @@ from mamba_jax.step import mask, seat, step
 from mamba_jax.store import Store
 
 Batch = DecodeBatch | PrefillBatch | SeatBatch | MaskBatch
+
+
+class Kept(Protocol):
+    """Programs from an earlier start, by arguments of the same shapes; with what their operations run by."""
+
+    def load(self, arguments: tuple[Any, ...]) -> tuple[jax.stages.Compiled, dict[str, dict[str, str]]] | None: ...
+
+    def save(
+        self, arguments: tuple[Any, ...], compiled: jax.stages.Compiled, kernels: dict[str, dict[str, str]]
+    ) -> None: ...
 
 
 class StepPrograms:
@@ -61,6 +72,9 @@ class StepPrograms:
             model: Any = nnx.merge(graphdef, jax.tree.unflatten(structure, weights))
             return step(model, store, rows, batch, source)
 
+        self.kept: Kept | None = None
+        """Asked before a program is compiled, and told of it after."""
+        self._graphdef = graphdef
         self._run = run
         self._step = jax.jit(run, donate_argnums=(1, 2))
         self._seat = jax.jit(partial(seat, source=source), donate_argnums=(0,))
@@ -69,8 +83,21 @@ class StepPrograms:
 
     @property
     def compilations(self) -> int:
-        """How many programs have been compiled so far."""
+        """How many programs have been compiled so far, or taken from those that were kept."""
         return len(self._compiled)
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        """What the programs run on."""
+        return list(self._weights[0].devices() if self.mesh is None else self.mesh.devices.flat)
+
+    @property
+    def description(self) -> str:
+        """All that makes the programs of equal arguments equal, beside the source text and JAX's settings."""
+        kernels = f"{self.kernels.platform} {self.kernels.named!r}"
+        parts = (self._graphdef, self.tile_size, self.source, self._compiler_options, self.mesh, kernels)
+        # Functions among the model's attributes are named; where they lie in memory is chance.
+        return re.sub(r" at 0x[0-9a-f]+", "", "\n".join(map(repr, parts)))
 
     def decode(self, store: Store, rows: Rows, batch: DecodeBatch) -> tuple[Store, Rows, StepOutput]:
         """One decode step; returns as soon as it is dispatched."""
@@ -112,9 +139,22 @@ class StepPrograms:
                 key = (*key, batch.tile_write_slot.shape)
         compiled = self._compiled.get(key)
         if compiled is None:
-            with self.kernels.applied():
-                lowered = self.lower(store, rows, batch)
-            compiled = self._compiled[key] = lowered.compile(self._compiler_options)
+            compiled = self._compiled[key] = self._make(store, rows, batch)
+        return compiled
+
+    def _make(self, store: Store | None, rows: Rows, batch: Batch) -> jax.stages.Compiled:
+        arguments = (rows, batch) if isinstance(batch, SeatBatch | MaskBatch) else (self._weights, store, rows, batch)
+        found = self.kept.load(arguments) if self.kept is not None else None
+        if found is not None:
+            compiled, kernels = found
+            for operation, by in kernels.items():
+                self.kernels.chosen.setdefault(operation, {}).update(by)
+            return compiled
+        with self.kernels.applied():
+            lowered = self.lower(store, rows, batch)
+        compiled = lowered.compile(self._compiler_options)
+        if self.kept is not None:
+            self.kept.save(arguments, compiled, {name: dict(by) for name, by in list(self.kernels.chosen.items())})
         return compiled
 
     def lower(self, store: Store | None, rows: Rows, batch: Batch) -> jax.stages.Lowered:

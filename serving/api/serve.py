@@ -149,7 +149,8 @@ def _run(
 
     def prepare(engine: Engine) -> None:
         if config.warmup:
-            warm_up(engine.loop, engine.vocab_size, progress=sys.stderr.isatty())
+            terminal = sys.stderr.isatty()
+            warm_up(engine.loop, engine.vocab_size, progress=terminal, keep=config.compilation_cache)
             opened.prepare()
 
     def on_ready(_: Context) -> None:

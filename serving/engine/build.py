@@ -182,7 +182,8 @@ def assemble(
     )
     at_start = config.warmup if config.warmup is not None else jax.default_backend() != "cpu"
     if at_start:
-        warm_up(engine.loop, model.config.vocab_size, progress=progress and sys.stderr.isatty())
+        terminal = progress and sys.stderr.isatty()
+        warm_up(engine.loop, model.config.vocab_size, progress=terminal, keep=config.compilation_cache)
         log.info(programs.kernels.report())
     return Built(engine, config, size, model, tokenizer)
 

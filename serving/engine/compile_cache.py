@@ -21,7 +21,7 @@ def use_compilation_cache() -> Path | None:
     elsewhere = getattr(jax.config, "jax_compilation_cache_dir", None)
     if elsewhere:
         return Path(elsewhere)
-    directory = cache_home() / "mamba-jax" / f"xla-{_machine()}"
+    directory = cache_home() / "mamba-jax" / f"xla-{machine()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -38,7 +38,7 @@ def cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
-def _machine() -> str:
+def machine() -> str:
     """Names the kind of CPU: a home directory may be shared by machines, and compiled code for a CPU must not be."""
     try:
         flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))

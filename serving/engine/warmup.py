@@ -8,16 +8,27 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from serving.engine.kept_programs import keep_programs
 from serving.engine.loop import StepLoop
 
 log = logging.getLogger(__name__)
 
 
-def warm_up(loop: StepLoop, vocab_size: int, *, progress: bool) -> None:
-    """Compile every program that a later step can need: afterwards `loop.programs.compilations` stays as it is."""
+def warm_up(loop: StepLoop, vocab_size: int, *, progress: bool, keep: bool = False) -> None:
+    """Compile every program that a later step can need: afterwards `loop.programs.compilations` stays as it is.
+
+    Args:
+        loop: whose programs.
+        vocab_size: the model's.
+        progress: show a bar on stderr.
+        keep: take from disk what an earlier start has compiled, and put there what it has not.
+    """
     begin = time.perf_counter()
+    kept = keep_programs(loop.programs) if keep else None
     columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
         task = bar.add_task("compiling", total=loop.batches.num_programs)
         loop.warm_up(vocab_size, lambda: bar.advance(task))
-    log.info("%d programs compiled in %.1f s", loop.programs.compilations, time.perf_counter() - begin)
+    loaded = kept.loaded if kept is not None else 0
+    count, seconds = loop.programs.compilations, time.perf_counter() - begin
+    log.info("%d programs ready after %.1f s: %d compiled, %d kept from before", count, seconds, count - loaded, loaded)

@@ -1,0 +1,158 @@
+"""Compiled programs kept between two starts, so that the second need not even trace them.
+
+JAX's compilation cache saves the compiler's work, but its key is the program itself: to look it up, a program has to be
+traced and lowered anew, which takes a small model's whole start-up time. Here the key is what a program follows from:
+the source text of the packages that define it, the versions of JAX and of what it traces with, the model's structure,
+the device, JAX's settings, and the shapes and types of the arguments. Anything but an exact match compiles anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pickle
+import platform
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import version
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from mamba_jax.programs import StepPrograms
+from serving.engine.compile_cache import machine, use_compilation_cache
+
+log = logging.getLogger(__name__)
+
+_DEFINED_IN = ("kernels_pallas", "mamba_jax")
+_TRACED_WITH = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
+_ENVIRONMENT = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_")
+_UNUSED_FOR = 30 * 24 * 3600.0
+_ENDING = ".program"
+
+
+class KeptPrograms:
+    """The programs of one `StepPrograms` in a folder, one file each.
+
+    Files are as trustworthy as the folder: it belongs to this user, and nobody else may write there.
+    """
+
+    def __init__(self, folder: Path, programs: StepPrograms) -> None:
+        """Makes the folder, and clears out what nobody has used for a month.
+
+        Raises:
+            OSError: the folder cannot be made, or is somebody else's.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise PermissionError(f"{folder} can be written by others")
+        self._folder = folder
+        self._devices = programs.devices
+        self._description = "\n".join([programs.description, *_surroundings(self._devices)])
+        self.loaded = 0
+        """Programs that did not have to be compiled."""
+        for path in folder.iterdir():
+            if time.time() - path.stat().st_mtime > _UNUSED_FOR:
+                path.unlink(missing_ok=True)
+
+    def load(self, arguments: tuple[Any, ...]) -> tuple[jax.stages.Compiled, dict[str, dict[str, str]]] | None:
+        """The program for arguments like these, and what its operations run by. None: it has to be compiled."""
+        path = self._path(arguments)
+        try:
+            saved = pickle.loads(zlib.decompress(path.read_bytes()))
+            compiled = serialize_executable.deserialize_and_load(
+                saved["program"], saved["takes"], saved["gives"], self._devices[0].client, self._devices
+            )
+            os.utime(path)
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # a damaged file fails in whatever way
+            log.warning("a kept program cannot be used and is compiled anew: %s: %s", path, _line(error))
+            return None
+        self.loaded += 1
+        return compiled, saved["kernels"]
+
+    def save(
+        self, arguments: tuple[Any, ...], compiled: jax.stages.Compiled, kernels: dict[str, dict[str, str]]
+    ) -> None:
+        """Keeps a program that has been compiled. Where that does not work, the next start compiles it again."""
+        path = self._path(arguments)
+        try:
+            program, takes, gives = serialize_executable.serialize(compiled)
+            saved = pickle.dumps({"program": program, "takes": takes, "gives": gives, "kernels": kernels})
+            # Under another name first: a reader, or a start that is cut short, must not see half a file.
+            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
+                file.write(zlib.compress(saved, level=1))
+            os.replace(file.name, path)
+        except Exception as error:  # what a backend cannot write down is its own affair
+            log.warning("a compiled program is not kept: %s", _line(error))
+
+    def _path(self, arguments: tuple[Any, ...]) -> Path:
+        leaves, structure = jax.tree.flatten(arguments)
+        shapes = [f"{leaf.shape} {leaf.dtype} {getattr(leaf, 'weak_type', False)}" for leaf in leaves]
+        whole = "\n".join([self._description, str(structure), *shapes])
+        return self._folder / (hashlib.sha256(whole.encode()).hexdigest() + _ENDING)
+
+
+def keep_programs(programs: StepPrograms) -> KeptPrograms | None:
+    """Programs that are compiled from now on are taken from, and put, beside JAX's compilation cache.
+
+    Returns None where there is no place for them, or where several processes share the devices, which must
+    compile alike.
+    """
+    directory = use_compilation_cache()
+    if directory is None or not directory.is_dir() or jax.process_count() > 1:
+        return None
+    try:
+        programs.kept = kept = KeptPrograms(directory / "mamba-jax-programs", programs)
+    except OSError as error:
+        log.warning("compiled programs are not kept: %s", _line(error))
+        return None
+    return kept
+
+
+def _surroundings(devices: list[jax.Device]) -> Iterator[str]:
+    """Whatever a program depends on beside the model and the arguments."""
+    yield f"{platform.python_implementation()} {sys.version}"
+    yield from (f"{name} {version(name)}" for name in _TRACED_WITH)
+    yield _source_digest()
+    yield f"{machine()} {devices[0].client.platform_version}"
+    yield from (f"{device.id} {device.platform} {device.device_kind}" for device in devices)
+    # Where the caches lie does not change what is in them.
+    settings: dict[str, Any] = {
+        **jax.config.values,
+        **{k: v for k, v in os.environ.items() if k.startswith(_ENVIRONMENT)},
+    }
+    yield from (f"{name}={value}" for name, value in sorted(settings.items()) if "cache" not in name.lower())
+
+
+@cache
+def _source_digest() -> str:
+    """Of every line of the packages that define a step."""
+    digest = hashlib.sha256()
+    for package in _DEFINED_IN:
+        for name, text in sorted(_sources(files(package), package)):
+            digest.update(f"{name} {len(text)}\n".encode() + text)
+    return digest.hexdigest()
+
+
+def _sources(folder: Traversable, name: str) -> Iterator[tuple[str, bytes]]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _sources(entry, f"{name}/{entry.name}")
+        elif entry.name.endswith(".py"):
+            yield f"{name}/{entry.name}", entry.read_bytes()
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

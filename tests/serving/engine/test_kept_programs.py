@@ -1,0 +1,113 @@
+"""Compiled programs that outlive the process: what is taken from them, and when they must not be."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import serving.engine.kept_programs as module
+from mamba_jax.batch import DecodeBatch
+from mamba_jax.programs import StepPrograms
+from serving.engine.kept_programs import KeptPrograms
+
+OPTIONS = {"xla_backend_optimization_level": 0}
+
+
+@pytest.fixture(scope="module")
+def engine(harness):
+    return harness.engine()
+
+
+def programs_like(harness, folder, **changes):
+    programs = StepPrograms(harness.model, **({"tile_size": 16, "compiler_options": OPTIONS} | changes))
+    programs.kept = KeptPrograms(folder, programs)
+    return programs
+
+
+def copies(engine):
+    return jax.tree.map(lambda leaf: leaf + 0, (engine.loop._make_store(), engine.loop._make_rows()))
+
+
+def decode(engine, rows=1, drafts=0):
+    width = engine.loop.scheduler.config.pages_per_row
+    return DecodeBatch.empty(rows=rows, num_speculative_tokens=drafts, pages_per_row=width)
+
+
+def test_the_second_start_compiles_nothing_and_computes_the_same(harness, engine, tmp_path, monkeypatch):
+    first, batch = programs_like(harness, tmp_path), decode(engine)
+    batch.row_id[0], batch.tokens[0, 0], batch.num_tokens[0], batch.write_slot[0, 0] = 1, 7, 1, 3
+    batch.page_table[0, 0], batch.sample[0] = 1, True
+    store, rows = copies(engine)
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves((store, rows)))
+    expected = jax.tree.map(np.asarray, first.decode(store, rows, batch))
+    assert (first.kept.loaded, len(list(tmp_path.iterdir()))) == (0, 1)
+
+    second = programs_like(harness, tmp_path)
+    monkeypatch.setattr(second, "lower", None)  # there is nothing to trace
+    store, rows = copies(engine)
+    result = second.decode(store, rows, batch)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, result), expected)
+    assert (second.kept.loaded, second.compilations) == (1, 1)
+    assert second.kernels.report() == first.kernels.report() != StepPrograms(harness.model).kernels.report()
+    # It still updates the store in place.
+    assert store.hidden.is_deleted()
+    assert rows.length.is_deleted()
+    assert second.program(*copies(engine), batch).memory_analysis().alias_size_in_bytes >= whole
+
+
+@pytest.mark.parametrize("what", ["tile_size", "options", "kernels", "source", "jax", "environment", "rows", "store"])
+def test_whatever_may_change_a_program_makes_it_another(harness, engine, tmp_path, monkeypatch, what):
+    def path(programs, rows=1):
+        store, seats = engine.loop._store, engine.loop._rows
+        if what == "store" and rows == 2:
+            store = dataclasses.replace(store, hidden=store.hidden[:-1])
+        return programs.kept._path((programs._weights, store, seats, decode(engine, rows if what == "rows" else 1)))
+
+    changes = {}
+    one = path(programs_like(harness, tmp_path))
+    assert path(programs_like(harness, tmp_path)) == one
+    match what:
+        case "tile_size":
+            changes = {"tile_size": 32}
+        case "options":
+            changes = {"compiler_options": {}}
+        case "kernels":
+            changes = {"kernels": module.StepPrograms.__init__.__globals__["KernelChoice"].parse("xla")}
+        case "source":
+            monkeypatch.setattr(module, "_source_digest", lambda: "edited")
+        case "jax":
+            jax.config.update("jax_default_matmul_precision", "bfloat16")
+        case "environment":
+            monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    try:
+        assert path(programs_like(harness, tmp_path, **changes), rows=2) != one
+    finally:
+        jax.config.update("jax_default_matmul_precision", None)
+
+
+def test_a_damaged_file_is_compiled_anew(harness, engine, tmp_path, caplog):
+    programs_like(harness, tmp_path).program(*copies(engine), decode(engine))
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    again = programs_like(harness, tmp_path)
+    again.program(*copies(engine), decode(engine))
+    assert again.kept.loaded == 0
+    assert "compiled anew" in caplog.text
+    assert programs_like(harness, tmp_path).kept.load((again._weights, *copies(engine), decode(engine))) is not None
+
+
+def test_a_folder_that_others_may_write_is_not_used(harness, tmp_path):
+    tmp_path.chmod(0o777)
+    with pytest.raises(PermissionError, match="by others"):
+        programs_like(harness, tmp_path)
+
+
+def test_what_nobody_uses_goes(harness, tmp_path):
+    tmp_path.chmod(0o700)
+    old = tmp_path / "0.program"
+    old.write_bytes(b"")
+    module.os.utime(old, (0, 0))
+    programs_like(harness, tmp_path)
+    assert not old.exists()
