@@ -63,7 +63,7 @@ class Manifest(BaseModel):
     @property
     def digest(self) -> str:
         """A hash of all but the addresses, sent along with every transfer."""
-        text = self.model_dump_json(exclude={"transports"})
+        text = self.model_dump_json(exclude={"transports"}) + " ".join(sorted(self.transports))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

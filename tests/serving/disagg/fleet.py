@@ -32,14 +32,17 @@ def free_port() -> int:
 class Process:
     """One `mamba-jax` command that listens."""
 
-    def __init__(self, *arguments: str, log_to, port: int | None = None) -> None:
+    def __init__(self, *arguments: str, log_to, port: int | None = None, devices: int = 1, stages=None) -> None:
+        """`devices`: as many as it is to have. `stages`: a folder by which it can be stopped (see `stages.py`)."""
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        flags = f"--xla_force_host_platform_device_count={devices}" if devices > 1 else ""
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        program = ["serving.api.cli"] if stages is None else ["tests.serving.disagg.stages", str(stages)]
         self.log_file = log_to / f"{arguments[0]}-{self.port}.log"
         with self.log_file.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "serving.api.cli", *arguments, "--port", str(self.port)],
+                [sys.executable, "-m", *program, *arguments, "--port", str(self.port)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -88,17 +91,19 @@ class Process:
         return False
 
 
-def worker(role: str, log_to, *more: str, port: int | None = None, **engine) -> Process:
+def worker(role: str, log_to, *more: str, port: int | None = None, devices: int = 1, stages=None, **engine) -> Process:
     """A worker of a role; `more` are further options of the command line."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (ENGINE | engine).items()]
     arguments = ("--role", role) if role else ()
-    return Process("serve", *arguments, *flags, "--no-warmup", *more, log_to=log_to, port=port)
+    return Process(
+        "serve", *arguments, *flags, "--no-warmup", *more, log_to=log_to, port=port, devices=devices, stages=stages
+    )
 
 
-def router(prefill, decode, log_to, *more: str) -> Process:
+def router(prefill, decode, log_to, *more: str, port: int | None = None) -> Process:
     """A router in front of these workers."""
     urls = [f"--prefill={each.url}" for each in prefill] + [f"--decode={each.url}" for each in decode]
-    return Process("router", *urls, "--check-interval=0.3", *more, log_to=log_to)
+    return Process("router", *urls, "--check-interval=0.3", *more, log_to=log_to, port=port)
 
 
 def client(process: Process) -> openai.OpenAI:

@@ -70,7 +70,11 @@ def test_state_dtypes_are_converted_only_when_asked_and_said():
 
 def test_versions_are_told_apart():
     assert check(BASE, other(versions={"jax": "0.11"})) == ["jax differs: prefill has 0.10, decode has 0.11"]
-    assert BASE.digest == other(transports={}).digest != other(ssm_dtype="bfloat16").digest
+
+
+def test_a_worker_with_other_addresses_is_the_same_and_one_with_other_transports_is_not():
+    assert BASE.digest == other(transports={"tcp": "there:1", "jax": "there:2"}).digest
+    assert len({BASE.digest, other(transports={"tcp": "here:2"}).digest, other(ssm_dtype="bfloat16").digest}) == 3
 
 
 def test_a_model_is_known_by_its_weights():
