@@ -51,6 +51,31 @@ def fresh_draft_layer(config: HybridConfig, seed: int) -> dict[str, jax.Array]:
     return {f"mtp.{path}": leaf.get_value() for path, leaf in parameters(layer).items()}
 
 
+def begun_draft_layer(config: HybridConfig, values: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Float32 weights of a new layer that begins with what the model knows already.
+
+    Its sublayers are copies of the model's last ones of the same kinds (its final norm too), and `eh_proj` adds the
+    token's embedding to the hidden state before it. What the model has not got in that shape begins at random.
+
+    Args:
+        config: of the model with the layer.
+        values: the model's weights by dotted path.
+        seed: of what is random.
+    """
+    layer = fresh_draft_layer(config, seed)
+    sources = {"mtp.final_norm.": "final_norm."}
+    left = {kind: [i for i, other in enumerate(config.pattern) if other == kind] for kind in config.mtp_pattern}
+    for i, kind in reversed(list(enumerate(config.mtp_pattern))):
+        if left[kind]:
+            sources[f"mtp.blocks.{i}."] = f"blocks.{left[kind].pop()}."
+    for target, source in sources.items():
+        found = {path: values.get(source + path.removeprefix(target)) for path in layer if path.startswith(target)}
+        if all(v is not None and v.shape == layer[path].shape for path, v in found.items()):
+            layer |= {path: np.asarray(v, np.float32) for path, v in found.items()}
+    one = np.eye(config.hidden_size, dtype=np.float32)
+    return layer | {"mtp.eh_proj.weight": np.concatenate([one, one], axis=1)}
+
+
 def write_with_draft_layer(
     source: Path, target: Path, raw: Mapping[str, Any], config: HybridConfig, values: Mapping[str, Any]
 ) -> Path:

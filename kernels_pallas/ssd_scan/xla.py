@@ -24,9 +24,16 @@ def ssd_scan(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot):
 
 
 def ssd_scan_sequence(x, dt, a, b, c, d, *, initial_state=None, chunk_size=128):
-    """See `api.ssd_scan_sequence`."""
+    """See `api.ssd_scan_sequence`. On CPU, chunks are cut to `CPU_BLOCK` (see there)."""
+    if initial_state is None:
+        initial_state = jnp.zeros((x.shape[0], *x.shape[2:], b.shape[-1]), F32)
+    small, whole = (functools.partial(_scan_sequence, size=n) for n in (min(chunk_size, CPU_BLOCK), chunk_size))
+    return lax.platform_dependent(x, dt, a, b, c, d, initial_state, cpu=small, default=whole)
+
+
+def _scan_sequence(x, dt, a, b, c, d, state, *, size):
     batch, length, heads, head_dim = x.shape
-    size = min(chunk_size, max(length, 1))
+    size = min(size, max(length, 1))
     chunks = -(-length // size)
 
     def cut(v):  # [batch, length, ...] -> [chunks, batch, size, ...]; the padding has dt = 0
@@ -40,9 +47,7 @@ def ssd_scan_sequence(x, dt, a, b, c, d, *, initial_state=None, chunk_size=128):
         state, y = jax.vmap(_block, (0, 0, 0, None, 0, 0, None))(state, x, dt, a, b, c, d)
         return state, y.astype(x.dtype)
 
-    if initial_state is None:
-        initial_state = jnp.zeros((batch, heads, head_dim, b.shape[-1]), F32)
-    state, y = lax.scan(step, initial_state.astype(F32), tuple(cut(v) for v in (x, dt, b, c)))
+    state, y = lax.scan(step, state.astype(F32), tuple(cut(v) for v in (x, dt, b, c)))
     return y.swapaxes(0, 1).reshape(batch, chunks * size, heads, head_dim)[:, :length], state
 
 

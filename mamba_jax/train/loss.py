@@ -14,6 +14,7 @@ from mamba_jax.config import HybridConfig
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.train.config import DraftSettings
+from mamba_jax.train.head_loss import distillation, mean_cross_entropy
 from mamba_jax.train.rollout import rollout
 
 Parameters = dict[str, Array]
@@ -55,33 +56,47 @@ def training_loss(
     batch, length = inputs.shape
     flat, _ = model.hidden(inputs.reshape(-1), SequenceLayout.of(batch, length), None)
     hidden = flat.reshape(batch, length, -1)
-    logits = model.logits(hidden)
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    head = (model.embed if model.lm_head is None else model.lm_head).weight[...]
+    loss = mean_cross_entropy(hidden, head, targets, config.logits_multiplier)
     total, parts = model_weight * loss, {"loss": loss}
     if config.mtp_pattern and drafts.depth_weights:
         chosen = slice(None, None, drafts.every)
         if drafts.detach:
             frozen = {p: v if p.startswith(DRAFT_LAYER) else jax.lax.stop_gradient(v) for p, v in values.items()}
             model, hidden = build(config, frozen, dtype), jax.lax.stop_gradient(hidden)
-        guide = jax.lax.stop_gradient(logits[chosen])
-        extra, more = _draft_loss(model, inputs[chosen], targets[chosen], hidden[chosen], guide, drafts)
+        extra, more = _draft_loss(model, inputs[chosen], targets[chosen], hidden[chosen], drafts)
         total, parts = total + extra, parts | more
     return total, parts
 
 
 def _draft_loss(
-    model: HybridModel, inputs: Array, targets: Array, hidden: Array, guide: Array, drafts: DraftSettings
+    model: HybridModel, inputs: Array, targets: Array, hidden: Array, drafts: DraftSettings
 ) -> tuple[Array, dict[str, Array]]:
-    total, parts = jnp.zeros(()), {}
-    best = guide.argmax(-1)
-    for n, state in enumerate(rollout(model, inputs, hidden, len(drafts.depth_weights))):
+    weights = jnp.asarray(drafts.depth_weights)
+    passes = rollout(model, inputs, hidden, len(weights))
+    if drafts.targets == "model" and drafts.detach:
+        head = (model.embed if model.lm_head is None else model.lm_head).weight[...]
+        losses, agreements = distillation(jnp.stack(passes), hidden, head, model.config.logits_multiplier)
+    else:
+        losses, agreements = _each_draft(model, passes, targets, hidden, drafts)
+    parts = {f"draft_loss_{n + 1}": losses[n] for n in range(len(weights))}
+    parts |= {f"draft_agreement_{n + 1}": agreements[n] for n in range(len(weights))}
+    return (weights * losses).sum(), parts
+
+
+def _each_draft(
+    model: HybridModel, passes: list[Array], targets: Array, hidden: Array, drafts: DraftSettings
+) -> tuple[Array, Array]:
+    """Loss and agreement of each draft, where the head's weights have a gradient too."""
+    guide = jax.lax.stop_gradient(model.logits(hidden))
+    best, losses, agreements = guide.argmax(-1), [], []
+    for n, state in enumerate(passes):
         first = n + 1  # there is no pair for the tokens before
         logits = model.logits(state[:, first:])
         if drafts.targets == "model":
             loss = optax.softmax_cross_entropy(logits, jax.nn.softmax(guide[:, first:])).mean()
         else:
             loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets[:, first:]).mean()
-        total += drafts.depth_weights[n] * loss
-        parts[f"draft_loss_{n + 1}"] = loss
-        parts[f"draft_agreement_{n + 1}"] = (logits.argmax(-1) == best[:, first:]).mean()
-    return total, parts
+        losses.append(loss)
+        agreements.append((logits.argmax(-1) == best[:, first:]).mean())
+    return jnp.stack(losses), jnp.stack(agreements)

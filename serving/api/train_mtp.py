@@ -29,12 +29,16 @@ def train_mtp(
     sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 512,
     learning_rate: Annotated[float, typer.Option(help="At its highest.")] = 2e-3,
     depth: Annotated[int, typer.Option(min=1, max=3, help="Drafts in a row that the layer is trained for.")] = 3,
+    rollouts: Annotated[
+        int,
+        typer.Option(min=0, help="Tokens that the model itself is to write first; half of the training is on them."),
+    ] = 0,
     compute_dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     seed: Annotated[int, typer.Option(help="Of the layer's first weights and of the order of the text.")] = 0,
     run: Annotated[Path | None, typer.Option(help="Where states and log go; makes the run resumable.")] = None,
 ) -> None:
     """Train a layer that drafts what the model would say, the model itself left as it is (distillation)."""
-    from checkpoints.draft_layer import fresh_draft_layer, with_draft_layer, write_with_draft_layer
+    from checkpoints.draft_layer import begun_draft_layer, with_draft_layer, write_with_draft_layer
     from checkpoints.load import load_config, load_model, require_tokenizer
     from checkpoints.training_data import load_streams, shares_of
     from mamba_jax.config import ConfigError as ModelConfigError
@@ -43,6 +47,7 @@ def train_mtp(
     from mamba_jax.train.data import Batches
     from mamba_jax.train.loop import train
     from mamba_jax.train.loss import DRAFT_LAYER
+    from serving.api.own_text import own_text
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     if output.exists() and any(output.iterdir()):
@@ -52,7 +57,7 @@ def train_mtp(
     tokenizer = require_tokenizer(model)
     raw, config = with_draft_layer(model, pattern or load_config(model).mtp_pattern or "*-")
     values: dict[str, Any] = {path: leaf.get_value() for path, leaf in parameters(load_model(model)).items()}
-    new = fresh_draft_layer(config, seed)
+    new = begun_draft_layer(config, values, seed)
     values = new | {path: value for path, value in values.items() if path in new or not path.startswith(DRAFT_LAYER)}
     try:
         settings = TrainConfig(
@@ -75,6 +80,10 @@ def train_mtp(
         with console.status("Tokenising"):
             streams = load_streams(data, tokenizer, settings.data)
         shares = shares_of(streams, settings.data)
+        if rollouts:
+            with console.status("The model writes"):
+                streams["rollouts"] = own_text(model, streams, shares, tokens=rollouts, seed=seed)
+            shares = shares | {"rollouts": sum(shares.values())}
         batches = Batches(streams, shares, batch_size=batch_size, length=sequence_length + 1, seed=seed)
         with ExitStack() as stack:
             directory = run or Path(stack.enter_context(tempfile.TemporaryDirectory()))

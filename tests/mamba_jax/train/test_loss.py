@@ -12,6 +12,7 @@ from train_tiny import CONFIG, batches
 from kernels_pallas.ssd_scan import ssd_scan_sequence
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.train.config import DraftSettings
+from mamba_jax.train.head_loss import distillation, mean_cross_entropy
 from mamba_jax.train.loop import initial_values
 from mamba_jax.train.loss import build, training_loss
 from mamba_jax.train.rollout import rollout
@@ -111,3 +112,44 @@ def test_the_gradient_is_that_of_the_sequential_recurrence(monkeypatch):
         np.testing.assert_allclose(
             fast[path], value, rtol=1e-3, atol=1e-5 * float(np.abs(value).max() + 1), err_msg=path
         )
+
+
+@pytest.mark.parametrize(("batch", "length"), [(3, 7), (1, 300)])
+def test_the_head_in_pieces(batch, length):
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = 3 * jax.random.normal(keys[0], (batch, length, 16))
+    weight, targets = jax.random.normal(keys[1], (50, 16)), jax.random.randint(keys[2], (batch, length), 0, 50)
+
+    def whole(hidden, weight):
+        return optax.softmax_cross_entropy_with_integer_labels(0.7 * hidden @ weight.T, targets).mean()
+
+    expected = jax.value_and_grad(whole, (0, 1))(hidden, weight)
+    got = jax.value_and_grad(lambda h, w: mean_cross_entropy(h, w, targets, 0.7), (0, 1))(hidden, weight)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_drafts_in_pieces():
+    keys = jax.random.split(jax.random.key(1), 3)
+    drafting, hidden = jax.random.normal(keys[0], (3, 2, 12, 16)), jax.random.normal(keys[1], (2, 12, 16))
+    weight, depths = jax.random.normal(keys[2], (50, 16)), jnp.asarray([1.0, 0.5, 2.0])
+
+    def whole(drafting):
+        guide = 0.7 * hidden @ weight.T
+        losses, agreements = [], []
+        for n in range(3):
+            logits = 0.7 * drafting[n, :, n + 1 :] @ weight.T
+            losses.append(optax.softmax_cross_entropy(logits, jax.nn.softmax(guide[:, n + 1 :])).mean())
+            agreements.append((logits.argmax(-1) == guide[:, n + 1 :].argmax(-1)).mean())
+        return (depths * jnp.stack(losses)).sum(), jnp.stack(agreements)
+
+    def pieces(drafting):
+        losses, agreements = distillation(drafting, hidden, weight, 0.7)
+        return (depths * losses).sum(), agreements
+
+    (expected, agreed), gradient = jax.value_and_grad(whole, has_aux=True)(drafting)
+    (got, agrees), got_gradient = jax.value_and_grad(pieces, has_aux=True)(drafting)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    np.testing.assert_allclose(agrees, agreed, rtol=1e-6)
+    np.testing.assert_allclose(got_gradient, gradient, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(pieces(drafting)[0], expected, rtol=1e-5)

@@ -1,0 +1,154 @@
+"""Losses of what goes through the head without ever holding all logits: a few tokens at a time, gradients along the way.
+
+With a vocabulary of V, logits and their gradient are 2 V numbers for each token. On a CPU they fall out of its caches,
+and cost more time than the products that make them. Of a cross-entropy the gradient follows from the logits at once
+(softmax minus target), so that it is made where they are, and nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+TOKENS_AT_ONCE = 128
+"""About. On CPU, of 128, 512 and 2048 the fastest (vocabulary 4096)."""
+_F32 = jnp.float32
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def mean_cross_entropy(
+    hidden: Float[Array, "batch length hidden"],
+    weight: Float[Array, "vocab hidden"],
+    targets: Int[Array, "batch length"],
+    multiplier: float = 1.0,
+) -> Float[Array, ""]:
+    """Mean of -log softmax(multiplier * weight hidden)[target] over all places, in float32.
+
+    Args:
+        hidden: after the final norm.
+        weight: of the head.
+        targets: what comes next.
+        multiplier: of the logits.
+    """
+    return _cross_entropy(hidden, weight, targets, multiplier, gradient=False)[0]
+
+
+def _cross_entropy(
+    hidden: Array, weight: Array, targets: Array, multiplier: float, *, gradient: bool
+) -> tuple[Array, tuple[Array, ...]]:
+    def piece(carry: tuple[Array, ...], xs: tuple[Array, Array]) -> tuple[tuple[Array, ...], Any]:
+        rows, wanted = _flat(xs[0]), xs[1].reshape(-1)
+        logits = multiplier * _product(weight, rows.T)
+        share, mass, highest = _exponentials(logits)
+        total = (jnp.log(mass) + highest - jnp.take_along_axis(logits, wanted[None], axis=0)[0]).sum()
+        if not gradient:
+            return (carry[0] + total,), None
+        change = share / mass - (jnp.arange(weight.shape[0])[:, None] == wanted)
+        change = (multiplier * change).astype(rows.dtype)
+        to_rows = _product(change.T, weight).reshape(xs[0].shape).astype(hidden.dtype)
+        return (carry[0] + total, carry[1] + _product(change, rows)), to_rows
+
+    start = (jnp.zeros((), _F32), *([jnp.zeros(weight.shape, _F32)] if gradient else []))
+    (total, *to_weight), to_hidden = lax.scan(piece, start, tuple(_pieces(x, 1) for x in (hidden, targets)))
+    mean = total / targets.size
+    if not gradient:
+        return mean, ()
+    return mean, (_whole(to_hidden, hidden, 1) / targets.size, (to_weight[0] / targets.size).astype(weight.dtype))
+
+
+def _cross_entropy_backward(multiplier: float, saved: tuple[Array, ...], change: Array) -> tuple[Array, Array, None]:
+    to_hidden, to_weight = saved
+    return (change * to_hidden).astype(to_hidden.dtype), (change * to_weight).astype(to_weight.dtype), None
+
+
+mean_cross_entropy.defvjp(functools.partial(_cross_entropy, gradient=True), _cross_entropy_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def distillation(
+    drafting: Float[Array, "drafts batch length hidden"],
+    hidden: Float[Array, "batch length hidden"],
+    weight: Float[Array, "vocab hidden"],
+    multiplier: float = 1.0,
+) -> tuple[Float[Array, " drafts"], Float[Array, " drafts"]]:
+    """Mean cross-entropy of drafts against the model's own distribution, and how often both choose the same token.
+
+    Draft number n (from 0) has nothing to say about the first n + 1 places. Differentiable in `drafting` only.
+
+    Args:
+        drafting: the draft layer's hidden states, pass by pass (see `rollout`).
+        hidden: the model's.
+        weight: of the head, which they share.
+        multiplier: of the logits.
+    """
+    return _distillation(drafting, hidden, weight, multiplier, gradient=False)[0]
+
+
+def _distillation(
+    drafting: Array, hidden: Array, weight: Array, multiplier: float, *, gradient: bool
+) -> tuple[tuple[Array, Array], Array]:
+    drafts, batch, length = drafting.shape[:3]
+    counts = jnp.arange(length) > jnp.arange(drafts)[:, None]
+    counts = jnp.broadcast_to(counts[:, None], (drafts, batch, length)).astype(_F32)
+    counts /= counts.sum((1, 2), keepdims=True)
+
+    def piece(carry: tuple[Array, Array], xs: tuple[Array, ...]) -> tuple[tuple[Array, Array], Any]:
+        rows, own, counts = _flat(xs[0]), _flat(xs[1]), xs[2].reshape(drafts, -1)
+        guide = multiplier * _product(weight, own.T)
+        share, mass, best = _exponentials(guide)
+        share = (share / mass)[:, None]
+        logits = multiplier * _product(weight, rows.T)
+        own_share, own_mass, highest = _exponentials(logits)
+        logits = logits.reshape(-1, drafts, own.shape[0])
+        by_draft = (jnp.log(own_mass) + highest).reshape(drafts, -1) - (share * logits).sum(axis=0)
+        # Not by argmax, which XLA does one by one on CPU.
+        at_best = jnp.where((guide == best)[:, None], logits, -jnp.inf).max(axis=0)
+        agrees = at_best >= highest.reshape(drafts, -1)
+        carry = carry[0] + (counts * by_draft).sum(1), carry[1] + (counts * agrees).sum(1)
+        if not gradient:
+            return carry, None
+        change = multiplier * counts * ((own_share / own_mass).reshape(logits.shape) - share)
+        to_rows = _product(change.reshape(-1, rows.shape[0]).T.astype(rows.dtype), weight)
+        return carry, to_rows.reshape(xs[0].shape).astype(drafting.dtype)
+
+    start = jnp.zeros(drafts, _F32), jnp.zeros(drafts, _F32)
+    figures, to_drafting = lax.scan(piece, start, (_pieces(drafting, 2), _pieces(hidden, 1), _pieces(counts, 2)))
+    return figures, _whole(to_drafting, drafting, 2) if gradient else jnp.zeros(())
+
+
+def _distillation_backward(multiplier: float, to_drafting: Array, change: tuple[Array, Array]) -> Any:
+    return (change[0][:, None, None, None] * to_drafting).astype(to_drafting.dtype), None, None
+
+
+distillation.defvjp(functools.partial(_distillation, gradient=True), _distillation_backward)
+
+
+def _pieces(x: Array, axis: int) -> Array:
+    """Cut along the length, at `axis`; the axis before it, the batch, may be divided over devices. Pieces first."""
+    batch, length = x.shape[axis - 1 : axis + 1]
+    size = max(n for n in range(1, length + 1) if length % n == 0 and (n == 1 or n * batch <= TOKENS_AT_ONCE))
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], length // size, size, *x.shape[axis + 1 :]), axis, 0)
+
+
+def _whole(pieces: Array, like: Array, axis: int) -> Array:
+    return jnp.moveaxis(pieces, 0, axis).reshape(like.shape)
+
+
+def _flat(x: Float[Array, "*places hidden"]) -> Float[Array, "rows hidden"]:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _product(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, preferred_element_type=_F32)
+
+
+def _exponentials(logits: Float[Array, "vocab rows"]) -> tuple[Array, Array, Array]:
+    """exp(logits - highest), its sum, and the highest; by columns, as XLA vectorises reductions over the first axis."""
+    highest = logits.max(axis=0)
+    share = jnp.exp(logits - highest)
+    return share, share.sum(axis=0), highest
