@@ -8,6 +8,7 @@ the device, JAX's settings, and the shapes and types of the arguments. Anything 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -27,6 +28,7 @@ from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 from mamba_jax.programs import StepPrograms
 from serving.engine.compile_cache import machine, use_compilation_cache
@@ -104,21 +106,43 @@ class KeptPrograms:
         return self._folder / (hashlib.sha256(whole.encode()).hexdigest() + _ENDING)
 
 
-def keep_programs(programs: StepPrograms) -> KeptPrograms | None:
-    """Programs that are compiled from now on are taken from, and put, beside JAX's compilation cache.
+@contextlib.contextmanager
+def keep_programs(programs: StepPrograms) -> Iterator[KeptPrograms | None]:
+    """While it lasts, programs are taken from beside JAX's compilation cache, and those that are missing put there.
 
-    Returns None where there is no place for them, or where several processes share the devices, which must
-    compile alike.
+    Gives None where there is no place for them, or where several processes share the devices, which must compile alike.
     """
-    directory = use_compilation_cache()
-    if directory is None or not directory.is_dir() or jax.process_count() > 1:
-        return None
+    directory, kept = use_compilation_cache(), None
+    if directory is not None and directory.is_dir() and jax.process_count() == 1:
+        try:
+            kept = KeptPrograms(directory / "mamba-jax-programs", programs)
+        except OSError as error:
+            log.warning("compiled programs are not kept: %s", _line(error))
+    if kept is None:
+        yield None
+        return
+    programs.kept = kept
     try:
-        programs.kept = kept = KeptPrograms(directory / "mamba-jax-programs", programs)
-    except OSError as error:
-        log.warning("compiled programs are not kept: %s", _line(error))
-        return None
-    return kept
+        with _fresh_from_the_compiler():
+            yield kept
+    finally:
+        programs.kept = None
+
+
+@contextlib.contextmanager
+def _fresh_from_the_compiler() -> Iterator[None]:
+    """Without JAX's own cache: on a CPU, a program that was read from it cannot be written down a second time.
+
+    (It can, but what is read then lacks functions: "Function ... not found".)
+    """
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # or JAX goes on as it did for the first program of the process
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def _surroundings(devices: list[jax.Device]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 
@@ -23,12 +24,15 @@ def warm_up(loop: StepLoop, vocab_size: int, *, progress: bool, keep: bool = Fal
         progress: show a bar on stderr.
         keep: take from disk what an earlier start has compiled, and put there what it has not.
     """
-    begin = time.perf_counter()
-    kept = keep_programs(loop.programs) if keep else None
+    begin, loaded = time.perf_counter(), 0
     columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
+    with (
+        keep_programs(loop.programs) if keep else contextlib.nullcontext() as kept,
+        Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar,
+    ):
         task = bar.add_task("compiling", total=loop.batches.num_programs)
         loop.warm_up(vocab_size, lambda: bar.advance(task))
-    loaded = kept.loaded if kept is not None else 0
+        if kept is not None:
+            loaded = kept.loaded
     count, seconds = loop.programs.compilations, time.perf_counter() - begin
     log.info("%d programs ready after %.1f s: %d compiled, %d kept from before", count, seconds, count - loaded, loaded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
@@ -112,6 +113,11 @@ async def start(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, No
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """Items of several streams as they come, with the index of their stream. The first error ends all of them."""
+    if len(streams) == 1:  # nearly always; a task and a queue in between would cost as much as all the rest
+        async with contextlib.aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
     queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
 
     async def pump(index: int, stream: AsyncGenerator[T, None]) -> None:
@@ -133,8 +139,8 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
                     left -= 1
                 case Exception() as error:
                     raise error
-                case item:
-                    yield item
+                case found:
+                    yield found
     finally:
         await _cancel(*tasks)
 

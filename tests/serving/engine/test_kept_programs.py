@@ -1,5 +1,6 @@
 """Compiled programs that outlive the process: what is taken from them, and when they must not be."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 import serving.engine.kept_programs as module
 from mamba_jax.batch import DecodeBatch
 from mamba_jax.programs import StepPrograms
-from serving.engine.kept_programs import KeptPrograms
+from serving.engine.kept_programs import KeptPrograms, keep_programs
 
 OPTIONS = {"xla_backend_optimization_level": 0}
 
@@ -17,6 +18,12 @@ OPTIONS = {"xla_backend_optimization_level": 0}
 @pytest.fixture(scope="module")
 def engine(harness):
     return harness.engine()
+
+
+@pytest.fixture
+def fresh():
+    with module._fresh_from_the_compiler():
+        yield
 
 
 def programs_like(harness, folder, **changes):
@@ -34,7 +41,7 @@ def decode(engine, rows=1, drafts=0):
     return DecodeBatch.empty(rows=rows, num_speculative_tokens=drafts, pages_per_row=width)
 
 
-def test_the_second_start_compiles_nothing_and_computes_the_same(harness, engine, tmp_path, monkeypatch):
+def test_the_second_start_compiles_nothing_and_computes_the_same(fresh, harness, engine, tmp_path, monkeypatch):
     first, batch = programs_like(harness, tmp_path), decode(engine)
     batch.row_id[0], batch.tokens[0, 0], batch.num_tokens[0], batch.write_slot[0, 0] = 1, 7, 1, 3
     batch.page_table[0, 0], batch.sample[0] = 1, True
@@ -86,7 +93,31 @@ def test_whatever_may_change_a_program_makes_it_another(harness, engine, tmp_pat
         jax.config.update("jax_default_matmul_precision", None)
 
 
-def test_a_damaged_file_is_compiled_anew(harness, engine, tmp_path, caplog):
+def test_programs_that_jax_has_cached_are_kept_whole(harness, engine, tmp_path, monkeypatch):
+    """XLA:CPU cannot write down what it has read itself: such a program would fail when it runs."""
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    module.compilation_cache.reset_cache()
+    try:
+        batch, results = decode(engine), []
+        for keep in (False, True, True):
+            programs = StepPrograms(harness.model, tile_size=16, compiler_options=OPTIONS)
+            store, rows = copies(engine)
+            with keep_programs(programs) if keep else contextlib.nullcontext() as kept:
+                programs.program(store, rows, batch)
+            assert programs.kept is None
+            results.append(jax.tree.map(np.asarray, programs.decode(store, rows, batch)))
+        assert kept.loaded == 1
+        assert any("cache" in path.name for path in tmp_path.iterdir() if path.is_file())
+        jax.tree.map(np.testing.assert_array_equal, results[0], results[2])
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before[0])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
+        module.compilation_cache.reset_cache()
+
+
+def test_a_damaged_file_is_compiled_anew(fresh, harness, engine, tmp_path, caplog):
     programs_like(harness, tmp_path).program(*copies(engine), decode(engine))
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
