@@ -23,7 +23,7 @@ from serving.disagg.manifest import ManifestMismatch, check
 from serving.disagg.peer import Peer
 from serving.disagg.point import Piece, common_unit
 from serving.disagg.wire import FailurePolicy, Offer, SplitError, Ticket, Want
-from serving.disagg.worker import Worker, checksums, point_specs
+from serving.disagg.worker import Worker, checksums, point_specs, shapes_of
 from serving.engine.loop import StepLoop
 
 log = logging.getLogger(__name__)
@@ -208,18 +208,11 @@ class DecodeSide:
             manifest=theirs.digest,
             checksum=worker.verify,
         )
-        specs, cut = point_specs(
-            worker,
-            start=want.start,
-            position=load.position,
-            unit=want.unit,
-            layers=want.layers,
-            ssm_dtype=theirs.ssm_dtype,
-        )
+        specs, cut = point_specs(worker, want, load.position, theirs.ssm_dtype)
         offer = source.peer.offer(want)
         if offer.position != load.position:
             raise SplitError(f"state {offer.id} is that after {offer.position} tokens, not {load.position}")
-        if [(tuple(shape), dtype) for shape, dtype in offer.shapes] != _shapes(specs):
+        if [(tuple(shape), dtype) for shape, dtype in offer.shapes] != shapes_of(specs):
             raise SplitError(f"state {offer.id} is offered in other shapes than were expected")
         return offer, specs, cut
 
@@ -272,11 +265,7 @@ def offer_kind(worker: Worker, source: Source) -> str:
 
 def _verify(offer: Offer, specs: Sequence[Any], arrays: Sequence[Any]) -> None:
     """Whether what has come is what was agreed on; nothing else is ever written."""
-    if _shapes(arrays) != _shapes(specs):
+    if shapes_of(arrays) != shapes_of(specs):
         raise SplitError(f"state {offer.id} came in other shapes than were agreed on")
     if offer.checksums is not None and checksums(arrays) != offer.checksums:
         raise SplitError(f"state {offer.id} came damaged: its checksums differ")
-
-
-def _shapes(arrays: Sequence[Any]) -> list[tuple[tuple[int, ...], str]]:
-    return [(tuple(array.shape), str(array.dtype)) for array in arrays]

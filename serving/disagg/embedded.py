@@ -56,7 +56,12 @@ class EmbeddedWorker:
         """Whether it still serves, or will."""
         return self._thread.is_alive() and self._context.engine.running
 
-    def close(self) -> None:
-        """Stop listening; what runs may end."""
+    @property
+    def requests(self) -> int:
+        """Those that are under way, waiting ones included."""
+        return int(self._context.engine.engine.num_unfinished)
+
+    def close(self, seconds: float = 30.0) -> None:
+        """Stop listening; what runs has some time to end."""
         self._server.should_exit = True
-        self._thread.join(30)
+        self._thread.join(seconds)

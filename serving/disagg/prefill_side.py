@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from serving.core import Hold, StepPlan
 from serving.disagg.point import common_unit
 from serving.disagg.wire import Offer, SplitError, Want
-from serving.disagg.worker import Worker, checksums, point_specs
+from serving.disagg.worker import Worker, checksums, point_specs, shapes_of
 from serving.engine.loop import StepLoop
 
 log = logging.getLogger(__name__)
@@ -155,14 +155,7 @@ class PrefillSide:
             raise SplitError(f"units of {want.unit} tokens do not hold whole pages of {store.page_size}")
         if want.layers > len(store.kv):
             raise SplitError(f"{want.layers} layers of keys and values are wanted, {len(store.kv)} are kept")
-        specs, cut = point_specs(
-            worker,
-            start=want.start,
-            position=hold.position,
-            unit=want.unit,
-            layers=want.layers,
-            ssm_dtype=worker.manifest.ssm_dtype,
-        )
+        specs, cut = point_specs(worker, want, hold.position, worker.manifest.ssm_dtype)
         state = worker.programs.read_state(store, hold.slot)
         arrays = [state[name] for name in worker.state]
         for piece in cut:
@@ -185,7 +178,7 @@ class PrefillSide:
             key=export.key,
             address=transport.address,
             position=hold.position,
-            shapes=[(tuple(spec.shape), str(spec.dtype)) for spec in specs],
+            shapes=shapes_of(specs),
             checksums=sums,
         )
 

@@ -1,10 +1,10 @@
 """The fleet as a Ray Serve application: N prefill and M decode replicas behind the router.
 
-    serve run serving.disagg.ray_app:application model=REF prefill=2 decode=2
+    serve run serving.disagg.ray_app:application model=REF prefill=1-4 decode=2
 
-Ray places and restarts the replicas. Each runs a whole worker, with a port of its own, because states and streams go
-from worker to worker and not through Ray. A registry says where the replicas are; the router, which is the ingress,
-follows it. How many requests each worker has is in the router's `/status`, for whoever decides about their number.
+Ray places and restarts the replicas, and decides about their number (`autoscaling`). Each runs a whole worker, with a
+port of its own, because states and streams go from worker to worker and not through Ray. A registry says where the
+replicas are; the router, which is the ingress, follows it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 
+from serving.disagg.autoscaling import METRIC, replicas
 from serving.disagg.settings import RouterSettings, SplitSettings
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 _REGISTRY = "mamba-jax-workers"
 _BEAT = 1.0
 _DEAD = 5.0  # seconds without a word
+_DRAIN = 300.0  # seconds in which a replica that is not needed any more may end what it has begun
 
 
 class Registry:
@@ -38,6 +40,10 @@ class Registry:
 
     def beat(self, role: str, url: str) -> None:
         self._seen[role, url] = time.monotonic()
+
+    def leave(self, role: str, url: str) -> None:
+        """It takes no more requests."""
+        self._seen.pop((role, url), None)
 
     def workers(self) -> dict[str, list[str]]:
         """URLs by role, of those that have been heard of lately."""
@@ -62,9 +68,13 @@ class Replica:
         from serving.disagg.embedded import EmbeddedWorker
 
         self.worker = EmbeddedWorker(SplitSettings.create(role=role), flags, ray.util.get_node_ip_address())
-        self._registry, self._over = registry(), threading.Event()
-        self._thread = threading.Thread(target=self._beat, args=(role,), daemon=True)
+        self._role, self._registry, self._over = role, registry(), threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
         self._thread.start()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """For Serve's autoscaler."""
+        return {METRIC: float(self.worker.requests)}
 
     def check_health(self) -> None:
         """Ray restarts the replica when this raises."""
@@ -72,13 +82,17 @@ class Replica:
             raise RuntimeError("the worker has stopped")
 
     def __del__(self) -> None:
+        # Serve does not know of the streams that run here: it is this that lets them end.
         self._over.set()
-        self.worker.close()
+        self._thread.join()
+        self._registry.leave.remote(self._role, self.worker.url)
+        time.sleep(2 * _BEAT)  # until the router knows
+        self.worker.close(_DRAIN)
 
-    def _beat(self, role: str) -> None:
+    def _beat(self) -> None:
         while not self._over.wait(_BEAT):
             if self.worker.ready:
-                ray.get(self._registry.beat.remote(role, self.worker.url))
+                ray.get(self._registry.beat.remote(self._role, self.worker.url))
 
 
 def front() -> FastAPI:
@@ -113,12 +127,21 @@ class Front:
 
 
 def application(arguments: dict[str, Any]) -> Any:
-    """Built by `serve run`: `prefill` and `decode` are numbers of replicas, `resources` Ray's for each of them (such as
-    {"TPU": 4}), everything else are flags of the engine."""
+    """Built by `serve run`: `prefill` and `decode` are numbers of replicas, such as 2 or 1-4, `resources` Ray's for
+    each of them (such as {"TPU": 4}), everything else are flags of the engine.
+
+    Raises:
+        ConfigError: a number of replicas that is none.
+    """
     flags = {name: value for name, value in arguments.items() if name not in ("prefill", "decode", "resources")}
-    options = {"ray_actor_options": {"num_cpus": 1, "resources": dict(arguments.get("resources", {}))}}
+    options = {
+        "ray_actor_options": {"num_cpus": 1, "resources": dict(arguments.get("resources", {}))},
+        "graceful_shutdown_timeout_s": _DRAIN + 10,
+    }
     parts = [
-        serve.deployment(name=role, num_replicas=int(arguments.get(role, 1)), **options)(Replica).bind(role, flags)
+        serve.deployment(name=role, **replicas(role, arguments.get(role, 1), flags), **options)(Replica).bind(
+            role, flags
+        )
         for role in ("prefill", "decode")
     ]
     return serve.deployment(serve.ingress(front)(Front)).bind(*parts)

@@ -19,6 +19,7 @@ from serving.disagg.arrangement import Arrangement
 from serving.disagg.manifest import Manifest, describe, model_digest
 from serving.disagg.point import Piece, PointPrograms, pieces, state_spec
 from serving.disagg.transport import Transport
+from serving.disagg.wire import Want
 from serving.engine.build import Built
 from serving.engine.loop import StepLoop
 
@@ -87,18 +88,26 @@ def arrangement_of(config: HybridConfig, store: Store) -> Arrangement:
 
 
 def point_specs(
-    worker: Worker, *, start: int, position: int, unit: int, layers: int, ssm_dtype: str
+    worker: Worker, want: Want, position: int, ssm_dtype: str
 ) -> tuple[list[jax.ShapeDtypeStruct], list[Piece]]:
-    """The arrays that travel, in their order: a state's, then one of each piece. Both sides work this out alone."""
+    """The arrays that travel, in their order: a state's, then one of each piece. Both sides work this out alone.
+
+    `ssm_dtype` is that of the side that sends.
+    """
     specs = [
         jax.ShapeDtypeStruct(spec.shape, jnp.dtype(ssm_dtype)) if name == "ssm" else spec
         for name, spec in worker.state.items()
     ]
     if worker.kv is None:
         return specs, []
-    cut, kv = pieces(start, position, unit), worker.kv
-    specs += [jax.ShapeDtypeStruct((layers, piece.tokens, *kv.shape), kv.dtype) for piece in cut]
+    cut, kv = pieces(want.start, position, want.unit), worker.kv
+    specs += [jax.ShapeDtypeStruct((want.layers, piece.tokens, *kv.shape), kv.dtype) for piece in cut]
     return specs, cut
+
+
+def shapes_of(arrays: Sequence[Any]) -> list[tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each, as they are sent and compared."""
+    return [(tuple(array.shape), str(array.dtype)) for array in arrays]
 
 
 def checksums(arrays: Sequence[Any]) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 from serving.engine.sampling_params import SamplingParams
 from tests.serving.differential.bench import SMALLEST, TILE, VOCAB, bench, finish
 from tests.serving.differential.faults import DEVICE, Fault
-from tests.serving.differential.traces import TOLERANCE, Divergence
+from tests.serving.differential.judging import TOLERANCE, Divergence
 
 _RNG = np.random.default_rng(11)
 FIRST, OTHER, TAIL = (_RNG.integers(0, VOCAB, count).tolist() for count in (41, 12, 30))

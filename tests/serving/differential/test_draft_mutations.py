@@ -12,7 +12,7 @@ from tests.serving.differential import draft_faults  # noqa: F401 - fills the ta
 from tests.serving.differential.bench import MAX_LEN, SMALLEST, TILE, VOCAB, Line, bench, finish, line_of
 from tests.serving.differential.drafting import Drafters, Drafting, Watch, drafters
 from tests.serving.differential.faults import DRAFTS, LAYER, Fault
-from tests.serving.differential.traces import TOLERANCE, Divergence
+from tests.serving.differential.judging import TOLERANCE, Divergence
 
 _RNG = np.random.default_rng(12)
 FIRST, TAIL = (_RNG.integers(0, VOCAB, count).tolist() for count in (41, 30))

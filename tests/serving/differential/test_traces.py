@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from tests.serving.differential.bench import CONFIGS, PROGRAMS, bench
-from tests.serving.differential.traces import TOLERANCE, run_trace
+from tests.serving.differential.judging import TOLERANCE
+from tests.serving.differential.traces import run_trace
 
 SHARDS = 4
 DEFAULT_EXAMPLES = 20_000

@@ -14,11 +14,9 @@ from serving.engine.loop import PlanError
 from serving.engine.sampling_params import SamplingParams
 from tests.serving.differential.bench import LONGEST, MAX_LEN, TAGGED, TILE, VOCAB, Bench, Line, bench
 from tests.serving.differential.drafting import COUNTS, SPARE_SLOTS, Drafting, Watch, drafters, tally
+from tests.serving.differential.judging import Divergence, judge
+from tests.serving.differential.splitting import OtherSide, Split, draw_split
 
-TIE = 1e-4
-"""Where the reference's best two tokens are closer than this, float32 may choose either."""
-TOLERANCE = 1e-4
-"""Of log-probabilities."""
 PREFIXES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 48, 49)
 TAILS = (0, 0, 1, 3, 10)
 MODELS = ("nemotronh", "nemotronh", "mamba2", "falconh1")
@@ -26,10 +24,6 @@ COUNTED = (
     "preemptions", "states_evicted", "pages_evicted", "page_copies", "full_hits", "cached_tokens", "drafts_cut"
 )  # fmt: skip
 DRAFTING_MODELS = ("nemotronh", "nemotronh", "falconh1")
-
-
-class Divergence(AssertionError):
-    """An output is not what plain greedy decoding gives."""
 
 
 @dataclass
@@ -68,10 +62,12 @@ class Trace:
     """How each request drafts; None: this trace knows no drafts."""
     lost_slots: int = 0
     """Slots that nobody can have, so that second sets and checkpoints run short."""
+    split: Split | None = None
+    """Which prompts another engine computes; None: all is done by one."""
     met: Counter = field(default_factory=Counter)
 
 
-def draw(seed: int, *, drafts: bool = False) -> Trace:
+def draw(seed: int, *, drafts: bool = False, split: bool = False) -> Trace:
     """The trace of a seed; makes reference outputs that nobody has asked for before."""
     rng = random.Random(seed)
     model = rng.choice(DRAFTING_MODELS if drafts else MODELS)
@@ -109,6 +105,9 @@ def draw(seed: int, *, drafts: bool = False) -> Trace:
             ask.name: Drafting(rng.choice(sources), rng.choice(COUNTS), rng.randrange(1 << 30)) for ask in asks
         }
         trace.lost_slots = rng.choice([0, SPARE_SLOTS // 2, SPARE_SLOTS - 6])
+    if split:
+        # Last of all: with and without, everything else is the same.
+        trace.split = draw_split(rng, [ask.name for ask in asks if ask.params.prompt_logprobs is None])
     return trace
 
 
@@ -162,15 +161,17 @@ def _ask(rng: random.Random, on: Bench, name: str, prompt: tuple[int, ...], arri
     )
 
 
-def run_trace(seed: int, *, drafts: bool = False) -> Counter:
+def run_trace(seed: int, *, drafts: bool = False, split: bool = False) -> Counter:
     """Run the trace of a seed; returns what it met, `cut` (comparisons cut short by a near-tie) among it."""
-    trace = draw(seed, drafts=drafts)
-    watch = None
-    if trace.drafting is None:
-        engine = bench(trace.model).engine(trace.mode, **trace.flags)
-    else:
-        engine = drafters(trace.model).engine(trace.mode, trace.drafting, _scripts(trace), **trace.flags)
-        watch = Watch(drafters(trace.model), trace.drafting)
+    trace = draw(seed, drafts=drafts, split=split)
+    engine = _engine(trace, trace.mode, trace.drafting, **trace.flags)
+    watch = Watch(drafters(trace.model), trace.drafting) if trace.drafting is not None else None
+    other = None
+    if trace.split is not None:
+        never = trace.drafting and {ask.name: Drafting("ngram", 0, 0) for ask in trace.asks}
+        flags = trace.flags | trace.split.flags
+        prefill = _engine(trace, trace.split.mode, never, **flags)
+        other = OtherSide(bench(trace.model), trace.split, prefill, flags, engine, trace.flags)
     loop = engine.loop
     pool = loop.scheduler.host.slots
     lost = [pool.take() for _ in range(trace.lost_slots)]
@@ -187,13 +188,14 @@ def run_trace(seed: int, *, drafts: bool = False) -> Counter:
                 ask.params,
                 priority=ask.priority,
                 cache_salt=ask.salt,
+                remote=other.compute(ask) if other is not None else None,
             )
             if ask.aborted is not None:
                 aborts.append((now + ask.aborted, ask.name))
         for due, name in aborts:
             if due == now:
                 trace.met["aborted"] += engine.abort(name) is not None
-        if not left and not loop.busy:
+        if not left and not loop.busy and (other is None or other.done):
             break
         try:
             engine.step()
@@ -201,6 +203,8 @@ def run_trace(seed: int, *, drafts: bool = False) -> Counter:
             trace.met["withdrawn"] += 1
         if watch is not None:
             watch.look(loop)
+        if other is not None:
+            other.move()
         loop.scheduler.check()
     else:
         raise AssertionError("the engine does not come to an end")
@@ -208,12 +212,14 @@ def run_trace(seed: int, *, drafts: bool = False) -> Counter:
         pool.release(slot)  # (after a failure, of a pool that is gone)
     loop.scheduler.check(idle=True)
     for ask in trace.asks:
-        _judge(trace, ask, outputs[ask.name])
+        judge(trace, ask, outputs[ask.name])
     if watch is not None and trace.drafting is not None:
         tally(trace.met, trace.drafting, outputs)
         trace.met["layer"] += watch.count
         if wrong := watch.wrong():
             raise Divergence(f"seed {trace.seed} ({trace.model}, {trace.mode}, {trace.flags}): {wrong[0]}")
+    if other is not None:
+        trace.met += other.close()
     stats = loop.scheduler.stats()
     for name in COUNTED:
         trace.met[name] += stats[name]
@@ -222,6 +228,12 @@ def run_trace(seed: int, *, drafts: bool = False) -> Counter:
     trace.met[trace.model] += 1
     trace.met["debug"] += trace.flags["debug_state"]
     return trace.met
+
+
+def _engine(trace: Trace, mode: str, drafting: dict[str, Drafting] | None, **flags):
+    if drafting is None:
+        return bench(trace.model).engine(mode, **flags)
+    return drafters(trace.model).engine(mode, drafting, _scripts(trace), **flags)
 
 
 def _scripts(trace: Trace) -> dict[str, np.ndarray]:
@@ -255,45 +267,3 @@ def _break(loop, trace: Trace) -> None:
             return fill(rows)
 
         setattr(loop.batches, kind, unlucky)
-
-
-def _judge(trace: Trace, ask: Ask, output) -> None:
-    where = f"seed {trace.seed} ({trace.model}, {trace.mode}, {trace.flags}), request {ask.name}"
-    if not output.finished:
-        raise Divergence(f"{where}: not finished")
-    for choice, line in zip(output.outputs, ask.expected, strict=True):
-        same = compare(trace.met, choice, line, f"{where}, choice {choice.index}")
-        if same and choice.finish_reason != "abort" and len(choice.token_ids) != ask.length:
-            raise Divergence(f"{where}: {len(choice.token_ids)} tokens instead of {ask.length}")
-    # An abort may leave part of it.
-    if output.prompt_logprobs is not None and output.outputs[0].finish_reason != "abort":
-        whole = bench(trace.model).whole(list(ask.prompt))
-        trace.met["prompt_logprobs"] += 1
-        for at, table in enumerate(output.prompt_logprobs[1:], start=1):
-            token = ask.prompt[at]
-            if table is None or not abs(table[token].logprob - whole[at - 1, token]) <= TOLERANCE:
-                raise Divergence(f"{where}: log-probability of prompt token {at}: {table}, not {whole[at - 1, token]}")
-
-
-def compare(met: Counter, choice, line: Line, where: str) -> bool:
-    """Whether a choice says what the line says; False where a near-tie cut the comparison short.
-
-    Raises:
-        Divergence: it says something else.
-    """
-    met["comparisons"] += 1
-    for at, token in enumerate(choice.token_ids):
-        met["tokens"] += 1
-        if token != line.tokens[at]:
-            if line.gaps[at] < TIE:
-                met["cut"] += 1
-                return False
-            raise Divergence(
-                f"{where}: token {at} is {token}, not {line.tokens[at]} (gap {line.gaps[at]:.2g}): "
-                f"{choice.token_ids} instead of {line.tokens}"
-            )
-        if choice.logprobs is not None:
-            said = choice.logprobs[at][token].logprob
-            if not abs(said - line.logprobs[at]) <= TOLERANCE:
-                raise Divergence(f"{where}: log-probability of token {at} is {said}, not {line.logprobs[at]}")
-    return True

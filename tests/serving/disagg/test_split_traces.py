@@ -12,28 +12,10 @@ import pytest
 
 from serving.disagg.wire import SplitError
 from tests.serving.disagg.conftest import GREEDY, VOCAB, B, Pair, assert_as_alone, finish, tokens
+from tests.serving.disagg.sometime import Sometime
 
 MET: Counter = Counter()
 LENGTHS = (1, 2, 7, 8, 9, B - 1, B, B + 1, 2 * B, 2 * B + 3, 3 * B + 5)
-
-
-class Sometime:
-    """An executor that does some of its work whenever it is asked to, in any order."""
-
-    def __init__(self, rng):
-        self.rng, self.jobs = rng, []
-
-    def submit(self, function, *arguments):
-        self.jobs.append((function, arguments))
-
-    def run(self, share=1.0):
-        self.rng.shuffle(self.jobs)
-        now, later = [], []
-        for job in self.jobs:
-            (now if self.rng.random() < share else later).append(job)
-        self.jobs = later
-        for function, arguments in now:
-            function(*arguments)
 
 
 def draw_prompt(rng):

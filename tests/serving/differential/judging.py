@@ -1,0 +1,57 @@
+"""Whether what an engine said is what plain greedy decoding says."""
+
+from collections import Counter
+
+from tests.serving.differential.bench import Line, bench
+
+TIE = 1e-4
+"""Where the reference's best two tokens are closer than this, float32 may choose either."""
+TOLERANCE = 1e-4
+"""Of log-probabilities."""
+
+
+class Divergence(AssertionError):
+    """An output is not what plain greedy decoding gives."""
+
+
+def judge(trace, ask, output) -> None:
+    """Whether one request's output is what it should be. Raises `Divergence` where it is not."""
+    where = f"seed {trace.seed} ({trace.model}, {trace.mode}, {trace.flags}), request {ask.name}"
+    if not output.finished:
+        raise Divergence(f"{where}: not finished")
+    for choice, line in zip(output.outputs, ask.expected, strict=True):
+        same = compare(trace.met, choice, line, f"{where}, choice {choice.index}")
+        if same and choice.finish_reason != "abort" and len(choice.token_ids) != ask.length:
+            raise Divergence(f"{where}: {len(choice.token_ids)} tokens instead of {ask.length}")
+    # An abort may leave part of it.
+    if output.prompt_logprobs is not None and output.outputs[0].finish_reason != "abort":
+        whole = bench(trace.model).whole(list(ask.prompt))
+        trace.met["prompt_logprobs"] += 1
+        for at, table in enumerate(output.prompt_logprobs[1:], start=1):
+            token = ask.prompt[at]
+            if table is None or not abs(table[token].logprob - whole[at - 1, token]) <= TOLERANCE:
+                raise Divergence(f"{where}: log-probability of prompt token {at}: {table}, not {whole[at - 1, token]}")
+
+
+def compare(met: Counter, choice, line: Line, where: str) -> bool:
+    """Whether a choice says what the line says; False where a near-tie cut the comparison short.
+
+    Raises:
+        Divergence: it says something else.
+    """
+    met["comparisons"] += 1
+    for at, token in enumerate(choice.token_ids):
+        met["tokens"] += 1
+        if token != line.tokens[at]:
+            if line.gaps[at] < TIE:
+                met["cut"] += 1
+                return False
+            raise Divergence(
+                f"{where}: token {at} is {token}, not {line.tokens[at]} (gap {line.gaps[at]:.2g}): "
+                f"{choice.token_ids} instead of {line.tokens}"
+            )
+        if choice.logprobs is not None:
+            said = choice.logprobs[at][token].logprob
+            if not abs(said - line.logprobs[at]) <= TOLERANCE:
+                raise Divergence(f"{where}: log-probability of token {at} is {said}, not {line.logprobs[at]}")
+    return True

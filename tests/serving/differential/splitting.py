@@ -1,0 +1,162 @@
+"""A second engine beside a trace's own: it computes prompts, and their states come when they like, or do not.
+
+The two share nothing but the model: cache mode, block size and token budget are each side's own.
+"""
+
+import functools
+import random
+from collections import Counter
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from serving.core import RemoteState
+from serving.disagg import decode_side
+from serving.disagg.decode_side import DecodeSide
+from serving.disagg.peer import DirectPeer
+from serving.disagg.point import PointPrograms
+from serving.disagg.prefill_side import PrefillSide
+from serving.disagg.prefilling import ONCE, fed_tokens, ticket_of
+from serving.disagg.transport import DirectTransport
+from serving.disagg.wire import Handoff, Offer, SplitError, Want
+from serving.disagg.worker import Worker
+from tests.serving.differential.bench import MAX_LEN, TILE, Bench
+from tests.serving.disagg.sometime import Sometime
+
+_PATIENT = 20
+"""Steps after which a prompt that finds no room over there takes it from states that nobody has fetched yet."""
+_COUNTED = ("arrived", "failed", "late", "spared", "pages_spared")
+
+
+@dataclass(frozen=True)
+class Split:
+    """What a trace decides about its other side."""
+
+    mode: str
+    flags: dict[str, Any]
+    """Those that differ."""
+    handoffs: dict[str, Handoff]
+    """By request; what is not here is computed by the trace's own engine."""
+    broken: float
+    """Share of states that cannot be had when they are asked for."""
+    lost: float
+    """How likely the other side is to lose its store after a prompt."""
+    haste: float
+    """Share of what could arrive that does, each step."""
+    seed: int
+
+
+def draw_split(rng: random.Random, names: list[str]) -> Split:
+    """Of the requests `names`, most come by way of the other side."""
+    handoffs: list[Handoff | None] = ["full", "full", "recompute-last", "recompute-last", None]
+    drawn = {name: rng.choice(handoffs) for name in names}
+    return Split(
+        mode=rng.choice(["none", "align", "all"]),
+        flags={
+            "state_block_size": rng.choice([TILE, 2 * TILE, 4 * TILE]),
+            "max_num_batched_tokens": rng.choice([16, 40, MAX_LEN]),
+            "enable_chunked_prefill": True,
+        },
+        handoffs={name: handoff for name, handoff in drawn.items() if handoff is not None},
+        broken=rng.choice([0.0, 0.0, 0.3]),
+        lost=rng.choice([0.0, 0.0, 0.1]),
+        haste=rng.choice([0.1, 0.5, 1.0]),
+        seed=rng.randrange(1 << 30),
+    )
+
+
+@functools.cache
+def _points(name: str) -> PointPrograms:
+    """All workers of a model share what takes states out and puts them in."""
+    return PointPrograms()
+
+
+def _worker(on: Bench, engine, flags: dict[str, Any]) -> Worker:
+    config = SimpleNamespace(state_block_size=flags["state_block_size"], debug_state=flags["debug_state"])
+    built: Any = SimpleNamespace(
+        engine=engine, model=on.model, config=config, size=SimpleNamespace(max_model_len=MAX_LEN)
+    )
+    made = Worker.of(built, {"direct": DirectTransport("differential")}, model=on.name)
+    made.programs = _points(on.name)
+    return made
+
+
+class OtherSide:
+    """The prefill side of a trace, and all that lies between the two. Flags are all that each engine was made with."""
+
+    def __init__(self, on: Bench, split: Split, prefill, prefill_flags: dict, decode, decode_flags: dict) -> None:
+        self._split, self._prefill = split, prefill
+        self._rng = random.Random(split.seed)
+        self._executor: Any = Sometime(self._rng)
+        self._transport = DirectTransport("differential")
+        self._transport.offered.clear()
+        self._there = PrefillSide(_worker(on, prefill, prefill_flags), lease=3600.0)
+        self._here = DecodeSide(_worker(on, decode, decode_flags), executor=self._executor)
+        self._tickets: list[str] = []
+        self._met: Counter[str] = Counter()
+
+    @property
+    def manifest(self):
+        """As a peer of the decode side."""
+        return self._there.worker.manifest
+
+    def offer(self, want: Want) -> Offer:
+        """As a peer: sometimes there is no answer."""
+        if self._rng.random() < self._split.broken:
+            raise SplitError("injected: no answer")
+        return DirectPeer(self._there).offer(want)
+
+    def release(self, id: str, *, wanted: bool) -> None:
+        """As a peer."""
+        self._there.release(id, wanted=wanted)
+
+    def compute(self, ask) -> RemoteState | None:
+        """A request's prompt, all of it; None if it is none of this side's business."""
+        handoff = self._split.handoffs.get(ask.name)
+        if handoff is None or not (fed := fed_tokens(ask.prompt, handoff)):
+            return None
+        export = self._there.begin()
+        self._prefill.add_request(ask.name, {"prompt_token_ids": fed}, ONCE, cache_salt=ask.salt, export=export)
+        for turn in range(3000):
+            if not self._prefill.loop.busy:
+                break
+            self._prefill.step()
+            if turn % _PATIENT == _PATIENT - 1 and self._tickets:
+                kept = self._there.kept
+                self._there.release(self._tickets.pop(0), wanted=False)
+                self._met["taken back"] += kept - self._there.kept
+        else:
+            raise AssertionError("the prefill engine does not come to an end")
+        self._prefill.loop.scheduler.check()
+        ticket = ticket_of(self._there, export, ask.prompt, handoff, worker="there")
+        if self._rng.random() < self._split.lost:
+            self._prefill.loop._forget()
+            self._met["stores lost there"] += 1
+        self._tickets.append(ticket.id)
+        self._met[handoff] += 1
+        return self._here.accept(self, ticket)
+
+    def move(self) -> None:
+        """Some of what is under way arrives, or fails to."""
+        self._executor.run(self._split.haste)
+
+    @property
+    def done(self) -> bool:
+        """Whether nobody has anything left to say."""
+        return not self._executor.jobs
+
+    def close(self) -> Counter[str]:
+        """What it met. Raises `AssertionError` if anything is still kept over there."""
+        self._prefill.loop.scheduler.check(idle=True)
+        stats = self._there.stats
+        assert (self._there.kept, stats.held, stats.copies, stats.copied_bytes) == (0, 0, 0, 0)
+        assert not self._transport.offered
+        for name in _COUNTED:
+            self._met[name] += getattr(self._here.stats, name)
+        return self._met
+
+
+def impatient():
+    """A decode side that never waits for an arrival: here they come between its steps."""
+    return mock.patch.object(decode_side, "_PATIENCE", 0.0)
