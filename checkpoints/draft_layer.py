@@ -55,7 +55,8 @@ def begun_draft_layer(config: HybridConfig, values: Mapping[str, Any], seed: int
     """Float32 weights of a new layer that begins with what the model knows already.
 
     Its sublayers are copies of the model's last ones of the same kinds (its final norm too), and `eh_proj` adds the
-    token's embedding to the hidden state before it. What the model has not got in that shape begins at random.
+    token's embedding to the hidden state before it: a little of both, as the sublayers look at directions only, and
+    what they write must not drown. What the model has not got in that shape begins at random.
 
     Args:
         config: of the model with the layer.
@@ -72,7 +73,7 @@ def begun_draft_layer(config: HybridConfig, values: Mapping[str, Any], seed: int
         found = {path: values.get(source + path.removeprefix(target)) for path in layer if path.startswith(target)}
         if all(v is not None and v.shape == layer[path].shape for path, v in found.items()):
             layer |= {path: np.asarray(v, np.float32) for path, v in found.items()}
-    one = np.eye(config.hidden_size, dtype=np.float32)
+    one = 0.1 * np.eye(config.hidden_size, dtype=np.float32)
     return layer | {"mtp.eh_proj.weight": np.concatenate([one, one], axis=1)}
 
 

@@ -1,4 +1,4 @@
-"""Losses of what goes through the head without ever holding all logits: a few tokens at a time, gradients along the way.
+"""Losses of what goes through the head without ever holding all logits: a few tokens at a time, with gradients.
 
 With a vocabulary of V, logits and their gradient are 2 V numbers for each token. On a CPU they fall out of its caches,
 and cost more time than the products that make them. Of a cross-entropy the gradient follows from the logits at once

@@ -29,7 +29,9 @@ def own_text(
     """
     rng, names = np.random.default_rng(seed), sorted(shares)
     chances = np.array([shares[name] for name in names]) / sum(shares.values())
-    llm = LLM(str(model), max_num_seqs=32, max_model_len=MOST_PROMPT + CONTINUATION, warmup=False)
+    llm = LLM(
+        str(model), max_num_seqs=32, max_model_len=MOST_PROMPT + CONTINUATION, mamba_cache_mode="none", warmup=False
+    )
     params = SamplingParams(max_tokens=CONTINUATION, temperature=0.0)
     said: list[list[int]] = []
     made = 0

@@ -24,6 +24,7 @@ def train_mtp(
     pattern: Annotated[
         str | None, typer.Option(help="Sublayers of a new layer: * attention, - MLP. Unset: *-.")
     ] = None,
+    anew: Annotated[bool, typer.Option(help="Begin with a new layer though the model has one.")] = False,
     steps: Annotated[int, typer.Option(help="Steps of training.")] = 500,
     batch_size: Annotated[int, typer.Option(help="Sequences in a step.")] = 8,
     sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 512,
@@ -44,7 +45,7 @@ def train_mtp(
     from mamba_jax.config import ConfigError as ModelConfigError
     from mamba_jax.model import parameters
     from mamba_jax.train.config import DataSettings, DraftSettings, OptimizerSettings, TrainConfig
-    from mamba_jax.train.data import Batches
+    from mamba_jax.train.data import Batches, read_streams, save_streams
     from mamba_jax.train.loop import train
     from mamba_jax.train.loss import DRAFT_LAYER
     from serving.api.own_text import own_text
@@ -57,8 +58,10 @@ def train_mtp(
     tokenizer = require_tokenizer(model)
     raw, config = with_draft_layer(model, pattern or load_config(model).mtp_pattern or "*-")
     values: dict[str, Any] = {path: leaf.get_value() for path, leaf in parameters(load_model(model)).items()}
-    new = begun_draft_layer(config, values, seed)
-    values = new | {path: value for path, value in values.items() if path in new or not path.startswith(DRAFT_LAYER)}
+    start = begun_draft_layer(config, values, seed)
+    if not anew:
+        start |= {path: value for path, value in values.items() if path in start}
+    values = {path: value for path, value in values.items() if not path.startswith(DRAFT_LAYER)} | start
     try:
         settings = TrainConfig(
             data=DataSettings(),
@@ -81,8 +84,15 @@ def train_mtp(
             streams = load_streams(data, tokenizer, settings.data)
         shares = shares_of(streams, settings.data)
         if rollouts:
-            with console.status("The model writes"):
-                streams["rollouts"] = own_text(model, streams, shares, tokens=rollouts, seed=seed)
+            kept = None if run is None else run / "rollouts.npz"
+            if kept is not None and kept.is_file():
+                streams |= read_streams(kept)
+            else:
+                with console.status("The model writes"):
+                    streams["rollouts"] = own_text(model, streams, shares, tokens=rollouts, seed=seed)
+                if kept is not None:
+                    kept.parent.mkdir(parents=True, exist_ok=True)
+                    save_streams(kept, {"rollouts": streams["rollouts"]})
             shares = shares | {"rollouts": sum(shares.values())}
         batches = Batches(streams, shares, batch_size=batch_size, length=sequence_length + 1, seed=seed)
         with ExitStack() as stack:
