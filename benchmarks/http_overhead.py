@@ -42,21 +42,42 @@ def offline(engine: Any, many: list[list[int]], tokens: int) -> float:
 
 
 async def client(url: str, many: list[list[int]], tokens: int, stream: bool) -> float:
-    """Seconds that the server takes for all of them at once, in the client's view."""
-    import httpx
+    """Seconds that the server takes for all of them at once, in the client's view.
 
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
+    Bare sockets, since the client's own work is done on the same cores.
+    """
+    host, port = url.removeprefix("http://").split(":")
 
-        async def one(ids: list[int]) -> None:
-            body = {"prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
-            response = await http.post("/v1/completions", json=body)
-            assert response.status_code == 200, response.text
+    async def connected() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        await asked(reader, writer, f"GET /health HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        return reader, writer
 
-        await asyncio.gather(*(http.get("/health") for _ in many))  # the connections stand
-        begin = time.perf_counter()
-        await asyncio.gather(*(one(ids) for ids in many))
-        return time.perf_counter() - begin
+    def request(ids: list[int]) -> bytes:
+        fields = {"prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
+        body = json.dumps(fields).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+    connections = [await connected() for _ in many]
+    bodies = [request(ids) for ids in many]
+    begin = time.perf_counter()
+    await asyncio.gather(*(asked(*pair, body) for pair, body in zip(connections, bodies, strict=True)))
+    return time.perf_counter() - begin
+
+
+async def asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes) -> None:
+    """Sends a request and reads all of its answer."""
+    writer.write(request)
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    assert head.startswith(b"http/1.1 200"), head
+    if b"transfer-encoding: chunked" in head:
+        while size := int(await reader.readline(), 16):
+            await reader.readexactly(size + 2)
+        await reader.readline()
+        return
+    (length,) = [line.split(b":")[1] for line in head.split(b"\r\n") if line.startswith(b"content-length:")]
+    await reader.readexactly(int(length))
 
 
 def main() -> None:

@@ -90,6 +90,10 @@ class ChatTemplates:
     def __bool__(self) -> bool:
         return bool(self._sources)
 
+    def mention(self, text: str) -> bool:
+        """Whether some template has this text in it."""
+        return any(text in source for source in self._sources.values())
+
     def choose(self, template: str | None, *, tools: bool) -> ChatTemplate:
         """The template to use: the name or text asked for, or else `tool_use` with tools and `default` without.
 

@@ -59,6 +59,10 @@ class Tokenizer:
         """Whether `apply_chat_template` can work without a template of the caller's."""
         return bool(self._chat)
 
+    def chat_template_mentions(self, text: str) -> bool:
+        """Whether the chat template has this text in it: models write calls of tools as their template does."""
+        return self._chat.mention(text)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with special tokens as the checkpoint wants them at a prompt's start (and end)."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids

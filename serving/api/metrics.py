@@ -141,7 +141,7 @@ class _EngineCollector:
         ):
             yield _counter(name, text, {(): stats[key]})
         yield _counter(
-            "prefix_misses", "Requests by why no more of their prompt came from the cache.",
+            "prefix_misses", "Requests of whose prompt nothing came from the cache, by why.",
             {(("reason", reason),): count for reason, count in stats["misses"].items()},
         )  # fmt: skip
         for pool in ("slots", "pages"):

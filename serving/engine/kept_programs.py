@@ -135,7 +135,7 @@ def _fresh_from_the_compiler() -> Iterator[None]:
 
     (It can, but what is read then lacks functions: "Function ... not found".)
     """
-    before = jax.config.jax_enable_compilation_cache
+    before = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # or JAX goes on as it did for the first program of the process
     try:

@@ -78,7 +78,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Prompt tokens whose computation was saved by the prefix cache."""
     miss_reason: str | None = None
-    """Why no more of the prompt came from the cache; None where all of it did."""
+    """Why nothing of the prompt came from the cache; None where any of it did."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """One entry a prompt token; the first has none."""
     metrics: RequestMetrics | None = None

@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from serving.api.http.answering import answer, ignored_header
-from serving.api.http.context import Context, context_of
-from serving.api.http.generation import Job, Piece, Tally, Voice, check_form, check_size, run, stream
+from serving.api.http.context import Context
+from serving.api.http.endpoint import respond
+from serving.api.http.generation import Job, Piece, Tally, Voice, check_form, check_size, stream
 from serving.api.http.logprobs import LogprobWriter
 from serving.api.http.protocol.chat import (
     ChatAnswer,
@@ -22,10 +23,14 @@ from serving.api.http.protocol.chat import (
     ChatRequest,
     ChatResponse,
     Delta,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
 )
 from serving.api.http.protocol.common import ErrorResponse, StreamOptions
 from serving.api.http.sampling import sampling_params
-from serving.api.http.streaming import DONE, EventStream, event, start, until_gone
+from serving.api.http.streaming import DONE, event
+from serving.api.http.tool_calls import ToolCallReader, opening_mark
 from serving.engine.output import RequestOutput
 
 router = APIRouter(tags=["OpenAI"])
@@ -34,26 +39,27 @@ router = APIRouter(tags=["OpenAI"])
 @router.post("/v1/chat/completions", response_model=ChatResponse, responses={400: {"model": ErrorResponse}})
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation; with `stream` as server-sent events."""
-    context = context_of(request)
-    context.check(body.model)
-    writer = await until_gone(request.receive, ChatWriter.of(context, body))
-    headers, request.state.tally = ignored_header(body), writer.tally
-    if body.stream:
-        events = await until_gone(request.receive, start(writer.events(context)))
-        return EventStream(events, headers)
-    outputs = await until_gone(request.receive, run(context, writer.job))
-    return answer(writer.response(outputs), headers)
+    return await respond(body, request, ChatWriter.of)
+
+
+def offered_tools(body: ChatRequest) -> list[Tool]:
+    """The functions that the model may ask for."""
+    return [] if body.tool_choice == "none" else body.tools or []
 
 
 def template_options(body: ChatRequest) -> dict[str, Any]:
     """What the chat template gets beside the messages."""
-    tools = None if body.tool_choice == "none" else body.tools
     return {
         **(body.chat_template_kwargs or {}),
-        "tools": [tool.model_dump(exclude_unset=True) for tool in tools] if tools else None,
+        "tools": [tool.model_dump(exclude_unset=True) for tool in offered_tools(body)] or None,
         "documents": body.documents,
         "add_generation_prompt": body.add_generation_prompt,
     }
+
+
+def finish_reason(reason: str | None, called: bool) -> str | None:
+    """Why a choice ended, in OpenAI's words: a model that stops after a call waits for what it gives."""
+    return "tool_calls" if called and reason == "stop" else reason
 
 
 class ChatWriter:
@@ -67,10 +73,16 @@ class ChatWriter:
 
     def __init__(self, voice: Voice, body: ChatRequest, prompt: list[int]) -> None:
         self._voice, self._body = voice, body
+        tools = offered_tools(body)
+        form = voice.tool_calls if tools else None
+        self._reader = partial(ToolCallReader, form, tools) if form else None
+        params = sampling_params(body, voice.defaults)
+        if form:
+            params = voice.codec.showing(params, opening_mark(form))
         self.job = Job(
             f"chatcmpl-{uuid.uuid4().hex}",
             [prompt],
-            sampling_params(body, voice.defaults),
+            params,
             body.priority,
             body.cache_salt,
         )
@@ -95,12 +107,14 @@ class ChatWriter:
         self.tally.latest[0] = output
         choices = []
         for each in output.outputs:
-            choice = ChatChoice(
-                index=each.index,
-                message=ChatAnswer(role="assistant", content=each.text),
-                logprobs=None,
-                finish_reason=each.finish_reason,
-            )
+            message = ChatAnswer(role="assistant", content=each.text)
+            calls: list[ToolCall] = []
+            if self._reader is not None:
+                shown, calls = self._reader().push(each.text, last=True)
+                if calls:
+                    message = ChatAnswer(role="assistant", content=shown or None, tool_calls=calls)
+            reason = finish_reason(each.finish_reason, bool(calls))
+            choice = ChatChoice(index=each.index, message=message, logprobs=None, finish_reason=reason)
             if each.logprobs is not None:
                 choice.logprobs = self._logprobs.chat(each.token_ids, each.logprobs)
             if each.stop_reason is not None:
@@ -118,7 +132,7 @@ class ChatWriter:
 
     async def events(self, context: Context) -> AsyncGenerator[bytes, None]:
         """The answer as events: the role first, then what is new, then why it ended."""
-        tally, seen = self.tally, set[int]()
+        tally, seen, readers = self.tally, set[int](), dict[int, ToolCallReader]()
         options = self._body.stream_options or StreamOptions()
 
         def chunk(choices: list[ChatChunkChoice]) -> ChatChunk:
@@ -138,19 +152,29 @@ class ChatWriter:
                 if self._body.return_token_ids and not seen:
                     begin.prompt_token_ids = list(self.job.prompts[0])
                 seen.add(piece.choice)
+                if self._reader is not None:
+                    readers[piece.choice] = self._reader()
                 yield event(begin)
-            if piece.text or piece.finish_reason or piece.logprobs or self._body.return_token_ids:
-                yield event(chunk([self._choice(piece)]))
+            shown = self._choice(piece, readers.get(piece.choice))
+            if shown.delta.model_fields_set or piece.finish_reason or piece.logprobs or self._body.return_token_ids:
+                yield event(chunk([shown]))
         if options.include_usage:
             last = chunk([])
             last.usage = tally.usage()
             yield event(last)
         yield DONE
 
-    def _choice(self, piece: Piece) -> ChatChunkChoice:
+    def _choice(self, piece: Piece, reader: ToolCallReader | None) -> ChatChunkChoice:
+        text, calls = piece.text, list[ToolCall]()
+        if reader is not None:
+            text, calls = reader.push(text, last=piece.finish_reason is not None)
         # With nothing new to say the delta is empty, as in OpenAI's last event of a choice.
-        delta = Delta(content=piece.text) if piece.text else Delta()
-        choice = ChatChunkChoice(index=piece.choice, delta=delta, finish_reason=piece.finish_reason)
+        delta = Delta(content=text) if text else Delta()
+        if calls and reader is not None:
+            first = reader.count - len(calls)
+            delta.tool_calls = [ToolCallDelta(index=first + i, **dict(call)) for i, call in enumerate(calls)]
+        reason = finish_reason(piece.finish_reason, reader is not None and reader.count > 0)
+        choice = ChatChunkChoice(index=piece.choice, delta=delta, finish_reason=reason)
         if piece.logprobs:
             choice.logprobs = self._logprobs.chat(piece.token_ids, piece.logprobs)
         if piece.stop_reason is not None:

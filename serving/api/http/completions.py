@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator, Sequence
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from serving.api.http.answering import answer, ignored_header
-from serving.api.http.context import Context, context_of
-from serving.api.http.generation import Job, Piece, Tally, Voice, check_form, check_size, run, stream
+from serving.api.http.context import Context
+from serving.api.http.endpoint import respond
+from serving.api.http.generation import Job, Piece, Tally, Voice, check_form, check_size, stream
 from serving.api.http.logprobs import LogprobWriter
 from serving.api.http.protocol.common import ErrorResponse, StreamOptions
 from serving.api.http.protocol.completions import (
@@ -21,7 +21,7 @@ from serving.api.http.protocol.completions import (
     CompletionResponse,
 )
 from serving.api.http.sampling import sampling_params
-from serving.api.http.streaming import DONE, EventStream, event, start, until_gone
+from serving.api.http.streaming import DONE, event
 from serving.engine.output import RequestOutput, TokenLogprobs
 
 router = APIRouter(tags=["OpenAI"])
@@ -30,15 +30,7 @@ router = APIRouter(tags=["OpenAI"])
 @router.post("/v1/completions", response_model=CompletionResponse, responses={400: {"model": ErrorResponse}})
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one prompt or several; with `stream` as server-sent events."""
-    context = context_of(request)
-    context.check(body.model)
-    writer = await until_gone(request.receive, CompletionWriter.of(context, body))
-    headers, request.state.tally = ignored_header(body), writer.tally
-    if body.stream:
-        events = await until_gone(request.receive, start(writer.events(context)))
-        return EventStream(events, headers)
-    outputs = await until_gone(request.receive, run(context, writer.job))
-    return answer(writer.response(outputs), headers)
+    return await respond(body, request, CompletionWriter.of)
 
 
 class CompletionWriter:

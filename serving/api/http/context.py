@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from fastapi import Request
 from serving.api.http.errors import ApiError
 from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
+from serving.api.http.tool_calls import ToolCallForm, form_of
 from serving.api.metrics import Metrics
 from serving.engine.async_engine import AsyncEngine, EngineStopped
 
@@ -36,6 +38,14 @@ class Context:
     def model_name(self) -> str:
         """What the model is called in answers."""
         return self.settings.served_model_name[0]
+
+    @functools.cached_property
+    def tool_calls(self) -> ToolCallForm | None:
+        """How the model writes calls of tools."""
+        named = self.settings.tool_call_parser
+        if named == "none":
+            return None
+        return form_of(self.codec.tokenizer) if named == "auto" else named
 
     def check(self, model: str | None) -> None:
         """Refuse a request that names another model, or comes too early.

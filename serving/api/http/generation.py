@@ -18,6 +18,7 @@ from serving.api.http.protocol.common import (
 )
 from serving.api.http.streaming import gather, merge
 from serving.api.http.text import TextCodec
+from serving.api.http.tool_calls import ToolCallForm
 from serving.engine.output import CompletionOutput, RequestOutput, TokenLogprobs
 from serving.engine.sampling_params import SamplingParams
 
@@ -31,11 +32,13 @@ class Voice:
     """What the model is called."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of requests that do not have them."""
+    tool_calls: ToolCallForm | None = None
+    """How the model writes calls of tools; None leaves them in the text."""
 
     @classmethod
     def of(cls, context: Context) -> Voice:
         """A server's."""
-        return cls(context.codec, context.model_name, context.settings.default_sampling)
+        return cls(context.codec, context.model_name, context.settings.default_sampling, context.tool_calls)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from serving.config import ConfigError
 
 LogFormat = Literal["text", "json"]
+ToolCallParser = Literal["auto", "none", "hermes", "nemotron", "qwen3_coder"]
 
 
 class ServerSettings(BaseModel):
@@ -28,6 +29,11 @@ class ServerSettings(BaseModel):
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Larger requests are refused (413).")
     body_timeout: float = Field(60.0, gt=0, description="Seconds in which a request's body must have arrived (408).")
     max_choices: int = Field(1024, ge=1, description="Prompts times n that one request may ask for.")
+    tool_call_parser: ToolCallParser = Field(
+        "auto",
+        description="How the model writes calls of tools: auto (as its chat template does), none (they stay text), "
+        "hermes, nemotron or qwen3_coder.",
+    )
     drain_timeout: float = Field(30.0, ge=0, description="Seconds that running requests get to end at shutdown.")
     log_format: LogFormat = Field("text", description="text for people, json for machines.")
     log_requests: bool = Field(True, description="One line a request.")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from checkpoints.tokenizer import Tokenizer
 from serving.api.http.errors import ApiError
+from serving.engine.sampling_params import SamplingParams
 
 T = TypeVar("T")
 
@@ -60,6 +62,12 @@ class TextCodec:
     async def run(self, function: Callable[[], T]) -> T:
         """Something else that would keep the event loop, in the same threads."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+
+    def showing(self, params: SamplingParams, text: str) -> SamplingParams:
+        """Parameters under which `text` shows in the output, should it be a special token of the model's."""
+        tokenizer = self._require()
+        hidden = tokenizer.token_to_id(text) in tokenizer.special_ids
+        return dataclasses.replace(params, skip_special_tokens=False) if hidden else params
 
     def token(self, token_id: int) -> str:
         """One token's text; its id as a text where the model has no tokenizer."""

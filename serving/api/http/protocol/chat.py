@@ -78,9 +78,29 @@ class ChatLogprobs(BaseModel):
     content: list[ChatLogprob]
 
 
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str = Field(description="A JSON object, as text.")
+
+
+class ToolCall(BaseModel):
+    """A function that the model wants to have called."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ToolCallDelta(ToolCall):
+    """In a stream; always a whole call."""
+
+    index: int
+
+
 class ChatAnswer(BaseModel):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -107,6 +127,7 @@ class ChatResponse(BaseModel):
 class Delta(BaseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(BaseModel):

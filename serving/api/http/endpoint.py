@@ -1,0 +1,49 @@
+"""What the endpoints that generate text do alike."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from serving.api.http.answering import answer, ignored_header
+from serving.api.http.context import Context, context_of
+from serving.api.http.generation import Job, Tally, run
+from serving.api.http.protocol.common import GenerationRequest
+from serving.api.http.streaming import EventStream, start, until_gone
+from serving.engine.output import RequestOutput
+
+Body = TypeVar("Body", bound=GenerationRequest)
+
+
+class Writer(Protocol):
+    """Writes the answer to one request, whole or as events."""
+
+    job: Job
+    tally: Tally
+
+    def events(self, context: Context) -> AsyncGenerator[bytes, None]: ...
+
+    def response(self, outputs: Sequence[RequestOutput]) -> BaseModel: ...
+
+
+async def respond(
+    body: Body, request: Request, writer_of: Callable[[Context, Body], Coroutine[Any, Any, Writer]]
+) -> Response:
+    """Generates what `body` asks for; gives up as soon as the client has left.
+
+    Raises:
+        ApiError, RequestError: the request cannot be served.
+        ClientGone: nobody is left to answer.
+    """
+    context = context_of(request)
+    context.check(body.model)
+    writer = await until_gone(request.receive, writer_of(context, body))
+    headers, request.state.tally = ignored_header(body), writer.tally
+    if body.stream:
+        return EventStream(await until_gone(request.receive, start(writer.events(context))), headers)
+    outputs = await until_gone(request.receive, run(context, writer.job))
+    return answer(writer.response(outputs), headers)
