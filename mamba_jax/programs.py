@@ -21,6 +21,7 @@ from mamba_jax.sampling.masks import MaskBatch
 from mamba_jax.sharding.axis import replicated, use_mesh
 from mamba_jax.step import mask, seat, step
 from mamba_jax.store import Store
+from mamba_jax.store_layout import is_pinned, places
 
 Batch = DecodeBatch | PrefillBatch | SeatBatch | MaskBatch
 
@@ -164,7 +165,11 @@ class StepPrograms:
                 return self._seat.lower(rows, batch)
             if isinstance(batch, MaskBatch):
                 return self._mask.lower(rows, batch)
-            return self._step.lower(self._weights, store, rows, batch)
+            assert store is not None
+            run = self._step
+            if is_pinned(store):
+                run = jax.jit(self._run, donate_argnums=(1, 2), out_shardings=(places(store), None, None))
+            return run.lower(self._weights, store, rows, batch)
         whole = replicated(self.mesh)
         # What comes from the host is the same on all devices; the store comes out as it went in.
         batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=whole), batch)
@@ -174,8 +179,8 @@ class StepPrograms:
                 return seating.lower(rows, batch)
             if isinstance(batch, MaskBatch):
                 return jax.jit(mask, donate_argnums=(0,), out_shardings=whole).lower(rows, batch)
-            of_store = jax.tree.map(lambda leaf: leaf.sharding, store)
-            run = jax.jit(self._run, donate_argnums=(1, 2), out_shardings=(of_store, whole, whole))
+            assert store is not None
+            run = jax.jit(self._run, donate_argnums=(1, 2), out_shardings=(places(store), whole, whole))
             return run.lower(self._weights, store, rows, batch)
 
     def warm_up(

@@ -81,6 +81,8 @@ class StoreShape:
     kv_heads: int
     kv_head_dim: int
     hidden_size: int
+    lanes: int = 1
+    """A device pads states, keys and values to a multiple of this: see `store_layout`. Only counting looks at it."""
 
     @classmethod
     def of(cls, config: HybridConfig) -> StoreShape:
@@ -101,15 +103,18 @@ class StoreShape:
 
     def bytes_per_slot(self, dtype: Any, ssm_dtype: Any = jnp.float32, *, debug_state: bool = False) -> int:
         """Bytes of one slot over all layers. `dtype` is that of convolution windows and hidden state."""
-        ssm = self.heads * self.head_dim * self.state_size * jnp.dtype(ssm_dtype).itemsize
+        ssm = self.heads * self.head_dim * self._padded(self.state_size) * jnp.dtype(ssm_dtype).itemsize
         conv = self.conv_window * (self.heads * self.head_dim + 2 * self.groups * self.state_size)
         other = self.mamba_layers * conv + self.hidden_size
         return self.mamba_layers * ssm + other * jnp.dtype(dtype).itemsize + (8 if debug_state else 0)
 
     def bytes_per_page(self, page_size: int, dtype: Any) -> int:
         """Bytes of one page over all attention layers; 0 for a model without attention."""
-        per_token = self.attention_layers * 2 * self.kv_heads * self.kv_head_dim
+        per_token = self.attention_layers * 2 * self.kv_heads * self._padded(self.kv_head_dim)
         return per_token * page_size * jnp.dtype(dtype).itemsize
+
+    def _padded(self, size: int) -> int:
+        return -(-size // self.lanes) * self.lanes
 
 
 def init_store(

@@ -139,7 +139,8 @@ def _kernel(
 
 
 def _blocks(x, b, store) -> HeadBlocks:
-    slot_bytes = store.shape[2] * store.shape[3] * store.dtype.itemsize
+    lanes = -(-store.shape[3] // 128) * 128  # as a block lies in VMEM
+    slot_bytes = store.shape[2] * lanes * store.dtype.itemsize
     rows_of_tile = 32 // min(x.dtype.itemsize, 4)  # 8 of 32 bits, 16 of 16
     return head_blocks(x.shape[2], b.shape[2], most=max(1, BLOCK_BYTES // slot_bytes), multiple=rows_of_tile)
 

@@ -13,6 +13,7 @@ from mamba_jax.config import HybridConfig
 from mamba_jax.sharding.axis import AXIS, replicated
 from mamba_jax.sharding.partition import Partition
 from mamba_jax.store import Store, StoreShape, init_store
+from mamba_jax.store_layout import place
 
 
 def parameter_shardings(config: HybridConfig, mesh: Mesh) -> Callable[[str], NamedSharding]:
@@ -26,9 +27,9 @@ def parameter_shardings(config: HybridConfig, mesh: Mesh) -> Callable[[str], Nam
 
 
 def store_shardings(store: Store, config: HybridConfig, mesh: Mesh) -> Store:
-    """The sharding of each of the store's arrays, in its structure."""
+    """Where each of the store's arrays belongs, in its structure: a sharding, or a `Format` (see `store_layout`)."""
     specs = Partition.of(config, mesh.shape[AXIS]).store(store)
-    return jax.tree.map(lambda spec, _: NamedSharding(mesh, spec), specs, store)
+    return jax.tree.map(lambda spec, leaf: place(leaf, NamedSharding(mesh, spec)), specs, store)
 
 
 def sharded_store(config: HybridConfig, mesh: Mesh, **sizes: Any) -> Store:

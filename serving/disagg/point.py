@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from mamba_jax.store import MambaSlots, Store, load, put, read_slots, take, write_slots
+from mamba_jax.store_layout import is_pinned, places
 from serving.disagg.arrangement import Arrangement
 
 STATE = ("ssm", "conv_x", "conv_bc", "hidden")
@@ -148,8 +149,8 @@ class PointPrograms:
         if compiled is None:
             sharding = store.hidden.sharding
             options: dict[str, Any] = {"donate_argnums": (0,)} if donate else {}
-            if isinstance(sharding, NamedSharding):
-                options["out_shardings"] = jax.tree.map(lambda leaf: leaf.sharding, store) if donate else _whole(store)
+            if isinstance(sharding, NamedSharding) or is_pinned(store):
+                options["out_shardings"] = places(store) if donate else _whole(store)
             compiled = self._compiled[full] = jax.jit(run, **options).lower(*arguments).compile()
         return compiled
 

@@ -20,7 +20,8 @@ from mamba_jax.model import HybridModel
 from mamba_jax.programs import KernelChoice, StepPrograms, UnsupportedError
 from mamba_jax.rows import Rows, init_rows
 from mamba_jax.sharding import Partition, parameter_shardings, replicate, sharded_store
-from mamba_jax.store import StoreShape, init_store
+from mamba_jax.store import StoreShape
+from mamba_jax.store_layout import init_laid_out, lanes_of
 from serving.config import CachePolicy, ConfigError, EngineConfig, resolve_cache_policy
 from serving.core import Scheduler
 from serving.engine.batching import BatchBuilder
@@ -138,7 +139,7 @@ def assemble(
         narrow_steps=config.adaptive_drafts,
     )
     make_store = partial(
-        init_store if mesh is None else partial(sharded_store, mesh=mesh),
+        init_laid_out if mesh is None else partial(sharded_store, mesh=mesh),
         stored,
         num_slots=size.num_slots,
         num_pages=size.num_pages,
@@ -205,6 +206,7 @@ def _size(
 ) -> StoreSize:
     """All bytes are those of one device."""
     shape = Partition.of(stored, config.tensor_parallel_size).device_shape(StoreShape.of(stored))
+    shape = dataclasses.replace(shape, lanes=lanes_of(jax.default_backend()))
     workspace = workspace_bytes(
         config,
         hidden_size=stored.hidden_size,

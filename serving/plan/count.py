@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -70,6 +70,7 @@ class Counter:
         parameters: Mapping[str, jax.ShapeDtypeStruct],
         *,
         ssm_dtype: Any,
+        lanes: int = 1,
     ) -> None:
         self.config, self.partition = config, partition
         self._dtype, self._ssm_dtype = parameters["embed.weight"].dtype, ssm_dtype
@@ -77,7 +78,7 @@ class Counter:
             path: _own(leaf, partition.parameter(path), partition.shards) for path, leaf in parameters.items()
         }
         self._dtypes = {path: leaf.dtype.itemsize for path, leaf in parameters.items()}
-        self._shape = partition.device_shape(StoreShape.of(config))
+        self._shape = replace(partition.device_shape(StoreShape.of(config)), lanes=lanes)
 
     @property
     def weight_bytes(self) -> int:

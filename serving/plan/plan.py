@@ -22,6 +22,7 @@ from mamba_jax.programs import UnsupportedError
 from mamba_jax.rows import init_rows
 from mamba_jax.sharding import Partition
 from mamba_jax.store import StoreShape, init_store
+from mamba_jax.store_layout import lanes_of
 from serving.config import CachePolicy, ConfigError, EngineConfig, resolve_cache_policy
 from serving.engine.batching import BatchBuilder, PrefillShape
 from serving.engine.drafting import draft_source
@@ -152,7 +153,9 @@ class _Planner:
             partition = Partition.of(self.model, count)
         except ModelConfigError as error:
             raise ConfigError(f"{self.target.name}: {error}") from None
-        return partition, Counter(self.model, partition, self.shapes, ssm_dtype=jnp.dtype(self.config.ssm_dtype))
+        lanes = lanes_of(self.target.device.platform)
+        ssm_dtype = jnp.dtype(self.config.ssm_dtype)
+        return partition, Counter(self.model, partition, self.shapes, ssm_dtype=ssm_dtype, lanes=lanes)
 
     def _workspace(self, partition: Partition) -> int:
         inner = self.model.mamba.inner_size if self.model.mamba else 0
@@ -163,12 +166,17 @@ class _Planner:
             vocab_size=self.model.vocab_size,
         )
 
+    def _shape(self, partition: Partition) -> StoreShape:
+        """The state of one device."""
+        shape = partition.device_shape(StoreShape.of(self.stored))
+        return dataclasses.replace(shape, lanes=lanes_of(self.target.device.platform))
+
     def _size(self, partition: Partition, weights: int, workspace: int) -> StoreSize:
         """As the engine will do it on the machine itself."""
         usable = int(self.target.device.memory * self.config.memory_utilization)
         return size_store(
             self.config,
-            partition.device_shape(StoreShape.of(self.stored)),
+            self._shape(partition),
             mode=self.policy.mode,
             dtype=self.dtype,
             model_max_len=self.model.max_position_embeddings,
@@ -178,7 +186,7 @@ class _Planner:
 
     def _too_small(self, weights: int, workspace: int, reason: str) -> Plan:
         """Not even one sequence fits: by how much, and where it would."""
-        shape = self.partition.device_shape(StoreShape.of(self.stored))
+        shape = self._shape(self.partition)
         config, width = self.config, 1 + self.config.num_speculative_tokens
         slots = 1 + (width if self.policy.mode == "none" else 2 * width)
         pages = 1 - (-(config.state_block_size + 2 * width) // config.page_size)

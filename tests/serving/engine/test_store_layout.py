@@ -1,0 +1,55 @@
+"""A store whose arrays are pinned to an order of axes, as on TPU, serves the same; a CPU can be told to pin as well."""
+
+import jax
+import pytest
+from jax.experimental.layout import Format
+
+from mamba_jax import store_layout
+from mamba_jax.programs import StepPrograms
+from mamba_jax.store import StoreShape, init_store, store_bytes
+from serving.engine.sampling_params import SamplingParams
+
+PROMPTS = [[7, 8, 9, 10] * 9, [7, 8, 9, 10] * 9 + [11]]
+
+
+@pytest.fixture
+def pinning(monkeypatch):
+    monkeypatch.setitem(store_layout._LANES, "cpu", 128)
+
+
+def tokens_of(harness):
+    outputs = harness.run(
+        harness.engine("all", max_num_seqs=2), PROMPTS, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    )
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_only_short_last_axes_are_pinned(harness, pinning):
+    store = store_layout.init_laid_out(harness.model.config, num_slots=3, num_pages=3, page_size=8, dtype="float32")
+    assert store_layout.is_pinned(store)
+    pinned = [leaf for leaf in jax.tree.leaves(store_layout.places(store)) if isinstance(leaf, Format)]
+    assert len(pinned) == len(store.mamba) + len(store.kv)
+
+
+def test_nothing_is_pinned_elsewhere(harness):
+    store = init_store(harness.model.config, num_slots=3, num_pages=3, page_size=8, dtype="float32")
+    assert not store_layout.is_pinned(store)
+    assert not store_layout.is_pinned(jax.eval_shape(lambda: store))
+
+
+def test_a_pinned_store_serves_the_same(harness, pinning, monkeypatch):
+    plain = tokens_of(harness)
+    quick = {"xla_backend_optimization_level": 0}
+    programs = StepPrograms(harness.model, tile_size=harness.programs.tile_size, compiler_options=quick)
+    monkeypatch.setattr(harness, "programs", programs)
+    assert tokens_of(harness) == plain
+    assert programs.compilations > 0
+
+
+def test_padding_is_counted(harness):
+    shape = StoreShape.of(harness.model.config)
+    store = init_store(shape, num_slots=4, num_pages=4, page_size=8, dtype="float32")
+    assert 4 * (shape.bytes_per_slot("float32") + shape.bytes_per_page(8, "float32")) == store_bytes(store)
+    padded = StoreShape(**{**vars(shape), "lanes": 128})
+    wide = shape.heads * shape.head_dim * (128 - shape.state_size) * 4 * shape.mamba_layers
+    assert padded.bytes_per_slot("float32") - shape.bytes_per_slot("float32") == wide
