@@ -120,7 +120,7 @@ class Bench:
     def engine(self, mode: str | None, *, programs=None, **flags):
         """An engine whose steps all have one shape for decoding and one for prefill."""
         config = EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | flags))
-        with mock.patch.object(build, "init_store", _poisoned):
+        with mock.patch.object(build, "init_laid_out", _poisoned):
             engine = build.assemble(config, self.model, programs=programs or self.programs).engine
         engine.loop.batches.decode_shapes = [ROWS]
         engine.loop.batches.prefill_shapes = [PREFILL]
