@@ -48,17 +48,19 @@ def training_loss(
         dtype: of the products.
         model_weight: of the next token's loss; 0 trains the draft layer alone.
     Returns:
-        The loss; and `loss` (of the next token), for each draft n from 1 `draft_loss_n` and `draft_agreement_n`, the
-        share of places where its first choice is the model's.
+        The loss; and `loss` (of the next token, if it has any weight), for each draft n from 1 `draft_loss_n` and
+        `draft_agreement_n`, the share of places where its first choice is the model's.
     """
     model = build(config, values, dtype)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     batch, length = inputs.shape
     flat, _ = model.hidden(inputs.reshape(-1), SequenceLayout.of(batch, length), None)
     hidden = flat.reshape(batch, length, -1)
-    head = (model.embed if model.lm_head is None else model.lm_head).weight[...]
-    loss = mean_cross_entropy(hidden, head, targets, config.logits_multiplier)
-    total, parts = model_weight * loss, {"loss": loss}
+    total, parts = jnp.zeros(()), {}
+    if model_weight:
+        head = (model.embed if model.lm_head is None else model.lm_head).weight[...]
+        parts["loss"] = mean_cross_entropy(hidden, head, targets, config.logits_multiplier)
+        total = model_weight * parts["loss"]
     if config.mtp_pattern and drafts.depth_weights:
         chosen = slice(None, None, drafts.every)
         if drafts.detach:

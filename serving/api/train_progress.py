@@ -20,7 +20,7 @@ def training_bar(steps: int, console: Console) -> Iterator[Callable[[dict[str, f
         task = bar.add_task("steps", total=steps, numbers="")
 
         def show(record: dict[str, float]) -> None:
-            numbers = [f"loss {record['loss']:.3f}"]
+            numbers = [f"loss {record['loss' if 'loss' in record else 'draft_loss_1']:.3f}"]
             if "draft_agreement_1" in record:
                 numbers.append(f"drafts right {record['draft_agreement_1']:.0%}")
             numbers.append(f"{record['tokens'] / max(record['seconds'], 1e-9):,.0f} tokens/s")
