@@ -53,7 +53,7 @@ def replicas(role: str, asked: object, flags: dict[str, Any]) -> dict[str, Any]:
         return {"num_replicas": int(found[1])}
     target = _USUAL[role]
     if role == "decode":
-        target *= int(flags.get("max_num_seqs", EngineConfig().max_num_seqs))
+        target *= EngineConfig.create(**flags).max_num_seqs
     return {
         "autoscaling_config": {
             "min_replicas": int(found[1]),
