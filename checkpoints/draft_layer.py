@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
@@ -72,7 +73,7 @@ def begun_draft_layer(config: HybridConfig, values: Mapping[str, Any], seed: int
     for target, source in sources.items():
         found = {path: values.get(source + path.removeprefix(target)) for path in layer if path.startswith(target)}
         if all(v is not None and v.shape == layer[path].shape for path, v in found.items()):
-            layer |= {path: np.asarray(v, np.float32) for path, v in found.items()}
+            layer |= {path: jnp.asarray(v, jnp.float32) for path, v in found.items()}
     one = 0.1 * np.eye(config.hidden_size, dtype=np.float32)
     return layer | {"mtp.eh_proj.weight": np.concatenate([one, one], axis=1)}
 

@@ -41,7 +41,7 @@ def mean_cross_entropy(
 def _cross_entropy(
     hidden: Array, weight: Array, targets: Array, multiplier: float, *, gradient: bool
 ) -> tuple[Array, tuple[Array, ...]]:
-    def piece(carry: tuple[Array, ...], xs: tuple[Array, Array]) -> tuple[tuple[Array, ...], Any]:
+    def piece(carry: tuple[Array, ...], xs: tuple[Array, ...]) -> tuple[tuple[Array, ...], Any]:
         rows, wanted = _flat(xs[0]), xs[1].reshape(-1)
         logits = multiplier * _product(weight, rows.T)
         share, mass, highest = _exponentials(logits)
