@@ -52,7 +52,7 @@ def evaluate(
         console.print(f"bits per byte, {name}: {figures['bits_per_byte'][name]:.4f}")
 
     plain = evaluation.run_cell(model, "none", "none", tasks, shots=0, flags=flags)
-    figures["accuracy"] = {"correct": plain.correct, "problems": len(tasks)}
+    figures["accuracy"] = {"correct": plain.correct, "problems": len(tasks), "right": plain.right}
     console.print(f"problems answered exactly: {plain.correct} of {len(tasks)} ({plain.correct / len(tasks):.1%})")
 
     has_mtp = bool(load_config(model).mtp_pattern) and loaded.mtp is not None

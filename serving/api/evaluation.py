@@ -42,12 +42,17 @@ class Cell:
 
     cache: str
     drafts: str
-    correct: int
+    right: list[int]
+    """Which of the problems asked were answered exactly."""
     seconds: float
     tokens: int
     cached_tokens: int
     stats: DraftStats
     outputs: list[list[int]]
+
+    @property
+    def correct(self) -> int:
+        return len(self.right)
 
 
 def read_some(path: Path, count: int | None) -> list[Document]:
@@ -145,10 +150,11 @@ def run_cell(
     """The problems with one cache mode and one source of drafts."""
     llm = LLM(model, **{**flags, "mamba_cache_mode": cache, **DRAFTS[drafts]})
     outputs, seconds = run_problems(llm, problems, shots=shots)
+    answers = [o.outputs[0].text for o in outputs]
     return Cell(
         cache=cache,
         drafts=drafts,
-        correct=sum(is_correct(p, o.outputs[0].text) for p, o in zip(problems[shots:], outputs, strict=True)),
+        right=[i for i, p in enumerate(problems[shots:]) if is_correct(p, answers[i])],
         seconds=seconds,
         tokens=sum(len(o.outputs[0].token_ids) for o in outputs),
         cached_tokens=sum(o.num_cached_tokens or 0 for o in outputs),

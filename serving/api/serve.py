@@ -52,6 +52,7 @@ def serve(
     drain_timeout: Annotated[float | None, _option("drain_timeout")] = None,
     log_format: Annotated[str | None, _option("log_format")] = None,
     log_requests: Annotated[bool | None, _option("log_requests", spelling="--log-requests/--no-log-requests")] = None,
+    otlp_traces_endpoint: Annotated[str | None, _option("otlp_traces_endpoint")] = None,
     generation_config: Annotated[
         bool,
         typer.Option(
@@ -76,6 +77,7 @@ def serve(
         "drain_timeout": drain_timeout,
         "log_format": log_format,
         "log_requests": log_requests,
+        "otlp_traces_endpoint": otlp_traces_endpoint,
     }
     role: SplitSettings = SplitSettings.create(**(split or {}))
     flags = role.engine_flags | flags
@@ -136,12 +138,14 @@ def _run(
     from serving.api.http.app import create_app
     from serving.api.http.context import Context
     from serving.api.summary import summary
+    from serving.api.traces import Traces
     from serving.disagg.http.roles import open_role
     from serving.engine.async_engine import AsyncEngine
     from serving.engine.build import build_engine
     from serving.engine.engine import Engine
     from serving.engine.warmup import warm_up
 
+    traces = Traces(settings.otlp_traces_endpoint, settings.served_model_name[0])
     built = build_engine(config.model_copy(update={"warmup": False}))
     address, port = listening.getsockname()[:2]
     for line in summary(built, settings, f"http://{address}:{port}"):
@@ -158,7 +162,14 @@ def _run(
     def on_ready(_: Context) -> None:
         log.info("ready after %.1f s", time.monotonic() - begin)
 
-    app = create_app(AsyncEngine(built.engine), settings, routers=opened.routers, prepare=prepare, on_ready=on_ready)
+    app = create_app(
+        AsyncEngine(built.engine),
+        settings,
+        routers=opened.routers,
+        prepare=prepare,
+        on_ready=on_ready,
+        traces=traces,
+    )
     server = uvicorn.Server(
         uvicorn.Config(
             app,

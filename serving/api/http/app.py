@@ -25,6 +25,7 @@ from serving.api.http.limits import Limits
 from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
 from serving.api.metrics import Metrics
+from serving.api.traces import Traces
 from serving.engine.async_engine import AsyncEngine, EngineStopped
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ def create_app(
     routers: Sequence[APIRouter] = (),
     prepare: Callable[[Any], None] | None = None,
     on_ready: Callable[[Context], None] | None = None,
+    traces: Traces | None = None,
 ) -> FastAPI:
     """An ASGI application that serves one engine. The end of its lifespan shuts the engine down.
 
@@ -46,10 +48,12 @@ def create_app(
         routers: further endpoints, for example those of a role.
         prepare: runs on the engine's thread before the first request is taken: compiles what is needed.
         on_ready: called once requests are taken.
+        traces: where spans go; by the settings if None.
     """
     settings = settings or ServerSettings.create()
     metrics = Metrics(settings.served_model_name[0])
-    context = Context(engine, settings, metrics, TextCodec(engine.engine.tokenizer))
+    traces = traces or Traces(settings.otlp_traces_endpoint, settings.served_model_name[0])
+    context = Context(engine, settings, metrics, traces, TextCodec(engine.engine.tokenizer))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -62,6 +66,7 @@ def create_app(
             context.ready = False
             context.codec.close()
             await asyncio.to_thread(engine.shutdown)
+            await asyncio.to_thread(context.traces.close)
 
     app = FastAPI(
         title="mamba-jax",

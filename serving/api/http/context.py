@@ -15,6 +15,7 @@ from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
 from serving.api.http.tool_calls import ToolCallForm, form_of
 from serving.api.metrics import Metrics
+from serving.api.traces import Traces
 from serving.engine.async_engine import AsyncEngine, EngineStopped
 
 _PATIENCE = 0.5
@@ -28,6 +29,7 @@ class Context:
     engine: AsyncEngine
     settings: ServerSettings
     metrics: Metrics
+    traces: Traces
     codec: TextCodec
     started: float = field(default_factory=time.time)
     ready: bool = False

@@ -43,7 +43,8 @@ async def respond(
     context.check(body.model)
     writer = await until_gone(request.receive, writer_of(context, body))
     headers, request.state.tally = ignored_header(body), writer.tally
-    if body.stream:
-        return EventStream(await until_gone(request.receive, start(writer.events(context))), headers)
-    outputs = await until_gone(request.receive, run(context, writer.job))
+    with context.traces.under(request.headers):
+        if body.stream:
+            return EventStream(await until_gone(request.receive, start(writer.events(context))), headers)
+        outputs = await until_gone(request.receive, run(context, writer.job))
     return answer(writer.response(outputs), headers)

@@ -188,7 +188,7 @@ async def stream(context: Context, job: Job, tally: Tally) -> AsyncGenerator[Pie
 
 
 async def _one(context: Context, job: Job, index: int, *, live: bool) -> AsyncGenerator[RequestOutput, None]:
-    """Outputs of one prompt, timed for the metrics."""
+    """Outputs of one prompt, timed for the metrics and the traces."""
     observe = context.metrics.request(len(job.prompts[index]))
     name = job.id if len(job.prompts) == 1 else f"{job.id}-{index}"
     outputs = context.engine.generate(
@@ -199,10 +199,12 @@ async def _one(context: Context, job: Job, index: int, *, live: bool) -> AsyncGe
         cache_salt=job.cache_salt,
         live=live,
     )
-    async with contextlib.aclosing(outputs) as each:
-        async for output in each:
-            observe(output, time.monotonic())
-            for choice in output.outputs:
-                if choice.finish_reason == "error":
-                    raise ApiError(500, str(choice.stop_reason), code="generation_failed")
-            yield output
+    with context.traces.request(name, len(job.prompts[index]), job.params) as note:
+        async with contextlib.aclosing(outputs) as each:
+            async for output in each:
+                note(output)
+                observe(output, time.monotonic())
+                for choice in output.outputs:
+                    if choice.finish_reason == "error":
+                        raise ApiError(500, str(choice.stop_reason), code="generation_failed")
+                yield output

@@ -37,6 +37,11 @@ class ServerSettings(BaseModel):
     drain_timeout: float = Field(30.0, ge=0, description="Seconds that running requests get to end at shutdown.")
     log_format: LogFormat = Field("text", description="text for people, json for machines.")
     log_requests: bool = Field(True, description="One line a request.")
+    otlp_traces_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://",
+        description="Where OpenTelemetry spans go, e.g. http://localhost:4318/v1/traces (OTLP over HTTP).",
+    )
     default_sampling: Mapping[str, Any] = Field(
         default_factory=dict, description="Sampling parameters of requests that do not have them."
     )

@@ -1,0 +1,106 @@
+"""OpenTelemetry spans, as a collector receives them."""
+
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from serving.api.http.settings import ServerSettings
+from serving.api.traces import Traces
+from serving.config import ConfigError
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+
+
+class Collector(HTTPServer):
+    """Takes OTLP over HTTP."""
+
+    def __init__(self):
+        self.spans = []
+        super().__init__(("127.0.0.1", 0), Receiver)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}/v1/traces"
+
+
+class Receiver(BaseHTTPRequestHandler):
+    def do_POST(self):
+        sent = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
+        self.server.spans += [
+            span for resource in sent.resource_spans for scope in resource.scope_spans for span in scope.spans
+        ]
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def spans_of(server):
+    """Runs something against the server and returns the spans that come of it."""
+    collector, before = Collector(), server.context.traces
+    traces = server.context.traces = Traces(collector.url, "demo")
+
+    def spans(action):
+        action()
+        server.assert_idle()
+        traces.close()
+        return collector.spans
+
+    yield spans
+    server.context.traces = before
+    collector.shutdown()
+    collector.server_close()
+
+
+def attributes(span):
+    return {
+        each.key: getattr(each.value, each.value.WhichOneof("value"))
+        for each in span.attributes
+        if each.value.WhichOneof("value") != "array_value"
+    }
+
+
+def test_a_prompt_is_a_span_of_its_clients_trace(server, spans_of):
+    body = {"model": "demo", "prompt": ["one thing", "another thing"], "max_tokens": 5, "ignore_eos": True}
+    spans = spans_of(lambda: server.http.post("/v1/completions", json=body, headers=HEADERS).raise_for_status())
+    assert len(spans) == 2
+    for span in spans:
+        assert span.trace_id.hex() == TRACE
+        assert span.parent_span_id.hex() == PARENT
+        told = attributes(span)
+        assert told["gen_ai.usage.output_tokens"] == 5
+        assert told["gen_ai.request.model"] == "demo"
+        assert 0 <= told["mamba_jax.queue_time"] <= told["mamba_jax.time_to_first_token"] <= told["mamba_jax.e2e_time"]
+        assert told["mamba_jax.e2e_time"] <= (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9 + 0.01
+        assert not any("thing" in str(value) for value in told.values())
+
+
+def test_a_stream_that_is_left_is_said_to_be(server, spans_of):
+    body = {"model": "demo", "prompt": "go on", "max_tokens": 400, "ignore_eos": True, "stream": True}
+
+    def leave():
+        with server.http.stream("POST", "/v1/completions", json=body) as stream:
+            next(stream.iter_lines())
+
+    (span,) = spans_of(leave)
+    assert attributes(span)["mamba_jax.aborted"] is True
+    assert span.parent_span_id == b""
+
+
+def test_without_an_endpoint_nothing_is_imported_and_without_the_sdk_it_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    Traces(None, "demo").close()
+    with pytest.raises(ConfigError, match=r"needs OpenTelemetry .*mamba-jax\[traces\]"):
+        Traces("http://localhost:4318/v1/traces", "demo")
+
+
+def test_an_endpoint_is_an_address():
+    with pytest.raises(ConfigError, match="otlp_traces_endpoint"):
+        ServerSettings.create(otlp_traces_endpoint="localhost")
