@@ -229,9 +229,16 @@ def test_errors_know_their_type():
     assert json.loads(ApiError(503, "x").body())["error"]["type"] == "unavailable_error"
 
 
-def test_probes_do_not_wait_for_tokenisers(server):
+def test_probes_do_not_wait_for_tokenisers(server, monkeypatch):
     """A text of megabytes is tokenised beside the event loop: probes are answered meanwhile."""
-    done = []
+    done, enough = [], threading.Event()
+    encode = server.context.codec.tokenizer.encode
+
+    def slowly(text, **options):
+        assert enough.wait(60), "no probes were answered"
+        return encode(text, **options)
+
+    monkeypatch.setattr(server.context.codec.tokenizer, "encode", slowly)
     thread = threading.Thread(target=lambda: done.append(server.complete("word " * 200_000)))
     thread.start()
     answered = 0
@@ -239,6 +246,8 @@ def test_probes_do_not_wait_for_tokenisers(server):
         while thread.is_alive():
             assert client.get("/health").status_code == 200
             answered += 1
+            if answered > 5:
+                enough.set()
     thread.join()
     assert done[0].status_code == 400
     assert answered > 5

@@ -36,6 +36,7 @@ class Process:
         """`devices`: as many as it is to have. `stages`: a folder by which it can be stopped (see `stages.py`)."""
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        self.is_router = arguments[0] == "router"
         flags = f"--xla_force_host_platform_device_count={devices}" if devices > 1 else ""
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
         program = ["serving.api.cli"] if stages is None else ["tests.serving.disagg.stages", str(stages)]
@@ -52,11 +53,16 @@ class Process:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/ready", timeout=5).status_code == 200:
+                if httpx.get(f"{self.url}/ready", timeout=5).status_code == 200 and self._sees_its_workers():
                     return
             assert self.process.poll() is None, self.log()
             time.sleep(0.1)
         raise AssertionError(f"not ready: {self.log()}")
+
+    def _sees_its_workers(self) -> bool:
+        """A router is ready as soon as one decode worker is up, and until it has seen more, it does without them."""
+        status = self.get("/status") if self.is_router else {}
+        return all(worker["up"] for role in ("prefill", "decode") for worker in status.get(role, ()))
 
     def get(self, path: str) -> dict:
         return httpx.get(self.url + path, timeout=30).json()
