@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from checkpoints.export import hugging_face_tensors
 from checkpoints.json_file import read_json
 from checkpoints.tensor_set import INDEX_FILE, TensorSet
 from mamba_jax.config import ConfigError, HybridConfig
-from mamba_jax.families import config_from_hf
+from mamba_jax.families import as_stored, config_from_hf
 from mamba_jax.families.added_mtp import LAYERS, PATTERN
 from mamba_jax.model import parameters
 from mamba_jax.modules.mtp import MTP
@@ -41,9 +42,12 @@ def with_draft_layer(directory: Path, pattern: str) -> tuple[dict[str, Any], Hyb
     raw = {name: value for name, value in raw.items() if name not in _OTHER_SPELLINGS}
     raw |= {LAYERS: 1, PATTERN: pattern}
     try:
-        return raw, config_from_hf(raw)
+        config = as_stored(config_from_hf(raw), TensorSet(directory).names)
     except ConfigError as error:
         raise CheckpointError(f"{directory}: {error}") from error
+    if config.own_mtp_embedding or config.own_mtp_head:
+        raise CheckpointError(f"{directory}: has a draft layer with a table of its own; that is not trained")
+    return raw, dataclasses.replace(config, mtp_pattern=pattern)
 
 
 def fresh_draft_layer(config: HybridConfig, seed: int) -> dict[str, jax.Array]:

@@ -22,7 +22,7 @@ from checkpoints.resolve import Kind, Reference, resolve
 from checkpoints.tensor_set import TensorSet
 from checkpoints.tokenizer import Tokenizer, read_tokenizer
 from mamba_jax.config import ConfigError, HybridConfig
-from mamba_jax.families import config_from_hf, family_of, weight_names, without_absent_parts
+from mamba_jax.families import as_stored, config_from_hf, family_of, weight_names
 from mamba_jax.model import HybridModel
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -76,7 +76,7 @@ def load_model(
     fields = read_json(reference.files / "config.json")
     config = _hf_config(reference.files, fields)
     tensors = TensorSet(reference.files)
-    config = without_absent_parts(config, tensors.names)
+    config = as_stored(config, tensors.names)
     kind = _dtype(dtype, _stored_dtype(fields))
     family = family_of(config)
     arrays = read_parameters(

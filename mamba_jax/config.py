@@ -206,6 +206,10 @@ class HybridConfig:
     eos_token_ids: tuple[int, ...] = ()
     mtp_pattern: str = ""
     """Sublayers (*, - and E only) of the multi-token-prediction layer; empty = none that can be used."""
+    own_mtp_embedding: bool = False
+    """The multi-token-prediction layer embeds tokens by a table of its own, not by the model's."""
+    own_mtp_head: bool = False
+    """It has a head of its own."""
     unused_mtp_layers: int = 0
     """How many such layers a checkpoint has that has several, each with weights of its own: only one could be used."""
 

@@ -65,7 +65,15 @@ class HybridModel(nnx.Module):
 
     def embedded(self, tokens: Int[Array, " T"]) -> Float[Array, "T hidden"]:
         """The embeddings of tokens, as the first sublayer sees them."""
-        rows = same_everywhere(jnp.take(self.embed.weight[...], tokens, axis=0, mode="clip"))
+        return self._embedded(self.embed, tokens)
+
+    def draft_embedded(self, tokens: Int[Array, " T"]) -> Float[Array, "T hidden"]:
+        """The embeddings of tokens, as the multi-token-prediction layer sees them."""
+        own = None if self.mtp is None else self.mtp.embed
+        return self._embedded(self.embed if own is None else own, tokens)
+
+    def _embedded(self, table: Weight, tokens: Int[Array, " T"]) -> Float[Array, "T hidden"]:
+        rows = same_everywhere(jnp.take(table.weight[...], tokens, axis=0, mode="clip"))
         return scaled(rows, self.config.embedding_multiplier)
 
     @overload
@@ -114,7 +122,7 @@ class HybridModel(nnx.Module):
         Args:
             hidden: for each token, the hidden state (after the final norm) of the token before it.
         Returns:
-            hidden states whose `logits` predict the token after each token, and the store.
+            hidden states whose `draft_logits` predict the token after each token, and the store.
         Raises:
             ValueError: the model has no such layer.
         """
@@ -122,14 +130,31 @@ class HybridModel(nnx.Module):
             raise ValueError(f"this {self.config.family} model has no multi-token-prediction layer")
         main = self.config.num_attention_uses
         own = None if store is None else store.kv[main:]
-        out, kv = self.mtp(self.embedded(tokens), hidden, layout, own)
+        out, kv = self.mtp(self.draft_embedded(tokens), hidden, layout, own)
         if store is not None and kv is not None:
             store = dataclasses.replace(store, kv=store.kv[:main] + kv)
         return out, store
 
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         """Logits (float32) from hidden states after the final norm."""
-        head = self.embed if self.lm_head is None else self.lm_head
+        return self._logits(self.head, hidden)
+
+    def draft_logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
+        """Logits (float32) from what `draft` gives."""
+        return self._logits(self.draft_head, hidden)
+
+    @property
+    def head(self) -> Weight:
+        """[vocab, hidden]: the table that hidden states are compared with."""
+        return self.embed if self.lm_head is None else self.lm_head
+
+    @property
+    def draft_head(self) -> Weight:
+        """That of the multi-token-prediction layer: the model's, unless it has its own."""
+        own = None if self.mtp is None else self.mtp.lm_head
+        return self.head if own is None else own
+
+    def _logits(self, head: Weight, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         # Said of the product first: left to itself, the compiler collects the whole head on every device.
         logits = same_everywhere(split_last(linear(hidden, head.weight[...], out_dtype=jnp.float32)))
         return scaled(logits, self.config.logits_multiplier)

@@ -54,7 +54,7 @@ class MTPDrafts:
 
 
 def _best(model: DraftModel, hidden: Float[Array, "rows hidden"]) -> Int[Array, " rows"]:
-    return jnp.argmax(model.logits(hidden), axis=-1).astype(jnp.int32)
+    return jnp.argmax(model.draft_logits(hidden), axis=-1).astype(jnp.int32)
 
 
 def _after_decode(model: DraftModel, store: Store, facts: StepFacts) -> tuple[Float[Array, "rows hidden"], Store]:

@@ -13,17 +13,18 @@ from mamba_jax.config import ConfigError, HybridConfig
 from mamba_jax.families import bamba, falcon_h1, granite, mamba2, nemotron_h, zamba2
 from mamba_jax.families.added_mtp import added_weight_names, with_added_mtp
 from mamba_jax.families.base import Family, HFSource
+from mamba_jax.families.parts import OWN_DRAFT_EMBEDDING, OWN_DRAFT_HEAD, own_draft_tables
 
 __all__ = [
     "FAMILIES",
     "Family",
     "HFSource",
     "UnknownModelType",
+    "as_stored",
     "config_from_hf",
     "family_of",
     "get",
     "weight_names",
-    "without_absent_parts",
 ]
 
 FAMILIES: tuple[Family, ...] = (
@@ -76,17 +77,21 @@ def weight_names(config: HybridConfig) -> dict[str, HFSource]:
     sources = family_of(config).weight_names(config)
     if config.mtp_pattern and "mtp.final_norm.weight" not in sources:
         sources |= added_weight_names(config)
-    return sources
+    return sources | (own_draft_tables(config) if config.mtp_pattern else {})
 
 
-def without_absent_parts(config: HybridConfig, available: Container[str]) -> HybridConfig:
-    """The config without what a checkpoint may leave out and this one does: the multi-token-prediction layer.
+def as_stored(config: HybridConfig, available: Container[str]) -> HybridConfig:
+    """The config of what a checkpoint has, where only its tensors tell: parts of the multi-token-prediction layer.
 
-    transformers drops that layer's tensors when it saves a model, but keeps the config fields that ask for it.
+    transformers drops that layer's tensors when it saves a model, but keeps the config fields that ask for it. And the
+    layer may come with an embedding and a head of its own.
     """
     if not config.mtp_pattern:
         return config
-    drafting = (source for path, source in weight_names(config).items() if path.startswith("mtp."))
-    if any(source.find(available) for source in drafting):
-        return config
-    return dataclasses.replace(config, mtp_pattern="")
+    full = dataclasses.replace(config, own_mtp_embedding=True, own_mtp_head=True)
+    there = {path for path, source in weight_names(full).items() if source.find(available)}
+    if not any(path.startswith("mtp.") for path in there):
+        return dataclasses.replace(config, mtp_pattern="")
+    return dataclasses.replace(
+        config, own_mtp_embedding=OWN_DRAFT_EMBEDDING in there, own_mtp_head=OWN_DRAFT_HEAD in there
+    )

@@ -8,6 +8,8 @@ from mamba_jax.config import AttentionConfig, ConfigError, HybridConfig, MambaCo
 from mamba_jax.families.base import HFSource, tensor, with_prefix
 from mamba_jax.families.fields import Fields
 
+OWN_DRAFT_EMBEDDING, OWN_DRAFT_HEAD = "mtp.embed.weight", "mtp.lm_head.weight"
+
 
 def mamba_config(fields: Fields, hidden: int, eps: float, *, inner_size: int | None = None) -> MambaConfig:
     """The Mamba2 mixer in the fields that Bamba introduced. The inner width is `inner_size`, or expand * hidden."""
@@ -128,6 +130,16 @@ def whole_model(
     sources = with_prefix(body, *prefixes)
     if not config.tie_word_embeddings:
         sources["lm_head.weight"] = tensor("lm_head.weight")
+    return sources
+
+
+def own_draft_tables(config: HybridConfig) -> dict[str, HFSource]:
+    """Embedding and head of the multi-token-prediction layer, where it has its own."""
+    sources = {}
+    if config.own_mtp_embedding:
+        sources[OWN_DRAFT_EMBEDDING] = tensor("mtp.embeddings.weight", "mtp.embed_tokens.weight")
+    if config.own_mtp_head:
+        sources[OWN_DRAFT_HEAD] = tensor("mtp.lm_head.weight")
     return sources
 
 

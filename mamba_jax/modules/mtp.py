@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from mamba_jax.config import ATTENTION, MLP, HybridConfig
 from mamba_jax.layout import Layout
-from mamba_jax.modules.basic import Linear, RMSNorm
+from mamba_jax.modules.basic import Linear, RMSNorm, Weight, normal
 from mamba_jax.modules.blocks import Block
 from mamba_jax.sharding.across import across, own_columns
 
@@ -19,14 +19,17 @@ from mamba_jax.sharding.across import across, own_columns
 class MTP(nnx.Module):
     """Fuses the hidden state of token i with the embedding of token i + 1, then runs the sublayers of `mtp_pattern`.
 
-    Embedding and head are the model's own. Keys and values are kept under the index of the *token*, i + 1, so that a
-    page depends on nothing but the tokens it holds; index 0 has no pair and stays hidden. Rotary positions, where used,
-    are still those of the pair, i.
+    Embedding and head are the model's, unless a checkpoint has others for the layer (`embed`, `lm_head`). Keys and
+    values are kept under the index of the *token*, i + 1, so that a page depends on nothing but the tokens it holds;
+    index 0 has no pair and stays hidden. Rotary positions, where used, are still those of the pair, i.
     """
 
     def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         hidden = config.hidden_size
         self.config, self.kinds = config, config.mtp_pattern
+        table = (config.vocab_size, hidden)
+        self.embed = Weight(normal(rngs, table, dtype)) if config.own_mtp_embedding else None
+        self.lm_head = Weight(normal(rngs, table, dtype)) if config.own_mtp_head else None
         self.enorm = RMSNorm(hidden, config.norm_eps, dtype=dtype)
         self.hnorm = RMSNorm(hidden, config.norm_eps, dtype=dtype)
         self.eh_proj = Linear(2 * hidden, hidden, rngs=rngs, dtype=dtype)
@@ -54,7 +57,7 @@ class MTP(nnx.Module):
                 final norm.
             kv: this layer's keys and values, one array for each of its attentions; None without a store.
         Returns:
-            hidden states for the model's head, and the keys and values.
+            hidden states for the head (`HybridModel.draft_logits`), and the keys and values.
         """
         pair = jnp.concatenate([self.enorm(embedded), self.hnorm(hidden)], axis=-1)
         x, _ = across(self.config, {"eh_proj": self.eh_proj}, _fuse, layout, None, pair)

@@ -58,7 +58,7 @@ def training_loss(
     hidden = flat.reshape(batch, length, -1)
     total, parts = jnp.zeros(()), {}
     if model_weight:
-        head = (model.embed if model.lm_head is None else model.lm_head).weight[...]
+        head = model.head.weight[...]
         parts["loss"] = mean_cross_entropy(hidden, head, targets, config.logits_multiplier)
         total = model_weight * parts["loss"]
     if config.mtp_pattern and drafts.depth_weights:
@@ -76,9 +76,10 @@ def _draft_loss(
 ) -> tuple[Array, dict[str, Array]]:
     weights = jnp.asarray(drafts.depth_weights)
     passes = rollout(model, inputs, hidden, len(weights))
-    if drafts.targets == "model" and drafts.detach:
-        head = (model.embed if model.lm_head is None else model.lm_head).weight[...]
-        losses, agreements = distillation(jnp.stack(passes), hidden, head, model.config.logits_multiplier)
+    if drafts.targets == "model" and drafts.detach and not model.config.own_mtp_head:
+        losses, agreements = distillation(
+            jnp.stack(passes), hidden, model.head.weight[...], model.config.logits_multiplier
+        )
     else:
         losses, agreements = _each_draft(model, passes, targets, hidden, drafts)
     parts = {f"draft_loss_{n + 1}": losses[n] for n in range(len(weights))}
@@ -94,7 +95,7 @@ def _each_draft(
     best, losses, agreements = guide.argmax(-1), [], []
     for n, state in enumerate(passes):
         first = n + 1  # there is no pair for the tokens before
-        logits = model.logits(state[:, first:])
+        logits = model.draft_logits(state[:, first:])
         if drafts.targets == "model":
             loss = optax.softmax_cross_entropy(logits, jax.nn.softmax(guide[:, first:])).mean()
         else:

@@ -74,7 +74,7 @@ def rollout(
     assert model.mtp is not None
     batch, length = tokens.shape
     layout = RolloutLayout.of(batch, length)
-    embedded = model.embedded(tokens.reshape(-1))
+    embedded = model.draft_embedded(tokens.reshape(-1))
     kv = _no_keys(model.config, batch * length, hidden.dtype)
     passes = []
     for _ in range(depth):

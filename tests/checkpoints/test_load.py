@@ -20,7 +20,7 @@ from checkpoints import CheckpointError
 from checkpoints.presets import preset_names
 from checkpoints.random import tensor_shapes, write_random
 from checkpoints.tensor_set import TensorSet
-from mamba_jax.families import config_from_hf, without_absent_parts
+from mamba_jax.families import as_stored, config_from_hf
 from mamba_jax.model import parameters
 
 GOLDENS = sorted(path.parent for path in (Path(__file__).parents[1] / "golden").glob("*/config.json"))
@@ -97,7 +97,7 @@ def test_parameters_are_the_stored_rows(directory):
 def test_random_checkpoints_have_the_names_that_hugging_face_writes(golden):
     tensors = TensorSet(golden)
     fields = checkpoints.json_file.read_json(golden / "config.json")
-    config = without_absent_parts(config_from_hf(fields), tensors.names)
+    config = as_stored(config_from_hf(fields), tensors.names)
     stored = {name: tensors.shape(name) for name in tensors.names}
     if any(name.startswith("model.") for name in stored) and config.family in ("NemotronH", "Mamba2"):
         stored = {name.replace("model.", "backbone.", 1): shape for name, shape in stored.items()}
@@ -134,6 +134,16 @@ def test_draft_layer_is_kept_when_stored_and_dropped_when_not(directory):
     model = load(directory)
     assert model.mtp is None
     assert model.config.mtp_pattern == ""
+
+
+def test_a_draft_layer_with_tables_of_its_own(directory):
+    stored = load_file(directory / "model.safetensors")
+    embed, head = (stored["lm_head.weight"] * factor for factor in (2, 3))
+    save_file(stored | {"mtp.embed_tokens.weight": embed, "mtp.lm_head.weight": head}, directory / "model.safetensors")
+    model = load(directory)
+    np.testing.assert_array_equal(model.mtp.embed.weight[...], embed)
+    np.testing.assert_array_equal(model.draft_head.weight[...], head)
+    np.testing.assert_array_equal(model.head.weight[...], stored["lm_head.weight"])
 
 
 def test_draft_layers_that_cannot_be_used_are_ignored(directory):

@@ -15,6 +15,7 @@ from mamba_jax.model import parameters
 from mamba_jax.step import step as run_step
 
 WITH_MTP = dataclasses.replace(CONFIG, mtp_pattern="*-")
+WITH_TABLES = dataclasses.replace(WITH_MTP, own_mtp_embedding=True, own_mtp_head=True)
 PROMPT = [int(t) for t in np.random.default_rng(2).integers(0, CONFIG.vocab_size, 13)]
 MAIN = WITH_MTP.num_attention_uses
 
@@ -28,13 +29,13 @@ def softmax(x):
     return e / e.sum(-1, keepdims=True)
 
 
-def layer(pairs):
-    """The draft layer over pairs (hidden state, next token), all at once: outputs, keys and values."""
-    w = {name: np.asarray(value[...], np.float64) for name, value in parameters(model_of(WITH_MTP)).items()}
+def layer(pairs, config=WITH_MTP):
+    """The draft layer over pairs (hidden state, next token), all at once: outputs, keys, values and the head."""
+    w = {name: np.asarray(value[...], np.float64) for name, value in parameters(model_of(config)).items()}
     attention = need(WITH_MTP.attention)
     heads, groups, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
     hidden = np.array([h for h, _ in pairs], np.float64)
-    embedded = w["embed.weight"][[t for _, t in pairs]]
+    embedded = w["mtp.embed.weight" if config.own_mtp_embedding else "embed.weight"][[t for _, t in pairs]]
     both = np.concatenate([norm(embedded, w["mtp.enorm.weight"]), norm(hidden, w["mtp.hnorm.weight"])], axis=1)
     x = both @ w["mtp.eh_proj.weight"].T
     at = "mtp.blocks.0.mixer."
@@ -51,19 +52,20 @@ def layer(pairs):
     x = x + mixed.reshape(len(pairs), -1) @ w[f"{at}o_proj.weight"].T
     up = norm(x, w["mtp.blocks.1.norm.weight"]) @ w["mtp.blocks.1.mixer.up_proj.weight"].T
     x = x + up / (1 + np.exp(-up)) @ w["mtp.blocks.1.mixer.down_proj.weight"].T
-    return norm(x, w["mtp.final_norm.weight"]), k, v, w["lm_head.weight"]
+    head = w["mtp.lm_head.weight" if config.own_mtp_head else "lm_head.weight"]
+    return norm(x, w["mtp.final_norm.weight"]), k, v, head
 
 
-def hidden_of(tokens):
+def hidden_of(tokens, config=WITH_MTP):
     """The model's final hidden states, by the whole-sequence form."""
-    return np.asarray(model_of(WITH_MTP).hidden(np.array(tokens), SequenceLayout.of(1, len(tokens)), None)[0])
+    return np.asarray(model_of(config).hidden(np.array(tokens), SequenceLayout.of(1, len(tokens)), None)[0])
 
 
-def assert_drafts(host, seat, tokens, table):
+def assert_drafts(host, seat, tokens, table, config=WITH_MTP):
     """The drafts for what follows `tokens` (whose last one has not been fed), and the keys and values before them."""
-    hidden = hidden_of(tokens[:-1])
+    hidden = hidden_of(tokens[:-1], config)
     pairs = list(zip(hidden, tokens[1:], strict=True))
-    out, keys, values, head = layer(pairs)
+    out, keys, values, head = layer(pairs, config)
     kv = np.asarray(host.store.kv[MAIN])
     for index in range(1, len(tokens)):
         page = kv[table[index // PAGE], index % PAGE]
@@ -74,15 +76,16 @@ def assert_drafts(host, seat, tokens, table):
         assert draft >= 0
         assert logits.max() - logits[draft] < 1e-4
         pairs.append((out[-1], draft))
-        out, *_ = layer(pairs)
+        out, *_ = layer(pairs, config)
 
 
-def test_logits_equal_those_of_the_definition():
-    model, tokens = model_of(WITH_MTP), np.array(PROMPT)
+@pytest.mark.parametrize("config", [WITH_MTP, WITH_TABLES], ids=["the model's tables", "its own tables"])
+def test_logits_equal_those_of_the_definition(config):
+    model, tokens = model_of(config), np.array(PROMPT)
     hidden = np.asarray(model.hidden(tokens, SequenceLayout.of(1, 13), None)[0])
     previous = np.concatenate([np.full((1, hidden.shape[1]), 1e3, np.float32), hidden[:-1]])
-    ours = model.logits(model.draft(tokens, previous, SequenceLayout.of(1, 13), None)[0])
-    out, _, _, head = layer(list(zip(hidden, PROMPT[1:], strict=False)))
+    ours = model.draft_logits(model.draft(tokens, previous, SequenceLayout.of(1, 13), None)[0])
+    out, _, _, head = layer(list(zip(hidden, PROMPT[1:], strict=False)), config)
     np.testing.assert_allclose(ours[1:], out @ head.T, atol=1e-4)
 
 
@@ -129,6 +132,14 @@ def test_drafts_and_what_they_leave_behind():
         for seat in (1, 2):
             rows[seat] += [t for t in out.tokens[seat - 1].tolist() if t >= 0]
             assert_drafts(host, seat, rows[seat], host.table(seat - 1))
+
+
+def test_drafts_of_a_layer_with_tables_of_its_own():
+    host = Host(WITH_TABLES, source=MTPDrafts())
+    host.seat(1)
+    out = host.prefill({"row_id": 1, "tokens": PROMPT, "write": 1})
+    tokens = [*PROMPT, int(out.tokens[0, 0])]
+    assert_drafts(host, 1, tokens, host.table(0), WITH_TABLES)
 
 
 @pytest.mark.parametrize("drafts", [3, 0], ids=["wide", "narrow"])

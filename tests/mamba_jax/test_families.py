@@ -89,11 +89,17 @@ def test_experts_in_the_spelling_of_modules(name):
 def test_draft_layer_is_left_out_where_the_checkpoint_has_none():
     config, stored = read("nemotronh-moe")
     assert config.mtp_pattern == "*E"
-    assert families.without_absent_parts(config, stored) == config
+    assert families.as_stored(config, stored) == config
     without = {key for key in stored if not key.startswith("mtp.")}
-    assert families.without_absent_parts(config, without) == dataclasses.replace(config, mtp_pattern="")
+    assert families.as_stored(config, without) == dataclasses.replace(config, mtp_pattern="")
     # One tensor of it is enough to say that the others are missing.
-    assert families.without_absent_parts(config, without | {"mtp.layers.0.enorm.weight"}) == config
+    assert families.as_stored(config, without | {"mtp.layers.0.enorm.weight"}) == config
+    # Tables of its own are in no field of config.json.
+    own = {"own_mtp_embedding": True, "own_mtp_head": True}
+    tables = {"mtp.embeddings.weight", "mtp.lm_head.weight"}
+    found = families.as_stored(config, {*stored, *tables})
+    assert found == dataclasses.replace(config, **own)
+    assert families.weight_names(found)["mtp.lm_head.weight"].names == ("mtp.lm_head.weight",)
 
 
 def test_mtp_weights_are_ignored_without_the_layer():
