@@ -134,7 +134,8 @@ def run_problems(
     """
     prompts = prompts_of(problems, shots)
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    first = prompts[:1] if one_by_one else prompts[: 2 * llm.config.max_num_seqs]
+    # All of them: towards the end fewer run at once, by other programs.
+    first = prompts[:1] if one_by_one else prompts
     llm.generate(first, params, use_tqdm=False, cache_salt=f"compiling {salt}")
     start = time.perf_counter()
     if one_by_one:
