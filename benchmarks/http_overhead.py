@@ -104,11 +104,10 @@ def main() -> None:
 
     size = options.prompt_tokens + options.tokens + 1
     config = EngineConfig.create(
-        model=options.model, max_num_seqs=options.concurrency, max_model_len=max(size, 128), warmup=False,
+        model=options.model, max_num_seqs=options.concurrency, max_model_len=max(size, 128), warmup=True,
         max_num_batched_tokens=512, enable_prefix_caching=False,
     )  # fmt: skip
     engine = build_engine(config, progress=False).engine
-    offline(engine, prompts(options.concurrency, options.prompt_tokens, -1, engine.vocab_size), options.tokens)
     async_engine = AsyncEngine(engine)
     listening = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -121,8 +120,8 @@ def main() -> None:
 
     command = [sys.executable, "-m", "benchmarks.http_overhead", "--client", url, "--tokens", str(options.tokens)]
     command += ["--stream"] if options.stream else []
-    produced, ratios = options.concurrency * options.tokens, []
-    for turn in range(-2, options.turns):  # the first two compile what is needed
+    produced, ratios, speeds = options.concurrency * options.tokens, [], []
+    for turn in range(-1, options.turns):  # everything is compiled; the first turn fills caches
         many = prompts(options.concurrency, options.prompt_tokens, turn, engine.vocab_size)
         # The engine's thread sleeps in a command queue; while it runs this, it is the only one that drives the engine.
         direct = asyncio.run(async_engine.call(partial(offline, many=many, tokens=options.tokens)))
@@ -131,8 +130,11 @@ def main() -> None:
         if turn < 0:
             continue
         ratios.append(direct / through)
+        speeds.append((produced / direct, produced / through))
         print(f"turn {turn}: {produced / direct:8.0f} tokens/s direct, {produced / through:8.0f} by HTTP, "
               f"ratio {ratios[-1]:.3f}")  # fmt: skip
+    medians = [statistics.median(column) for column in zip(*speeds, strict=True)]
+    print(f"medians {medians[0]:.0f} direct, {medians[1]:.0f} by HTTP: {medians[1] / medians[0]:.3f}")
     print(f"median ratio {statistics.median(ratios):.3f} ({options.concurrency} at once, {options.tokens} tokens each)")
     server.should_exit = True
     thread.join()
