@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Mapping
@@ -42,12 +41,13 @@ def with_draft_layer(directory: Path, pattern: str) -> tuple[dict[str, Any], Hyb
     raw = {name: value for name, value in raw.items() if name not in _OTHER_SPELLINGS}
     raw |= {LAYERS: 1, PATTERN: pattern}
     try:
-        config = as_stored(config_from_hf(raw), TensorSet(directory).names)
+        config = config_from_hf(raw)
     except ConfigError as error:
         raise CheckpointError(f"{directory}: {error}") from error
-    if config.own_mtp_embedding or config.own_mtp_head:
+    stored = as_stored(config, TensorSet(directory).names)
+    if stored.own_mtp_embedding or stored.own_mtp_head:
         raise CheckpointError(f"{directory}: has a draft layer with a table of its own; that is not trained")
-    return raw, dataclasses.replace(config, mtp_pattern=pattern)
+    return raw, config
 
 
 def fresh_draft_layer(config: HybridConfig, seed: int) -> dict[str, jax.Array]:

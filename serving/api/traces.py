@@ -66,7 +66,7 @@ class Traces:
     def request(self, name: str, prompt_tokens: int, params: SamplingParams) -> Iterator[Note]:
         """A span for one prompt. What is yielded is to be called with each of its outputs.
 
-        It also ends, as an error, where the generation fails or its client leaves.
+        It also ends where the generation fails, as an error, and where its client leaves (`mamba_jax.aborted`).
         """
         if self._provider is None:
             yield lambda output: None
@@ -101,9 +101,11 @@ class Traces:
         except Exception as error:
             span.set_status(Status(StatusCode.ERROR, str(error)))
             raise
-        finally:
+        except BaseException:  # the reader has gone, perhaps with all that it wanted
             if not finished:
                 span.set_attribute("mamba_jax.aborted", True)
+            raise
+        finally:
             span.end()
 
     def close(self) -> None:

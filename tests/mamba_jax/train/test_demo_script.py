@@ -1,0 +1,48 @@
+"""The script that trains the demo model: its commands exist, take these options, and are not done twice."""
+
+import os
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import typer
+
+from serving.api.cli import app
+
+SCRIPT = Path(str(files("mamba_jax.train"))) / "recipes/demo.sh"
+# Writes down what it is asked for, and makes what the next command looks for.
+STUB = """#!/usr/bin/env bash
+echo "$@" >> "$CALLS"
+[[ $1 == -m ]] && mkdir -p "$3" && touch "$3/manifest.json"
+while [[ $# -gt 0 ]]; do [[ $1 == --output ]] && mkdir -p "$2"; shift; done
+exit 0
+"""
+
+
+@pytest.fixture
+def calls(tmp_path, monkeypatch):
+    for name in ("mamba-jax", "python3"):
+        (tmp_path / name).write_text(STUB)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    def run():
+        (tmp_path / "calls").write_text("")
+        subprocess.run(["bash", str(SCRIPT), str(tmp_path / "out")], check=True)
+        return [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
+
+    return run
+
+
+def test_every_command_takes_its_options(calls):
+    corpus, *commands = calls()
+    assert corpus[:2] == ["-m", "mamba_jax.train.corpus"]
+    assert [command[0] for command in commands] == ["train", "train-mtp", "train-mtp"]
+    program = typer.main.get_command(app)
+    for name, *options in commands:
+        command = program.get_command(typer.Context(program), name)
+        given = command.make_context(name, options).params
+        assert Path(given["output"]).is_dir()
+    assert [command[0] for command in calls()] == ["train"], "a run that is whole ends at once; the rest is there"
