@@ -53,10 +53,7 @@ def with_added_mtp(config: HybridConfig, raw: Mapping[str, Any]) -> HybridConfig
 
 def added_weight_names(config: HybridConfig) -> dict[str, HFSource]:
     """The layer's parameters, and where a checkpoint has them."""
-    last = len(config.mtp_pattern) - 1
-    sources = {"mtp.final_norm.weight": tensor(f"mtp.layers.{last}.final_layernorm.weight")}
-    for part in ("enorm", "hnorm", "eh_proj"):
-        sources[f"mtp.{part}.weight"] = tensor(f"mtp.layers.0.{part}.weight")
+    sources = parts.draft_layer_frame(config)
     for i, kind in enumerate(config.mtp_pattern):
         path, name = f"mtp.blocks.{i}", f"mtp.layers.{i}"
         sources[f"{path}.norm.weight"] = tensor(f"{name}.norm.weight")

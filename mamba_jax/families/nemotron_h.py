@@ -118,10 +118,7 @@ def weight_names(config: HybridConfig) -> dict[str, HFSource]:
 def _mtp(config: HybridConfig) -> dict[str, HFSource]:
     if not config.mtp_pattern:
         return {}
-    last = len(config.mtp_pattern) - 1
-    sources = {"mtp.final_norm.weight": tensor(f"mtp.layers.{last}.final_layernorm.weight")}
-    for part in ("enorm", "hnorm", "eh_proj"):
-        sources[f"mtp.{part}.weight"] = tensor(f"mtp.layers.0.{part}.weight")
+    sources = parts.draft_layer_frame(config)
     for i, kind in enumerate(config.mtp_pattern):
         sources |= _block(kind, f"mtp.blocks.{i}", f"mtp.layers.{i}", config)
     return sources

@@ -133,6 +133,15 @@ def whole_model(
     return sources
 
 
+def draft_layer_frame(config: HybridConfig) -> dict[str, HFSource]:
+    """What of the multi-token-prediction layer lies before and behind its sublayers."""
+    last = len(config.mtp_pattern) - 1
+    sources = {"mtp.final_norm.weight": tensor(f"mtp.layers.{last}.final_layernorm.weight")}
+    for part in ("enorm", "hnorm", "eh_proj"):
+        sources[f"mtp.{part}.weight"] = tensor(f"mtp.layers.0.{part}.weight")
+    return sources
+
+
 def own_draft_tables(config: HybridConfig) -> dict[str, HFSource]:
     """Embedding and head of the multi-token-prediction layer, where it has its own."""
     sources = {}
