@@ -6,7 +6,7 @@
     python3 bootstrap.py lint                               ruff and mypy
     python3 bootstrap.py python script.py                   a script of yours
 
-The environment is .venv in this folder; it is installed again when pyproject.toml has changed.
+The environment is .venv in this folder; it is made anew when pyproject.toml or a native operation has changed.
 Set MAMBA_JAX_EXTRAS=cuda (or tpu) for an accelerator build of JAX.
 """
 
@@ -25,7 +25,9 @@ PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 def install(extras: set[str]) -> None:
     """Create .venv with the project (editable) and at least `extras`, unless just that has been done already."""
     stamp = VENV / "installed"
-    key = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + sys.version.encode()).hexdigest()
+    native = sorted((ROOT / "kernels_pallas" / "native").glob("*.[ch]*"))
+    built_from = b"".join(path.read_bytes() for path in (ROOT / "pyproject.toml", ROOT / "setup.py", *native))
+    key = hashlib.sha256(built_from + sys.version.encode()).hexdigest()
     have = stamp.read_text().split() if PYTHON.exists() and stamp.exists() else [""]
     fresh = have[0] != key
     if not fresh and extras <= set(have[1:]):
@@ -83,7 +85,7 @@ def main(arguments: list[str]) -> int:
     elif command == "python":
         commands = [[str(PYTHON), *rest]]
     else:
-        commands = [[*module, "serving.api.cli", command, *rest]]
+        commands = [[*module, "serving.cli", command, *rest]]
     for line in commands:
         code = subprocess.run(line, cwd=ROOT if command in ("test", "lint") else None).returncode
         if code:

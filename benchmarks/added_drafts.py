@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.report import emit, environment
+from serving.bench.report import emit, environment
 
 MODEL = {
     "architectures": ["BambaForCausalLM"], "model_type": "bamba", "vocab_size": 4096, "hidden_size": 64,
@@ -74,7 +74,7 @@ def prepare(options: argparse.Namespace) -> tuple[Path, Path]:
 
 
 def _command(*words: object) -> None:
-    from serving.api.cli import run
+    from serving.cli.main import run
 
     if status := run([str(word) for word in words]):
         raise SystemExit(status)

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu_timing import copy_bandwidth, difference, fastest, seconds
-from benchmarks.report import emit, environment
 from kernels_pallas.ssd_scan import pallas_gpu as scan_kernel
 from kernels_pallas.ssd_scan import ssd_scan
 from kernels_pallas.state_update import pallas_gpu as update_kernel
 from kernels_pallas.state_update import state_update
+from serving.bench.report import emit, environment
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 CLOSE = 2e-2  # of the largest value: operands of products are rounded to 16 bits

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.report import emit, median
+from serving.bench.report import emit, median
 
 
 def seconds(run: Callable[..., Any], store: Any, *args: Any, calls: int) -> float:

@@ -19,15 +19,15 @@ from flax import nnx
 from mamba_jax.config import AttentionConfig, HybridConfig, MambaConfig, MLPConfig
 from mamba_jax.model import HybridModel
 from serving.config import EngineConfig
-from serving.disagg.decode_side import DecodeSide
-from serving.disagg.peer import DirectPeer
-from serving.disagg.prefill_side import PrefillSide
-from serving.disagg.prefilling import ONCE, fed_tokens, ticket_of
-from serving.disagg.transport import JaxTransport
-from serving.disagg.worker import Worker
 from serving.engine.build import Built, assemble
 from serving.engine.engine import Engine
 from serving.engine.sampling_params import SamplingParams
+from serving.split.decode_side import DecodeSide
+from serving.split.peer import DirectPeer
+from serving.split.prefill_side import PrefillSide
+from serving.split.prefilling import ONCE, fed_tokens, ticket_of
+from serving.split.transport import JaxTransport
+from serving.split.worker import Worker
 
 MODEL = HybridConfig(
     family="bench",

@@ -43,9 +43,20 @@ def times() -> list[str]:
         for name, speed in LINKS.items():
             found = [f"{sum(point_bytes(model, length)) / speed * 1e3:.1f} ms" for length in LENGTHS]
             rows.append(" | ".join([model, f"sent at {name}", *found]))
-        found = [f"{2 * active_parameters(model) * length / 200e12 * 1e3:.0f} ms" for length in LENGTHS]
+        found = [f"{prefill_operations(model, length) / 200e12 * 1e3:.0f} ms" for length in LENGTHS]
         rows.append(" | ".join([model, "computed at 200 TFLOP/s", *found]))
     return [f"| {row} |" for row in rows]
+
+
+def prefill_operations(model: str, tokens: int) -> float:
+    """Floating-point operations of a prompt: a product with each weight, and causal attention: its part is quadratic.
+
+    Scores and their product with the values take 2 operations each for half of all pairs, in each head and dimension.
+    """
+    config = preset(model)
+    layers = sum(kind in "*P" for kind in config.pattern)
+    width = config.attention.num_heads * config.attention.head_dim if config.attention is not None else 0
+    return 2 * active_parameters(model) * tokens + 2 * layers * width * float(tokens) ** 2
 
 
 def active_parameters(model: str) -> float:

@@ -5,7 +5,7 @@ from checkpoints.errors import CheckpointError
 from checkpoints.generation import GenerationConfig
 from checkpoints.load import convert, generation_config, load_config, load_model, load_tokenizer, require_tokenizer
 from checkpoints.orbax import restore_orbax, save_orbax
-from checkpoints.resolve import Kind, Reference, resolve
+from checkpoints.resolve import Reference, ReferenceKind, resolve
 from checkpoints.stream import StreamDecoder
 from checkpoints.tokenizer import Tokenizer
 
@@ -13,8 +13,8 @@ __all__ = [
     "ChatTemplateError",
     "CheckpointError",
     "GenerationConfig",
-    "Kind",
     "Reference",
+    "ReferenceKind",
     "StreamDecoder",
     "Tokenizer",
     "convert",

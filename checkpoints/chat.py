@@ -3,11 +3,15 @@
 Templates are programs from the checkpoint, written for Hugging Face's `apply_chat_template`. They run in jinja2's
 sandbox with the same additions: `tojson` without HTML escapes, `raise_exception`, `strftime_now`, `break`/`continue`,
 and the `generation` block (which only marks text for training, so its body is kept as it is).
+
+The conversation comes from whoever asks, and with it how long a template runs: rendering ends with an error after so
+many turns of loops, seconds or characters.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -21,6 +25,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from checkpoints.errors import CheckpointError, listing
 
 Message = Mapping[str, Any]
+
+MOST_TURNS = 1_000_000
+"""Turns of all loops of one rendering."""
+MOST_SECONDS = 5.0
+"""Time of one rendering; looked at once a turn."""
+MOST_CHARACTERS = 64 << 20
+"""Of the text rendered."""
+_TURN = "turn_of_a_loop"
+"""What each loop calls each time round. Templates cannot use the name for anything else."""
 
 
 class ChatTemplateError(CheckpointError):
@@ -38,7 +51,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
         self._variables = dict(special_tokens)
         try:
-            self._template = _environment().from_string(source)
+            self._template = _compiled(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise ChatTemplateError(f"the chat template cannot be parsed: {_one_line(error)}") from error
 
@@ -60,19 +73,26 @@ class ChatTemplate:
             add_generation_prompt: end with the beginning of the assistant's turn.
             **variables: whatever else the template understands (for example `enable_thinking=False`).
         Raises:
-            ChatTemplateError: the template refused the conversation, failed, or tried to leave the sandbox.
+            ChatTemplateError: the template refused the conversation, failed, tried to leave the sandbox, or did not end
+                within its bounds.
         """
+        given = {
+            **self._variables,
+            "messages": [plain_message(message) for message in messages],
+            "tools": list(tools) if tools else None,
+            "documents": list(documents) if documents else None,
+            "add_generation_prompt": add_generation_prompt,
+            **variables,
+            _TURN: _Turns(),
+        }
+        pieces, length = [], 0
         try:
-            return self._template.render(
-                {
-                    **self._variables,
-                    "messages": [plain_message(message) for message in messages],
-                    "tools": list(tools) if tools else None,
-                    "documents": list(documents) if documents else None,
-                    "add_generation_prompt": add_generation_prompt,
-                    **variables,
-                }
-            )
+            for piece in self._template.generate(given):
+                pieces.append(piece)
+                length += len(piece)
+                if length > MOST_CHARACTERS:
+                    raise ChatTemplateError(f"the chat template made more than {MOST_CHARACTERS:,} characters")
+            return "".join(pieces)
         except ChatTemplateError:
             raise
         except Exception as error:  # a template is a program: it can fail in any way
@@ -104,15 +124,12 @@ class ChatTemplates:
             name = "tool_use" if tools and "tool_use" in self._sources else "default"
         else:
             name = template
-        source = self._sources.get(name)
-        if source is None and template is not None and ("{{" in template or "{%" in template):
-            source = template
-        if source is None:
+        if name not in self._sources:
+            if "{{" in name or "{%" in name:  # a caller's own text: compiled each time, so that nothing piles up
+                return ChatTemplate(name, self._special_tokens)
             known = listing(sorted(self._sources)) or "none"
             raise ChatTemplateError(f"this model has no chat template named {name!r} (it has: {known})")
-        if name not in self._sources:  # a caller's own text: compiled each time, so that nothing piles up
-            return ChatTemplate(source, self._special_tokens)
-        return self._compiled.setdefault(name, ChatTemplate(source, self._special_tokens))
+        return self._compiled.setdefault(name, ChatTemplate(self._sources[name], self._special_tokens))
 
 
 def plain_message(message: Message) -> dict[str, Any]:
@@ -169,6 +186,30 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
         kind = type(obj).__name__
         raise SecurityError(f"access to attribute {attribute!r} of {kind!r} object is unsafe")
+
+
+class _Turns:
+    """Counts the turns of a rendering's loops."""
+
+    def __init__(self) -> None:
+        self._left, self._end = MOST_TURNS, time.monotonic() + MOST_SECONDS
+
+    def __call__(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise ChatTemplateError(f"the chat template took more than {MOST_TURNS:,} turns of its loops")
+        if time.monotonic() > self._end:
+            raise ChatTemplateError(f"the chat template took more than {MOST_SECONDS:g} seconds")
+
+
+def _compiled(source: str) -> jinja2.Template:
+    """The template, with a call at the beginning of each loop's body."""
+    environment = _environment()
+    tree = environment.parse(source)
+    for loop in list(tree.find_all(nodes.For)):
+        call = nodes.Call(nodes.Name(_TURN, "load"), [], [], None, None)
+        loop.body.insert(0, nodes.ExprStmt(call).set_lineno(loop.lineno))
+    return environment.template_class.from_code(environment, environment.compile(tree), environment.globals)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -7,12 +7,18 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from mamba_jax.config import HybridConfig
+from mamba_jax.config import HybridConfig, RecurrenceConfig
+
+_KIND = "kind"
+"""Which recurrence a description is of: the name of its class."""
 
 
 def config_to_json(config: HybridConfig) -> dict[str, Any]:
     """Nested dictionaries of plain values; infinity stays a float (Python's json reads and writes it)."""
-    return dataclasses.asdict(config)
+    fields = dataclasses.asdict(config)
+    for described, recurrence in zip(fields["recurrences"], config.recurrences, strict=True):
+        described[_KIND] = type(recurrence).__name__
+    return fields
 
 
 def config_from_json(fields: Mapping[str, Any]) -> HybridConfig:
@@ -21,7 +27,19 @@ def config_from_json(fields: Mapping[str, Any]) -> HybridConfig:
     Raises:
         ValueError: a field is unknown, missing, or not allowed.
     """
-    return _build(HybridConfig, fields)
+    described = fields.get("recurrences", ()) if isinstance(fields, Mapping) else ()
+    if not described:
+        return _build(HybridConfig, fields)
+    return _build(HybridConfig, {**fields, "recurrences": [_recurrence(each) for each in described]})
+
+
+def _recurrence(fields: Any) -> RecurrenceConfig:
+    """A recurrence by the name of its class; families import the classes that they use."""
+    kinds = {kind.__name__: kind for kind in RecurrenceConfig.__subclasses__()}
+    name = fields.get(_KIND) if isinstance(fields, Mapping) else None
+    if name not in kinds:
+        raise ValueError(f"recurrence {name!r} is unknown: known are {', '.join(sorted(kinds))}")
+    return _build(kinds[name], {field: value for field, value in fields.items() if field != _KIND})
 
 
 def _build(kind: Any, fields: Any) -> Any:

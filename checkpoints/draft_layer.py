@@ -18,7 +18,7 @@ from checkpoints.errors import CheckpointError, listing
 from checkpoints.export import hugging_face_tensors
 from checkpoints.json_file import read_json
 from checkpoints.tensor_set import INDEX_FILE, TensorSet
-from mamba_jax.config import ConfigError, HybridConfig
+from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.families import as_stored, config_from_hf
 from mamba_jax.families.added_mtp import LAYERS, PATTERN
 from mamba_jax.model import parameters
@@ -42,7 +42,7 @@ def with_draft_layer(directory: Path, pattern: str) -> tuple[dict[str, Any], Hyb
     raw |= {LAYERS: 1, PATTERN: pattern}
     try:
         config = config_from_hf(raw)
-    except ConfigError as error:
+    except ModelConfigError as error:
         raise CheckpointError(f"{directory}: {error}") from error
     stored = as_stored(config, TensorSet(directory).names)
     if stored.own_mtp_embedding or stored.own_mtp_head:

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from checkpoints.initial import initial_values
-from checkpoints.placing import Index, Shardings, nbytes, place, progress_bar, sharding_of
+from checkpoints.placing import Index, Reader, Shardings, nbytes, place, progress_bar, sharding_of
+from checkpoints.quantised.rounding import Selection, rounded
 
 # Drawing billions of numbers on a host takes minutes, so they are drawn once and used again and again. A prime number
 # of them, so that the rows of a matrix do not repeat.
@@ -22,6 +23,7 @@ def dummy_parameters(
     *,
     seed: int = 0,
     tied: bool = False,
+    selection: Selection | None = None,
     shardings: Shardings = None,
     progress: bool = False,
 ) -> dict[str, jax.Array]:
@@ -31,6 +33,7 @@ def dummy_parameters(
         parameters: shape and dtype by dotted path.
         seed: of the draws.
         tied: the embedding is the output head too.
+        selection: weights that are to be quantised.
         shardings: where each parameter goes.
         progress: show a bar.
     """
@@ -39,8 +42,11 @@ def dummy_parameters(
     result = {}
     with progress_bar("Drawing weights", sum(map(nbytes, parameters.values())), progress) as advance:
         for path, target in parameters.items():
-            reader = _DummyParameter(path, target.shape, normal, uniform, tied)
-            result[path] = place(target, reader, sharding_of(shardings, path))
+            reader: Reader = _DummyParameter(path, target.shape, normal, uniform, tied)
+            rounding = None if selection is None else selection.of(path, target.shape)
+            parts = rounded(path, target, reader, rounding, shardings) if rounding else {path: (target, reader)}
+            for part, (own, own_reader) in parts.items():
+                result[part] = place(own, own_reader, sharding_of(shardings, part))
             advance(nbytes(target))
     return result
 

@@ -38,13 +38,14 @@ def hugging_face_tensors(config: HybridConfig, values: Mapping[str, Any], *, onl
             else:
                 rows = slice(*source.rows)
                 whole = tensors.setdefault(name, np.empty(stored, np.float32))
-                whole[rows] = part.reshape(whole[rows].shape)
+                pieces = whole.reshape(source.pieces, -1, *stored[1:])
+                pieces[:, rows] = part.reshape(pieces[:, rows].shape)
     return tensors
 
 
 def _parts(source: HFSource, value: np.ndarray) -> list[tuple[str, np.ndarray]]:
     if source.stack:
-        return list(zip(source.names, value, strict=True))
+        return list(zip(source.names, value.reshape(len(source.names), -1), strict=True))
     return [(source.names[0], value)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,7 +14,12 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError, listing
 from checkpoints.placing import Index, Shardings, nbytes, place, progress_bar, sharding_of
+from checkpoints.quantised.parameters import Readable, parts_of
+from checkpoints.quantised.rounding import Selection, rounded
+from checkpoints.quantised.stored import StoredWeight
 from mamba_jax.families.base import HFSource
+
+_log = logging.getLogger(__name__)
 
 # Buffers that older versions of transformers stored and that follow from the configuration.
 ALWAYS_IGNORED = (r".*rotary_emb\.inv_freq",)
@@ -42,10 +49,14 @@ def read_parameters(
     sources: Mapping[str, HFSource],
     *,
     ignored: Iterable[str] = (),
+    quantised: Mapping[str, StoredWeight] | None = None,
+    selection: Selection | None = None,
     shardings: Shardings = None,
     progress: bool = False,
 ) -> dict[str, jax.Array]:
     """Read every parameter, holding at most one of them on the host beside what is placed already.
+
+    A weight that is quantised in the checkpoint becomes the parameters that it consists of.
 
     Args:
         where: what to call the checkpoint in messages.
@@ -53,24 +64,71 @@ def read_parameters(
         parameters: shape and dtype of each parameter by dotted path.
         sources: where each parameter is found.
         ignored: regular expressions (full match) of stored tensors that may be left over.
+        quantised: those of the tensors that are to stay quantised.
+        selection: wide weights that are to be quantised.
         shardings: where each parameter goes.
         progress: show a bar.
     Raises:
         CheckpointError: tensors are missing, left over, or of the wrong shape; one message lists them all.
     """
     found = _match(where, tensors, parameters, sources, (*ignored, *ALWAYS_IGNORED))
+    if unused := sorted(tensors.names - {name for source in found.values() for name in source.names}):
+        _log.info("%s: ignoring %d unused tensors: %s", where, len(unused), listing(unused))
     last_use = {name: path for path, source in found.items() for name in source.names}
+    readable = {
+        path: _readable(tensors, path, parameters[path], source, quantised or {}, selection, shardings)
+        for path, source in found.items()
+    }
+    total = sum(nbytes(target) for parts in readable.values() for target, _ in parts.values())
     result = {}
-    with progress_bar(f"Loading {Path(where).name}", sum(map(nbytes, parameters.values())), progress) as advance:
+    with progress_bar(f"Loading {Path(where).name}", total, progress) as advance:
         for path, source in found.items():
-            target = parameters[path]
-            reader = _StoredParameter(tensors, source, target)
-            result[path] = place(target, reader, sharding_of(shardings, path))
+            parts = readable.pop(path)
+            while parts:
+                part, (target, reader) = parts.popitem()
+                result[part] = place(target, reader, sharding_of(shardings, part))
+                advance(nbytes(target))
             for name in source.names:
                 if last_use[name] == path:
                     tensors.release(name)
-            advance(nbytes(target))
     return result
+
+
+def _readable(
+    tensors: Tensors,
+    path: str,
+    target: jax.ShapeDtypeStruct,
+    source: HFSource,
+    quantised: Mapping[str, StoredWeight],
+    selection: Selection | None,
+    shardings: Shardings,
+) -> dict[str, Readable]:
+    """What is to be read for a parameter: itself, or the parts of a quantised weight."""
+    narrow = [quantised[name] for name in source.names if name in quantised]
+    if not narrow:
+        reader = _StoredParameter(tensors, source, target)
+        rounding = None if selection is None else selection.of(path, target.shape)
+        return rounded(path, target, reader, rounding, shardings) if rounding else {path: (target, reader)}
+    if len(narrow) < len(source.names):
+        wide = [name for name in source.names if name not in quantised]
+        raise CheckpointError(f"of the weights that make {path}, {len(wide)} are not quantized: {listing(wide)}")
+    return parts_of(path, target.shape, source, narrow, shardings)
+
+
+def parameter_shapes(
+    tensors: Tensors,
+    parameters: Mapping[str, jax.ShapeDtypeStruct],
+    sources: Mapping[str, HFSource],
+    quantised: Mapping[str, StoredWeight],
+    shardings: Shardings,
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of what `read_parameters` would read, by dotted path."""
+    found: dict[str, jax.ShapeDtypeStruct] = {}
+    for path, target in parameters.items():
+        source = sources[path].find(tensors.names) or sources[path]
+        parts = _readable(tensors, path, target, source, quantised, None, shardings)
+        found |= {part: own for part, (own, _) in parts.items()}
+    return found
 
 
 class _StoredParameter:
@@ -86,17 +144,22 @@ class _StoredParameter:
         if not self._source.stack:
             return self._one(self._source.names[0], self._shape)[index]
         # Straight into the stacked array, so that no second copy of all experts exists.
-        names = self._source.names[index[0]]
-        lengths = [len(range(*s.indices(n))) for s, n in zip(index[1:], self._shape[1:], strict=True)]
-        stacked = np.empty((len(names), *lengths), self._dtype)
-        for row, name in zip(stacked, names, strict=True):
-            row[...] = self._one(name, self._shape[1:])[index[1:]]
+        count, (first, *rest) = len(self._source.names), self._shape
+        if math.prod(self._shape[:2]) > count < first:
+            parts = [self._one(name, (first // count, *rest)) for name in self._source.names]
+            return np.concatenate(parts)[index].astype(self._dtype)
+        axes = 1 if count == first else 2
+        names = np.array(self._source.names, object).reshape(self._shape[:axes])[index[:axes]]
+        lengths = [len(range(*s.indices(n))) for s, n in zip(index[axes:], self._shape[axes:], strict=True)]
+        stacked = np.empty((*names.shape, *lengths), self._dtype)
+        for entry, name in np.ndenumerate(names):
+            stacked[entry] = self._one(name, self._shape[axes:])[index[axes:]]
         return stacked
 
     def _one(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         view = self._tensors.view(name)
         if self._source.rows is not None:
-            view = view[slice(*self._source.rows)]
+            view = view.reshape(self._source.pieces, -1, *view.shape[1:])[:, slice(*self._source.rows)]
         return view.reshape(shape)
 
 

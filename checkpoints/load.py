@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,17 +14,24 @@ import numpy as np
 from checkpoints.dummy import dummy_parameters
 from checkpoints.errors import CheckpointError
 from checkpoints.generation import GenerationConfig, read_generation_config
-from checkpoints.hugging_face import read_parameters
+from checkpoints.hugging_face import parameter_shapes, read_parameters
 from checkpoints.json_file import read_json
-from checkpoints.orbax import read_description, restore_orbax, save_orbax
-from checkpoints.placing import Shardings, abstract_parameters
+from checkpoints.orbax import read_description, restore_orbax, save_orbax, stored_parameters
+from checkpoints.placing import Shardings, abstract_parameters, nbytes
 from checkpoints.presets import preset
-from checkpoints.resolve import Kind, Reference, resolve
+from checkpoints.quantised import LogicalTensors, read_quantisation
+from checkpoints.quantised.rounding import Selection
+from checkpoints.quantised.stored import StoredWeight
+from checkpoints.resolve import Reference, ReferenceKind, resolve
 from checkpoints.tensor_set import TensorSet
 from checkpoints.tokenizer import Tokenizer, read_tokenizer
-from mamba_jax.config import ConfigError, HybridConfig
+from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.families import as_stored, config_from_hf, family_of, weight_names
+from mamba_jax.families.base import HFSource
 from mamba_jax.model import HybridModel
+from mamba_jax.modules.quantised import can_be_quantised
+
+log = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
 LoadFormat = Literal["auto", "dummy"]
@@ -46,6 +54,8 @@ def load_model(
     progress: bool = True,
     sharding: Shardings = None,
     seed: int = 0,
+    quantization: str | None = None,
+    quantization_exclude: Collection[str] = (),
 ) -> HybridModel:
     """Load a model onto its devices, parameter by parameter.
 
@@ -57,38 +67,79 @@ def load_model(
         sharding: where parameters go: one sharding for all, or a function of a parameter's dotted path (for example
             `blocks.3.mixer.out_proj.weight`); by default the default device.
         seed: of dummy weights.
+        quantization: one of `checkpoints.quantised.rounding.QUANTIZATIONS`: weights are brought into few bits while
+            they are read.
+        quantization_exclude: names of modules or weights that stay wide, with wildcards; see `Selection`.
     Raises:
         CheckpointError: whatever is wrong with the reference or the checkpoint, in one line.
     """
     reference = resolve(ref)
     if load_format not in ("auto", "dummy"):
-        raise CheckpointError(f"load format {load_format!r} is not known; allowed are 'auto' and 'dummy'")
+        raise CheckpointError(f"load format {load_format!r} is not supported; allowed are 'auto' and 'dummy'")
     if load_format == "dummy":
         config = _config(reference)
         kind = _dtype(dtype, None)
         targets = abstract_parameters(config, kind)
         tied = config.tie_word_embeddings
-        arrays = dummy_parameters(targets, seed=seed, tied=tied, shardings=sharding, progress=progress)
+        selection = _selection(config, quantization, quantization_exclude)
+        arrays = dummy_parameters(
+            targets, seed=seed, tied=tied, selection=selection, shardings=sharding, progress=progress
+        )
         return HybridModel.from_parameters(config, arrays)
-    if reference.kind is Kind.ORBAX:
+    if reference.kind is ReferenceKind.ORBAX:
+        if quantization is not None:
+            raise CheckpointError(f"{reference.name}: quantize when converting: mamba-jax convert --quantization")
         stored = read_description(reference.files).dtype
         return restore_orbax(reference.files, dtype=_dtype(dtype, stored), shardings=sharding, progress=progress)
     fields = read_json(reference.files / "config.json")
     config = _hf_config(reference.files, fields)
-    tensors = TensorSet(reference.files)
+    tensors = LogicalTensors(reference.name, TensorSet(reference.files), read_quantisation(reference.files, fields))
     config = as_stored(config, tensors.names)
     kind = _dtype(dtype, _stored_dtype(fields))
     family = family_of(config)
+    sources = weight_names(config)
+    if tensors.quantised:
+        log.info("quantized weights: %s", tensors)
+    if quantization is not None and tensors.quantised:
+        raise CheckpointError(f"{reference.name}: is quantized already ({tensors})")
     arrays = read_parameters(
         reference.name,
         tensors,
         abstract_parameters(config, kind),
-        weight_names(config),
+        sources,
         ignored=family.ignored(config),
+        quantised=_kept_narrow(config, tensors, sources),
+        selection=_selection(config, quantization, quantization_exclude),
         shardings=sharding,
         progress=progress,
     )
     return HybridModel.from_parameters(config, arrays)
+
+
+def weight_bytes(
+    ref: str | Path,
+    *,
+    dtype: Any = "auto",
+    load_format: LoadFormat = "auto",
+    quantization: str | None = None,
+    quantization_exclude: Collection[str] = (),
+) -> int:
+    """Bytes of the weights as `load_model` would make them, or a little less; none of them is read.
+
+    Raises:
+        CheckpointError: see `load_model`.
+    """
+    reference = resolve(ref)
+    dummy = load_format == "dummy"
+    if not dummy and reference.kind is ReferenceKind.HUGGING_FACE:
+        fields = read_json(reference.files / "config.json")
+        if read_quantisation(reference.files, fields) is not None:  # stays as narrow as it is stored
+            return sum(path.stat().st_size for path in reference.files.glob("*.safetensors"))
+    stored = None if dummy else _source_dtype(reference)
+    config = _config(reference)
+    shapes = abstract_parameters(config, _dtype(dtype, stored))
+    selection = _selection(config, quantization, quantization_exclude)
+    return sum(map(nbytes, (shapes if selection is None else selection.parameters(shapes, None)).values()))
 
 
 def load_tokenizer(ref: str | Path) -> Tokenizer | None:
@@ -130,6 +181,8 @@ def convert(
     dtype: Any = "auto",
     sharding: Shardings = None,
     overwrite: bool = False,
+    quantization: str | None = None,
+    quantization_exclude: Collection[str] = (),
     progress: bool = True,
 ) -> Path:
     """Write a model as an Orbax directory, with its configuration, tokenizer and sampling defaults.
@@ -140,6 +193,7 @@ def convert(
         dtype: `auto` keeps the checkpoint's.
         sharding: how to hold the parameters meanwhile; what is written can be restored with any other.
         overwrite: replace an existing Orbax directory.
+        quantization, quantization_exclude: as for `load_model`.
         progress: show a bar on stderr.
     Returns:
         The directory.
@@ -149,38 +203,101 @@ def convert(
     reference = resolve(source)
     if isinstance(dtype, str) and dtype == "auto":
         dtype = _source_dtype(reference)
-    model = load_model(source, dtype=dtype, sharding=sharding, progress=progress)
+    model = load_model(
+        source,
+        dtype=dtype,
+        sharding=sharding,
+        quantization=quantization,
+        quantization_exclude=quantization_exclude,
+        progress=progress,
+    )
     return save_orbax(target, model, files_from=reference.files, overwrite=overwrite, progress=progress)
 
 
 def _config(reference: Reference) -> HybridConfig:
-    if reference.kind is Kind.PRESET:
+    if reference.kind is ReferenceKind.PRESET:
         return preset(reference.name)
-    if reference.kind is Kind.ORBAX:
+    if reference.kind is ReferenceKind.ORBAX:
         return read_description(reference.files).config
     return _hf_config(reference.files, read_json(reference.files / "config.json"))
 
 
 def _hf_config(directory: Path, fields: Mapping[str, Any]) -> HybridConfig:
-    _refuse_quantized(directory, fields)
     try:
         return config_from_hf(fields)
-    except ConfigError as error:
+    except ModelConfigError as error:
         raise CheckpointError(f"{directory / 'config.json'}: {error}") from error
     except ArithmeticError as error:  # a zero where something is divided by it
         raise CheckpointError(f"{directory / 'config.json'}: has an impossible size ({error})") from error
 
 
-def _refuse_quantized(directory: Path, fields: Mapping[str, Any]) -> None:
-    """Said before the configuration is read, with the name of the format."""
-    path, method = directory / "config.json", fields.get("quantization_config")
-    if not method and (directory / "hf_quant_config.json").is_file():
-        path = directory / "hf_quant_config.json"
-        method = read_json(path).get("quantization", {"quant_algo": "unknown"})
-    if not method:
-        return
-    name = (method.get("quant_algo") or method.get("quant_method")) if isinstance(method, Mapping) else method
-    raise CheckpointError(f"{path}: quantized weights ({name}) are not supported yet; use the bfloat16 version")
+def weight_shapes(
+    ref: str | Path,
+    *,
+    dtype: Any,
+    quantization: str | None = None,
+    quantization_exclude: Collection[str] = (),
+    sharding: Shardings = None,
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of the parameters that `load_model` would load, by dotted path; no weights are read.
+
+    Raises:
+        CheckpointError: as `load_model`.
+    """
+    reference = resolve(ref)
+    config, kind = _config(reference), _dtype(dtype, None)
+    wide = abstract_parameters(config, kind)
+    if reference.kind is ReferenceKind.ORBAX:
+        return stored_parameters(read_description(reference.files), kind)
+    if reference.kind in (ReferenceKind.HUGGING_FACE, ReferenceKind.DEMO) and quantization is None:
+        how = read_quantisation(reference.files, read_json(reference.files / "config.json"))
+        if how is not None:
+            tensors = LogicalTensors(reference.name, TensorSet(reference.files), how)
+            sources = weight_names(config)
+            narrow = _kept_narrow(config, tensors, sources)
+            return parameter_shapes(tensors, wide, sources, narrow, sharding)
+    selection = _selection(config, quantization, quantization_exclude)
+    return wide if selection is None else selection.parameters(wide, sharding)
+
+
+def quantised_as(ref: str | Path) -> str:
+    """What of a checkpoint is quantised, and how, in words; empty for wide ones.
+
+    Raises:
+        CheckpointError: as `load_model`.
+    """
+    reference = resolve(ref)
+    if reference.kind not in (ReferenceKind.HUGGING_FACE, ReferenceKind.DEMO):
+        return ""
+    how = read_quantisation(reference.files, read_json(reference.files / "config.json"))
+    if how is None:
+        return ""
+    return str(LogicalTensors(reference.name, TensorSet(reference.files), how))
+
+
+def _selection(config: HybridConfig, quantization: str | None, exclude: Collection[str]) -> Selection | None:
+    if quantization is None:
+        if exclude:
+            raise CheckpointError("quantization_exclude has no effect without quantization")
+        return None
+    return Selection(config, weight_names(config), quantization, exclude)
+
+
+def _kept_narrow(
+    config: HybridConfig, tensors: LogicalTensors, sources: Mapping[str, HFSource]
+) -> dict[str, StoredWeight]:
+    """The quantised tensors that the model can take as they are; the others are widened as they are read."""
+    if not tensors.quantised:
+        return {}
+    model = HybridModel.abstract(config)
+    found = {path: source.find(tensors.names) for path, source in sources.items()}
+    return {
+        name: tensors.quantised[name]
+        for path, source in found.items()
+        if source is not None and can_be_quantised(model, path)
+        for name in source.names
+        if name in tensors.quantised and tensors.quantised[name].narrow
+    }
 
 
 def _stored_dtype(fields: Mapping[str, Any]) -> str | None:
@@ -190,7 +307,7 @@ def _stored_dtype(fields: Mapping[str, Any]) -> str | None:
 
 
 def _source_dtype(reference: Reference) -> Any:
-    if reference.kind is Kind.ORBAX:
+    if reference.kind is ReferenceKind.ORBAX:
         return read_description(reference.files).dtype
     stored = _stored_dtype(read_json(reference.files / "config.json"))
     return stored if stored in DTYPES else "float32"
@@ -207,5 +324,5 @@ def _dtype(wanted: Any, stored: str | None) -> np.dtype:
     except TypeError:
         found = None
     if found is None or found.name not in DTYPES:
-        raise CheckpointError(f"dtype {wanted!r} is not possible; allowed are auto, {', '.join(DTYPES)}")
+        raise CheckpointError(f"dtype {wanted!r} is not supported; allowed are auto, {', '.join(DTYPES)}")
     return found

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
@@ -23,11 +24,12 @@ from rich.console import Console
 from checkpoints.config_json import config_from_json, config_to_json
 from checkpoints.errors import CheckpointError, listing
 from checkpoints.json_file import read_json
-from checkpoints.placing import Shardings, abstract_parameters, sharding_of
+from checkpoints.placing import Shardings, abstract_parameters, held_dtype, sharding_of
 from checkpoints.resolve import ORBAX_MARKER
 from checkpoints.tokenizer import TOKENIZER_FILES
 from mamba_jax.config import HybridConfig
 from mamba_jax.model import HybridModel, parameters
+from mamba_jax.modules.quantised import weight_of
 
 VERSION = 1
 WEIGHTS = "weights"
@@ -43,6 +45,8 @@ class Description:
     """Of most parameters; some (the recurrence's) are kept in float32."""
     shapes: dict[str, tuple[int, ...]]
     """Of each parameter by dotted path."""
+    narrow: dict[str, str]
+    """The dtypes of what quantised weights consist of, by dotted path; these are never converted."""
 
 
 def save_orbax(
@@ -80,6 +84,7 @@ def save_orbax(
                 "dtype": _dtype_name(arrays),
                 "config": config_to_json(model.config),
                 "shapes": {path: list(array.shape) for path, array in arrays.items()},
+                "narrow": {path: array.dtype.name for path, array in arrays.items() if weight_of(path)},
             }
             (directory / ORBAX_MARKER).write_text(json.dumps(description, indent=1))
     return directory
@@ -100,14 +105,15 @@ def restore_orbax(
     """
     directory = Path(directory).expanduser().resolve()
     description = read_description(directory)
-    targets = abstract_parameters(description.config, dtype)
+    targets = stored_parameters(description, dtype)
     _check(directory, description, targets)
     # Without a sharding Orbax would use the one that was saved, whose devices may not exist here.
     default = SingleDeviceSharding(jax.devices()[0])
-    wanted = {
-        path: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=sharding_of(shardings, path) or default)
-        for path, t in targets.items()
-    }
+    wanted = {}
+    for path, target in targets.items():
+        sharding = sharding_of(shardings, path) or default
+        dtype = held_dtype(target.dtype, sharding)
+        wanted[path] = jax.ShapeDtypeStruct(target.shape, dtype, sharding=sharding)
     with Console(stderr=True, quiet=not progress).status(f"Loading {directory.name}"):
         try:
             with ocp.StandardCheckpointer() as checkpointer:
@@ -130,9 +136,21 @@ def read_description(directory: Path) -> Description:
         raise CheckpointError(f"{path}: version {fields.get('version')!r}, this program reads {VERSION}")
     try:
         shapes = {name: tuple(shape) for name, shape in fields["shapes"].items()}
-        return Description(config_from_json(fields["config"]), str(fields["dtype"]), shapes)
+        narrow = {name: str(dtype) for name, dtype in fields.get("narrow", {}).items()}
+        return Description(config_from_json(fields["config"]), str(fields["dtype"]), shapes, narrow)
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: not a description of a model ({error})") from error
+
+
+def stored_parameters(description: Description, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """What is to be restored: the model's parameters, with the parts of weights that are quantised in their places."""
+    targets = abstract_parameters(description.config, dtype)
+    for path, kind in description.narrow.items():
+        weight = weight_of(path)
+        if weight is not None and path in description.shapes:
+            targets.pop(weight, None)
+            targets[path] = jax.ShapeDtypeStruct(description.shapes[path], jnp.dtype(kind))
+    return targets
 
 
 def _check(directory: Path, description: Description, targets: Mapping[str, jax.ShapeDtypeStruct]) -> None:
@@ -171,9 +189,11 @@ def _copy_files(source: Path, directory: Path) -> None:
 
 
 def _dtype_name(arrays: Mapping[str, jax.Array]) -> str:
-    """The dtype that holds most of the bytes."""
+    """The dtype that holds most of the bytes of what is not quantised."""
     sizes: dict[str, int] = {}
-    for array in arrays.values():
+    for path, array in arrays.items():
+        if weight_of(path):
+            continue
         name = np.dtype(array.dtype).name
         sizes[name] = sizes.get(name, 0) + array.nbytes
     return max(sizes, key=lambda name: sizes[name])

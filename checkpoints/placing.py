@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import jax
+import ml_dtypes
 import numpy as np
 from jax.sharding import Sharding
 from rich.console import Console
@@ -15,6 +19,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 
 from mamba_jax.config import HybridConfig
 from mamba_jax.model import HybridModel, parameters
+from mamba_jax.modules.quantised import bits_of
+
+log = logging.getLogger(__name__)
+
+LINE_EVERY = 10.0
+"""Seconds between two lines that tell of progress where there is no terminal."""
 
 Shardings = Sharding | Callable[[str], Sharding | None] | None
 """Where parameters go: one sharding for all, a function of the parameter's dotted path, or the default device."""
@@ -49,14 +59,27 @@ def place(target: jax.ShapeDtypeStruct, read: Reader, sharding: Sharding | None)
     What `read` returns is copied, never aliased: the model must not change when its file does.
     """
 
-    everything = (slice(None),) * len(target.shape)
+    everything, dtype = (slice(None),) * len(target.shape), held_dtype(target.dtype, sharding)
 
     def piece(index: Index | None) -> np.ndarray:
-        return _aligned_copy(read(everything if index is None else index), target.dtype)
+        return _aligned_copy(read(everything if index is None else index), dtype)
 
     if sharding is None:
         return jax.block_until_ready(jax.device_put(piece(everything)))
     return jax.block_until_ready(jax.make_array_from_callback(target.shape, sharding, piece))
+
+
+def held_dtype(dtype: Any, sharding: Sharding | None) -> np.dtype:
+    """The dtype that a parameter has on its devices: 4-bit numbers take 8 bits on a CPU that plays several devices.
+
+    JAX (0.10) takes such arrays for unpacked ones there, and refuses to run compiled programs with them.
+    """
+    devices: Any = [] if sharding is None else list(sharding.device_set)
+    if len(devices) < 2 or devices[0].platform != "cpu":
+        return np.dtype(dtype)
+    return {"int4": np.dtype(np.int8), "float4_e2m1fn": np.dtype(ml_dtypes.float8_e4m3fn)}.get(
+        np.dtype(dtype).name, np.dtype(dtype)
+    )
 
 
 def _aligned_copy(values: np.ndarray, dtype: Any) -> np.ndarray:
@@ -72,12 +95,15 @@ def _aligned_copy(values: np.ndarray, dtype: Any) -> np.ndarray:
 
 def nbytes(target: jax.ShapeDtypeStruct) -> int:
     """Size of one parameter."""
-    return math.prod(target.shape) * np.dtype(target.dtype).itemsize
+    return math.prod(target.shape) * bits_of(target.dtype) // 8
 
 
 @contextmanager
 def progress_bar(what: str, total: int, shown: bool) -> Iterator[Advance]:
-    """A bar on stderr that counts bytes."""
+    """A bar on stderr that counts bytes; where that is no terminal, a line of the log now and then."""
+    if shown and not sys.stderr.isatty():
+        yield _logged(what, total)
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -88,3 +114,16 @@ def progress_bar(what: str, total: int, shown: bool) -> Iterator[Advance]:
     with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
         task = progress.add_task(what, total=total)
         yield lambda count: progress.advance(task, count)
+
+
+def _logged(what: str, total: int) -> Advance:
+    done, last = 0, time.monotonic()
+
+    def advance(count: int) -> None:
+        nonlocal done, last
+        done += count
+        if time.monotonic() - last > LINE_EVERY:
+            last = time.monotonic()
+            log.info("%s: %.1f of %.1f GB", what, done / 1e9, total / 1e9)
+
+    return advance

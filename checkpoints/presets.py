@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from checkpoints import delta_presets
 from mamba_jax.config import HybridConfig
 from mamba_jax.families import config_from_hf
 
@@ -508,4 +509,6 @@ _ZAMBA2 = {
     ),
 }
 
-PRESETS: Mapping[str, Preset] = {**_NEMOTRON, **_BAMBA, **_GRANITE, **_FALCON, **_MAMBA2, **_ZAMBA2}
+_DELTA = {name: Preset(fields, parameters) for name, (fields, parameters) in delta_presets.PUBLISHED.items()}
+
+PRESETS: Mapping[str, Preset] = {**_NEMOTRON, **_BAMBA, **_GRANITE, **_FALCON, **_MAMBA2, **_ZAMBA2, **_DELTA}

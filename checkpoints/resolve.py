@@ -15,7 +15,7 @@ DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).resolve().parent / "demo"
 
 
-class Kind(Enum):
+class ReferenceKind(Enum):
     """What a reference can name."""
 
     HUGGING_FACE = "Hugging Face directory"
@@ -28,7 +28,7 @@ class Kind(Enum):
 class Reference:
     """A resolved reference. A preset has no directory."""
 
-    kind: Kind
+    kind: ReferenceKind
     name: str
     directory: Path | None
 
@@ -57,9 +57,9 @@ def resolve(ref: str | Path) -> Reference:
     """
     name = str(ref)
     if name == DEMO:
-        return Reference(Kind.DEMO, name, DEMO_DIRECTORY)
+        return Reference(ReferenceKind.DEMO, name, DEMO_DIRECTORY)
     if not isinstance(ref, Path) and name in preset_names():
-        return Reference(Kind.PRESET, name, None)
+        return Reference(ReferenceKind.PRESET, name, None)
     path = Path(ref).expanduser()
     if path.is_dir():
         return Reference(_directory_kind(path), name, path)
@@ -70,9 +70,9 @@ def resolve(ref: str | Path) -> Reference:
     raise CheckpointError(f"{name}: no such model; expected {expected} ({presets}); nothing is downloaded")
 
 
-def _directory_kind(path: Path) -> Kind:
+def _directory_kind(path: Path) -> ReferenceKind:
     if (path / ORBAX_MARKER).is_file():
-        return Kind.ORBAX
+        return ReferenceKind.ORBAX
     if (path / "config.json").is_file():
-        return Kind.HUGGING_FACE
+        return ReferenceKind.HUGGING_FACE
     raise CheckpointError(f"{path}: neither a Hugging Face (no config.json) nor an Orbax directory (no {ORBAX_MARKER})")

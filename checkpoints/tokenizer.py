@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,11 @@ class Tokenizer:
         """Entries, added tokens included. The model's own vocabulary is often padded beyond this."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Characters of the vocabulary's longest entry, as it is spelled there: no token stands for more of a text."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+
     @property
     def has_chat_template(self) -> bool:
         """Whether `apply_chat_template` can work without a template of the caller's."""
@@ -68,7 +74,7 @@ class Tokenizer:
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Like `encode`, for many texts, in parallel."""
+        """Like `encode`, for many texts, in parallel; unlike it, this lets other Python threads run meanwhile."""
         return [e.ids for e in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -76,7 +82,8 @@ class Tokenizer:
         ids = [int(i) for i in ids]
         if skip_special_tokens:
             ids = [i for i in ids if i not in self.special_ids]
-        return self._backend.decode(ids, skip_special_tokens=False)
+        # A batch of one: other Python threads run meanwhile.
+        return self._backend.decode_batch([ids], skip_special_tokens=False)[0]
 
     def stream(self, *, skip_special_tokens: bool = True) -> StreamDecoder:
         """A decoder for tokens that arrive a few at a time; see `StreamDecoder`."""

@@ -26,7 +26,7 @@ def load_streams(corpus: Path, tokenizer: Tokenizer, settings: DataSettings) -> 
     """
     files = [corpus] if corpus.is_file() else sorted((corpus / "train").glob("*.jsonl"))
     if not files:
-        raise CheckpointError(f"{corpus}: no corpus (python -m mamba_jax.train.corpus {corpus} makes one)")
+        raise CheckpointError(f"{corpus}: no corpus; create one with `python -m mamba_jax.train.corpus {corpus}`")
     return {
         file.stem: TokenStream.of(
             encoded(read_documents(file), tokenizer, settings.chat_share), aligned=file.stem in settings.aligned

@@ -1,9 +1,10 @@
 """Choosing an implementation: a named choice is strict, the automatic one falls back and reports why.
 
 Automatically, an operation runs by the first of its implementations that is made for the platform compiled for and can
-run the call. A kernel also has to compile: it is compiled alone first, for the shapes of the call, so that a kernel
-that the compiler refuses costs a warning and not the program. Nothing of this is looked at for a CPU, which has no
-kernels: there, they run only when named (`..._interpreted`), by Pallas' interpreter.
+run the call. A Pallas kernel also has to compile: it is compiled alone first, for the shapes of the call, so that a
+kernel that the compiler refuses costs a warning and not the program. A CPU has native operations instead (`native`),
+which were compiled when the package was installed; Pallas kernels run there only when named (`..._interpreted`), by
+Pallas' interpreter.
 """
 
 import contextlib
@@ -18,6 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+
+from kernels_pallas import native
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +41,7 @@ class Implementation:
     run: Callable[..., Any]
     unsupported: Callable[..., str | None] = _always
     platform: str | None = None
-    """"tpu" or "gpu": a kernel for this platform only. None: plain JAX, for all."""
+    """"tpu", "gpu" or "cpu": for this platform only. None: plain JAX, for all."""
     automatic: bool = True
     """Whether it is ever chosen without being named."""
 
@@ -53,10 +56,10 @@ def kernels(platform: str, module: Any, operation: str) -> tuple[Implementation,
     )
 
 
-class Choice:
+class KernelChoice:
     """What programs are compiled for, and which implementations they use; remembers what was chosen, and why.
 
-    choice = Choice(named={"ssd_scan": "xla"})
+    choice = KernelChoice(named={"ssd_scan": "xla"})
     with choice.applied():
         lowered = jax.jit(step).lower(...)  # or anything else that traces operations
     print(choice.report())
@@ -86,7 +89,7 @@ class Choice:
         """By operation: each implementation in use, and why it is."""
 
     @classmethod
-    def parse(cls, text: str, **kwargs: Any) -> "Choice":
+    def parse(cls, text: str, **kwargs: Any) -> "KernelChoice":
         """A choice as users write it: "auto", a name for all operations that have it, or "scan=xla,update=pallas_tpu".
 
         Raises:
@@ -112,6 +115,12 @@ class Choice:
         finally:
             _current.reset(token)
 
+    @property
+    def description(self) -> str:
+        """What this makes of a program's text, beside the source: equal descriptions choose equally."""
+        library = f" native {native.fingerprint()}" if self.platform == "cpu" else ""
+        return f"{self.platform} {self.named!r}{library}"
+
     def name_for(self, operation: str, candidates: Sequence[Implementation]) -> str | None:
         """The implementation that the user named for an operation, if any."""
         if isinstance(self.named, str):
@@ -133,7 +142,7 @@ class Choice:
         return f"kernels for {self.platform}: " + (", ".join(parts) or "nothing traced yet")
 
 
-_current: contextvars.ContextVar[Choice | None] = contextvars.ContextVar("kernel_choice", default=None)
+_current: contextvars.ContextVar[KernelChoice | None] = contextvars.ContextVar("kernel_choice", default=None)
 
 
 def call(operation: str, candidates: Sequence[Implementation], name: str | None, *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +151,7 @@ def call(operation: str, candidates: Sequence[Implementation], name: str | None,
     Raises:
         UnsupportedError: `name` is unknown or cannot run this call, or no candidate can.
     """
-    choice = _current.get() or Choice()
+    choice = _current.get() or KernelChoice()
     name = name or choice.name_for(operation, candidates)
     if name is not None:
         chosen = next((c for c in candidates if c.name == name), None)
@@ -158,11 +167,11 @@ def call(operation: str, candidates: Sequence[Implementation], name: str | None,
         if not candidate.automatic or candidate.platform not in (None, choice.platform):
             continue
         reason = candidate.unsupported(*args, **kwargs)
-        if reason is None and candidate.platform is not None:
+        if reason is None and candidate.platform in ("tpu", "gpu"):
             reason = _fails_to_compile(operation, candidate, choice.device, args, kwargs)
         if reason is None:
             if reasons:
-                _log.info("%s runs by %s (%s)", operation, candidate.name, "; ".join(reasons))
+                _log.info("%s uses %s (%s)", operation, candidate.name, "; ".join(reasons))
             choice.remember(operation, candidate.name, "; ".join(reasons))
             return candidate.run(*args, **kwargs)
         reasons.append(f"not {candidate.name}: {reason}")
@@ -200,7 +209,9 @@ def _try(operation: str, kernel: Implementation, device: Any, described: tuple[A
             return
         # Pallas may ask what device this is for: the mesh knows, also where the device is described only.
         with jax.set_mesh(Mesh(np.array([device]), ("device",), axis_types=(AxisType.Auto,))):
-            jax.jit(run).lower(shapes).compile()
+            # Which library kernel is fastest does not matter here, and could not be measured without the device.
+            options: dict[str, Any] = {"xla_gpu_autotune_level": 0} if kernel.platform == "gpu" else {}
+            jax.jit(run).lower(shapes).compile(options)
 
     try:
         # A thread of its own: this one may be tracing under a mesh, of which the attempt must know nothing.
@@ -208,6 +219,6 @@ def _try(operation: str, kernel: Implementation, device: Any, described: tuple[A
             thread.submit(attempt).result()
     except Exception as error:  # whatever a compiler raises: the operation has another implementation
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        _log.warning("%s does not run by %s, which fails to compile: %s", operation, kernel.name, reason)
+        _log.warning("%s does not use %s, which fails to compile: %s", operation, kernel.name, reason)
         return f"it fails to compile: {reason}"
     return None

@@ -1,25 +1,109 @@
-"""Checking the shapes of an operation's arguments by the names of their dimensions."""
+"""Checking the shapes of an operation's arguments by the names of their dimensions, which its annotations give."""
 
-from typing import Any
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from jaxtyping import AbstractArray
+
+DIMENSIONS = {
+    # What is processed.
+    "rows": "sequences of a step",
+    "steps": "tokens of a decode row: one, and its drafts",
+    "tokens": "tokens one after the other, of any rows",
+    "tiles": "pieces of prefill rows",
+    "tile_size": "tokens of a tile",
+    "batch": "whole sequences",
+    "length": "tokens of each of them, padding included",
+    "n": "any number",
+    # A Mamba layer.
+    "heads": "independent recurrences",
+    "head_dim": "channels of a head; in attention, the size of a query or key",
+    "groups": "sets of heads that share b and c",
+    "state": "size of the state of a channel",
+    "channels": "what a convolution or a norm runs over, each by itself",
+    "width": "taps of a convolution; it keeps width-1 inputs",
+    # Attention.
+    "q_heads": "heads of queries",
+    "kv_heads": "heads of keys, and of values",
+    "kv_entries": "keys and values of one token: 2 * kv_heads",
+    "blocks": "pieces of rows' queries",
+    "q_len": "queries of a block",
+    # The store.
+    "slots": "places for a whole state; the first is nowhere",
+    "pages": "places for the keys and values of page_size tokens; the first is nowhere",
+    "page_size": "tokens of a page",
+    "pages_per_row": "the longest row's pages",
+    # Products.
+    "inputs": "numbers that a product takes",
+    "outputs": "numbers that it gives",
+    "experts": "weights to choose from",
+}
+"""The legend of dimensions in the annotations of operations."""
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def shapes_checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The function, raising ValueError where its array arguments do not fit its annotations, or one another.
+
+    Names of dimensions are those of `DIMENSIONS`. An argument that is None is left out.
+
+    Raises:
+        KeyError: a dimension is not in the legend.
+    """
+    signature = inspect.signature(function)
+    patterns = {}
+    for name, parameter in signature.parameters.items():
+        if (pattern := _dimensions(parameter.annotation)) is not None:
+            patterns[name] = pattern
+    for dimension in " ".join(patterns.values()).split():
+        if (name := dimension.lstrip("*").removesuffix("-1")) not in DIMENSIONS and not name.isdigit():
+            raise KeyError(f"{function.__name__}: the dimension {name!r} is not in the legend")
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        given = signature.bind(*args, **kwargs).arguments
+        arrays = {name: (given[name], patterns[name]) for name in patterns if given.get(name) is not None}
+        check_shapes(function.__name__, **arrays)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _dimensions(annotation: Any) -> str | None:
+    """The dimensions in an array's annotation, which may be one of several types."""
+    for kind in typing.get_args(annotation) or (annotation,):
+        if isinstance(kind, type) and issubclass(kind, AbstractArray):
+            return kind.dim_str
+    return None
 
 
 def check_shapes(operation: str, **arguments: tuple[Any, str]) -> dict[str, int]:
     """Binds dimension names to sizes over all arguments, each given as (array, "names of its dimensions").
 
-    A dimension may also be written as a number or as `name-1`, of a name bound by an earlier argument.
+    A dimension may also be written as a number or as `name-1`, of a name bound by an earlier argument; the first as
+    `*name`, which stands for any number of dimensions.
 
     Returns:
         The size of every name.
     Raises:
         ValueError: an argument has another rank, or a dimension differs from what another argument says.
     """
-    sizes: dict[str, int] = {}
+    sizes: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for argument, (array, pattern) in arguments.items():
         names, shape = pattern.split(), tuple(array.shape)
-        if len(names) != len(shape):
+        given: list[Any] = list(shape)
+        if names[:1] and names[0].startswith("*"):
+            lead = max(len(shape) - len(names) + 1, 0)
+            given = [shape[:lead], *shape[lead:]]
+        if len(names) != len(given):
             raise ValueError(f"{operation}: {argument} has shape {shape}, expected [{', '.join(names)}]")
-        for name, size in zip(names, shape, strict=True):
+        for name, size in zip(names, given, strict=True):
             if name.isdigit():
                 expected, source = int(name), "always"
             elif name.endswith("-1"):
@@ -29,7 +113,7 @@ def check_shapes(operation: str, **arguments: tuple[Any, str]) -> dict[str, int]
             if size != expected:
                 layout = f"[{', '.join(names)}] with {name} = {expected} ({source})"
                 raise ValueError(f"{operation}: {argument} has shape {shape}, expected {layout}")
-    return sizes
+    return {name: size for name, size in sizes.items() if not name.startswith("*")}
 
 
 def check_groups(operation: str, heads: int, groups: int) -> None:

@@ -1,5 +1,16 @@
 """Reading and writing slots (and pages) of a store in place. Index 0 is nowhere: it may hold anything, NaN included.
 
+What an operation on slots promises its callers:
+
+* slot 0 reads as zeros, and a write to it is lost;
+* a row's read comes before all of its own writes: a row may write the slot that it reads;
+* several rows may read one slot.
+
+What it asks of them, because rows run in any order and side by side:
+
+* no row writes a slot that another row reads;
+* no two writes of a call name the same slot.
+
 On CPU, XLA computes with 16-bit floats by converting to float32 and back, and does so for whole operands: updating one
 slot of a bfloat16 store would convert all of it. There, slots travel as 16-bit integers, which are never converted.
 """
@@ -32,8 +43,13 @@ def put(
 def write_slot_if(
     store: Shaped[Array, "slots *shape"], value: Shaped[Array, "*shape"], index: Int[Array, ""]
 ) -> Shaped[Array, "slots *shape"]:
-    """The store with `value` at `index` unless that is 0, for use inside a loop."""
-    return lax.cond(index > 0, lambda store: put(store, value, index), lambda store: store, store)
+    """The store with `value` at `index`, for use inside a loop; what slot 0 holds afterwards means nothing."""
+
+    def branch(store, value, index):
+        return lax.cond(index > 0, lambda store: put(store, value, index), lambda store: store, store)
+
+    # Elsewhere a conditional costs more than a write to nowhere; on GPU it copies the whole store.
+    return lax.platform_dependent(store, value, index, cpu=branch, default=put)
 
 
 def take(v: Shaped[Array, "n *shape"], index: Int[Array, "..."]) -> Shaped[Array, "..."]:

@@ -18,6 +18,11 @@ def power_of_two_in(n: int, most: int) -> int:
     return power
 
 
+def offsets_overflow(array) -> bool:
+    """Whether an offset into the array may not fit: Triton counts elements in 32 bits, with a sign, up to 4 GiB."""
+    return array.size >= 1 << 31 and array.size * array.dtype.itemsize <= 1 << 32
+
+
 def load_if(condition: Bool[Array, "..."], ref, *shape: int):
     """What `ref` (a reference to a block of `shape`) holds; zeros, and no access, where not `condition`."""
     return plt.load(ref, mask=jnp.broadcast_to(condition, shape), other=jnp.zeros(shape, ref.dtype))

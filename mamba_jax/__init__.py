@@ -12,21 +12,20 @@ from __future__ import annotations
 from typing import Any
 
 from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, StepOutput
-from mamba_jax.config import ConfigError, HybridConfig
+from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.layout import Layout, SequenceLayout
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.programs import StepPrograms
 from mamba_jax.rows import Rows, init_rows
 from mamba_jax.step import seat, step
-from mamba_jax.store import MambaSlots, Store, init_store
+from mamba_jax.store import Store, init_store
 
 __all__ = [
-    "ConfigError",
     "DecodeBatch",
     "HybridConfig",
     "HybridModel",
     "Layout",
-    "MambaSlots",
+    "ModelConfigError",
     "PrefillBatch",
     "Rows",
     "SeatBatch",

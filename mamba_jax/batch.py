@@ -151,7 +151,10 @@ class StepOutput:
     top_ids: Int[Array, "rows H top"]
     top_logprobs: Float[Array, "rows H top"]
     tag_error: Bool[Array, ""]
-    """With `debug_state`: some row read a slot that does not hold what it should. Otherwise False."""
+    """With `debug_state`: some row read a slot that does not hold what it should, or that another row writes; or a slot
+    was written twice. Otherwise False."""
+    finite: Bool[Array, " rows"]
+    """Whether every logit that something was chosen by is a number: what a row with others emits means nothing."""
     prompt_logprobs: PromptLogprobs | None
     """Of a prefill step; only rows that ask have them."""
     num_drafts: Int[Array, " rows"] | None = None

@@ -13,15 +13,15 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.linear import linear
-from mamba_jax.config import HAS_ATTENTION, HAS_MAMBA, MLP, SHARED, HybridConfig
+from mamba_jax.config import MLP, SHARED, HybridConfig, Per
 from mamba_jax.layout import Layout, SequenceLayout
-from mamba_jax.modules.basic import RMSNorm, Weight, normal, scaled
-from mamba_jax.modules.blocks import Block
+from mamba_jax.modules.basic import Table, normal, scaled
+from mamba_jax.modules.blocks import Block, model_norm
 from mamba_jax.modules.mtp import MTP
+from mamba_jax.modules.quantised import quantise_in_place, quantised_weights, weight_of
 from mamba_jax.modules.shared import SharedBlock, SharedUse
-from mamba_jax.sharding.axis import same_everywhere, split_last
-from mamba_jax.store import MambaSlots, Store
+from mamba_jax.sharding.axis import keep_whole, split_last
+from mamba_jax.store import SlotArrays, Store
 
 
 class HybridModel(nnx.Module):
@@ -34,20 +34,27 @@ class HybridModel(nnx.Module):
     def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32) -> None:
         """Random weights of the given dtype (routers and what steers the recurrences are always float32)."""
         self.config = config
-        self.embed = Weight(normal(rngs, (config.vocab_size, config.hidden_size), dtype))
+        self.embed = Table(normal(rngs, (config.vocab_size, config.hidden_size), dtype))
         self.blocks = nnx.List(
             [
                 SharedUse(config, rngs=rngs, dtype=dtype)
                 if kind == SHARED
-                else Block(kind, config, mlp_index=config.pattern[:i].count(MLP), rngs=rngs, dtype=dtype)
+                else Block(
+                    kind,
+                    config,
+                    mlp_index=config.pattern[:i].count(MLP),
+                    norm_after=i in config.norm_after,
+                    rngs=rngs,
+                    dtype=dtype,
+                )
                 for i, kind in enumerate(config.pattern)
             ]
         )
         count = config.shared.num_blocks if config.shared else 0
         self.shared = nnx.List([SharedBlock(config, rngs=rngs, dtype=dtype) for _ in range(count)])
-        self.final_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype=dtype)
+        self.final_norm = model_norm(config, dtype=dtype)
         tied = config.tie_word_embeddings
-        self.lm_head = None if tied else Weight(normal(rngs, (config.vocab_size, config.hidden_size), dtype))
+        self.lm_head = None if tied else Table(normal(rngs, (config.vocab_size, config.hidden_size), dtype))
         self.mtp = MTP(config, rngs=rngs, dtype=dtype) if config.mtp_pattern else None
 
     def __call__(
@@ -72,8 +79,8 @@ class HybridModel(nnx.Module):
         own = None if self.mtp is None else self.mtp.embed
         return self._embedded(self.embed if own is None else own, tokens)
 
-    def _embedded(self, table: Weight, tokens: Int[Array, " T"]) -> Float[Array, "T hidden"]:
-        rows = same_everywhere(jnp.take(table.weight[...], tokens, axis=0, mode="clip"))
+    def _embedded(self, table: Table, tokens: Int[Array, " T"]) -> Float[Array, "T hidden"]:
+        rows = keep_whole(table.rows(tokens, self.dtype))
         return scaled(rows, self.config.embedding_multiplier)
 
     @overload
@@ -93,7 +100,7 @@ class HybridModel(nnx.Module):
         """
         embedded = self.embedded(tokens)
         x = embedded.astype(jnp.float32) if self.config.residual_in_fp32 else embedded
-        pieces = _Pieces(store)
+        pieces = _Pieces(self.config, store)
         uses = 0
         for kind, block in zip(self.config.pattern, self.blocks, strict=True):
             state = pieces.take(kind)
@@ -144,19 +151,24 @@ class HybridModel(nnx.Module):
         return self._logits(self.draft_head, hidden)
 
     @property
-    def head(self) -> Weight:
+    def dtype(self) -> jnp.dtype:
+        """Of activations: what norms give. Weights may be narrower."""
+        return self.final_norm.weight[...].dtype
+
+    @property
+    def head(self) -> Table:
         """[vocab, hidden]: the table that hidden states are compared with."""
         return self.embed if self.lm_head is None else self.lm_head
 
     @property
-    def draft_head(self) -> Weight:
+    def draft_head(self) -> Table:
         """That of the multi-token-prediction layer: the model's, unless it has its own."""
         own = None if self.mtp is None else self.mtp.lm_head
         return self.head if own is None else own
 
-    def _logits(self, head: Weight, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
+    def _logits(self, head: Table, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         # Said of the product first: left to itself, the compiler collects the whole head on every device.
-        logits = same_everywhere(split_last(linear(hidden, head.weight[...], out_dtype=jnp.float32)))
+        logits = keep_whole(split_last(head.scores(hidden)))
         return scaled(logits, self.config.logits_multiplier)
 
     @classmethod
@@ -168,10 +180,14 @@ class HybridModel(nnx.Module):
     def from_parameters(cls, config: HybridConfig, values: Mapping[str, Array]) -> HybridModel:
         """The model with these weights, by their dotted paths as in `parameters`; dtypes are taken as they come.
 
+        A weight is quantised where the paths are those of a quantised one's parts (`QuantisedParam`).
+
         Raises:
-            ValueError: paths that are missing or unknown, or a wrong shape.
+            ValueError: paths that are missing or unknown, a wrong shape, or one that cannot be quantised.
         """
-        graph, state = nnx.split(cls.abstract(config))
+        model = cls.abstract(config)
+        quantise_in_place(model, quantised_weights(values))
+        graph, state = nnx.split(model)
         leaves = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
         if leaves.keys() != values.keys():
             raise ValueError(
@@ -186,8 +202,12 @@ class HybridModel(nnx.Module):
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers the weights are."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
+        """How many numbers the weights are; scales of quantised ones do not count."""
+        return sum(
+            math.prod(leaf.shape)
+            for path, leaf in parameters(self).items()
+            if (weight_of(path) is None) or path.endswith(".values")
+        )
 
 
 class _SameKey:
@@ -205,28 +225,27 @@ def parameters(model: nnx.Module) -> dict[str, nnx.Param]:
 class _Pieces:
     """Hands each sublayer its piece of the store, in model order, and collects what comes back."""
 
-    def __init__(self, store: Store | None) -> None:
-        self._store = store
-        self._mamba: list[MambaSlots] = []
+    def __init__(self, config: HybridConfig, store: Store | None) -> None:
+        self._config, self._store = config, store
+        self._slots: list[SlotArrays] = []
         self._kv: list[Array] = []
 
     def take(self, kind: str) -> Any:
-        """A sublayer's state: Mamba's slots, keys and values, the pair of them, or None."""
-        mamba = self._store.mamba[len(self._mamba)] if self._store and kind in HAS_MAMBA else None
-        kv = self._store.kv[len(self._kv)] if self._store and kind in HAS_ATTENTION else None
-        if kind in HAS_MAMBA and kind in HAS_ATTENTION:
-            return mamba, kv
-        return kv if mamba is None else mamba
+        """A sublayer's state: its part of the slots, its keys and values, the pair of them, or None."""
+        in_slots, in_pages = self._keeps(kind)
+        slots = self._store.slots[len(self._slots)] if self._store and in_slots else None
+        kv = self._store.kv[len(self._kv)] if self._store and in_pages else None
+        if in_slots and in_pages:
+            return slots, kv
+        return kv if slots is None else slots
 
     def put(self, kind: str, state: Any) -> None:
         """What became of the state that the sublayer took."""
-        if kind in HAS_MAMBA and kind in HAS_ATTENTION:
-            mamba, kv = state
-        else:
-            mamba = kv = state
-        if kind in HAS_MAMBA:
-            self._mamba.append(mamba)
-        if kind in HAS_ATTENTION:
+        in_slots, in_pages = self._keeps(kind)
+        slots, kv = state if in_slots and in_pages else (state, state)
+        if in_slots:
+            self._slots.append(slots)
+        if in_pages:
             self._kv.append(kv)
 
     def store(self) -> Store | None:
@@ -234,4 +253,8 @@ class _Pieces:
         if self._store is None:
             return None
         rest = self._store.kv[len(self._kv) :]
-        return dataclasses.replace(self._store, mamba=tuple(self._mamba), kv=(*self._kv, *rest))
+        return dataclasses.replace(self._store, slots=tuple(self._slots), kv=(*self._kv, *rest))
+
+    def _keeps(self, kind: str) -> tuple[bool, bool]:
+        """Whether such a sublayer keeps something in slots, and in pages."""
+        return bool(self._config.state(kind, Per.SLOT)), bool(self._config.state(kind, Per.TOKEN))

@@ -12,15 +12,17 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from kernels_pallas.dispatch import Choice as KernelChoice
+from kernels_pallas.dispatch import KernelChoice
 from kernels_pallas.dispatch import UnsupportedError as UnsupportedError  # what a choice may raise
 from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, StepOutput
 from mamba_jax.drafts import DraftSource
+from mamba_jax.model import HybridModel
+from mamba_jax.program_cache import ProgramCache
 from mamba_jax.rows import Rows
 from mamba_jax.sampling.masks import MaskBatch
 from mamba_jax.sharding.axis import replicated, use_mesh
 from mamba_jax.step import mask, seat, step
-from mamba_jax.store import Store
+from mamba_jax.store import Store, StoreShape
 from mamba_jax.store_layout import is_pinned, places
 
 Batch = DecodeBatch | PrefillBatch | SeatBatch | MaskBatch
@@ -47,7 +49,7 @@ class StepPrograms:
 
     def __init__(
         self,
-        model: nnx.Module,
+        model: HybridModel,
         *,
         tile_size: int = 128,
         source: DraftSource | None = None,
@@ -76,16 +78,17 @@ class StepPrograms:
         self.kept: Kept | None = None
         """Asked before a program is compiled, and told of it after."""
         self._graphdef = graphdef
+        self._shape = StoreShape.of(model.config)
         self._run = run
         self._step = jax.jit(run, donate_argnums=(1, 2))
         self._seat = jax.jit(partial(seat, source=source), donate_argnums=(0,))
         self._mask = jax.jit(mask, donate_argnums=(0,))
-        self._compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
+        self.cache = ProgramCache()
 
     @property
     def compilations(self) -> int:
         """How many programs have been compiled so far, or taken from those that were kept."""
-        return len(self._compiled)
+        return len(self.cache)
 
     @property
     def devices(self) -> list[jax.Device]:
@@ -95,26 +98,53 @@ class StepPrograms:
     @property
     def description(self) -> str:
         """All that makes the programs of equal arguments equal, beside the source text and JAX's settings."""
-        kernels = f"{self.kernels.platform} {self.kernels.named!r}"
-        parts = (self._graphdef, self.tile_size, self.source, self._compiler_options, self.mesh, kernels)
+        parts = (
+            self._graphdef,
+            self.tile_size,
+            self.source,
+            self._compiler_options,
+            self.mesh,
+            self.kernels.description,
+        )
         # Functions among the model's attributes are named; where they lie in memory is chance.
         return re.sub(r" at 0x[0-9a-f]+", "", "\n".join(map(repr, parts)))
 
     def decode(self, store: Store, rows: Rows, batch: DecodeBatch) -> tuple[Store, Rows, StepOutput]:
         """One decode step; returns as soon as it is dispatched."""
-        return self.program(store, rows, batch)(self._weights, store, rows, batch)
+        return self._run_step(store, rows, batch)
 
     def prefill(self, store: Store, rows: Rows, batch: PrefillBatch) -> tuple[Store, Rows, StepOutput]:
-        """One prefill step; returns as soon as it is dispatched."""
-        return self.program(store, rows, batch)(self._weights, store, rows, batch)
+        """One prefill step; returns as soon as it is dispatched.
+
+        Raises:
+            ValueError: a batch of another tile size.
+        """
+        return self._run_step(store, rows, batch)
 
     def seat(self, rows: Rows, batch: SeatBatch) -> Rows:
         """A request takes a seat; to be called before the first step that has its row."""
-        return self.program(None, rows, batch)(rows, batch)
+        return self._run_rows(rows, batch)
 
     def mask(self, rows: Rows, batch: MaskBatch) -> Rows:
         """What rows may choose in their next step; to be called before it."""
-        return self.program(None, rows, batch)(rows, batch)
+        return self._run_rows(rows, batch)
+
+    def _run_step(self, store: Store, rows: Rows, batch: DecodeBatch | PrefillBatch) -> tuple[Store, Rows, StepOutput]:
+        self._check(batch)
+        found: tuple[Store, Rows, StepOutput] = self.cache.run(
+            type(batch).__name__,
+            (store, rows, batch),
+            lambda: self._make(store, rows, batch),
+            always=(self._weights,),
+            donated=2,
+        )
+        return found
+
+    def _run_rows(self, rows: Rows, batch: SeatBatch | MaskBatch) -> Rows:
+        found: Rows = self.cache.run(
+            type(batch).__name__, (rows, batch), lambda: self._make(None, rows, batch), donated=1
+        )
+        return found
 
     def program(self, store: Store | None, rows: Rows, batch: Batch) -> jax.stages.Compiled:
         """The program for batches of this shape, compiled now unless it has been before. Nothing is run.
@@ -122,26 +152,13 @@ class StepPrograms:
         Raises:
             ValueError: a prefill batch of another tile size.
         """
-        seats = (rows.output_counts.shape, rows.drafts.shape, *(leaf.shape for leaf in jax.tree.leaves(rows.source)))
-        seats = (*seats, rows.masks is None)
-        if isinstance(batch, SeatBatch):
-            key: tuple[Any, ...] = (SeatBatch, *seats, batch.output_counts is not None)
-        elif isinstance(batch, MaskBatch):
-            key = (MaskBatch, *seats, batch.bits.shape)
-        else:
-            assert store is not None
-            kind = (store.hidden.dtype, *(slots.ssm.dtype for slots in store.mamba[:1]), store.tags is None)
-            sizes = (len(store.kv), store.num_slots, store.num_pages, store.page_size)
-            shapes = (batch.tokens.shape, batch.page_table.shape)
-            key = (type(batch), *seats, *kind, *sizes, *shapes)
-            if isinstance(batch, PrefillBatch):
-                if batch.tile_size != self.tile_size:
-                    raise ValueError(f"a batch with tiles of {batch.tile_size}: the programs have {self.tile_size}")
-                key = (*key, batch.tile_write_slot.shape)
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            compiled = self._compiled[key] = self._make(store, rows, batch)
-        return compiled
+        self._check(batch)
+        arguments = (rows, batch) if isinstance(batch, SeatBatch | MaskBatch) else (store, rows, batch)
+        return self.cache.find(type(batch).__name__, arguments, lambda: self._make(store, rows, batch))
+
+    def _check(self, batch: Batch) -> None:
+        if isinstance(batch, PrefillBatch) and batch.tile_size != self.tile_size:
+            raise ValueError(f"a batch with tiles of {batch.tile_size}: the programs have {self.tile_size}")
 
     def _make(self, store: Store | None, rows: Rows, batch: Batch) -> jax.stages.Compiled:
         arguments = (rows, batch) if isinstance(batch, SeatBatch | MaskBatch) else (self._weights, store, rows, batch)
@@ -167,8 +184,8 @@ class StepPrograms:
                 return self._mask.lower(rows, batch)
             assert store is not None
             run = self._step
-            if is_pinned(store):
-                run = jax.jit(self._run, donate_argnums=(1, 2), out_shardings=(places(store), None, None))
+            if is_pinned(self._shape, store):
+                run = jax.jit(self._run, donate_argnums=(1, 2), out_shardings=(places(self._shape, store), None, None))
             return run.lower(self._weights, store, rows, batch)
         whole = replicated(self.mesh)
         # What comes from the host is the same on all devices; the store comes out as it went in.
@@ -180,7 +197,7 @@ class StepPrograms:
             if isinstance(batch, MaskBatch):
                 return jax.jit(mask, donate_argnums=(0,), out_shardings=whole).lower(rows, batch)
             assert store is not None
-            run = jax.jit(self._run, donate_argnums=(1, 2), out_shardings=(places(store), whole, whole))
+            run = jax.jit(self._run, donate_argnums=(1, 2), out_shardings=(places(self._shape, store), whole, whole))
             return run.lower(self._weights, store, rows, batch)
 
     def warm_up(

@@ -102,7 +102,6 @@ def _decode(
         made = jnp.cumprod(own[:, 1:] >= 0, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
         num_drafts = jnp.where(batch.continues, jnp.minimum(num_drafts, made), num_drafts)
         num_tokens = certain + num_drafts
-    wrong = _wrong_tags(store, batch.row_id, length, read_slot)
     layout = DecodeLayout.of(
         length=length,
         num_tokens=num_tokens,
@@ -110,6 +109,9 @@ def _decode(
         write_slot=batch.write_slot,
         page_table=batch.page_table,
     )
+    writer = jnp.repeat(jnp.arange(batch.row_id.shape[0]), width)
+    wrong = _wrong_tags(store, batch.row_id, length, read_slot)
+    wrong |= _shared_writes(store, layout.read_slot, layout.write_slot.reshape(-1), writer)
     # A source wants the hidden state before every row's first token.
     resumed = read_slots(store.hidden, jnp.where(num_tokens == 0, read_slot, 0) if source is None else read_slot)
     store = _copy_pages(store, batch.page_copy)
@@ -126,7 +128,7 @@ def _decode(
     by_row = hidden.reshape(-1, width, hidden.shape[-1])
     head_hidden = by_row if width == 1 else jnp.take_along_axis(by_row, at[..., None], axis=1)
     drafts = jnp.take_along_axis(tokens, jnp.clip(certain[:, None] + heads[:-1], 0, width - 1), axis=1)
-    emission, reported = _emit(
+    emission, reported, finite = _emit(
         model, rows, head_hidden, batch.row_id, batch.sample, drafts, num_drafts, length + certain
     )
 
@@ -160,6 +162,7 @@ def _decode(
         top_ids=reported[1],
         top_logprobs=reported[2],
         tag_error=wrong.any(),
+        finite=finite,
         prompt_logprobs=None,
         num_drafts=num_drafts if width > 1 else None,
     )
@@ -169,7 +172,6 @@ def _decode(
 def _prefill(
     model: Model, store: Store, rows: Rows, batch: PrefillBatch, source: DraftSource | None
 ) -> tuple[Store, Rows, StepOutput]:
-    wrong = _wrong_tags(store, batch.row_id, batch.length, batch.read_slot)
     layout = PrefillLayout.of(
         num_packed=batch.tokens.shape[0],
         tile_size=batch.tile_size,
@@ -179,6 +181,8 @@ def _prefill(
         tile_write_slot=batch.tile_write_slot,
         page_table=batch.page_table,
     )
+    wrong = _wrong_tags(store, batch.row_id, batch.length, batch.read_slot)
+    wrong |= _shared_writes(store, layout.read_slot, layout.tile_write_slot, layout.tile_row)
     before = read_slots(store.hidden, layout.read_slot)
     store = _copy_pages(store, batch.page_copy)
     hidden, store = model.hidden(batch.tokens, layout, store)
@@ -190,7 +194,7 @@ def _prefill(
     row_last = jnp.maximum(layout.row_start + batch.num_tokens - 1, 0)
     none = jnp.zeros((batch.row_id.shape[0], 0), jnp.int32)
     after = batch.length + batch.num_tokens
-    emission, reported = _emit(
+    emission, reported, finite = _emit(
         model, rows, hidden[row_last][:, None], batch.row_id, batch.sample, none, jnp.zeros_like(after), after
     )
     # The slot of a row's last tile; rows without tokens have no tile and keep what they read.
@@ -224,6 +228,7 @@ def _prefill(
         top_ids=reported[1],
         top_logprobs=reported[2],
         tag_error=wrong.any(),
+        finite=finite,
         prompt_logprobs=_prompt_logprobs(model, rows, batch, layout, hidden, before),
     )
     return store, rows_after, output
@@ -238,8 +243,8 @@ def _emit(
     drafts: Int[Array, "rows H-1"],
     num_drafts: Int[Array, " rows"],
     length: Int[Array, " rows"],
-) -> tuple[Emission, tuple[Array, Array, Array]]:
-    """Logits at the heads, and what comes out of them."""
+) -> tuple[Emission, tuple[Array, Array, Array], Bool[Array, " rows"]]:
+    """Logits at the heads, what comes out of them, and whether those that count are all finite."""
     count, width, _ = head_hidden.shape
     logits = model.logits(head_hidden.reshape(count * width, -1)).reshape(count, width, -1)
     emission = choose(
@@ -255,7 +260,9 @@ def _emit(
         masks=rows.masks,
     )
     wanted = jnp.where((emission.tokens >= 0) & (row_id > 0)[:, None], rows.sampling.logprobs[row_id][:, None], -1)
-    return emission, report_logprobs(logits, emission.tokens, wanted)
+    unused = jnp.arange(width) > emission.accepted[:, None]
+    finite = (jnp.isfinite(logits).all(axis=-1) | unused).all(axis=-1)
+    return emission, report_logprobs(logits, emission.tokens, wanted), finite
 
 
 def _commit(
@@ -348,6 +355,22 @@ def _wrong_tags(
         return jnp.zeros(row_id.shape, bool)
     held = read_slots(store.tags, read_slot)[:, 1]
     return (row_id > 0) & (length > 0) & ((held != length) | (read_slot == 0))
+
+
+def _shared_writes(
+    store: Store, read_slot: Int[Array, " rows"], write_slot: Int[Array, " writes"], writer: Int[Array, " writes"]
+) -> Bool[Array, " rows"]:
+    """With `debug_state`: rows that read what another row writes, or write what is written twice.
+
+    Rows run in any order, so neither is allowed (`kernels_pallas.slots`).
+    """
+    if store.tags is None:
+        return jnp.zeros(read_slot.shape, bool)
+    rows, writes = jnp.arange(read_slot.shape[0]), jnp.arange(write_slot.shape[0])
+    real = write_slot > 0
+    by_another = real & (writer != rows[:, None]) & (write_slot == read_slot[:, None])
+    twice = real & (writes != writes[:, None]) & (write_slot == write_slot[:, None])
+    return by_another.any(axis=1) | jnp.zeros(read_slot.shape, bool).at[writer].max(twice.any(axis=0))
 
 
 def _prompt_logprobs(

@@ -1,39 +1,33 @@
 """The state store: every sequence's recurrent state in slots, every token's keys and values in pages.
 
-One slot holds a complete resumption point S(n) of one sequence: for each Mamba layer the SSM state and the last
-`conv_width - 1` convolution inputs, and the final hidden state of token n. One page holds `page_size` tokens of every
+One slot holds a complete resumption point S(n) of one sequence: what each mixer declares that it keeps of a sequence
+(see `mamba_jax.config.StateArray`), and the final hidden state of token n. One page holds `page_size` tokens of every
 attention layer. Index 0 of both is null: padding points to it, readers mask it to zeros and writers drop it.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from kernels_pallas.slots import load, put, read_slots, take, write_slots
-
-if TYPE_CHECKING:
-    from mamba_jax.config import HybridConfig
+from mamba_jax.config import HybridConfig, ModelConfigError, Per, Role, StateArray
 
 __all__ = [
-    "MambaSlots", "Store", "StoreShape", "init_store", "load", "put", "read_slots", "store_bytes", "take",
+    "SlotArrays", "Store", "StoreShape", "init_store", "load", "put", "read_slots", "store_bytes", "take",
     "write_slots",
 ]  # fmt: skip
 
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class MambaSlots:
-    """One Mamba layer's part of every slot. The convolution windows hold raw inputs, oldest first."""
-
-    ssm: Float[Array, "slots heads head_dim state"]
-    conv_x: Float[Array, "slots window inner"]
-    conv_bc: Float[Array, "slots window bc"]
+SlotArrays = dict[str, Shaped[Array, "slots ..."]]
+"""One sublayer's part of every slot: the arrays that its mixer declares, by name."""
 
 
 @jax.tree_util.register_dataclass
@@ -41,8 +35,8 @@ class MambaSlots:
 class Store:
     """All slots and pages of a model; donated to every step and updated in place."""
 
-    mamba: tuple[MambaSlots, ...]
-    """One for each Mamba layer, in model order."""
+    slots: tuple[SlotArrays, ...]
+    """One for each sublayer that keeps something in slots, in model order."""
     kv: tuple[Float[Array, "pages page_size kv2 head_dim"], ...]
     """One for each use of attention, in model order, then the draft layers'; K at even, V at odd index of axis 2."""
     hidden: Float[Array, "slots hidden"]
@@ -70,51 +64,60 @@ class Store:
 class StoreShape:
     """What one slot and one page of a model consist of, for making a store and for counting its bytes."""
 
-    mamba_layers: int
-    heads: int
-    head_dim: int
-    state_size: int
-    groups: int
-    conv_window: int
-    """Convolution inputs that a slot keeps: the kernel's width - 1."""
-    attention_layers: int
-    kv_heads: int
-    kv_head_dim: int
-    hidden_size: int
+    slots: tuple[tuple[StateArray, ...], ...]
+    """For each sublayer that keeps something in slots."""
+    pages: tuple[StateArray, ...]
+    """For each use of attention, the draft layers' included."""
+    hidden: StateArray
     lanes: int = 1
-    """A device pads states, keys and values to a multiple of this: see `store_layout`. Only counting looks at it."""
+    """A device pads some arrays to a multiple of this: see `store_layout`. Only counting looks at it."""
 
     @classmethod
     def of(cls, config: HybridConfig) -> StoreShape:
-        """The shape of a model's state, its draft layers included."""
-        mamba, attention = config.mamba, config.attention
-        return cls(
-            mamba_layers=config.num_mamba_layers if mamba else 0,
-            heads=mamba.num_heads if mamba else 0,
-            head_dim=mamba.head_dim if mamba else 0,
-            state_size=mamba.state_size if mamba else 0,
-            groups=mamba.num_groups if mamba else 0,
-            conv_window=mamba.conv_width - 1 if mamba else 0,
-            attention_layers=config.num_attention_layers if attention else 0,
-            kv_heads=attention.num_kv_heads if attention else 0,
-            kv_head_dim=attention.head_dim if attention else 0,
-            hidden_size=config.hidden_size,
+        """The shape of a model's state, its draft layers included.
+
+        Raises:
+            ModelConfigError: two mixers declare different arrays under the same name.
+        """
+        kinds = config.pattern + config.mtp_pattern
+        shape = cls(
+            slots=tuple(arrays for kind in kinds if (arrays := config.state(kind, Per.SLOT))),
+            pages=tuple(array for kind in kinds for array in config.state(kind, Per.TOKEN)),
+            hidden=StateArray("hidden", (config.hidden_size,), Role.ACTIVATION, None),
+        )
+        for array in (*(array for arrays in shape.slots for array in arrays), *shape.pages):
+            if shape.arrays[array.name] != array:
+                raise ModelConfigError(f"mixers of this model declare different states under the name {array.name!r}")
+        if len({array.name for array in shape.pages}) > 1:
+            raise ModelConfigError("mixers of this model declare different arrays in pages")
+        return shape
+
+    @cached_property
+    def arrays(self) -> Mapping[str, StateArray]:
+        """The different arrays that there are by name, in the order in which sublayers have them; hidden state last."""
+        every = (*(array for arrays in self.slots for array in arrays), *self.pages, self.hidden)
+        return MappingProxyType({array.name: array for array in every})
+
+    def map(self, change: Callable[[StateArray], StateArray]) -> StoreShape:
+        """The shape with every array changed."""
+        return replace(
+            self,
+            slots=tuple(tuple(map(change, arrays)) for arrays in self.slots),
+            pages=tuple(map(change, self.pages)),
+            hidden=change(self.hidden),
         )
 
     def bytes_per_slot(self, dtype: Any, ssm_dtype: Any = jnp.float32, *, debug_state: bool = False) -> int:
-        """Bytes of one slot over all layers. `dtype` is that of convolution windows and hidden state."""
-        ssm = self.heads * self.head_dim * self._padded(self.state_size) * jnp.dtype(ssm_dtype).itemsize
-        conv = self.conv_window * (self.heads * self.head_dim + 2 * self.groups * self.state_size)
-        other = self.mamba_layers * conv + self.hidden_size
-        return self.mamba_layers * ssm + other * jnp.dtype(dtype).itemsize + (8 if debug_state else 0)
+        """Bytes of one slot over all layers. `ssm_dtype` is that of recurrent states, `dtype` that of all else."""
+        arrays = (*(array for arrays in self.slots for array in arrays), self.hidden)
+        return sum(self._bytes(array, dtype, ssm_dtype) for array in arrays) + (8 if debug_state else 0)
 
     def bytes_per_page(self, page_size: int, dtype: Any) -> int:
         """Bytes of one page over all attention layers; 0 for a model without attention."""
-        per_token = self.attention_layers * 2 * self.kv_heads * self._padded(self.kv_head_dim)
-        return per_token * page_size * jnp.dtype(dtype).itemsize
+        return page_size * sum(self._bytes(array, dtype, dtype) for array in self.pages)
 
-    def _padded(self, size: int) -> int:
-        return -(-size // self.lanes) * self.lanes
+    def _bytes(self, array: StateArray, dtype: Any, ssm_dtype: Any) -> int:
+        return array.size(self.lanes) * jnp.dtype(array.dtype(dtype, ssm_dtype)).itemsize
 
 
 def init_store(
@@ -135,7 +138,7 @@ def init_store(
         num_pages: pages, the null page included; ignored by a model without attention.
         page_size: tokens in a page.
         dtype: of keys, values, convolution windows and hidden states.
-        ssm_dtype: of the SSM states; anything below float32 trades accuracy for memory.
+        ssm_dtype: of the recurrent states; anything below float32 trades accuracy for memory.
         debug_state: also tag each slot with what was written to it, and check the tag at each read.
 
     Raises:
@@ -144,23 +147,18 @@ def init_store(
     shape = config if isinstance(config, StoreShape) else StoreShape.of(config)
     if num_slots < 2:
         raise ValueError(f"num_slots is {num_slots}: at least 2 are needed, the null slot and one more")
-    if shape.attention_layers and (num_pages < 2 or page_size < 1):
+    if shape.pages and (num_pages < 2 or page_size < 1):
         raise ValueError(f"{num_pages} pages of {page_size} tokens: at least the null page and one more are needed")
-    inner, bc = shape.heads * shape.head_dim, 2 * shape.groups * shape.state_size
 
     # Every array is its own allocation: donation cannot alias two outputs to one buffer.
-    def mamba_slots() -> MambaSlots:
-        return MambaSlots(
-            ssm=jnp.zeros((num_slots, shape.heads, shape.head_dim, shape.state_size), ssm_dtype),
-            conv_x=jnp.zeros((num_slots, shape.conv_window, inner), dtype),
-            conv_bc=jnp.zeros((num_slots, shape.conv_window, bc), dtype),
-        )
+    def zeros(array: StateArray) -> Array:
+        leading = (num_slots,) if array.per is Per.SLOT else (num_pages, page_size)
+        return jnp.zeros((*leading, *array.shape), array.dtype(dtype, ssm_dtype))
 
-    pages = (num_pages, page_size, 2 * shape.kv_heads, shape.kv_head_dim)
     return Store(
-        mamba=tuple(mamba_slots() for _ in range(shape.mamba_layers)),
-        kv=tuple(jnp.zeros(pages, dtype) for _ in range(shape.attention_layers)),
-        hidden=jnp.zeros((num_slots, shape.hidden_size), dtype),
+        slots=tuple({array.name: zeros(array) for array in arrays} for arrays in shape.slots),
+        kv=tuple(zeros(array) for array in shape.pages),
+        hidden=zeros(shape.hidden),
         tags=jnp.zeros((num_slots, 2), jnp.int32) if debug_state else None,
     )
 

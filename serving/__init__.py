@@ -11,14 +11,15 @@ if TYPE_CHECKING:
     from serving.engine.async_engine import AsyncEngine
     from serving.engine.llm import LLM
     from serving.engine.output import CompletionOutput, RequestOutput
-    from serving.engine.sampling_params import RequestError, SamplingParams
+    from serving.engine.request_error import RequestError
+    from serving.engine.sampling_params import SamplingParams
 
 _LAZY = {
     "LLM": "serving.engine.llm",
     "AsyncEngine": "serving.engine.async_engine",
     "CompletionOutput": "serving.engine.output",
     "RequestOutput": "serving.engine.output",
-    "RequestError": "serving.engine.sampling_params",
+    "RequestError": "serving.engine.request_error",
     "SamplingParams": "serving.engine.sampling_params",
 }
 

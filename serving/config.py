@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from serving.core import CacheMode, ConfigError
 
-__all__ = ["CacheMode", "CachePolicy", "ConfigError", "EngineConfig", "read_config_file", "resolve_cache_policy"]
+__all__ = ["CacheMode", "ConfigError", "EngineConfig", "ResolvedCaching", "read_config_file", "resolve_caching"]
 
 SpeculativeMethod = Literal["mtp", "ngram"]
 
@@ -22,7 +22,7 @@ _LOOKUP = (2, 4)
 
 
 class EngineConfig(BaseModel):
-    """What the engine is told. `EngineConfig.create` is the way to make one: its errors are one clear line.
+    """The engine's flags. Make one with `EngineConfig.create`, whose errors are one clear line.
 
     The field order is the order of the command line's help; a field's description is its help text.
     """
@@ -31,78 +31,115 @@ class EngineConfig(BaseModel):
 
     model: str = Field("demo", description="A Hugging Face directory, an Orbax directory, or 'demo'.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Weights and activations. auto: the checkpoint's on accelerators, float32 on CPU."
+        "auto",
+        description="Data type of weights and activations. auto: the checkpoint's on accelerators, float32 on CPU.",
     )
     ssm_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Stored recurrent states. bfloat16 halves their memory at some cost in accuracy."
+        "float32",
+        description="Data type of stored recurrent states. bfloat16 halves their memory but loses some accuracy.",
     )
     load_format: Literal["auto", "dummy"] = Field(
-        "auto", description="dummy: random weights for the checkpoint's config; no weight file is read."
+        "auto",
+        description="auto: read the checkpoint's weights. dummy: random weights of the checkpoint's shapes; no "
+        "weight file is read.",
+    )
+    quantization: Literal["int8", "fp8", "int4", "nvfp4"] | None = Field(
+        None,
+        description="Quantize the weights of a wide checkpoint while they are read. Unset: weights as the checkpoint "
+        "has them, quantized ones included.",
+    )
+    quantization_exclude: str | None = Field(
+        None,
+        description="With quantization: modules to leave wide, by name with wildcards, separated by commas. The "
+        "embedding and the head are always left wide.",
     )
     max_model_len: int | None = Field(
-        None, ge=2, description="Longest sequence, prompt and output together. Unset: the model's own limit."
+        None,
+        ge=2,
+        description="Maximum length of a sequence, prompt plus output, in tokens. Unset: the model's own limit.",
     )
-    max_num_seqs: int = Field(64, ge=1, description="Sequences that run at once, at most.")
-    max_num_batched_tokens: int = Field(2048, ge=1, description="Tokens fed to the model in one step, at most.")
-    max_num_waiting: int | None = Field(None, ge=1, description="Requests that may wait; more are refused.")
-    enable_chunked_prefill: bool = Field(True, description="Long prompts are computed over several steps.")
-    enable_prefix_caching: bool = Field(True, description="Reuse the state of prompts' shared beginnings.")
+    max_num_seqs: int = Field(64, ge=1, description="Maximum number of sequences that run at once.")
+    max_num_batched_tokens: int = Field(2048, ge=1, description="Maximum number of tokens processed in one step.")
+    max_num_waiting: int | None = Field(
+        None, ge=1, description="Maximum number of waiting requests; further ones are refused. Unset: no limit."
+    )
+    max_decode_pause: float | None = Field(
+        None,
+        gt=0,
+        description="Maximum time in seconds that running requests pause while a step prefills others; prefill chunks "
+        "shrink to keep to it, down to one tile. Unset: no limit; 0.2 in `serve`.",
+    )
+    enable_chunked_prefill: bool = Field(True, description="Split long prompts over several steps.")
+    enable_prefix_caching: bool = Field(True, description="Reuse the state of prefixes that prompts share.")
     mamba_cache_mode: CacheMode | None = Field(
         None,
-        description="Which recurrent states are kept for reuse: none, align (where prefill chunks end) or "
-        "all (every state block). Unset: all where prefix caching is on.",
+        description="Which recurrent states to keep for reuse: none, align (those at the ends of prefill chunks) or "
+        "all (one per state block). Unset: all if prefix caching is on.",
     )
-    page_size: int = Field(32, ge=1, description="Tokens in a page of keys and values. Divides the state block size.")
+    page_size: int = Field(
+        32, ge=1, description="Tokens per page of keys and values. Must divide the state block size."
+    )
     state_block_size: int = Field(
-        256, ge=1, description="Tokens between two kept states. A multiple of the tile size and of the page size."
+        256,
+        ge=1,
+        description="Tokens between two cached states. Must be a multiple of the tile size and of the page size.",
     )
-    tile_size: int = Field(128, ge=1, description="Tokens that one tile of the prefill scan holds.")
+    tile_size: int = Field(128, ge=1, description="Tokens per tile of the prefill scan.")
     speculative_method: SpeculativeMethod | None = Field(
         None,
-        description="Where draft tokens come from: mtp (the model's own multi-token-prediction layer) or ngram (what "
-        "followed the same tokens before). Unset, with num_speculative_tokens: mtp where the model has it.",
+        description="Where draft tokens come from: mtp (the model's multi-token-prediction layer) or ngram "
+        "(what followed the same tokens earlier in the sequence). Unset with num_speculative_tokens set: mtp if "
+        "the model has it.",
     )
     num_speculative_tokens: int = Field(
-        0, ge=0, le=16, description="Draft tokens in a step (K). Unset, with speculative_method: 3."
+        0, ge=0, le=16, description="Draft tokens per step (K). Unset with speculative_method set: 3."
     )
     adaptive_drafts: bool = Field(
         True,
-        description="Draft fewer tokens, or none, where too few of them turn out right for what verifying them costs. "
-        "--no-adaptive-drafts: always num_speculative_tokens. Outputs do not depend on it.",
+        description="Draft fewer tokens, or none, where too few are accepted to be worth verifying. "
+        "--no-adaptive-drafts: always num_speculative_tokens. Outputs are the same either way.",
     )
     keep_draft_kv: bool = Field(
         False,
-        description="Keep the keys and values of the model's own draft layer though nothing is drafted here: a prefill "
-        "worker does, for those that go on from its states.",
+        description="Store the keys and values of the model's draft layer even though nothing is drafted here. Prefill "
+        "workers do so, for the decode workers that continue from their states.",
     )
     prompt_lookup_min: int | None = Field(
-        None, ge=1, description="ngram: the fewest last tokens that must have occurred before. Unset: 2."
+        None, ge=1, description="ngram: shortest run of last tokens to look up. Unset: 2."
     )
     prompt_lookup_max: int | None = Field(
-        None, ge=1, le=32, description="ngram: the most last tokens that are looked up. Unset: 4."
+        None, ge=1, le=32, description="ngram: longest run of last tokens to look up. Unset: 4."
     )
-    tensor_parallel_size: int = Field(1, ge=1, description="Devices that share each layer.")
+    tensor_parallel_size: int = Field(1, ge=1, description="Number of devices that each layer is divided over.")
     kernels: str = Field(
         "auto",
-        description="What operations run by. auto: this platform's kernels, plain XLA where one cannot run. 'xla': no "
-        "kernels. Or by operation, as in ssd_scan=xla,state_update=pallas_tpu; a named one must be able to run.",
+        description="Kernel implementation of each operation. auto: this platform's kernels, or plain XLA where "
+        "one cannot run. xla: no kernels. Or by operation, as in ssd_scan=xla,state_update=pallas_tpu; it is an "
+        "error if an implementation named here cannot run.",
     )
     memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="Share of the device's memory that weights, states and pages may take."
+        0.9, gt=0, le=1, description="Fraction of the device's memory for weights, states and pages."
     )
-    num_slots: int | None = Field(None, ge=1, description="State slots. Unset: as many as the memory holds.")
-    num_pages: int | None = Field(None, ge=1, description="Key and value pages. Unset: as many as the memory holds.")
+    num_slots: int | None = Field(None, ge=1, description="Number of state slots. Unset: as many as fit in memory.")
+    num_pages: int | None = Field(
+        None, ge=1, description="Number of key and value pages. Unset: as many as fit in memory."
+    )
     enable_structured_outputs: bool = Field(
-        False, description="Make room for outputs of a given form (JSON schema, regex, grammar). `serve` does."
+        False, description="Support outputs constrained by a JSON schema, regex or grammar. Always on in `serve`."
     )
-    seed: int = Field(0, description="Seed of requests that have none of their own, and of dummy weights.")
+    grammar_timeout: float = Field(
+        10.0,
+        gt=0,
+        description="CPU seconds that compiling one grammar may take; grammars that take longer are refused.",
+    )
+    seed: int = Field(0, description="Seed of requests that set none, and of dummy weights.")
     warmup: bool | None = Field(
         None,
-        description="Compile every step program at start-up, or each when first needed. Unset: at start-up on "
+        description="Compile every step program at start-up rather than when first needed. Unset: at start-up on "
         "accelerators, when first needed on CPU.",
     )
-    compilation_cache: bool = Field(True, description="Keep compiled programs on disk for the next start.")
-    debug_state: bool = Field(False, description="Tag state slots and check every read, on the device.")
+    compilation_cache: bool = Field(True, description="Cache compiled programs on disk for the next start.")
+    debug_state: bool = Field(False, description="Debugging: tag state slots and check every read, on the device.")
 
     @classmethod
     def create(cls, **flags: Any) -> EngineConfig:
@@ -128,8 +165,13 @@ class EngineConfig(BaseModel):
         return flags
 
     @property
+    def excluded_from_quantization(self) -> tuple[str, ...]:
+        """The names in `quantization_exclude`."""
+        return tuple(name.strip() for name in (self.quantization_exclude or "").split(",") if name.strip())
+
+    @property
     def ngram_bounds(self) -> tuple[int, int]:
-        """The fewest and the most tokens that `ngram` looks up. One bound given moves the other's default with it."""
+        """The shortest and the longest run that `ngram` looks up. Setting one moves the other's default with it."""
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         most = high if high is not None else max(_LOOKUP[1], low or 0)
         return low if low is not None else min(_LOOKUP[0], most), most
@@ -148,12 +190,12 @@ class EngineConfig(BaseModel):
             raise ValueError(f"page_size {page} does not divide state_block_size {block}; try {below}")
         if block < 1 + drafts:
             raise ValueError(
-                f"state_block_size {block} is below 1 + num_speculative_tokens = {1 + drafts}; "
-                "one step may cross one block boundary only"
+                f"state_block_size {block} is less than 1 + num_speculative_tokens = {1 + drafts}: "
+                "a step may cross only one block boundary"
             )
         low, high = self.ngram_bounds
         if low > high:
-            raise ValueError(f"prompt_lookup_min {low} is above prompt_lookup_max {high}")
+            raise ValueError(f"prompt_lookup_min {low} is greater than prompt_lookup_max {high}")
         if self.speculative_method is not None and not drafts:
             raise ValueError(f"speculative_method {self.speculative_method!r} needs num_speculative_tokens >= 1")
         return self
@@ -168,51 +210,45 @@ def _explain(cls: type[BaseModel], detail: Any) -> str:
     return f"{name}: {message[0].lower()}{message[1:]}, got {detail['input']!r}"
 
 
-class CachePolicy(NamedTuple):
-    """What prefix caching does in the end, and what the user is told about it."""
+class ResolvedCaching(NamedTuple):
+    """The cache mode and chunking that flags amount to, with notices for the user."""
 
     mode: CacheMode
     chunked_prefill: bool
     notices: tuple[str, ...]
 
 
-def resolve_cache_policy(config: EngineConfig, *, supports_all: bool = True) -> CachePolicy:
-    """Settle prefix caching, cache mode and chunked prefill between them.
+def resolve_caching(config: EngineConfig) -> ResolvedCaching:
+    """Resolve prefix caching, cache mode and chunked prefill against each other.
 
     | prefix caching | mode given   | mode used                                                |
     |----------------|--------------|----------------------------------------------------------|
-    | on             | unset        | `all` where the family supports it, else `align`         |
+    | on             | unset, all   | all                                                      |
     | on             | none         | none                                                     |
     | on             | align        | align; chunked prefill is switched on, with a notice     |
-    | on             | all          | all (a clear error where the family does not support it) |
     | off            | unset, none  | none                                                     |
-    | off            | align, all   | none, with a warning                                     |
+    | off            | align, all   | none, with a notice                                      |
 
-    Drafts change nothing: every mode works with and without them.
-
-    Raises:
-        ConfigError: mode `all` was asked of a family that cannot.
+    Every mode works with and without drafts.
     """
     asked, chunked = config.mamba_cache_mode, config.enable_chunked_prefill
     if not config.enable_prefix_caching:
         if asked in ("align", "all"):
-            return CachePolicy(
+            return ResolvedCaching(
                 "none", chunked, (f"mamba_cache_mode {asked!r} has no effect: prefix caching is switched off",)
             )
-        return CachePolicy("none", chunked, ())
-    if asked == "all" and not supports_all:
-        raise ConfigError("mamba_cache_mode 'all' is not supported by this model family; use 'align' or 'none'")
-    mode: CacheMode = asked or ("all" if supports_all else "align")
+        return ResolvedCaching("none", chunked, ())
+    mode: CacheMode = asked or "all"
     if mode == "align" and not chunked:
-        return CachePolicy(mode, True, ("chunked prefill is switched on: mamba_cache_mode 'align' needs it",))
-    return CachePolicy(mode, chunked, ())
+        return ResolvedCaching(mode, True, ("chunked prefill is switched on: mamba_cache_mode 'align' needs it",))
+    return ResolvedCaching(mode, chunked, ())
 
 
 def read_config_file(path: Path | str) -> Mapping[str, Any]:
     """Engine flags from a YAML or TOML file; dashes in names count as underscores.
 
     Raises:
-        ConfigError: the file cannot be read, is neither, or holds something else than a table of flags.
+        ConfigError: the file cannot be read, is neither, or is not a table of flags.
     """
     path = Path(path)
     try:

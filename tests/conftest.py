@@ -1,7 +1,10 @@
 """Shared by all tests: eight host devices, exact float32 dots, and shape checks at the boundaries of the operations."""
 
+import contextlib
+import ctypes
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +20,17 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
-MAPS = Path("/proc/self/maps")
+import tests.support.array_annotations  # noqa: F401 - the hook below looks it up by name
 
-# Every annotated array argument of an operation is checked for shape and dtype, in tests only.
-_hook = install_import_hook("kernels_pallas", "beartype.beartype")
+MAPS, STATUS = Path("/proc/self/maps"), Path("/proc/self/status")
+KEPT_BYTES, WORKER_BYTES = 1536 << 20, 3 << 30
+"""What a worker may carry from one file to the next, and what it may take at any time."""
+
+# Every annotated array is checked for shape and dtype, in tests only.
+_hooks = (
+    install_import_hook("kernels_pallas", "beartype.beartype"),
+    install_import_hook("mamba_jax", "tests.support.array_annotations.arrays_checked"),
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,14 +48,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _few_memory_maps() -> Iterator[None]:
-    """Drop compiled programs between files, once they hold many memory maps.
+def _bounded_memory() -> Iterator[None]:
+    """Drop compiled programs between files once they take much memory, and hold each file to its share.
 
-    XLA's CPU programs take a handful of maps each, a Linux process may have 65,530, and one more is a crash without a
-    word. Created first and so torn down last: by then a file's own engines are gone.
+    Two workers have to fit into a laptop of 8 GB. XLA's CPU programs also take a handful of memory maps each: a Linux
+    process may have 65,530, and one more is a crash without a word.
+
+    Created first and so torn down last: by then a file's own engines are gone.
     """
+    _restart_peak()
     yield
-    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 8_000:
+    peak = _memory("VmHWM")
+    if _memory("VmRSS") > KEPT_BYTES or (MAPS.exists() and MAPS.read_bytes().count(b"\n") > 8_000):
+        for name, module in list(sys.modules.items()):
+            if name.startswith("tests."):
+                for value in list(vars(module).values()):
+                    if hasattr(value, "cache_clear"):
+                        value.cache_clear()
         gc.collect()
         jax.clear_caches()
         gc.collect()
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what is freed
+    assert peak < WORKER_BYTES, f"the tests of this file took {peak >> 20:,} MiB"
+
+
+def _memory(field: str) -> int:
+    """Bytes of this process by /proc: VmRSS now, VmHWM at most since `_restart_peak`. 0 where there is no /proc."""
+    lines = STATUS.read_text().splitlines() if STATUS.exists() else []
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(field)), 0)
+
+
+def _restart_peak() -> None:
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")

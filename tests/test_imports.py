@@ -1,6 +1,8 @@
 """The rooms and who may import whom: arrows only run down (docs/architecture.md)."""
 
 import ast
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,12 +16,47 @@ BELOW = {
     "serving": {"mamba_jax", "checkpoints"},
 }
 # `mamba_jax.load` is a door to the loader for people who import the library: imported when called only.
+# Timing operations by themselves is what this room is for.
+DOORS = {("serving/bench", "kernels_pallas")}
 LAZY_DOORS = {("mamba_jax/__init__.py", "checkpoints")}
 DEVICE = {"jax", "jaxlib", "flax", "orbax", "ml_dtypes", *ROOMS} - {"serving"}
 
+# Each folder of `serving` and the others that its own files import. Of the two files beside them `config` is at the
+# bottom, and `""`, the package itself, says what users import from it. What is below `serving/core` has its own table.
+SERVING = {
+    "core": set(),
+    "config": {"core"},
+    "engine": {"config", "core"},
+    "": {"config", "engine"},
+    "capacity": {"config", "engine"},
+    "api": {"config", "engine"},
+    "api/http/protocol": set(),
+    "api/http": {"config", "core", "engine", "api", "api/http/protocol"},
+    "split/transport": set(),
+    "split": {"config", "core", "engine", "split/transport"},
+    "split/http": {"config", "engine", "api/http", "api/http/protocol", "split", "split/transport"},
+    "split/router": {"api", "api/http", "api/http/protocol", "split", "split/http"},
+    "split/ray": {"config", "engine", "api/http", "split", "split/http", "split/router"},
+    "bench": {"", "core", "engine"},
+    "cli": {"config", "engine", "capacity", "api", "api/http", "api/http/protocol", "split", "split/http"}
+    | {"split/router"},
+}
+
+# The same below `serving/core`: its folders, and each of the files beside them (`""` is what the package exports).
+CORE = {
+    "reasons": set(),
+    "config": {"reasons"},
+    "stats": {"reasons"},
+    "cache": {"config", "reasons", "stats"},
+    "requests": {"cache", "reasons"},
+    "planning": {"cache", "config", "reasons", "requests", "stats"},
+    "scheduler": {"cache", "config", "planning", "reasons", "requests"},
+    "": {"cache", "config", "planning", "reasons", "requests", "scheduler"},
+}
+
 
 def imports(path: Path) -> list[tuple[str, bool]]:
-    """Top-level packages that a file imports, with whether the import stands inside a function."""
+    """Modules that a file imports, with whether the import stands inside a function."""
     tree = ast.parse(path.read_text())
     inside = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)}
     found = []
@@ -33,6 +70,25 @@ def imports(path: Path) -> list[tuple[str, bool]]:
     return found
 
 
+def folder_of(module: str) -> str:
+    """The folder under `serving` that a module is in; `core` for all that is below `serving/core`."""
+    path = ROOT.joinpath(*module.split("."))
+    folder = str((path if path.is_dir() else path.parent).relative_to(ROOT / "serving"))
+    if folder == ".":
+        return "config" if module == "serving.config" else ""
+    return folder.split("/")[0] if folder.startswith("core") else folder
+
+
+def arrows() -> Iterator[tuple[str, str, str]]:
+    """Imports from one folder of `serving` to another, those for type checking and inside functions included."""
+    for path in (ROOT / "serving").rglob("*.py"):
+        name = str(path.relative_to(ROOT))
+        here = folder_of(name.removesuffix(".py").replace("/", "."))
+        for module, _ in imports(path):
+            if module.split(".")[0] == "serving" and (there := folder_of(module)) != here:
+                yield here, there, f"{name} imports {module}"
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_arrows_only_run_down(room):
     wrong = []
@@ -40,9 +96,76 @@ def test_arrows_only_run_down(room):
         name = str(path.relative_to(ROOT))
         for module, lazy in imports(path):
             other = module.split(".")[0]
-            if other in set(ROOMS) - {room} - BELOW[room] and not (lazy and (name, other) in LAZY_DOORS):
+            if other in set(ROOMS) - {room} - BELOW[room] and not (
+                (lazy and (name, other) in LAZY_DOORS) or (str(path.parent.relative_to(ROOT)), other) in DOORS
+            ):
                 wrong.append(f"{name} imports {module}")
     assert not wrong
+
+
+def test_folders_of_serving_import_what_the_table_says():
+    found: dict[str, set[str]] = {folder: set() for folder in SERVING}
+    for here, there, _ in arrows():
+        found[here].add(there)
+    assert found == SERVING
+
+
+def test_the_table_has_no_circle():
+    below = SERVING
+    while done := {folder for folder, others in below.items() if not others}:
+        below = {folder: others - done for folder, others in below.items() if folder not in done}
+    assert not below, f"these import each other: {sorted(below)}"
+
+
+def test_folders_of_the_host_policy_import_what_the_table_says():
+    found: dict[str, set[str]] = {part: set() for part in CORE}
+    below: set[str] = set()
+    for part, others in CORE.items():
+        assert others <= below, f"{part} is listed above what it imports"
+        below.add(part)
+    for name, modules in module_imports().items():
+        if name.startswith("serving.core"):
+            here = part_of_core(name)
+            found[here] |= {part_of_core(module) for module in modules if module.startswith("serving.core")} - {here}
+    assert found == CORE
+
+
+def part_of_core(module: str) -> str:
+    """The folder of `serving/core` that a module is in, or the file beside the folders."""
+    return module.removeprefix("serving.core").strip(".").partition(".")[0]
+
+
+def module_imports() -> dict[str, set[str]]:
+    """For each module which others it imports when it is loaded, or for type checking only."""
+    paths = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+    found = {}
+    for name, path in names.items():
+        tree = ast.parse(path.read_text())
+        functions = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
+        lazy = {id(node) for function in functions for node in ast.walk(function)}
+        modules: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and id(node) not in lazy:
+                assert not node.level, f"{name} has a relative import"
+                # A name imported from a package may be a module of it.
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                modules |= inner & names.keys() or {node.module or ""}
+            elif isinstance(node, ast.Import) and id(node) not in lazy:
+                modules |= {alias.name for alias in node.names}
+        found[name] = modules & names.keys() - {name}
+    return found
+
+
+def test_no_modules_import_each_other():
+    left = module_imports()
+    while left:
+        done = {name for name, modules in left.items() if not modules & left.keys()}
+        above = {name for name in left if not any(name in modules for modules in left.values())}
+        if not done | above:
+            break
+        left = {name: modules for name, modules in left.items() if name not in done | above}
+    assert not left, f"these import each other in circles: {sorted(left)}"
 
 
 def test_host_policy_has_no_device_code():
@@ -59,12 +182,11 @@ def test_host_policy_has_no_device_code():
 
 
 def test_operations_import_jax_only():
-    allowed = {"jax", "jaxlib", "numpy", "jaxtyping", "kernels_pallas", "ml_dtypes"}
-    standard = set(__import__("sys").stdlib_module_names)
+    allowed = {"jax", "jaxlib", "numpy", "jaxtyping", "kernels_pallas", "ml_dtypes"} | set(sys.stdlib_module_names)
     wrong = {
         f"{path.relative_to(ROOT)} imports {module}"
         for path in (ROOT / "kernels_pallas").rglob("*.py")
         for module, _ in imports(path)
-        if module.split(".")[0] not in allowed | standard
+        if module.split(".")[0] not in allowed
     }
     assert not wrong

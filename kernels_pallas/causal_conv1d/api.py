@@ -1,8 +1,9 @@
 """Public forms of the causal convolution. Per channel, over the last `width` inputs of the row:
 
-    y_t = silu(bias + sum_i weight[i] * x_{t - (width - 1) + i})
+    y_t = activation(bias + sum_i weight[i] * x_{t - (width - 1) + i})
 
-Inputs before a row's first token are zeros. A slot keeps the *window*: a row's last width-1 raw inputs, oldest first.
+The activation is SiLU, or none. Inputs before a row's first token are zeros. A slot keeps the *window*: a row's last
+width-1 raw inputs, oldest first.
 Source: the Mamba2 block (Dao and Gu, 2024).
 """
 
@@ -10,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas import dispatch
 from kernels_pallas.causal_conv1d import xla
-from kernels_pallas.shape_check import check_shapes
+from kernels_pallas.shape_check import shapes_checked
 
 PREFILL = (
     dispatch.Implementation("xla", xla.causal_conv1d_prefill),
@@ -23,11 +24,12 @@ UPDATE = (
 SEQUENCE = (dispatch.Implementation("xla", xla.causal_conv1d_sequence),)
 
 
+@shapes_checked
 def causal_conv1d_prefill(
     x: Float[Array, "tokens channels"],
     weight: Float[Array, "channels width"],
     bias: Float[Array, " channels"] | None,
-    store: Float[Array, "slots window channels"],
+    store: Float[Array, "slots width-1 channels"],
     *,
     token_row: Int[Array, " tokens"],
     row_start: Int[Array, " rows"],
@@ -35,12 +37,13 @@ def causal_conv1d_prefill(
     tile_row: Int[Array, " tiles"],
     tile_end: Int[Array, " tiles"],
     write_slot: Int[Array, " tiles"],
+    activation: str | None = "silu",
     implementation: str | None = None,
-) -> tuple[Float[Array, "tokens channels"], Float[Array, "slots window channels"]]:
+) -> tuple[Float[Array, "tokens channels"], Float[Array, "slots width-1 channels"]]:
     """Convolves packed rows, each continuing from the window in its slot, and stores the windows at tile ends.
 
-    Slot 0 reads as zeros and is never written. All reads happen as if before all writes, and no two writes name the
-    same slot. The sums are float32.
+    Slots are used as `kernels_pallas.slots` says: a row may write the slot that it reads, and no slot that another row
+    reads or writes. The sums are float32.
 
     Args:
         x: the rows' tokens one after the other; a row's tokens are contiguous.
@@ -54,83 +57,68 @@ def causal_conv1d_prefill(
     Returns:
         y in x's dtype, and the store.
     Raises:
-        ValueError: shapes that do not fit together.
+        ValueError: shapes that do not fit together, an unknown activation.
         UnsupportedError: the implementation named does not exist or cannot run this call.
     """
-    check_shapes(
-        "causal_conv1d_prefill",
-        x=(x, "tokens channels"),
-        weight=(weight, "channels width"),
-        **({} if bias is None else {"bias": (bias, "channels")}),
-        store=(store, "slots width-1 channels"),
-        token_row=(token_row, "tokens"),
-        row_start=(row_start, "rows"),
-        read_slot=(read_slot, "rows"),
-        tile_row=(tile_row, "tiles"),
-        tile_end=(tile_end, "tiles"),
-        write_slot=(write_slot, "tiles"),
-    )
+    _check_activation("causal_conv1d_prefill", activation)
     return dispatch.call(
         "causal_conv1d_prefill", PREFILL, implementation, x, weight, bias, store, token_row=token_row,
         row_start=row_start, read_slot=read_slot, tile_row=tile_row, tile_end=tile_end, write_slot=write_slot,
+        activation=activation,
     )  # fmt: skip
 
 
+@shapes_checked
 def causal_conv1d_update(
     x: Float[Array, "rows steps channels"],
     weight: Float[Array, "channels width"],
     bias: Float[Array, " channels"] | None,
-    store: Float[Array, "slots window channels"],
+    store: Float[Array, "slots width-1 channels"],
     *,
     read_slot: Int[Array, " rows"],
     write_slot: Int[Array, "rows steps"],
+    activation: str | None = "silu",
     implementation: str | None = None,
-) -> tuple[Float[Array, "rows steps channels"], Float[Array, "slots window channels"]]:
+) -> tuple[Float[Array, "rows steps channels"], Float[Array, "slots width-1 channels"]]:
     """Convolves a few steps per row; the window after step t goes to `write_slot[:, t]`.
 
-    Slot 0 reads as zeros and is never written. All reads happen as if before all writes, and no two writes name the
-    same slot. The sums are float32.
+    Slots are used as `kernels_pallas.slots` says: a row may write the slot that it reads, and no slot that another row
+    reads or writes. The sums are float32.
 
     Args:
         store: windows, [slots, width-1, channels]. Donate it: it is updated in place.
     Returns:
         y in x's dtype, and the store.
     Raises:
-        ValueError: shapes that do not fit together.
+        ValueError: shapes that do not fit together, an unknown activation.
         UnsupportedError: the implementation named does not exist or cannot run this call.
     """
-    check_shapes(
-        "causal_conv1d_update",
-        x=(x, "rows steps channels"),
-        weight=(weight, "channels width"),
-        **({} if bias is None else {"bias": (bias, "channels")}),
-        store=(store, "slots width-1 channels"),
-        read_slot=(read_slot, "rows"),
-        write_slot=(write_slot, "rows steps"),
-    )
+    _check_activation("causal_conv1d_update", activation)
     return dispatch.call(
         "causal_conv1d_update", UPDATE, implementation, x, weight, bias, store,
-        read_slot=read_slot, write_slot=write_slot,
+        read_slot=read_slot, write_slot=write_slot, activation=activation,
     )  # fmt: skip
 
 
+@shapes_checked
 def causal_conv1d_sequence(
     x: Float[Array, "batch length channels"],
     weight: Float[Array, "channels width"],
     bias: Float[Array, " channels"] | None,
     *,
+    activation: str | None = "silu",
     implementation: str | None = None,
 ) -> Float[Array, "batch length channels"]:
     """Convolves whole sequences from their first token, without a store; differentiable. y is in x's dtype.
 
     Raises:
-        ValueError: shapes that do not fit together.
+        ValueError: shapes that do not fit together, an unknown activation.
         UnsupportedError: the implementation named does not exist or cannot run this call.
     """
-    check_shapes(
-        "causal_conv1d_sequence",
-        x=(x, "batch length channels"),
-        weight=(weight, "channels width"),
-        **({} if bias is None else {"bias": (bias, "channels")}),
-    )
-    return dispatch.call("causal_conv1d_sequence", SEQUENCE, implementation, x, weight, bias)
+    _check_activation("causal_conv1d_sequence", activation)
+    return dispatch.call("causal_conv1d_sequence", SEQUENCE, implementation, x, weight, bias, activation=activation)
+
+
+def _check_activation(operation: str, activation: str | None) -> None:
+    if activation not in ("silu", None):
+        raise ValueError(f"{operation}: activation is {activation!r}, expected 'silu' or None")

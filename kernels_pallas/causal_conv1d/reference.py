@@ -7,13 +7,13 @@ def _wide(v):
     return np.asarray(v).astype(np.float64)
 
 
-def _row(window, x, weight, bias):
+def _row(window, x, weight, bias, activation):
     """Outputs [length, channels] of one row and all its inputs [width-1 + length, channels], window first."""
     inputs, width = np.concatenate([window, x]), weight.shape[1]
     y = np.zeros_like(x)
     for t in range(len(x)):
         total = (inputs[t : t + width] * weight.T).sum(0) + (0 if bias is None else bias)
-        y[t] = total / (1 + np.exp(-total))
+        y[t] = total / (1 + np.exp(-total)) if activation == "silu" else total
     return y, inputs
 
 
@@ -21,34 +21,36 @@ def _window(store, slot):
     return _wide(store[slot]) if slot else np.zeros(store.shape[1:])
 
 
-def causal_conv1d_prefill(x, weight, bias, store, *, token_row, row_start, read_slot, tile_row, tile_end, write_slot):
+def causal_conv1d_prefill(
+    x, weight, bias, store, *, token_row, row_start, read_slot, tile_row, tile_end, write_slot, activation="silu"
+):
     """As `api.causal_conv1d_prefill`. Returns y in float64 (0 for tokens outside of all rows) and the store."""
     store, x, weight, bias = np.array(store), _wide(x), _wide(weight), None if bias is None else _wide(bias)
     before, y, keep = store.copy(), np.zeros_like(x), weight.shape[1] - 1
     for row, start in enumerate(row_start):
         length = max([int(end) for r, end in zip(tile_row, tile_end, strict=True) if r == row], default=0)
         window = _window(before, read_slot[row])
-        y[start : start + length], inputs = _row(window, x[start : start + length], weight, bias)
+        y[start : start + length], inputs = _row(window, x[start : start + length], weight, bias, activation)
         for tile in range(len(tile_row)):
             if tile_row[tile] == row and write_slot[tile]:
                 store[write_slot[tile]] = inputs[tile_end[tile] : tile_end[tile] + keep].astype(store.dtype)
     return y, store
 
 
-def causal_conv1d_update(x, weight, bias, store, *, read_slot, write_slot):
+def causal_conv1d_update(x, weight, bias, store, *, read_slot, write_slot, activation="silu"):
     """As `api.causal_conv1d_update`. Returns y in float64 and the store in its own dtype."""
     store, x, weight, bias = np.array(store), _wide(x), _wide(weight), None if bias is None else _wide(bias)
     before, y, keep = store.copy(), np.zeros_like(x), weight.shape[1] - 1
     for row in range(x.shape[0]):
-        y[row], inputs = _row(_window(before, read_slot[row]), x[row], weight, bias)
+        y[row], inputs = _row(_window(before, read_slot[row]), x[row], weight, bias, activation)
         for t, slot in enumerate(write_slot[row]):
             if slot:
                 store[slot] = inputs[t + 1 : t + 1 + keep].astype(store.dtype)
     return y, store
 
 
-def causal_conv1d_sequence(x, weight, bias):
+def causal_conv1d_sequence(x, weight, bias, *, activation="silu"):
     """As `api.causal_conv1d_sequence`, in float64."""
     x, weight, bias = _wide(x), _wide(weight), None if bias is None else _wide(bias)
     start = np.zeros((weight.shape[1] - 1, x.shape[2]))
-    return np.stack([_row(start, row, weight, bias)[0] for row in x]) if len(x) else x
+    return np.stack([_row(start, row, weight, bias, activation)[0] for row in x]) if len(x) else x

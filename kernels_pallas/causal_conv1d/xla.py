@@ -1,5 +1,7 @@
 """The convolution in plain JAX: a sum of shifted inputs, with a correction at the first tokens of each row."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,20 +18,21 @@ def _shifted(x, by, axis):
     return lax.slice_in_dim(jnp.pad(x, padding), 0, length, axis=axis)
 
 
-def _finish(total, bias, dtype):
-    return jax.nn.silu(total if bias is None else total + bias.astype(F32)).astype(dtype)
+def _finish(total, bias, activation, dtype):
+    total = total if bias is None else total + bias.astype(F32)
+    return (jax.nn.silu(total) if activation == "silu" else total).astype(dtype)
 
 
-def causal_conv1d_prefill(x, weight, bias, store, *, token_row, row_start, read_slot, tile_row, tile_end, write_slot):
+def causal_conv1d_prefill(x, weight, bias, store, *, activation, **places):
     """See `api.causal_conv1d_prefill`. The form is chosen by the platform compiled for, not the one at hand."""
+    forms = {
+        "cpu": partial(_convolve, activation=activation),
+        "default": partial(_convolve_then_correct, activation=activation),
+    }
+    return _prefill(partial(lax.platform_dependent, **forms), x, weight, bias, store, **places)
 
-    def convolve(*arguments):
-        return lax.platform_dependent(*arguments, cpu=_convolve, default=_convolve_then_correct)
 
-    return _prefill(convolve, x, weight, bias, store, token_row, row_start, read_slot, tile_row, tile_end, write_slot)
-
-
-def _prefill(convolve, x, weight, bias, store, token_row, row_start, read_slot, tile_row, tile_end, write_slot):
+def _prefill(convolve, x, weight, bias, store, *, token_row, row_start, read_slot, tile_row, tile_end, write_slot):
     tokens, keep = x.shape[0], weight.shape[1] - 1
     window = read_slots(store, read_slot)  # [rows, width-1, channels]
     local = jnp.arange(tokens) - row_start[token_row]  # index within the row
@@ -43,7 +46,7 @@ def _prefill(convolve, x, weight, bias, store, token_row, row_start, read_slot, 
     return y, write_slots(store, ends, write_slot)
 
 
-def _convolve(x, taps, bias, window, token_row, row_start, local):
+def _convolve(x, taps, bias, window, token_row, row_start, local, *, activation):
     """y [tokens, channels]: a token sees its row's tokens to the left, and before them the row's window."""
     (tokens, channels), (rows, keep) = x.shape, window.shape[:2]
     total = jnp.zeros((tokens, channels), F32)
@@ -54,22 +57,23 @@ def _convolve(x, taps, bias, window, token_row, row_start, local):
         near = (local >= 0) & (local < keep)
         index = token_row * keep + jnp.clip(local, 0, keep - 1)
         total = jnp.where(near[:, None], added.reshape(rows * keep, channels)[index], 0)
-    return _finish(total + _within(x, taps, local), bias, x.dtype)
+    return _finish(total + _within(x, taps, local), bias, activation, x.dtype)
 
 
-def _convolve_then_correct(x, taps, bias, window, token_row, row_start, local):
+def _convolve_then_correct(x, taps, bias, window, token_row, row_start, local, *, activation):
     """The same for other platforms, which would hold the window's part for all tokens in memory: without it, and then
     the rows' first tokens once more.
     """
     tokens, keep = x.shape[0], window.shape[1]
-    y = _finish(_within(x, taps, local), bias, x.dtype)
+    y = _finish(_within(x, taps, local), bias, activation, x.dtype)
     if keep:
         first = row_start[:, None] + jnp.arange(keep)  # [rows, width-1]
         inside = jnp.minimum(first, tokens - 1)
         own = (first < tokens) & (token_row[inside] == jnp.arange(len(row_start))[:, None])
         seen = jnp.concatenate([window.astype(F32), x[inside].astype(F32)], axis=1)
         again = sum(taps[i] * seen[:, i : i + keep] for i in range(keep + 1))
-        y = y.at[jnp.where(own, first, tokens)].set(_finish(again, bias, x.dtype), mode="drop")
+        again = _finish(again, bias, activation, x.dtype)
+        y = y.at[jnp.where(own, first, tokens)].set(again, mode="drop")
     return y
 
 
@@ -83,20 +87,22 @@ def _within(x, taps, local):
     return total
 
 
-def prefill_then_correct(x, weight, bias, store, *, token_row, row_start, read_slot, tile_row, tile_end, write_slot):
+def prefill_then_correct(x, weight, bias, store, *, activation, **places):
     """The form for other platforms than CPU."""
-    return _prefill(
-        _convolve_then_correct, x, weight, bias, store, token_row, row_start, read_slot, tile_row, tile_end, write_slot
-    )
+    return _prefill(partial(_convolve_then_correct, activation=activation), x, weight, bias, store, **places)
 
 
-def causal_conv1d_update(x, weight, bias, store, *, read_slot, write_slot):
+def causal_conv1d_update(x, weight, bias, store, *, read_slot, write_slot, activation):
     """See `api.causal_conv1d_update`. The form is chosen by the platform compiled for, not the one at hand."""
     arguments = x, weight, bias, store, read_slot, write_slot
-    return lax.platform_dependent(*arguments, cpu=_update_by_rows, default=_update_by_inputs)
+    forms = {
+        "cpu": partial(_update_by_rows, activation=activation),
+        "default": partial(_update_by_inputs, activation=activation),
+    }
+    return lax.platform_dependent(*arguments, **forms)
 
 
-def _update_by_rows(x, weight, bias, store, read_slot, write_slot):
+def _update_by_rows(x, weight, bias, store, read_slot, write_slot, *, activation):
     """All inputs of a row in one array [rows, width-1+steps, channels]."""
     rows, steps, channels = x.shape
     keep, taps = weight.shape[1] - 1, weight.astype(F32).T
@@ -104,15 +110,15 @@ def _update_by_rows(x, weight, bias, store, read_slot, write_slot):
     total = sum(taps[i] * inputs[:, i : i + steps].astype(F32) for i in range(keep + 1))
     ends = jnp.stack([inputs[:, t + 1 : t + 1 + keep] for t in range(steps)], axis=1)
     store = write_slots(store, ends.reshape(rows * steps, keep, channels), write_slot.reshape(-1))
-    return _finish(total, bias, x.dtype), store
+    return _finish(total, bias, activation, x.dtype), store
 
 
-def update_by_inputs(x, weight, bias, store, *, read_slot, write_slot):
+def update_by_inputs(x, weight, bias, store, *, read_slot, write_slot, activation):
     """The form for other platforms than CPU."""
-    return _update_by_inputs(x, weight, bias, store, read_slot, write_slot)
+    return _update_by_inputs(x, weight, bias, store, read_slot, write_slot, activation=activation)
 
 
-def _update_by_inputs(x, weight, bias, store, read_slot, write_slot):
+def _update_by_inputs(x, weight, bias, store, read_slot, write_slot, *, activation):
     """An array [rows, channels] for each input: on TPU, half the time of arrays whose last axis but one is a few steps
     (by its compiler's estimate, at 64 rows and 4 steps of 8192 channels).
     """
@@ -121,7 +127,7 @@ def _update_by_inputs(x, weight, bias, store, read_slot, write_slot):
     window = read_slots(store, read_slot)
     inputs = [window[:, i] for i in range(keep)] + [x[:, t].astype(store.dtype) for t in range(steps)]
     totals = [sum(taps[i] * inputs[t + i].astype(F32) for i in range(keep + 1)) for t in range(steps)]
-    y = jnp.stack([_finish(total, bias, x.dtype) for total in totals], axis=1)
+    y = jnp.stack([_finish(total, bias, activation, x.dtype) for total in totals], axis=1)
     if keep:
         # One write for all steps: between several, XLA may want the store in another layout, and copy it.
         entries = [jnp.concatenate(inputs[1 + i : 1 + i + steps]) for i in range(keep)]
@@ -129,8 +135,8 @@ def _update_by_inputs(x, weight, bias, store, read_slot, write_slot):
     return y, store
 
 
-def causal_conv1d_sequence(x, weight, bias):
+def causal_conv1d_sequence(x, weight, bias, *, activation):
     """See `api.causal_conv1d_sequence`."""
     keep, taps = weight.shape[1] - 1, weight.astype(F32).T
     total = sum(taps[i] * _shifted(x, keep - i, axis=1).astype(F32) for i in range(keep + 1))
-    return _finish(total, bias, x.dtype)
+    return _finish(total, bias, activation, x.dtype)

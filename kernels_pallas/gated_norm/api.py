@@ -11,11 +11,12 @@ from jaxtyping import Array, Float
 
 from kernels_pallas import dispatch
 from kernels_pallas.gated_norm import xla
-from kernels_pallas.shape_check import check_groups
+from kernels_pallas.shape_check import check_groups, shapes_checked
 
 NORM = (dispatch.Implementation("xla", xla.gated_rms_norm),)
 
 
+@shapes_checked
 def gated_rms_norm(
     y: Float[Array, "*batch channels"],
     z: Float[Array, "*batch channels"],
@@ -32,8 +33,6 @@ def gated_rms_norm(
         ValueError: shapes that do not fit together.
         UnsupportedError: the implementation named does not exist or cannot run this call.
     """
-    if y.shape != z.shape or weight.shape != y.shape[-1:]:
-        raise ValueError(f"gated_rms_norm: y {y.shape}, z {z.shape} and weight {weight.shape} do not fit together")
     check_groups("gated_rms_norm", y.shape[-1], groups)
     return dispatch.call(
         "gated_rms_norm", NORM, implementation, y, z, weight, groups=groups, eps=eps, norm_before_gate=norm_before_gate

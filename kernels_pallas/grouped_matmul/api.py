@@ -1,36 +1,49 @@
 """Public form of the grouped product: token t of expert e gives w[e] @ x[t]."""
 
+from functools import partial
+
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import dispatch
-from kernels_pallas.grouped_matmul import pallas_tpu, xla
-from kernels_pallas.shape_check import check_shapes
+from kernels_pallas.grouped_matmul import native, pallas_gpu, pallas_tpu, quantised, quantised_tpu, xla
+from kernels_pallas.quantised import Quantised
+from kernels_pallas.shape_check import shapes_checked
 
-MATMUL = (*dispatch.kernels("tpu", pallas_tpu, "grouped_matmul"), dispatch.Implementation("xla", xla.grouped_matmul))
+MATMUL = (
+    *dispatch.kernels("tpu", pallas_tpu, "grouped_matmul"),
+    dispatch.Implementation("pallas_gpu", pallas_gpu.grouped_matmul, pallas_gpu.unsupported, "gpu"),
+    dispatch.Implementation("native", native.grouped_matmul, native.unsupported, "cpu"),
+    dispatch.Implementation("xla", xla.grouped_matmul),
+)
+QUANTISED = (
+    *dispatch.kernels("tpu", quantised_tpu, "grouped_matmul"),
+    dispatch.Implementation(
+        "pallas_tpu_codes", partial(quantised_tpu.grouped_matmul, codes=True), quantised_tpu.unsupported, "tpu"
+    ),
+    dispatch.Implementation("xla", quantised.grouped_matmul),
+)
 
 
+@shapes_checked
 def grouped_matmul(
     x: Float[Array, "tokens inputs"],
-    w: Float[Array, "experts outputs inputs"],
+    w: Float[Array, "experts outputs inputs"] | Quantised,
     group_sizes: Int[Array, " experts"],
     *,
     implementation: str | None = None,
 ) -> Float[Array, "tokens outputs"]:
     """Multiplies the first group_sizes[0] tokens by w[0], the next group_sizes[1] by w[1], and so on.
 
-    Sums are float32, the result is in x's dtype; differentiable in x and w.
+    Sums are float32, the result is in x's dtype; differentiable in x and w, unless w is quantised.
 
     Args:
         x: tokens sorted by expert.
+        w: one weight per expert; quantised ones are widened to x's dtype inside of the product.
         group_sizes: tokens per expert. Their sum may be less than the number of tokens: the rest gives 0.
     Raises:
         ValueError: shapes that do not fit together.
         UnsupportedError: the implementation named does not exist or cannot run this call.
     """
-    check_shapes(
-        "grouped_matmul",
-        x=(x, "tokens inputs"),
-        w=(w, "experts outputs inputs"),
-        group_sizes=(group_sizes, "experts"),
-    )
+    if isinstance(w, Quantised):
+        return dispatch.call("quantised_grouped_matmul", QUANTISED, implementation, x, w, group_sizes)
     return dispatch.call("grouped_matmul", MATMUL, implementation, x, w, group_sizes)

@@ -25,14 +25,15 @@ def _forward(x, w, group_sizes):
     return grouped_matmul(x, w, group_sizes), (x, w, group_sizes)
 
 
-def _backward(saved, dy):
+def backward(saved, dy):
+    """Gradients of x and w, from (x, w, group_sizes) and that of the result."""
     x, w, group_sizes = saved
     dx = _multiply(dy, w, group_sizes, transposed=True).astype(x.dtype)
     dw = lax.platform_dependent(x, dy, group_sizes, cpu=_outer_by_blocks, default=_outer_ragged)
     return dx, dw.astype(w.dtype), None
 
 
-grouped_matmul.defvjp(_forward, _backward)
+grouped_matmul.defvjp(_forward, backward)
 
 
 def _multiply(x, w, group_sizes, *, transposed):
@@ -57,7 +58,7 @@ def _outer_ragged(x, dy, group_sizes):
 
 def _multiply_by_blocks(x, w, group_sizes, transposed):
     tokens, width = x.shape[0], w.shape[2 if transposed else 1]
-    size, count, place = _blocks(tokens, group_sizes)
+    size, count, place = blocks(tokens, group_sizes)
     x = jnp.pad(x, ((0, size), (0, 0)))
     # A slice of the weights is copied before it is multiplied: small ones stay in cache.
     part = w.shape[1] if transposed else _part(*w.shape[1:])
@@ -94,7 +95,7 @@ def _part(outputs, inputs):
 
 def _outer_by_blocks(x, dy, group_sizes):
     """The sum of outer products dy[t] x[t] of each expert's tokens."""
-    size, count, place = _blocks(x.shape[0], group_sizes)
+    size, count, place = blocks(x.shape[0], group_sizes)
     x, dy = (jnp.pad(v, ((0, size), (0, 0))) for v in (x, dy))
 
     def block(i, out):
@@ -107,7 +108,7 @@ def _outer_by_blocks(x, dy, group_sizes):
     return lax.fori_loop(0, count, block, jnp.zeros((group_sizes.shape[0], dy.shape[1], x.shape[1]), F32))
 
 
-def _blocks(tokens, group_sizes):
+def blocks(tokens, group_sizes):
     """Blocks of tokens of one expert each: their size, their count, and for block i its expert, its first token and
     which of its tokens are the expert's.
     """

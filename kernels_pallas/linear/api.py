@@ -1,30 +1,45 @@
 """Public form of the dense product y = x W^T."""
 
+from functools import partial
+
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels_pallas import dispatch
-from kernels_pallas.linear import xla
+from kernels_pallas.linear import native, quantised, quantised_tpu, xla
+from kernels_pallas.quantised import Quantised
+from kernels_pallas.shape_check import shapes_checked
 
-LINEAR = (dispatch.Implementation("xla", xla.linear),)
+LINEAR = (
+    dispatch.Implementation("native", native.linear, native.unsupported, "cpu"),
+    dispatch.Implementation("xla", xla.linear),
+)
+QUANTISED = (
+    *dispatch.kernels("tpu", quantised_tpu, "linear"),
+    dispatch.Implementation(
+        "pallas_tpu_codes", partial(quantised_tpu.linear, codes=True), quantised_tpu.unsupported, "tpu"
+    ),
+    dispatch.Implementation("xla", quantised.linear),
+)
 
 
+@shapes_checked
 def linear(
     x: Float[Array, "*batch inputs"],
-    weight: Float[Array, "outputs inputs"],
+    weight: Float[Array, "outputs inputs"] | Quantised,
     *,
     out_dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*batch outputs"]:
-    """y = x W^T, accumulated in float32. Differentiable.
+    """y = x W^T, accumulated in float32. Differentiable, in x only where the weight is quantised.
 
     Args:
-        weight: as Hugging Face checkpoints store it.
+        weight: as Hugging Face checkpoints store it; a quantised one is widened to x's dtype inside of the product.
         out_dtype: of the result; x's own if None.
     Raises:
         ValueError: shapes that do not fit together.
         UnsupportedError: the implementation named does not exist or cannot run this call.
     """
-    if weight.ndim != 2 or x.shape[-1:] != weight.shape[1:]:
-        raise ValueError(f"linear: x {x.shape} and weight {weight.shape} do not fit together")
+    if isinstance(weight, Quantised):
+        return dispatch.call("quantised_linear", QUANTISED, implementation, x, weight, out_dtype=out_dtype or x.dtype)
     return dispatch.call("linear", LINEAR, implementation, x, weight, out_dtype=out_dtype or x.dtype)

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas import dispatch
 from kernels_pallas.paged_attention import pallas_tpu, xla
-from kernels_pallas.shape_check import check_groups, check_shapes
+from kernels_pallas.shape_check import check_groups, shapes_checked
 
 WRITE = (dispatch.Implementation("xla", xla.write_kv),)
 COPY = (dispatch.Implementation("xla", xla.copy_pages),)
@@ -19,6 +19,7 @@ PAGED = (
 SEQUENCE = (dispatch.Implementation("xla", xla.attention_sequence),)
 
 
+@shapes_checked
 def write_kv(
     kv: Float[Array, "pages page_size kv_entries head_dim"],
     k: Float[Array, "tokens kv_heads head_dim"],
@@ -34,17 +35,12 @@ def write_kv(
         ValueError: shapes that do not fit together.
         UnsupportedError: the implementation named does not exist or cannot run this call.
     """
-    check_shapes(
-        "write_kv",
-        k=(k, "tokens kv_heads head_dim"),
-        v=(v, "tokens kv_heads head_dim"),
-        kv=(kv, f"pages page_size {2 * k.shape[1]} head_dim"),
-        page=(page, "tokens"),
-        offset=(offset, "tokens"),
-    )
+    if kv.shape[2] != 2 * k.shape[1]:
+        raise ValueError(f"write_kv: kv has shape {kv.shape}, expected keys and values of {k.shape[1]} heads")
     return dispatch.call("write_kv", WRITE, implementation, kv, k, v, page=page, offset=offset)
 
 
+@shapes_checked
 def copy_pages(
     kv: Float[Array, "pages page_size kv_entries head_dim"],
     *,
@@ -58,10 +54,10 @@ def copy_pages(
         ValueError: shapes that do not fit together.
         UnsupportedError: the implementation named does not exist or cannot run this call.
     """
-    check_shapes("copy_pages", source=(source, "n"), target=(target, "n"))
     return dispatch.call("copy_pages", COPY, implementation, kv, source=source, target=target)
 
 
+@shapes_checked
 def paged_attention(
     q: Float[Array, "blocks q_len q_heads head_dim"],
     kv: Float[Array, "pages page_size kv_entries head_dim"],
@@ -90,23 +86,16 @@ def paged_attention(
         ValueError: shapes that do not fit together.
         UnsupportedError: the implementation named does not exist or cannot run this call.
     """
-    sizes = check_shapes(
-        "paged_attention",
-        q=(q, "blocks q_len q_heads head_dim"),
-        kv=(kv, "pages page_size kv_entries head_dim"),
-        positions=(positions, "blocks q_len"),
-        page_table=(page_table, "rows pages_per_row"),
-        block_row=(block_row, "blocks"),
-    )
-    if sizes["kv_entries"] % 2:
+    if kv.shape[2] % 2:
         raise ValueError(f"paged_attention: kv has shape {kv.shape}, expected an even number of keys and values")
-    check_groups("paged_attention", sizes["q_heads"], sizes["kv_entries"] // 2)
+    check_groups("paged_attention", q.shape[2], kv.shape[2] // 2)
     return dispatch.call(
         "paged_attention", PAGED, implementation, q, kv, positions=positions, page_table=page_table,
         block_row=block_row, scale=scale, first_key=first_key,
     )  # fmt: skip
 
 
+@shapes_checked
 def attention_sequence(
     q: Float[Array, "batch length q_heads head_dim"],
     k: Float[Array, "batch length kv_heads head_dim"],
@@ -121,11 +110,5 @@ def attention_sequence(
         ValueError: shapes that do not fit together.
         UnsupportedError: the implementation named does not exist or cannot run this call.
     """
-    sizes = check_shapes(
-        "attention_sequence",
-        q=(q, "batch length q_heads head_dim"),
-        k=(k, "batch length kv_heads head_dim"),
-        v=(v, "batch length kv_heads head_dim"),
-    )
-    check_groups("attention_sequence", sizes["q_heads"], sizes["kv_heads"])
+    check_groups("attention_sequence", q.shape[2], k.shape[2])
     return dispatch.call("attention_sequence", SEQUENCE, implementation, q, k, v, scale=scale)

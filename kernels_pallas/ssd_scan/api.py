@@ -10,17 +10,19 @@ padding: whatever its x, b and c hold (NaN included) it leaves the state bitwise
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import dispatch
-from kernels_pallas.shape_check import check_groups, check_shapes
+from kernels_pallas.shape_check import check_groups, shapes_checked
 from kernels_pallas.ssd_scan import pallas_gpu, pallas_tpu, xla
 
 SCAN = (
     *dispatch.kernels("tpu", pallas_tpu, "ssd_scan"),
     *dispatch.kernels("gpu", pallas_gpu, "ssd_scan"),
     dispatch.Implementation("xla", xla.ssd_scan),
+    dispatch.Implementation("xla_whole_tiles", xla.whole_tiles),
 )
 SEQUENCE = (dispatch.Implementation("xla", xla.ssd_scan_sequence),)
 
 
+@shapes_checked
 def ssd_scan(
     x: Float[Array, "tiles tile_size heads head_dim"],
     dt: Float[Array, "tiles tile_size heads"],
@@ -39,8 +41,9 @@ def ssd_scan(
 
     The tiles of a row are consecutive. A tile with `tile_first` starts from the state in `read_slot` (zeros for slot
     0); any other carries on from the tile before. After a tile the state goes to its `write_slot` (slot 0: nowhere).
-    All reads happen as if before all writes. State mathematics is float32; at the end of each tile the state is rounded
-    to the store's dtype, so that cutting a row between tiles into several calls changes nothing.
+    Slots are used as `kernels_pallas.slots` says: a row may write the slot that it reads, and no slot that another row
+    reads or writes. State mathematics is float32; at the end of each tile the state is rounded to the store's dtype, so
+    that cutting a row between tiles into several calls changes nothing.
 
     Args:
         x: any float dtype; so are b and c.
@@ -54,26 +57,14 @@ def ssd_scan(
         ValueError: shapes that do not fit together.
         UnsupportedError: the implementation named does not exist or cannot run this call.
     """
-    sizes = check_shapes(
-        "ssd_scan",
-        x=(x, "tiles tile_size heads head_dim"),
-        dt=(dt, "tiles tile_size heads"),
-        a=(a, "heads"),
-        b=(b, "tiles tile_size groups state"),
-        c=(c, "tiles tile_size groups state"),
-        d=(d, "heads"),
-        store=(store, "slots heads head_dim state"),
-        tile_first=(tile_first, "tiles"),
-        read_slot=(read_slot, "tiles"),
-        write_slot=(write_slot, "tiles"),
-    )
-    check_groups("ssd_scan", sizes["heads"], sizes["groups"])
+    check_groups("ssd_scan", x.shape[2], b.shape[2])
     return dispatch.call(
         "ssd_scan", SCAN, implementation, x, dt, a, b, c, d, store,
         tile_first=tile_first, read_slot=read_slot, write_slot=write_slot,
     )  # fmt: skip
 
 
+@shapes_checked
 def ssd_scan_sequence(
     x: Float[Array, "batch length heads head_dim"],
     dt: Float[Array, "batch length heads"],
@@ -97,20 +88,7 @@ def ssd_scan_sequence(
         ValueError: shapes that do not fit together.
         UnsupportedError: the implementation named does not exist or cannot run this call.
     """
-    sizes = check_shapes(
-        "ssd_scan_sequence",
-        x=(x, "batch length heads head_dim"),
-        dt=(dt, "batch length heads"),
-        a=(a, "heads"),
-        b=(b, "batch length groups state"),
-        c=(c, "batch length groups state"),
-        d=(d, "heads"),
-    )
-    check_groups("ssd_scan_sequence", sizes["heads"], sizes["groups"])
-    if initial_state is not None:
-        expected = (sizes["batch"], sizes["heads"], sizes["head_dim"], sizes["state"])
-        if initial_state.shape != expected:
-            raise ValueError(f"ssd_scan_sequence: initial_state has shape {initial_state.shape}, expected {expected}")
+    check_groups("ssd_scan_sequence", x.shape[2], b.shape[2])
     if chunk_size < 1:
         raise ValueError(f"ssd_scan_sequence: chunk_size is {chunk_size}, expected at least 1")
     return dispatch.call(

@@ -7,9 +7,7 @@ that ask for it, in place. Programs whose tile does not start a row have nothing
 A tile is worked off in blocks of `tokens` tokens (Dao and Gu, 2024, section 6), by products of operands in x's dtype,
 summed in float32; with float32 inputs products keep full precision.
 
-Reads come before writes within a row, by the order of the program's own accesses. They do *not* between rows, which run
-side by side. So no row may write a slot that another row reads; the scheduler never plans such a step (see
-`kernels_pallas.state_update.pallas_tpu`).
+Rows run side by side, which is why no row may write a slot that another row reads (`kernels_pallas.slots`).
 """
 
 import functools
@@ -20,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels_pallas.triton_blocks import is_power_of_two, load_if, power_of_two_in, store_if
+from kernels_pallas.triton_blocks import is_power_of_two, load_if, offsets_overflow, power_of_two_in, store_if
 
 F32 = jnp.float32
 LEAST = 16  # what Triton's products ask of every dimension
@@ -30,6 +28,8 @@ def unsupported(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot):
     """Why this call cannot run, or None."""
     if 0 in (*x.shape, *b.shape):
         return "it is empty"
+    if offsets_overflow(store):
+        return "offsets into the store do not fit in 32 bits"
     if not is_power_of_two(b.shape[3]) or b.shape[3] < LEAST:
         return f"the state size is {b.shape[3]}, not a power of two of at least {LEAST}"
     for what, size in (("tiles", x.shape[1]), ("heads", x.shape[3])):

@@ -8,9 +8,8 @@ Within a tile everything is a matrix product (Dao and Gu, 2024, section 6), of o
 the decay is a difference of running sums, masked before `exp`. Running sums are a product too: Mosaic has no other.
 For float32 inputs products keep full precision.
 
-Reads come before writes within a row, whose state is fetched once. They do *not* between rows: the next row's state is
-fetched while this one's is written. So no row may write a slot that another row reads; the scheduler never plans such a
-step (see `kernels_pallas.state_update.pallas_tpu`).
+A row's state is fetched once. The next row's is fetched while this one's is written, which is why no row may write a
+slot that another row reads (`kernels_pallas.slots`).
 """
 
 import functools

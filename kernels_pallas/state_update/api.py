@@ -3,18 +3,20 @@
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import dispatch
-from kernels_pallas.shape_check import check_groups, check_shapes
-from kernels_pallas.state_update import pallas_gpu, pallas_tpu, xla
+from kernels_pallas.shape_check import check_groups, shapes_checked
+from kernels_pallas.state_update import native, pallas_gpu, pallas_tpu, xla
 
 UPDATE = (
     *dispatch.kernels("tpu", pallas_tpu, "state_update"),
     *dispatch.kernels("gpu", pallas_gpu, "state_update"),
+    dispatch.Implementation("native", native.state_update, native.unsupported, "cpu"),
     dispatch.Implementation("xla", xla.state_update),
-    dispatch.Implementation("xla_few_by_few", xla.few_by_few),
+    dispatch.Implementation("xla_row_blocks", xla.row_blocks),
     dispatch.Implementation("xla_all_rows", xla.all_rows),
 )
 
 
+@shapes_checked
 def state_update(
     x: Float[Array, "rows steps heads head_dim"],
     dt: Float[Array, "rows steps heads"],
@@ -30,9 +32,9 @@ def state_update(
 ) -> tuple[Float[Array, "rows steps heads head_dim"], Float[Array, "slots heads head_dim state"]]:
     """Runs `steps` recurrent steps per row from the state in `read_slot`; that after step t goes to `write_slot[:, t]`.
 
-    Slot 0 reads as zeros and is never written. All reads happen as if before all writes; no two writes name the same
-    slot, but a row may write the slot that it, or another row, reads. State mathematics is float32; after each step the
-    state is rounded to the store's dtype, so that several steps in one call equal one step in each of several calls.
+    Slots are used as `kernels_pallas.slots` says: a row may write the slot that it reads, and no slot that another row
+    reads or writes. State mathematics is float32; after each step the state is rounded to the store's dtype, so that
+    several steps in one call equal one step in each of several calls.
 
     Args:
         x: any float dtype; so are b and c.
@@ -47,19 +49,7 @@ def state_update(
         ValueError: shapes that do not fit together.
         UnsupportedError: the implementation named does not exist or cannot run this call.
     """
-    sizes = check_shapes(
-        "state_update",
-        x=(x, "rows steps heads head_dim"),
-        dt=(dt, "rows steps heads"),
-        a=(a, "heads"),
-        b=(b, "rows steps groups state"),
-        c=(c, "rows steps groups state"),
-        d=(d, "heads"),
-        store=(store, "slots heads head_dim state"),
-        read_slot=(read_slot, "rows"),
-        write_slot=(write_slot, "rows steps"),
-    )
-    check_groups("state_update", sizes["heads"], sizes["groups"])
+    check_groups("state_update", x.shape[2], b.shape[2])
     return dispatch.call(
         "state_update", UPDATE, implementation, x, dt, a, b, c, d, store, read_slot=read_slot, write_slot=write_slot
     )

@@ -3,9 +3,7 @@
 The state comes from its slot into registers once and goes out after every step; the store is input and output in one
 buffer. Accesses to slot 0 are masked: nothing is read, nothing is written.
 
-Reads come before writes within a row, by the order of the program's own accesses. They do *not* between rows, which run
-side by side. So no row may write a slot that another row reads; the scheduler never plans such a step (see
-`kernels_pallas.state_update.pallas_tpu`).
+Rows run side by side, which is why no row may write a slot that another row reads (`kernels_pallas.slots`).
 """
 
 import functools
@@ -16,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels_pallas.triton_blocks import is_power_of_two, load_if, power_of_two_in, store_if
+from kernels_pallas.triton_blocks import is_power_of_two, load_if, offsets_overflow, power_of_two_in, store_if
 
 F32 = jnp.float32
 
@@ -25,6 +23,8 @@ def unsupported(x, dt, a, b, c, d, store, *, read_slot, write_slot):
     """Why this call cannot run, or None."""
     if 0 in (*x.shape, *b.shape):
         return "it is empty"
+    if offsets_overflow(store):
+        return "offsets into the store do not fit in 32 bits"
     if not is_power_of_two(b.shape[3]):
         return f"the state size is {b.shape[3]}, not a power of two"
     return None

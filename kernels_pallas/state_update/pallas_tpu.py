@@ -5,10 +5,8 @@ named by prefetched slot numbers; the store is input and output in one buffer. R
 (padding) name the same block, so nothing is fetched or written for them. A write to slot 0 is not skipped: the null
 slot may hold anything.
 
-Reads come before writes within a row, whose state is fetched once and written step by step. They do *not* between rows:
-the next row's state is fetched while this one's is written. So no row may write a slot that another row reads. The
-scheduler never plans such a step (a slot with several readers is never written, and slots of unsettled steps are not
-given away); `xla` has no such limit.
+A row's state is fetched once and written step by step. The next row's state is fetched while this one's is written,
+which is why no row may write a slot that another row reads (`kernels_pallas.slots`).
 """
 
 import functools

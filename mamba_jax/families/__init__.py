@@ -9,8 +9,19 @@ import dataclasses
 from collections.abc import Container, Mapping
 from typing import Any
 
-from mamba_jax.config import ConfigError, HybridConfig
-from mamba_jax.families import bamba, falcon_h1, granite, mamba2, nemotron_h, zamba2
+from mamba_jax.config import HybridConfig, ModelConfigError
+from mamba_jax.families import (
+    bamba,
+    falcon_h1,
+    granite,
+    lfm2,
+    mamba2,
+    nemotron_h,
+    olmo_hybrid,
+    qwen3_5,
+    qwen3_next,
+    zamba2,
+)
 from mamba_jax.families.added_mtp import added_weight_names, with_added_mtp
 from mamba_jax.families.base import Family, HFSource
 from mamba_jax.families.parts import OWN_DRAFT_EMBEDDING, OWN_DRAFT_HEAD, own_draft_tables
@@ -24,6 +35,7 @@ __all__ = [
     "config_from_hf",
     "family_of",
     "get",
+    "register",
     "weight_names",
 ]
 
@@ -34,10 +46,32 @@ FAMILIES: tuple[Family, ...] = (
     falcon_h1.FAMILY,
     mamba2.FAMILY,
     zamba2.FAMILY,
+    qwen3_next.FAMILY,
+    qwen3_5.FAMILY,
+    lfm2.FAMILY,
+    olmo_hybrid.FAMILY,
 )
 
+_REGISTERED: list[Family] = []
 
-class UnknownModelType(ConfigError):
+
+def register(family: Family) -> None:
+    """Makes a family from outside of this package known to the process.
+
+    Raises:
+        ValueError: its name, or one of its model types, is taken.
+    """
+    for known in _families():
+        for taken in {known.name, *known.model_types} & {family.name, *family.model_types}:
+            raise ValueError(f"family {family.name!r}: {taken!r} is taken by {known.name}")
+    _REGISTERED.append(family)
+
+
+def _families() -> tuple[Family, ...]:
+    return (*FAMILIES, *_REGISTERED)
+
+
+class UnknownModelType(ModelConfigError):
     """A config.json of a model that is none of our families."""
 
 
@@ -47,16 +81,16 @@ def get(model_type: str | None) -> Family:
     Raises:
         UnknownModelType: none of them; the message lists the known ones.
     """
-    for family in FAMILIES:
+    for family in _families():
         if model_type in family.model_types:
             return family
-    known = ", ".join(one for family in FAMILIES for one in family.model_types)
+    known = ", ".join(one for family in _families() for one in family.model_types)
     raise UnknownModelType(f"model_type {model_type!r} is not supported: known are {known}")
 
 
 def family_of(config: HybridConfig) -> Family:
     """The family that a config was made by."""
-    return next(family for family in FAMILIES if family.name == config.family)
+    return next(family for family in _families() if family.name == config.family)
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
@@ -64,11 +98,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
 
     Raises:
         UnknownModelType: a model that is none of our families.
-        ConfigError: wrong fields, or such as ask for something that is not supported.
+        ModelConfigError: wrong fields, or such as ask for something that is not supported.
     """
     family = get(raw.get("model_type"))
-    if raw.get("quantization_config"):
-        raise ConfigError("quantized checkpoints (config field quantization_config) are not supported yet")
     return with_added_mtp(family.config_from_hf(raw), raw)
 
 

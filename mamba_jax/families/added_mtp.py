@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mamba_jax.config import ATTENTION, MLP, ConfigError, HybridConfig, MLPConfig, need
+from mamba_jax.config import ATTENTION, MLP, HybridConfig, MLPConfig, ModelConfigError, need
 from mamba_jax.families import parts
 from mamba_jax.families.base import HFSource, tensor
 from mamba_jax.families.fields import Fields
@@ -31,7 +31,7 @@ def with_added_mtp(config: HybridConfig, raw: Mapping[str, Any]) -> HybridConfig
     Several layers are left out and only counted: the model itself does not need them.
 
     Raises:
-        ConfigError: sublayers that this model cannot have.
+        ModelConfigError: sublayers that this model cannot have.
     """
     fields = Fields(raw)
     layers = fields.integer(LAYERS, 0)
@@ -41,9 +41,11 @@ def with_added_mtp(config: HybridConfig, raw: Mapping[str, Any]) -> HybridConfig
         return config
     pattern = fields.text(PATTERN, "*-")
     if wrong := sorted(set(pattern) - {ATTENTION, MLP}):
-        raise ConfigError(f"config field {PATTERN} is {pattern!r}: {wrong} cannot be added to a {config.family} model")
+        raise ModelConfigError(
+            f"config field {PATTERN} is {pattern!r}: {wrong} cannot be added to a {config.family} model"
+        )
     if ATTENTION in pattern and (config.attention is None or config.attention.input_size != config.hidden_size):
-        raise ConfigError(
+        raise ModelConfigError(
             f"config field {PATTERN} is {pattern!r}: a {config.family} model has no attention that could be added; "
             f"only {MLP!r} is possible"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mamba_jax.config import HybridConfig
@@ -13,9 +13,10 @@ from mamba_jax.config import HybridConfig
 class HFSource:
     """Where one of our parameters lies in a Hugging Face checkpoint.
 
-    Read each of `names`; check that it has the stored shape (see `stored`); take `rows` of it; stack them along a new
-    first axis if `stack`; reshape to the parameter's shape. Rows are contiguous in memory, so without `stack` nothing
-    needs to be copied. The element type is the parameter's (`HybridModel.abstract`), whatever the file has.
+    Read each of `names`; check that it has the stored shape (see `stored`); take `rows` of it; stack them along new
+    first axes if `stack`; reshape to the parameter's shape. Rows are contiguous in memory, so without `stack` (and with
+    one piece) nothing needs to be copied. The element type is the parameter's (`HybridModel.abstract`), whatever the
+    file has.
     """
 
     names: tuple[str, ...]
@@ -25,9 +26,12 @@ class HFSource:
     stored_shape: tuple[int, ...] | None = None
     """Each tensor's shape in the file. None = the parameter's own (without its first axis, if `stack`)."""
     stack: bool = False
-    """Each tensor is one entry of the parameter's first axis (the experts of a layer)."""
+    """Each tensor is one entry of the parameter's first axis (the experts of a layer), or of its first two; or
+    there are fewer tensors, which follow each other along the first axis."""
     alternatives: tuple[HFSource, ...] = ()
     """Other spellings, tried in order when a name is absent."""
+    pieces: int = 1
+    """The tensor's first axis has so many equal pieces one after the other, and `rows` are those of each piece."""
 
     def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape that each of `names` must have in the file, for a parameter of this shape."""
@@ -51,7 +55,7 @@ class Family:
     model_types: tuple[str, ...]
     """Values of `model_type` in config.json."""
     config_from_hf: Callable[[Mapping[str, Any]], HybridConfig]
-    """Reads config.json; raises `ConfigError` for what is wrong or not supported."""
+    """Reads config.json; raises `ModelConfigError` for what is wrong or not supported."""
     weight_names: Callable[[HybridConfig], dict[str, HFSource]]
     """Our dotted parameter paths (as in `mamba_jax.model.parameters`) and where each is found."""
     ignored: Callable[[HybridConfig], tuple[str, ...]] = lambda config: ()
@@ -59,22 +63,26 @@ class Family:
 
 
 def tensor(
-    name: str, *others: str, rows: tuple[int, int] | None = None, shape: tuple[int, ...] | None = None
+    name: str,
+    *others: str,
+    rows: tuple[int, int] | None = None,
+    shape: tuple[int, ...] | None = None,
+    pieces: int = 1,
 ) -> HFSource:
     """A parameter that is one tensor, or rows of it; `others` are other spellings of the name."""
-    rest = tuple(HFSource((other,), rows, shape) for other in others)
-    return HFSource((name,), rows, shape, alternatives=rest)
+    first, *rest = (HFSource((each,), rows, shape, pieces=pieces) for each in (name, *others))
+    return replace(first, alternatives=tuple(rest))
 
 
 def with_prefix(sources: Mapping[str, HFSource], prefix: str, *others: str) -> dict[str, HFSource]:
     """Puts `prefix` before every tensor name, and lists the same names with the other prefixes as alternatives."""
 
     def put(source: HFSource, prefix: str) -> HFSource:
-        return HFSource(tuple(prefix + name for name in source.names), source.rows, source.stored_shape, source.stack)
+        return replace(source, names=tuple(prefix + name for name in source.names), alternatives=())
 
     def all_of(source: HFSource) -> HFSource:
         first, *rest = [put(s, p) for p in (prefix, *others) for s in (source, *source.alternatives)]
-        return HFSource(first.names, first.rows, first.stored_shape, first.stack, tuple(rest))
+        return replace(first, alternatives=tuple(rest))
 
     return {path: all_of(source) for path, source in sources.items()}
 

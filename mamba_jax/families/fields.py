@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mamba_jax.config import ConfigError, RopeConfig
+from mamba_jax.config import ModelConfigError, RopeConfig
 
 
 class Fields:
@@ -31,7 +31,7 @@ class Fields:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigError(f"config field {name} is {value!r}: a whole number is expected")
+            raise ModelConfigError(f"config field {name} is {value!r}: a whole number is expected")
         return value
 
     def number(self, name: str, default: float, *aliases: str) -> float:
@@ -45,7 +45,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, list | tuple) or len(value) != len(default):
-            raise ConfigError(f"config field {name} is {value!r}: a list of {len(default)} numbers is expected")
+            raise ModelConfigError(f"config field {name} is {value!r}: a list of {len(default)} numbers is expected")
         return tuple(_number(name, one) for one in value)
 
     def flag(self, name: str, default: bool, *aliases: str) -> bool:
@@ -54,7 +54,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise ConfigError(f"config field {name} is {value!r}: true or false is expected")
+            raise ModelConfigError(f"config field {name} is {value!r}: true or false is expected")
         return value
 
     def text(self, name: str, default: str, *aliases: str) -> str:
@@ -63,7 +63,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, str):
-            raise ConfigError(f"config field {name} is {value!r}: a string is expected")
+            raise ModelConfigError(f"config field {name} is {value!r}: a string is expected")
         return value
 
     def strings(self, name: str, *aliases: str) -> list[str] | None:
@@ -72,7 +72,7 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            raise ConfigError(f"config field {name} is {value!r}: a list of strings is expected")
+            raise ModelConfigError(f"config field {name} is {value!r}: a list of strings is expected")
         return value
 
     def integers(self, name: str, default: list[int]) -> list[int]:
@@ -81,7 +81,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, list) or not all(isinstance(one, int) for one in value):
-            raise ConfigError(f"config field {name} is {value!r}: a list of whole numbers is expected")
+            raise ModelConfigError(f"config field {name} is {value!r}: a list of whole numbers is expected")
         return value
 
     def tokens(self, name: str, default: int) -> tuple[int, ...]:
@@ -98,14 +98,14 @@ class Fields:
         if types is None:
             return None
         if unknown := sorted(set(types) - set(kinds)):
-            raise ConfigError(f"config field {name} has the layer types {unknown}: known are {', '.join(kinds)}")
+            raise ModelConfigError(f"config field {name} has the layer types {unknown}: known are {', '.join(kinds)}")
         return "".join(kinds[one] for one in types)
 
     def only(self, name: str, supported: tuple[Any, ...], *aliases: str) -> None:
         """Refuses other values than these (or none) for a field that we do nothing with."""
         value = self.given(name, *aliases)
         if value is not None and value not in supported:
-            raise ConfigError(
+            raise ModelConfigError(
                 f"config field {name} is {value!r}: only {' or '.join(map(repr, supported))} is supported"
             )
 
@@ -119,18 +119,18 @@ class Fields:
             default = heads
         return self.integer("num_key_value_heads", default)
 
-    def rope(self, head_dim: int, *, share: float | None = None) -> RopeConfig:
+    def rope(self, head_dim: int, *, share: float | None = None, theta: float = 10_000.0) -> RopeConfig:
         """Rotary embedding, from `rope_parameters` or the older fields.
 
         `share` is the share of each head that is rotated unless `rope_parameters` has another; None: the whole head in
-        any case, as in families whose code does not look at it.
+        any case, as in families whose code does not look at it. `theta` is the family's default.
         """
         parameters = self.given("rope_scaling", "rope_parameters") or {}
         if not isinstance(parameters, Mapping):
-            raise ConfigError(f"config field rope_parameters is {parameters!r}: an object is expected")
+            raise ModelConfigError(f"config field rope_parameters is {parameters!r}: an object is expected")
         inner = Fields(parameters)
         inner.only("rope_type", ("default",), "type")
-        theta = inner.number("rope_theta", self.number("rope_theta", 10_000.0))
+        theta = inner.number("rope_theta", self.number("rope_theta", theta))
         size = head_dim if share is None else int(head_dim * inner.number("partial_rotary_factor", share))
         return RopeConfig(theta=theta, size=size)
 
@@ -140,5 +140,5 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, Mapping) and isinstance(value.get("__float__"), str):
         value = float(value["__float__"])
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        raise ConfigError(f"config field {name} is {value!r}: a number is expected")
+        raise ModelConfigError(f"config field {name} is {value!r}: a number is expected")
     return float(value)

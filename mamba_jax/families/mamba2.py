@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mamba_jax.config import ConfigError, HybridConfig, MambaConfig, need
+from mamba_jax.config import HybridConfig, MambaConfig, ModelConfigError, need
 from mamba_jax.families import parts
 from mamba_jax.families.base import Family, HFSource, tensor
 from mamba_jax.families.fields import Fields
@@ -32,7 +32,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     )
     expand = fields.number("expand", 2)
     if mamba.inner_size != expand * hidden:
-        raise ConfigError(
+        raise ModelConfigError(
             f"{mamba.num_heads} heads of {mamba.head_dim} do not make expand * hidden_size = {expand:g} * {hidden}"
         )
     return HybridConfig(

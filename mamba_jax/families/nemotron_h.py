@@ -12,10 +12,10 @@ from mamba_jax.config import (
     MLP,
     MOE,
     AttentionConfig,
-    ConfigError,
     HybridConfig,
     MambaConfig,
     MLPConfig,
+    ModelConfigError,
     MoEConfig,
     need,
 )
@@ -42,7 +42,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     fields.only("mamba_hidden_act", ("silu", "swish"))
     hidden, eps = fields.integer("hidden_size", 4096), fields.number("layer_norm_epsilon", 1e-5, "rms_norm_eps")
     if (window := fields.integer("sliding_window", 0)) and window < fields.integer("max_position_embeddings", 4096):
-        raise ConfigError(f"config field sliding_window is {window}: only attention to everything is supported")
+        raise ModelConfigError(f"config field sliding_window is {window}: only attention to everything is supported")
     pattern = fields.layers(_KINDS, "layers_block_type", "layer_types")
     if pattern is None:
         pattern = fields.text("hybrid_override_pattern", "ME*-")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from mamba_jax.config import AttentionConfig, ConfigError, HybridConfig, MambaConfig
+from mamba_jax.config import AttentionConfig, HybridConfig, MambaConfig, ModelConfigError
 from mamba_jax.families.base import HFSource, tensor, with_prefix
 from mamba_jax.families.fields import Fields
 
@@ -18,7 +18,7 @@ def mamba_config(fields: Fields, hidden: int, eps: float, *, inner_size: int | N
     automatic = fields.given("mamba_d_head") in (None, "auto")
     head_dim = inner // heads if automatic else fields.integer("mamba_d_head", 0)
     if heads * head_dim != inner:
-        raise ConfigError(f"{heads} Mamba heads of {head_dim} do not make the inner width {inner}")
+        raise ModelConfigError(f"{heads} Mamba heads of {head_dim} do not make the inner width {inner}")
     bias = fields.flag("mamba_proj_bias", False)
     low, high = fields.numbers("time_step_limit", (0.0, math.inf))
     return MambaConfig(
@@ -48,7 +48,7 @@ def attention_config(
     """Attention in the usual fields. The numbers of heads are defaults; `scale` is 1 / sqrt(head_dim) if None."""
     heads = fields.integer("num_attention_heads", num_heads)
     if heads < 1:
-        raise ConfigError(f"config field num_attention_heads is {heads}: at least 1 is expected")
+        raise ModelConfigError(f"config field num_attention_heads is {heads}: at least 1 is expected")
     head_dim = fields.integer("head_dim", hidden // heads)
     return AttentionConfig(
         num_heads=heads,
@@ -94,10 +94,12 @@ def mamba(path: str, name: str, config: MambaConfig, hidden_size: int) -> dict[s
 
 
 def attention(path: str, name: str, config: AttentionConfig) -> dict[str, HFSource]:
-    """Attention with separate q, k, v and o projections."""
+    """Attention with separate q, k, v and o projections, and norms of q and k if it has them."""
     sources: dict[str, HFSource] = {}
     for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
         sources |= linear(f"{path}.{part}", f"{name}.{part}", bias=config.bias)
+    for part in ("q_norm", "k_norm") if config.qk_norm else ():
+        sources[f"{path}.{part}.weight"] = tensor(f"{name}.{part}.weight")
     return sources
 
 

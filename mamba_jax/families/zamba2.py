@@ -11,10 +11,10 @@ from mamba_jax.config import (
     MAMBA,
     SHARED,
     AttentionConfig,
-    ConfigError,
     HybridConfig,
     MambaConfig,
     MLPConfig,
+    ModelConfigError,
     SharedConfig,
     need,
 )
@@ -36,7 +36,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         pattern = _DEFAULT_PATTERN
     inner, mamba_heads = int(fields.number("mamba_expand", 2) * hidden), fields.integer("n_mamba_heads", 8)
     if inner % mamba_heads or (2 * hidden) % heads:
-        raise ConfigError(
+        raise ModelConfigError(
             f"{inner} Mamba channels in {mamba_heads} heads, or {2 * hidden} attention channels in {heads}"
         )
     head_dim, bias = 2 * hidden // heads, fields.flag("add_bias_linear", False)

@@ -4,11 +4,13 @@ from typing import Any, Protocol
 
 from jaxtyping import Array, Bool, Float, Int
 
+from mamba_jax.layout.operation import Operation
+
 
 class Layout(Protocol):
     """How T packed tokens are arranged in sequences, and where their state is.
 
-    Three verbs carry information from one token to a later one of its sequence. Each takes this layer's piece of the
+    Two verbs carry information from one token to a later one of its sequence. Each takes this layer's piece of the
     store (None for whole sequences without a store) and returns it updated.
     """
 
@@ -22,27 +24,10 @@ class Layout(Protocol):
         """False for padding, which must not matter to any other token."""
         ...
 
-    def conv(
-        self,
-        x: Float[Array, "T channels"],
-        weight: Float[Array, "channels width"],
-        bias: Float[Array, " channels"] | None,
-        state: Any,
-    ) -> tuple[Float[Array, "T channels"], Any]:
-        """Causal depthwise convolution of each sequence, and SiLU. State: [slots, width - 1, channels]."""
-        ...
-
-    def scan(
-        self,
-        x: Float[Array, "T heads head_dim"],
-        dt: Float[Array, "T heads"],
-        a: Float[Array, " heads"],
-        b: Float[Array, "T groups state"],
-        c: Float[Array, "T groups state"],
-        d: Float[Array, " heads"],
-        state: Any,
-    ) -> tuple[Float[Array, "T heads head_dim"], Any]:
-        """The Mamba2 recurrence over each sequence. State: [slots, heads, head_dim, state]."""
+    def run(
+        self, operation: Operation, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Any
+    ) -> tuple[Array, Any]:
+        """An operation over each sequence. Inputs and the result are [T, ...], the state is [slots, ...]."""
         ...
 
     def attend(

@@ -1,15 +1,14 @@
 """The tokens of a decode step: rows of equal width, one recurrent step after the other."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kernels_pallas.causal_conv1d import causal_conv1d_update
 from kernels_pallas.paged_attention import paged_attention, write_kv
-from kernels_pallas.state_update import state_update
+from mamba_jax.layout.operation import Operation
 
 
 @jax.tree_util.register_dataclass
@@ -48,41 +47,10 @@ class DecodeLayout:
             page_table=page_table,
         )
 
-    def conv(
-        self,
-        x: Float[Array, "T channels"],
-        weight: Float[Array, "channels width"],
-        bias: Float[Array, " channels"] | None,
-        state: Float[Array, "slots window channels"],
-    ) -> tuple[Float[Array, "T channels"], Float[Array, "slots window channels"]]:
-        y, state = causal_conv1d_update(
-            self._by_row(x), weight, bias, state, read_slot=self.read_slot, write_slot=self.write_slot
-        )
-        return y.reshape(x.shape), state
-
-    def scan(
-        self,
-        x: Float[Array, "T heads head_dim"],
-        dt: Float[Array, "T heads"],
-        a: Float[Array, " heads"],
-        b: Float[Array, "T groups state"],
-        c: Float[Array, "T groups state"],
-        d: Float[Array, " heads"],
-        state: Float[Array, "slots heads head_dim state"],
-    ) -> tuple[Float[Array, "T heads head_dim"], Float[Array, "slots heads head_dim state"]]:
-        # With dt = 0 and x = 0 a padding token is exactly a no-op, whatever its embedding led to.
-        y, state = state_update(
-            self._by_row(jnp.where(self.valid[:, None, None], x, 0)),
-            self._by_row(jnp.where(self.valid[:, None], dt, 0)),
-            a,
-            self._by_row(b),
-            self._by_row(c),
-            d,
-            state,
-            read_slot=self.read_slot,
-            write_slot=self.write_slot,
-        )
-        return y.reshape(x.shape), state
+    def run(
+        self, operation: Operation, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Array
+    ) -> tuple[Array, Array]:
+        return operation.rows(self, inputs, parameters, state)
 
     def attend(
         self,
@@ -100,9 +68,9 @@ class DecodeLayout:
         )
         kv = write_kv(kv, k, v, page=page, offset=offset)
         out = paged_attention(
-            self._by_row(q),
+            self._rows(q),
             kv,
-            positions=self._by_row(self.positions),
+            positions=self._rows(self.positions),
             page_table=self.page_table,
             block_row=rows,
             scale=scale,
@@ -110,7 +78,16 @@ class DecodeLayout:
         )
         return out.reshape(q.shape), kv
 
-    def _by_row(self, x: Array) -> Array:
+    def by_row(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "rows steps ..."]:
+        """Packed tokens by rows, zeros where there is none."""
+        valid = self.valid.reshape(-1, *[1] * (x.ndim - 1))
+        return self._rows(jnp.where(valid, x, 0))
+
+    def by_token(self, rows: Shaped[Array, "rows steps ..."]) -> Shaped[Array, "T ..."]:
+        """Back from rows to packed tokens."""
+        return rows.reshape(-1, *rows.shape[2:])
+
+    def _rows(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "rows steps ..."]:
         return x.reshape(*self.write_slot.shape, *x.shape[1:])
 
 

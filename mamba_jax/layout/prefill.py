@@ -1,16 +1,15 @@
 """The tokens of a prefill step: ragged rows packed one after the other; scan and attention see them as tiles."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kernels_pallas.causal_conv1d import causal_conv1d_prefill
 from kernels_pallas.paged_attention import paged_attention, write_kv
-from kernels_pallas.ssd_scan import ssd_scan
 from mamba_jax.layout.decode import page_of
+from mamba_jax.layout.operation import Operation
 
 
 @jax.tree_util.register_dataclass
@@ -64,8 +63,9 @@ class PrefillLayout:
         read_slot = jnp.where((length > 0) & (num_tokens > 0), read_slot, 0)
 
         token = jnp.arange(num_packed)
-        # An empty row ends where it starts, so that "right" skips it.
-        token_row = jnp.minimum(jnp.searchsorted(row_end, token, side="right"), rows - 1)
+        # An empty row ends where it starts, so that "right" skips it. A search by halves would be a loop, which a GPU
+        # runs step by step from the host.
+        token_row = jnp.minimum(jnp.searchsorted(row_end, token, side="right", method="compare_all"), rows - 1)
         valid = token < row_end[-1]
         position = length[token_row] + token - row_start[token_row]
 
@@ -76,7 +76,7 @@ class PrefillLayout:
         row_tile_start = row_tile_end - row_tiles
 
         tile = jnp.arange(tiles)
-        tile_row = jnp.minimum(jnp.searchsorted(row_tile_end, tile, side="right"), rows - 1)
+        tile_row = jnp.minimum(jnp.searchsorted(row_tile_end, tile, side="right", method="compare_all"), rows - 1)
         tile_real = tile < row_tile_end[-1]
         row_length, row_tokens = length[tile_row], num_tokens[tile_row]
         absolute = (first_absolute[tile_row] + tile - row_tile_start[tile_row]) * tile_size
@@ -107,50 +107,10 @@ class PrefillLayout:
             tile_valid=begin[:, None] + lane < end[:, None],
         )
 
-    def conv(
-        self,
-        x: Float[Array, "T channels"],
-        weight: Float[Array, "channels width"],
-        bias: Float[Array, " channels"] | None,
-        state: Float[Array, "slots window channels"],
-    ) -> tuple[Float[Array, "T channels"], Float[Array, "slots window channels"]]:
-        return causal_conv1d_prefill(
-            x,
-            weight,
-            bias,
-            state,
-            token_row=self.token_row,
-            row_start=self.row_start,
-            read_slot=self.read_slot,
-            tile_row=self.tile_row,
-            tile_end=self.tile_end,
-            write_slot=self.tile_write_slot,
-        )
-
-    def scan(
-        self,
-        x: Float[Array, "T heads head_dim"],
-        dt: Float[Array, "T heads"],
-        a: Float[Array, " heads"],
-        b: Float[Array, "T groups state"],
-        c: Float[Array, "T groups state"],
-        d: Float[Array, " heads"],
-        state: Float[Array, "slots heads head_dim state"],
-    ) -> tuple[Float[Array, "T heads head_dim"], Float[Array, "slots heads head_dim state"]]:
-        # With dt = 0 and x = 0 a padding token is exactly a no-op; B and C are kept finite for the products with it.
-        y, state = ssd_scan(
-            self._tiles(x),
-            self._tiles(dt),
-            a,
-            self._tiles(b),
-            self._tiles(c),
-            d,
-            state,
-            tile_first=self.tile_first,
-            read_slot=self.tile_read_slot,
-            write_slot=self.tile_write_slot,
-        )
-        return self._tokens(y), state
+    def run(
+        self, operation: Operation, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Array
+    ) -> tuple[Array, Array]:
+        return operation.tiles(self, inputs, parameters, state)
 
     def attend(
         self,
@@ -165,7 +125,7 @@ class PrefillLayout:
         page, offset = page_of(self.page_table, self.token_row, self.positions, page_size=kv.shape[1])
         kv = write_kv(kv, k, v, page=page, offset=offset)
         out = paged_attention(
-            self._tiles(q),
+            self.by_tile(q),
             kv,
             positions=jnp.where(self.tile_valid, self.positions[self.tile_tokens], -1),
             page_table=self.page_table,
@@ -173,13 +133,13 @@ class PrefillLayout:
             scale=scale,
             first_key=first_key,
         )
-        return self._tokens(out), kv
+        return self.by_token(out), kv
 
-    def _tiles(self, x: Float[Array, "T *shape"]) -> Float[Array, "tiles tile_size *shape"]:
+    def by_tile(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "tiles tile_size ..."]:
         """Packed tokens as tiles, zeros where there is none."""
         valid = self.tile_valid.reshape(*self.tile_valid.shape, *[1] * (x.ndim - 1))
         return jnp.where(valid, x[self.tile_tokens], 0)
 
-    def _tokens(self, tiles: Float[Array, "tiles tile_size *shape"]) -> Float[Array, "T *shape"]:
+    def by_token(self, tiles: Shaped[Array, "tiles tile_size ..."]) -> Shaped[Array, "T ..."]:
         """Back from tiles to packed tokens."""
         return tiles.reshape(-1, *tiles.shape[2:])[self.token_in_tiles]

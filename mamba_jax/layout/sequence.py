@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kernels_pallas.causal_conv1d import causal_conv1d_sequence
 from kernels_pallas.paged_attention import attention_sequence
-from kernels_pallas.ssd_scan import ssd_scan_sequence
+from mamba_jax.layout.operation import Operation
 
 
 @jax.tree_util.register_dataclass
@@ -36,28 +36,10 @@ class SequenceLayout:
             positions=jnp.where(valid, position, -1).reshape(-1), valid=valid.reshape(-1), batch=batch, length=length
         )
 
-    def conv(
-        self,
-        x: Float[Array, "T channels"],
-        weight: Float[Array, "channels width"],
-        bias: Float[Array, " channels"] | None,
-        state: None,
-    ) -> tuple[Float[Array, "T channels"], None]:
-        return causal_conv1d_sequence(self._by_sequence(x), weight, bias).reshape(x.shape), None
-
-    def scan(
-        self,
-        x: Float[Array, "T heads head_dim"],
-        dt: Float[Array, "T heads"],
-        a: Float[Array, " heads"],
-        b: Float[Array, "T groups state"],
-        c: Float[Array, "T groups state"],
-        d: Float[Array, " heads"],
-        state: None,
-    ) -> tuple[Float[Array, "T heads head_dim"], None]:
-        x, dt, b, c = (self._by_sequence(v) for v in (x, dt, b, c))
-        y, _ = ssd_scan_sequence(x, dt, a, b, c, d)
-        return y.reshape(-1, *y.shape[2:]), None
+    def run(
+        self, operation: Operation, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: None
+    ) -> tuple[Array, None]:
+        return operation.sequences(self, inputs, parameters), None
 
     def attend(
         self,
@@ -70,9 +52,14 @@ class SequenceLayout:
         first_key: int = 0,
     ) -> tuple[Float[Array, "T heads head_dim"], None]:
         # Causal attention from the first key on; the queries before it see nothing and give 0.
-        seen = [self._by_sequence(v)[:, first_key:] for v in (q, k, v)]
+        seen = [self.by_sequence(v)[:, first_key:] for v in (q, k, v)]
         out = attention_sequence(*seen, scale=scale)
         return jnp.pad(out, ((0, 0), (first_key, 0), (0, 0), (0, 0))).reshape(q.shape), None
 
-    def _by_sequence(self, x: Array) -> Array:
+    def by_sequence(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "batch length ..."]:
+        """Packed tokens by sequences; padding is left as it is."""
         return x.reshape(self.batch, self.length, *x.shape[1:])
+
+    def by_token(self, sequences: Shaped[Array, "batch length ..."]) -> Shaped[Array, "T ..."]:
+        """Back from sequences to packed tokens."""
+        return sequences.reshape(-1, *sequences.shape[2:])

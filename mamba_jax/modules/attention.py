@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -9,10 +10,10 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from mamba_jax.config import AttentionConfig, RopeConfig
+from mamba_jax.config import AttentionConfig, RopeConfig, need
 from mamba_jax.layout import Layout
-from mamba_jax.modules.basic import Linear, scaled
-from mamba_jax.sharding.axis import axis_index
+from mamba_jax.modules.basic import Linear, RMSNorm, scaled
+from mamba_jax.sharding.axis import AXIS, axis_index
 
 
 class Attention(nnx.Module):
@@ -24,9 +25,17 @@ class Attention(nnx.Module):
         def project(heads: int) -> Linear:
             return Linear(config.input_size, heads * config.head_dim, bias=config.bias, rngs=rngs, dtype=dtype)
 
-        self.q_proj = project(config.num_heads)
+        def norm(heads: int) -> RMSNorm | None:
+            qk = config.qk_norm
+            if qk is None:
+                return None
+            size = config.head_dim * (heads if qk.all_heads else 1)
+            return RMSNorm(size, qk.eps, unit_offset=qk.unit_offset, dtype=dtype)
+
+        self.q_proj = project(config.num_heads * (2 if config.output_gate else 1))
         self.k_proj = project(config.num_kv_heads)
         self.v_proj = project(config.num_kv_heads)
+        self.q_norm, self.k_norm = norm(config.num_heads), norm(config.num_kv_heads)
         self.o_proj = Linear(config.num_heads * config.head_dim, hidden_size, bias=config.bias, rngs=rngs, dtype=dtype)
 
     def __call__(
@@ -47,14 +56,35 @@ class Attention(nnx.Module):
         flat = [project(x) for project in (self.q_proj, self.k_proj, self.v_proj)]
         if added is not None:
             flat = [one + more for one, more in zip(flat, added, strict=True)]
-        q, k, v = (one.reshape(x.shape[0], -1, config.head_dim) for one in flat)
+        gate, heads = None, (x.shape[0], -1, config.head_dim)
+        if config.output_gate:
+            both = flat[0].reshape(x.shape[0], -1, 2, config.head_dim)
+            flat[0], gate = both[:, :, 0], both[:, :, 1]
+        if config.qk_norm is not None and config.qk_norm.all_heads:
+            flat[0] = self._norm_all_heads(flat[0], need(self.q_norm), config.num_heads)
+            flat[1] = self._norm_all_heads(flat[1], need(self.k_norm), config.num_kv_heads)
+        q, k, v = (one.reshape(heads) for one in flat)
         k, v = (self._own_heads(one, q.shape[1]) for one in (k, v))
+        if config.qk_norm is not None and not config.qk_norm.all_heads:
+            q, k = need(self.q_norm)(q), need(self.k_norm)(k)
         k = scaled(k, config.key_multiplier)
         if config.rope is not None:
             cos, sin = _rotations(layout.positions - first_key, config.rope)
             q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         out, state = layout.attend(q, k, v, state, scale=config.scale, first_key=first_key)
+        if gate is not None:
+            out = out * jax.nn.sigmoid(gate)
         return scaled(self.o_proj(out.reshape(x.shape[0], -1)), config.output_multiplier), state
+
+    def _norm_all_heads(self, x: Float[Array, "T channels"], norm: RMSNorm, heads: int) -> Float[Array, "T channels"]:
+        """The norm of all heads together, which devices that have some of them add up their squares for."""
+        whole = heads * self.config.head_dim
+        if x.shape[1] == whole:
+            return norm(x)
+        weight, wide = norm.weight[...], x.astype(jnp.float32)
+        mean = lax.psum(jnp.square(wide).sum(-1, keepdims=True), AXIS) / whole
+        factor = weight.astype(jnp.float32) + norm.offset
+        return (wide * lax.rsqrt(mean + norm.eps) * factor).astype(weight.dtype)
 
     def _own_heads(self, kv: Float[Array, "T heads head_dim"], queries: int) -> Float[Array, "T own head_dim"]:
         """Where few of the queries' heads are at hand but all of the keys': the one that these queries share."""

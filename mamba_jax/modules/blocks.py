@@ -15,8 +15,9 @@ from mamba_jax.modules.basic import RMSNorm, scaled
 from mamba_jax.modules.mamba import Mamba
 from mamba_jax.modules.mlp import MLP as MLPModule
 from mamba_jax.modules.moe import MoE
-from mamba_jax.sharding.across import across
-from mamba_jax.store import MambaSlots
+from mamba_jax.sharding.across import Divided, across
+from mamba_jax.sharding.parameters import mixer_placements
+from mamba_jax.store import SlotArrays
 
 
 class Parallel(nnx.Module):
@@ -27,8 +28,8 @@ class Parallel(nnx.Module):
         self.attention = Attention(need(config.attention), config.hidden_size, rngs=rngs, dtype=dtype)
 
     def __call__(
-        self, x: Float[Array, "T hidden"], layout: Layout, state: tuple[MambaSlots | None, Array | None]
-    ) -> tuple[Float[Array, "T hidden"], tuple[MambaSlots | None, Array | None]]:
+        self, x: Float[Array, "T hidden"], layout: Layout, state: tuple[SlotArrays | None, Array | None]
+    ) -> tuple[Float[Array, "T hidden"], tuple[SlotArrays | None, Array | None]]:
         mamba, slots = self.mamba(x, layout, state[0])
         attention, kv = self.attention(x, layout, state[1])
         return mamba + attention, (slots, kv)
@@ -45,19 +46,33 @@ def make_mixer(kind: str, config: HybridConfig, *, mlp_index: int, rngs: nnx.Rng
         return MLPModule(need(config.mlp), hidden, index=mlp_index, rngs=rngs, dtype=dtype)
     if kind == MOE:
         return MoE(need(config.moe), hidden, rngs=rngs, dtype=dtype)
-    assert kind == PARALLEL, f"no mixer for a sublayer {kind!r}"
-    return Parallel(config, rngs=rngs, dtype=dtype)
+    if kind == PARALLEL:
+        return Parallel(config, rngs=rngs, dtype=dtype)
+    made: nnx.Module = config.recurrence(kind).make(hidden, rngs=rngs, dtype=dtype)
+    return made
+
+
+def model_norm(config: HybridConfig, *, dtype: DTypeLike) -> RMSNorm:
+    """A norm of the model's hidden states."""
+    return RMSNorm(config.hidden_size, config.norm_eps, unit_offset=config.norm_unit_offset, dtype=dtype)
 
 
 class Block(nnx.Module):
-    """x + multiplier * mixer(norm(x))."""
+    """x + multiplier * mixer(norm(x)), or, with `norm_after`, x + multiplier * norm(mixer(x))."""
 
     def __init__(
-        self, kind: str, config: HybridConfig, *, mlp_index: int = 0, rngs: nnx.Rngs, dtype: DTypeLike
+        self,
+        kind: str,
+        config: HybridConfig,
+        *,
+        mlp_index: int = 0,
+        norm_after: bool = False,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike,
     ) -> None:
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype=dtype)
+        self.norm = model_norm(config, dtype=dtype)
         self.mixer: Any = make_mixer(kind, config, mlp_index=mlp_index, rngs=rngs, dtype=dtype)
-        self.config = config
+        self.config, self.kind, self.mlp_index, self.norm_after = config, kind, mlp_index, norm_after
 
     def __call__(
         self, x: Float[Array, "T hidden"], layout: Layout, state: Any, **options: Any
@@ -67,5 +82,7 @@ class Block(nnx.Module):
         def run(modules: Any, layout: Layout, state: Any, x: Array) -> tuple[Array, Any]:
             return modules["mixer"](x, layout, state, **options)
 
-        y, state = across(self.config, {"mixer": self.mixer}, run, layout, state, self.norm(x))
+        mixer = Divided(self.mixer, mixer_placements(self.config, self.kind, self.mlp_index))
+        y, state = across(self.config, {"mixer": mixer}, run, layout, state, x if self.norm_after else self.norm(x))
+        y = self.norm(y) if self.norm_after else y
         return x + scaled(y, self.config.residual_multiplier).astype(x.dtype), state

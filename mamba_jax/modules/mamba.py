@@ -12,36 +12,57 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels_pallas.gated_norm import gated_rms_norm
+from kernels_pallas.ssd_scan import ssd_scan, ssd_scan_sequence
+from kernels_pallas.state_update import state_update
 from mamba_jax.config import MambaConfig, need
-from mamba_jax.layout import Layout
-from mamba_jax.modules.basic import Linear, Weight, normal, scaled
+from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, SequenceLayout
+from mamba_jax.modules.basic import Linear, Weight, scaled
+from mamba_jax.modules.conv import Conv
 from mamba_jax.sharding.axis import AXIS, axis_index
-from mamba_jax.store import MambaSlots
+from mamba_jax.store import SlotArrays
 
 # A step size of exactly 0 means padding; one that merely underflowed must not.
 _LEAST_DT = 1e-37
 
 
-class Conv(nnx.Module):
-    """Weights of a causal depthwise convolution of `parts` things side by side, each with as many channels."""
+def _sequences(layout: SequenceLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...]) -> Array:
+    x, dt, b, c = map(layout.by_sequence, inputs)
+    a, d = parameters
+    return layout.by_token(ssd_scan_sequence(x, dt, a, b, c, d)[0])
 
-    def __init__(
-        self, channels: int, width: int, *, parts: int = 1, bias: bool, rngs: nnx.Rngs, dtype: DTypeLike
-    ) -> None:
-        self.parts = parts
-        self.weight = nnx.Param(normal(rngs, (channels, width), dtype))
-        self.bias = nnx.Param(jnp.zeros(channels, dtype)) if bias else None
 
-    def __call__(self, x: Float[Array, "T channels"], layout: Layout, state: Any) -> tuple[Array, Any]:
-        bias = None if self.bias is None else self._own(self.bias[...], x.shape[1])
-        return layout.conv(x, self._own(self.weight[...], x.shape[1]), bias, state)
+def _tiles(
+    layout: PrefillLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Array
+) -> tuple[Array, Array]:
+    x, dt, b, c = map(layout.by_tile, inputs)
+    a, d = parameters
+    y, state = ssd_scan(
+        x,
+        dt,
+        a,
+        b,
+        c,
+        d,
+        state,
+        tile_first=layout.tile_first,
+        read_slot=layout.tile_read_slot,
+        write_slot=layout.tile_write_slot,
+    )
+    return layout.by_token(y), state
 
-    def _own(self, value: Array, channels: int) -> Array:
-        """Of weight [channels, width] or bias [channels], what belongs to this device's channels of each part."""
-        if value.shape[0] == channels:
-            return value
-        by_device = value.reshape(self.parts, -1, channels // self.parts, *value.shape[1:])
-        return by_device[:, axis_index()].reshape(channels, *value.shape[1:])
+
+def _rows(
+    layout: DecodeLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Array
+) -> tuple[Array, Array]:
+    x, dt, b, c = map(layout.by_row, inputs)
+    a, d = parameters
+    y, state = state_update(x, dt, a, b, c, d, state, read_slot=layout.read_slot, write_slot=layout.write_slot)
+    return layout.by_token(y), state
+
+
+SSD = Operation(_sequences, _tiles, _rows)
+"""The Mamba2 recurrence. Inputs: x [T, heads, head_dim], dt [T, heads], B and C [T, groups, state]; parameters: a and d
+[heads]; state: [slots, heads, head_dim, state]. With dt = 0 a token of padding is exactly a no-op."""
 
 
 class Mamba(nnx.Module):
@@ -65,20 +86,20 @@ class Mamba(nnx.Module):
         self.in_proj_dt = project((heads,))
         self.conv_x = Conv(inner, width, bias=config.conv_bias, rngs=rngs, dtype=dtype)
         self.conv_bc = Conv(2 * group, width, parts=2, bias=config.conv_bias, rngs=rngs, dtype=dtype)
-        self.dt_bias = nnx.Param(_initial_dt_bias(rngs, heads))
+        self.dt_bias = nnx.Param(initial_dt_bias(rngs, heads))
         self.a_log = nnx.Param(jnp.log(jnp.arange(1, heads + 1, dtype=jnp.float32)))
         self.d = nnx.Param(jnp.ones(heads, jnp.float32))
         self.norm = Weight(jnp.ones(inner, dtype)) if config.norm else None
         self.out_proj = Linear(inner, hidden_size, bias=config.out_bias, rngs=rngs, dtype=dtype)
 
     def __call__(
-        self, x: Float[Array, "T hidden"], layout: Layout, state: MambaSlots | None
-    ) -> tuple[Float[Array, "T hidden"], MambaSlots | None]:
+        self, x: Float[Array, "T hidden"], layout: Layout, state: SlotArrays | None
+    ) -> tuple[Float[Array, "T hidden"], SlotArrays | None]:
         config, tokens = self.config, x.shape[0]
         times_z, times_x, times_b, times_c, times_dt = config.projection_multipliers
 
         # Without a store there is no state to hand on either.
-        old = (None, None, None) if state is None else (state.conv_x, state.conv_bc, state.ssm)
+        old: SlotArrays | dict[str, None] = dict.fromkeys(("ssm", "conv_x", "conv_bc")) if state is None else state
 
         x = scaled(x, config.input_multiplier)
         zx, bc = self.in_proj_zx(x), self.in_proj_bc(x)
@@ -86,22 +107,16 @@ class Mamba(nnx.Module):
         z, inner = scaled(zx[:, 0], times_z), scaled(zx[:, 1], times_x)
         if times_b != 1.0 or times_c != 1.0:
             bc = bc * jnp.asarray([times_b, times_c], bc.dtype)[:, None]
-        inner, conv_x = self.conv_x(inner, layout, old[0])
-        bc, conv_bc = self.conv_bc(bc.reshape(tokens, -1), layout, old[1])
+        inner, conv_x = self.conv_x(inner, layout, old["conv_x"])
+        bc, conv_bc = self.conv_bc(bc.reshape(tokens, -1), layout, old["conv_bc"])
         b, c = (self._own_groups(v, dt.shape[1]) for v in jnp.split(bc, 2, axis=1))
 
         low, high = config.dt_limit
-        y, ssm = layout.scan(
-            inner.reshape(tokens, -1, config.head_dim),
-            jnp.clip(jax.nn.softplus(dt + self.dt_bias[...]), max(low, _LEAST_DT), None if high == math.inf else high),
-            -jnp.exp(self.a_log[...]),
-            b,
-            c,
-            self.d[...],
-            old[2],
-        )
+        dt = jnp.clip(jax.nn.softplus(dt + self.dt_bias[...]), max(low, _LEAST_DT), None if high == math.inf else high)
+        x = inner.reshape(tokens, -1, config.head_dim)
+        y, ssm = layout.run(SSD, (x, dt, b, c), (-jnp.exp(self.a_log[...]), self.d[...]), old["ssm"])
         out = self.out_proj(self._gate(y.reshape(z.shape), z))
-        new = None if state is None else MambaSlots(ssm=ssm, conv_x=conv_x, conv_bc=conv_bc)
+        new = None if state is None else {"ssm": ssm, "conv_x": conv_x, "conv_bc": conv_bc}
         return scaled(out, config.output_multiplier), new
 
     def _own_groups(self, v: Float[Array, "T channels"], heads: int) -> Float[Array, "T groups state"]:
@@ -143,7 +158,7 @@ class Mamba(nnx.Module):
         return (out * gate if config.norm_before_gate else out).astype(y.dtype)
 
 
-def _initial_dt_bias(rngs: nnx.Rngs, heads: int) -> Float[Array, " heads"]:
+def initial_dt_bias(rngs: nnx.Rngs, heads: int) -> Float[Array, " heads"]:
     """Step sizes log-uniform in [0.001, 0.1], through the inverse of softplus (as in the Mamba2 reference code)."""
     low, high = math.log(0.001), math.log(0.1)
     dt = jnp.exp(jax.random.uniform(rngs.params(), (heads,), jnp.float32, low, high))

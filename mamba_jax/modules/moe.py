@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.grouped_matmul import grouped_matmul
+from kernels_pallas.quantised import Quantised
 from mamba_jax.config import MLPConfig, MoEConfig
 from mamba_jax.layout import Layout
 from mamba_jax.modules.basic import Linear, activation, normal
@@ -55,7 +56,12 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The experts' weights: up [experts, size, inputs] (gated: [experts, 2, size, inputs], gate first), and down."""
+    """The experts' weights: up [experts, size, inputs] (gated: [experts, 2, size, inputs], gate first), and down.
+
+    They may be quantised.
+    """
+
+    quantisable = ("up", "down")
 
     def __init__(self, config: MoEConfig, inputs: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         self.activation = activation(config.activation)
@@ -81,11 +87,12 @@ class Experts(nnx.Module):
         # Padding goes to an expert that does not exist, after all others: no work, and zeros come back.
         expert = jnp.where(valid, chosen, experts).reshape(-1)
         order = jnp.argsort(expert)
-        ends = jnp.searchsorted(expert[order], jnp.arange(experts), side="right")
-        sizes = jnp.diff(ends, prepend=0).astype(jnp.int32)
+        # Counted by comparing, not searching: a search is a loop, which a GPU would run step by step from the host.
+        sizes = (expert[:, None] == jnp.arange(experts)).sum(axis=0, dtype=jnp.int32)
 
         up = self.up[...]
-        inner = grouped_matmul(x[order // chosen.shape[1]], up.reshape(experts, -1, up.shape[-1]), sizes)
+        flat = up.matrix(lead=1) if isinstance(up, Quantised) else up.reshape(experts, -1, up.shape[-1])
+        inner = grouped_matmul(x[order // chosen.shape[1]], flat, sizes)
         if self.gated:
             gate, inner = jnp.split(inner, 2, axis=1)
             inner = self.activation(gate) * inner
@@ -107,6 +114,7 @@ class MoE(nnx.Module):
         self.latent_out = Linear(latent, hidden_size, bias=bias, rngs=rngs, dtype=dtype) if latent else None
         shared = MLPConfig(config.shared_size, config.activation, config.gated, bias) if config.shared_size else None
         self.shared = MLP(shared, hidden_size, rngs=rngs, dtype=dtype) if shared else None
+        self.shared_gate = Linear(hidden_size, 1, rngs=rngs, dtype=dtype) if config.shared_gate else None
 
     def __call__(
         self, x: Float[Array, "T hidden"], layout: Layout, state: None
@@ -116,5 +124,9 @@ class MoE(nnx.Module):
         if self.latent_out is not None:
             y = self.latent_out(y)
         if self.shared is not None:
-            y = y + self.shared(x, layout, None)[0]
+            shared, _ = self.shared(x, layout, None)
+            if self.shared_gate is not None:
+                gate = jax.nn.sigmoid(self.shared_gate(x, out_dtype=jnp.float32))
+                shared = (gate * shared).astype(shared.dtype)
+            y = y + shared
         return y, None

@@ -11,9 +11,10 @@ from jaxtyping import Array, Float
 
 from mamba_jax.config import ATTENTION, MLP, HybridConfig
 from mamba_jax.layout import Layout
-from mamba_jax.modules.basic import Linear, RMSNorm, Weight, normal
-from mamba_jax.modules.blocks import Block
-from mamba_jax.sharding.across import across, own_columns
+from mamba_jax.modules.basic import Linear, Table, normal
+from mamba_jax.modules.blocks import Block, model_norm
+from mamba_jax.sharding.across import Divided, across, own_columns
+from mamba_jax.sharding.parameters import of_whole_input
 
 
 class MTP(nnx.Module):
@@ -28,10 +29,10 @@ class MTP(nnx.Module):
         hidden = config.hidden_size
         self.config, self.kinds = config, config.mtp_pattern
         table = (config.vocab_size, hidden)
-        self.embed = Weight(normal(rngs, table, dtype)) if config.own_mtp_embedding else None
-        self.lm_head = Weight(normal(rngs, table, dtype)) if config.own_mtp_head else None
-        self.enorm = RMSNorm(hidden, config.norm_eps, dtype=dtype)
-        self.hnorm = RMSNorm(hidden, config.norm_eps, dtype=dtype)
+        self.embed = Table(normal(rngs, table, dtype)) if config.own_mtp_embedding else None
+        self.lm_head = Table(normal(rngs, table, dtype)) if config.own_mtp_head else None
+        self.enorm = model_norm(config, dtype=dtype)
+        self.hnorm = model_norm(config, dtype=dtype)
         self.eh_proj = Linear(2 * hidden, hidden, rngs=rngs, dtype=dtype)
         before = config.pattern.count(MLP)
         self.blocks = nnx.List(
@@ -40,7 +41,7 @@ class MTP(nnx.Module):
                 for i, kind in enumerate(self.kinds)
             ]
         )
-        self.final_norm = RMSNorm(hidden, config.norm_eps, dtype=dtype)
+        self.final_norm = model_norm(config, dtype=dtype)
 
     def __call__(
         self,
@@ -60,7 +61,8 @@ class MTP(nnx.Module):
             hidden states for the head (`HybridModel.draft_logits`), and the keys and values.
         """
         pair = jnp.concatenate([self.enorm(embedded), self.hnorm(hidden)], axis=-1)
-        x, _ = across(self.config, {"eh_proj": self.eh_proj}, _fuse, layout, None, pair)
+        eh_proj = Divided(self.eh_proj, of_whole_input(self.config))
+        x, _ = across(self.config, {"eh_proj": eh_proj}, _fuse, layout, None, pair)
         kept: list[Array] = []
         for kind, block in zip(self.kinds, self.blocks, strict=True):
             if kind == ATTENTION:

@@ -15,8 +15,9 @@ from mamba_jax.modules.attention import Attention
 from mamba_jax.modules.basic import Linear, RMSNorm
 from mamba_jax.modules.mamba import Mamba
 from mamba_jax.modules.mlp import MLP
-from mamba_jax.sharding.across import across, own_columns
-from mamba_jax.store import MambaSlots
+from mamba_jax.sharding.across import Divided, across, own_columns
+from mamba_jax.sharding.parameters import adapter_placements, of_whole_input
+from mamba_jax.store import SlotArrays
 
 
 class Adapter(nnx.Module):
@@ -76,9 +77,12 @@ class SharedBlock(nnx.Module):
         adapters: Adapters,
     ) -> tuple[Float[Array, "T hidden"], Array | None]:
         y = self.attention_norm(jnp.concatenate([x, embedded], axis=-1))
-        modules = {"attention": self.attention, "adapters": adapters}
-        y, kv = across(self.config, modules, _attend, layout, kv, y)
-        y, _ = across(self.config, {"mlp": self.mlp, "adapters": adapters}, _feed, layout, None, self.mlp_norm(y))
+        config, attention, mlp = self.config, need(self.config.attention), need(self.config.mlp)
+        added = Divided(adapters, adapter_placements(need(config.shared), attention, mlp))
+        heard = {"attention": Divided(self.attention, attention.parameters()), "adapters": added}
+        y, kv = across(config, heard, _attend, layout, kv, y)
+        fed = {"mlp": Divided(self.mlp, mlp.parameters()), "adapters": added}
+        y, _ = across(config, fed, _feed, layout, None, self.mlp_norm(y))
         return y, kv
 
 
@@ -113,14 +117,16 @@ class SharedUse(nnx.Module):
         self,
         x: Float[Array, "T hidden"],
         layout: Layout,
-        state: tuple[MambaSlots | None, Array | None],
+        state: tuple[SlotArrays | None, Array | None],
         *,
         block: SharedBlock,
         embedded: Float[Array, "T hidden"],
-    ) -> tuple[Float[Array, "T hidden"], tuple[MambaSlots | None, Array | None]]:
+    ) -> tuple[Float[Array, "T hidden"], tuple[SlotArrays | None, Array | None]]:
         slots, kv = state
         heard, kv = block(x, embedded, layout, kv, self.adapters)
-        heard, _ = across(self.config, {"linear": self.linear}, _project, layout, None, heard)
+        linear = Divided(self.linear, of_whole_input(self.config))
+        heard, _ = across(self.config, {"linear": linear}, _project, layout, None, heard)
         mixed = self.norm(x + heard.astype(x.dtype))
-        y, slots = across(self.config, {"mixer": self.mixer}, _mix, layout, slots, mixed)
+        mixer = Divided(self.mixer, need(self.config.mamba).parameters())
+        y, slots = across(self.config, {"mixer": mixer}, _mix, layout, slots, mixed)
         return x + y.astype(x.dtype), (slots, kv)

@@ -6,7 +6,7 @@ devices tell each other for a sublayer (`across`). What lies between mixers is t
 """
 
 from mamba_jax.sharding.across import across, own_columns
-from mamba_jax.sharding.axis import AXIS, axis_index, axis_mesh, make_mesh, replicated, same_everywhere, use_mesh
+from mamba_jax.sharding.axis import AXIS, axis_index, axis_mesh, keep_whole, make_mesh, replicated, use_mesh
 from mamba_jax.sharding.partition import Partition
 from mamba_jax.sharding.place import (
     parameter_shardings,
@@ -22,12 +22,12 @@ __all__ = [
     "across",
     "axis_index",
     "axis_mesh",
+    "keep_whole",
     "make_mesh",
     "own_columns",
     "parameter_shardings",
     "replicate",
     "replicated",
-    "same_everywhere",
     "shard_parameters",
     "sharded_store",
     "store_shardings",

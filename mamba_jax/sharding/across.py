@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,16 +13,38 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from mamba_jax.config import HybridConfig
+from mamba_jax.config import ADDED_ONCE, HybridConfig, ModelConfigError, Placement
 from mamba_jax.layout.sequence import SequenceLayout
 from mamba_jax.sharding.axis import AXIS, axis_index, axis_mesh
+from mamba_jax.sharding.parameters import placement
 from mamba_jax.sharding.partition import Partition
 
 Run = Callable[..., tuple[Array, Any]]
 
 
+@dataclass(frozen=True)
+class Divided:
+    """A module, and how each of its parameters is divided, by its dotted path from the module on."""
+
+    module: nnx.Module
+    parameters: Mapping[str, Placement]
+
+    def placement(self, path: str) -> Placement:
+        """Of one parameter.
+
+        Raises:
+            ModelConfigError: it is not declared.
+        """
+        found = placement(self.parameters, path)
+        if found is None:
+            raise ModelConfigError(
+                f"{type(self.module).__name__} does not declare how its {path} is divided over devices"
+            )
+        return found
+
+
 def across(
-    config: HybridConfig, modules: Mapping[str, nnx.Module | None], run: Run, layout: Any, state: Any, *inputs: Any
+    config: HybridConfig, modules: Mapping[str, Divided], run: Run, layout: Any, state: Any, *inputs: Any
 ) -> tuple[Array, Any]:
     """`run(modules, layout, state, *inputs) -> (y, state)`, divided over the mesh's devices if there is a mesh.
 
@@ -32,30 +55,26 @@ def across(
     """
     mesh = axis_mesh()
     if mesh is None or isinstance(layout, SequenceLayout):
-        return run(modules, layout, state, *inputs)
+        return run({name: divided.module for name, divided in modules.items()}, layout, state, *inputs)
     partition = Partition.of(config, mesh.shape[AXIS])
-    graphs, weights, specs = {}, {}, {}
-    for name, module in modules.items():
-        if module is None:
-            continue
-        graphs[name], found = nnx.split(module)
-        flat = {".".join((name, *map(str, path))): (path, leaf) for path, leaf in nnx.to_flat_state(found)}
-        weights[name] = {path: leaf[...] for path, (_, leaf) in flat.items()}
-        specs[name] = {path: partition.parameter(path) for path in flat}
+    graphs, leaves, weights, specs = {}, {}, {}, {}
+    for name, divided in modules.items():
+        graphs[name], found = nnx.split(divided.module)
+        leaves[name] = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(found)}
+        weights[name] = {path: leaf[...] for path, (_, leaf) in leaves[name].items()}
+        specs[name] = {path: partition.placed(divided.placement(path)) for path in leaves[name]}
 
     def rebuilt(name: str, pieces: Mapping[str, Array]) -> nnx.Module:
-        _, found = nnx.split(modules[name])
-        leaves = []
-        for path, leaf in nnx.to_flat_state(found):
-            dotted = ".".join((name, *map(str, path)))
+        filled = []
+        for dotted, (path, leaf) in leaves[name].items():
             value = pieces[dotted]
-            if partition.added_once(dotted):
+            if modules[name].placement(dotted) is ADDED_ONCE:
                 value = jnp.where(axis_index() == 0, value, jnp.zeros((), value.dtype))
-            leaves.append((path, leaf.replace(value)))
-        return nnx.merge(graphs[name], nnx.from_flat_state(leaves))
+            filled.append((path, leaf.replace(value)))
+        return nnx.merge(graphs[name], nnx.from_flat_state(filled))
 
     def on_each_device(weights: Any, layout: Any, state: Any, *inputs: Any) -> tuple[Array, Any]:
-        here = {name: rebuilt(name, weights[name]) if name in weights else None for name in modules}
+        here = {name: rebuilt(name, weights[name]) for name in modules}
         y, state = run(here, layout, state, *inputs)
         return lax.psum(y, AXIS), state
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from mamba_jax.config import ConfigError
+from mamba_jax.config import ModelConfigError
 
 AXIS = "tp"
 """Name of the one axis of the mesh."""
@@ -23,11 +23,11 @@ def make_mesh(shards: int, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of the first `shards` devices (of all processes), or of those given.
 
     Raises:
-        ConfigError: there are not as many.
+        ModelConfigError: there are not as many.
     """
     found = list(jax.devices() if devices is None else devices)
     if len(found) < shards:
-        raise ConfigError(f"tensor_parallel_size {shards}: JAX sees {len(found)} {found[0].platform} device(s)")
+        raise ModelConfigError(f"tensor_parallel_size {shards}: JAX sees {len(found)} {found[0].platform} device(s)")
     return Mesh(np.array(found[:shards]), (AXIS,), axis_types=(AxisType.Auto,))
 
 
@@ -60,6 +60,6 @@ def split_last(x: Array) -> Array:
     return lax.with_sharding_constraint(x, PartitionSpec(*[None] * (x.ndim - 1), AXIS))
 
 
-def same_everywhere(x: Array) -> Array:
+def keep_whole(x: Array) -> Array:
     """Tells the compiler to have x whole on every device from here on; nothing outside of a mesh."""
     return x if axis_mesh() is None else lax.with_sharding_constraint(x, PartitionSpec())

@@ -13,14 +13,14 @@ from mamba_jax.config import HybridConfig
 from mamba_jax.sharding.axis import AXIS, replicated
 from mamba_jax.sharding.partition import Partition
 from mamba_jax.store import Store, StoreShape, init_store
-from mamba_jax.store_layout import place
+from mamba_jax.store_layout import placed
 
 
 def parameter_shardings(config: HybridConfig, mesh: Mesh) -> Callable[[str], NamedSharding]:
     """The sharding of each parameter by its dotted path, as `checkpoints.load_model` takes it.
 
     Raises:
-        ConfigError: the model does not divide over the mesh.
+        ModelConfigError: the model does not divide over the mesh.
     """
     partition = Partition.of(config, mesh.shape[AXIS])
     return lambda path: NamedSharding(mesh, partition.parameter(path))
@@ -29,7 +29,7 @@ def parameter_shardings(config: HybridConfig, mesh: Mesh) -> Callable[[str], Nam
 def store_shardings(store: Store, config: HybridConfig, mesh: Mesh) -> Store:
     """Where each of the store's arrays belongs, in its structure: a sharding, or a `Format` (see `store_layout`)."""
     specs = Partition.of(config, mesh.shape[AXIS]).store(store)
-    return jax.tree.map(lambda spec, leaf: place(leaf, NamedSharding(mesh, spec)), specs, store)
+    return placed(StoreShape.of(config), store, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
 
 
 def sharded_store(config: HybridConfig, mesh: Mesh, **sizes: Any) -> Store:

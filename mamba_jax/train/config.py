@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import yaml
 
-from mamba_jax.config import ConfigError
+from mamba_jax.config import ModelConfigError
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,13 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "sequence_length", "log_every", "save_every"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}: at least 1 is expected")
+                raise ModelConfigError(f"{name} is {getattr(self, name)}: at least 1 is expected")
         if self.drafts.every < 1 or self.batch_size % self.drafts.every:
-            raise ConfigError(f"drafts.every is {self.drafts.every}: it must divide batch_size, {self.batch_size}")
+            raise ModelConfigError(f"drafts.every is {self.drafts.every}: it must divide batch_size, {self.batch_size}")
         if not 0 <= self.data.chat_share <= 1:
-            raise ConfigError(f"data.chat_share is {self.data.chat_share}: a share between 0 and 1 is expected")
+            raise ModelConfigError(f"data.chat_share is {self.data.chat_share}: a share between 0 and 1 is expected")
         if self.data.mixture and min(self.data.mixture.values()) <= 0:
-            raise ConfigError(f"data.mixture is {self.data.mixture}: shares above 0 are expected")
+            raise ModelConfigError(f"data.mixture is {self.data.mixture}: shares above 0 are expected")
 
 
 def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
@@ -100,32 +100,32 @@ def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> Train
         path: YAML, or TOML if it ends so.
         overrides: values that come before the file's, under dotted names ("optimizer.learning_rate").
     Raises:
-        ConfigError: the file cannot be read, or has fields that are unknown or wrong.
+        ModelConfigError: the file cannot be read, or has fields that are unknown or wrong.
     """
     try:
         text = path.read_text(encoding="utf-8")
         fields = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text) or {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
+        raise ModelConfigError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
     if not isinstance(fields, dict):
-        raise ConfigError(f"{path}: a mapping of settings is expected")
+        raise ModelConfigError(f"{path}: a mapping of settings is expected")
     for name, value in (overrides or {}).items():
         *groups, last = name.split(".")
         inner = fields
         for group in groups:
             inner = inner.setdefault(group, {})
             if not isinstance(inner, dict):
-                raise ConfigError(f"{path}: {group} has no setting {last}")
+                raise ModelConfigError(f"{path}: {group} has no setting {last}")
         inner[last] = value
     return _build(TrainConfig, fields, "")
 
 
 def _build(kind: Any, fields: Any, where: str) -> Any:
     if not isinstance(fields, Mapping):
-        raise ConfigError(f"{where.rstrip('.')} is {fields!r}: a mapping of settings is expected")
+        raise ModelConfigError(f"{where.rstrip('.')} is {fields!r}: a mapping of settings is expected")
     hints = typing.get_type_hints(kind)
     if unknown := sorted(set(fields) - set(hints)):
-        raise ConfigError(f"unknown setting {where}{unknown[0]}; known are {', '.join(hints)}")
+        raise ModelConfigError(f"unknown setting {where}{unknown[0]}; known are {', '.join(hints)}")
     return kind(**{name: _value(hints[name], value, where + name) for name, value in fields.items()})
 
 
@@ -138,17 +138,17 @@ def _value(hint: Any, value: Any, name: str) -> Any:
     origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin is Literal:
         if value not in inner:
-            raise ConfigError(f"{name} is {value!r}: allowed are {', '.join(map(str, inner))}")
+            raise ModelConfigError(f"{name} is {value!r}: allowed are {', '.join(map(str, inner))}")
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"{name} is {value!r}: a list is expected")
+            raise ModelConfigError(f"{name} is {value!r}: a list is expected")
         return tuple(_value(inner[0], one, name) for one in value)
     if origin is dict:
         if not isinstance(value, dict):
-            raise ConfigError(f"{name} is {value!r}: a mapping is expected")
+            raise ModelConfigError(f"{name} is {value!r}: a mapping is expected")
         return {key: one if inner[1] is Any else _value(inner[1], one, f"{name}.{key}") for key, one in value.items()}
     wanted: type | types.UnionType = float | int if hint is float else hint
     if not isinstance(value, wanted) or (isinstance(value, bool) and hint is not bool):
-        raise ConfigError(f"{name} is {value!r}: {hint.__name__} is expected")
+        raise ModelConfigError(f"{name} is {value!r}: {hint.__name__} is expected")
     return hint(value)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32
 
-from mamba_jax.config import ConfigError
+from mamba_jax.config import ModelConfigError
 
 _BLOCK = 120  # sequences over which the shares of the sources come out right
 
@@ -74,7 +74,7 @@ class Batches:
         length: tokens in a sequence.
         seed: of the order.
     Raises:
-        ConfigError: a share without a source, or a source shorter than a sequence.
+        ModelConfigError: a share without a source, or a source shorter than a sequence.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class Batches:
         seed: int,
     ) -> None:
         if unknown := sorted(set(shares) - set(streams)):
-            raise ConfigError(f"data.mixture has {unknown[0]!r}; the corpus has {', '.join(streams)}")
+            raise ModelConfigError(f"data.mixture has {unknown[0]!r}; the corpus has {', '.join(streams)}")
         for name in shares:
             if not len(streams[name].windows(length, 0)):
-                raise ConfigError(f"source {name!r} has {len(streams[name].tokens)} tokens: fewer than a sequence")
+                raise ModelConfigError(f"source {name!r} has {len(streams[name].tokens)} tokens: fewer than a sequence")
         self._names, self._streams = sorted(shares), streams
         self._batch_size, self._length, self._seed = batch_size, length, seed
         total = sum(shares.values())

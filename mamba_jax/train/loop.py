@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int32
 
-from mamba_jax.config import ConfigError, HybridConfig
+from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.train.config import TrainConfig
 from mamba_jax.train.loss import Parameters, training_loss
@@ -80,11 +80,11 @@ def train(
         devices: to divide each batch among; all if None.
         progress: called with each record of the log.
     Raises:
-        ConfigError: settings that do not fit each other, the machine, or the run on disk.
+        ModelConfigError: settings that do not fit each other, the machine, or the run on disk.
     """
     mesh = Mesh(np.array(devices or jax.devices()), ("batch",))
     if settings.batch_size // settings.drafts.every % mesh.size:
-        raise ConfigError(
+        raise ModelConfigError(
             f"batch_size / drafts.every is {settings.batch_size // settings.drafts.every}:"
             f" it cannot be divided among {mesh.size} devices"
         )

@@ -8,7 +8,7 @@ import jax
 import optax
 from optax import contrib
 
-from mamba_jax.config import ConfigError
+from mamba_jax.config import ModelConfigError
 from mamba_jax.train.config import OptimizerSettings
 
 # Linear maps between hidden spaces. The rest (embedding, head, convolutions, norms, what steers recurrences and
@@ -22,11 +22,11 @@ def learning_rate(settings: OptimizerSettings, steps: int) -> optax.Schedule:
     """The learning rate of each step.
 
     Raises:
-        ConfigError: warm-up and decay take more steps than there are.
+        ModelConfigError: warm-up and decay take more steps than there are.
     """
     warmup, peak = settings.warmup_steps, settings.learning_rate
     if warmup + settings.decay_steps > steps:
-        raise ConfigError(f"{warmup} steps of warm-up and {settings.decay_steps} of decay: there are only {steps}")
+        raise ModelConfigError(f"{warmup} steps of warm-up and {settings.decay_steps} of decay: there are only {steps}")
     rise = optax.linear_schedule(0.0, peak, warmup)
     if settings.schedule == "cosine":
         return optax.join_schedules([rise, optax.cosine_decay_schedule(peak, max(steps - warmup, 1))], [warmup])

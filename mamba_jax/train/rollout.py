@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mamba_jax.config import HybridConfig
+from mamba_jax.config import HybridConfig, need
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel
 
@@ -89,5 +89,5 @@ def _no_keys(config: HybridConfig, tokens: int, dtype: jnp.dtype) -> tuple[Array
     """The state of the layer's attentions before the first pass."""
     if not config.num_mtp_attention_layers:
         return ()
-    kv2, head_dim = config.kv_shape
+    kv2, head_dim = need(config.attention).state()[0].shape
     return (jnp.zeros((0, 2, tokens, kv2 // 2, head_dim), dtype),) * config.num_mtp_attention_layers

@@ -10,7 +10,7 @@ import jax
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Int
 
-from mamba_jax.config import ConfigError
+from mamba_jax.config import ModelConfigError
 
 KEPT_CHECKPOINTS = 2
 
@@ -52,14 +52,14 @@ class Checkpoints:
         """The newest state, placed as `like` is.
 
         Raises:
-            ConfigError: it is of another model or optimiser.
+            ModelConfigError: it is of another model or optimiser.
         """
         targets = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         try:
             return self._manager.restore(self.latest, args=ocp.args.StandardRestore(targets))
         except (ValueError, KeyError, TypeError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise ConfigError(f"the run on disk does not fit this configuration ({reason})") from error
+            raise ModelConfigError(f"the run on disk does not fit this configuration ({reason})") from error
 
     def close(self) -> None:
         """Let go of the directory."""

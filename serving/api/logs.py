@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from typing import Any, Literal
@@ -15,8 +16,10 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         fields = "".join(f" {name}={value}" for name, value in _fields(record).items())
-        line = f"{clock} {record.levelname:<7} {record.getMessage()}{fields}"
-        return line if record.exc_info is None else f"{line}\n{self.formatException(record.exc_info)}"
+        line = f"{clock} {record.levelname:<7} {_escaped(record.getMessage() + fields)}"
+        if record.exc_info is None:
+            return line
+        return "\n".join([line, *map(_escaped, self.formatException(record.exc_info).splitlines())])
 
 
 class JsonFormatter(logging.Formatter):
@@ -43,6 +46,14 @@ def set_up_logging(form: Literal["text", "json"]) -> None:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+def _escaped(text: str) -> str:
+    """One line of it, without anything that a terminal obeys: paths and names come from clients."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class _EngineCollector:
             "requests_finished", "Requests (each choice by itself) by why they ended.",
             {(("reason", str(reason)),): count for reason, count in stats["finished"].items()},
         )  # fmt: skip
-        yield _counter("preemptions", "Requests put back into the queue for want of space.", {(): stats["preemptions"]})
+        yield _counter("preemptions", "Requests returned to the queue for lack of memory.", {(): stats["preemptions"]})
         for name, key, text in (
             ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that were let in."),
             ("cached_prompt_tokens", "cached_tokens", "Of those, tokens that did not have to be computed."),
@@ -160,6 +160,10 @@ class _EngineCollector:
             {(): loop["lockstep_steps"]},
         )  # fmt: skip
         yield _counter("step_failures", "Steps lost with all state; it was computed again.", {(): loop["failures"]})
+        yield _counter(
+            "outputs_not_finite", "Choices that ended because their logits were NaN or infinite.",
+            {(): loop["not_finite"]},
+        )  # fmt: skip
         yield _counter(
             "step_seconds", "Time of the engine's thread by what it did: wait is for the device, all else the host.",
             {(("part", part),): loop[f"{part}_seconds"] for part in ("plan", "dispatch", "wait", "settle")},

@@ -1,34 +1,51 @@
 """Host policy: requests, pools, prefix index, scheduler. Pure Python; never imports JAX."""
 
+from serving.core.cache.pools import Pool, Use
+from serving.core.cache.prefix_tree import CheckpointKind
+from serving.core.cache.retention import RetentionPolicy
+from serving.core.cache.row_state import StateAccess
 from serving.core.config import CacheMode, SchedulerConfig
-from serving.core.drafts import AdaptiveDrafts, DraftPolicy
-from serving.core.plan import DecodeRow, Emitted, PrefillRow, StepPlan, StepResult
-from serving.core.policy import CachePolicy, Kind
-from serving.core.reasons import ConfigError, FinishReason, MissReason, RequestRefused
-from serving.core.remote import Hold, Load, RemoteState
-from serving.core.request import Request, Status
+from serving.core.planning.plan import DecodeRow, Emitted, PrefillRow, Row, StepPlan, StepResult
+from serving.core.planning.remote import Hold
+from serving.core.reasons import (
+    ConfigError,
+    FinishReason,
+    MissReason,
+    PromptTooLong,
+    RequestRefused,
+    check_prompt_length,
+)
+from serving.core.requests.drafts import AdaptiveDrafts, DraftPolicy
+from serving.core.requests.request import PlannedRow, RemoteLoad, RemoteState, Request, Status
 from serving.core.scheduler import Scheduler
 
 __all__ = [
     "AdaptiveDrafts",
     "CacheMode",
-    "CachePolicy",
+    "CheckpointKind",
     "ConfigError",
     "DecodeRow",
     "DraftPolicy",
     "Emitted",
     "FinishReason",
     "Hold",
-    "Kind",
-    "Load",
     "MissReason",
+    "PlannedRow",
+    "Pool",
     "PrefillRow",
+    "PromptTooLong",
+    "RemoteLoad",
     "RemoteState",
     "Request",
     "RequestRefused",
+    "RetentionPolicy",
+    "Row",
     "Scheduler",
     "SchedulerConfig",
+    "StateAccess",
     "Status",
     "StepPlan",
     "StepResult",
+    "Use",
+    "check_prompt_length",
 ]

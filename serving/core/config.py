@@ -20,7 +20,7 @@ class SchedulerConfig:
     """0 = the model has no attention: no pages, and everything else as usual."""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
-    """Tokens a step may feed, drafts included. Prefills get at least a tile's worth of it whatever decoding takes."""
+    """Tokens a step may feed, drafts included. Prefills get at least a tile's worth, however much decoding takes."""
     max_model_len: int = 4096
     """Prompt and output together."""
     page_size: int = 16
@@ -39,6 +39,8 @@ class SchedulerConfig:
     """None = `max_num_seqs`."""
     max_waiting: int | None = None
     """Requests that may queue; one more is refused. None = no limit."""
+    max_decode_pause: float | None = None
+    """Seconds that a step which decodes may take for the prompts in it, as far as one tile allows. None = no limit."""
     overlap: bool = True
     """Whether a step may be planned before the last one has settled."""
 
@@ -89,14 +91,14 @@ class SchedulerConfig:
             raise ConfigError("num_pages is 1: that is the null page alone; 0 says that the model has no attention")
 
     @property
-    def seats(self) -> int:
+    def num_rows(self) -> int:
         """Sequences that run at once: `max_num_seqs`, clamped to what the slots can hold at 1 + K each."""
         return min(self.max_num_seqs, (self.num_slots - 1) // (1 + self.num_speculative_tokens))
 
     @property
     def decode_rows(self) -> int:
         """The most decode rows of one step."""
-        return self.seats if self.max_decode_rows is None else min(self.max_decode_rows, self.seats)
+        return self.num_rows if self.max_decode_rows is None else min(self.max_decode_rows, self.num_rows)
 
     @property
     def tiles(self) -> int:

@@ -38,3 +38,19 @@ class RequestRefused(ValueError):
     def __init__(self, message: str, *, retry: bool = False) -> None:
         super().__init__(message)
         self.retry = retry
+
+
+class PromptTooLong(RequestRefused):
+    """A prompt that leaves no room for an output."""
+
+
+def check_prompt_length(length: int, max_model_len: int, *, at_least: bool = False) -> None:
+    """Raises `PromptTooLong` for a prompt of more tokens than sequences may have, less one for the output.
+
+    `at_least`: it has so many or more; nobody has counted them all.
+    """
+    if length >= max_model_len:
+        raise PromptTooLong(
+            f"the prompt has {'at least ' * at_least}{length:,} tokens: at most {max_model_len - 1:,} are allowed "
+            f"(max_model_len {max_model_len:,}, one of them for the output)"
+        )

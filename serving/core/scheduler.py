@@ -5,37 +5,41 @@
     scheduler.dispatched(plan)           # or withdraw(plan), if it could not be dispatched
     scheduler.settle(earlier, result)    # in the order of dispatch
 
-Decoding rows come first, then prompts under way, then the queue (by priority, then arrival). See `host_state` for the
-resources, `prefill_planning` and `decode_planning` for the rows, `publication` for what becomes findable when.
+Decoding rows come first, then prompts being prefilled, then the queue (by priority, then arrival); `planning.fairness`
+says which prompts may overtake. See `planning.host_state` for what is known, `planning.prefill` and `planning.decode`
+for the rows, `planning.publication` for what becomes findable when, and `cache.row_state` for whose a slot is.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
-from serving.core.admission import admit, refuse_impossible
-from serving.core.budget import Budget
+from serving.core.cache.pools import Pool
+from serving.core.cache.prefix_index import PrefixIndex
+from serving.core.cache.retention import RetentionPolicy
 from serving.core.config import SchedulerConfig
-from serving.core.decode_planning import plan_decode
-from serving.core.drafts import DraftPolicy
-from serving.core.host_state import HostState
-from serving.core.plan import DecodeRow, Emitted, Fate, PrefillRow, StepPlan, StepResult
-from serving.core.policy import CachePolicy
-from serving.core.prefill_planning import plan_catch_up
-from serving.core.publication import after_dispatch
+from serving.core.planning.admission import admit, admit_short, refuse_impossible
+from serving.core.planning.budget import Budget
+from serving.core.planning.decode import plan_decode
+from serving.core.planning.host_state import HostState
+from serving.core.planning.plan import Emitted, StepPlan, StepResult
+from serving.core.planning.prefill import plan_prefill
+from serving.core.planning.publication import after_dispatch
+from serving.core.planning.remote import Hold, arrived, hold, hold_is_valid, lost, release_hold
+from serving.core.planning.settlement import finish, settle
 from serving.core.reasons import FinishReason, RequestRefused
-from serving.core.remote import Hold, Load, RemoteState, arrived, hold, hold_is_valid, lost, release_hold
-from serving.core.request import Request, Status
-from serving.core.settlement import finish, settle
+from serving.core.requests.drafts import DraftPolicy
+from serving.core.requests.request import Fate, PlannedRow, RemoteLoad, RemoteState, Request, Status
 
 
 class Scheduler:
     """Plans steps and settles them. Not safe for use by several threads at once."""
 
     def __init__(
-        self, config: SchedulerConfig, *, policy: CachePolicy | None = None, drafts: DraftPolicy | None = None
+        self, config: SchedulerConfig, *, policy: RetentionPolicy | None = None, drafts: DraftPolicy | None = None
     ) -> None:
         self.config = config
         drafts = drafts if drafts is not None else DraftPolicy(config.num_speculative_tokens)
-        self.host = HostState(config, policy if policy is not None else CachePolicy(config), drafts)
+        self._host = HostState(config, policy if policy is not None else RetentionPolicy(config), drafts)
         self._arrivals = 0
         self._steps = 0
 
@@ -44,15 +48,16 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises `RequestRefused`, one line, if it can never run or the queue is full."""
         try:
-            refuse_impossible(self.host, request)
+            refuse_impossible(self._host, request)
         except RequestRefused:
-            self.host.stats.refused += 1
+            self._host.stats.refused += 1
             raise
         self._arrivals += 1
         request.arrival = self._arrivals
-        self.host.requests[request.request_id] = request
-        self.host.stats.requests += 1
-        self.host.enqueue(request)
+        self._host.queues.unfinished[request.request_id] = request
+        self._host.forget(request)
+        self._host.stats.requests += 1
+        self._host.queues.enqueue(request)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request at any moment; None if there is no such request (any more)."""
@@ -60,25 +65,32 @@ class Scheduler:
 
     def finish(self, request_id: str, reason: FinishReason) -> Request | None:
         """End a request for a reason that the scheduler cannot see (a stop string, an error)."""
-        request = self.host.requests.get(request_id)
+        request = self._host.queues.unfinished.get(request_id)
         if request is not None:
-            finish(self.host, request, reason)
+            finish(self._host, request, reason)
+        return request
+
+    def discard(self, request_id: str) -> Request | None:
+        """End a request whose states are not to be trusted: nobody will find any state that its tokens lead to."""
+        request = self.finish(request_id, FinishReason.ERROR)
+        if request is not None and self.index is not None:
+            self.index.forget(request.tokens, request.cache_salt)
         return request
 
     @property
     def waiting(self) -> list[Request]:
         """The queue, first come first."""
-        return self.host.waiting
+        return self._host.queues.waiting
 
     @property
     def running(self) -> list[Request]:
-        """The seated requests, first come first."""
-        return self.host.running
+        """The requests that have a row id, first come first."""
+        return self._host.queues.running
 
     @property
     def has_unfinished(self) -> bool:
         """Whether anything is left to do."""
-        return bool(self.host.requests)
+        return bool(self._host.queues.unfinished)
 
     # -- steps --
 
@@ -87,97 +99,120 @@ class Scheduler:
 
         So it is without overlap, and when a running request needs the host to know its last tokens.
         """
-        if not self.host.unsettled:
+        if not self._host.unsettled:
             return False
-        return not self.config.overlap or any(request.lockstep and request.flights for request in self.host.running)
+        return not self.config.overlap or any(
+            request.lockstep and request.progress.unsettled for request in self._host.queues.running
+        )
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None if there is nothing to do before an unsettled step settles, or at all."""
         if self.needs_settle_before_schedule():
             return None
-        host = self.host
+        host = self._host
         assert host.pending is None, "the last plan was neither dispatched nor withdrawn"
         assert len(host.unsettled) <= 1, "at most one step may be unsettled while another is planned"
         self._steps += 1
         plan = host.pending = StepPlan(self._steps)
         budget = Budget(self.config)
-        running = host.running.copy()
-        decoding = 0
-        for request in running:
-            if request.num_sampling_steps:
-                decoding += 1
+        running = host.queues.running.copy()
+        decoding = [request for request in running if request.progress.num_sampling_steps]
         if decoding and self.config.num_speculative_tokens:
-            host.drafts.begin([request for request in running if request.num_sampling_steps])
-        spare = budget.tokens - decoding
-        for request in running:
-            if request.num_sampling_steps and request.status is Status.RUNNING:
+            host.drafts.begin(decoding)
+        spare = budget.tokens - len(decoding)
+        for request in decoding:
+            if request.status is Status.RUNNING:
                 spare -= max(0, plan_decode(host, request, plan, budget, max(0, spare)))
-        if decoding < len(running) or host.waiting:
+        if len(decoding) < len(running) or host.queues.waiting:
+            if plan.decode:
+                budget.tokens = min(budget.tokens, host.fairness.tokens_beside_decoding)
             budget.grant_share()
-            for request in running:
-                if request.num_sampling_steps or request.status is not Status.RUNNING or request.load is not None:
-                    continue
-                if plan_catch_up(host, request, plan, budget, preempting=True) and request.seat_due:
-                    request.seat_due = False
-                    plan.seats.append(request)
-            if host.waiting:
+            prompts = [
+                request for request in running if not request.progress.num_sampling_steps and not request.transfer.load
+            ]
+            long = [request for request in prompts if host.fairness.is_long(request)]
+            if long and budget.tokens > 1:  # a single token cannot be shared, and goes to the first in order
+                with budget.half():
+                    self._continue([request for request in prompts if request not in long], plan, budget)
+                    if host.queues.waiting:
+                        admit_short(host, plan, budget)
+                prompts = long
+            self._continue(prompts, plan, budget)
+            if host.queues.waiting:
                 admit(host, plan, budget)
         if not plan.decode and not plan.prefill:
             host.pending = None
             return None
         return plan
 
+    def _continue(self, prompts: Sequence[Request], plan: StepPlan, budget: Budget) -> None:
+        """Give running requests that prefill their next chunks, as far as there is room."""
+        for request in prompts:
+            if request.status is not Status.RUNNING:  # preempted for one before it
+                continue
+            progress = request.progress
+            if plan_prefill(self._host, request, plan, budget, preempting=True) and progress.set_up_due:
+                progress.set_up_due = False
+                plan.admitted.append(request)
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long on the device; later ones are sized by it to keep to `max_decode_pause`."""
+        num_tokens = sum(row.num_tokens for row in plan.prefill)
+        if num_tokens:
+            self._host.fairness.observe(num_tokens, seconds)
+
     def dispatched(self, plan: StepPlan) -> None:
         """The step is in the device's queue: what it computes of prompts may be found by later steps."""
-        host = self.host
+        host = self._host
         assert plan is host.pending, "only the latest plan can be dispatched, once"
         host.pending = None
         plan.dispatched = True
         for row in plan.effects:
             if row.fate is Fate.LIVE:
                 after_dispatch(host, row)
-        for request in plan.seats:
-            if not request.counted and not request.finished:
-                request.counted = True
+        for request in plan.admitted:
+            if not request.lookup.final and not request.finished:
+                request.lookup.final = True
                 self._count_admission(request)
         host.stats.steps += 1
         host.unsettled.append(plan)
 
     def _count_admission(self, request: Request) -> None:
-        stats = self.host.stats
+        stats, lookup = self._host.stats, request.lookup
         stats.prompt_tokens += request.prompt_len
-        stats.cached_tokens += request.num_cached_tokens
-        stats.full_hits += request.num_cached_tokens == request.prompt_len
-        if request.miss_reason is not None:
-            stats.misses[request.miss_reason] += 1
+        stats.cached_tokens += lookup.num_cached_tokens
+        stats.full_hits += lookup.num_cached_tokens == request.prompt_len
+        if lookup.miss_reason is not None:
+            stats.misses[lookup.miss_reason] += 1
 
     def withdraw(self, plan: StepPlan) -> None:
         """The step could not be dispatched: everything is as before it was planned, and nothing of it findable.
 
         Requests that it preempted stay in the queue, and what was evicted for it stays evicted.
         """
-        host = self.host
+        host = self._host
         assert plan is host.pending, "only the latest plan can be withdrawn, before it is dispatched"
         host.pending = None
         host.stats.withdrawn += 1
         for row in plan.rows:
             if row.fate is Fate.LIVE:
-                host.undo(row)
-                if row.request not in plan.seats:
-                    host.return_surplus(row.request)
-                    host.trim_slots(row.request)
-        for request in plan.seats:
+                request = row.request
+                host.undo(request)
+                if request not in plan.admitted:
+                    host.return_surplus(request)
+                    request.progress.state.trim(request.progress.last_access)
+        for request in plan.admitted:
             if request.status is Status.RUNNING:
-                host.leave(request)
+                host.queues.leave(request)
                 host.release_all(request, Fate.DROPPED)
-                host.enqueue(request)
+                host.queues.enqueue(request)
 
     def settle(self, plan: StepPlan, result: StepResult) -> list[Emitted]:
         """Take a step's result, in the order of dispatch; returns the tokens that count, request by request.
 
         Results of a step that a `reset` wrote off are ignored.
         """
-        host = self.host
+        host = self._host
         if not host.unsettled or plan is not host.unsettled[0]:
             assert all(row.fate is Fate.DROPPED for row in plan.rows), "steps settle in order"
             return []
@@ -189,67 +224,86 @@ class Scheduler:
 
         Tokens that were settled are kept; steps that were not settled mean nothing any more.
         """
-        host = self.host
+        host = self._host
         plans = [*host.unsettled, *([host.pending] if host.pending is not None else [])]
         for plan in plans:
             for row in plan.rows:
                 row.fate = Fate.DROPPED
         host.unsettled.clear()
         host.pending = None
-        seated, host.running[:] = host.running.copy(), []
-        for request in host.requests.values():
-            request.prompt_done = False
-        for request in seated:
+        host.cache.clear()
+        stopped = host.queues.stop_all()
+        for request in host.queues.unfinished.values():
+            request.queueing.prompt_done = False
             host.forget(request)
-            host.enqueue(request)
-        host.new_pools()
+        for request in stopped:
+            host.queues.enqueue(request)
         host.stats.resets += 1
 
     # -- states from and for other workers; see `remote` --
 
-    def take_loads(self) -> list[Load]:
+    def take_loads(self) -> list[RemoteLoad]:
         """Requests that began to wait for a remote state since the last call. Some may wait no more: see `valid`."""
-        loads, self.host.loads = self.host.loads, []
+        loads, self._host.loads = self._host.loads, []
         return loads
 
-    def take_spared(self) -> list[RemoteState]:
+    def pop_unneeded_remotes(self) -> list[RemoteState]:
         """Remote states that their requests, since the last call, turned out not to need (any more)."""
-        spared, self.host.spared = self.host.spared, []
-        return spared
+        unneeded, self._host.unneeded_remotes = self._host.unneeded_remotes, []
+        return unneeded
 
-    def arrived(self, load: Load) -> None:
+    @property
+    def has_unneeded_remotes(self) -> bool:
+        """Whether `pop_unneeded_remotes` has any to return."""
+        return bool(self._host.unneeded_remotes)
+
+    def arrived(self, load: RemoteLoad) -> None:
         """The program that writes a load into its slot and pages is in the device's queue: the request goes on."""
-        arrived(self.host, load)
+        arrived(self._host, load)
 
-    def lost(self, load: Load) -> None:
+    def lost(self, load: RemoteLoad) -> None:
         """A load will not arrive: the request computes its prompt here. Nothing happens if it waits no more."""
-        lost(self.host, load)
+        lost(self._host, load)
 
-    def hold(self, row: DecodeRow | PrefillRow) -> Hold:
+    def hold(self, row: PlannedRow) -> Hold:
         """Keep the state and the pages at the end of a row whose step was just dispatched, until `release_hold`."""
-        return hold(self.host, row)
+        return hold(self._host, row)
 
     def hold_is_valid(self, held: Hold) -> bool:
         """Whether what is held is still there: it goes with the store."""
-        return hold_is_valid(self.host, held)
+        return hold_is_valid(self._host, held)
 
     def release_hold(self, held: Hold) -> None:
         """Let go of it, once."""
-        release_hold(self.host, held)
+        release_hold(self._host, held)
 
-    # -- accounts --
+    # -- readings --
+
+    @property
+    def drafts(self) -> DraftPolicy:
+        """Decides how many drafts a row gets."""
+        return self._host.drafts
+
+    @property
+    def pools(self) -> Sequence[Pool]:
+        """Slots and, for a model with attention, pages: to look at. Others after a `reset`."""
+        return self._host.cache.pools
+
+    @property
+    def index(self) -> PrefixIndex | None:
+        """What is cached: to look at. None where nothing is; another one after a `reset`."""
+        return self._host.cache.index
 
     def check(self, *, idle: bool = False) -> None:
-        """Raise `AssertionError` unless every slot, page and seat is accounted for; `idle`: and none is in use."""
-        self.host.check(idle=idle)
+        """Raise `AssertionError` unless every slot, page and row id is accounted for; `idle`: and none is in use."""
+        self._host.check(idle=idle)
 
     def stats(self) -> dict[str, Any]:
         """All counters, and how full queues and pools are now."""
-        host = self.host
-        found = host.stats.snapshot()
-        found["waiting"], found["running"] = len(host.waiting), len(host.running)
-        pools: list[Any] = [host.slots] if host.pages is None else [host.slots, host.pages]
-        for pool in pools:
+        queues = self._host.queues
+        found = self._host.stats.snapshot()
+        found["waiting"], found["running"] = len(queues.waiting), len(queues.running)
+        for pool in self.pools:
             found[pool.name] = {
                 "total": pool.size - 1,
                 "free": len(pool.free),

@@ -37,12 +37,12 @@ class Stats:
     states_published: int = 0
     states_evicted: int = 0
     boundaries_not_kept: int = 0
-    """Checkpoints not published for want of a slot or a page."""
+    """Checkpoints not published because no slot or page could be spared."""
     drafts_cut: int = 0
-    """Drafts not fed for want of slots."""
+    """Drafts not fed because there were too few slots."""
     page_copies: int = 0
     rows_stalled: int = 0
-    """Times a row sat out a step for want of a slot, a page or room in the step."""
+    """Times a row sat out a step because a slot, a page or room in the step was missing."""
 
     def snapshot(self) -> dict[str, Any]:
         """All counters as a dictionary; the keys of the counted reasons are their names in lower case."""

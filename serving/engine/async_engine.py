@@ -8,15 +8,20 @@ import itertools
 import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from serving.engine.engine import Engine, Prompt
 from serving.engine.output import RequestOutput
-from serving.engine.sampling_params import RequestError, SamplingParams
+from serving.engine.request_error import RequestError
+from serving.engine.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
+
+_STATS_EVERY = 0.25
+"""Seconds after which a busy engine counts anew."""
 
 
 class EngineStopped(RuntimeError):
@@ -66,6 +71,8 @@ class AsyncEngine:
         self._streams: dict[str, _Stream] = {}
         self._ids = itertools.count()
         self._stopped: Exception | None = None
+        self._latest_stats, self._counted_at = engine.stats(), time.monotonic()
+        self._step_began: float | None = None
         self._gate = threading.Lock()
         """Held while a command is queued, and while the engine closes the queue: no command is ever forgotten."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -156,6 +163,16 @@ class AsyncEngine:
         self._submit(run)
         return await result
 
+    def tell(self, function: Callable[[Engine], Any]) -> None:
+        """Like `call`, and nobody waits for it: it runs after whatever was asked before, unless the engine stops."""
+        self._submit(lambda: _quietly(function, self._engine), quietly=True)
+
+    @property
+    def step_seconds(self) -> float:
+        """For how long the engine has been in the step that it is in; 0 between steps."""
+        begin = self._step_began
+        return 0.0 if begin is None else time.monotonic() - begin
+
     @property
     def running(self) -> bool:
         """Whether requests can be served. False after `shutdown`, and after a failure that was not going away."""
@@ -165,6 +182,14 @@ class AsyncEngine:
     def engine(self) -> Engine:
         """The engine, for what never changes while it runs (tokenizer, limits). For all else there is `call`."""
         return self._engine
+
+    @property
+    def latest_stats(self) -> dict[str, Any]:
+        """`Engine.stats()` of a moment ago: of the engine's last rest, or a quarter of a second old while it works.
+
+        Older only while a step takes longer, as one does that compiles. Never waits for the engine's thread.
+        """
+        return self._latest_stats
 
     def shutdown(self) -> None:
         """Stops the thread; iterations in progress raise `EngineStopped`."""
@@ -185,7 +210,12 @@ class AsyncEngine:
         reason: Exception = EngineStopped("the engine has been shut down")
         try:
             while self._take_commands():
-                self._publish(self._engine.step())
+                self._step_began = time.monotonic()
+                outputs = self._engine.step()
+                self._step_began = None
+                self._publish(outputs)
+                if time.monotonic() - self._counted_at > _STATS_EVERY:
+                    self._count()
         except Exception as error:
             log.exception("the engine has failed")
             reason = EngineStopped(f"the engine has failed: {error}")
@@ -203,13 +233,21 @@ class AsyncEngine:
     def _take_commands(self) -> bool:
         """Does what tasks have asked for; sleeps while there is nothing to do. False: shut down."""
         while True:
+            busy = self._engine.busy
+            if not busy:
+                self._count()
             try:
-                command = self._commands.get(block=not self._engine.loop.busy)
+                command = self._commands.get(block=not busy)
+                if not busy:
+                    self._counted_at = 0.0  # what begins now shows after its first step
             except queue.Empty:
                 return True
             if command is None:
                 return False
             command()
+
+    def _count(self) -> None:
+        self._latest_stats, self._counted_at = self._engine.stats(), time.monotonic()
 
     def _publish(self, outputs: Sequence[RequestOutput]) -> None:
         """Hands a step's outputs to their readers, waking each event loop once a step."""
@@ -235,6 +273,13 @@ class AsyncEngine:
         if self._streams.get(name) is stream:
             del self._streams[name]
             self._engine.abort(name)
+
+
+def _quietly(function: Callable[[Engine], Any], engine: Engine) -> None:
+    try:
+        function(engine)
+    except Exception:
+        log.exception("the engine was told something that it could not do")
 
 
 def _deliver(loop: asyncio.AbstractEventLoop, items: Sequence[tuple[_Stream, RequestOutput | Exception]]) -> None:

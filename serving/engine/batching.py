@@ -48,7 +48,7 @@ def prefill_buckets(config: SchedulerConfig) -> list[PrefillShape]:
     (and its tile) every 16 tokens.
     """
     most = -(-config.max_num_batched_tokens // 32) * 32
-    rows = min(config.max_prefill_rows, config.seats)
+    rows = min(config.max_prefill_rows, config.num_rows)
     few = min(_FEW_ROWS, rows)
     shapes = {PrefillShape(most, few, _tiles(config, most, few)), PrefillShape(most, rows, config.tiles)}
     size = 64
@@ -91,8 +91,8 @@ class BatchBuilder:
         self.decode_shapes = decode_buckets(config.decode_rows)
         self.prefill_shapes = prefill_buckets(config)
         # The page table of each seat as an array, and the list it was made from: most steps add no page.
-        self._table = np.zeros((config.seats + 1, self._pages_per_row), np.int32)
-        self._table_of: list[list[int]] = [[] for _ in range(config.seats + 1)]
+        self._table = np.zeros((config.num_rows + 1, self._pages_per_row), np.int32)
+        self._table_of: list[list[int]] = [[] for _ in range(config.num_rows + 1)]
 
     def warm_up_batches(self, vocab_size: int) -> Iterator[DecodeBatch | PrefillBatch | SeatBatch | MaskBatch]:
         """One batch of padding for each shape that can occur."""
@@ -120,7 +120,7 @@ class BatchBuilder:
         drafts = next(width for width in self._widths if width >= most)
         batch = self._empty_decode(next(size for size in self.decode_shapes if size >= count), drafts)
         numbers = np.array(
-            [(r.row_id, r.length, r.read_slot, r.num_tokens, r.num_drafts, r.continues, r.sample) for r in rows],
+            [(r.row_id, r.length, r.access.read, r.num_tokens, r.num_drafts, r.continues, r.sample) for r in rows],
             np.int32,
         )
         columns = (batch.row_id, batch.length, batch.read_slot, batch.num_tokens, batch.num_drafts, batch.continues)
@@ -129,11 +129,11 @@ class BatchBuilder:
         if drafts:
             batch.tokens[:] = -1  # a draft that the host has not filled in is rejected
             for i, row in enumerate(rows):
-                batch.write_slot[i, : len(row.write_slots)] = row.write_slots
+                batch.write_slot[i, : len(row.access.writes)] = row.access.writes
                 batch.tokens[i, : len(row.tokens)] = row.tokens
         else:
             # One token a row at most: no ragged rows to fill.
-            batch.write_slot[:count, 0] = [r.write_slots[0] if r.num_tokens else 0 for r in rows]
+            batch.write_slot[:count, 0] = [r.access.writes[0] if r.num_tokens else 0 for r in rows]
             batch.tokens[:count, 0] = [r.tokens[0] if r.tokens else 0 for r in rows]
         self._fill_pages(batch, rows, numbers[:, 0])
         return batch
@@ -142,16 +142,17 @@ class BatchBuilder:
         """The rows in their order, tokens packed, then padding."""
         tile_size = self._config.tile_size
         tokens = sum(row.num_tokens for row in rows)
-        tiles = sum(num_tiles(row.start, row.num_tokens, tile_size) for row in rows)
+        tiles = sum(num_tiles(row.length, row.num_tokens, tile_size) for row in rows)
         batch = self._empty_prefill(next(s for s in self.prefill_shapes if s.holds(tokens, len(rows), tiles)))
         at = tile = 0
         for i, row in enumerate(rows):
-            batch.row_id[i], batch.length[i], batch.num_tokens[i] = row.row_id, row.start, row.num_tokens
-            batch.read_slot[i], batch.sample[i] = row.read_slot, row.sample
+            batch.row_id[i], batch.length[i], batch.num_tokens[i] = row.row_id, row.length, row.num_tokens
+            batch.read_slot[i], batch.sample[i] = row.access.read, row.sample
             batch.tokens[at : at + row.num_tokens] = row.tokens
-            batch.tile_write_slot[tile : tile + len(row.tile_write_slots)] = row.tile_write_slots
+            writes = row.access.writes
+            batch.tile_write_slot[tile : tile + len(writes)] = writes
             at += row.num_tokens
-            tile += len(row.tile_write_slots)
+            tile += len(writes)
         self._fill_pages(batch, rows, np.asarray(batch.row_id[: len(rows)]))
         return batch
 
@@ -231,7 +232,7 @@ class BatchBuilder:
                 batch.page_copy[i] = row.page_copy
 
     def _empty_masks(self, vocab_size: int) -> MaskBatch:
-        rows = min(_MASKS, self._config.seats)
+        rows = min(_MASKS, self._config.num_rows)
         return MaskBatch.empty(rows=rows, heads=self.heads, vocab_size=vocab_size)
 
     def _empty_decode(self, rows: int, drafts: int) -> DecodeBatch:

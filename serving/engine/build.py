@@ -13,16 +13,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from checkpoints.load import generation_config, load_config, load_model, load_tokenizer
+from checkpoints.load import generation_config, load_config, load_model, load_tokenizer, weight_bytes
 from checkpoints.tokenizer import Tokenizer
 from mamba_jax.config import HybridConfig
+from mamba_jax.drafts import DraftSource
 from mamba_jax.model import HybridModel
 from mamba_jax.programs import KernelChoice, StepPrograms, UnsupportedError
 from mamba_jax.rows import Rows, init_rows
 from mamba_jax.sharding import Partition, parameter_shardings, replicate, sharded_store
 from mamba_jax.store import StoreShape
 from mamba_jax.store_layout import init_laid_out, lanes_of
-from serving.config import CachePolicy, ConfigError, EngineConfig, resolve_cache_policy
+from serving.config import ConfigError, EngineConfig, ResolvedCaching, resolve_caching
 from serving.core import Scheduler
 from serving.engine.batching import BatchBuilder
 from serving.engine.compile_cache import use_compilation_cache
@@ -30,16 +31,18 @@ from serving.engine.devices import describe, device_mesh, least_of_all_processes
 from serving.engine.draft_policy import draft_policy
 from serving.engine.drafting import draft_source
 from serving.engine.engine import Engine
+from serving.engine.grammars import Grammars
 from serving.engine.loop import StepLoop
+from serving.engine.row_inputs import RowInputs
 from serving.engine.sizing import (
     CPU_STORE_TOKENS,
     StoreSize,
+    check_weights_fit,
     scheduler_config,
     size_store,
     store_memory,
     workspace_bytes,
 )
-from serving.engine.structured import Grammars
 from serving.engine.warmup import warm_up
 
 log = logging.getLogger(__name__)
@@ -67,12 +70,8 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Built:
         ConfigError: flags that do not fit together, the model, or the memory.
         CheckpointError: the model cannot be loaded.
     """
-    # Before minutes are spent on loading:
-    resolve_cache_policy(config)
     described = load_config(config.model)
-    if config.num_speculative_tokens:
-        draft_source(config, described)
-    mesh = device_mesh(config, described)
+    resolved = _Resolved.of(config, described)  # errors come before minutes are spent on loading
     if config.compilation_cache:
         use_compilation_cache()
     tokenizer = load_tokenizer(config.model)
@@ -80,6 +79,16 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Built:
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         # A chat tokenizer's end of turn is often missing from the other two.
         eos = tuple(dict.fromkeys([*eos, tokenizer.eos_token_id]))
+    weights = weight_bytes(
+        config.model,
+        dtype=config.dtype,
+        load_format=config.load_format,
+        quantization=config.quantization,
+        quantization_exclude=config.excluded_from_quantization,
+    )
+    mesh = resolved.mesh
+    own = own_devices(mesh)
+    check_weights_fit(weights if own is None or mesh is None else weights * len(own) // mesh.size, devices=own)
     model = load_model(
         config.model,
         dtype=config.dtype,
@@ -87,8 +96,10 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Built:
         progress=progress,
         sharding=None if mesh is None else parameter_shardings(described, mesh),
         seed=config.seed,
+        quantization=config.quantization,
+        quantization_exclude=config.excluded_from_quantization,
     )
-    return assemble(config, model, tokenizer=tokenizer, eos_token_ids=eos, progress=progress)
+    return _assemble(config, resolved, model, tokenizer, eos, None, progress)
 
 
 def assemble(
@@ -113,25 +124,51 @@ def assemble(
     Raises:
         ConfigError: flags that do not fit together, the model, or the memory.
     """
-    policy = resolve_cache_policy(config)
-    dtype = model.embed.weight[...].dtype
-    source = draft_source(config, model.config)
+    resolved = _Resolved.of(config, model.config)
+    return _assemble(config, resolved, model, tokenizer, eos_token_ids, programs, progress)
+
+
+@dataclass(frozen=True)
+class _Resolved:
+    """What flags amount to for one model."""
+
+    caching: ResolvedCaching
+    source: DraftSource | None
+    mesh: Mesh | None
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: HybridConfig) -> _Resolved:
+        """Raises ConfigError: flags that do not fit together or the model."""
+        return cls(resolve_caching(config), draft_source(config, model), device_mesh(config, model))
+
+
+def _assemble(
+    config: EngineConfig,
+    resolved: _Resolved,
+    model: HybridModel,
+    tokenizer: Tokenizer | None,
+    eos_token_ids: Sequence[int],
+    programs: StepPrograms | None,
+    progress: bool,
+) -> Built:
+    policy, source, mesh = resolved.caching, resolved.source, resolved.mesh
+    dtype = model.dtype
     # Other sources, and no source, never look at the draft layer's keys and values.
     with_mtp = source is not None and source.stores_kv
     stored = model.config if with_mtp else dataclasses.replace(model.config, mtp_pattern="")
-    mesh = device_mesh(config, model.config)
     model = on_mesh(model, mesh)
     size = _size(config, policy, stored, dtype, mesh)
     for notice in (*policy.notices, *size.notices):
         log.warning(notice)
     log.info("running on %s", describe(mesh))
-    log.info(size.report())
+    for line in size.report().splitlines():
+        log.info(line)
     settings = scheduler_config(
         config, policy, size, lookahead=max(1, config.num_speculative_tokens) if with_mtp else 0
     )
     grammars = None
     if config.enable_structured_outputs and tokenizer is not None:
-        grammars = Grammars(tokenizer, model.config.vocab_size, eos_token_ids)
+        grammars = Grammars(tokenizer, model.config.vocab_size, eos_token_ids, seconds=config.grammar_timeout)
     batches = BatchBuilder(
         settings,
         seats_bring_tokens=source is not None and source.sees_tokens,
@@ -152,7 +189,7 @@ def assemble(
     def make_rows() -> Rows:
         rows = init_rows(
             model.config,
-            max_num_seqs=settings.seats,
+            max_num_seqs=settings.num_rows,
             num_speculative_tokens=settings.num_speculative_tokens,
             source=source,
             max_len=settings.max_model_len,
@@ -163,17 +200,16 @@ def assemble(
     programs = programs or StepPrograms(
         model, tile_size=config.tile_size, source=source, mesh=mesh, kernels=kernel_choice(config)
     )
-    loop_of = partial(
-        StepLoop,
+    loop = StepLoop(
         Scheduler(settings, drafts=draft_policy(config, model, bytes_per_slot=size.bytes_per_slot)),
         programs,
         batches,
+        RowInputs(batches, vocab_size=model.config.vocab_size, masks=grammars is not None),
         make_store=make_store,
         make_rows=make_rows,
     )
     engine = Engine(
-        loop_of,
-        batches,
+        loop,
         tokenizer=tokenizer,
         vocab_size=model.config.vocab_size,
         eos_token_ids=eos_token_ids,
@@ -202,7 +238,7 @@ def kernel_choice(config: EngineConfig) -> KernelChoice:
 
 
 def _size(
-    config: EngineConfig, policy: CachePolicy, stored: HybridConfig, dtype: jnp.dtype, mesh: Mesh | None
+    config: EngineConfig, policy: ResolvedCaching, stored: HybridConfig, dtype: jnp.dtype, mesh: Mesh | None
 ) -> StoreSize:
     """All bytes are those of one device."""
     shape = Partition.of(stored, config.tensor_parallel_size).device_shape(StoreShape.of(stored))
@@ -210,7 +246,7 @@ def _size(
     workspace = workspace_bytes(
         config,
         hidden_size=stored.hidden_size,
-        inner_size=shape.heads * shape.head_dim,
+        inner_size=stored.inner_size // config.tensor_parallel_size,
         vocab_size=stored.vocab_size,
     )
     return size_store(

@@ -25,7 +25,7 @@ def use_compilation_cache() -> Path | None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        log.warning("compiled programs are not kept: %s: %s", directory, error.strerror)
+        log.warning("compiled programs are not saved: %s: %s", directory, error.strerror)
         return None
     jax.config.update("jax_compilation_cache_dir", str(directory))
     # A tiny model's programs compile in less than JAX's default threshold, but there are many of them.

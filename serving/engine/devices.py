@@ -9,8 +9,7 @@ import jax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from mamba_jax.config import ConfigError as ModelConfigError
-from mamba_jax.config import HybridConfig
+from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.sharding import Partition, make_mesh, shard_parameters
 from serving.config import ConfigError, EngineConfig

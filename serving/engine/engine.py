@@ -2,54 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
-
 from checkpoints.tokenizer import Tokenizer
-from mamba_jax.batch import SeatBatch
-from mamba_jax.rows import Rows
-from mamba_jax.sampling.masks import MaskBatch
-from serving.core import DecodeRow, Emitted, FinishReason, RemoteState, Request, RequestRefused, StepPlan
-from serving.engine.batching import BatchBuilder
-from serving.engine.loop import Lines, Settled, StepLoop
+from serving.core import (
+    Emitted,
+    FinishReason,
+    PromptTooLong,
+    RemoteState,
+    Request,
+    RequestRefused,
+    StepPlan,
+    check_prompt_length,
+)
+from serving.engine.grammars import Grammars
+from serving.engine.loop import HostOutput, PlanError, Settled, StepLoop
 from serving.engine.output import Choice, CompletionOutput, RequestMetrics, RequestOutput, token_logprobs
-from serving.engine.sampling_params import RequestError, SamplingParams
-from serving.engine.structured import Constraint, Grammars
+from serving.engine.request_error import RequestError
+from serving.engine.sampling_params import SamplingParams
+from serving.engine.structured import Constraint
+from serving.engine.user_request import Member, UserRequest
+
+log = logging.getLogger(__name__)
 
 Prompt = str | Mapping[str, Any]
 """A text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`."""
-
-
-class _Member:
-    """One choice of a request as the engine runs it: carried by the scheduler's request."""
-
-    __slots__ = ("choice", "constraint", "parent", "seed")
-
-    def __init__(self, parent: _Parent, choice: Choice, seed: int, constraint: Constraint | None) -> None:
-        self.parent, self.choice, self.seed, self.constraint = parent, choice, seed, constraint
-
-
-class _Parent:
-    """A user's request: its choices and the output that they share."""
-
-    __slots__ = ("live_text", "members", "output", "params")
-
-    def __init__(self, output: RequestOutput, params: SamplingParams, live_text: bool) -> None:
-        self.output, self.params, self.live_text = output, params, live_text
-        self.members: list[Request] = []
 
 
 class Engine:
     """Adds the users' side to a `StepLoop`: texts, choices, stop texts, log-probabilities, limits.
 
     Args:
-        loop_of: makes the loop, given the callbacks it needs of the engine.
-        batches: for the sampling parameters of seats.
+        loop: runs the steps.
         tokenizer: None serves token ids only.
         vocab_size: of the model; larger ids are refused.
         eos_token_ids: what ends a text.
@@ -60,8 +49,7 @@ class Engine:
 
     def __init__(
         self,
-        loop_of: Callable[..., StepLoop],
-        batches: BatchBuilder,
+        loop: StepLoop,
         *,
         tokenizer: Tokenizer | None,
         vocab_size: int,
@@ -70,21 +58,17 @@ class Engine:
         seed: int = 0,
         grammars: Grammars | None = None,
     ) -> None:
-        self.grammars = grammars
+        self.loop, self.grammars = loop, grammars
         self.tokenizer, self.vocab_size, self.max_model_len = tokenizer, vocab_size, max_model_len
         self.eos_token_ids = tuple(eos_token_ids)
-        self._batches = batches
         self._seeds = random.Random(seed)
-        self._parents: dict[str, _Parent] = {}
+        self._parents: dict[str, UserRequest] = {}
         self._ended: list[RequestOutput] = []
-        self.find_remote: Callable[[list[int]], RemoteState | None] | None = None
-        """Whether another worker has computed a request's prompt: asked of each that does not say so itself."""
-        self.loop = loop_of(
-            seat_batch=self._seat_batch,
-            wants_logprobs=lambda request: request.sampling.logprobs is not None,
-            wants_prompt_logprobs=lambda request: request.prompt_logprobs,
-            mask_batches=self._mask_batches,
-        )
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has something to do, or to say."""
+        return self.loop.busy or bool(self._ended)
 
     @property
     def num_unfinished(self) -> int:
@@ -113,7 +97,7 @@ class Engine:
             cache_salt: requests share cached prefixes only with those of the same salt.
             live_text: keep `text` up to date after each step, not only at the end.
             remote: another worker has computed the prompt. Ignored where prompt log-probabilities are asked for.
-            export: for `StepLoop.neighbour`: gets the state at the prompt's end.
+            export: for `StepLoop.connector`: gets the state at the prompt's end.
 
         Raises:
             RequestError: the request cannot be served as asked. Nothing was kept of it.
@@ -133,7 +117,7 @@ class Engine:
         )
         if params.prompt_logprobs is not None:
             output.prompt_logprobs = [None] * len(ids)
-        parent = _Parent(output, params, live_text)
+        parent = UserRequest(output, params, live_text)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         for index in range(params.n):
             try:
@@ -143,11 +127,11 @@ class Engine:
                     self.loop.scheduler.abort(member.request_id)
                 raise RequestError(str(error), retry=error.retry) from None
         first = parent.members[0]
-        first.export = export
-        if remote is None and export is None and self.find_remote is not None:
-            remote = self.find_remote(ids)
+        first.transfer.export = export
+        if remote is None and export is None and self.loop.connector is not None:
+            remote = self.loop.connector.find(ids)
         if remote is not None and not first.prompt_logprobs:
-            first.remote = remote
+            first.transfer.remote = remote
         self._parents[request_id] = parent
         return output
 
@@ -194,13 +178,27 @@ class Engine:
 
         An output is the same object each time: copy what has to stay as it is.
         """
-        settled = self.loop.step()
+        changed: dict[str, UserRequest] = {}
+        try:
+            settled = self.loop.step()
+        except PlanError as error:
+            log.exception("a step has been withdrawn")
+            for request in error.requests:
+                self.fail(request.user.parent.output.request_id, str(error))
+            settled = None
+        if settled is not None:
+            self._settle(settled, changed)
+        # Whatever has ended meanwhile, by whatever way, is answered now: there may be no other step.
         ended, self._ended = self._ended, []
-        if settled is None:
-            return ended
+        for output in ended:
+            changed.pop(output.request_id, None)
+        return ended + [parent.output for parent in changed.values()]
+
+    def _settle(self, settled: Settled, changed: dict[str, UserRequest]) -> None:
         begin = time.perf_counter()
         now = time.monotonic()
-        changed: dict[str, _Parent] = {}
+        for request in settled.not_finite:
+            self._not_finite(request.user.parent)
         if settled.prefill is not None and settled.prefill.prompt is not None:
             self._take_prompt_logprobs(settled)
         if settled.decode is not None and settled.decode.drafted:
@@ -209,9 +207,14 @@ class Engine:
             parent = self._take(settled, emitted, now)
             if parent is not None:
                 changed[parent.output.request_id] = parent
-        outputs = ended + [parent.output for parent in changed.values()]
         self.loop.stats.settle_seconds += time.perf_counter() - begin
-        return outputs
+
+    def _not_finite(self, parent: UserRequest) -> None:
+        for request in parent.members:
+            if not request.finished:
+                self.loop.scheduler.discard(request.request_id)
+        reason = "the model's logits are not finite numbers (an overflow, or broken weights): the output cannot go on"
+        self.fail(parent.output.request_id, reason)
 
     # -- adding --
 
@@ -233,11 +236,10 @@ class Engine:
         return given, ids
 
     def _check(self, ids: Sequence[int], params: SamplingParams) -> None:
-        if len(ids) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(ids):,} tokens: at most {self.max_model_len - 1:,} are allowed "
-                f"(max_model_len {self.max_model_len:,}, one of them for the output)"
-            )
+        try:
+            check_prompt_length(len(ids), self.max_model_len)
+        except PromptTooLong as error:
+            raise RequestError(str(error)) from None
         if params.stop and self.tokenizer is None:
             raise RequestError("stop texts need a tokenizer, which this model does not have; use stop_token_ids")
         for token in params.logit_bias or ():
@@ -246,7 +248,7 @@ class Engine:
                     f"logit_bias: token id {token} is not in the vocabulary (0 to {self.vocab_size - 1})"
                 )
 
-    def _add_choice(self, parent: _Parent, index: int, seed: int, priority: int, cache_salt: str | None) -> None:
+    def _add_choice(self, parent: UserRequest, index: int, seed: int, priority: int, cache_salt: str | None) -> None:
         output, params = parent.output, parent.params
         stream = None
         if params.detokenize and self.tokenizer is not None:
@@ -268,7 +270,7 @@ class Engine:
             fork_of=output.request_id if index else None,
             sampling=params if index == 0 else replace(params, prompt_logprobs=None),
         )
-        request.user = _Member(parent, Choice(index, params, stream), seed, constraint)
+        request.user = Member(parent, Choice(index, params, stream), seed, constraint)
         self.loop.scheduler.add(request)
         parent.members.append(request)
         output.outputs.append(request.user.choice.output)
@@ -280,47 +282,11 @@ class Engine:
             raise RequestError("structured outputs need a tokenizer, and the flag enable_structured_outputs")
         return self.grammars.start(params.structured_outputs)
 
-    def _mask_batches(self, plan: StepPlan, rows: Rows | None) -> Sequence[MaskBatch]:
-        """What the rows under a grammar may choose. They run in lockstep: all their tokens are known by now."""
-        if self.grammars is None:
-            return ()
-        held = [row for row in plan.rows if row.request.user.constraint is not None and row.sample]
-        if not held:
-            return ()
-        made = np.asarray(rows.drafts) if rows is not None and any(row.num_drafts for row in held) else None
-        masks: dict[int, np.ndarray] = {}
-        for row in held:
-            drafts: Sequence[int] = ()
-            if not row.num_drafts:
-                pass
-            elif isinstance(row, DecodeRow) and not row.continues:
-                drafts = row.tokens[row.certain :]
-            elif made is not None:
-                drafts = made[row.row_id].tolist()[: row.num_drafts]
-            masks[row.row_id] = row.request.user.constraint.masks(drafts, self._batches.heads)
-        return list(self._batches.masks(masks, self.vocab_size))
-
-    def _seat_batch(self, request: Request) -> SeatBatch:
-        member: _Member = request.user
-        metrics = member.parent.output.metrics
-        if metrics is not None and metrics.first_scheduled_time is None:
-            metrics.first_scheduled_time = time.monotonic()
-        return self._batches.seat(
-            request.row_id,
-            request.sampling,
-            seed=member.seed,
-            choice=member.choice.output.index,
-            prompt=member.parent.output.prompt_token_ids,
-            output=request.output_token_ids,
-            stop_ids=sorted(request.stop_token_ids),
-            vocab_size=self.vocab_size,
-        )
-
     # -- taking results --
 
-    def _take(self, settled: Settled, emitted: Emitted, now: float) -> _Parent | None:
+    def _take(self, settled: Settled, emitted: Emitted, now: float) -> UserRequest | None:
         request = emitted.request
-        member: _Member = request.user
+        member: Member = request.user
         parent = member.parent
         output, choice = parent.output, member.choice
         if choice.output.finished:
@@ -360,36 +326,36 @@ class Engine:
             del self._parents[output.request_id]
         return parent
 
-    def _count_drafts(self, plan: StepPlan, lines: Lines) -> None:
+    def _count_drafts(self, plan: StepPlan, lines: HostOutput) -> None:
         for row, drafted, tokens in zip(plan.decode, lines.drafted, lines.tokens, strict=False):
-            parent: _Parent = row.request.user.parent
+            parent: UserRequest = row.request.user.parent
             if drafted and parent.output.metrics is not None and not parent.output.finished:
                 parent.output.metrics.drafts.add([drafted], tokens[None])
 
-    def _finish(self, parent: _Parent) -> None:
+    def _finish(self, parent: UserRequest) -> None:
         parent.output.finished = True
         if parent.output.metrics is not None:
             parent.output.metrics.finished_time = time.monotonic()
-            parent.output.metrics.num_preemptions = sum(request.num_preemptions for request in parent.members)
+            parent.output.metrics.num_preemptions = sum(request.queueing.num_preemptions for request in parent.members)
 
     def _take_prompt_logprobs(self, settled: Settled) -> None:
         assert settled.prefill is not None
         assert settled.prefill.prompt is not None
         token, top_ids, top = settled.prefill.prompt
         for row, begin in zip(settled.plan.prefill, settled.prompt_starts, strict=False):
-            member: _Member = row.request.user
+            member: Member = row.request.user
             tables = member.parent.output.prompt_logprobs
             if not row.request.prompt_logprobs or tables is None:
                 continue
             count = row.request.sampling.prompt_logprobs or 0
             ids = member.parent.output.prompt_token_ids
             # Position 0 has nothing before it; tokens past the prompt are output, computed again after a preemption.
-            for position in range(max(row.start, 1), min(row.start + row.num_tokens, len(ids))):
-                at = begin + position - row.start
+            for position in range(max(row.length, 1), min(row.length + row.num_tokens, len(ids))):
+                at = begin + position - row.length
                 tables[position] = token_logprobs(ids[position], float(token[at]), top_ids[at, :count], top[at, :count])
 
 
-def _tables(lines: Lines, row: int, tokens: Sequence[int], count: int) -> list[Any]:
+def _tables(lines: HostOutput, row: int, tokens: Sequence[int], count: int) -> list[Any]:
     assert lines.logprobs is not None
     assert lines.top_ids is not None
     assert lines.top_logprobs is not None
@@ -407,7 +373,7 @@ def _token_ids(given: Any, vocab_size: int) -> list[int]:
     try:
         ids = given.copy() if plain else [int(token) for token in given if not isinstance(token, (bool, str))]
         wrong = not plain and (len(ids) != len(given) or any(i != t for i, t in zip(ids, given, strict=True)))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         wrong = True
     if wrong or isinstance(given, (str, bytes, Mapping)):
         raise RequestError("prompt_token_ids must be a list of integers")

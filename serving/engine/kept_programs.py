@@ -30,6 +30,7 @@ import jax
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
+from mamba_jax.program_cache import look_of
 from mamba_jax.programs import StepPrograms
 from serving.engine.compile_cache import machine, use_compilation_cache
 
@@ -79,7 +80,7 @@ class KeptPrograms:
         except FileNotFoundError:
             return None
         except Exception as error:  # a damaged file fails in whatever way
-            log.warning("a kept program cannot be used and is compiled anew: %s: %s", path, _line(error))
+            log.warning("a saved program cannot be used and is compiled again: %s: %s", path, _line(error))
             return None
         self.loaded += 1
         return compiled, saved["kernels"]
@@ -97,12 +98,10 @@ class KeptPrograms:
                 file.write(zlib.compress(saved, level=1))
             os.replace(file.name, path)
         except Exception as error:  # what a backend cannot write down is its own affair
-            log.warning("a compiled program is not kept: %s", _line(error))
+            log.warning("a compiled program is not saved: %s", _line(error))
 
     def _path(self, arguments: tuple[Any, ...]) -> Path:
-        leaves, structure = jax.tree.flatten(arguments)
-        shapes = [f"{leaf.shape} {leaf.dtype} {getattr(leaf, 'weak_type', False)}" for leaf in leaves]
-        whole = "\n".join([self._description, str(structure), *shapes])
+        whole = "\n".join([self._description, *map(str, look_of(arguments))])
         return self._folder / (hashlib.sha256(whole.encode()).hexdigest() + _ENDING)
 
 
@@ -117,7 +116,7 @@ def keep_programs(programs: StepPrograms) -> Iterator[KeptPrograms | None]:
         try:
             kept = KeptPrograms(directory / "mamba-jax-programs", programs)
         except OSError as error:
-            log.warning("compiled programs are not kept: %s", _line(error))
+            log.warning("compiled programs are not saved: %s", _line(error))
     if kept is None:
         yield None
         return

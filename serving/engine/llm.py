@@ -15,7 +15,8 @@ from serving.config import EngineConfig
 from serving.engine.build import build_engine
 from serving.engine.engine import Engine, Prompt
 from serving.engine.output import RequestOutput
-from serving.engine.sampling_params import RequestError, SamplingParams
+from serving.engine.request_error import RequestError
+from serving.engine.sampling_params import SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
 

@@ -13,14 +13,15 @@ from typing import Protocol
 
 import numpy as np
 
-from mamba_jax.batch import PromptLogprobs, SeatBatch, StepOutput
+from mamba_jax.batch import DecodeBatch, PrefillBatch, PromptLogprobs, SeatBatch, StepOutput
 from mamba_jax.programs import StepPrograms
 from mamba_jax.rows import Rows
 from mamba_jax.sampling.masks import MaskBatch
 from mamba_jax.store import Store
-from serving.core import DecodeRow, Emitted, PrefillRow, Request, Scheduler, StepPlan, StepResult
+from serving.core import DecodeRow, Emitted, PrefillRow, RemoteState, Request, Scheduler, StepPlan, StepResult
 from serving.engine.batching import BatchBuilder
 from serving.engine.draft_stats import DraftStats
+from serving.engine.row_inputs import RowInputs
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,14 @@ MAX_FAILURES = 3
 
 
 class PlanError(RuntimeError):
-    """A plan could not be turned into arrays: a bug. It has been withdrawn, and nothing else is lost."""
+    """A plan could not be turned into arrays: a bug. It has been withdrawn, and nothing else is lost.
+
+    `requests` are those whose rows cannot be: they must end, or no later plan can be either.
+    """
+
+    def __init__(self, message: str, requests: Sequence[Request]) -> None:
+        super().__init__(message)
+        self.requests = list(requests)
 
 
 class StateError(RuntimeError):
@@ -48,6 +56,8 @@ class LoopStats:
     drafts: DraftStats = field(default_factory=DraftStats)
     failures: int = 0
     """Steps lost with their store; everything was computed again."""
+    not_finite: int = 0
+    """Choices that ended because their logits were NaN or infinite."""
     plan_seconds: float = 0.0
     """Scheduling and batch building."""
     dispatch_seconds: float = 0.0
@@ -64,11 +74,13 @@ class LoopStats:
 
 
 @dataclass
-class Lines:
+class HostOutput:
     """One program's results as host arrays. Log-probabilities are fetched only where a row wants them."""
 
     tokens: np.ndarray
     """[rows, H]; -1 = none."""
+    finite: np.ndarray
+    """[rows]: whether the logits were numbers."""
     logprobs: np.ndarray | None = None
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
@@ -88,12 +100,14 @@ class Settled:
 
     emitted: list[Emitted]
     plan: StepPlan
-    decode: Lines | None
-    prefill: Lines | None
+    decode: HostOutput | None
+    prefill: HostOutput | None
+    not_finite: list[Request]
+    """Ended, with nothing of them published: their logits were NaN or infinite."""
     prompt_starts: list[int] = field(default_factory=list)
     """For each prefill row, where its tokens begin in the packed stream."""
 
-    def place(self, row: DecodeRow | PrefillRow) -> tuple[Lines, int]:
+    def place(self, row: DecodeRow | PrefillRow) -> tuple[HostOutput, int]:
         """Results that a row is part of, and its index there."""
         rows: Sequence[DecodeRow | PrefillRow] = self.plan.decode if isinstance(row, DecodeRow) else self.plan.prefill
         lines = self.decode if isinstance(row, DecodeRow) else self.prefill
@@ -101,21 +115,39 @@ class Settled:
         return lines, next(i for i, other in enumerate(rows) if other is row)
 
 
+@dataclass(frozen=True)
+class _Arrays:
+    """A plan as the programs take it."""
+
+    seats: Sequence[SeatBatch]
+    decode: DecodeBatch | None
+    prefill: PrefillBatch | None
+    masks: Sequence[MaskBatch]
+
+
 @dataclass
 class _Flight:
     """A step that has been dispatched, together with its own outputs: late results cannot meet another batch."""
 
     plan: StepPlan
+    dispatched: float
+    """When, by `perf_counter`."""
+    compiled: int
+    """Programs compiled by then."""
     decode: StepOutput | None
     prefill: StepOutput | None
 
 
-class Neighbour(Protocol):
+class StateConnector(Protocol):
     """Exchanges states with other workers; called by the loop, on its thread."""
 
     @property
     def busy(self) -> bool:
         """Whether it has something to do though no request has."""
+        ...
+
+    def find(self, prompt: Sequence[int]) -> RemoteState | None:
+        """The state of a prompt that another worker has computed, if this one knows of it."""
         ...
 
     def exchange(self, loop: StepLoop) -> None:
@@ -138,10 +170,8 @@ class StepLoop:
         scheduler: decides what each step does.
         programs: the compiled steps.
         batches: plans to arrays.
+        inputs: requests to arrays.
         make_store, make_rows: an empty store and empty seats; called at start and after a step has failed.
-        seat_batch: sampling parameters of a request that takes a seat.
-        wants_logprobs, wants_prompt_logprobs: whether a request's log-probabilities must be fetched.
-        mask_batches: which tokens the rows of a plan may choose, given the seats as the last step has left them.
     """
 
     def __init__(
@@ -149,38 +179,38 @@ class StepLoop:
         scheduler: Scheduler,
         programs: StepPrograms,
         batches: BatchBuilder,
+        inputs: RowInputs,
         *,
         make_store: Callable[[], Store],
         make_rows: Callable[[], Rows],
-        seat_batch: Callable[[Request], SeatBatch],
-        wants_logprobs: Callable[[Request], bool],
-        wants_prompt_logprobs: Callable[[Request], bool],
-        mask_batches: Callable[[StepPlan, Rows | None], Sequence[MaskBatch]] = lambda plan, rows: (),
     ) -> None:
-        self.scheduler, self.programs, self.batches = scheduler, programs, batches
+        self.scheduler, self.programs, self.batches, self.inputs = scheduler, programs, batches, inputs
         self.stats = LoopStats()
         self.fault: Callable[[StepPlan], None] | None = None
         """For tests: called after a step's programs have been dispatched; may raise as a failing device would."""
-        self.neighbour: Neighbour | None = None
-        """For the split of prefill and decode over workers."""
+        self.connector: StateConnector | None = None
+        """For the split of prefill and decode over workers; see `connect`."""
         self._make_store, self._make_rows = make_store, make_rows
-        self._seat_batch, self._mask_batches = seat_batch, mask_batches
-        self._wants_logprobs, self._wants_prompt_logprobs = wants_logprobs, wants_prompt_logprobs
         self._store: Store | None = make_store()
         self._rows: Rows | None = make_rows()
         self._checks_tags = self._store.tags is not None
         self._flight: _Flight | None = None
         self._settling = False
-        self._failed_in_a_row = 0
+        self._failed_in_a_row = self._unplanned_in_a_row = 0
+        self._last_read = 0.0
         self.leaving = threading.Event()
         """Set by any thread when nothing more is wanted: ends a warm-up, which takes minutes."""
+
+    def connect(self, connector: StateConnector) -> None:
+        """Have a connector exchange states from the next step on. It needs a running loop, so it is made after it."""
+        self.connector = connector
 
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
         if self._flight is not None or self.scheduler.has_unfinished:
             return True
-        return self.neighbour is not None and self.neighbour.busy
+        return self.connector is not None and self.connector.busy
 
     @property
     def in_flight(self) -> bool:
@@ -235,13 +265,13 @@ class StepLoop:
         before, self._flight = self._flight, None
         self._settling = before is not None
         try:
-            if self.neighbour is not None:
-                self.neighbour.exchange(self)
+            if self.connector is not None:
+                self.connector.exchange(self)
             plan = self._plan()
             if plan is not None:
                 self._flight = self._dispatch(plan)
-            if self.neighbour is not None:
-                self.neighbour.exchange(self)
+            if self.connector is not None:
+                self.connector.exchange(self)
             self._settling = False
             settled = None if before is None else self._settle(before)
             self._failed_in_a_row = 0 if settled else self._failed_in_a_row
@@ -251,7 +281,7 @@ class StepLoop:
             raise
         except BaseException as error:
             self._forget()
-            if not self._may_pass(error):
+            if not self._is_transient(error):
                 raise
             text = " ".join(str(error).split())[:500]
             log.warning("a step failed; everything that ran is computed again: %s", text)
@@ -266,49 +296,76 @@ class StepLoop:
         return plan
 
     def _dispatch(self, plan: StepPlan) -> _Flight:
-        begin = time.perf_counter()
+        begin, compiled = time.perf_counter(), self.programs.compilations
         try:
-            seats = [self._seat_batch(request) for request in plan.seats]
-            decode_batch = self.batches.decode(plan.decode) if plan.decode else None
-            prefill_batch = self.batches.prefill(plan.prefill) if plan.prefill else None
-            masks = self._mask_batches(plan, self._rows)
+            arrays = self._arrays(plan)
         except Exception as error:
+            guilty = self._guilty(plan)
             # Nothing has happened on the device: nothing of this plan may become findable.
             self.scheduler.withdraw(plan)
-            raise PlanError(f"step {plan.step} could not be turned into arrays") from error
+            self._unplanned_in_a_row += 1
+            if not guilty and self._unplanned_in_a_row >= MAX_FAILURES:
+                guilty = [row.request for row in plan.rows]  # they cannot be together, and nobody knows why
+            raise PlanError(f"step {plan.step} could not be turned into arrays: {error}", guilty) from error
+        self._unplanned_in_a_row = 0
         built = time.perf_counter()
         decode = prefill = None
         if self._store is None or self._rows is None:
             self._store, self._rows = self._make_store(), self._make_rows()
-        for seat in seats:
+        for seat in arrays.seats:
             self._rows = self.programs.seat(self._rows, seat)
-        for mask in masks:
+        for mask in arrays.masks:
             self._rows = self.programs.mask(self._rows, mask)
-        if decode_batch is not None:
-            self._store, self._rows, decode = self.programs.decode(self._store, self._rows, decode_batch)
+        if arrays.decode is not None:
+            self._store, self._rows, decode = self.programs.decode(self._store, self._rows, arrays.decode)
             self._fetch(decode, plan.decode)
             self.stats.decode_rows += len(plan.decode)
-        if prefill_batch is not None:
-            self._store, self._rows, prefill = self.programs.prefill(self._store, self._rows, prefill_batch)
+        if arrays.prefill is not None:
+            self._store, self._rows, prefill = self.programs.prefill(self._store, self._rows, arrays.prefill)
             self._fetch(prefill, plan.prefill)
             self.stats.prefill_tokens += sum(row.num_tokens for row in plan.prefill)
         if self.fault is not None:
             self.fault(plan)
         done = time.perf_counter()
         self.scheduler.dispatched(plan)
-        if self.neighbour is not None:
-            self.neighbour.dispatched(self, plan)
+        if self.connector is not None:
+            self.connector.dispatched(self, plan)
         self.stats.steps += 1
         self.stats.dispatch_seconds += done - built
         self.stats.plan_seconds += built - begin + time.perf_counter() - done
-        return _Flight(plan, decode, prefill)
+        return _Flight(plan, begin, compiled, decode, prefill)
+
+    def _arrays(self, plan: StepPlan) -> _Arrays:
+        return _Arrays(
+            seats=[self.inputs.seat(request) for request in plan.admitted],
+            decode=self.batches.decode(plan.decode) if plan.decode else None,
+            prefill=self.batches.prefill(plan.prefill) if plan.prefill else None,
+            masks=self.inputs.masks(plan, self._rows),
+        )
+
+    def _guilty(self, plan: StepPlan) -> list[Request]:
+        """The requests of a plan that cannot be turned into arrays even alone."""
+        guilty = []
+        for row in plan.rows:
+            alone = StepPlan(plan.step, admitted=[request for request in plan.admitted if request is row.request])
+            if isinstance(row, DecodeRow):
+                alone.decode.append(row)
+            else:
+                alone.prefill.append(row)
+            try:
+                self._arrays(alone)
+            except Exception:
+                log.exception("request %s cannot be turned into arrays", row.request.request_id)
+                guilty.append(row.request)
+        return guilty
 
     def _fetch(self, output: StepOutput, rows: Sequence[DecodeRow | PrefillRow]) -> None:
         """Start copying what settling will read."""
         output.tokens.copy_to_host_async()
+        output.finite.copy_to_host_async()
         if output.num_drafts is not None:
             output.num_drafts.copy_to_host_async()
-        if any(self._wants_logprobs(row.request) for row in rows):
+        if any(row.request.sampling.logprobs is not None for row in rows):
             for array in (output.logprobs, output.top_ids, output.top_logprobs):
                 array.copy_to_host_async()
 
@@ -319,32 +376,40 @@ class StepLoop:
         prefill = self._read(flight.prefill, plan.prefill)
         read = time.perf_counter()
         self.stats.wait_seconds += read - begin
+        if self.programs.compilations == flight.compiled:
+            # The device began with it when it was dispatched, or when it was done with the step before.
+            self.scheduler.observe(plan, read - max(flight.dispatched, self._last_read))
+        self._last_read = read
         if decode is not None and decode.drafted:
             self.stats.drafts.add(decode.drafted, decode.tokens)
+        not_finite = [*_not_finite(decode, plan.decode), *_not_finite(prefill, plan.prefill)]
+        for request in not_finite:
+            self.stats.not_finite += 1
+            self.scheduler.discard(request.request_id)
         result = StepResult(
             decode=decode.emitted(len(plan.decode)) if decode else [],
             prefill=prefill.emitted(len(plan.prefill)) if prefill else [],
             drafted=decode.drafted if decode else [],
         )
-        settled = Settled(self.scheduler.settle(plan, result), plan, decode, prefill)
+        settled = Settled(self.scheduler.settle(plan, result), plan, decode, prefill, not_finite)
         if prefill is not None and prefill.prompt is not None:
             starts = np.cumsum([0] + [row.num_tokens for row in plan.prefill])
             settled.prompt_starts = starts.tolist()
         self.stats.settle_seconds += time.perf_counter() - read
         return settled
 
-    def _read(self, output: StepOutput | None, rows: Sequence[DecodeRow | PrefillRow]) -> Lines | None:
+    def _read(self, output: StepOutput | None, rows: Sequence[DecodeRow | PrefillRow]) -> HostOutput | None:
         if output is None:
             return None
-        lines = Lines(np.asarray(output.tokens))
+        lines = HostOutput(np.asarray(output.tokens), np.asarray(output.finite))
         if output.num_drafts is not None:
             lines.drafted = np.asarray(output.num_drafts)[: len(rows)].tolist()
-        if any(self._wants_logprobs(row.request) for row in rows):
+        if any(row.request.sampling.logprobs is not None for row in rows):
             lines.logprobs, lines.top_ids, lines.top_logprobs = (
                 np.asarray(x) for x in (output.logprobs, output.top_ids, output.top_logprobs)
             )
         prompt: PromptLogprobs | None = output.prompt_logprobs
-        if prompt is not None and any(self._wants_prompt_logprobs(row.request) for row in rows):
+        if prompt is not None and any(row.request.prompt_logprobs for row in rows):
             lines.prompt = (np.asarray(prompt.token), np.asarray(prompt.top_ids), np.asarray(prompt.top))
         if self._checks_tags and bool(output.tag_error):
             raise StateError("a row has read a state slot that does not hold the state after its own tokens")
@@ -358,8 +423,16 @@ class StepLoop:
         self._store = self._rows = None  # made again when needed: two stores at once may not fit
         self.scheduler.reset()
 
-    def _may_pass(self, error: BaseException) -> bool:
+    def _is_transient(self, error: BaseException) -> bool:
         """Whether to try again. XLA raises RuntimeErrors; bugs and interrupts will not pass, nor what persists."""
         if isinstance(error, (RuntimeError, MemoryError)) and not isinstance(error, StateError):
             return self._failed_in_a_row < MAX_FAILURES
         return False
+
+
+def _not_finite(lines: HostOutput | None, rows: Sequence[DecodeRow | PrefillRow]) -> list[Request]:
+    """Requests, not ended yet, of which nothing can come any more."""
+    if lines is None or lines.finite[: len(rows)].all():
+        return []
+    broken = [row.request for row, finite in zip(rows, lines.finite, strict=False) if not finite]
+    return [request for request in broken if not request.finished]

@@ -5,28 +5,28 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mamba_jax.sampling.table import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from serving.engine.request_error import RequestError
 
 if TYPE_CHECKING:
     from serving.engine.structured import StructuredOutputs
 
 MAX_STOP_IDS = 32
 MAX_CHOICES = 128
-
-
-class RequestError(ValueError):
-    """A request that cannot be served as asked: one line saying what was wrong and what is allowed.
-
-    `retry` is true where the same request may be taken later (the queue is full).
-    """
-
-    def __init__(self, message: str, *, retry: bool = False) -> None:
-        super().__init__(message)
-        self.retry = retry
+_INT32 = 2**31 - 1
+"""What the device's tables hold."""
+_INT64 = 2**63 - 1
+_LEAST_TEMPERATURE = 1e-5
+"""Below it sampling is greedy: logits divided by less might not be finite any more."""
+_LARGEST = 1e6
+"""Of numbers that logits are multiplied or divided by."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SamplingParams:
     n: int = 1
     """How many independent outputs."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """0 is greedy, and so is anything below 0.00001."""
     top_p: float = 1.0
     """Keep the likeliest tokens that together reach this probability."""
     top_k: int = -1
@@ -78,21 +78,23 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._integer("n", 1, MAX_CHOICES)
-        self._number("temperature", 0.0, math.inf)
+        self._number("temperature", 0.0, _LARGEST)
+        if self.temperature < _LEAST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
         self._number("top_p", 0.0, 1.0, above=True)
-        self._integer("top_k", -1, None)
+        self._integer("top_k", -1, _INT32)
         self._number("min_p", 0.0, 1.0)
-        self._integer("seed", None, None, optional=True)
-        self._integer("max_tokens", 1, None, optional=True)
-        self._integer("min_tokens", 0, self.max_tokens)
+        self._integer("seed", -_INT64 - 1, _INT64, optional=True)
+        self._integer("max_tokens", 1, _INT32, optional=True)
+        self._integer("min_tokens", 0, _INT32 if self.max_tokens is None else self.max_tokens)
         self._integer("logprobs", 0, MAX_LOGPROBS, optional=True)
         self._integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
         self._number("presence_penalty", -2.0, 2.0)
         self._number("frequency_penalty", -2.0, 2.0)
-        self._number("repetition_penalty", 0.0, math.inf, above=True)
+        self._number("repetition_penalty", 1 / _LARGEST, _LARGEST)
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}")
+                raise RequestError(f"{name} must be true or false, got {_shown(getattr(self, name))}")
         # Lists become tuples, so that parameters can be shared between requests without surprise.
         stop = (self.stop,) if isinstance(self.stop, str) else self._tuple("stop", str, "texts")
         if any(not text for text in stop):
@@ -135,51 +137,57 @@ class SamplingParams:
         """Whether the tokens so far change the probabilities of the next."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
-    def _integer(self, name: str, least: int | None, most: int | None, optional: bool = False) -> None:
+    def _integer(self, name: str, least: int, most: int, optional: bool = False) -> None:
         value = getattr(self, name)
         if value is None and optional:
             return
-        bounds = f" from {least}" if least is not None else ""
-        bounds += f" up to {most}" if most is not None else ""
-        wrong = isinstance(value, bool) or not isinstance(value, numbers.Integral)
-        if wrong or (least is not None and value < least) or (most is not None and value > most):
-            raise RequestError(f"{name} must be an integer{bounds}{' or None' if optional else ''}, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= int(value) <= most:
+            allowed = f"from {least} up to {most}{' or None' if optional else ''}"
+            raise RequestError(f"{name} must be an integer {allowed}, got {_shown(value)}")
 
     def _number(self, name: str, least: float, most: float, above: bool = False) -> None:
         value = getattr(self, name)
-        wrong = isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value)
-        if wrong or value < least or value > most or (above and value == least):
-            allowed = f"above {least:g}" if above else f"from {least:g}"
-            allowed += f" up to {most:g}" if math.isfinite(most) else ""
-            raise RequestError(f"{name} must be a number {allowed}, got {value!r}")
+        # (NaN is in no range.)
+        wrong = isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating))
+        wrong = wrong or not least <= value <= most
+        if wrong or (above and value == least):
+            allowed = f"{'above' if above else 'from'} {least:g} up to {most:g}"
+            raise RequestError(f"{name} must be a number {allowed}, got {_shown(value)}")
 
     def _tuple(self, name: str, kind: type, what: str) -> tuple[Any, ...]:
         value = getattr(self, name)
         if value is None:
             return ()
         if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-            raise RequestError(f"{name} must be a list of {what}, got {value!r}")
+            raise RequestError(f"{name} must be a list of {what}, got {_shown(value)}")
         kinds = numbers.Integral if kind is int else kind
         if any(isinstance(item, bool) or not isinstance(item, kinds) for item in value):
-            raise RequestError(f"{name} must be a list of {what}, got {list(value)!r}")
-        if kind is int and any(item < 0 for item in value):
-            raise RequestError(f"{name} must be a list of {what} (0 or above), got {list(value)!r}")
+            raise RequestError(f"{name} must be a list of {what}, got {_shown(list(value))}")
+        if kind is int and any(not 0 <= item <= _INT32 for item in value):
+            raise RequestError(f"{name} must be a list of {what} (0 to {_INT32}), got {_shown(list(value))}")
         return tuple(kind(item) for item in value)
 
     def _bias(self) -> dict[int, float] | None:
         if not self.logit_bias:
             return None
         if not isinstance(self.logit_bias, Mapping):
-            raise RequestError(f"logit_bias must be a table of token id to number, got {self.logit_bias!r}")
+            raise RequestError(f"logit_bias must be a table of token id to number, got {_shown(self.logit_bias)}")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(f"logit_bias has {len(self.logit_bias)} entries: at most {MAX_LOGIT_BIAS} are allowed")
         bias = {}
         for token, value in self.logit_bias.items():
             try:
                 key, number = int(token), float(value)  # JSON's keys are strings
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 key, number = -1, 0.0
-            if key < 0 or not math.isfinite(number):
-                raise RequestError(f"logit_bias must be a table of token id to finite number, got {token!r}: {value!r}")
+            if not 0 <= key <= _INT32 or not math.isfinite(number):
+                raise RequestError(
+                    f"logit_bias must be a table of token id to finite number, got {_shown(token)}: {_shown(value)}"
+                )
             bias[key] = min(max(number, -100.0), 100.0)
         return bias
+
+
+def _shown(value: object) -> str:
+    """A value as errors show it: whoever sent a megabyte does not get it back."""
+    return reprlib.repr(value)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from mamba_jax.store import StoreShape
-from serving.config import CacheMode, CachePolicy, ConfigError, EngineConfig
+from serving.config import CacheMode, ConfigError, EngineConfig, ResolvedCaching
 from serving.core import SchedulerConfig
 
 GIB = 1 << 30
@@ -125,7 +125,9 @@ def size_store(
     elif config.num_pages is not None and page_bytes:
         fits = config.num_pages * config.page_size - 2 * width
         if fits < 2:
-            raise ConfigError(f"num_pages {config.num_pages} hold no sequence: at least {pages_for(2)} are needed")
+            raise ConfigError(
+                f"num_pages={config.num_pages} cannot hold one sequence: at least {pages_for(2)} are needed"
+            )
         if fits < max_len:
             notices.append(f"max_model_len is {fits:,} instead of {max_len:,}: {config.num_pages} pages hold no more")
             max_len = fits
@@ -138,7 +140,7 @@ def size_store(
         slot_room = max(room // 2, min(room, per_row))
     if slot_room < per_row:
         if config.num_slots is not None:
-            raise ConfigError(f"num_slots {config.num_slots} hold no sequence: at least {per_row} are needed")
+            raise ConfigError(f"num_slots={config.num_slots} cannot hold one sequence: at least {per_row} are needed")
         raise ConfigError(_too_small(memory, slot_bytes, page_bytes, config))
     if seqs * per_row > slot_room:
         notices.append(f"max_num_seqs is {slot_room // per_row} instead of {seqs}: more state slots do not fit")
@@ -173,6 +175,27 @@ def size_store(
         mode=mode,
         notices=tuple(notices),
     )
+
+
+def check_weights_fit(num_bytes: int, *, devices: Iterable[jax.Device] | None = None) -> None:
+    """Refuse weights that cannot be loaded, before minutes are spent on trying: the system would end the process.
+
+    Args:
+        num_bytes: of those that this process loads.
+        devices: what it divides them over.
+
+    Raises:
+        ConfigError: they are larger than the memory that is free.
+    """
+    found = list(devices or jax.local_devices()[:1])
+    stats = [device.memory_stats() if device.platform != "cpu" else None for device in found]
+    limits = [each["bytes_limit"] - each.get("bytes_in_use", 0) for each in stats if each and "bytes_limit" in each]
+    free = len(limits) * min(limits) if limits else available_ram()
+    if num_bytes > free:
+        raise ConfigError(
+            f"the weights take {_bytes(num_bytes)} and {_bytes(free)} of memory are free: a smaller dtype, "
+            "tensor_parallel_size or a larger machine"
+        )
 
 
 def store_memory(config: EngineConfig, *, workspace: int, devices: Iterable[jax.Device] | None = None) -> int:
@@ -223,7 +246,9 @@ def available_ram() -> int:
         return free
 
 
-def scheduler_config(config: EngineConfig, policy: CachePolicy, size: StoreSize, *, lookahead: int) -> SchedulerConfig:
+def scheduler_config(
+    config: EngineConfig, policy: ResolvedCaching, size: StoreSize, *, lookahead: int
+) -> SchedulerConfig:
     """What the scheduler has to know. `lookahead`: tokens past a row's own that a draft layer's pages must hold."""
     budget = config.max_num_batched_tokens
     if not policy.chunked_prefill:
@@ -243,6 +268,8 @@ def scheduler_config(config: EngineConfig, policy: CachePolicy, size: StoreSize,
         num_lookahead_tokens=lookahead,
         max_prefill_rows=min(MAX_PREFILL_ROWS, size.max_num_seqs),
         max_waiting=config.max_num_waiting,
+        # Processes that run one model together must plan the same steps, and their clocks differ.
+        max_decode_pause=config.max_decode_pause if jax.process_count() == 1 else None,
     )
 
 

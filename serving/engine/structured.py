@@ -8,26 +8,17 @@ draft that the grammar does not allow is rejected like any other wrong one, and 
 from __future__ import annotations
 
 import json
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import llguidance
 import numpy as np
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from checkpoints.tokenizer import Tokenizer
-from mamba_jax.sampling.masks import mask_words
-from serving.engine.sampling_params import RequestError
+from serving.engine.request_error import RequestError
 
-_KEPT = 128
-"""Compiled grammars that are kept for the next request that asks for the same."""
 _LONGEST = 1 << 20
-_SPACE = r"( |\r?\n[ \t]{0,20})?"
-"""Between the parts of a JSON text: nothing, a space, or a new line and indentation. With any space allowed, models may
-write nothing else. A schema can say otherwise: `"x-guidance": {"whitespace_pattern": ...}`."""
+"""Characters of a grammar or schema, as JSON."""
 
 
 @dataclass(frozen=True)
@@ -76,81 +67,41 @@ class StructuredOutputs:
             raise RequestError(f"structured outputs: a table with one of {', '.join(names)} is needed")
         return cls(**value)
 
-    def compiled_form(self) -> str:
-        """The grammar as llguidance takes it; equal forms give equal texts.
+    def key(self) -> str:
+        """Its kind and value as JSON: equal texts ask for the same.
 
         Raises:
-            RequestError: a schema that is not JSON, or a grammar in no known syntax.
+            RequestError: a schema that is not JSON, or too long a value.
         """
-        matcher = llguidance.LLMatcher
+        for kind in ("regex", "choice", "grammar"):
+            if getattr(self, kind) is not None:
+                asked = [kind, getattr(self, kind)]
+                break
+        else:
+            schema: Any = {"type": "object"} if self.json is None else self.json
+            try:
+                asked = ["json", json.loads(schema) if isinstance(schema, str) else schema]
+            except (ValueError, RecursionError) as error:
+                raise RequestError(f"structured outputs: the schema is not JSON: {_one_line(error)}") from None
         try:
-            if self.regex is not None:
-                form = matcher.grammar_from_regex(self.regex)
-            elif self.choice is not None:
-                form = matcher.grammar_from_lark(
-                    "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in self.choice)
-                )
-            elif self.grammar is not None:
-                form = matcher.grammar_from_lark(gbnf_to_lark(self.grammar) if "::=" in self.grammar else self.grammar)
-            else:
-                schema: Any = {"type": "object"} if self.json is None else self.json
-                schema = json.loads(schema) if isinstance(schema, str) else schema
-                # Only schemas that are tables take options.
-                options: Any = {"whitespace_pattern": _SPACE} if isinstance(schema, dict) else None
-                form = matcher.grammar_from_json_schema(json.dumps(schema), defaults=options)
-        except Exception as error:  # the package raises whatever its parsers do
-            raise RequestError(f"structured outputs: {_one_line(error)}") from None
-        if len(form) > _LONGEST:
-            raise RequestError(f"structured outputs: the grammar is longer than {_LONGEST:,} characters")
-        return form
-
-
-class Grammars:
-    """Compiles grammars for one tokenizer and keeps the latest. May be used by several threads.
-
-    Args:
-        tokenizer: the model's.
-        vocab_size: the model's, which may be larger than the tokenizer's.
-        eos_token_ids: what may come where the grammar allows an end.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, tuple(eos_token_ids)
-        self._lock = threading.Lock()
-        self._vocabulary: llguidance.LLTokenizer | None = None
-        self._kept: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
-
-    def start(self, outputs: StructuredOutputs) -> Constraint:
-        """A constraint at the beginning of an output. Takes a moment for a grammar that has not been seen before.
-
-        Raises:
-            RequestError: the grammar is broken, or beyond what can be compiled.
-        """
-        form = outputs.compiled_form()
-        with self._lock:
-            matcher = self._kept.pop(form, None) or self._compile(form)
-            self._kept[form] = matcher
-            if len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-            return Constraint(matcher.deep_copy(), mask_words(self._vocab_size), frozenset(self._eos))
-
-    def _compile(self, form: str) -> llguidance.LLMatcher:
-        if self._vocabulary is None:
-            # A second or so for a large vocabulary, and only if anybody ever asks.
-            self._vocabulary = llguidance.LLTokenizer(
-                self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=list(self._eos)
-            )
-        matcher = llguidance.LLMatcher(self._vocabulary, form, log_level=0)
-        if matcher.is_error():
-            raise RequestError(f"structured outputs: {_one_line(matcher.get_error())}")
-        return matcher
+            text = json.dumps(asked)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"structured outputs: the schema is not JSON: {_one_line(error)}") from None
+        if len(text) > _LONGEST:
+            raise RequestError(f"structured outputs: the {asked[0]} is longer than {_LONGEST:,} characters")
+        return text
 
 
 class Constraint:
     """One choice's place in its grammar."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, words: int, eos_token_ids: frozenset[int]) -> None:
-        self._matcher, self._words, self._eos = matcher, words, eos_token_ids
+    def __init__(self, start: llguidance.LLMatcher, words: int, eos_token_ids: frozenset[int]) -> None:
+        """`start` is at the grammar's beginning, and shared: it is never moved."""
+        self._start, self._matcher = start, start.deep_copy()
+        self._words, self._eos = words, eos_token_ids
+        self._followed: list[int] = []
+        """The output's tokens so far."""
+        self._ended_early = False
 
     @property
     def finished(self) -> bool:
@@ -160,6 +111,8 @@ class Constraint:
     @property
     def error(self) -> str | None:
         """Why the grammar cannot be followed any further, where it became too complex on the way."""
+        if self._ended_early:
+            return "the output ends where the grammar wants more"
         return _one_line(self._matcher.get_error()) if self._matcher.is_error() else None
 
     def advance(self, tokens: Sequence[int]) -> int:
@@ -168,9 +121,11 @@ class Constraint:
             if self._matcher.is_stopped():
                 return count
             if token in self._eos:
+                self._ended_early = not self._matcher.is_accepting()
                 return count + 1
             if not self._matcher.consume_token(token):
                 return count  # `error` says why
+            self._followed.append(token)
         return len(tokens)
 
     def masks(self, drafts: Sequence[int], heads: int) -> np.ndarray:
@@ -180,18 +135,30 @@ class Constraint:
         """
         masks = np.full((heads, self._words), 0xFFFFFFFF, np.uint32)
         masks[0] = self._mask()
+        if self._matcher.is_error():
+            return masks  # `error` says why once the next token has come
         followed = 0
         for head, draft in enumerate(drafts[: heads - 1], start=1):
             allowed = draft >= 0 and masks[head - 1, draft // 32] >> np.uint32(draft % 32) & 1
             if not allowed or draft in self._eos or self._matcher.is_stopped():
                 break
             if not self._matcher.consume_token(draft):
-                return masks
+                break
             followed += 1
-            masks[head] = self._mask()
-        if followed:
+            mask = self._mask()
+            if self._matcher.is_error():
+                break
+            masks[head] = mask
+        if self._matcher.is_error():
+            self._start_again()
+        elif followed:
             self._matcher.rollback(followed)
         return masks
+
+    def _start_again(self) -> None:
+        """A matcher that has failed stays failed; where it failed on a draft, the output has not."""
+        self._matcher = self._start.deep_copy()
+        self._matcher.consume_tokens(self._followed)
 
     def _mask(self) -> np.ndarray:
         return np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._words]

@@ -9,6 +9,7 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from checkpoints.placing import LINE_EVERY
 from serving.engine.kept_programs import keep_programs
 from serving.engine.loop import StepLoop
 
@@ -21,7 +22,7 @@ def warm_up(loop: StepLoop, vocab_size: int, *, progress: bool, keep: bool = Fal
     Args:
         loop: whose programs.
         vocab_size: the model's.
-        progress: show a bar on stderr.
+        progress: show a bar on stderr. Without one, a line of the log now and then says how far it is.
         keep: take from disk what an earlier start has compiled, and put there what it has not.
     """
     begin, loaded = time.perf_counter(), 0
@@ -31,8 +32,18 @@ def warm_up(loop: StepLoop, vocab_size: int, *, progress: bool, keep: bool = Fal
         Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar,
     ):
         task = bar.add_task("compiling", total=loop.batches.num_programs)
-        loop.warm_up(vocab_size, lambda: bar.advance(task))
+        last, done = begin, 0
+
+        def advance() -> None:
+            nonlocal last, done
+            done += 1
+            bar.advance(task)
+            if not progress and time.perf_counter() - last > LINE_EVERY:
+                last = time.perf_counter()
+                log.info("compiling: %d of %d programs after %.0f s", done, loop.batches.num_programs, last - begin)
+
+        loop.warm_up(vocab_size, advance)
         if kept is not None:
             loaded = kept.loaded
     count, seconds = loop.programs.compilations, time.perf_counter() - begin
-    log.info("%d programs ready after %.1f s: %d compiled, %d kept from before", count, seconds, count - loaded, loaded)
+    log.info("%d programs ready after %.1f s: %d compiled, %d loaded from disk", count, seconds, count - loaded, loaded)

@@ -142,3 +142,36 @@ def test_choosing_among_templates():
         templates.choose("x", tools=False)
     with pytest.raises(ChatTemplateError, match=r"^this model has no chat template named 'default' \(it has: none\)$"):
         ChatTemplates({}, {}).choose(None, tools=False)
+
+
+NESTED = "{% for a in messages %}{% for b in messages %}{% for c in messages %}{% endfor %}{% endfor %}{% endfor %}"
+MANY = [{"role": "user", "content": "x" * 1000}] * 300
+
+
+def test_loops_come_to_an_end(monkeypatch):
+    monkeypatch.setattr("checkpoints.chat.MOST_TURNS", 10_000)
+    with pytest.raises(ChatTemplateError, match="turns of its loops"):
+        render(NESTED, MANY)
+
+
+def test_rendering_takes_so_many_seconds(monkeypatch):
+    monkeypatch.setattr("checkpoints.chat.MOST_SECONDS", 0.0)
+    with pytest.raises(ChatTemplateError, match="took more than 0 seconds"):
+        render(NESTED, MANY)
+
+
+def test_rendering_gives_so_many_characters(monkeypatch):
+    monkeypatch.setattr("checkpoints.chat.MOST_CHARACTERS", 100_000)
+    assert render("{% for m in messages %}{{ m.content[:10] }}{% endfor %}", MANY)
+    with pytest.raises(ChatTemplateError, match="more than 100,000 characters"):
+        render("{% for m in messages %}{{ m.content }}{% endfor %}", MANY)
+
+
+def test_loops_with_all_that_loops_can_have():
+    source = (
+        "{% macro list(items) %}{% for i in items recursive %}{{ loop(i) if i is iterable else i }}{% endfor %}"
+        "{% endmacro %}{{ list([1, [2, 3]]) }}"
+        "{% for x in [] %}{% else %}none{% endfor %}{% for x in [1, 2] if x > 1 %}{{ loop.index }}{% endfor %}"
+        "{% for x in [1, 2] %}{% if x == 1 %}{% continue %}{% endif %}{{ x }}{% break %}{% endfor %}"
+    )
+    assert render(source) == "123none12"

@@ -3,13 +3,13 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints_tiny import TINY
 
 import checkpoints
 from checkpoints.draft_layer import fresh_draft_layer, with_draft_layer, write_with_draft_layer
 from checkpoints.export import hugging_face_tensors, write_hugging_face
 from checkpoints.random import RandomTensors, write_random
 from mamba_jax.model import parameters
+from tests.support.tiny_configs import CHECKPOINT
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -23,7 +23,7 @@ GRANITE = {
 MAMBA2 = {
     "model_type": "mamba2", **SMALL, "num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 1, "expand": 2,
 }  # fmt: skip
-FAMILIES = {"nemotron_h": TINY, "bamba": BAMBA, "granite": GRANITE, "mamba2": MAMBA2}
+FAMILIES = {"nemotron_h": CHECKPOINT, "bamba": BAMBA, "granite": GRANITE, "mamba2": MAMBA2}
 
 
 def load(directory):
@@ -52,7 +52,7 @@ def test_what_is_written_is_what_was_read(tmp_path, raw):
 
 @pytest.mark.parametrize(
     ("raw", "pattern"),
-    [(BAMBA, "*-"), (GRANITE, "*-"), (MAMBA2, "-"), (TINY | {"num_nextn_predict_layers": 0}, "*-")],
+    [(BAMBA, "*-"), (GRANITE, "*-"), (MAMBA2, "-"), (CHECKPOINT | {"num_nextn_predict_layers": 0}, "*-")],
     ids=["bamba", "granite", "mamba2", "nemotron_h"],
 )
 def test_a_layer_is_added(tmp_path, raw, pattern):

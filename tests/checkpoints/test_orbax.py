@@ -5,7 +5,6 @@ import json
 import jax
 import numpy as np
 import pytest
-from checkpoints_tiny import TINY
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import checkpoints
@@ -15,11 +14,12 @@ from checkpoints.orbax import read_description
 from checkpoints.presets import preset, preset_names
 from checkpoints.random import write_random
 from mamba_jax.model import parameters
+from tests.support.tiny_configs import CHECKPOINT
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    return write_random(tmp_path_factory.mktemp("hf"), TINY, dtype="bfloat16", tokenizer='{"version": "1.0"}')
+    return write_random(tmp_path_factory.mktemp("hf"), CHECKPOINT, dtype="bfloat16", tokenizer='{"version": "1.0"}')
 
 
 @pytest.fixture(scope="module")

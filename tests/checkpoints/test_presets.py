@@ -1,12 +1,15 @@
 """Published sizes: each configuration gives the published number of parameters."""
 
+import dataclasses
 import math
 
+import jax.numpy as jnp
 import pytest
 
 from checkpoints.presets import PRESETS, preset, preset_names
 from mamba_jax.families import weight_names
 from mamba_jax.model import HybridModel, parameters
+from mamba_jax.store import StoreShape
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -23,6 +26,22 @@ def test_the_draft_layer_of_nemotron_3_super_is_kept():
     assert HybridModel.abstract(config).mtp is not None
 
 
+@pytest.mark.parametrize(
+    ("name", "slot_mib", "kv_kib"),
+    [
+        ("qwen3-next-80b-a3b", 73.7, 24),
+        ("qwen3.5-9b", 49.1, 32),
+        ("qwen3.5-27b", 146.8, 64),
+        ("qwen3.5-35b-a3b", 61.4, 20),
+    ],
+)
+def test_state_of_a_sequence_is_as_large_as_users_report(name, slot_mib, kv_kib):
+    # States in float32, windows and keys and values in bfloat16, without the draft layer.
+    shape = StoreShape.of(dataclasses.replace(preset(name), mtp_pattern=""))
+    assert shape.bytes_per_slot(jnp.bfloat16) / 2**20 == pytest.approx(slot_mib, abs=0.1)
+    assert shape.bytes_per_page(1, jnp.bfloat16) == kv_kib << 10
+
+
 def test_layers_are_as_many_as_published():
     for name, (mamba, attention, mlp_or_moe) in {
         "nemotron-h-8b": (24, 4, 24),
@@ -34,8 +53,11 @@ def test_layers_are_as_many_as_published():
         "granite-4.0-h-small": (36, 4, 40),
         "falcon-h1-34b": (72, 72, 72),
         "zamba2-7b": (81, 13, 0),
+        "qwen3-next-80b-a3b": (36, 12, 48),
+        "qwen3.5-27b": (48, 16, 64),
+        "qwen3.5-35b-a3b": (30, 10, 40),
     }.items():
         config = preset(name)
-        assert config.num_mamba_layers == mamba, name
+        assert config.num_recurrent_layers == mamba, name
         assert config.num_attention_uses == attention, name
         assert sum(config.pattern.count(kind) for kind in "-E") == mlp_or_moe, name

@@ -18,6 +18,8 @@ STORED = {
     "m.in_proj": RNG.normal(size=(10, 4)).astype(np.float32),
     "m.conv": RNG.normal(size=(6, 1, 3)).astype(ml_dtypes.bfloat16),
     **{f"m.experts.{e}.up": RNG.normal(size=(2, 4)).astype(np.float32) for e in range(4)},
+    **{f"m.experts.{e}.{part}": RNG.normal(size=(3, 4)).astype(np.float32) for e in range(4) for part in "ab"},
+    "m.by_heads": RNG.normal(size=(2 * 5, 4)).astype(np.float32),
 }
 F32 = np.dtype(np.float32)
 PARAMETERS = {
@@ -25,18 +27,32 @@ PARAMETERS = {
     "rest": jax.ShapeDtypeStruct((6, 4), ml_dtypes.bfloat16),
     "conv": jax.ShapeDtypeStruct((6, 3), F32),
     "experts": jax.ShapeDtypeStruct((4, 2, 4), F32),
+    "pairs": jax.ShapeDtypeStruct((4, 2, 3, 4), F32),
+    "q": jax.ShapeDtypeStruct((4, 4), F32),
+    "joined": jax.ShapeDtypeStruct((6, 4), ml_dtypes.bfloat16),
+    "k": jax.ShapeDtypeStruct((6, 4), F32),
 }
 SOURCES = {
     "zx": HFSource(("m.in_proj",), (0, 4), (10, 4)),
     "rest": HFSource(("m.in_proj",), (4, 10), (10, 4)),
     "conv": HFSource(("x.conv",), None, (6, 1, 3), alternatives=(HFSource(("m.conv",), None, (6, 1, 3)),)),
     "experts": HFSource(tuple(f"m.experts.{e}.up" for e in range(4)), stack=True),
+    "pairs": HFSource(
+        tuple(f"m.experts.{e}.{part}" for e in range(4) for part in "ab"), stored_shape=(3, 4), stack=True
+    ),
+    "q": HFSource(("m.by_heads",), (0, 2), (10, 4), pieces=2),
+    "joined": HFSource(("m.experts.0.a", "m.experts.0.b"), stored_shape=(3, 4), stack=True),
+    "k": HFSource(("m.by_heads",), (2, 5), (10, 4), pieces=2),
 }
 EXPECTED = {
     "zx": STORED["m.in_proj"][:4].reshape(2, 2, 4),
     "rest": STORED["m.in_proj"][4:].astype(ml_dtypes.bfloat16),
     "conv": STORED["m.conv"][:, 0].astype(np.float32),
     "experts": np.stack([STORED[f"m.experts.{e}.up"] for e in range(4)]),
+    "pairs": np.stack([[STORED[f"m.experts.{e}.{part}"] for part in "ab"] for e in range(4)]),
+    "q": STORED["m.by_heads"][[0, 1, 5, 6]],
+    "joined": np.concatenate([STORED["m.experts.0.a"], STORED["m.experts.0.b"]]).astype(ml_dtypes.bfloat16),
+    "k": STORED["m.by_heads"][[2, 3, 4, 7, 8, 9]],
 }
 
 
@@ -61,6 +77,7 @@ def test_rows_reshapes_stacks_alternatives_and_dtypes(tmp_path):
 def test_sharded_equals_single(tmp_path, devices):
     mesh = Mesh(np.array(jax.devices()[:devices]), ("shard",))
     specs = {"zx": PartitionSpec(None, None, "shard"), "experts": PartitionSpec("shard"), "rest": PartitionSpec()}
+    specs |= {"pairs": PartitionSpec("shard"), "q": PartitionSpec("shard")}
     shardings = {path: NamedSharding(mesh, spec) for path, spec in specs.items()}
     arrays = read(tmp_path, shardings=shardings.get)
     check(arrays)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from serving.api.cli import app
+from serving.cli.main import app
 from serving.config import EngineConfig
-from tests.docs.markdown_blocks import blocks_of
+from tests.support.markdown_blocks import blocks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests.docs.markdown_blocks import blocks_of
+from tests.support.markdown_blocks import blocks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(

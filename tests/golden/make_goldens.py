@@ -14,6 +14,10 @@ model is alive: each weight and each config field of the recipe's `changes` move
     logprobs_i   [n, m] float32        their log-probabilities after that position's token
     greedy_i     [16]                  the most likely continuation
     gaps_i       [16] float32          by how much each of its tokens beats the runner-up (log-probability)
+
+and, where a draft layer has an oracle, of the prompt of chunk+1 tokens, for pairs (hidden state i, token i + 1):
+
+    draft_positions, draft_ids, draft_logprobs       as above
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from golden import oracle
+from golden import oracle, qwen_drafts
 from golden.recipes import RECIPES, Recipe
 from safetensors.torch import load_file, save_file
 
@@ -46,8 +50,7 @@ def make(name: str, recipe: Recipe, root: Path) -> None:
     check_alive(name, recipe, model, prompts[-1])
     target = root / name
     target.mkdir(parents=True, exist_ok=True)
-    write_model(recipe, model, target)
-    arrays: dict[str, np.ndarray] = {}
+    arrays = write_model(recipe, model, target, prompts[4])
     generator = np.random.default_rng(recipe.seed)
     for i, tokens in enumerate(prompts):
         full = oracle.log_probs(model, tokens).numpy()
@@ -117,23 +120,39 @@ def check_alive(name: str, recipe: Recipe, model: Any, tokens: list[int]) -> Non
         raise SystemExit(f"{name}: these do not matter: {', '.join(dead)}")
 
 
-def write_model(recipe: Recipe, model: Any, target: Path) -> None:
-    """Config and weights as Hugging Face saves them, then the recipe's other spellings."""
+def write_model(recipe: Recipe, model: Any, target: Path, prompt: list[int]) -> dict[str, np.ndarray]:
+    """Config and weights as Hugging Face saves them, then the recipe's other spellings. Returns the drafts' goldens."""
+    arrays: dict[str, np.ndarray] = {}
     with tempfile.TemporaryDirectory() as saved:
         model.save_pretrained(saved)
         config = json.loads((Path(saved) / "config.json").read_text())
         tensors = load_file(Path(saved) / "model.safetensors")
-    if recipe.mtp:
+    if recipe.modules:
+        tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if recipe.mtp and "mtp_layers_block_type" in recipe.config:
         tensors |= mtp_weights(recipe, tensors)
+    elif recipe.mtp:
+        drafts = qwen_drafts.draft_weights(recipe, tensors)
+        tensors |= drafts
+        full = qwen_drafts.draft_log_probs(model, drafts, prompt).numpy()
+        positions, ids = choose_entries(full, np.random.default_rng(recipe.seed))
+        arrays["draft_positions"], arrays["draft_ids"] = positions.astype(np.int16), ids.astype(np.int16)
+        arrays["draft_logprobs"] = np.take_along_axis(full[positions], ids, axis=1).astype(np.float32)
+    if recipe.seeing:
+        tensors["model.visual.patch_embed.proj.weight"] = torch.ones(4, 3, 2)
     stored = {}
     for weight, tensor in tensors.items():
         if recipe.rename_weights is not None:
             old, new = recipe.rename_weights
-            weight = new + weight.removeprefix(old) if weight.startswith(old) else weight
+            moves = weight.startswith(old) and ".visual." not in weight
+            weight = new + weight.removeprefix(old) if moves else weight
         stored[weight] = tensor if oracle.stays_float32(weight) else tensor.bfloat16()
     save_file(stored, target / "model.safetensors", metadata={"format": "pt"})
     (target / "model.safetensors").chmod(0o644)
     config["dtype"] = "bfloat16"
+    if recipe.seeing:
+        kind = config["model_type"].removesuffix("_text")
+        config = {"model_type": kind, "text_config": config, "vision_config": {"model_type": kind, "depth": 1}}
     if recipe.mlp_sizes is not None:
         config["intermediate_size"] = list(recipe.mlp_sizes)
     for field, value in recipe.rename_config.items():
@@ -146,6 +165,7 @@ def write_model(recipe: Recipe, model: Any, target: Path) -> None:
             for key, value in config.items()
         }
     (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return arrays
 
 
 def mtp_weights(recipe: Recipe, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

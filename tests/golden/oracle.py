@@ -14,6 +14,7 @@ import torch
 import transformers
 from golden.recipes import Recipe
 
+_ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
 _RANGES = {"dt": (0.002, 0.1), "A": (0.5, 16.0)}
 
 
@@ -49,7 +50,7 @@ def reconfigured(recipe: Recipe, model: Any, field: str, value: Any) -> Any:
 
 def stays_float32(name: str) -> bool:
     """The handful of numbers that published checkpoints keep in float32, and so do the fixtures."""
-    return name.endswith(("A_log", "dt_bias", ".D", "e_score_correction_bias"))
+    return name.endswith(("A_log", "dt_bias", ".D", *_ROUTER_BIASES))
 
 
 @torch.inference_mode()
@@ -71,7 +72,7 @@ def greedy(model: Any, tokens: list[int], count: int) -> tuple[list[int], list[f
 
 def weights(model: Any) -> list[tuple[str, torch.Tensor]]:
     """Every distinct parameter, and the routers' correction biases, which are buffers."""
-    buffers = [(name, tensor) for name, tensor in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    buffers = [(name, tensor) for name, tensor in model.named_buffers() if name.endswith(_ROUTER_BIASES)]
     return [*model.named_parameters(), *buffers]
 
 
@@ -92,7 +93,7 @@ def _random(name: str, tensor: torch.Tensor, generator: torch.Generator, *, tied
         return torch.log(low + (high - low) * uniform)
     if name.endswith(".D"):
         return 1 + 0.3 * normal
-    if name.endswith("e_score_correction_bias"):
+    if name.endswith(_ROUTER_BIASES):
         return 0.3 * normal
     if "conv1d" in name:
         return normal * (0.4 if name.endswith("weight") else 0.2)

@@ -8,40 +8,13 @@ pass.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import Any
+
+from golden import other_recurrences
+from golden.recipe import Recipe
 
 _MIXERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """One fixture: which model class, its config, and how the files on disk differ from what Hugging Face writes."""
-
-    architecture: str
-    config: dict[str, Any]
-    changes: dict[str, Any] = field(default_factory=dict)
-    """Config fields that must matter -> another value."""
-    seed: int = 0
-    quieter: dict[str, float] = field(default_factory=dict)
-    """Factors on weights whose names contain these: where the architecture itself amplifies differences, usual weights
-    would amplify the rounding errors of float32 beyond what the tests allow."""
-    rename_config: dict[str, Any] = field(default_factory=dict)
-    """Fields of config.json to write as well, or (None) to leave out: old spellings that Hugging Face still reads."""
-    rename_weights: tuple[str, str] | None = None
-    """Prefix of every stored name -> the other spelling."""
-    mlp_sizes: tuple[int, ...] | None = None
-    """NemotronH with an `intermediate_size` of its own for each MLP layer."""
-    mtp: bool = False
-    """Also store the weights of an MTP layer, which Hugging Face does not read."""
-    literal_infinity: bool = False
-    """Write infinite numbers as older versions did: a bare Infinity."""
-
-    @property
-    def chunk_size(self) -> int:
-        """Of the config, whatever the family calls it."""
-        return self.config.get("mamba_chunk_size") or self.config["chunk_size"]
 
 
 def _layers(pattern: str) -> list[str]:
@@ -166,7 +139,7 @@ _ZAMBA2 = {
     **_IDS,
 }
 
-RECIPES: dict[str, Recipe] = {
+RECIPES: dict[str, Recipe] = other_recurrences.RECIPES | {
     "nemotronh": Recipe(
         "NemotronHForCausalLM",
         _nemotron(

@@ -2,15 +2,18 @@
 
 import dataclasses
 import logging
+import re
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
 
 from kernels_pallas import dispatch
-from kernels_pallas.shape_check import check_groups, check_shapes
+from kernels_pallas.shape_check import DIMENSIONS, check_groups, check_shapes, shapes_checked
 
 
 def too_long(x):
@@ -34,7 +37,7 @@ def test_the_automatic_choice_falls_back_and_reports_why(caplog):
     assert dispatch.call("op", [FAST, SLOW], None, "ab") == ("fast", "ab")
     assert not caplog.messages
     assert dispatch.call("op", [FAST, SLOW], None, "abc") == ("slow", "abc")
-    assert caplog.messages == ["op runs by slow (not fast: 3 is too long)"]
+    assert caplog.messages == ["op uses slow (not fast: 3 is too long)"]
     with pytest.raises(dispatch.UnsupportedError, match=r"can run this call \(not fast: 3 is too long"):
         dispatch.call("op", [FAST], None, "abc")
 
@@ -54,6 +57,38 @@ def test_shapes_are_bound_by_name():
             check_shapes("op", x=(array(*shape), "rows width"), y=(array(2, 2), "rows width-1"))
 
 
+def test_shapes_are_written_once():
+    """What a function's annotations say is what is checked."""
+
+    @shapes_checked
+    def operation(
+        x: Float[Array, "*batch inputs"], y: Int[Array, " inputs"] | None, *, scale: float = 1, z: Float[Array, "2"]
+    ):
+        return scale
+
+    x, y, z = array(5, 4, 3), array(3), array(2)
+    assert operation(x, None, z=z) == operation(x, y, z=z) == operation(array(3), y, z=z) == 1
+    for call, message in [
+        ((x, array(4)), r"operation: y has shape \(4,\), expected \[inputs\] with inputs = 3 \(by x\)"),
+        ((array(), y), r"operation: x has shape \(\), expected \[\*batch, inputs\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            operation(*call, z=z)
+
+
+def test_the_legend_has_every_dimension_of_an_operation():
+    with pytest.raises(KeyError, match="heds"):
+
+        @shapes_checked
+        def operation(x: Float[Array, "rows heds"]):
+            pass
+
+    used = set()
+    for path in (Path(dispatch.__file__).parent).glob("*/api.py"):
+        used |= set(re.findall(r"[a-z_]+", " ".join(re.findall(r'Array, "([^"]*)"', path.read_text()))))
+    assert used == set(DIMENSIONS)
+
+
 def test_heads_divide_into_groups():
     check_groups("op", 9, 3)
     for groups in (2, 0):
@@ -69,12 +104,12 @@ def test_a_platform_gets_its_own_kernels():
     array = jnp.ones(3)
     kernels = [on("tpu", lambda x: x + 1), dispatch.Implementation("plain", lambda x: x - 1)]
     assert (dispatch.call("op", kernels, None, array) == 0).all()  # a CPU runs these tests
-    choice = dispatch.Choice(platform="tpu")
+    choice = dispatch.KernelChoice(platform="tpu")
     with choice.applied():
         assert (dispatch.call("op", kernels, None, array) == 2).all()
     assert choice.report() == "kernels for tpu: op by kernel"
     hidden = [dataclasses.replace(kernels[0], automatic=False), kernels[1]]
-    with dispatch.Choice(platform="tpu").applied():
+    with dispatch.KernelChoice(platform="tpu").applied():
         assert (dispatch.call("op", hidden, None, array) == 0).all()
 
 
@@ -83,13 +118,13 @@ def test_a_kernel_that_fails_to_compile_costs_a_warning(caplog):
         raise NotImplementedError("no such\n  instruction")
 
     kernels = [on("tpu", refused), dispatch.Implementation("plain", lambda x: x)]
-    choice = dispatch.Choice(platform="tpu")
+    choice = dispatch.KernelChoice(platform="tpu")
     with choice.applied():
         for _ in range(3):
             dispatch.call("op", kernels, None, jnp.ones(2))
         with pytest.raises(NotImplementedError):
             dispatch.call("op", kernels, "kernel", jnp.ones(2))
-    said = "op does not run by kernel, which fails to compile: no such instruction"
+    said = "op does not use kernel, which fails to compile: no such instruction"
     assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [said]  # once for all layers
     assert "op by kernel (named) and plain (not kernel: it fails to compile: no such instruction)" in choice.report()
 
@@ -99,7 +134,7 @@ def test_kernels_are_tried_on_the_device_compiled_for():
     def kernel(x):
         return pl.pallas_call(lambda i, o: None, out_shape=x)(x)
 
-    choice = dispatch.Choice(platform="tpu", device=jax.devices()[0])
+    choice = dispatch.KernelChoice(platform="tpu", device=jax.devices()[0])
     with choice.applied():
         dispatch.call("op", [on("tpu", kernel), dispatch.Implementation("plain", lambda x: x)], None, jnp.ones(2))
     assert "not kernel: it fails to compile: Only interpret mode" in choice.report()
@@ -109,20 +144,23 @@ def test_kernels_are_tried_on_the_device_compiled_for():
     ("text", "named"), [("auto", {}), ("", {}), ("xla", "xla"), ("a=x, b=y", {"a": "x", "b": "y"})]
 )
 def test_choices_as_text(text, named):
-    assert dispatch.Choice.parse(text).named == named
+    assert dispatch.KernelChoice.parse(text).named == named
 
 
 def test_names():
     kernels = [dispatch.Implementation("fast", lambda x: "fast"), dispatch.Implementation("slow", lambda x: "slow")]
-    with dispatch.Choice.parse("slow").applied():
+    with dispatch.KernelChoice.parse("slow").applied():
         assert dispatch.call("op", kernels, None, 1) == "slow"
         assert dispatch.call("other", kernels[:1], None, 1) == "fast"  # has no `slow`
-    choice = dispatch.Choice.parse("op=slow,typo=fast")
+    choice = dispatch.KernelChoice.parse("op=slow,typo=fast")
     with choice.applied():
         assert dispatch.call("op", kernels, None, 1) == "slow"
         assert dispatch.call("op", kernels, "fast", 1) == "fast"
     assert choice.report().endswith("op by fast (named) and slow (named), named, but not in use: typo")
-    with dispatch.Choice.parse("op=quick").applied(), pytest.raises(dispatch.UnsupportedError, match="called 'quick'"):
+    with (
+        dispatch.KernelChoice.parse("op=quick").applied(),
+        pytest.raises(dispatch.UnsupportedError, match="called 'quick'"),
+    ):
         dispatch.call("op", kernels, None, 1)
     with pytest.raises(dispatch.UnsupportedError, match="'b' is not operation=implementation"):
-        dispatch.Choice.parse("a=x,b")
+        dispatch.KernelChoice.parse("a=x,b")

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from operation_checks import Draw, assert_close, jitted, on_device
 
+from kernels_pallas.dispatch import KernelChoice
 from kernels_pallas.grouped_matmul import grouped_matmul, reference, shapes
+from kernels_pallas.native import WHY_MISSING
 
 SHAPES = [s.small() for s in shapes.SHAPES]
 ODD = SHAPES[-1]
@@ -80,3 +82,47 @@ class Product:
 
 class TestXla(Product):
     implementation = "xla"
+
+
+@pytest.mark.skipif(WHY_MISSING is not None, reason=f"native operations: {WHY_MISSING}")
+class TestNative:
+    """By itself: it leaves calls with many tokens an expert to XLA."""
+
+    @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+    @pytest.mark.parametrize(("experts", "outputs", "inputs"), [(16, 130, 1100), (5, 3, 17), (1, 64, 64)])
+    def test_equals_definition(self, experts, outputs, inputs, dtype):
+        draw = Draw()
+        tokens = 2 * experts
+        x, w = draw.normal(tokens, inputs, dtype=dtype), draw.normal(experts, outputs, inputs, dtype=dtype)
+        run = jitted(grouped_matmul, implementation="native")
+        for used in (tokens, tokens // 2, 0):
+            for group_sizes in (
+                np.bincount(draw.random.integers(0, experts, used), minlength=experts).astype(np.int32),
+                np.where(np.arange(experts) == experts - 1, used, 0).astype(np.int32),
+            ):
+                out = run(x, w, group_sizes)
+                assert out.dtype == dtype
+                assert_close(out, reference.grouped_matmul(x, w, group_sizes), dtype)
+
+    def test_gradients(self):
+        draw = Draw()
+        x, w = draw.normal(8, 40), draw.normal(6, 24, 40)
+        group_sizes = np.array([3, 0, 1, 2, 0, 1], np.int32)
+
+        def gradients(implementation):
+            def loss(x, w):
+                return jnp.sin(grouped_matmul(x, w, jnp.asarray(group_sizes), implementation=implementation)).sum()
+
+            return jax.jit(jax.grad(loss, argnums=(0, 1)))(*on_device((x, w)))
+
+        for ours, plain in zip(gradients("native"), gradients("xla"), strict=True):
+            assert_close(ours, plain)
+
+    def test_leaves_many_tokens_to_xla(self):
+        choice = KernelChoice(platform="cpu")
+        w = jnp.ones((4, 8, 8))
+        with choice.applied():
+            grouped_matmul(jnp.ones((8, 8)), w, jnp.full(4, 2))
+            grouped_matmul(jnp.ones((9, 8)), w, jnp.full(4, 2))
+        reason = "not native: 9 tokens, not 1 to 2 for each of 4 experts"
+        assert choice.chosen == {"grouped_matmul": {"native": "", "xla": reason}}

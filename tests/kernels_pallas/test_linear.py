@@ -4,22 +4,50 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtyping import TypeCheckError
 
-from kernels_pallas.dispatch import UnsupportedError
+from kernels_pallas.dispatch import KernelChoice, UnsupportedError
 from kernels_pallas.linear import linear, reference
 from kernels_pallas.linear.shapes import SHAPES
+from kernels_pallas.native import WHY_MISSING
+
+needs_native = pytest.mark.skipif(WHY_MISSING is not None, reason=f"native operations: {WHY_MISSING}")
 
 
-@pytest.mark.parametrize("implementation", ["xla"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [s.small() for s in SHAPES], ids=lambda s: s.name)
-def test_equals_definition(shape, dtype, implementation):
+def test_equals_definition(shape, dtype):
+    check(shape.rows, shape.inputs, shape.outputs, dtype, "xla")
+
+
+@needs_native
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 24), (1040, 5), (77, 131), (16, 1), (3, 2)])
+def test_native_equals_definition(rows, inputs, outputs):
+    check(rows, inputs, outputs, jnp.bfloat16, "native")
+
+
+@needs_native
+def test_native_runs_where_it_is_faster():
+    few, narrow = jnp.ones((4, 32), jnp.bfloat16), jnp.ones((8, 32), jnp.bfloat16)
+    choice = KernelChoice(platform="cpu")
+    with choice.applied():
+        linear(few, narrow)
+    assert choice.chosen == {"linear": {"native": ""}}
+    for x, weight, why in [
+        (few.astype(jnp.float32), narrow.astype(jnp.float32), "weights are float32"),
+        (jnp.ones((5, 32), jnp.bfloat16), narrow, "5 rows, not 1 to 4"),
+        (few[:0], narrow, "0 rows"),
+    ]:
+        with pytest.raises(UnsupportedError, match=why):
+            linear(x, weight, implementation="native")
+
+
+def check(rows, inputs, outputs, dtype, implementation):
     random = np.random.default_rng(0)
-    x = jnp.asarray(random.normal(size=(shape.rows, shape.inputs)), dtype)
-    weight = jnp.asarray(random.normal(size=(shape.outputs, shape.inputs)), dtype)
+    x = jnp.asarray(random.normal(size=(rows, inputs)), dtype)
+    weight = jnp.asarray(random.normal(size=(outputs, inputs)), dtype)
     run = jax.jit(lambda x, w: linear(x, w, out_dtype=jnp.float32, implementation=implementation))
-    np.testing.assert_allclose(run(x, weight), reference.linear(x, weight), atol=2e-6 * shape.inputs, rtol=1e-5)
+    np.testing.assert_allclose(run(x, weight), reference.linear(x, weight), atol=2e-6 * inputs, rtol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 300])
@@ -32,8 +60,25 @@ def test_gradients(rows):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), ours, plain)
 
 
+@needs_native
+def test_native_gradients():
+    random = np.random.default_rng(1)
+    x = jnp.asarray(random.normal(size=(3, 24)), jnp.bfloat16)
+    weight = jnp.asarray(random.normal(size=(40, 24)), jnp.bfloat16)
+
+    def gradients(implementation):
+        def loss(x, w):
+            return jnp.sin(linear(x, w, out_dtype=jnp.float32, implementation=implementation)).sum()
+
+        return jax.grad(loss, argnums=(0, 1))(x, weight)
+
+    for ours, plain in zip(gradients("native"), gradients("xla"), strict=True):
+        assert ours.dtype == jnp.bfloat16
+        np.testing.assert_allclose(ours.astype(np.float32), plain.astype(np.float32), atol=2e-2)
+
+
 def test_refuses_shapes_that_do_not_fit_and_unknown_names():
-    with pytest.raises((ValueError, TypeCheckError)):  # the latter where annotations are checked, as in this suite
+    with pytest.raises(ValueError, match=r"weight has shape \(5, 4\), expected \[outputs, inputs\] with inputs = 3"):
         linear(jnp.ones((2, 3)), jnp.ones((5, 4)))
-    with pytest.raises(UnsupportedError, match="there are: xla"):
+    with pytest.raises(UnsupportedError, match="there are: native, xla"):
         linear(jnp.ones((2, 3)), jnp.ones((5, 3)), implementation="cuda")

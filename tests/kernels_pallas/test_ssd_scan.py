@@ -125,11 +125,20 @@ class Scan:
         assert_same_bits(np.concatenate(parts), y)
         assert_same_bits(split[3], after[3])
 
-    def test_reads_come_before_writes(self, scan):
-        # Row 0 writes the slots that it and rows 1 and 2 read; row 2 writes what row 0 reads.
+    def test_a_row_may_write_the_slot_it_reads(self, scan):
+        # After its first tile, and after its last.
         draw = Draw()
         inputs, store = layer(draw, self.odd, 4, self.odd.tile_size), states(draw, self.odd, 5)
-        places = where([1, 0, 1, 1], [1, 0, 2, 3], [2, 3, 4, 1])
+        places = where([1, 0, 1, 0], [1, 0, 2, 0], [1, 3, 4, 2])
+        y, after = scan(*inputs, store, **places)
+        want_y, want = reference.ssd_scan(*inputs, store, **places)
+        assert_close(y, want_y, tolerance=1e-4)
+        assert_close(after[1:], want[1:])
+
+    def test_several_rows_may_read_one_slot(self, scan):
+        draw = Draw()
+        inputs, store = layer(draw, self.odd, 3, self.odd.tile_size), states(draw, self.odd, 5)
+        places = where([1, 1, 1], [2, 2, 2], [3, 1, 4])
         y, after = scan(*inputs, store, **places)
         want_y, want = reference.ssd_scan(*inputs, store, **places)
         assert_close(y, want_y, tolerance=1e-4)
@@ -163,6 +172,13 @@ class Scan:
 
 class TestXla(Scan):
     implementation = "xla"
+
+
+class TestXlaWholeTiles(Scan):
+    """The form for other platforms."""
+
+    implementation = "xla_whole_tiles"
+    test_in_place = None  # XLA:CPU copies for it; the compilers that it is for are asked
 
 
 def recurrence(x, dt, a, b, c, d, initial_state):

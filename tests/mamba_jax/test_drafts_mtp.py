@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from step_harness import CONFIG, DECODE_ROWS, PAGE, PAGES_PER_ROW, Host, model_of
 
 from mamba_jax.batch import DecodeBatch
 from mamba_jax.config import need
@@ -13,10 +12,13 @@ from mamba_jax.drafts import MTPDrafts
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import parameters
 from mamba_jax.step import step as run_step
+from tests.support.random_models import decisive_model
+from tests.support.step_host import DECODE_ROWS, PAGE, PAGES_PER_ROW, Host
+from tests.support.tiny_configs import STEP
 
-WITH_MTP = dataclasses.replace(CONFIG, mtp_pattern="*-")
+WITH_MTP = dataclasses.replace(STEP, mtp_pattern="*-")
 WITH_TABLES = dataclasses.replace(WITH_MTP, own_mtp_embedding=True, own_mtp_head=True)
-PROMPT = [int(t) for t in np.random.default_rng(2).integers(0, CONFIG.vocab_size, 13)]
+PROMPT = [int(t) for t in np.random.default_rng(2).integers(0, STEP.vocab_size, 13)]
 MAIN = WITH_MTP.num_attention_uses
 
 
@@ -31,7 +33,7 @@ def softmax(x):
 
 def layer(pairs, config=WITH_MTP):
     """The draft layer over pairs (hidden state, next token), all at once: outputs, keys, values and the head."""
-    w = {name: np.asarray(value[...], np.float64) for name, value in parameters(model_of(config)).items()}
+    w = {name: np.asarray(value[...], np.float64) for name, value in parameters(decisive_model(config)).items()}
     attention = need(WITH_MTP.attention)
     heads, groups, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
     hidden = np.array([h for h, _ in pairs], np.float64)
@@ -58,7 +60,7 @@ def layer(pairs, config=WITH_MTP):
 
 def hidden_of(tokens, config=WITH_MTP):
     """The model's final hidden states, by the whole-sequence form."""
-    return np.asarray(model_of(config).hidden(np.array(tokens), SequenceLayout.of(1, len(tokens)), None)[0])
+    return np.asarray(decisive_model(config).hidden(np.array(tokens), SequenceLayout.of(1, len(tokens)), None)[0])
 
 
 def assert_drafts(host, seat, tokens, table, config=WITH_MTP):
@@ -81,7 +83,7 @@ def assert_drafts(host, seat, tokens, table, config=WITH_MTP):
 
 @pytest.mark.parametrize("config", [WITH_MTP, WITH_TABLES], ids=["the model's tables", "its own tables"])
 def test_logits_equal_those_of_the_definition(config):
-    model, tokens = model_of(config), np.array(PROMPT)
+    model, tokens = decisive_model(config), np.array(PROMPT)
     hidden = np.asarray(model.hidden(tokens, SequenceLayout.of(1, 13), None)[0])
     previous = np.concatenate([np.full((1, hidden.shape[1]), 1e3, np.float32), hidden[:-1]])
     ours = model.draft_logits(model.draft(tokens, previous, SequenceLayout.of(1, 13), None)[0])
@@ -157,9 +159,9 @@ def test_the_draft_layer_updates_the_store_in_place(drafts):
 def test_without_drafts_a_step_is_what_it_would_be_without_a_draft_layer():
     """K = 0: the same program, whether or not a model has the layer."""
     texts = []
-    for config in (CONFIG, WITH_MTP):
-        host = Host(CONFIG, num_drafts=0)
-        model = model_of(config)
+    for config in (STEP, WITH_MTP):
+        host = Host(STEP, num_drafts=0)
+        model = decisive_model(config)
         step = jax.jit(lambda store, rows, batch, model=model: run_step(model, store, rows, batch))
         batch = DecodeBatch.empty(rows=1, num_speculative_tokens=0, pages_per_row=PAGES_PER_ROW)
         texts.append(step.lower(host.store, host.rows, batch).as_text())

@@ -3,10 +3,11 @@
 import jax
 import numpy as np
 import pytest
-from step_harness import CONFIG, Host, greedy
 
 from mamba_jax.drafts import NGramDrafts
 from mamba_jax.drafts.ngram import look_up
+from tests.support.step_host import Host, greedy
+from tests.support.tiny_configs import STEP
 
 WIDTH = 24
 
@@ -46,7 +47,7 @@ def test_bounds_that_cross_are_refused():
 
 def test_a_seat_knows_its_tokens_and_steps_add_to_them():
     host = Host(source=NGramDrafts(1, 3))
-    prompt = [int(t) for t in np.random.default_rng(2).integers(0, CONFIG.vocab_size, 13)]
+    prompt = [int(t) for t in np.random.default_rng(2).integers(0, STEP.vocab_size, 13)]
     want = greedy(prompt, 8)
     # What follows is in the prompt's beginning, which is never fed by these steps: it was found in the cache.
     known = [*want[:3], *want[:2], *prompt[5:]]

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import EVERYTHING, SHARED, VOCAB, model_of
 
-from mamba_jax.config import ConfigError, RopeConfig, need
+from mamba_jax.config import ModelConfigError, RopeConfig, need
 from mamba_jax.layout import DecodeLayout, PrefillLayout, SequenceLayout
 from mamba_jax.model import HybridModel, parameters
-from mamba_jax.store import init_store
+from mamba_jax.store import StoreShape, init_store
+from tests.support.engines import QUICK_COMPILE
+from tests.support.random_models import random_model
+from tests.support.tiny_configs import EVERYTHING, SHARED, VOCAB
 
 CONFIGS = pytest.mark.parametrize("config", [EVERYTHING, SHARED], ids=["everything", "shared"])
 LENGTH = 19
@@ -21,7 +23,7 @@ PAGE, PAGES, TILE = 4, 6, 8
 
 
 # These programs run once or twice: most of their time would go to making them fast.
-QUICK = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+QUICK = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
 
 
 @QUICK
@@ -31,7 +33,7 @@ def score(model, tokens, lengths):
 
 
 def scorer(config):
-    return functools.partial(score, model_of(config))
+    return functools.partial(score, random_model(config))
 
 
 def tokens_of(seed=0, shape=(2, LENGTH)):
@@ -78,7 +80,7 @@ def test_gradients_reach_every_weight_and_are_finite(config):
         return total
 
     # A bias that only chooses experts has no gradient.
-    for path, gradient in parameters(QUICK(jax.grad(loss))(model_of(config))).items():
+    for path, gradient in parameters(QUICK(jax.grad(loss))(random_model(config))).items():
         values = np.asarray(gradient[...])
         assert np.isfinite(values).all(), path
         assert values.any() or path.endswith("correction_bias"), path
@@ -128,7 +130,7 @@ def run_with_store(model, tokens, pieces):
 @CONFIGS
 @pytest.mark.parametrize("pieces", [[8, 11], [3, 1, 1, 12, 1, 1]], ids=str)
 def test_a_store_changes_nothing(config, pieces):
-    model, tokens = model_of(config), tokens_of(shape=(1, LENGTH))
+    model, tokens = random_model(config), tokens_of(shape=(1, LENGTH))
 
     @QUICK
     def whole(model):
@@ -146,7 +148,7 @@ def test_drafting_equals_a_sequence_of_pairs():
     config = dataclasses.replace(
         EVERYTHING, attention=dataclasses.replace(need(EVERYTHING.attention), rope=RopeConfig(theta=10.0, size=6))
     )
-    model, tokens = model_of(config), tokens_of(shape=(LENGTH,))
+    model, tokens = random_model(config), tokens_of(shape=(LENGTH,))
     hidden = jax.random.normal(jax.random.key(3), (LENGTH, config.hidden_size))
 
     @QUICK
@@ -172,7 +174,7 @@ def test_drafting_without_the_layer_is_refused():
 def test_bfloat16_is_close(config):
     tokens = tokens_of()
     exact = np.asarray(scorer(config)(tokens, FULL))
-    values = parameters(model_of(config))
+    values = parameters(random_model(config))
     targets = parameters(HybridModel.abstract(config, dtype=jnp.bfloat16))
     rounded = {path: values[path][...].astype(target.dtype) for path, target in targets.items()}
     model = HybridModel.from_parameters(config, rounded)
@@ -186,20 +188,23 @@ def test_residual_stream_in_float32():
     seen = []
 
     class Spy(nnx.Module):
+        def __init__(self, norm):
+            self.weight = norm.weight
+
         def __call__(self, x):
             seen.append(x.dtype)
             return x.astype(jnp.bfloat16)
 
     for config in (SHARED, dataclasses.replace(SHARED, residual_in_fp32=False)):
         model = HybridModel.abstract(config, dtype=jnp.bfloat16)
-        model.final_norm = Spy()
+        model.final_norm = Spy(model.final_norm)
         jax.eval_shape(lambda m: m(jnp.zeros((1, 3), jnp.int32)), model)
     assert seen == [jnp.float32, jnp.bfloat16]
 
 
 @CONFIGS
 def test_parameters_by_path(config):
-    model = model_of(config)
+    model = random_model(config)
     params = parameters(model)
     assert model.num_parameters == sum(p[...].size for p in params.values())
     assert ("lm_head.weight" in params) is not config.tie_word_embeddings
@@ -210,7 +215,7 @@ def test_parameters_by_path(config):
 
 
 def test_from_parameters_names_what_is_wrong():
-    values = {path: param[...] for path, param in parameters(model_of(EVERYTHING)).items()}
+    values = {path: param[...] for path, param in parameters(random_model(EVERYTHING)).items()}
     with pytest.raises(ValueError, match=r"missing weights \['embed.weight'\], unknown weights \['extra'\]"):
         HybridModel.from_parameters(
             EVERYTHING, {**{k: v for k, v in values.items() if k != "embed.weight"}, "extra": jnp.zeros(1)}
@@ -220,23 +225,29 @@ def test_from_parameters_names_what_is_wrong():
 
 
 def test_counts_of_state():
-    assert (EVERYTHING.num_mamba_layers, EVERYTHING.num_attention_uses, EVERYTHING.num_attention_layers) == (2, 2, 3)
-    assert (SHARED.num_mamba_layers, SHARED.num_attention_uses, SHARED.num_mtp_attention_layers) == (3, 3, 0)
-    assert EVERYTHING.ssm_state_shape == (6, 5, 7)
-    assert EVERYTHING.conv_state_shapes == ((3, 30), (3, 42))
-    assert EVERYTHING.kv_shape == (4, 6)
+    layers = EVERYTHING.num_recurrent_layers, EVERYTHING.num_attention_uses, EVERYTHING.num_attention_layers
+    assert layers == (2, 2, 3)
+    assert (SHARED.num_recurrent_layers, SHARED.num_attention_uses, SHARED.num_mtp_attention_layers) == (3, 3, 0)
+    arrays = StoreShape.of(EVERYTHING).arrays
+    assert {name: array.shape for name, array in arrays.items()} == {
+        "ssm": (6, 5, 7),
+        "conv_x": (3, 30),
+        "conv_bc": (3, 42),
+        "kv": (4, 6),
+        "hidden": (20,),
+    }
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"pattern": "MX"}, "layer pattern 'MX'"),
-        ({"pattern": ""}, "without layers"),
+        ({"pattern": ""}, "has no layers"),
         ({"mtp_pattern": "M"}, "layer pattern 'M'"),
         ({"moe": None}, "needs the description of moe"),
         ({"vocab_size": 0}, "vocab_size is 0"),
     ],
 )
 def test_impossible_configs_are_refused(change, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ModelConfigError, match=message):
         dataclasses.replace(EVERYTHING, **change)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import HIDDEN, MOE, random_module
 
 from mamba_jax.config import ACTIVATIONS, AttentionConfig, MambaConfig, MLPConfig, RopeConfig
 from mamba_jax.layout import SequenceLayout
@@ -17,6 +16,8 @@ from mamba_jax.modules.basic import Linear, RMSNorm, activation
 from mamba_jax.modules.mamba import Mamba
 from mamba_jax.modules.mlp import MLP
 from mamba_jax.modules.moe import MoE
+from tests.support.random_models import random_module
+from tests.support.tiny_configs import HIDDEN, MOE
 
 SOFTMAX = dataclasses.replace(
     MOE, router="softmax", num_groups=1, top_groups=1, latent_size=None, gated=True, activation="silu", bias=True

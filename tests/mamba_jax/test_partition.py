@@ -1,32 +1,34 @@
 """What is divided over devices, for every published size, and what is refused."""
 
+import dataclasses
 import re
 
 import jax.numpy as jnp
 import pytest
 
 from checkpoints.load import load_config
-from mamba_jax.config import ConfigError
+from mamba_jax.config import WHOLE, ModelConfigError
 from mamba_jax.model import HybridModel, parameters
+from mamba_jax.modules.basic import RMSNorm
 from mamba_jax.sharding import AXIS, Partition, make_mesh
+from mamba_jax.sharding.across import Divided
+from mamba_jax.sharding.parameters import placements
 from mamba_jax.store import StoreShape
 
+OF_EVERY_FAMILY = [
+    ("nemotron-h-8b", 8),
+    ("nemotron-3-nano-30b-a3b", 8),
+    ("bamba-9b", 4),
+    ("granite-4.0-h-small", 8),
+    ("falcon-h1-34b", 4),
+    ("mamba2-2.7b", 8),
+    ("zamba2-7b", 8),
+]
 # Beside these, whatever has a million numbers or more is divided.
-WHOLE = re.compile(r"router|latent_(in|out)|adapters.*\.down|in_proj_bc|[kv]_proj|adapters\.[kv]\.")
+MAY_BE_WHOLE = re.compile(r"router|latent_(in|out)|adapters.*\.down|in_proj_bc|[kv]_proj|adapters\.[kv]\.")
 
 
-@pytest.mark.parametrize(
-    ("name", "shards"),
-    [
-        ("nemotron-h-8b", 8),
-        ("nemotron-3-nano-30b-a3b", 8),
-        ("bamba-9b", 4),
-        ("granite-4.0-h-small", 8),
-        ("falcon-h1-34b", 4),
-        ("mamba2-2.7b", 8),
-        ("zamba2-7b", 8),
-    ],
-)
+@pytest.mark.parametrize(("name", "shards"), OF_EVERY_FAMILY)
 def test_all_that_is_large_is_divided(name, shards):
     config = load_config(name)
     partition = Partition.of(config, shards)
@@ -36,17 +38,40 @@ def test_all_that_is_large_is_divided(name, shards):
         for axis, size in zip(spec, leaf.shape, strict=False):
             assert axis in (None, AXIS)
             assert axis is None or size % shards == 0, path
-        assert AXIS in spec or leaf.size < 1 << 20 or WHOLE.search(path), path
+        assert AXIS in spec or leaf.size < 1 << 20 or MAY_BE_WHOLE.search(path), path
 
 
 def test_few_groups_and_keys_are_kept_several_times():
     config = load_config("bamba-9b")  # one group, eight heads of keys
     partition = Partition.of(config, 16)
     whole, own = StoreShape.of(config), partition.device_shape(StoreShape.of(config))
-    assert (own.heads, own.groups, own.kv_heads) == (whole.heads // 16, 1, 1)
-    assert partition.store_shape(whole).kv_heads == 16
+    heads, *rest = whole.arrays["ssm"].shape
+    assert own.arrays["ssm"].shape == (heads // 16, *rest)
+    assert own.arrays["conv_bc"].shape == whole.arrays["conv_bc"].shape
+    assert own.arrays["kv"].shape == (2, *whole.arrays["kv"].shape[1:])
+    assert partition.store_shape(whole).arrays["kv"].shape[0] == 2 * 16
     assert tuple(partition.parameter("blocks.0.mixer.in_proj_bc.weight")) == ()
-    assert tuple(partition.parameter("blocks.9.mixer.k_proj.weight")) == ()
+    attention = config.pattern.index("*")
+    assert tuple(partition.parameter(f"blocks.{attention}.mixer.k_proj.weight")) == ()
+
+
+@pytest.mark.parametrize("name", [name for name, _ in OF_EVERY_FAMILY])
+def test_every_parameter_is_declared_and_no_other(name):
+    config = load_config(name)
+    config = dataclasses.replace(config, own_mtp_embedding=bool(config.mtp_pattern))
+    declared = placements(config).keys()
+    assert declared == parameters(HybridModel.abstract(config)).keys()
+
+
+def test_what_nothing_declares_is_refused():
+    partition = Partition.of(load_config("nemotron-h-8b"), 4)
+    with pytest.raises(ModelConfigError, match=r"nothing declares how the parameter blocks\.0\.mixer\.beta is divided"):
+        partition.parameter("blocks.0.mixer.beta")
+    with pytest.raises(ModelConfigError, match="no mixer declares the state delta"):
+        partition.state({"ssm": None, "delta": None})
+    layer = Divided(RMSNorm(4, 1e-5, dtype=jnp.float32), {"bias": WHOLE})
+    with pytest.raises(ModelConfigError, match="RMSNorm does not declare how its weight is divided over devices"):
+        layer.placement("weight")
 
 
 def test_one_device_has_everything():
@@ -63,10 +88,10 @@ def test_one_device_has_everything():
     ],
 )
 def test_what_does_not_divide_is_refused(name, shards, message):
-    with pytest.raises(ConfigError, match=f"tensor_parallel_size {shards} {message}"):
+    with pytest.raises(ModelConfigError, match=f"tensor_parallel_size {shards} {message}"):
         Partition.of(load_config(name), shards)
 
 
 def test_too_few_devices_are_refused():
-    with pytest.raises(ConfigError, match="JAX sees 8 cpu"):
+    with pytest.raises(ModelConfigError, match="JAX sees 8 cpu"):
         make_mesh(9)

@@ -6,8 +6,11 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from step_harness import (
-    CONFIG,
+
+from mamba_jax.batch import DecodeBatch, PrefillBatch
+from mamba_jax.store import store_bytes
+from tests.support.random_models import decisive_model
+from tests.support.step_host import (
     DECODE_ROWS,
     PAGE,
     PAGES_PER_ROW,
@@ -15,19 +18,15 @@ from step_harness import (
     PREFILL_TOKENS,
     TILE,
     TILES,
-    VOCAB,
     Host,
     assert_holds,
     expected_logprobs,
     greedy,
-    model_of,
 )
-
-from mamba_jax.batch import DecodeBatch, PrefillBatch
-from mamba_jax.store import store_bytes
+from tests.support.tiny_configs import STEP, VOCAB
 
 PROMPT = tuple(int(t) for t in np.random.default_rng(0).integers(0, VOCAB, 40))
-NO_ATTENTION = dataclasses.replace(CONFIG, pattern="M-M", attention=None)
+NO_ATTENTION = dataclasses.replace(STEP, pattern="M-M", attention=None)
 
 
 def prompts(*lengths):
@@ -35,7 +34,7 @@ def prompts(*lengths):
     return [tuple(int(t) for t in rng.integers(0, VOCAB, n)) for n in lengths]
 
 
-@pytest.mark.parametrize(("config", "num_drafts"), [(CONFIG, 3), (NO_ATTENTION, 0)], ids=["hybrid", "no attention"])
+@pytest.mark.parametrize(("config", "num_drafts"), [(STEP, 3), (NO_ATTENTION, 0)], ids=["hybrid", "no attention"])
 def test_prefill_then_decode_by_hand(config, num_drafts):
     """What the library's user does: prefill a prompt, then decode token by token."""
     host = Host(config, num_drafts=num_drafts)
@@ -206,6 +205,31 @@ def test_tags_catch_a_slot_that_holds_something_else():
     assert not host.decode(step | {"c": 11, "read": 2}).tag_error
 
 
+def test_debug_mode_sees_a_slot_that_two_rows_share():
+    """No order of rows protects a slot that one reads and another writes, or that two write."""
+
+    def decode(*rows):
+        host = Host()
+        for slot in (1, 2):
+            host.prefill({"tokens": PROMPT[:9], "write": slot})
+        return host.decode(*({"tokens": [1], "c": 9, "read": read, "writes": [write]} for read, write in rows))
+
+    assert not decode((1, 1), (2, 2)).tag_error  # a row may write what it reads
+    assert not decode((1, 3), (1, 4)).tag_error  # several rows may read one slot
+    for crossed in ([(1, 2), (2, 3)], [(2, 3), (1, 2)], [(1, 1), (1, 3)], [(1, 3), (2, 3)]):
+        assert decode(*crossed).tag_error
+
+    def prefill(*rows):
+        host = Host()
+        for slot in (1, 2):
+            host.prefill({"tokens": PROMPT[:9], "write": slot})
+        return host.prefill(*({"tokens": PROMPT[:3], "c": 9, "read": read, "write": write} for read, write in rows))
+
+    assert not prefill((1, 1), (2, 2)).tag_error
+    assert prefill((1, 2), (2, 3)).tag_error
+    assert prefill((1, 3), (2, 3)).tag_error
+
+
 def test_prompt_logprobs_over_chunks():
     host = Host()
     prompt = PROMPT[:20]
@@ -236,7 +260,7 @@ def test_penalties_count_what_was_emitted():
     out = host.prefill({"tokens": tokens, "write": 1}, {"tokens": tokens, "write": 2})
     for _ in range(8):
         # Penalties act on logits, which log-probabilities equal up to a constant; so take the logits themselves.
-        logits = np.asarray(model_of().logits(host.store.hidden[1]))
+        logits = np.asarray(decisive_model(STEP).logits(host.store.hidden[1]))
         factor = np.where(seen | (counts > 0), 1.7, 1.0)
         want = np.where(logits > 0, logits / factor, logits * factor) - 1.5 * (counts > 0)
         token = int(out.tokens[0, 0])

@@ -6,22 +6,21 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from mamba_jax.config import AttentionConfig, HybridConfig, MambaConfig
 from mamba_jax.rows import init_rows
 from mamba_jax.store import StoreShape, init_store, store_bytes
 
-HYBRID = StoreShape(
-    mamba_layers=3,
-    heads=6,
-    head_dim=8,
-    state_size=16,
-    groups=2,
-    conv_window=3,
-    attention_layers=2,
-    kv_heads=2,
-    kv_head_dim=8,
+CONFIG = HybridConfig(
+    family="test",
+    vocab_size=8,
     hidden_size=24,
+    pattern="M*MM*",
+    norm_eps=1e-5,
+    mamba=MambaConfig(num_heads=6, head_dim=8, state_size=16, num_groups=2, conv_width=4),
+    attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8, scale=1.0, input_size=24),
 )
-NO_ATTENTION = dataclasses.replace(HYBRID, attention_layers=0, kv_heads=0, kv_head_dim=0)
+HYBRID = StoreShape.of(CONFIG)
+NO_ATTENTION = StoreShape.of(dataclasses.replace(CONFIG, pattern="MMM"))
 
 
 @pytest.mark.parametrize("shape", [HYBRID, NO_ATTENTION])
@@ -38,9 +37,8 @@ def test_bytes_are_accounted_for(shape, debug_state):
 
 def test_one_array_per_layer():
     store = init_store(HYBRID, num_slots=5, num_pages=7, page_size=4, dtype=jnp.float32)
-    assert [slots.ssm.shape for slots in store.mamba] == [(5, 6, 8, 16)] * 3
-    assert [slots.conv_x.shape for slots in store.mamba] == [(5, 3, 48)] * 3
-    assert [slots.conv_bc.shape for slots in store.mamba] == [(5, 3, 64)] * 3
+    for name, shape in {"ssm": (5, 6, 8, 16), "conv_x": (5, 3, 48), "conv_bc": (5, 3, 64)}.items():
+        assert [slots[name].shape for slots in store.slots] == [shape] * 3
     assert [kv.shape for kv in store.kv] == [(7, 4, 4, 8)] * 2
     assert store.hidden.shape == (5, 24)
     buffers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(store)]

@@ -1,8 +1,9 @@
 """Each fixture's model is loaded and its steps are compiled once, for all the tests of this folder."""
 
 import pytest
-from parity.golden_case import BY_STEPS, NAMES, Case
-from parity.stepper import Stepper
+
+from tests.support.golden_case import BY_STEPS, NAMES, Case
+from tests.support.prompt_stepper import PromptStepper
 
 
 def pytest_generate_tests(metafunc):
@@ -28,7 +29,7 @@ def case(request):
 
 @pytest.fixture(scope="session")
 def compiled(case):
-    return Stepper(case.model, case.prompts)
+    return PromptStepper(case.model, case.prompts)
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parity.stepper import TILE, Stepper
+
+from tests.support.prompt_stepper import TILE, PromptStepper
 
 # Mean and largest Kullback-Leibler divergence of a token's distribution from float32's, as measured, in nats. Random
 # weights have far broader distributions than trained ones: the figures tell regressions, not quality.
@@ -23,7 +24,7 @@ BY_DEFAULT = ("mamba2", "nemotronh", "zamba2")
 def test_divergence_of_bfloat16(case, request):
     if case.name not in BY_DEFAULT and not request.config.getoption("--slow"):
         pytest.skip("slow: run with --slow")
-    stepper = Stepper(case.load("bfloat16"), case.prompts, dtype=jnp.bfloat16, ssm_dtype=jnp.bfloat16)
+    stepper = PromptStepper(case.load("bfloat16"), case.prompts, dtype=jnp.bfloat16, ssm_dtype=jnp.bfloat16)
     stepper.reset()
     found = []
     # In pieces, so that the state is rounded to bfloat16 again and again.

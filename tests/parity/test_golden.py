@@ -1,8 +1,9 @@
 """Hugging Face's log-probabilities and greedy tokens, by whole sequences and by real steps."""
 
 import numpy as np
-from parity.golden_case import CLEAR_GAP, TO_HUGGING_FACE, TO_OURSELVES
-from parity.stepper import TOP
+
+from tests.support.golden_case import CLEAR_GAP, TO_HUGGING_FACE, TO_OURSELVES
+from tests.support.prompt_stepper import TOP
 
 
 def test_fixtures_are_small(case):

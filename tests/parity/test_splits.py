@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from parity.golden_case import TO_OURSELVES
-from parity.stepper import TILE
+
+from tests.support.golden_case import TO_OURSELVES
+from tests.support.prompt_stepper import TILE
 
 
 def _halves(length, generator):

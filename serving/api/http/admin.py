@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from serving.api.http.answering import answer
 from serving.api.http.context import Context, context_of
+from serving.api.http.endpoint import answer
 from serving.api.http.errors import ApiError
 from serving.api.http.protocol.common import ModelCard, ModelList
 from serving.api.http.status import status_of
@@ -29,15 +29,14 @@ async def get_model(name: str, request: Request) -> Response:
     """One of the names."""
     context = context_of(request)
     if name not in context.settings.served_model_name:
-        raise ApiError(404, f"the model {name!r} does not exist here", param="model", code="model_not_found")
+        raise ApiError(404, f"the model {name!r} does not exist", param="model", code="model_not_found")
     return answer(_card(context, name))
 
 
 @router.get("/health", tags=["operation"])
 async def health(request: Request) -> Response:
-    """200 while the engine's thread runs; restart the process otherwise."""
-    if not context_of(request).engine.running:
-        raise ApiError(503, "the engine has stopped", code="engine_stopped")
+    """200 while the engine's thread runs and its steps end; restart the process otherwise."""
+    context_of(request).check_alive()
     return JSONResponse({"status": "ok"})
 
 
@@ -58,14 +57,14 @@ async def get_version() -> dict[str, str]:
 async def metrics(request: Request) -> Response:
     """Everything that is counted, for Prometheus."""
     context = context_of(request)
-    body, kind = context.metrics.exposition(await context.stats())
+    body, kind = context.metrics.exposition(context.engine.latest_stats)
     return Response(body, media_type=kind)
 
 
 @router.get("/status", tags=["operation"])
 async def status(request: Request) -> dict[str, Any]:
     """What the status page shows."""
-    return await status_of(context_of(request))
+    return status_of(context_of(request))
 
 
 def program_version() -> str:

@@ -10,8 +10,12 @@ raises `ApiError`; limits, keys, logs and metrics apply to it as to all others.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import gc
+import hashlib
 import logging
+import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from importlib.resources import files
 from typing import Any
@@ -53,7 +57,8 @@ def create_app(
     settings = settings or ServerSettings.create()
     metrics = Metrics(settings.served_model_name[0])
     traces = traces or Traces(settings.otlp_traces_endpoint, settings.served_model_name[0])
-    context = Context(engine, settings, metrics, traces, TextCodec(engine.engine.tokenizer))
+    codec = TextCodec(engine.engine.tokenizer, engine.engine.max_model_len)
+    context = Context(engine, settings, metrics, traces, codec)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -64,7 +69,7 @@ def create_app(
             preparing.cancel()
             await asyncio.gather(preparing, return_exceptions=True)
             context.ready = False
-            context.codec.close()
+            context.close()
             await asyncio.to_thread(engine.shutdown)
             await asyncio.to_thread(context.traces.close)
 
@@ -75,17 +80,34 @@ def create_app(
         lifespan=lifespan,
     )
     app.state.context = context
-    app.add_middleware(Limits, settings=settings, metrics=metrics)
+    app.add_middleware(Limits, bounds=settings, metrics=metrics)
     errors.install(app)
     for router in (completions.router, chat.router, tokenization.router, admin.router, *routers):
         app.include_router(router)
     page = files("serving.api").joinpath("static/index.html").read_text(encoding="utf-8")
+    headers = page_headers(page)
 
     @app.get("/", include_in_schema=False)
     async def status_page() -> HTMLResponse:
-        return HTMLResponse(page)
+        return HTMLResponse(page, headers=headers)
 
     return app
+
+
+def page_headers(page: str) -> dict[str, str]:
+    """What a browser may do with a page of ours: run its own script, talk to this server, and nothing else."""
+    scripts = (hashlib.sha256(text.encode()).digest() for text in re.findall(r"<script>(.*?)</script>", page, re.S))
+    hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in scripts)
+    policy = (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return {
+        "Content-Security-Policy": policy,
+        "X-Frame-Options": "DENY",
+        "Referrer-Policy": "no-referrer",
+        "Cross-Origin-Opener-Policy": "same-origin",
+    }
 
 
 async def _prepare(
@@ -97,9 +119,12 @@ async def _prepare(
     except EngineStopped:
         return
     except Exception:
-        log.exception("the model could not be made ready")
+        log.exception("the warm-up failed")
         await asyncio.to_thread(context.engine.shutdown)  # /health says so from now on
         return
+    # All that was loaded stays: a collection that looks at it again, in the middle of a request, takes a second.
+    gc.collect()
+    gc.freeze()
     context.ready = True
     if on_ready is not None:
         on_ready(context)

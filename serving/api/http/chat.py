@@ -13,7 +13,16 @@ from starlette.responses import Response
 
 from serving.api.http.context import Context
 from serving.api.http.endpoint import respond
-from serving.api.http.generation import Job, Piece, Tally, Voice, check_form, check_size, stream
+from serving.api.http.generation import (
+    ChoiceDelta,
+    Job,
+    ResponseContext,
+    Tally,
+    check_choices,
+    check_form,
+    check_size,
+    stream,
+)
 from serving.api.http.logprobs import LogprobWriter
 from serving.api.http.protocol.chat import (
     ChatAnswer,
@@ -31,6 +40,7 @@ from serving.api.http.protocol.common import ErrorResponse, StreamOptions
 from serving.api.http.sampling import sampling_params
 from serving.api.http.streaming import DONE, event
 from serving.api.http.tool_calls import ToolCallReader, opening_mark
+from serving.engine.grammars import Grammar
 from serving.engine.output import RequestOutput
 
 router = APIRouter(tags=["OpenAI"])
@@ -66,19 +76,19 @@ class ChatWriter:
     """Writes the answer to one request.
 
     Args:
-        voice: what it is written with.
+        responses: what it is written with.
         body: the request.
         prompt: token ids of the conversation.
     """
 
-    def __init__(self, voice: Voice, body: ChatRequest, prompt: list[int]) -> None:
-        self._voice, self._body = voice, body
+    def __init__(self, responses: ResponseContext, body: ChatRequest, prompt: list[int]) -> None:
+        self._responses, self._body = responses, body
         tools = offered_tools(body)
-        form = voice.tool_calls if tools else None
+        form = responses.tool_calls if tools else None
         self._reader = partial(ToolCallReader, form, tools) if form else None
-        params = sampling_params(body, voice.defaults)
+        params = sampling_params(body, responses.defaults)
         if form:
-            params = voice.codec.showing(params, opening_mark(form))
+            params = responses.codec.showing(params, opening_mark(form))
         self.job = Job(
             f"chatcmpl-{uuid.uuid4().hex}",
             [prompt],
@@ -86,19 +96,24 @@ class ChatWriter:
             body.priority,
             body.cache_salt,
         )
+        self.grammar: Grammar | None = None
+        """Held here, it is compiled when the engine asks for it."""
         self.tally = Tally(self.job)
         self._created = int(time.time())
-        self._logprobs = LogprobWriter(voice.codec, top=body.top_logprobs or 0, as_ids=body.return_tokens_as_token_ids)
+        self._logprobs = LogprobWriter(
+            responses.codec, top=body.top_logprobs or 0, as_ids=body.return_tokens_as_token_ids
+        )
 
     @classmethod
     async def of(cls, context: Context, body: ChatRequest) -> ChatWriter:
         """Renders, tokenises and checks everything that can be checked beforehand."""
+        check_choices(context, body, 1)
         messages = [message.model_dump(exclude_unset=True) for message in body.messages]
         special = body.add_special_tokens is True
         prompt = await context.codec.encode_chat(messages, add_special_tokens=special, **template_options(body))
-        check_size(context, body, [prompt])
-        writer = cls(Voice.of(context), body, prompt)
-        await check_form(context, writer.job.params)
+        check_size(context, [prompt], "messages")
+        writer = cls(ResponseContext.of(context), body, prompt)
+        writer.grammar = await check_form(context, writer.job.params)
         return writer
 
     def response(self, outputs: Sequence[RequestOutput]) -> ChatResponse:
@@ -123,7 +138,7 @@ class ChatWriter:
                 choice.token_ids = each.token_ids
             choices.append(choice)
         response = ChatResponse(
-            id=self.job.id, object="chat.completion", created=self._created, model=self._voice.model,
+            id=self.job.id, object="chat.completion", created=self._created, model=self._responses.model,
             choices=choices, usage=self.tally.usage(),
         )  # fmt: skip
         if self._body.return_token_ids:
@@ -138,7 +153,7 @@ class ChatWriter:
         def chunk(choices: list[ChatChunkChoice]) -> ChatChunk:
             made = ChatChunk(
                 id=self.job.id, object="chat.completion.chunk", created=self._created,
-                model=self._voice.model, choices=choices,
+                model=self._responses.model, choices=choices,
             )  # fmt: skip
             if options.include_usage or options.continuous_usage_stats:
                 made.usage = tally.usage() if options.continuous_usage_stats else None
@@ -164,7 +179,7 @@ class ChatWriter:
             yield event(last)
         yield DONE
 
-    def _choice(self, piece: Piece, reader: ToolCallReader | None) -> ChatChunkChoice:
+    def _choice(self, piece: ChoiceDelta, reader: ToolCallReader | None) -> ChatChunkChoice:
         text, calls = piece.text, list[ToolCall]()
         if reader is not None:
             text, calls = reader.push(text, last=piece.finish_reason is not None)

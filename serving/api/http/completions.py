@@ -11,7 +11,16 @@ from starlette.responses import Response
 
 from serving.api.http.context import Context
 from serving.api.http.endpoint import respond
-from serving.api.http.generation import Job, Piece, Tally, Voice, check_form, check_size, stream
+from serving.api.http.generation import (
+    ChoiceDelta,
+    Job,
+    ResponseContext,
+    Tally,
+    check_choices,
+    check_form,
+    check_size,
+    stream,
+)
 from serving.api.http.logprobs import LogprobWriter
 from serving.api.http.protocol.common import ErrorResponse, StreamOptions
 from serving.api.http.protocol.completions import (
@@ -22,6 +31,7 @@ from serving.api.http.protocol.completions import (
 )
 from serving.api.http.sampling import sampling_params
 from serving.api.http.streaming import DONE, event
+from serving.engine.grammars import Grammar
 from serving.engine.output import RequestOutput, TokenLogprobs
 
 router = APIRouter(tags=["OpenAI"])
@@ -37,44 +47,49 @@ class CompletionWriter:
     """Writes the answer to one request.
 
     Args:
-        voice: what it is written with.
+        responses: what it is written with.
         body: the request.
         prompts: its prompts' token ids.
         echoes: their texts, if the request wants them back.
     """
 
-    def __init__(self, voice: Voice, body: CompletionRequest, prompts: Sequence[list[int]], echoes: Sequence[str]):
-        self._voice, self._body, self._echoes = voice, body, echoes
+    def __init__(
+        self, responses: ResponseContext, body: CompletionRequest, prompts: Sequence[list[int]], echoes: Sequence[str]
+    ):
+        self._responses, self._body, self._echoes = responses, body, echoes
         self.job = Job(
             f"cmpl-{uuid.uuid4().hex}",
             prompts,
-            sampling_params(body, voice.defaults),
+            sampling_params(body, responses.defaults),
             body.priority,
             body.cache_salt,
         )
         # With max_tokens = 0 the engine still makes one token, which is nobody's business.
+        self.grammar: Grammar | None = None
+        """Held here, it is compiled when the engine asks for it."""
         self.tally = Tally(self.job, with_output=body.max_tokens != 0)
         self._created = int(time.time())
-        self._logprobs = LogprobWriter(voice.codec, top=body.logprobs or 0, as_ids=body.return_tokens_as_token_ids)
+        self._logprobs = LogprobWriter(responses.codec, top=body.logprobs or 0, as_ids=body.return_tokens_as_token_ids)
         self._offsets: dict[int, int] = {}
 
     @classmethod
     async def of(cls, context: Context, body: CompletionRequest) -> CompletionWriter:
         """Tokenises and checks everything that can be checked beforehand."""
+        check_choices(context, body, len(body.prompts))
         codec, special = context.codec, body.add_special_tokens is not False
-        prompts = [
-            await codec.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
-            for prompt in body.prompts
-        ]
-        check_size(context, body, prompts)
+        prompts = [prompt for prompt in body.prompts if not isinstance(prompt, str)]
+        if not prompts:
+            texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
+            prompts = await codec.encode(texts, add_special_tokens=special)
+        check_size(context, prompts, "prompt")
         echoes: list[str] = []
         for prompt in body.prompts if body.echo else ():
             if isinstance(prompt, str):
                 echoes.append(prompt)
             else:
                 echoes.append("" if codec.tokenizer is None else await codec.decode(prompt))
-        writer = cls(Voice.of(context), body, prompts, echoes)
-        await check_form(context, writer.job.params)
+        writer = cls(ResponseContext.of(context), body, prompts, echoes)
+        writer.grammar = await check_form(context, writer.job.params)
         return writer
 
     def response(self, outputs: Sequence[RequestOutput]) -> CompletionResponse:
@@ -82,7 +97,7 @@ class CompletionWriter:
         self.tally.latest.update(enumerate(outputs))
         choices = [
             self._choice(
-                Piece(
+                ChoiceDelta(
                     index, choice.index, output, choice.text, choice.token_ids, choice.logprobs, choice.finish_reason,
                     choice.stop_reason,
                 ),
@@ -118,11 +133,11 @@ class CompletionWriter:
 
     def _envelope(self, choices: list[CompletionChoice]) -> CompletionResponse:
         return CompletionResponse(
-            id=self.job.id, object="text_completion", created=self._created, model=self._voice.model,
+            id=self.job.id, object="text_completion", created=self._created, model=self._responses.model,
             choices=choices,
         )  # fmt: skip
 
-    def _choice(self, piece: Piece, *, first: bool) -> CompletionChoice:
+    def _choice(self, piece: ChoiceDelta, *, first: bool) -> CompletionChoice:
         """A choice, or what is new of it; the `first` time with the echo in front."""
         index = piece.prompt * self._body.n + piece.choice
         tokens, text = piece.token_ids, piece.text
@@ -148,7 +163,7 @@ class CompletionWriter:
     def _written(self, index: int, tokens: list[int], tables: list[TokenLogprobs | None]) -> CompletionLogprobs:
         offset = self._offsets.get(index, 0)
         written = self._logprobs.completion(tokens, tables, offset=offset)
-        self._offsets[index] = offset + sum(len(self._voice.codec.token(token)) for token in tokens)
+        self._offsets[index] = offset + sum(len(self._responses.codec.token(token)) for token in tokens)
         return written
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 from fastapi import Request
 
@@ -16,10 +15,7 @@ from serving.api.http.text import TextCodec
 from serving.api.http.tool_calls import ToolCallForm, form_of
 from serving.api.metrics import Metrics
 from serving.api.traces import Traces
-from serving.engine.async_engine import AsyncEngine, EngineStopped
-
-_PATIENCE = 0.5
-"""Seconds that a look at the engine waits for the end of a step; a step that compiles takes longer."""
+from serving.engine.async_engine import AsyncEngine
 
 
 @dataclass
@@ -31,10 +27,11 @@ class Context:
     metrics: Metrics
     traces: Traces
     codec: TextCodec
+    compilers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, thread_name_prefix="grammar"))
+    """Threads in which requests wait for their grammars."""
     started: float = field(default_factory=time.time)
     ready: bool = False
     """Every program has been compiled: requests are taken."""
-    _snapshot: dict[str, Any] = field(default_factory=dict)
 
     @property
     def model_name(self) -> str:
@@ -43,11 +40,28 @@ class Context:
 
     @functools.cached_property
     def tool_calls(self) -> ToolCallForm | None:
-        """How the model writes calls of tools."""
+        """Tool-call format."""
         named = self.settings.tool_call_parser
         if named == "none":
             return None
         return form_of(self.codec.tokenizer) if named == "auto" else named
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self.codec.close()
+        self.compilers.shutdown(wait=False, cancel_futures=True)
+
+    def check_alive(self) -> None:
+        """Whether the engine can be expected to answer at all.
+
+        Raises:
+            ApiError: 503: it has stopped, or is in a step that does not end. (Before it is ready, it may compile.)
+        """
+        if not self.engine.running:
+            raise ApiError(503, "the engine has stopped", code="engine_stopped")
+        seconds = self.engine.step_seconds
+        if self.ready and seconds > self.settings.step_timeout:
+            raise ApiError(503, f"the engine has been in one step for {seconds:.0f} s", code="engine_stuck")
 
     def check(self, model: str | None) -> None:
         """Refuse a request that names another model, or comes too early.
@@ -58,23 +72,12 @@ class Context:
         if model is not None and model not in self.settings.served_model_name:
             known = ", ".join(self.settings.served_model_name)
             raise ApiError(
-                404, f"the model {model!r} does not exist here (there is: {known})", param="model",
+                404, f"the model {model!r} does not exist (available: {known})", param="model",
                 code="model_not_found",
             )  # fmt: skip
-        if not self.engine.running:
-            raise ApiError(503, "the engine has stopped", code="engine_stopped")
+        self.check_alive()
         if not self.ready:
-            raise ApiError(503, "the model is still being made ready", code="not_ready", headers={"Retry-After": "2"})
-
-    async def stats(self) -> dict[str, Any]:
-        """The engine's counters: of now, or where it is busy for longer (it compiles, or has stopped) the last ones."""
-        if self.engine.running:
-            try:
-                async with asyncio.timeout(_PATIENCE):
-                    self._snapshot = await self.engine.call(lambda engine: engine.stats())
-            except (TimeoutError, EngineStopped):
-                pass
-        return self._snapshot
+            raise ApiError(503, "the model is still warming up", code="not_ready", headers={"Retry-After": "2"})
 
 
 def context_of(request: Request) -> Context:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+import re
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from serving.api.http.answering import answer, ignored_header
 from serving.api.http.context import Context, context_of
 from serving.api.http.generation import Job, Tally, run
-from serving.api.http.protocol.common import GenerationRequest
+from serving.api.http.protocol.common import GenerationRequest, RequestModel
 from serving.api.http.streaming import EventStream, start, until_gone
 from serving.engine.output import RequestOutput
 
 Body = TypeVar("Body", bound=GenerationRequest)
+
+IGNORED = "x-ignored-fields"
+_NAMES = 16
 
 
 class Writer(Protocol):
@@ -48,3 +51,14 @@ async def respond(
             return EventStream(await until_gone(request.receive, start(writer.events(context))), headers)
         outputs = await until_gone(request.receive, run(context, writer.job))
     return answer(writer.response(outputs), headers)
+
+
+def answer(model: BaseModel, headers: Mapping[str, str] | None = None) -> Response:
+    """A model as JSON, with the fields that were set."""
+    return Response(model.model_dump_json(exclude_unset=True), headers=headers, media_type="application/json")
+
+
+def ignored_header(request: RequestModel) -> dict[str, str]:
+    """A header with the fields of a request that had no effect: those with harmless names, as clients choose them."""
+    names = [name for name in request.ignored if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name)]
+    return {IGNORED: ",".join(names[:_NAMES])} if names else {}

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -25,13 +26,20 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from checkpoints.errors import CheckpointError
-from serving.api.http.protocol.common import ErrorBody, ErrorResponse
+from serving.api.http.protocol.common import MAX_STOP_TEXTS, ErrorBody, ErrorResponse
 from serving.engine.async_engine import EngineStopped, RequestFailed
-from serving.engine.sampling_params import RequestError
+from serving.engine.request_error import RequestError
+from serving.engine.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
+_ALTERNATIVES = {
+    "prompt": "a text, a list of texts, a list of token ids, or a list of lists of token ids",
+    "stop": f"a string or a list of at most {MAX_STOP_TEXTS} strings",
+}
+"""What fields of several types take: pydantic would complain of each type by itself."""
+_PARAMETERS = frozenset(field.name for field in fields(SamplingParams))
 _LONGEST = 500  # characters of a message: it may quote what the client sent
 
 
@@ -72,7 +80,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
         case RequestError() | CheckpointError():
             # A chat template that refuses a conversation is a CheckpointError.
-            return ApiError(400, str(error))
+            param = "messages" if isinstance(error, CheckpointError) else parameter_of(str(error))
+            return ApiError(400, str(error), param=param)
         case RequestValidationError():
             return _invalid(error.errors())
         case HTTPException():
@@ -107,16 +116,27 @@ def _said(error: HTTPException) -> str:
     return str(error.detail)
 
 
+def parameter_of(message: str) -> str | None:
+    """The parameter that a `RequestError` is about: its message begins with the name, where it is about one."""
+    if message.startswith("structured outputs"):
+        return "structured_outputs"
+    if message.startswith(("the prompt", "prompt_token_ids", "a prompt")):
+        return "prompt"
+    first = message.partition(" ")[0].rstrip(":")
+    return first if first in _PARAMETERS else None
+
+
 def _invalid(details: Sequence[Any]) -> ApiError:
     """The first of pydantic's complaints, with the field it is about."""
     first = details[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
     path = [str(part) for part in first["loc"] if part not in ("body", "path", "query")]
-    name = path[0] if path else None
-    if name == "prompt" and first["type"] != "missing":
-        message = "prompt must be a text, a list of texts, a list of token ids, or a list of lists of token ids"
-        return ApiError(400, message, param=name)
+    name = path[0] if path else first.get("ctx", {}).get("param")
+    if name in _ALTERNATIVES and first["type"] != "missing":
+        return ApiError(400, f"{name} must be {_ALTERNATIVES[name]}", param=name)
     where = ".".join(part for part in path if not part.startswith(("list[", "function-", "union")))
     what = first["msg"].removeprefix("Value error, ")
+    if not where and name is not None:  # about several fields: the message names them
+        return ApiError(400, what, param=name)
     return ApiError(400, f"{where or 'the body'}: {what[:1].lower()}{what[1:]}", param=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -17,14 +18,15 @@ from serving.api.http.protocol.common import (
     Usage,
 )
 from serving.api.http.streaming import gather, merge
-from serving.api.http.text import TextCodec
+from serving.api.http.text import TextCodec, check_fits
 from serving.api.http.tool_calls import ToolCallForm
+from serving.engine.grammars import Grammar
 from serving.engine.output import CompletionOutput, RequestOutput, TokenLogprobs
 from serving.engine.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
-class Voice:
+class ResponseContext:
     """What answers are written with, whoever asked: a server's clients or a batch file."""
 
     codec: TextCodec
@@ -33,10 +35,10 @@ class Voice:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of requests that do not have them."""
     tool_calls: ToolCallForm | None = None
-    """How the model writes calls of tools; None leaves them in the text."""
+    """Tool-call format; None leaves them in the text."""
 
     @classmethod
-    def of(cls, context: Context) -> Voice:
+    def of(cls, context: Context) -> ResponseContext:
         """A server's."""
         return cls(context.codec, context.model_name, context.settings.default_sampling, context.tool_calls)
 
@@ -53,7 +55,7 @@ class Job:
 
 
 @dataclass
-class Piece:
+class ChoiceDelta:
     """What is new of one choice. `prompt` and `choice` say which."""
 
     prompt: int
@@ -74,13 +76,13 @@ class _Cursor:
     tokens: int = 0
     finished: bool = False
 
-    def take(self, prompt: int, output: RequestOutput, choice: CompletionOutput) -> Piece | None:
+    def take(self, prompt: int, output: RequestOutput, choice: CompletionOutput) -> ChoiceDelta | None:
         """What has come since the last call; None for nothing."""
         if self.finished or (
             len(choice.text) == self.characters and len(choice.token_ids) == self.tokens and not choice.finished
         ):
             return None
-        piece = Piece(
+        piece = ChoiceDelta(
             prompt,
             choice.index,
             output,
@@ -122,43 +124,43 @@ class Tally:
         return usage
 
 
-def check_size(context: Context, request: GenerationRequest, prompts: Sequence[Sequence[int]]) -> None:
-    """Refuse what can never run, before any part of it does.
+def check_choices(context: Context, request: GenerationRequest, prompts: int) -> None:
+    """Refuse a request for too many outputs.
 
     Raises:
-        ApiError: too many choices, an empty or too long prompt, a token id beyond the vocabulary.
+        ApiError: it is one.
+    """
+    choices, most = prompts * request.n, context.settings.max_choices
+    if choices > most:
+        raise ApiError(400, f"{choices} choices (prompts times n): at most {most} are allowed", param="n")
+
+
+def check_size(context: Context, prompts: Sequence[Sequence[int]], param: str) -> None:
+    """Refuse prompts that can never run, before any of them does.
+
+    Raises:
+        ApiError: an empty or too long prompt, a token id beyond the vocabulary.
     """
     engine = context.engine.engine
-    choices = len(prompts) * request.n
-    if choices > context.settings.max_choices:
-        raise ApiError(400, f"{choices} choices (prompts times n): at most {context.settings.max_choices} are allowed")
     for ids in prompts:
         if not ids:
-            raise ApiError(400, "the prompt is empty", param="prompt")
-        if len(ids) >= engine.max_model_len:
-            raise ApiError(
-                400,
-                f"the prompt has {len(ids):,} tokens: at most {engine.max_model_len - 1:,} are allowed "
-                f"(max_model_len {engine.max_model_len:,}, one of them for the output)",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+            raise ApiError(400, "the prompt is empty", param=param)
+        check_fits(len(ids), engine.max_model_len, param)
         if max(ids) >= engine.vocab_size:
             bad = next(i for i in ids if i >= engine.vocab_size)
-            raise ApiError(
-                400, f"token id {bad} is not in the vocabulary (0 to {engine.vocab_size - 1})", param="prompt"
-            )
+            raise ApiError(400, f"token id {bad} is not in the vocabulary (0 to {engine.vocab_size - 1})", param=param)
 
 
-async def check_form(context: Context, params: SamplingParams) -> None:
-    """Compile the grammar of a request beside the event loop, for the engine to find it ready.
+async def check_form(context: Context, params: SamplingParams) -> Grammar | None:
+    """Compile the grammar of a request beside the event loop. The engine finds it ready for as long as it is held.
 
     Raises:
-        RequestError: it is broken, or the engine does not take any.
+        RequestError: it is broken, takes too much to compile, or, to be tried again, too many others do.
     """
     form, grammars = params.structured_outputs, context.engine.engine.grammars
-    if form is not None and grammars is not None:
-        await context.codec.run(lambda: grammars.start(form))
+    if form is None or grammars is None:
+        return None
+    return await asyncio.get_running_loop().run_in_executor(context.compilers, grammars.compile, form)
 
 
 async def run(context: Context, job: Job) -> list[RequestOutput]:
@@ -174,7 +176,7 @@ async def run(context: Context, job: Job) -> list[RequestOutput]:
     return await gather([last(index) for index in range(len(job.prompts))])
 
 
-async def stream(context: Context, job: Job, tally: Tally) -> AsyncGenerator[Piece, None]:
+async def stream(context: Context, job: Job, tally: Tally) -> AsyncGenerator[ChoiceDelta, None]:
     """Pieces of all choices as they come; `tally` is kept up to date."""
     cursors: dict[tuple[int, int], _Cursor] = {}
     streams = [_one(context, job, index, live=True) for index in range(len(job.prompts))]

@@ -18,7 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.api.http.errors import ApiError, as_api_error
 from serving.api.http.generation import Tally
-from serving.api.http.settings import ServerSettings
+from serving.api.http.json_values import weight
+from serving.api.http.settings import RequestBounds
 from serving.api.http.streaming import ClientGone
 from serving.api.metrics import Metrics
 
@@ -36,13 +37,15 @@ class Limits:
 
     Args:
         app: what comes next.
-        settings: keys, sizes and times.
+        bounds: keys, sizes and times.
         metrics: counts requests by path and status.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
-        self._app, self._settings, self._metrics = app, settings, metrics
-        self._keys = [key.encode() for key in settings.api_key]
+    def __init__(self, app: ASGIApp, bounds: RequestBounds, metrics: Metrics) -> None:
+        self._app, self._bounds, self._metrics = app, bounds, metrics
+        self._keys = [key.encode() for key in bounds.api_key]
+        self._buffered = 0
+        """Bytes of the bodies of all requests that have not been answered."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,20 +55,23 @@ class Limits:
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
+        held = 0  # bytes of the body
         status, started = 499, False  # 499: the client left before there was an answer
 
         async def sending(message: Message) -> None:
             nonlocal status, started
             if message["type"] == "http.response.start":
                 status, started = message["status"], True
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                added = MutableHeaders(scope=message)
+                added["x-request-id"] = request_id
+                added["x-content-type-options"] = "nosniff"
             await send(message)
 
         with self._metrics.in_flight():
             try:
                 self._check(scope, headers)
                 if scope["method"] in ("POST", "PUT", "PATCH"):
-                    receive = await self._read(headers, receive)
+                    receive, held = await self._read(headers, receive)
                 await self._app(scope, receive, sending)
             except ClientGone:
                 log.debug("the client has left")
@@ -73,6 +79,8 @@ class Limits:
                 if started:
                     raise
                 await as_api_error(error).response()(scope, receive, sending)
+            finally:
+                self._buffered -= held
         # Only paths that exist: others are a client's invention, and each label value costs memory for ever.
         route = getattr(scope.get("route"), "path", "other")
         self._metrics.answered(route, status)
@@ -85,7 +93,7 @@ class Limits:
             known = [secrets.compare_digest(key.strip().encode(), each) for each in self._keys]
             if scheme.lower() != "bearer" or not any(known):
                 raise ApiError(
-                    401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key",
+                    401, "missing or wrong API key: send the header Authorization: Bearer KEY", code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )  # fmt: skip
         if scope["method"] == "POST":
@@ -93,41 +101,64 @@ class Limits:
             if kind != "application/json":
                 raise ApiError(415, f"the body must be application/json, not {kind or 'of no stated type'}")
 
-    async def _read(self, headers: Headers, receive: Receive) -> Receive:
-        """Takes in the whole body, within its limits; returns what gives it to the handler."""
-        most = self._settings.max_body_bytes
-        too_large = ApiError(
-            413, f"the body is larger than {most:,} bytes", code="body_too_large", headers={"Connection": "close"}
-        )
+    async def _read(self, headers: Headers, receive: Receive) -> tuple[Receive, int]:
+        """Takes the whole body in, within its bounds. Returns what gives it to the handler, and its size, which stays
+        counted as buffered."""
+        most = self._bounds.max_body_bytes
         length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > most:
-            raise too_large
-        body, more = bytearray(), True
+        if length.isdecimal() and (len(length) > 18 or int(length) > most):
+            raise _too_large(most)
+        body = bytearray()
         try:
-            async with asyncio.timeout(self._settings.body_timeout):
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGone
-                    body += message.get("body", b"")
-                    more = message.get("more_body", False)
-                    if len(body) > most:
-                        raise too_large
-        except TimeoutError:
-            raise ApiError(
-                408, f"the body did not arrive within {self._settings.body_timeout:g} seconds",
-                headers={"Connection": "close"},
-            ) from None  # fmt: skip
-        _refuse_half_characters(body)
+            async with asyncio.timeout(self._bounds.body_timeout):
+                await self._fill(body, receive)
+            self._look_at(body)
+        except BaseException as error:
+            self._buffered -= len(body)
+            if isinstance(error, TimeoutError):
+                raise ApiError(
+                    408, f"the body did not arrive within {self._bounds.body_timeout:g} seconds",
+                    headers={"Connection": "close"},
+                ) from None  # fmt: skip
+            raise
         whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def replay() -> Message:
             return whole.pop() if whole else await receive()
 
-        return replay
+        return replay, len(body)
+
+    async def _fill(self, body: bytearray, receive: Receive) -> None:
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            piece = message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) + len(piece) > self._bounds.max_body_bytes:
+                raise _too_large(self._bounds.max_body_bytes)
+            if self._buffered + len(piece) > self._bounds.max_buffered_bytes:
+                raise ApiError(
+                    503, "the server is holding as many request bodies as it can; try again later", code="busy",
+                    headers={"Retry-After": "1", "Connection": "close"},
+                )  # fmt: skip
+            body += piece
+            self._buffered += len(piece)
+
+    def _look_at(self, body: bytearray) -> None:
+        most = self._bounds.max_body_values
+        if weight(body, most) > most:
+            raise ApiError(
+                413,
+                f"the body holds too many JSON values: at most {most:,} are allowed, where a string, array or object "
+                "counts as 10",
+                code="too_many_values",
+            )
+        _refuse_half_characters(body)
 
     def _log(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
-        if not self._settings.log_requests or scope["path"] in _QUIET:
+        if not self._bounds.log_requests or scope["path"] in _QUIET:
             return
         fields = {
             "request_id": request_id,
@@ -159,3 +190,9 @@ def _refuse_half_characters(body: bytes | bytearray) -> None:
         raise ApiError(400, "the body has half a surrogate pair, which is not a character") from None
     except (ValueError, RecursionError):
         return  # not JSON: the handler says so
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(
+        413, f"the body is larger than {most:,} bytes", code="body_too_large", headers={"Connection": "close"}
+    )

@@ -8,7 +8,8 @@ from typing import Any
 from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.protocol.common import GenerationRequest
 from serving.api.http.protocol.completions import CompletionRequest
-from serving.engine.sampling_params import RequestError, SamplingParams
+from serving.engine.request_error import RequestError
+from serving.engine.sampling_params import SamplingParams
 from serving.engine.structured import StructuredOutputs
 
 COMPLETION_TOKENS = 16

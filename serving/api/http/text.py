@@ -1,21 +1,30 @@
-"""Texts to token ids and back, without keeping the event loop waiting for long ones."""
+"""Texts to token ids and back, without keeping the event loop waiting for long ones.
+
+What is too long is refused before it is tokenised, as far as its length alone tells; then by its beginning; then by the
+count. Long texts have threads of their own, so that short ones never wait for them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from checkpoints.tokenizer import Tokenizer
 from serving.api.http.errors import ApiError
+from serving.core import PromptTooLong, check_prompt_length
 from serving.engine.sampling_params import SamplingParams
 
 T = TypeVar("T")
 
 _SHORT = 2048
 """Characters that are tokenised at once: below a millisecond, which is what handing them over would cost too."""
+_LONG = 1 << 15
+"""Characters, of a text or a conversation, from which on it goes to the threads for long ones."""
+_BEGINNING = 8
+"""Characters for each token allowed in the beginning of a text that is tokenised first: about twice what fits."""
 _KEPT = 1 << 16
 
 
@@ -24,44 +33,73 @@ class TextCodec:
 
     Args:
         tokenizer: None where the model takes and gives token ids only; then `encode` and `encode_chat` refuse.
+        max_model_len: prompts of so many tokens are refused.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self.tokenizer = tokenizer
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
+    def __init__(self, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+        self.tokenizer, self._max_model_len = tokenizer, max_model_len
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
+        self._threads_for_long = ThreadPoolExecutor(2, thread_name_prefix="tokenizer-long")
         self._texts: dict[int, str] = {}
 
     def close(self) -> None:
         """Stop the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._threads_for_long):
+            threads.shutdown(wait=False, cancel_futures=True)
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
+    async def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, fits: bool = True
+    ) -> list[list[int]]:
+        """Token ids of each text. `fits`: they are prompts, and refused if one is too long for that.
+
+        Raises:
+            ApiError: one is too long, whatever it is for, or there is no tokenizer.
+        """
         tokenizer = self._require()
-        return await self._run(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        for text in texts:
+            self._check_characters(len(text), "prompt")
+        size = sum(map(len, texts))
+        if size <= _SHORT:
+            return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+        return await self._run(size, lambda: [self._encode(text, add_special_tokens, "prompt", fits) for text in texts])
 
     async def encode_chat(
-        self, messages: Sequence[dict[str, Any]], *, add_special_tokens: bool = False, **options: Any
+        self, messages: Sequence[dict[str, Any]], *, add_special_tokens: bool = False, fits: bool = True, **options: Any
     ) -> list[int]:
-        """Token ids of a conversation, rendered by the model's chat template."""
+        """Token ids of a conversation, rendered by the model's chat template; `fits` as in `encode`.
+
+        Raises:
+            ApiError: it is too long, or there is no chat template.
+            ChatTemplateError: the template refuses it, or does not come to an end.
+        """
         tokenizer = self._require()
         if not tokenizer.has_chat_template:
-            raise ApiError(400, "this model has no chat template: use /v1/completions")
+            raise ApiError(400, "this model has no chat template: use /v1/completions", param="messages")
+        if len(messages) > self._max_model_len:
+            raise ApiError(
+                400, f"{len(messages):,} messages: no more are allowed than tokens ({self._max_model_len:,})",
+                param="messages", code="context_length_exceeded",
+            )  # fmt: skip
 
         def encode() -> list[int]:
             text = tokenizer.apply_chat_template(messages, **options)
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            self._check_characters(len(text), "messages")
+            return self._encode(text, add_special_tokens, "messages", fits)
 
-        return await self._run(sum(len(str(message.get("content"))) for message in messages), encode)
+        return await self._run(characters([messages, options], _LONG), encode)
 
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids."""
         tokenizer = self._require()
+        if len(ids) <= _SHORT:
+            return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return await self._run(len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
-    async def run(self, function: Callable[[], T]) -> T:
-        """Something else that would keep the event loop, in the same threads."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+    async def tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token's text."""
+        if len(token_ids) <= _SHORT:
+            return [self.token(token_id) for token_id in token_ids]
+        return await self._run(len(token_ids), lambda: [self.token(token_id) for token_id in token_ids])
 
     def showing(self, params: SamplingParams, text: str) -> SamplingParams:
         """Parameters under which `text` shows in the output, should it be a special token of the model's."""
@@ -80,10 +118,56 @@ class TextCodec:
             text = self._texts[token_id] = self.tokenizer.token_text(token_id)
         return text
 
+    def _encode(self, text: str, add_special_tokens: bool, param: str, fits: bool) -> list[int]:
+        tokenizer, most = self._require(), self._max_model_len
+        beginning = text[: _BEGINNING * most]
+        if fits and len(text) > 2 * len(beginning):
+            count = len(tokenizer.encode_batch([beginning], add_special_tokens=add_special_tokens)[0])
+            # What follows the cut can change the few tokens before it.
+            if count > most + most // 8:
+                check_fits(count - most // 8, most, param, at_least=True)
+        # A batch of one: unlike `encode`, it lets other threads run.
+        return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def _check_characters(self, count: int, param: str) -> None:
+        """Refuse a text that is too long even if it consists of the longest tokens there are."""
+        if self.tokenizer is not None:
+            check_fits(count // self.tokenizer.longest_token, self._max_model_len, param, at_least=True)
+
     async def _run(self, size: int, function: Callable[[], T]) -> T:
-        return function() if size <= _SHORT else await self.run(function)
+        threads = self._threads if size < _LONG else self._threads_for_long
+        return await asyncio.get_running_loop().run_in_executor(threads, function)
 
     def _require(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer: it takes prompts of token ids only")
         return self.tokenizer
+
+
+def check_fits(length: int, max_model_len: int, param: str, *, at_least: bool = False) -> None:
+    """Refuse a prompt of so many tokens, or of `at_least` so many, if it is too long.
+
+    Raises:
+        ApiError: it is.
+    """
+    try:
+        check_prompt_length(length, max_model_len, at_least=at_least)
+    except PromptTooLong as error:
+        raise ApiError(400, str(error), param=param, code="context_length_exceeded") from None
+
+
+def characters(value: Any, most: int) -> int:
+    """How many characters there are in texts, lists and tables; anything from `most` on where there are as many."""
+    found, waiting = 0, [value]
+    while waiting and found < most:
+        match waiting.pop():
+            case str() as text:
+                found += len(text)
+            case Mapping() as table:
+                found += len(table)
+                waiting.extend(table)
+                waiting.extend(table.values())
+            case list() as items:
+                found += len(items)
+                waiting.extend(items)
+    return found

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from serving.api.http.answering import answer, ignored_header
 from serving.api.http.context import context_of
+from serving.api.http.endpoint import answer, ignored_header
 from serving.api.http.errors import ApiError
 from serving.api.http.protocol.tokenization import (
     DetokenizeRequest,
@@ -28,16 +28,17 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         ids = await codec.encode_chat(
             [message.model_dump(exclude_unset=True) for message in body.messages],
             add_special_tokens=body.add_special_tokens is True,
+            fits=False,
             **(body.chat_template_kwargs or {}),
             tools=[tool.model_dump(exclude_unset=True) for tool in body.tools] if body.tools else None,
             add_generation_prompt=body.add_generation_prompt,
         )
     else:
         assert body.prompt is not None
-        ids = await codec.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        (ids,) = await codec.encode([body.prompt], add_special_tokens=body.add_special_tokens is not False, fits=False)
     result = TokenizeResponse(count=len(ids), max_model_len=context.engine.engine.max_model_len, tokens=ids)
     if body.return_token_strs:
-        result.token_strs = [codec.token(token) for token in ids]
+        result.token_strs = await codec.tokens(ids)
     return answer(result, ignored_header(body))
 
 

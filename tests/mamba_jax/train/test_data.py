@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mamba_jax.config import ConfigError
+from mamba_jax.config import ModelConfigError
 from mamba_jax.train.data import Batches, TokenStream, read_streams, save_streams
 
 LENGTH = 10
@@ -55,7 +55,7 @@ def test_kept_streams(tmp_path):
 
 
 def test_what_cannot_be():
-    with pytest.raises(ConfigError, match=r"data\.mixture has 'other'; the corpus has long, short"):
+    with pytest.raises(ModelConfigError, match=r"data\.mixture has 'other'; the corpus has long, short"):
         make({"other": 1})
-    with pytest.raises(ConfigError, match="'few' has 5 tokens"):
+    with pytest.raises(ModelConfigError, match="'few' has 5 tokens"):
         Batches({"few": TokenStream.of([range(5)])}, {"few": 1}, batch_size=1, length=LENGTH, seed=0)

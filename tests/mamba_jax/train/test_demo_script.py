@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from serving.api.cli import app
+from serving.cli.main import app
 
 SCRIPT = Path(str(files("mamba_jax.train"))) / "recipes/demo.sh"
 # Writes down what it is asked for, and makes what the next command looks for.

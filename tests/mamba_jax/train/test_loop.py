@@ -7,11 +7,11 @@ import signal
 import jax
 import numpy as np
 import pytest
-from train_tiny import CONFIG, LENGTH, batches, settings
 
-from mamba_jax.config import ConfigError
+from mamba_jax.config import ModelConfigError
 from mamba_jax.train.config import OptimizerSettings
 from mamba_jax.train.loop import LOG, initial_values, read_log, train
+from tests.support.tiny_training import CONFIG, LENGTH, batches, settings
 
 ONE = jax.devices()[:1]
 
@@ -83,7 +83,7 @@ def test_devices_share_a_batch(whole, tmp_path):
     run(tmp_path, devices=jax.devices()[:4], steps=3, optimizer=settings().optimizer)
     together = [record["loss"] for record in losses(tmp_path)]
     np.testing.assert_allclose(together[:2], [record["loss"] for record in whole[1][:2]], rtol=1e-4)
-    with pytest.raises(ConfigError, match="cannot be divided among 3 devices"):
+    with pytest.raises(ModelConfigError, match="cannot be divided among 3 devices"):
         run(tmp_path / "three", devices=jax.devices()[:3])
 
 
@@ -113,7 +113,7 @@ def test_what_is_not_trained_stays(tmp_path):
 def test_a_run_of_another_model_is_refused(whole, tmp_path):
     run(tmp_path, steps=2)
     wider = dataclasses.replace(CONFIG, hidden_size=CONFIG.hidden_size, vocab_size=CONFIG.vocab_size + 1)
-    with pytest.raises(ConfigError, match="does not fit this configuration"):
+    with pytest.raises(ModelConfigError, match="does not fit this configuration"):
         train(settings(steps=4), wider, batches(), tmp_path, devices=ONE)
 
 

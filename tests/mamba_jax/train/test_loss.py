@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from train_tiny import CONFIG, batches
 
 from kernels_pallas.ssd_scan import ssd_scan_sequence
 from mamba_jax.layout import SequenceLayout
@@ -16,6 +15,7 @@ from mamba_jax.train.head_loss import distillation, mean_cross_entropy
 from mamba_jax.train.loop import initial_values
 from mamba_jax.train.loss import build, training_loss
 from mamba_jax.train.rollout import rollout
+from tests.support.tiny_training import CONFIG, batches
 
 VALUES = initial_values(CONFIG, 1)
 # Larger than a fresh model's, so that nothing is lost in rounding.
@@ -105,7 +105,7 @@ def test_the_gradient_is_that_of_the_sequential_recurrence(monkeypatch):
         return y.swapaxes(0, 1), state
 
     fast = gradient()
-    monkeypatch.setattr("mamba_jax.layout.sequence.ssd_scan_sequence", one_by_one)
+    monkeypatch.setattr("mamba_jax.modules.mamba.ssd_scan_sequence", one_by_one)
     slow = gradient()
     assert ssd_scan_sequence is not one_by_one
     for path, value in slow.items():

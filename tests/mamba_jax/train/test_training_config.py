@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import mamba_jax.train
-from mamba_jax.config import ConfigError
+from mamba_jax.config import ModelConfigError
 from mamba_jax.families import config_from_hf
 from mamba_jax.train.config import OptimizerSettings, TrainConfig, read_config
 from mamba_jax.train.corpus import SOURCES
@@ -53,7 +53,7 @@ def read_config_with(tmp_path, overrides):
     ],
 )
 def test_what_is_wrong_is_said(tmp_path, text, message):
-    with pytest.raises(ConfigError, match=message) as error:
+    with pytest.raises(ModelConfigError, match=message) as error:
         read(tmp_path, text)
     assert "\n" not in str(error.value)
 
@@ -77,5 +77,5 @@ def test_the_learning_rate_rises_and_falls(schedule):
     assert float(rate(10)) == pytest.approx(2)
     assert float(rate(90)) == pytest.approx(1 if schedule == "stable" else 0.06, abs=0.01)
     assert float(rate(100)) == pytest.approx(0)
-    with pytest.raises(ConfigError, match="there are only 25"):
+    with pytest.raises(ModelConfigError, match="there are only 25"):
         learning_rate(settings, 25)

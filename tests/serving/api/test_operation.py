@@ -4,11 +4,11 @@ import asyncio
 import json
 import logging
 import threading
+import time
 
 import httpx
 import openai
 import pytest
-from live_server import LiveServer
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving.api.http.errors import ApiError
@@ -17,6 +17,7 @@ from serving.api.http.settings import ServerSettings
 from serving.api.logs import JsonFormatter, TextFormatter
 from serving.api.metrics import Metrics
 from serving.config import ConfigError
+from tests.support.live_server import LiveServer, make_engine
 
 
 def test_probes(server):
@@ -150,8 +151,6 @@ def test_a_server_that_is_not_ready_or_has_failed(server):
 
 def test_draining_and_the_end(server):
     """A server that stops lets the running stream end, and then is gone. (It shares the session's programs.)"""
-    from live_server import make_engine
-
     engine = make_engine()
     engine.loop.programs = server.async_engine.engine.loop.programs
     other = LiveServer(engine, prepare=False)
@@ -172,8 +171,6 @@ def test_draining_and_the_end(server):
 
 
 def test_an_engine_that_fails(server):
-    from live_server import make_engine
-
     engine = make_engine()
     engine.loop.programs = server.async_engine.engine.loop.programs
     other = LiveServer(engine, prepare=False)
@@ -232,14 +229,14 @@ def test_errors_know_their_type():
 def test_probes_do_not_wait_for_tokenisers(server, monkeypatch):
     """A text of megabytes is tokenised beside the event loop: probes are answered meanwhile."""
     done, enough = [], threading.Event()
-    encode = server.context.codec.tokenizer.encode
+    encode = server.context.codec.tokenizer.encode_batch
 
-    def slowly(text, **options):
+    def slowly(texts, **options):
         assert enough.wait(60), "no probes were answered"
-        return encode(text, **options)
+        return encode(texts, **options)
 
-    monkeypatch.setattr(server.context.codec.tokenizer, "encode", slowly)
-    thread = threading.Thread(target=lambda: done.append(server.complete("word " * 200_000)))
+    monkeypatch.setattr(server.context.codec.tokenizer, "encode_batch", slowly)
+    thread = threading.Thread(target=lambda: done.append(server.complete("word " * 1000)))
     thread.start()
     answered = 0
     with httpx.Client(base_url=server.url, timeout=60) as client:
@@ -251,3 +248,117 @@ def test_probes_do_not_wait_for_tokenisers(server, monkeypatch):
     thread.join()
     assert done[0].status_code == 400
     assert answered > 5
+
+
+def test_numbers_do_not_wait_for_a_step(server):
+    """Whatever the engine's thread is busy with, operators see how it stood."""
+    enough = threading.Event()
+    step = threading.Thread(target=lambda: asyncio.run(server.async_engine.call(lambda engine: enough.wait(60))))
+    step.start()
+    try:
+        for path in ("/metrics", "/status", "/health", "/ready", "/"):
+            assert server.http.get(path, timeout=10).status_code == 200
+        assert server.metric("mamba_jax_steps_total") > 0
+        assert step.is_alive()
+    finally:
+        enough.set()
+        step.join()
+
+
+def test_headers_that_browsers_obey(server):
+    assert server.http.get("/health").headers["x-content-type-options"] == "nosniff"
+    page = server.http.get("/").headers
+    assert page["x-frame-options"] == "DENY"
+    assert "default-src 'none'" in page["content-security-policy"]
+
+
+def test_the_bodies_of_all_requests_are_bounded():
+    """Together they hold so many bytes; one more is put off, and there is room again when one has ended."""
+    kind, waiting = [("content-type", "application/json")], asyncio.Event()
+
+    async def run() -> list[int]:
+        async def app(scope, receive, send):
+            await receive()
+            await waiting.wait()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+        limits = Limits(app, ServerSettings.create(max_buffered_bytes=2500), Metrics("m"))
+
+        async def one() -> int:
+            sent = []
+
+            async def receive():
+                return {"type": "http.request", "body": b"1" * 1000, "more_body": False}
+
+            async def send(message):
+                sent.append(message)
+
+            scope = {"type": "http", "method": "POST", "path": "/v1/completions"}
+            headers = [(k.encode(), v.encode()) for k, v in kind]
+            await limits(scope | {"headers": headers}, receive, send)
+            return sent[0]["status"]
+
+        tasks = [asyncio.create_task(one()) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        refused = await one()
+        waiting.set()
+        return [refused, *await asyncio.gather(*tasks), await one()]
+
+    assert asyncio.run(run()) == [503, 200, 200, 200]
+
+
+def test_a_body_with_too_many_values():
+    kind = [("content-type", "application/json")]
+    body = {"type": "http.request", "body": b"[" + b"{}," * 1000 + b"{}]", "more_body": False}
+    sent = asyncio.run(handled({"max_body_values": 2000}, headers=kind, method="POST", messages=[body]))
+    assert sent[0]["status"] == 413
+    assert json.loads(sent[1]["body"])["error"]["code"] == "too_many_values"
+
+
+def test_the_end_tells_everybody(server, caplog):
+    """What still runs when the time to drain is over: an error event, or 503, and no traceback in the log."""
+    engine = make_engine()
+    engine.loop.programs = server.async_engine.engine.loop.programs
+    step = engine.step
+
+    def slowly():
+        time.sleep(0.03)
+        return step()
+
+    engine.step = slowly
+    other = LiveServer(engine, prepare=False, drain_timeout=0.5)
+    other.wait_until_ready()
+    body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
+
+    async def one(client: httpx.AsyncClient, stream: bool, begun: asyncio.Event) -> tuple[int, str]:
+        async with client.stream("POST", "/v1/completions", json=body | {"stream": stream}) as answer:
+            text = ""
+            async for line in answer.aiter_lines():
+                begun.set()
+                text += line + "\n"
+            return answer.status_code, text
+
+    async def crowd() -> list[tuple[int, str]]:
+        limits, begun = httpx.Limits(max_connections=None), asyncio.Event()
+        async with httpx.AsyncClient(base_url=other.url, timeout=60, limits=limits) as client:
+            tasks = [asyncio.create_task(one(client, i % 3 > 0, begun)) for i in range(30)]
+            await begun.wait()
+            await asyncio.sleep(0.3)
+            other.uvicorn.should_exit = True
+            return await asyncio.gather(*tasks)
+
+    with caplog.at_level(logging.WARNING):
+        answers = asyncio.run(crowd())
+        other.thread.join(60)
+    assert not other.thread.is_alive()
+    streams = [text for status, text in answers if status == 200]
+    assert 0 < len(streams) < 30
+    for text in streams:
+        *_, last, done = [line for line in text.splitlines() if line]
+        assert done == "data: [DONE]"
+        assert json.loads(last[6:])["error"]["type"] == "unavailable_error"
+    for status, text in answers:
+        assert status in (200, 503), text
+        assert status == 200 or json.loads(text)["error"]["code"] == "engine_stopped"
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR], caplog.text

@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-from browser import Browser, find_chromium
+
+from tests.support.browser import Browser, find_chromium
 
 
 @pytest.fixture

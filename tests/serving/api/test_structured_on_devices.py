@@ -9,6 +9,7 @@ import pytest
 from mamba_jax.programs import StepPrograms
 from serving import LLM, SamplingParams
 from serving.engine.structured import StructuredOutputs
+from tests.support.engines import QUICK_COMPILE
 
 FLAGS = {
     "tile_size": 16, "state_block_size": 32, "page_size": 16, "max_model_len": 128, "max_num_seqs": 2,
@@ -22,7 +23,7 @@ SCHEMA = {"type": "object", "properties": {"count": {"type": "integer", "maximum
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", "mtp"])
 def test_two_devices(monkeypatch, method):
-    quick = partial(StepPrograms, compiler_options={"xla_backend_optimization_level": 0})
+    quick = partial(StepPrograms, compiler_options=QUICK_COMPILE)
     monkeypatch.setattr("serving.engine.build.StepPrograms", quick)
     llm = LLM("demo", tensor_parallel_size=2, speculative_method=method, **FLAGS)
     for temperature in (0.0, 1.0):

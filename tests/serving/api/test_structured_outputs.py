@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from serving.engine.sampling_params import RequestError, SamplingParams
+from serving.engine.request_error import RequestError
+from serving.engine.sampling_params import SamplingParams
 from serving.engine.structured import StructuredOutputs
 
 SCHEMA = {
@@ -136,4 +137,4 @@ def test_offline_parameters():
         StructuredOutputs(json_object=False)
     with pytest.raises(RequestError, match="a table with one of"):
         SamplingParams(structured_outputs={"xml": "a"})
-    assert StructuredOutputs(json=False).compiled_form()
+    assert StructuredOutputs(json=False).key() == '["json", false]'

@@ -9,7 +9,7 @@ from checkpoints.load import load_tokenizer
 from checkpoints.tokenizer import Tokenizer
 from serving.api.http import ServerSettings, chat
 from serving.api.http.chat import ChatWriter
-from serving.api.http.generation import Piece, Voice
+from serving.api.http.generation import ChoiceDelta, ResponseContext
 from serving.api.http.protocol.chat import ChatRequest, Tool
 from serving.api.http.text import TextCodec
 from serving.api.http.tool_calls import ToolCallReader, form_of
@@ -85,8 +85,8 @@ def test_the_form_is_that_of_the_chat_template():
 
 def writer(**fields):
     body = {"messages": [{"role": "user", "content": "1 + 1?"}], "tools": [TOOL]} | fields
-    voice = Voice(TextCodec(load_tokenizer("demo")), "demo", tool_calls="hermes")
-    return ChatWriter(voice, ChatRequest.model_validate(body), [1, 2])
+    responses = ResponseContext(TextCodec(load_tokenizer("demo"), 512), "demo", tool_calls="hermes")
+    return ChatWriter(responses, ChatRequest.model_validate(body), [1, 2])
 
 
 def output(text, reason="stop"):
@@ -114,7 +114,7 @@ def test_a_call_in_a_stream(monkeypatch):
         text = f"So:\n{HERMES}"
         for at in range(0, len(text), 7):
             last = at + 7 >= len(text)
-            yield Piece(0, 0, output(text), text[at : at + 7], [5], None, "stop" if last else None, None)
+            yield ChoiceDelta(0, 0, output(text), text[at : at + 7], [5], None, "stop" if last else None, None)
 
     async def events():
         return [event async for event in writer(stream=True).events(None)]

@@ -87,7 +87,7 @@ class Loop:
 
     def positions(self, salt: str | None = None) -> list[int]:
         """Where the index has states under a salt, ascending."""
-        index = self.scheduler.host.index
+        index = self.scheduler.index
         assert index is not None
         found = []
         stack: list[Any] = [index.roots[salt]] if salt in index.roots else []

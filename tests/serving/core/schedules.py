@@ -26,15 +26,15 @@ def random_config(rng: random.Random) -> SchedulerConfig:
     page = rng.choice([size for size in (1, 2, 3, 4) if block % size == 0])
     drafts = rng.choice([0, 0, 1, 2, 3, 5])
     drafts = min(drafts, block - 1)
-    seats = rng.choice([1, 2, 3, 4, 6])
+    rows = rng.choice([1, 2, 3, 4, 6])
     longest = rng.choice([rng.randrange(6, 16), rng.randrange(12, 36)])
-    slots = rng.choice([2 + drafts, 3 + drafts, 1 + seats * (1 + drafts), 2 + seats * (2 + 2 * drafts), 40])
+    slots = rng.choice([2 + drafts, 3 + drafts, 1 + rows * (1 + drafts), 2 + rows * (2 + 2 * drafts), 40])
     fit = -(-(longest - 1) // page)
     pages = rng.choice([0, 1 + fit, 2 + fit, 2 + fit, 1 + fit + fit // 2, 1 + fit + fit // 2, 1 + 2 * fit, 200])
     return SchedulerConfig(
         num_slots=slots,
         num_pages=pages,
-        max_num_seqs=seats,
+        max_num_seqs=rows,
         max_num_batched_tokens=rng.choice([1, 2, 3, 5, 8, 8, 16, 40]),
         max_model_len=longest,
         page_size=page,
@@ -48,6 +48,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         max_decode_rows=rng.choice([None, None, 1, 2]),
         max_waiting=rng.choice([None, None, None, 3]),
         overlap=rng.random() < 0.75,
+        max_decode_pause=1.0 if slots % 2 else None,
     )
 
 
@@ -134,8 +135,8 @@ class Run:
 
     def maybe_abort(self) -> None:
         """Somebody goes away."""
-        if self.rng.random() < self.trouble and self.scheduler.host.requests:
-            request = self.rng.choice(list(self.scheduler.host.requests.values()))
+        if self.rng.random() < self.trouble and self.scheduler.has_unfinished:
+            request = self.rng.choice([r for r in self.requests if not r.finished])
             self.coverage[f"abort {request.status.name.lower()}"] += 1
             self.aborted.add(request)
             self.scheduler.finish(request.request_id, self.rng.choice([FinishReason.ABORT, FinishReason.STOP]))
@@ -145,17 +146,19 @@ class Run:
     def settle(self) -> None:
         """The oldest result arrives."""
         plan, result = self.waiting_results.pop(0)
+        self.scheduler.observe(plan, plan.step % 5)
         lookahead, size = self.config.num_lookahead_tokens, self.config.page_size
         for emitted in self.scheduler.settle(plan, result):
             request = emitted.request
             expect(request not in self.aborted, "tokens for a request that is gone")
             if request.finished:
                 self.seen.append(request.tokens)
-            elif not emitted.row.catching_up:
-                reach = request.num_computed + sum(row.num_tokens for row in request.flights) + lookahead
-                expect(len(request.pages) <= -(-reach // size), "surplus pages are kept", request)
-                most = (1 + self.config.num_speculative_tokens) * (2 if request.flights else 1)
-                expect(len(request.state.own) <= most, "surplus slots are kept", request.state.own)
+            elif not emitted.row.is_prefill:
+                progress = request.progress
+                reach = progress.num_computed + sum(row.num_tokens for row in progress.unsettled) + lookahead
+                expect(len(progress.pages.table) <= -(-reach // size), "surplus pages are kept", request)
+                most = (1 + self.config.num_speculative_tokens) * (2 if progress.unsettled else 1)
+                expect(progress.state.num_slots <= most, "surplus slots are kept", request)
         self.device.check_index(self.scheduler)
 
     def step(self) -> bool:
@@ -166,7 +169,7 @@ class Run:
             self.settle()
         self.maybe_abort()
         for request in scheduler.running:
-            if request.lockstep and not request.flights and len(request.output_token_ids):
+            if request.lockstep and not request.progress.unsettled and len(request.output_token_ids):
                 truth = self.device.truth(request)
                 drafts = self.device.propose(truth, len(request.tokens)) if rng.random() < 0.8 else []
                 request.draft_tokens = drafts
@@ -244,7 +247,9 @@ class Run:
                 expect(request.output_token_ids == want, "output is not the greedy one", request, want)
             expect(request.num_cached_tokens <= request.prompt_len, "more cached than there is")
             expect(not (request.prompt_logprobs and request.num_cached_tokens), "prompt log-probabilities and a hit")
-            expect(not request.counted or (request.miss_reason is None) == (request.num_cached_tokens > 0), "a reason")
+            expect(
+                not request.lookup.final or (request.miss_reason is None) == (request.num_cached_tokens > 0), "a reason"
+            )
         self._cover()
 
     def _cover(self) -> None:

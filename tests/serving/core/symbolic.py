@@ -11,9 +11,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from serving.core import Request, Scheduler, SchedulerConfig, StepPlan, StepResult
-from serving.core.plan import DecodeRow, PrefillRow, Row
-from serving.core.prefix_tree import Node
+from serving.core import DecodeRow, PrefillRow, Request, Row, Scheduler, SchedulerConfig, StepPlan, StepResult
+from serving.core.cache.pools import Pool
+from serving.core.cache.prefix_tree import Node
 
 _MASK = (1 << 61) - 1
 JUNK = -1
@@ -69,7 +69,7 @@ def expect(condition: object, message: str, *values: object) -> None:
 
 
 @dataclass
-class Seat:
+class DeviceRow:
     """The device's own truth about a row."""
 
     length: int = JUNK
@@ -80,7 +80,7 @@ class Seat:
 
 
 class Device:
-    """Slots, pages and seats, and the two programs."""
+    """Slots, pages and rows, and the two programs."""
 
     def __init__(self, config: SchedulerConfig, model: Model, rng: random.Random, rightness: float) -> None:
         self.config, self.model, self.rng, self.rightness = config, model, rng, rightness
@@ -92,7 +92,7 @@ class Device:
         config = self.config
         self.slots: list[tuple[int, int]] = [(JUNK, JUNK)] * config.num_slots
         self.pages: list[list[int]] = [[JUNK] * config.page_size for _ in range(config.num_pages)]
-        self.seats = [Seat() for _ in range(config.seats + 1)]
+        self.rows = [DeviceRow() for _ in range(config.num_rows + 1)]
 
     def truth(self, request: Request) -> Truth:
         """A request's greedy sequence."""
@@ -104,9 +104,9 @@ class Device:
 
     def run(self, plan: StepPlan, scheduler: Scheduler) -> StepResult:
         """Do a step; returns what its rows emitted."""
-        for request in plan.seats:
+        for request in plan.admitted:
             if not request.finished:
-                self.seats[request.row_id] = Seat(owner=request)
+                self.rows[request.progress.row_id] = DeviceRow(owner=request)
         self._check_shape(plan)
         decode: list[list[int]] = []
         prefill: list[list[int]] = []
@@ -118,32 +118,30 @@ class Device:
         return StepResult(decode, prefill)
 
     def _check_shape(self, plan: StepPlan) -> None:
-        """Limits, row classes, and that no two rows write the same slot or sit in the same seat."""
+        """Limits, row classes, and that no two rows write the same slot or have the same row id."""
         config = self.config
         width = 1 + config.num_speculative_tokens
         expect(len(plan.decode) <= config.decode_rows, "too many decode rows")
         expect(len(plan.prefill) <= config.max_prefill_rows, "too many prefill rows")
-        expect(sum(len(row.tile_write_slots) for row in plan.prefill) <= config.tiles, "too many tiles")
+        expect(sum(len(row.access.writes) for row in plan.prefill) <= config.tiles, "too many tiles")
         limit = config.max_num_batched_tokens + min(config.tile_size, config.max_num_batched_tokens)
         expect(plan.num_tokens <= limit, "too many tokens")
         written: set[int] = set()
-        seats: set[int] = set()
+        row_ids: set[int] = set()
         for row in plan.rows:
-            expect(0 < row.row_id <= config.seats and row.row_id not in seats, "seat taken twice", row)
-            seats.add(row.row_id)
+            expect(0 < row.row_id <= config.num_rows and row.row_id not in row_ids, "row id taken twice", row)
+            row_ids.add(row.row_id)
             # Decode steps report no log-probabilities of prompt tokens.
             reports = row.request.prompt_logprobs and row.length < row.request.prompt_len
             if isinstance(row, DecodeRow):
                 expect(row.length > 0 and row.num_tokens <= width and not reports, "not a decode row", row)
-                expect(len(row.write_slots) == row.num_tokens, "a write slot for each token", row)
-                slots = row.write_slots
+                expect(len(row.access.writes) == row.num_tokens, "a write slot for each token", row)
             else:
                 expect(row.num_tokens > 0, "an empty prefill row", row)
-                expect(row.start == 0 or row.num_tokens > width or reports, "should be a decode row", row)
-                tiles = -(-(row.start + row.num_tokens) // config.tile_size) - row.start // config.tile_size
-                expect(len(row.tile_write_slots) == tiles, "a write slot for each tile", row)
-                slots = row.tile_write_slots
-            real = [slot for slot in slots if slot]
+                expect(row.length == 0 or row.num_tokens > width or reports, "should be a decode row", row)
+                tiles = -(-row.end // config.tile_size) - row.length // config.tile_size
+                expect(len(row.access.writes) == tiles, "a write slot for each tile", row)
+            real = [slot for slot in row.access.writes if slot]
             expect(len(set(real)) == len(real) and written.isdisjoint(real), "slot written by two", row)
             written.update(real)
 
@@ -174,25 +172,25 @@ class Device:
                 self._check_pages(row, end)
         self.rng.shuffle(slot_writes)
         for slot, content in slot_writes:
-            expect(scheduler.host.slots.owners[slot] is None, "a published slot is written", slot)
+            expect(scheduler.pools[0].owners[slot] is None, "a published slot is written", slot)
             self.slots[slot] = content
 
     def _row(
         self, row: Row, slot_writes: list[tuple[int, tuple[int, int]]], scheduler: Scheduler
     ) -> tuple[int, list[int], int]:
         """One row: how many tokens its sequence has absorbed of which all are right, what it emitted, where it read."""
-        seat, request = self.seats[row.row_id], row.request
+        own, request = self.rows[row.row_id], row.request
         live = not request.finished
-        expect(not live or seat.owner is request, "the seat was never given to this request", row)
+        expect(not live or own.owner is request, "the row id was never given to this request", row)
         if isinstance(row, DecodeRow) and row.continues:
-            start, read = seat.length, seat.slot
-            tokens: Sequence[int] = [seat.last_token, *seat.drafts[: row.num_drafts]]
+            start, read = own.length, own.slot
+            tokens: Sequence[int] = [own.last_token, *own.drafts[: row.num_drafts]]
             expect(len(tokens) == row.num_tokens, "the device has fewer drafts than the plan", row)
             expect(
                 0 <= row.length - start <= self.config.num_speculative_tokens, "optimistic length is off", row, start
             )
         else:
-            start, read, tokens = row.length, row.read_slot, list(row.tokens)
+            start, read, tokens = row.length, row.access.read, list(row.tokens)
             expect(len(tokens) == row.num_tokens, "tokens are missing", row)
         truth = self.truth(request)
         truth.reach(start + row.num_tokens + 1)
@@ -223,21 +221,21 @@ class Device:
                         break
                     kept += 1
             expect(start + kept >= request.prompt_len, "sampled before the prompt's end", row)
-        seat.length = start + kept
+        own.length = start + kept
         if isinstance(row, DecodeRow):
-            slot_writes += [(slot, (start + t + 1, states[t])) for t, slot in enumerate(row.write_slots) if slot]
-            seat.slot = row.write_slots[kept - 1] if kept else read
+            slot_writes += [(slot, (start + t + 1, states[t])) for t, slot in enumerate(row.access.writes) if slot]
+            own.slot = row.access.writes[kept - 1] if kept else read
         else:
             tile = self.config.tile_size
-            for i, slot in enumerate(row.tile_write_slots):
+            for i, slot in enumerate(row.access.writes):
                 end = min((start // tile + i + 1) * tile, start + fed)
                 if slot:
                     slot_writes.append((slot, (end, states[end - start - 1])))
-            seat.slot = row.tile_write_slots[-1]
-        expect(seat.slot, "the sequence goes on from nowhere", row)
+            own.slot = row.access.writes[-1]
+        expect(own.slot, "the sequence goes on from nowhere", row)
         if row.sample:
-            seat.last_token = emitted[-1]
-            seat.drafts = self.propose(truth, start + kept + 1)
+            own.last_token = emitted[-1]
+            own.drafts = self.propose(truth, start + kept + 1)
         self._write_lookahead(row, start + kept, scheduler)
         return start + kept, emitted, read if start else 0
 
@@ -260,7 +258,7 @@ class Device:
         return row.pages[at] if at < len(row.pages) else 0
 
     def _check_page_write(self, page: int, scheduler: Scheduler, who: object) -> None:
-        pool = scheduler.host.pages
+        pool = page_pool(scheduler)
         assert pool is not None
         expect(pool.owners[page] is None, "a published page is written", page, who)
         expect(pool.refs[page] <= 1, "a shared page is written", page, who)
@@ -304,10 +302,10 @@ class Device:
 
     def check_index(self, scheduler: Scheduler) -> None:
         """Everything that can be found is what it says it is."""
-        index = scheduler.host.index
+        index = scheduler.index
         if index is None:
             return
-        size, pool = self.config.page_size, scheduler.host.pages
+        size, slots, pool = self.config.page_size, scheduler.pools[0], page_pool(scheduler)
         slots_found: list[int] = []
         pages_found: list[int] = []
         for salt, root in index.roots.items():
@@ -325,7 +323,7 @@ class Device:
                     expect(entry.position == len(digests) - 1 + len(tail), "position of a state", entry.position)
                     found = self.slots[entry.slot]
                     expect(found == (entry.position, ends[-1]), "a state in the index is wrong", entry.slot, found)
-                    expect(scheduler.host.slots.owners[entry.slot] is entry, "a state is not its own", entry.slot)
+                    expect(slots.owners[entry.slot] is entry, "a state is not its own", entry.slot)
                     slots_found.append(entry.slot)
                     if tail and pool is not None:
                         pages_found.append(entry.page)
@@ -336,11 +334,16 @@ class Device:
                         more.append(absorb(more[-1], token))
                     stack.append((child, more))
         for name, owners, found in (
-            ("slot", scheduler.host.slots.owners, slots_found),
+            ("slot", slots.owners, slots_found),
             ("page", pool.owners if pool is not None else [], pages_found),
         ):
             owned = [i for i, owner in enumerate(owners) if owner is not None]
             expect(sorted(found) == owned, f"a published {name} cannot be found", found, owned)
+
+
+def page_pool(scheduler: Scheduler) -> Pool | None:
+    """The pages, if the model has attention."""
+    return scheduler.pools[1] if len(scheduler.pools) > 1 else None
 
 
 def expected_output(truth: Truth, request: Request) -> list[int]:

@@ -36,7 +36,7 @@ def test_page_size_need_not_divide_without_attention() -> None:
 
 def test_derived_sizes() -> None:
     config = small_config(num_slots=10, num_speculative_tokens=3, max_num_seqs=8)
-    assert config.seats == 2
+    assert config.num_rows == 2
     assert config.decode_rows == 2
     # Wide enough for two unsettled steps beyond the longest sequence.
     assert config.pages_per_row == (64 + 2 * 4) // 2

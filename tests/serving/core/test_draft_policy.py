@@ -3,7 +3,7 @@
 import pytest
 
 from serving.core import AdaptiveDrafts, DraftPolicy, Request, Scheduler, SchedulerConfig, StepResult
-from serving.core.drafts import OPTIMISM
+from serving.core.requests.drafts import OPTIMISM
 
 
 def requests(count: int) -> list[Request]:

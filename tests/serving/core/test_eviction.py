@@ -9,7 +9,7 @@ from tests.serving.core.drive import Loop
 
 def kept(loop: Loop, prompt: list[int]) -> list[int]:
     """Positions of a prompt at which a state is still to be found."""
-    index = loop.scheduler.host.index
+    index = loop.scheduler.index
     assert index is not None
     found, limit = [], len(prompt)
     while limit:
@@ -50,7 +50,7 @@ def test_a_branch_is_not_interior() -> None:
     stem = [1] * 8
     for branch in (2, 3):
         loop.run([*stem, *[branch] * 8], max_tokens=1)
-    index = loop.scheduler.host.index
+    index = loop.scheduler.index
     assert index is not None
     ranks = {entry.position: entry.rank for entry in _entries(loop) if entry.tail == ()}
     assert ranks[4] == 0
@@ -94,7 +94,7 @@ def test_checkpoints_never_block_admission() -> None:
         loop.run([token] * 9, max_tokens=1)
     requests = [loop.add([10 + token] * 3, max_tokens=4) for token in range(4)]
     loop.step()
-    assert all(request.row_id for request in requests)
+    assert all(request.progress.row_id for request in requests)
     loop.finish()
 
 
@@ -125,7 +125,7 @@ def test_round_robin_of_conversations(slots: int, share: float) -> None:
 
 
 def _entries(loop: Loop) -> list:
-    index = loop.scheduler.host.index
+    index = loop.scheduler.index
     assert index is not None
     found: list = []
     stack: list = list(index.roots.values())

@@ -23,7 +23,7 @@ def test_a_waiting_sibling_does_not_hold_up_others() -> None:
     other = loop.add([1, 2], max_tokens=1)
     for _ in range(3):
         loop.step()
-    assert other.row_id or other.finished
+    assert other.progress.row_id or other.finished
     loop.finish()
 
 
@@ -42,5 +42,5 @@ def test_siblings_compute_for_themselves_without_a_cache() -> None:
     loop.add(PROMPT, max_tokens=4, request_id="a")
     child = loop.add(PROMPT, max_tokens=4, fork_of="a")
     loop.step()
-    assert child.row_id
+    assert child.progress.row_id
     loop.finish()

@@ -19,7 +19,7 @@ def test_repeated_prompt_computes_nothing(mode: str, pages: int) -> None:
     assert again.num_cached_tokens == len(PROMPT)
     assert again.miss_reason is None
     (row,) = loop.plans[0].decode
-    assert (row.num_tokens, row.write_slots, row.sample, row.continues) == (0, [], True, False)
+    assert (row.num_tokens, row.access.writes, row.sample, row.continues) == (0, (), True, False)
     assert loop.scheduler.stats()["full_hits"] == 1
 
 
@@ -33,7 +33,7 @@ def test_step_after_whole_hit_copies_the_tail_page_and_reads_the_checkpoint() ->
     assert fed.continues
     assert fed.page_copy is not None
     assert fed.page_copy[0] != fed.page_copy[1]
-    assert sampled.read_slot not in fed.write_slots
+    assert sampled.access.read not in fed.access.writes
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_what_a_prompt_publishes(mode: str, states: list[int]) -> None:
     loop = Loop(cache_mode=mode)
     loop.run(PROMPT, max_tokens=1)
     if mode == "none":
-        assert loop.scheduler.host.index is None
+        assert loop.scheduler.index is None
         assert loop.run(PROMPT, max_tokens=1).miss_reason is MissReason.CACHING_OFF
     else:
         assert loop.positions() == states
@@ -114,7 +114,7 @@ def test_twins_hold_their_prompt_once() -> None:
     requests = [loop.add(PROMPT, max_tokens=9) for _ in range(3)]
     while not all(request.output_token_ids for request in requests):
         loop.step()
-    assert len({tuple(request.pages[: len(PROMPT) // 2]) for request in requests}) == 1
+    assert len({tuple(request.progress.pages.table[: len(PROMPT) // 2]) for request in requests}) == 1
     # Five full pages, one tail in the index, and what each goes on to write.
     assert loop.scheduler.stats()["pages"]["used"] <= 5 + 1 + 3 * 2
     loop.finish()
@@ -175,7 +175,7 @@ def test_reason_state_evicted() -> None:
 def test_state_evicted_falls_back_to_a_shallower_state() -> None:
     loop = Loop()
     loop.run(PROMPT, max_tokens=1)
-    index = loop.scheduler.host.index
+    index = loop.scheduler.index
     assert index is not None
     match = index.find(PROMPT, None)
     assert match.entry is not None

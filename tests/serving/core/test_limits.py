@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving.core import FinishReason, MissReason, Request, RequestRefused, Scheduler
+from serving.core import FinishReason, MissReason, Request, RequestRefused, Scheduler, Status
 from tests.serving.core.drive import Loop, small_config
 
 
@@ -23,7 +23,7 @@ def test_a_prefill_gets_its_share_while_others_decode_the_budget_away() -> None:
 def test_block_larger_than_the_budget(mode: str) -> None:
     loop = Loop(max_num_batched_tokens=3, state_block_size=8, cache_mode=mode)
     request = loop.run(list(range(21)), max_tokens=2)
-    ends = [row.start + row.num_tokens for plan in loop.plans for row in plan.prefill]
+    ends = [row.end for plan in loop.plans for row in plan.prefill]
     assert len(ends) > 6
     if mode == "align":
         assert {8, 16} <= set(ends)
@@ -34,7 +34,7 @@ def test_block_larger_than_the_budget(mode: str) -> None:
 def test_chunks_are_cut_at_absolute_places() -> None:
     loop = Loop(max_num_batched_tokens=7, cache_mode="align")
     loop.run(list(range(23)), max_tokens=1)
-    assert [(row.start, row.num_tokens) for plan in loop.plans for row in plan.prefill] == [
+    assert [(row.length, row.num_tokens) for plan in loop.plans for row in plan.prefill] == [
         (0, 4),
         (4, 4),
         (8, 4),
@@ -48,14 +48,14 @@ def test_all_writes_each_boundary_of_one_chunk() -> None:
     loop = Loop(cache_mode="all")
     loop.run(list(range(15)), max_tokens=1)
     (row,) = loop.plans[0].prefill
-    assert [bool(slot) for slot in row.tile_write_slots] == [False, True, False, True, False, True, False, True]
-    assert len(set(row.tile_write_slots) - {0}) == 4
+    assert [bool(slot) for slot in row.access.writes] == [False, True, False, True, False, True, False, True]
+    assert len(set(row.access.writes) - {0}) == 4
 
 
 def test_tile_budget() -> None:
     loop = Loop(max_tiles=2)
     loop.run(list(range(15)), max_tokens=1)
-    assert max(len(row.tile_write_slots) for plan in loop.plans for row in plan.prefill) == 2
+    assert max(len(row.access.writes) for plan in loop.plans for row in plan.prefill) == 2
 
 
 def test_lengths_clip_drafts() -> None:
@@ -134,7 +134,7 @@ def test_priorities() -> None:
     normal = loop.add([5, 6], max_tokens=3)
     assert loop.scheduler.waiting == [urgent, normal, late]
     loop.finish()
-    assert [request.request_id for plan in loop.plans for request in plan.seats] == ["r2", "r3", "r1"]
+    assert [request.request_id for plan in loop.plans for request in plan.admitted] == ["r2", "r3", "r1"]
 
 
 def test_the_latest_makes_room_and_resumes_from_the_cache() -> None:
@@ -142,10 +142,10 @@ def test_the_latest_makes_room_and_resumes_from_the_cache() -> None:
     first = loop.add(list(range(10)), max_tokens=12)
     second = loop.add(list(range(20, 30)), max_tokens=12)
     loop.finish()
-    assert (first.num_preemptions, second.num_preemptions > 0) == (0, True)
+    assert (first.queueing.num_preemptions, second.queueing.num_preemptions > 0) == (0, True)
     loop.check_output(first)
     loop.check_output(second)
-    assert loop.scheduler.stats()["preemptions"] == second.num_preemptions
+    assert loop.scheduler.stats()["preemptions"] == second.queueing.num_preemptions
 
 
 def test_a_resumed_request_stops_at_its_prompt_end() -> None:
@@ -159,7 +159,7 @@ def test_a_resumed_request_stops_at_its_prompt_end() -> None:
     loop.plans.clear()
     loop.finish()
     loop.check_output(request)
-    ends = [row.start + row.num_tokens for row in loop.plans[0].prefill + loop.plans[1].prefill + loop.plans[2].prefill]
+    ends = [row.end for row in loop.plans[0].prefill + loop.plans[1].prefill + loop.plans[2].prefill]
     assert 10 in ends
     assert 10 in loop.positions()
 
@@ -216,3 +216,73 @@ def test_counters_add_up() -> None:
     assert stats["prompt_tokens"] == 27
     assert stats["misses"] == {MissReason.NOT_FOUND.name.lower(): 3}
     assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
+
+
+def prompts_of(plan) -> list[tuple[str, int]]:
+    return [(row.request.request_id, row.num_tokens) for row in plan.prefill]
+
+
+def test_short_prompts_overtake_long_ones_with_half_of_each_step() -> None:
+    loop = Loop(max_num_seqs=4, max_num_batched_tokens=8, cache_mode="none", max_model_len=64)
+    for i in range(3):
+        loop.add([i] * 40, max_tokens=1, request_id=f"long{i}")
+    loop.step()
+    short = [loop.add([9] * 2, max_tokens=1, request_id=f"short{i}") for i in range(20)]
+    longest = loop.scheduler.running[0]
+    steps = 0
+    while not longest.finished:
+        plan = loop.step()
+        steps += 1
+        assert plan is not None
+        assert sum(count for name, count in prompts_of(plan) if name.startswith("short")) <= 4
+        assert steps < 14, "short prompts starve the long one"
+    assert sum(request.finished for request in short) >= 8, "short prompts wait for the long one"
+    loop.finish()
+
+
+def test_long_prompts_hold_half_of_the_row_ids() -> None:
+    loop = Loop(max_num_seqs=4, max_num_batched_tokens=8, cache_mode="none", max_model_len=64)
+    long = [loop.add([i] * 40, max_tokens=1) for i in range(6)]
+    loop.step()
+    loop.step()
+    assert sum(request.status is Status.RUNNING for request in long) <= 2
+    short = loop.add([9], max_tokens=1)
+    loop.step()
+    loop.step()
+    assert short.finished
+    loop.finish()
+    assert all(request.finished for request in long)
+
+
+def test_long_prompts_are_not_overtaken_for_ever() -> None:
+    loop = Loop(max_num_seqs=2, max_num_batched_tokens=8, cache_mode="none", max_model_len=64)
+    long = [loop.add([i] * 40, max_tokens=1) for i in range(3)]
+    for step in range(120):
+        loop.add([step % 7] * 2, max_tokens=1)
+        loop.step()
+        if all(request.finished for request in long):
+            break
+    assert all(request.finished for request in long)
+    loop.finish()
+
+
+def test_a_step_that_decodes_keeps_to_its_pause() -> None:
+    loop = Loop(max_num_batched_tokens=32, cache_mode="none", max_decode_pause=1.0, max_model_len=64)
+    talker = loop.add([1], max_tokens=60)
+    loop.step()
+    loop.step()
+    loop.scheduler.observe(loop.plans[0], 0.1)  # one token took so long
+    loop.add([2] * 40, max_tokens=1)
+    plan = loop.step()
+    assert plan is not None
+    assert prompts_of(plan) == [("r2", 10)]
+    for _ in range(20):
+        loop.scheduler.observe(plan, 100.0)
+    plan = loop.step()
+    assert plan is not None
+    assert prompts_of(plan) == [("r2", 2)], "a tile at least"
+    loop.scheduler.finish(talker.request_id, FinishReason.ABORT)
+    plan = loop.step()
+    assert plan is not None
+    assert prompts_of(plan) == [("r2", 28)], "nobody waits: no limit"
+    loop.finish()

@@ -55,11 +55,11 @@ def test_nothing_stays_unused_for_ever() -> None:
     assert asked_again(loop, [*system, 21]) == 0
 
 
-def test_a_request_that_could_not_be_seated_is_no_hit() -> None:
+def test_a_request_that_could_not_be_admitted_is_no_hit() -> None:
     loop = Loop(num_slots=20, num_pages=12, max_num_seqs=2)
     prompt = [1] * 8
     loop.run(prompt, max_tokens=1)
-    index = loop.scheduler.host.index
+    index = loop.scheduler.index
     assert index is not None
     entry = index.find(prompt, None).entry
     assert entry is not None

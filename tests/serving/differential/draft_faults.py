@@ -6,10 +6,13 @@ from collections.abc import Callable
 from functools import partial
 
 import jax.numpy as jnp
+import numpy as np
 
 from mamba_jax.drafts import mtp
-from mamba_jax.layout import decode as decode_layout
+from mamba_jax.modules import conv as conv_module
 from mamba_jax.sampling import draws
+from serving.engine.batching import BatchBuilder
+from serving.engine.loop import StepLoop
 from tests.serving.differential.faults import DRAFTS, LAYER, Patch, after_filling, step
 from tests.serving.differential.faults import fault as _fault
 
@@ -57,17 +60,17 @@ def accepted_drafts_are_forgotten(patch: Patch) -> None:
 
 @fault(19, "the convolution's window is not rolled back with the state", "A8 B1 B7", "decode")
 def window_not_rolled_back(patch: Patch) -> None:
-    sound = decode_layout.causal_conv1d_update
+    sound = conv_module.causal_conv1d_update
 
-    def conv(x, weight, bias, store, *, read_slot, write_slot):
-        y, store = sound(x, weight, bias, store, read_slot=read_slot, write_slot=write_slot)
+    def conv(x, weight, bias, store, *, read_slot, write_slot, **how):
+        y, store = sound(x, weight, bias, store, read_slot=read_slot, write_slot=write_slot, **how)
         places = jnp.arange(write_slot.shape[1])
         last = jnp.max(jnp.where(write_slot > 0, places, 0), axis=1)[:, None]
         window = store[jnp.take_along_axis(write_slot, last, axis=1)]
         everywhere = jnp.where(write_slot > 0, write_slot, store.shape[0])
         return y, store.at[everywhere].set(jnp.broadcast_to(window, (*write_slot.shape, *store.shape[1:])), mode="drop")
 
-    patch.setattr(decode_layout, "causal_conv1d_update", conv)
+    patch.setattr(conv_module, "causal_conv1d_update", conv)
 
 
 @fault(20, "rejected drafts count as part of the sequence", "A10 A13 A17", "decode")
@@ -217,7 +220,7 @@ def draft_layer_is_not_copied(patch: Patch) -> None:
 def tails_are_padded(patch: Patch) -> None:
     def change(self, batch, rows) -> None:
         for i, row in enumerate(rows):
-            if row.catching_up and row.num_tokens:
+            if row.is_prefill and row.num_tokens:
                 width = batch.tokens.shape[1]
                 batch.tokens[i, row.num_tokens :] = 0
                 batch.write_slot[i, width - 1] = batch.write_slot[i, row.num_tokens - 1]
@@ -227,6 +230,28 @@ def tails_are_padded(patch: Patch) -> None:
     after_filling(patch, "decode", change)
 
 
+@fault(32, "a row that comes back after a preemption has no penalties for what it has said", "A48")
+def penalty_counts_are_lost(patch: Patch) -> None:
+    sound = BatchBuilder.seat
+    patch.setattr(BatchBuilder, "seat", lambda self, row_id, params, *, output, **rest: sound(
+        self, row_id, params, output=(), **rest
+    ))  # fmt: skip
+
+
+@fault(33, "the alternatives of a step's later tokens are those of its first", "A48")
+def alternatives_of_the_first_head(patch: Patch) -> None:
+    sound = StepLoop._read
+
+    def read(self, output, rows):
+        lines = sound(self, output, rows)
+        if lines is not None and lines.top_ids is not None:
+            lines.top_ids = np.broadcast_to(lines.top_ids[:, :1], lines.top_ids.shape)
+            lines.top_logprobs = np.broadcast_to(lines.top_logprobs[:, :1], lines.top_logprobs.shape)
+        return lines
+
+    patch.setattr(StepLoop, "_read", read)
+
+
 @fault(31, "a row without drafts goes on from what the host knew when it planned", "A12 A13 B5")
 def planned_slot(patch: Patch) -> None:
     def change(self, batch, rows) -> None:
@@ -234,6 +259,7 @@ def planned_slot(patch: Patch) -> None:
             if row.continues and not row.num_drafts:
                 batch.continues[i] = False
                 batch.tokens[i, 0] = row.request.tokens[-1]
+                batch.read_slot[i] = row.access.writes[0]
                 batch.length[i] = len(row.request.tokens) - 1
 
     after_filling(patch, "decode", change)

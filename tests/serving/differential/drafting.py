@@ -26,7 +26,9 @@ from mamba_jax.programs import StepPrograms
 from mamba_jax.store import Store
 from serving.core import Request
 from serving.engine import build
-from tests.serving.differential.bench import MAX_LEN, PAGE, ROWS, TILE, VOCAB, Bench, Line, bench
+from tests.support.engines import QUICK_COMPILE, Continuation
+from tests.support.shared_engines import MAX_LEN, PAGE, ROWS, TILE, SharedEngines, engines_of
+from tests.support.tiny_configs import ENGINE_VOCAB
 
 MOST = 5
 """K of the traces' programs. Requests draft fewer where the host plans fewer."""
@@ -34,8 +36,8 @@ SPARE_SLOTS = ROWS * (2 * (1 + MOST) - 1)
 """Beyond one slot for each row: what traces may take away."""
 SOURCES = ("mtp", "ngram", "right", "wrong", "mixed", "gaps")
 """The last four are scripts: drafts all right, all wrong, right and then wrong, right but often missing."""
-COUNTS: tuple[int | None, ...] = (0, 1, 3, MOST, None)
-"""Drafts of a request's steps; None: another number each time."""
+COUNTS: tuple[int | str | None, ...] = (0, 1, 3, MOST, None, "adaptive")
+"""Drafts of a request's steps; None: another number each time; "adaptive": as the engine's own policy has it."""
 TIE = 1e-4
 _NGRAMS = NGramDrafts(1, 3)
 
@@ -88,15 +90,15 @@ class Drafting:
     """How one request drafts."""
 
     source: str
-    count: int | None
+    count: int | str | None
     seed: int
     """Of numbers that vary, and of what a script spoils."""
 
-    def script(self, prompt: Sequence[int], line: Line) -> np.ndarray:
+    def script(self, prompt: Sequence[int], line: Continuation) -> np.ndarray:
         """Drafts for each place of the sequence that a plain run has said; -1 = none."""
         said = np.array(line.tokens, np.int32)
         rng = np.random.default_rng(self.seed)
-        wrong = (said + rng.integers(1, VOCAB, len(said))) % VOCAB
+        wrong = (said + rng.integers(1, ENGINE_VOCAB, len(said))) % ENGINE_VOCAB
         spoiled = rng.random(len(said)) < 0.3
         script = {
             "right": said,
@@ -112,7 +114,7 @@ class Drafting:
 class Drafters:
     """What is shared by all engines of one model that draft: a source and its programs."""
 
-    def __init__(self, on: Bench, most: int, layer: bool) -> None:
+    def __init__(self, on: SharedEngines, most: int, layer: bool) -> None:
         self.on, self.most = on, most
         self.source = MixedDrafts(mtp=layer)
         self.sources = SOURCES if self.source.mtp else SOURCES[1:]
@@ -121,8 +123,7 @@ class Drafters:
 
     def compile_anew(self) -> StepPrograms:
         """Programs that nobody shares."""
-        options = {"xla_backend_optimization_level": 0}
-        return StepPrograms(self.on.model, tile_size=TILE, source=self.source, compiler_options=options)
+        return StepPrograms(self.on.model, tile_size=TILE, source=self.source, compiler_options=QUICK_COMPILE)
 
     def engine(
         self, mode: str, drafting: dict[str, Drafting], scripts: dict[str, np.ndarray], *, programs=None, **flags
@@ -136,7 +137,8 @@ class Drafters:
             }
             engine = self.on.engine(mode, programs=programs or self.programs, **(sizes | flags))
         loop = engine.loop
-        seat_batch, rngs = loop._seat_batch, {name: random.Random(each.seed) for name, each in drafting.items()}
+        policy = loop.scheduler.drafts.wanted
+        seat_batch, rngs = loop.inputs.seat, {name: random.Random(each.seed) for name, each in drafting.items()}
 
         def with_script(request: Request):
             batch = seat_batch(request)
@@ -147,10 +149,12 @@ class Drafters:
 
         def wanted(request: Request) -> int:
             count = drafting[asked(request)].count
+            if isinstance(count, str):
+                return policy(request)
             return rngs[asked(request)].randrange(self.most + 1) if count is None else count
 
-        loop._seat_batch = with_script
-        loop.scheduler.host.drafts.wanted = wanted
+        loop.inputs.seat = with_script
+        loop.scheduler.drafts.wanted = wanted
         return engine
 
     def layer(self, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -194,7 +198,7 @@ class _Spy:
 @functools.cache
 def drafters(name: str, most: int = MOST, *, layer: bool = True) -> Drafters:
     """Those of each model; `layer` says whether its draft layer runs, if it has one."""
-    on = bench(name)
+    on = engines_of(name)
     return Drafters(on, most, layer and bool(on.model.config.mtp_pattern))
 
 
@@ -230,7 +234,7 @@ class Watch:
         length, drafts = np.asarray(loop._rows.length), np.asarray(loop._rows.drafts)
         pages = np.asarray(loop.store.kv[-1])
         for row in loop._flight.plan.rows:
-            request, seat = row.request, row.request.row_id
+            request, seat = row.request, row.request.progress.row_id
             if row.sample and seat:
                 newest = int(length[seat])
                 index = np.arange(newest + 1)

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mamba_jax.layout import decode as decode_layout
-from mamba_jax.layout import prefill as prefill_layout
 from mamba_jax.layout.prefill import PrefillLayout
+from mamba_jax.modules import conv as conv_module
+from mamba_jax.modules import mamba
 from serving.engine.batching import BatchBuilder
 
 Patch = pytest.MonkeyPatch
@@ -57,13 +57,13 @@ def fault(number: int, text: str, cases: str, compiles: str | None = None, *, ta
 
 @fault(1, "the window of a chunk shorter than it is made of the chunk alone", "B10 A36", "prefill")
 def window_of_the_chunk_alone(patch: Patch) -> None:
-    sound = prefill_layout.causal_conv1d_prefill
+    sound = conv_module.causal_conv1d_prefill
 
     def conv(x, weight, bias, store, *, read_slot, **index):
         y, _ = sound(x, weight, bias, store, read_slot=read_slot, **index)
         return y, sound(x, weight, bias, store, read_slot=jnp.zeros_like(read_slot), **index)[1]
 
-    patch.setattr(prefill_layout, "causal_conv1d_prefill", conv)
+    patch.setattr(conv_module, "causal_conv1d_prefill", conv)
 
 
 @fault(2, "places to write are found by a grid over the packed batch instead of each row's own", "B8", "prefill")
@@ -84,7 +84,7 @@ def one_grid_for_the_batch(patch: Patch) -> None:
 
 @fault(3, "a fresh row starts from the state that its slot's last tenant has left", "A4 B13", "prefill")
 def fresh_rows_inherit_a_state(patch: Patch) -> None:
-    sound = prefill_layout.ssd_scan
+    sound = mamba.ssd_scan
 
     def scan(*args, tile_first, read_slot, write_slot):
         fresh = tile_first & (read_slot == 0)
@@ -92,12 +92,12 @@ def fresh_rows_inherit_a_state(patch: Patch) -> None:
             *args, tile_first=tile_first, read_slot=jnp.where(fresh, write_slot, read_slot), write_slot=write_slot
         )
 
-    patch.setattr(prefill_layout, "ssd_scan", scan)
+    patch.setattr(mamba, "ssd_scan", scan)
 
 
 @fault(4, "padding inside a tile is absorbed: its dt is not 0", "A27 B19", "prefill")
 def padding_is_absorbed(patch: Patch) -> None:
-    patch.setattr(PrefillLayout, "_tiles", lambda self, x: x[self.tile_tokens])
+    patch.setattr(PrefillLayout, "by_tile", lambda self, x: x[self.tile_tokens])
 
 
 @fault(5, "a prompt's end is kept without its hidden state", "A2 B11", "prefill")
@@ -107,7 +107,7 @@ def no_hidden_state(patch: Patch) -> None:
 
 @fault(6, "the state at a tile's end is stored as it was at the tile's beginning", "A33 A34 B9", "prefill")
 def states_one_tile_early(patch: Patch) -> None:
-    sound = prefill_layout.ssd_scan
+    sound = mamba.ssd_scan
 
     def scan(*args, tile_first, read_slot, write_slot):
         # Each write but a row's last moves to the tile before it (and those of first tiles nowhere).
@@ -122,7 +122,7 @@ def states_one_tile_early(patch: Patch) -> None:
             write_slot=jnp.where(follows & inner, moved, last),
         )
 
-    patch.setattr(prefill_layout, "ssd_scan", scan)
+    patch.setattr(mamba, "ssd_scan", scan)
 
 
 # -- the decode program --
@@ -140,13 +140,13 @@ def slot_is_not_noted(patch: Patch) -> None:
 
 @fault(8, "the convolution's window stays in the slot that was read", "A8 A32 B10", "decode")
 def window_stays(patch: Patch) -> None:
-    sound = decode_layout.causal_conv1d_update
+    sound = conv_module.causal_conv1d_update
 
-    def conv(*args, read_slot, write_slot):
+    def conv(*args, read_slot, write_slot, **how):
         there = jnp.where(read_slot[:, None] > 0, read_slot[:, None], write_slot)
-        return sound(*args, read_slot=read_slot, write_slot=there)
+        return sound(*args, read_slot=read_slot, write_slot=there, **how)
 
-    patch.setattr(decode_layout, "causal_conv1d_update", conv)
+    patch.setattr(conv_module, "causal_conv1d_update", conv)
 
 
 # -- what the host fills in --
@@ -218,8 +218,8 @@ def write_slots_one_tile_off(patch: Patch) -> None:
     def change(self, batch, rows) -> None:
         at = 0
         for row in rows:
-            count = len(row.tile_write_slots)
-            batch.tile_write_slot[at : at + count - 1] = row.tile_write_slots[1:]
+            count = len(row.access.writes)
+            batch.tile_write_slot[at : at + count - 1] = row.access.writes[1:]
             at += count
 
     after_filling(patch, "prefill", change)
@@ -235,7 +235,7 @@ def mixed_steps_skip_checkpoints(patch: Patch) -> None:
     def change(self, batch, rows) -> None:
         at = 0
         for row in rows:
-            count = len(row.tile_write_slots)
+            count = len(row.access.writes)
             if mixed[0]:
                 batch.tile_write_slot[at : at + count - 1] = 0
             at += count
@@ -249,7 +249,7 @@ def mixed_steps_skip_checkpoints(patch: Patch) -> None:
 def read_by_seat(patch: Patch) -> None:
     def change(self, batch, rows) -> None:
         for i, row in enumerate(rows):
-            batch.read_slot[i] = row.row_id if row.start else 0
+            batch.read_slot[i] = row.row_id if row.length else 0
 
     after_filling(patch, "prefill", change)
 

@@ -2,7 +2,8 @@
 
 from collections import Counter
 
-from tests.serving.differential.bench import Line, bench
+from tests.support.engines import Continuation
+from tests.support.shared_engines import engines_of
 
 TIE = 1e-4
 """Where the reference's best two tokens are closer than this, float32 may choose either."""
@@ -25,7 +26,7 @@ def judge(trace, ask, output) -> None:
             raise Divergence(f"{where}: {len(choice.token_ids)} tokens instead of {ask.length}")
     # An abort may leave part of it.
     if output.prompt_logprobs is not None and output.outputs[0].finish_reason != "abort":
-        whole = bench(trace.model).whole(list(ask.prompt))
+        whole = engines_of(trace.model).whole(list(ask.prompt))
         trace.met["prompt_logprobs"] += 1
         for at, table in enumerate(output.prompt_logprobs[1:], start=1):
             token = ask.prompt[at]
@@ -33,7 +34,7 @@ def judge(trace, ask, output) -> None:
                 raise Divergence(f"{where}: log-probability of prompt token {at}: {table}, not {whole[at - 1, token]}")
 
 
-def compare(met: Counter, choice, line: Line, where: str) -> bool:
+def compare(met: Counter, choice, line: Continuation, where: str) -> bool:
     """Whether a choice says what the line says; False where a near-tie cut the comparison short.
 
     Raises:
@@ -54,4 +55,21 @@ def compare(met: Counter, choice, line: Line, where: str) -> bool:
             said = choice.logprobs[at][token].logprob
             if not abs(said - line.logprobs[at]) <= TOLERANCE:
                 raise Divergence(f"{where}: log-probability of token {at} is {said}, not {line.logprobs[at]}")
+            compare_alternatives({t: entry.logprob for t, entry in choice.logprobs[at].items()}, line.tables[at], where)
     return True
+
+
+def compare_alternatives(said: dict[int, float], right: dict[int, float], where: str) -> None:
+    """Whether a place's alternatives are the right ones, as many as there are. (Near-ties may change places.)
+
+    Raises:
+        Divergence: one of them is not among the likeliest, or not as likely as it should be.
+    """
+    for token, logprob in said.items():
+        if logprob < min(right.values()) - TOLERANCE:
+            raise Divergence(f"{where}: {token} ({logprob}) is not among {right}")
+        if token in right and not abs(logprob - right[token]) <= TOLERANCE:
+            raise Divergence(f"{where}: log-probability of the alternative {token} is {logprob}, not {right[token]}")
+    best, likeliest = sorted(said.values(), reverse=True)[:2], sorted(right.values(), reverse=True)
+    if len(best) > 1 and any(abs(a - b) > TOLERANCE for a, b in zip(best, likeliest, strict=False)):
+        raise Divergence(f"{where}: the likeliest are {said}, not {right}")

@@ -6,23 +6,25 @@ The two share nothing but the model: cache mode, block size and token budget are
 import functools
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 from serving.core import RemoteState
-from serving.disagg import decode_side
-from serving.disagg.decode_side import DecodeSide
-from serving.disagg.peer import DirectPeer
-from serving.disagg.point import PointPrograms
-from serving.disagg.prefill_side import PrefillSide
-from serving.disagg.prefilling import ONCE, fed_tokens, ticket_of
-from serving.disagg.transport import DirectTransport
-from serving.disagg.wire import Handoff, Offer, SplitError, Want
-from serving.disagg.worker import Worker
-from tests.serving.differential.bench import MAX_LEN, TILE, Bench
-from tests.serving.disagg.sometime import Sometime
+from serving.split import decode_side
+from serving.split.arrangement import Arrangement
+from serving.split.decode_side import DecodeSide
+from serving.split.peer import DirectPeer
+from serving.split.point import PointPrograms
+from serving.split.prefill_side import PrefillSide
+from serving.split.prefilling import ONCE, fed_tokens, ticket_of
+from serving.split.transport import DirectTransport
+from serving.split.wire import Handoff, Offer, SplitError, Want
+from serving.split.worker import Worker
+from tests.support.delayed_executor import DelayedExecutor
+from tests.support.shared_engines import MAX_LEN, TILE, SharedEngines
 
 _PATIENT = 20
 """Steps after which a prompt that finds no room over there takes it from states that nobody has fetched yet."""
@@ -67,28 +69,30 @@ def draw_split(rng: random.Random, names: list[str]) -> Split:
 
 
 @functools.cache
-def _points(name: str) -> PointPrograms:
+def _points(arrangement: Arrangement) -> PointPrograms:
     """All workers of a model share what takes states out and puts them in."""
-    return PointPrograms()
+    return PointPrograms(arrangement)
 
 
-def _worker(on: Bench, engine, flags: dict[str, Any]) -> Worker:
+def _worker(on: SharedEngines, engine, flags: dict[str, Any]) -> Worker:
     config = SimpleNamespace(state_block_size=flags["state_block_size"], debug_state=flags["debug_state"])
     built: Any = SimpleNamespace(
         engine=engine, model=on.model, config=config, size=SimpleNamespace(max_model_len=MAX_LEN)
     )
     made = Worker.of(built, {"direct": DirectTransport("differential")}, model=on.name)
-    made.programs = _points(on.name)
+    made.programs = _points(made.arrangement)
     return made
 
 
 class OtherSide:
     """The prefill side of a trace, and all that lies between the two. Flags are all that each engine was made with."""
 
-    def __init__(self, on: Bench, split: Split, prefill, prefill_flags: dict, decode, decode_flags: dict) -> None:
+    def __init__(
+        self, on: SharedEngines, split: Split, prefill, prefill_flags: dict, decode, decode_flags: dict
+    ) -> None:
         self._split, self._prefill = split, prefill
         self._rng = random.Random(split.seed)
-        self._executor: Any = Sometime(self._rng)
+        self._executor: Any = DelayedExecutor(self._rng)
         self._transport = DirectTransport("differential")
         self._transport.offered.clear()
         self._there = PrefillSide(_worker(on, prefill, prefill_flags), lease=3600.0)
@@ -101,11 +105,15 @@ class OtherSide:
         """As a peer of the decode side."""
         return self._there.worker.manifest
 
-    def offer(self, want: Want) -> Offer:
+    def offer(self, want: Want, seconds: float) -> Offer:
         """As a peer: sometimes there is no answer."""
         if self._rng.random() < self._split.broken:
             raise SplitError("injected: no answer")
-        return DirectPeer(self._there).offer(want)
+        return DirectPeer(self._there).offer(want, seconds)
+
+    def renew(self, ids: Sequence[str]) -> None:
+        """As a peer."""
+        self._there.renew(ids)
 
     def release(self, id: str, *, wanted: bool) -> None:
         """As a peer."""

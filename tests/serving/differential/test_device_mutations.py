@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 
 from serving.engine.sampling_params import SamplingParams
-from tests.serving.differential.bench import SMALLEST, TILE, VOCAB, bench, finish
 from tests.serving.differential.faults import DEVICE, Fault
 from tests.serving.differential.judging import TOLERANCE, Divergence
+from tests.support.engines import finish
+from tests.support.shared_engines import SMALLEST, TILE, engines_of
+from tests.support.tiny_configs import ENGINE_VOCAB
 
 _RNG = np.random.default_rng(11)
-FIRST, OTHER, TAIL = (_RNG.integers(0, VOCAB, count).tolist() for count in (41, 12, 30))
+FIRST, OTHER, TAIL = (_RNG.integers(0, ENGINE_VOCAB, count).tolist() for count in (41, 12, 30))
 # Waves of prompts: each is asked while the answers to the one before are still coming.
 WAVES = (
     [FIRST[:21], OTHER, [5]],
@@ -28,16 +30,17 @@ class _Programs:
     """A fault's own program for what it changes, the sound ones for the rest."""
 
     def __init__(self, compiles: str | None) -> None:
-        on = bench(SMALLEST)
+        on = engines_of(SMALLEST)
         own = on.compile_anew()
         self.decode = (own if compiles == "decode" else on.programs).decode
         self.prefill = (own if compiles == "prefill" else on.programs).prefill
         self.seat = on.programs.seat
+        self.compilations = 0
 
 
 def run(compiles: str | None = None) -> None:
     """All waves; every output must be what the model says of the whole sequence at once."""
-    on = bench(SMALLEST)
+    on = engines_of(SMALLEST)
     engine = on.engine("all", programs=_Programs(compiles), state_block_size=TILE, max_num_batched_tokens=28)
     params = SamplingParams(temperature=0.0, max_tokens=11, ignore_eos=True, logprobs=0)
     outputs = []
@@ -56,8 +59,10 @@ def run(compiles: str | None = None) -> None:
 
 def _judge(output) -> None:
     (choice,) = output.outputs
+    if choice.finish_reason != "length":
+        raise Divergence(f"{output.request_id}: ended with {choice.finish_reason}")
     prompt = output.prompt_token_ids
-    said = bench(SMALLEST).whole([*prompt, *choice.token_ids])[len(prompt) - 1 : -1]
+    said = engines_of(SMALLEST).whole([*prompt, *choice.token_ids])[len(prompt) - 1 : -1]
     for at, (token, row) in enumerate(zip(choice.token_ids, said, strict=True)):
         if not abs(choice.logprobs[at][token].logprob - row[token]) <= TOLERANCE or row.max() - row[token] > TOLERANCE:
             raise Divergence(f"{output.request_id}: token {at} of {len(prompt)} + {len(said)} is wrong")
@@ -69,8 +74,8 @@ def test_sound_programs_pass() -> None:
 
 @pytest.mark.parametrize("fault", DEVICE.values(), ids=lambda fault: f"D{fault.number}-{fault.plant.__name__}")
 def test_fault_shows(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench(SMALLEST).alone((1, 2, 3))  # the sound programs are compiled before anything is planted
-    bench(SMALLEST).whole([1])
+    engines_of(SMALLEST).alone((1, 2, 3))  # the sound programs are compiled before anything is planted
+    engines_of(SMALLEST).whole([1])
     fault.plant(monkeypatch)
     with pytest.raises(Divergence):
         run(fault.compiles)

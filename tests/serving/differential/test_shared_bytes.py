@@ -5,14 +5,13 @@ import numpy as np
 import pytest
 
 from serving.engine.sampling_params import SamplingParams
-from tests.serving.differential.bench import SMALLEST, TILE, bench
 from tests.serving.differential.test_device_mutations import WAVES
+from tests.support.shared_engines import SMALLEST, TILE, engines_of
 
 
 @pytest.mark.parametrize("mode", ["align", "all"])
 def test_what_was_hit_stays_as_it_was_byte_for_byte(mode: str) -> None:
-    engine = bench(SMALLEST).engine(mode, state_block_size=TILE, max_num_batched_tokens=28)
-    host = engine.loop.scheduler.host
+    engine = engines_of(SMALLEST).engine(mode, state_block_size=TILE, max_num_batched_tokens=28)
     params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
     kept: dict[tuple[str, int], tuple[object, list[bytes]]] = {}
     compared = 0
@@ -22,8 +21,9 @@ def test_what_was_hit_stays_as_it_was_byte_for_byte(mode: str) -> None:
         while engine.loop.busy and (engine.num_unfinished > 2 or wave % 2):
             engine.step()
             store = engine.loop.store
-            arrays = {"slots": [*jax.tree.leaves(store.mamba), store.hidden], "pages": list(store.kv)}
-            for kind, pool in (("slots", host.slots), ("pages", host.pages)):
+            arrays = {"slots": [*jax.tree.leaves(store.slots), store.hidden], "pages": list(store.kv)}
+            for pool in engine.loop.scheduler.pools:
+                kind = pool.name
                 contents = [np.asarray(array) for array in arrays[kind]]
                 for index, owner in enumerate(pool.owners):
                     if owner is None:

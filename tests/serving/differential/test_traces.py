@@ -9,9 +9,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tests.serving.differential.bench import CONFIGS, PROGRAMS, bench
 from tests.serving.differential.judging import TOLERANCE
 from tests.serving.differential.traces import run_trace
+from tests.support.shared_engines import PROGRAMS, SAMPLINGS, engines_of
 
 SHARDS = 4
 DEFAULT_EXAMPLES = 20_000
@@ -19,8 +19,9 @@ SYMBOLIC_PER_TRACE = 66
 """A trace counts as so many symbolic schedules."""
 
 REACHED = (
-    "none", "align", "all", "nemotronh", "mamba2", "falconh1", "debug", "aborted", "withdrawn", "failures",
+    "none", "align", "all", "nemotronh", "mamba2", "falconh1", "delta", "debug", "aborted", "withdrawn", "failures",
     "preemptions", "states_evicted", "pages_evicted", "page_copies", "full_hits", "cached_tokens", "prompt_logprobs",
+    *SAMPLINGS, "stop text",
 )  # fmt: skip
 
 
@@ -38,15 +39,15 @@ def test_traces(shard: int, request: pytest.FixtureRequest) -> None:
     missing = [name for name in REACHED if not met[name]]
     assert not missing, f"never met: {missing}"
     assert met["cut"] <= 1 + met["comparisons"] // 200, "too many comparisons were cut short by near-ties"
-    for name in CONFIGS:
-        assert bench(name).programs.compilations <= PROGRAMS[name], "a trace has compiled something"
-    assert sum(PROGRAMS.values()) <= 12
+    for name in PROGRAMS:
+        assert engines_of(name).programs.compilations <= PROGRAMS[name], "a trace has compiled something"
+    assert sum(PROGRAMS.values()) <= 14
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_the_reference_is_what_the_model_says(name: str) -> None:
     """One at a time through the engine is the same as the whole sequence at once, without any store."""
-    on = bench(name)
+    on = engines_of(name)
     for prompt in [(5,), tuple(range(3, 20)), tuple(range(50, 90))]:
         (line,) = on.alone(prompt)
         said = on.whole([*prompt, *line.tokens])[len(prompt) - 1 : -1]

@@ -10,20 +10,23 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from serving.engine.loop import PlanError
 from serving.engine.sampling_params import SamplingParams
-from tests.serving.differential.bench import LONGEST, MAX_LEN, TAGGED, TILE, VOCAB, Bench, Line, bench
 from tests.serving.differential.drafting import COUNTS, SPARE_SLOTS, Drafting, Watch, drafters, tally
 from tests.serving.differential.judging import Divergence, judge
 from tests.serving.differential.splitting import OtherSide, Split, draw_split
+from tests.support.engines import Continuation
+from tests.support.letter_tokens import WORDS
+from tests.support.shared_engines import LONGEST, MAX_LEN, SAMPLINGS, TAGGED, TILE, SharedEngines, engines_of
+from tests.support.tiny_configs import ENGINE_VOCAB
 
 PREFIXES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 48, 49)
 TAILS = (0, 0, 1, 3, 10)
-MODELS = ("nemotronh", "nemotronh", "mamba2", "falconh1")
+MODELS = ("nemotronh", "nemotronh", "mamba2", "falconh1", "delta")
 COUNTED = (
-    "preemptions", "states_evicted", "pages_evicted", "page_copies", "full_hits", "cached_tokens", "drafts_cut"
+    "preemptions", "withdrawn", "states_evicted", "pages_evicted", "page_copies", "full_hits", "cached_tokens",
+    "drafts_cut",
 )  # fmt: skip
-DRAFTING_MODELS = ("nemotronh", "nemotronh", "falconh1")
+DRAFTING_MODELS = ("nemotronh", "nemotronh", "falconh1", "delta")
 
 
 @dataclass
@@ -33,12 +36,14 @@ class Ask:
     name: str
     prompt: tuple[int, ...]
     params: SamplingParams
-    expected: list[Line]
+    expected: list[Continuation]
     """One line for each choice, as long as the reference's; the output may end before."""
     length: int
     """Tokens of the output, unless it is aborted."""
     arrival: int
     """The engine's step at which it comes."""
+    sampling: str = "plain"
+    """One of `SAMPLINGS`, or "stop text"."""
     priority: int = 0
     salt: str | None = None
     aborted: int | None = None
@@ -71,7 +76,7 @@ def draw(seed: int, *, drafts: bool = False, split: bool = False) -> Trace:
     """The trace of a seed; makes reference outputs that nobody has asked for before."""
     rng = random.Random(seed)
     model = rng.choice(DRAFTING_MODELS if drafts else MODELS)
-    on = bench(model)
+    on = engines_of(model)
     block = rng.choice([TILE, 2 * TILE, 2 * TILE, 4 * TILE])
     flags = {
         "state_block_size": block,
@@ -111,7 +116,7 @@ def draw(seed: int, *, drafts: bool = False, split: bool = False) -> Trace:
     return trace
 
 
-def _prompt(rng: random.Random, on: Bench) -> tuple[int, ...]:
+def _prompt(rng: random.Random, on: SharedEngines) -> tuple[int, ...]:
     """One of a few hundred prompts, many of which begin alike; some go on from an answer, as a second turn does."""
     base = _tokens(rng.randrange(2), 64)
     if rng.random() < 0.15:
@@ -124,23 +129,34 @@ def _prompt(rng: random.Random, on: Bench) -> tuple[int, ...]:
 
 def _tokens(which: int, count: int) -> tuple[int, ...]:
     rng = random.Random(1000 + which)
-    return tuple(rng.randrange(VOCAB) for _ in range(count))
+    return tuple(rng.randrange(ENGINE_VOCAB) for _ in range(count))
 
 
-def _ask(rng: random.Random, on: Bench, name: str, prompt: tuple[int, ...], arrival: int) -> Ask:
+def _ask(rng: random.Random, on: SharedEngines, name: str, prompt: tuple[int, ...], arrival: int) -> Ask:
     seed = rng.randrange(2) if len(prompt) in PREFIXES and rng.random() < 0.25 else None
-    expected = on.alone(prompt, seed=seed)
+    # Drawn apart: whatever else a seed decides stays as it was.
+    apart = random.Random(f"{name} {arrival} {len(prompt)} {prompt[-1]}")
+    sampling = apart.choice([*["plain"] * 5, *list(SAMPLINGS)[1:]])
+    expected = on.alone(prompt, seed=seed, sampling=sampling)
     most = min(LONGEST, MAX_LEN - len(prompt))
     length = rng.choice([1, 2, 5, rng.randrange(1, most + 1), most])
     length = min(length, most)
-    stop = None
     choices = rng.choice([1, 1, 1, 2, 3])
-    if choices == 1 and length > 2 and rng.random() < 0.2:
+    stops, stop_text = {}, None
+    by_token = choices == 1 and length > 2 and rng.random() < 0.2
+    if sampling == "held back":
+        choices, length, stops = 1, len(expected[0].tokens), SAMPLINGS[sampling]
+    elif by_token:
         stop = expected[0].tokens[length // 2]
-        length = expected[0].tokens.index(stop) + 1
+        length, stops = expected[0].tokens.index(stop) + 1, {"stop_token_ids": [stop]}
+    elif choices == 1 and length > 4 and apart.random() < 0.2:
+        said = [WORDS[token] for token in expected[0].tokens]
+        stop_text = "".join(said[length - 3 : length - 1])
+        length, stops = next(n for n in range(1, len(said) + 1) if stop_text in "".join(said[:n])), {"stop": stop_text}
     params = SamplingParams(
-        max_tokens=most if stop is not None else length,
-        stop_token_ids=None if stop is None else [stop],
+        max_tokens=most if stops else length,
+        detokenize=stop_text is not None,
+        **(SAMPLINGS[sampling] | stops),
         ignore_eos=True,
         n=choices,
         temperature=0.0 if seed is None else 0.9,
@@ -155,6 +171,7 @@ def _ask(rng: random.Random, on: Bench, name: str, prompt: tuple[int, ...], arri
         expected=[expected[i if seed is not None else 0] for i in range(choices)],
         length=length,
         arrival=arrival,
+        sampling=sampling if stop_text is None else "stop text",
         priority=rng.choice([0, 0, 0, 1, -1]),
         salt=rng.choice([None, None, None, None, "salt"]),
         aborted=rng.randrange(25) if rng.random() < 0.12 else None,
@@ -171,9 +188,9 @@ def run_trace(seed: int, *, drafts: bool = False, split: bool = False) -> Counte
         never = trace.drafting and {ask.name: Drafting("ngram", 0, 0) for ask in trace.asks}
         flags = trace.flags | trace.split.flags
         prefill = _engine(trace, trace.split.mode, never, **flags)
-        other = OtherSide(bench(trace.model), trace.split, prefill, flags, engine, trace.flags)
+        other = OtherSide(engines_of(trace.model), trace.split, prefill, flags, engine, trace.flags)
     loop = engine.loop
-    pool = loop.scheduler.host.slots
+    pool = loop.scheduler.pools[0]
     lost = [pool.take() for _ in range(trace.lost_slots)]
     _break(loop, trace)
     outputs: dict[str, object] = {}
@@ -197,10 +214,7 @@ def run_trace(seed: int, *, drafts: bool = False, split: bool = False) -> Counte
                 trace.met["aborted"] += engine.abort(name) is not None
         if not left and not loop.busy and (other is None or other.done):
             break
-        try:
-            engine.step()
-        except PlanError:
-            trace.met["withdrawn"] += 1
+        engine.step()
         if watch is not None:
             watch.look(loop)
         if other is not None:
@@ -213,6 +227,8 @@ def run_trace(seed: int, *, drafts: bool = False, split: bool = False) -> Counte
     loop.scheduler.check(idle=True)
     for ask in trace.asks:
         judge(trace, ask, outputs[ask.name])
+        trace.met[ask.sampling] += 1
+        trace.met[f"{ask.sampling}, preempted"] += outputs[ask.name].metrics.num_preemptions > 0
     if watch is not None and trace.drafting is not None:
         tally(trace.met, trace.drafting, outputs)
         trace.met["layer"] += watch.count
@@ -232,7 +248,7 @@ def run_trace(seed: int, *, drafts: bool = False, split: bool = False) -> Counte
 
 def _engine(trace: Trace, mode: str, drafting: dict[str, Drafting] | None, **flags):
     if drafting is None:
-        return bench(trace.model).engine(mode, **flags)
+        return engines_of(trace.model).engine(mode, **flags)
     return drafters(trace.model).engine(mode, drafting, _scripts(trace), **flags)
 
 
@@ -250,6 +266,7 @@ def _break(loop, trace: Trace) -> None:
     """Make the steps fail that shall: after dispatch as a lost device does, before it as a bug in a batch would."""
     steps = Counter()
     failing, withdrawn = set(trace.failing), set(trace.withdrawn)
+    tried = set()
 
     def fault(plan) -> None:
         steps["dispatched"] += 1
@@ -261,8 +278,9 @@ def _break(loop, trace: Trace) -> None:
         fill = getattr(loop.batches, kind)
 
         def unlucky(rows, fill=fill):
-            steps["built"] += 1
-            if steps["built"] in withdrawn:
+            # Once: the loop then tries the rows one by one, and blames nobody.
+            if rows[0].step in withdrawn - tried:
+                tried.add(rows[0].step)
                 raise ValueError("injected: no batch can be made of this")
             return fill(rows)
 

@@ -8,6 +8,7 @@ import pytest
 
 from serving import AsyncEngine, RequestError, SamplingParams
 from serving.engine.async_engine import EngineStopped
+from tests.support.engines import finish
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -26,7 +27,7 @@ def run(harness, body):
         asyncio.run(body(served))
     finally:
         served.shutdown()
-    harness.finish(engine)
+    finish(engine)
     engine.loop.scheduler.check(idle=True)
     assert engine.num_unfinished == 0
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from serving.core import DecodeRow, PrefillRow, Request, SchedulerConfig
+from serving.core import DecodeRow, PrefillRow, Request, SchedulerConfig, StateAccess
 from serving.engine.batching import BatchBuilder, decode_buckets, prefill_buckets
 from serving.engine.sampling_params import SamplingParams
 
@@ -19,15 +19,15 @@ def config(**settings):
 def decode_row(row_id, pages, **fields):
     given = {
         "request": Request(f"r{row_id}", [1, 2]), "row_id": row_id, "continues": False, "tokens": [9], "length": 7,
-        "read_slot": 3, "num_tokens": 1, "num_drafts": 0, "write_slots": [4], "pages": pages, "page_copy": None,
-        "sample": True,
+        "num_tokens": 1, "num_drafts": 0, "access": StateAccess(3, fields.pop("writes", [4])), "pages": pages,
+        "page_copy": None, "sample": True, "is_prefill": False, "step": 1,
     }  # fmt: skip
     return DecodeRow(**(given | fields))
 
 
 def prefill_row(row_id, start, count, slots, pages):
     request = Request(f"r{row_id}", list(range(1, 500)))
-    return PrefillRow(request, row_id, start, count, 5, slots, pages, None, True)
+    return PrefillRow(request, row_id, start, count, 0, StateAccess(5, slots), pages, None, True, True, 1)
 
 
 def test_decode_sizes():
@@ -57,7 +57,7 @@ def test_decode_rows_and_padding():
     assert first.write_slot[:, 0].tolist() == [4, 4, 0, 0]
     assert first.page_table[:2, :3].tolist() == [[7, 8, 0], [9, 0, 0]]
     kept = first.page_table.copy()
-    second = batches.decode([decode_row(2, [7, 8, 11], page_copy=(8, 12), num_tokens=0, write_slots=[], tokens=[])])
+    second = batches.decode([decode_row(2, [7, 8, 11], page_copy=(8, 12), num_tokens=0, writes=[], tokens=[])])
     assert second.row_id.tolist() == [2]
     assert second.page_table[0, :4].tolist() == [7, 8, 11, 0]
     assert second.page_copy.tolist() == [[8, 12]]
@@ -75,8 +75,8 @@ def test_drafts_are_wide_rows():
     batches = BatchBuilder(config(num_speculative_tokens=2))
     batch = batches.decode(
         [
-            decode_row(1, [1], tokens=[5], num_tokens=3, num_drafts=2, write_slots=[4, 5, 6]),
-            decode_row(2, [2], tokens=[5, 6], num_tokens=2, write_slots=[0, 7]),
+            decode_row(1, [1], tokens=[5], num_tokens=3, num_drafts=2, writes=[4, 5, 6]),
+            decode_row(2, [2], tokens=[5, 6], num_tokens=2, writes=[0, 7]),
         ]
     )
     assert batch.tokens.tolist()[:2] == [[5, -1, -1], [5, 6, -1]]
@@ -87,10 +87,10 @@ def test_drafts_are_wide_rows():
 
 def test_steps_without_drafts_are_narrow_where_that_is_wanted():
     batches = BatchBuilder(config(num_speculative_tokens=2), narrow_steps=True)
-    plain = decode_row(1, [1], tokens=[5], num_tokens=1, write_slots=[4])
-    nothing_fed = decode_row(2, [2], tokens=[], num_tokens=0, write_slots=[])
-    drafting = decode_row(3, [3], tokens=[6], num_tokens=2, num_drafts=1, write_slots=[5, 6])
-    tail = decode_row(4, [4], tokens=[5, 6], num_tokens=2, write_slots=[0, 7])
+    plain = decode_row(1, [1], tokens=[5], num_tokens=1, writes=[4])
+    nothing_fed = decode_row(2, [2], tokens=[], num_tokens=0, writes=[])
+    drafting = decode_row(3, [3], tokens=[6], num_tokens=2, num_drafts=1, writes=[5, 6])
+    tail = decode_row(4, [4], tokens=[5, 6], num_tokens=2, writes=[0, 7])
     narrow = batches.decode([plain, nothing_fed])
     assert narrow.tokens.shape[1] == narrow.write_slot.shape[1] == 1
     assert narrow.write_slot[:2, 0].tolist() == [4, 0]

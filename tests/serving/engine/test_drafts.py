@@ -16,6 +16,7 @@ from serving.config import ConfigError, EngineConfig
 from serving.engine.build import assemble, draft_source
 from serving.engine.draft_stats import DraftStats
 from serving.engine.sampling_params import SamplingParams
+from tests.support.engines import QUICK_COMPILE
 
 NGRAM = NGramDrafts(1, 4)
 # With K = 3 a row may need 8 slots where states are kept; pages for less than half of what four rows can become.
@@ -180,7 +181,7 @@ def test_a_layer_that_is_always_right(harness):
         model,
         tile_size=harness.flags["tile_size"],
         source=MTPDrafts(),
-        compiler_options={"xla_backend_optimization_level": 0},
+        compiler_options=QUICK_COMPILE,
     )
     flags = harness.flags | SIZES | {"num_speculative_tokens": 3}
     engine = assemble(EngineConfig.create(**flags), model, programs=programs).engine

@@ -9,6 +9,7 @@ import pytest
 from mamba_jax.programs import StepPrograms
 from serving import LLM, ConfigError, SamplingParams
 from serving.engine import build
+from tests.support.engines import QUICK_COMPILE
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 SIZES = {"max_num_seqs": 4, "num_slots": 36, "num_pages": 24}
@@ -17,9 +18,8 @@ SIZES = {"max_num_seqs": 4, "num_slots": 36, "num_pages": 24}
 @pytest.fixture(scope="module")
 def llm(harness):
     """By the defaults, adaptive drafts among them; all steps of a kind have one shape, to compile less."""
-    options = {"xla_backend_optimization_level": 0}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "StepPrograms", partial(StepPrograms, compiler_options=options))
+        patch.setattr(build, "StepPrograms", partial(StepPrograms, compiler_options=QUICK_COMPILE))
         flags = harness.flags | SIZES
         llm = LLM(harness.golden, num_speculative_tokens=3, speculative_method="ngram", mamba_cache_mode="all", **flags)
     batches = llm.engine.loop.batches
@@ -76,7 +76,7 @@ def test_the_second_turn_finds_what_was_decoded_and_says_what_a_cold_run_says(ha
     ("flags", "said"),
     [
         ({"speculative_method": "mtp"}, "has no multi-token-prediction layer; try 'ngram'"),
-        ({"num_speculative_tokens": 3, "num_slots": 3}, "num_slots 3 hold no sequence: at least 8 are needed"),
+        ({"num_speculative_tokens": 3, "num_slots": 3}, "num_slots=3 cannot hold one sequence: at least 8 are needed"),
         ({"num_speculative_tokens": 32}, "num_speculative_tokens: must be less than or equal to 16, got 32"),
     ],
 )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving.config import ConfigError, EngineConfig, read_config_file, resolve_cache_policy
+from serving.config import ConfigError, EngineConfig, read_config_file, resolve_caching
 
 
 @pytest.mark.parametrize(
@@ -20,14 +20,14 @@ from serving.config import ConfigError, EngineConfig, read_config_file, resolve_
             {"speculative_method": "mtp", "num_speculative_tokens": 0},
             "speculative_method 'mtp' needs num_speculative_tokens >= 1",
         ),
-        ({"prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min 5 is above prompt_lookup_max 3"),
+        ({"prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min 5 is greater than prompt_lookup_max 3"),
         ({"prompt_lookup_max": 33}, "prompt_lookup_max: must be less than or equal to 32, got 33"),
         ({"prompt_lookup_min": 0}, "prompt_lookup_min: must be greater than or equal to 1, got 0"),
         ({"memory_utilization": 1.5}, "memory_utilization: must be less than or equal to 1, got 1.5"),
         (
             {"state_block_size": 2, "tile_size": 2, "page_size": 2, "num_speculative_tokens": 2,
              "speculative_method": "ngram"},
-            "state_block_size 2 is below 1 + num_speculative_tokens = 3",
+            "state_block_size 2 is less than 1 + num_speculative_tokens = 3",
         ),
     ],
 )  # fmt: skip
@@ -54,24 +54,18 @@ def test_bad_flags_are_one_clear_line(flags, said):
     ],
 )
 def test_resolution_table(flags, mode, chunked, notice):
-    policy = resolve_cache_policy(EngineConfig.create(**flags))
+    policy = resolve_caching(EngineConfig.create(**flags))
     assert (policy.mode, policy.chunked_prefill) == (mode, chunked)
     assert notice in " ".join(policy.notices)
     assert bool(policy.notices) == bool(notice)
 
 
-def test_what_is_not_said_about_drafts():
+def test_defaults_of_drafts():
     assert EngineConfig.create(speculative_method="ngram").num_speculative_tokens == 3
     assert EngineConfig.create(num_speculative_tokens=2).speculative_method is None
     assert EngineConfig.create().ngram_bounds == (2, 4)
     assert EngineConfig.create(prompt_lookup_min=6).ngram_bounds == (6, 6)
     assert EngineConfig.create(prompt_lookup_max=1).ngram_bounds == (1, 1)
-
-
-def test_a_family_without_all():
-    assert resolve_cache_policy(EngineConfig.create(), supports_all=False).mode == "align"
-    with pytest.raises(ConfigError, match="not supported by this model family"):
-        resolve_cache_policy(EngineConfig.create(mamba_cache_mode="all"), supports_all=False)
 
 
 def test_config_files(tmp_path):

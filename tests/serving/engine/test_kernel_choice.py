@@ -8,6 +8,7 @@ from mamba_jax.programs import KernelChoice, StepPrograms
 from serving.config import ConfigError, EngineConfig
 from serving.engine.build import assemble
 from serving.engine.sampling_params import SamplingParams
+from tests.support.engines import QUICK_COMPILE
 
 NAMED = {"state_update": "pallas_tpu_interpreted", "ssd_scan": "pallas_tpu_interpreted"}
 
@@ -22,7 +23,7 @@ def test_same_tokens_by_kernels(harness):
     programs = StepPrograms(
         harness.model,
         tile_size=harness.flags["tile_size"],
-        compiler_options={"xla_backend_optimization_level": 0},
+        compiler_options=QUICK_COMPILE,
         kernels=KernelChoice(named=NAMED),
     )
     # A pool that makes requests throw each other out.

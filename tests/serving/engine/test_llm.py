@@ -90,7 +90,7 @@ def test_start_up_explains_itself(harness, caplog):
     assert "smallest reusable prefix is 32 tokens" in caplog.text
     assert "chunked prefill is switched on" in caplog.text
     assert "max_num_seqs is 10 instead of 64" in caplog.text
-    assert engine.loop.scheduler.config.seats == 10
+    assert engine.loop.scheduler.config.num_rows == 10
 
 
 def test_the_tokenizers_end_of_sequence_counts_as_well(tmp_path):

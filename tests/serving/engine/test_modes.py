@@ -6,6 +6,7 @@ import pytest
 
 from serving.engine.loop import WarmUpStopped
 from serving.engine.sampling_params import SamplingParams
+from tests.support.engines import finish
 
 LENGTHS = [1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 96, 97, 100]
 
@@ -88,7 +89,7 @@ def test_prompts_under_different_salts_share_nothing(harness):
     cached = []
     for salt in ("a", "a", "b"):
         output = engine.add_request("x", {"prompt_token_ids": prompt}, params, cache_salt=salt)
-        harness.finish(engine)
+        finish(engine)
         cached.append(output.num_cached_tokens)
     assert cached == [0, 70, 0]
 
@@ -142,7 +143,7 @@ def test_a_fault_that_stays_is_reported_and_later_requests_run(harness):
     engine.loop.fault = fault
     engine.add_request("a", {"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=2))
     with pytest.raises(RuntimeError, match="device lost"):
-        harness.finish(engine)
+        finish(engine)
     engine.abort_all()
     engine.loop.fault = None
     (output,) = harness.run(engine, [[5, 6]], SamplingParams(max_tokens=2, ignore_eos=True))
@@ -182,7 +183,7 @@ def test_aborts_at_any_moment(harness, traffic, mode):
         if left and rng.random() < 0.4:
             engine.abort(f"r{left.pop()}")
         engine.step()
-    harness.finish(engine)
+    finish(engine)
     engine.loop.scheduler.check(idle=True)
     for i, output in enumerate(outputs):
         tokens = output.outputs[0].token_ids

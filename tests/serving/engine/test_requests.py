@@ -6,7 +6,9 @@ import random
 import numpy as np
 import pytest
 
-from serving.engine.sampling_params import RequestError, SamplingParams
+from serving.engine.request_error import RequestError
+from serving.engine.sampling_params import SamplingParams
+from tests.support.engines import finish
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,7 @@ def test_live_text_only_grows(harness, engine, greedy):
         engine.step()
         assert output.outputs[0].text.startswith(seen)
         seen = output.outputs[0].text
-    harness.finish(engine)
+    finish(engine)
     assert f"w{tokens[9]}" not in seen.split()[8:]
 
 
@@ -187,7 +189,7 @@ def test_ids_in_use_are_refused(harness, engine):
     with pytest.raises(RequestError, match="in use"):
         engine.add_request("twice", "w5 w6")
     engine.abort("twice")
-    harness.finish(engine)
+    finish(engine)
 
 
 def test_a_full_queue_refuses_and_says_that_later_may_do(harness):
@@ -198,4 +200,4 @@ def test_a_full_queue_refuses_and_says_that_later_may_do(harness):
         engine.add_request("2", "w5", SamplingParams(n=2))
     assert error.value.retry
     assert engine.num_unfinished == 2
-    harness.finish(engine)
+    finish(engine)

@@ -1,27 +1,28 @@
 """The store's size: what fits, what is clamped and said, and the report that explains it."""
 
+import dataclasses
 import sys
 
 import jax.numpy as jnp
 import pytest
 
+from mamba_jax.config import AttentionConfig, HybridConfig, MambaConfig
 from mamba_jax.store import StoreShape, init_store, store_bytes
 from serving.config import ConfigError, EngineConfig
+from serving.engine import build, sizing
 from serving.engine.sizing import available_ram, size_store
 
-SHAPE = StoreShape(
-    mamba_layers=4,
-    heads=8,
-    head_dim=16,
-    state_size=32,
-    groups=2,
-    conv_window=3,
-    attention_layers=2,
-    kv_heads=2,
-    kv_head_dim=16,
+CONFIG = HybridConfig(
+    family="test",
+    vocab_size=8,
     hidden_size=64,
+    pattern="MM*MM*",
+    norm_eps=1e-5,
+    mamba=MambaConfig(num_heads=8, head_dim=16, state_size=32, num_groups=2, conv_width=4),
+    attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=16, scale=1.0, input_size=64),
 )
-PURE = StoreShape(**{**vars(SHAPE), "attention_layers": 0})
+SHAPE = StoreShape.of(CONFIG)
+PURE = StoreShape.of(dataclasses.replace(CONFIG, pattern="MMMM"))
 MIB = 1 << 20
 
 
@@ -79,7 +80,7 @@ def test_second_sets_and_drafts_count():
         ({"memory": MIB // 8}, "do not hold one sequence"),
         ({"max_model_len": 5000}, "max_model_len 5,000 exceeds the model's own 4,096 tokens"),
         ({"memory": 2 * MIB, "max_model_len": 4096}, "max_model_len 4,096 does not fit"),
-        ({"num_slots": 1}, "num_slots 1 hold no sequence: at least 2 are needed"),
+        ({"num_slots": 1}, "num_slots=1 cannot hold one sequence: at least 2 are needed"),
     ],
 )
 def test_what_cannot_work(flags, said):
@@ -109,3 +110,15 @@ def test_the_report_says_what_a_user_asks():
 
 def test_available_memory_is_sensible():
     assert 0 < available_ram() < 1 << 50
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("weights are being loaded")
+
+    monkeypatch.setattr(build, "load_model", never)
+    monkeypatch.setattr(sizing, "available_ram", lambda: 8 << 30)
+    config = EngineConfig.create(model="nemotron-h-8b", load_format="dummy", dtype="bfloat16")
+    with pytest.raises(ConfigError, match=r"the weights take 15\.1 GiB and 8\.0 GiB of memory are free") as caught:
+        build.build_engine(config)
+    assert "\n" not in str(caught.value)

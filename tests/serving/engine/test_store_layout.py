@@ -1,5 +1,8 @@
 """A store whose arrays are pinned to an order of axes, as on TPU, serves the same; a CPU can be told to pin as well."""
 
+import dataclasses
+import math
+
 import jax
 import pytest
 from jax.experimental.layout import Format
@@ -8,6 +11,7 @@ from mamba_jax import store_layout
 from mamba_jax.programs import StepPrograms
 from mamba_jax.store import StoreShape, init_store, store_bytes
 from serving.engine.sampling_params import SamplingParams
+from tests.support.engines import QUICK_COMPILE
 
 PROMPTS = [[7, 8, 9, 10] * 9, [7, 8, 9, 10] * 9 + [11]]
 
@@ -26,21 +30,22 @@ def tokens_of(harness):
 
 def test_only_short_last_axes_are_pinned(harness, pinning):
     store = store_layout.init_laid_out(harness.model.config, num_slots=3, num_pages=3, page_size=8, dtype="float32")
-    assert store_layout.is_pinned(store)
-    pinned = [leaf for leaf in jax.tree.leaves(store_layout.places(store)) if isinstance(leaf, Format)]
-    assert len(pinned) == len(store.mamba) + len(store.kv)
+    shape = StoreShape.of(harness.model.config)
+    assert store_layout.is_pinned(shape, store)
+    pinned = [leaf for leaf in jax.tree.leaves(store_layout.places(shape, store)) if isinstance(leaf, Format)]
+    assert len(pinned) == len(store.slots) + len(store.kv)
 
 
 def test_nothing_is_pinned_elsewhere(harness):
     store = init_store(harness.model.config, num_slots=3, num_pages=3, page_size=8, dtype="float32")
-    assert not store_layout.is_pinned(store)
-    assert not store_layout.is_pinned(jax.eval_shape(lambda: store))
+    shape = StoreShape.of(harness.model.config)
+    assert not store_layout.is_pinned(shape, store)
+    assert not store_layout.is_pinned(shape, jax.eval_shape(lambda: store))
 
 
 def test_a_pinned_store_serves_the_same(harness, pinning, monkeypatch):
     plain = tokens_of(harness)
-    quick = {"xla_backend_optimization_level": 0}
-    programs = StepPrograms(harness.model, tile_size=harness.programs.tile_size, compiler_options=quick)
+    programs = StepPrograms(harness.model, tile_size=harness.programs.tile_size, compiler_options=QUICK_COMPILE)
     monkeypatch.setattr(harness, "programs", programs)
     assert tokens_of(harness) == plain
     assert programs.compilations > 0
@@ -50,6 +55,7 @@ def test_padding_is_counted(harness):
     shape = StoreShape.of(harness.model.config)
     store = init_store(shape, num_slots=4, num_pages=4, page_size=8, dtype="float32")
     assert 4 * (shape.bytes_per_slot("float32") + shape.bytes_per_page(8, "float32")) == store_bytes(store)
-    padded = StoreShape(**{**vars(shape), "lanes": 128})
-    wide = shape.heads * shape.head_dim * (128 - shape.state_size) * 4 * shape.mamba_layers
+    padded = dataclasses.replace(shape, lanes=128)
+    *rest, last = shape.arrays["ssm"].shape
+    wide = math.prod(rest) * (128 - last) * 4 * len(shape.slots)
     assert padded.bytes_per_slot("float32") - shape.bytes_per_slot("float32") == wide

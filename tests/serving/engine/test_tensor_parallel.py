@@ -8,15 +8,16 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from divisible import EIGHT, FAMILIES, MORE, Case, write
 from flax import nnx
 
 from checkpoints.load import load_model
 from mamba_jax.programs import StepPrograms
 from mamba_jax.sharding import AXIS, Partition
 from serving import LLM, SamplingParams
+from serving.capacity.count import collectives
 from serving.config import ConfigError
-from serving.plan.count import collectives
+from tests.support.divisible_checkpoints import EIGHT, FAMILIES, MORE, Case, write_checkpoint
+from tests.support.engines import QUICK_COMPILE
 
 FLAGS = {
     "tile_size": 16,
@@ -38,7 +39,7 @@ GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logprob
 @pytest.fixture(autouse=True)
 def quick_compilation(monkeypatch):
     """Compiling takes most of these tests' time, and the programs' speed does not matter."""
-    quick = partial(StepPrograms, compiler_options={"xla_backend_optimization_level": 0})
+    quick = partial(StepPrograms, compiler_options=QUICK_COMPILE)
     monkeypatch.setattr("serving.engine.build.StepPrograms", quick)
 
 
@@ -86,7 +87,7 @@ def assert_greedy(outputs, directory):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_on_two_devices(name, tmp_path):
     case = FAMILIES[name]
-    directory = write(tmp_path, case)
+    directory = write_checkpoint(tmp_path, case)
     llm = engine(directory, case, 2)
     assert_greedy(answers(llm), directory)
     assert_divided(llm, 2)
@@ -94,7 +95,7 @@ def test_every_family_on_two_devices(name, tmp_path):
 
 
 def test_eight_devices_share_heads_groups_and_keys(tmp_path):
-    directory = write(tmp_path, EIGHT)
+    directory = write_checkpoint(tmp_path, EIGHT)
     llm = engine(directory, EIGHT, 8)
     assert_greedy(answers(llm), directory)
     assert_divided(llm, 8)
@@ -106,7 +107,7 @@ def test_eight_devices_share_heads_groups_and_keys(tmp_path):
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
 def test_two_devices_say_what_one_says(name, mode, tmp_path):
     case = (FAMILIES | MORE)[name]
-    directory = write(tmp_path, case)
+    directory = write_checkpoint(tmp_path, case)
     prompt = {"prompt_token_ids": [7, 8, 9] * 14}
     outputs = {}
     for shards in (1, 2):
@@ -118,9 +119,10 @@ def test_two_devices_say_what_one_says(name, mode, tmp_path):
 def assert_divided(llm, shards):
     """Every device holds its share of the store and of the large weights, and reports its own bytes."""
     store = llm.engine.loop.store
-    for slots in store.mamba:
-        assert {piece.data.shape[1] for piece in slots.ssm.addressable_shards} == {slots.ssm.shape[1] // shards}
-        assert slots.conv_x.sharding.shard_shape(slots.conv_x.shape)[2] == slots.conv_x.shape[2] // shards
+    for slots in store.slots:
+        recurrent, window = (slots[name] for name in (("ssm", "conv_x") if "ssm" in slots else ("delta", "conv_v")))
+        assert {piece.data.shape[1] for piece in recurrent.addressable_shards} == {recurrent.shape[1] // shards}
+        assert window.sharding.shard_shape(window.shape)[2] == window.shape[2] // shards
     for kv in store.kv:
         assert kv.sharding.shard_shape(kv.shape)[2] == max(2, kv.shape[2] // shards)
     on_first = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(store)]
@@ -135,7 +137,7 @@ def assert_lean(llm):
     programs = llm.engine.loop.programs
     config, mesh = llm.model.config, programs.mesh
     least = collectives(config, Partition.of(config, mesh.shape[AXIS]))
-    steps = [compiled for key, compiled in programs._compiled.items() if key[0].__name__ == "DecodeBatch"]
+    steps = [compiled for name, compiled in programs.cache if name == "DecodeBatch"]
     assert steps
     for compiled in steps:
         text = compiled.as_text()
@@ -156,15 +158,15 @@ def assert_lean(llm):
     ("shards", "message"),
     [
         (3, "tensor_parallel_size 3 does not divide this model's 16 Mamba heads"),
-        (16, "tensor_parallel_size 16 does not divide this model's 8 attention heads"),
+        (16, "tensor_parallel_size 16 does not divide this model's 136 MLP channels"),
     ],
 )
 def test_what_does_not_divide_is_refused(shards, message, tmp_path):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        LLM(write(tmp_path, EIGHT), tensor_parallel_size=shards)
+        LLM(write_checkpoint(tmp_path, EIGHT), tensor_parallel_size=shards)
 
 
 def test_too_few_devices(tmp_path):
     sixteen = Case("mamba2", FAMILIES["mamba2"].changes | {"num_heads": 16, "head_dim": 9})
     with pytest.raises(ConfigError, match="JAX sees 8 cpu device"):
-        LLM(write(tmp_path, sixteen), tensor_parallel_size=16)
+        LLM(write_checkpoint(tmp_path, sixteen), tensor_parallel_size=16)

@@ -8,24 +8,23 @@ import sys
 from pathlib import Path
 
 import pytest
-from divisible import FAMILIES, write
 
 from serving import LLM, SamplingParams
+from tests.support.divisible_checkpoints import FAMILIES, write_checkpoint
 
-SCRIPT = Path(__file__).with_name("one_of_two.py")
-ROOT = SCRIPT.parents[3]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.slow
 def test_two_processes_say_what_one_says(tmp_path):
-    directory = write(tmp_path, FAMILIES["mamba2"])
+    directory = write_checkpoint(tmp_path, FAMILIES["mamba2"])
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(port), str(number), str(directory)],
+            [sys.executable, "-m", "tests.support.generate_in_two_processes", str(port), str(number), str(directory)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

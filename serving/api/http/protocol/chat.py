@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from serving.api.http.protocol.common import Count, GenerationRequest, Usage
+from serving.api.http.protocol.common import Count, GenerationRequest, Items, Usage, refusal
 
 
 class ContentPart(BaseModel):
@@ -22,7 +22,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     role: str = Field(min_length=1)
-    content: str | list[ContentPart] | None = None
+    content: str | Items[ContentPart] | None = None
 
 
 class Function(BaseModel):
@@ -40,27 +40,46 @@ class Tool(BaseModel):
     function: Function
 
 
+_PARAMETERS = frozenset(
+    {"self", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "add_special_tokens", "fits"}
+)
+"""Of what renders and encodes a conversation: a template's text among them, which is a program."""
+
+
+def _only_variables(variables: dict[str, Any]) -> dict[str, Any]:
+    for name in variables:
+        if name in _PARAMETERS:
+            raise ValueError(f"{name!r} is not a variable of a chat template that a request may set")
+    return variables
+
+
+TemplateVariables = Annotated[dict[str, Any], AfterValidator(_only_variables)]
+
+
 class ChatRequest(GenerationRequest):
     """Answer a conversation."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1)
     max_completion_tokens: Count | None = Field(None, description="The new name of max_tokens.")
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = Field(None, description="none or auto; others are not supported.")
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
-    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: TemplateVariables | None = Field(None, description="Variables of the chat template.")
+    documents: Items[dict[str, Any]] | None = None
 
     @model_validator(mode="after")
     def _refuse(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs=true")
+            raise refusal("top_logprobs", "top_logprobs needs logprobs=true")
         if self.tool_choice not in (None, "none", "auto"):
-            raise ValueError("tool_choice must be none or auto: the model cannot be made to call a function")
+            raise refusal(
+                "tool_choice", "tool_choice must be none or auto: the model cannot be made to call a function"
+            )
         if self.max_tokens == 0 or self.max_completion_tokens == 0:
-            raise ValueError("max_completion_tokens must be at least 1")
+            name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+            raise refusal(name, f"{name} must be at least 1")
         return self
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+from pydantic_core import PydanticCustomError
+
+T = TypeVar("T")
+
+Items = Annotated[list[T], Field(fail_fast=True)]
+"""A list whose first bad item is complained of, not each of a million."""
 
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
-TokenIds = list[Annotated[StrictInt, Field(ge=0, le=2**31 - 1)]]
+TokenIds = Items[Annotated[StrictInt, Field(ge=0, le=2**31 - 1)]]
+MAX_STOP_TEXTS = 64
 
 _OLD_NAMES = {
     "guided_json": "json",
@@ -19,6 +26,11 @@ _OLD_NAMES = {
 }
 _WITHOUT_EFFECT = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier")
 """OpenAI's fields that change nothing about an answer here, and are therefore taken without a word."""
+
+
+def refusal(param: str, message: str) -> PydanticCustomError:
+    """A complaint about fields that do not go together; `param` is the one to name."""
+    return PydanticCustomError("refused", "{message}", {"message": message, "param": param})
 
 
 class RequestModel(BaseModel):
@@ -38,7 +50,7 @@ class RequestModel(BaseModel):
         # Ignoring these would give answers in the wrong form.
         for old, new in _OLD_NAMES.items():
             if isinstance(values, dict) and values.get(old) is not None:
-                raise ValueError(f'{old} is an old name: use {{"structured_outputs": {{"{new}": ...}}}}')
+                raise refusal(old, f'{old} is an old name: use {{"structured_outputs": {{"{new}": ...}}}}')
         return values
 
 
@@ -78,7 +90,7 @@ class StructuredOutputs(BaseModel):
     model_config = ConfigDict(extra="forbid")
     json_: dict[str, Any] | str | bool | None = Field(None, alias="json", description="A JSON schema.")
     regex: str | None = None
-    choice: list[str] | None = Field(None, min_length=1, description="One of these texts.")
+    choice: Items[str] | None = Field(None, min_length=1, description="One of these texts.")
     grammar: str | None = Field(None, description="A context-free grammar in Lark's syntax, or GBNF.")
     json_object: bool | None = Field(None, description="Any JSON object.")
 
@@ -102,7 +114,7 @@ class GenerationRequest(RequestModel):
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     max_tokens: Count | None = None
     min_tokens: Count = 0
-    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+    stop: str | Annotated[Items[str], Field(max_length=MAX_STOP_TEXTS)] | None = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -126,7 +138,7 @@ class GenerationRequest(RequestModel):
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream=true")
+            raise refusal("stream_options", "stream_options needs stream=true")
         return self
 
 

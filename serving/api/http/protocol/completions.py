@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from serving.api.http.protocol.common import GenerationRequest, TokenIds, Usage
+from serving.api.http.protocol.common import GenerationRequest, Items, TokenIds, Usage, refusal
 
 Prompt = (
     str
-    | Annotated[list[str], Field(min_length=1)]
+    | Annotated[Items[str], Field(min_length=1)]
     | Annotated[TokenIds, Field(min_length=1)]
-    | Annotated[list[TokenIds], Field(min_length=1)]
+    | Annotated[Items[TokenIds], Field(min_length=1)]
 )
 
 
@@ -38,11 +38,11 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _refuse(self) -> CompletionRequest:
         if self.suffix:
-            raise ValueError("suffix is not supported: the model continues texts and cannot fill gaps")
+            raise refusal("suffix", "suffix is not supported: the model continues texts and cannot fill gaps")
         if self.best_of is not None and self.best_of != self.n:
-            raise ValueError("best_of is not supported: use n, and choose among the answers yourself")
+            raise refusal("best_of", "best_of is not supported: use n, and choose among the answers yourself")
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens must be at least 1 (0 is for echo, to score a prompt)")
+            raise refusal("max_tokens", "max_tokens must be at least 1 (0 is for echo, to score a prompt)")
         return self
 
 

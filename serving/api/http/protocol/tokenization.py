@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import BaseModel, Field, model_validator
 
-from serving.api.http.protocol.chat import Message, Tool
-from serving.api.http.protocol.common import RequestModel, TokenIds
+from serving.api.http.protocol.chat import Message, TemplateVariables, Tool
+from serving.api.http.protocol.common import Items, RequestModel, TokenIds, refusal
 
 
 class TokenizeRequest(RequestModel):
@@ -15,17 +13,17 @@ class TokenizeRequest(RequestModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Items[Message] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = Field(None, description="Unset: for texts yes, for conversations no.")
     add_generation_prompt: bool = True
-    tools: list[Tool] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Items[Tool] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("exactly one of prompt and messages is needed")
+            raise refusal("prompt", "exactly one of prompt and messages is needed")
         return self
 
 

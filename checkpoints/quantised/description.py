@@ -1,0 +1,105 @@
+"""What a checkpoint's JSON files say about its quantisation: the method, and how its tensors are to be read.
+
+Which weights are quantised is not read here but seen from the tensors: mixed checkpoints are the normal case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpoints.errors import CheckpointError
+from checkpoints.json_file import read_json
+
+MODELOPT, COMPRESSED, FP8, GPTQ, AWQ = "modelopt", "compressed-tensors", "fp8", "gptq", "awq"
+METHODS = (MODELOPT, COMPRESSED, FP8, GPTQ, AWQ)
+_MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION")
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """How a checkpoint's quantised tensors are written."""
+
+    method: str
+    """One of METHODS."""
+    bits: int = 4
+    """Of integers that are packed (gptq, awq)."""
+    block: tuple[int, int] = (128, 128)
+    """Outputs and inputs that share a scale where scales are of blocks."""
+    zero_offset: int = 0
+    """What is added to stored zero points: 1 in gptq's first format."""
+
+
+def read_quantisation(directory: Path, fields: Mapping[str, Any]) -> Quantisation | None:
+    """From config.json's `quantization_config`, or from ModelOpt's `hf_quant_config.json`; None if neither is there.
+
+    Args:
+        directory: of the checkpoint.
+        fields: its config.json.
+    Raises:
+        CheckpointError: a method, or a variant of one, that is not supported.
+    """
+    path, found = directory / "config.json", fields.get("quantization_config")
+    if not found and (directory / "hf_quant_config.json").is_file():
+        path = directory / "hf_quant_config.json"
+        found = {"quant_method": MODELOPT} | _object(path, read_json(path).get("quantization"))
+    if not found:
+        return None
+    found = _object(path, found)
+    method = str(found.get("quant_method") or (MODELOPT if "quant_algo" in found else "unknown")).lower()
+    if method.startswith(MODELOPT):
+        return _modelopt(path, found)
+    if method == COMPRESSED:
+        return Quantisation(COMPRESSED, block=_block(path, _compressed_block(found)))
+    if method == FP8:
+        return Quantisation(FP8, block=_block(path, found.get("weight_block_size")))
+    if method in (GPTQ, AWQ):
+        return _integers(path, method, found)
+    raise CheckpointError(f"{path}: quantization method {method!r} is not supported; known are {', '.join(METHODS)}")
+
+
+def _modelopt(path: Path, found: Mapping[str, Any]) -> Quantisation:
+    algorithm = str(found.get("quant_algo") or "").upper()
+    layers = found.get("quantized_layers") or {}
+    named = {algorithm, *(str(one.get("quant_algo")).upper() for one in layers.values() if isinstance(one, Mapping))}
+    unknown = sorted(named - set(_MODELOPT_ALGORITHMS))
+    if unknown:
+        known = ", ".join(_MODELOPT_ALGORITHMS)
+        raise CheckpointError(f"{path}: quant_algo {unknown[0] or 'missing'!r} is not supported; known are {known}")
+    return Quantisation(MODELOPT)
+
+
+def _compressed_block(found: Mapping[str, Any]) -> Any:
+    groups = found.get("config_groups")
+    groups = groups.values() if isinstance(groups, Mapping) else ()
+    weights = [one.get("weights") or {} for one in groups if isinstance(one, Mapping)]
+    return next((one["block_structure"] for one in weights if one.get("block_structure")), None)
+
+
+def _integers(path: Path, method: str, found: Mapping[str, Any]) -> Quantisation:
+    bits = found.get("bits", found.get("w_bit", 4))
+    if bits not in (4, 8) or (method == AWQ and bits != 4):
+        raise CheckpointError(
+            f"{path}: {method} with {bits!r} bits is not supported; {'4' if method == AWQ else '4 and 8'}"
+        )
+    version = str(found.get("version", "gemm")).lower()
+    if method == AWQ and version != "gemm":
+        raise CheckpointError(f"{path}: awq version {version!r} is not supported; only gemm is")
+    first_format = method == GPTQ and str(found.get("checkpoint_format", "gptq")) != "gptq_v2"
+    return Quantisation(method, bits=bits, zero_offset=int(first_format))
+
+
+def _block(path: Path, size: Any) -> tuple[int, int]:
+    if size is None:
+        return Quantisation.block
+    if isinstance(size, list) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size):
+        return size[0], size[1]
+    raise CheckpointError(f"{path}: {size!r} is not the shape of a block of weights")
+
+
+def _object(path: Path, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: its description of the quantization is not an object")
+    return value

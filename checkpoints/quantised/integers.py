@@ -1,0 +1,172 @@
+"""Weights in 8 and 4 bits of integers.
+
+* compressed-tensors INT8: `weight` int8 [out, in]; `weight_scale`, one number or [out, 1] or [out, groups];
+  `weight_zero_point` of the same shape, if any.
+* compressed-tensors "pack-quantized": `weight_packed` [out, in / n], n integers plus 2^(bits-1) in each 32-bit word;
+  `weight_shape`; `weight_scale` [out, groups]; `weight_zero_point` [out / n, groups], packed along the outputs.
+* GPTQ: `qweight` [in / n, out], packed along the inputs; `scales` [groups, out]; `qzeros` [groups, out / n], packed
+  along the outputs and, in the first format, less 1; `g_idx` [in], the group of each input.
+* AWQ: `qweight` [in, out / 8] and `qzeros` [groups, out / 8], packed along the outputs in an order of its own;
+  `scales`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from checkpoints.quantised.description import Quantisation
+from checkpoints.quantised.packing import unpack, unpack_awq
+from checkpoints.quantised.stored import BF16, F32, INT4, INT8, Module, Part, StoredWeight, Wrong
+
+
+def int8(module: Module, how: Quantisation) -> StoredWeight:
+    """A weight in int8 as it is.
+
+    Raises:
+        Wrong: a tensor is missing, or of the wrong shape.
+    """
+    shape = module.shape("weight")
+    values = Part(INT8, lambda: module.view("weight"))
+    module.allow("input_scale", "input_zero_point")
+    scale = module.shape("weight_scale")
+    *lead, outputs, inputs = shape
+    grouped = scale[:-1] == (*lead, outputs) and scale[-1] > 1
+    if not grouped and not module.has("weight_zero_point"):
+        parts = {"values": values, "channel_scale": module.scale_of_channels("weight_scale", shape)}
+        return StoredWeight("INT8, a scale per channel", shape, parts, tuple(module.uses))
+    groups = scale[-1] if grouped else 1
+    _divides(module, "weight_scale", inputs, groups)
+    parts = {"values": values, "group_scale": module.scale_of_groups("weight_scale", shape, groups, F32)}
+    if module.has("weight_zero_point"):
+        parts["group_zero"] = module.scale_of_groups("weight_zero_point", shape, groups, INT8)
+    return StoredWeight(f"INT8, groups of {inputs // groups}", shape, parts, tuple(module.uses))
+
+
+def pack_quantized(module: Module, how: Quantisation) -> StoredWeight:
+    """compressed-tensors' packed integers.
+
+    Raises:
+        Wrong: a tensor is missing, or of the wrong shape.
+    """
+    *lead, outputs, words = module.shape("weight_packed")
+    module.expect("weight_shape", (2,))
+    logical = tuple(int(n) for n in module.view("weight_shape"))
+    if len(logical) != 2 or logical[0] != outputs or lead:
+        raise Wrong(f"{module.name}.weight_packed is {[*lead, outputs, words]}, its weight_shape {list(logical)}")
+    inputs = logical[1]
+    bits = next((bits for bits in (4, 8) if -(-inputs * bits // 32) == words), None)
+    if bits is None:
+        raise Wrong(f"{module.name}.weight_packed has {words} words for {inputs} inputs: neither 4 nor 8 bits each")
+    groups = module.shape("weight_scale")[-1]
+    _divides(module, "weight_scale", inputs, groups)
+    offset, dtype = 2 ** (bits - 1), INT4 if bits == 4 else INT8
+
+    def values() -> np.ndarray:
+        return _less(unpack(module.view("weight_packed"), bits, -1)[:, :inputs], offset).astype(dtype)
+
+    scale_dtype = BF16 if module.dtype("weight_scale") == "BF16" else F32
+    parts = {
+        "values": Part(dtype, values),
+        "group_scale": module.scale_of_groups("weight_scale", logical, groups, scale_dtype),
+    }
+    if module.has("weight_zero_point"):
+        module.expect("weight_zero_point", (-(-outputs * bits // 32), groups), "I32")
+
+        def zero() -> np.ndarray:
+            return _less(unpack(module.view("weight_zero_point"), bits, 0)[:outputs], offset).T
+
+        parts["group_zero"] = Part(INT8, zero, groups)
+    label, narrow = f"INT{bits}, groups of {inputs // groups}", True
+    if module.has("weight_g_idx"):
+        label, parts, narrow = _in_order(module, "weight_g_idx", label, parts, inputs, groups)
+    return StoredWeight(label, logical, parts, tuple(module.uses), narrow)
+
+
+def gptq(module: Module, how: Quantisation) -> StoredWeight:
+    """GPTQ's packed integers.
+
+    Raises:
+        Wrong: a tensor is missing, or of the wrong shape.
+    """
+    bits, each = how.bits, 32 // how.bits
+    words, outputs = module.shape("qweight")
+    inputs = words * each
+    groups = module.shape("scales")[0]
+    _divides(module, "scales", inputs, groups)
+    module.expect("qweight", (words, outputs), "I32")
+    module.expect("scales", (groups, outputs))
+    module.expect("qzeros", (groups, outputs // each), "I32")
+    offset = 2 ** (bits - 1)
+
+    def values() -> np.ndarray:
+        return _less(unpack(module.view("qweight"), bits, 0), offset).astype(dtype).T
+
+    def zero() -> np.ndarray:
+        stored = unpack(module.view("qzeros"), bits, -1).astype(np.int16) + how.zero_offset
+        return (stored - offset).astype(np.int16)
+
+    dtype = INT4 if bits == 4 else INT8
+    # A zero point may be one more than the integers have room for.
+    zeros = Part(INT8 if bits == 4 else np.dtype(np.int16), zero, groups)
+    parts = {
+        "values": Part(dtype, values),
+        "group_scale": Part(F32, lambda: module.view("scales"), groups),
+        "group_zero": zeros,
+    }
+    label, narrow = f"INT{bits} (GPTQ), groups of {inputs // groups}", True
+    if module.has("g_idx"):
+        label, parts, narrow = _in_order(module, "g_idx", label, parts, inputs, groups)
+    return StoredWeight(label, (outputs, inputs), parts, tuple(module.uses), narrow)
+
+
+def awq(module: Module, how: Quantisation) -> StoredWeight:
+    """AWQ's packed integers.
+
+    Raises:
+        Wrong: a tensor is missing, or of the wrong shape.
+    """
+    inputs, words = module.shape("qweight")
+    outputs = 8 * words
+    groups = module.shape("scales")[0]
+    _divides(module, "scales", inputs, groups)
+    module.expect("qweight", (inputs, words), "I32")
+    module.expect("scales", (groups, outputs))
+    module.expect("qzeros", (groups, words), "I32")
+    parts = {
+        "values": Part(INT4, lambda: _less(unpack_awq(module.view("qweight")), 8).astype(INT4).T),
+        "group_scale": Part(F32, lambda: module.view("scales"), groups),
+        "group_zero": Part(INT8, lambda: _less(unpack_awq(module.view("qzeros")), 8), groups),
+    }
+    return StoredWeight(f"INT4 (AWQ), groups of {inputs // groups}", (outputs, inputs), parts, tuple(module.uses))
+
+
+def _less(unsigned: np.ndarray, offset: int) -> np.ndarray:
+    """Unsigned bytes as signed ones."""
+    return (unsigned - np.uint8(offset)).view(np.int8)
+
+
+def _divides(module: Module, suffix: str, inputs: int, groups: int) -> None:
+    if groups < 1 or inputs % groups:
+        raise Wrong(f"{module.name}.{suffix} has {groups} groups, which do not divide {inputs} inputs")
+
+
+def _in_order(
+    module: Module, suffix: str, label: str, parts: dict[str, Part], inputs: int, groups: int
+) -> tuple[str, dict[str, Part], bool]:
+    """Parts for inputs whose groups are listed. Where they are not in order ("act-order"), the weight is widened."""
+    module.expect(suffix, (inputs,), "I32", "I64")
+    group = np.asarray(module.view(suffix))
+    if (group < 0).any() or (group >= groups).any():
+        raise Wrong(f"{module.name}.{suffix} names groups beyond the {groups} that have scales")
+    if np.array_equal(group, np.arange(inputs) // (inputs // groups)):
+        return label, parts, True
+
+    def spread(read: Callable[[], np.ndarray]) -> Callable[[], np.ndarray]:
+        return lambda: read()[group]
+
+    def of_each(part: Part) -> Part:
+        return Part(part.dtype, spread(part.read), inputs) if part.groups else part
+
+    return f"{label}, act-order (widened)", {name: of_each(part) for name, part in parts.items()}, False

@@ -1,0 +1,225 @@
+"""Wide weights brought into few bits, to the nearest value, each channel or group by its largest.
+
+Channels are outputs; groups are neighbouring inputs of one output.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+from checkpoints.placing import Index, Reader, Shardings, sharding_of
+from checkpoints.quantised.parameters import Readable, divisible_groups
+from checkpoints.quantised.stored import BF16, F32, FP4, FP8, INT4, INT8
+from mamba_jax.config import HybridConfig
+from mamba_jax.families.base import HFSource
+from mamba_jax.model import HybridModel
+from mamba_jax.modules.quantised import can_be_quantised
+
+QUANTIZATIONS = ("int8", "fp8", "int4", "nvfp4")
+_INT4_GROUPS = (128, 64, 32)
+_NVFP4_GROUP = 16
+_AT_ONCE = 1 << 24
+# Where a small error is in every token, or in what is compared with every token.
+_TABLES = ("embed.weight", "lm_head.weight")
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How one weight is brought into few bits."""
+
+    kind: str
+    """One of QUANTIZATIONS."""
+    group: int = 0
+    """Inputs that share a scale; 0: all inputs of a channel."""
+
+    @property
+    def label(self) -> str:
+        """In a few words."""
+        return f"{self.kind.upper()}, " + (f"groups of {self.group}" if self.group else "a scale per channel")
+
+    def parts(self, shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+        """What a weight of this shape [*lead, outputs, inputs] becomes; see `kernels_pallas.quantised`."""
+        *lead, outputs, inputs = shape
+        values, group_scale = {"int8": (INT8, F32), "fp8": (FP8, F32), "int4": (INT4, BF16), "nvfp4": (FP4, FP8)}[
+            self.kind
+        ]
+        found = {"values": jax.ShapeDtypeStruct(tuple(shape), values)}
+        if self.group:
+            found["group_scale"] = jax.ShapeDtypeStruct((*lead, inputs // self.group, outputs), group_scale)
+        if self.kind != "int4":
+            found["channel_scale"] = jax.ShapeDtypeStruct((*lead, outputs), F32)
+        return found
+
+    def round(self, wide: np.ndarray) -> dict[str, np.ndarray]:
+        """The parts of a weight, some rows at a time, so that nothing of its size stands beside it in float32."""
+        inputs = wide.shape[-1]
+        rows = wide.reshape(-1, inputs)
+        groups = inputs // self.group if self.group else 1
+        parts = self.parts(wide.shape)
+        values = np.empty(rows.shape, parts["values"].dtype)
+        scale = np.empty((len(rows), groups), F32)
+        each = max(1, _AT_ONCE // inputs)
+        cuts = [slice(start, start + each) for start in range(0, len(rows), each)]
+        largest = max((float(np.abs(rows[cut].astype(F32)).max()) for cut in cuts), default=0.0)
+        whole = np.float32(largest / (6 * 448) or 1)
+        for cut in cuts:
+            split = rows[cut].astype(F32).reshape(-1, groups, inputs // groups)
+            scale[cut], rounded = _ROUND[self.kind](split, whole)
+            values[cut] = rounded.reshape(-1, inputs)
+        found = {"values": values.reshape(wide.shape)}
+        if "group_scale" in parts:
+            by_output = scale.reshape(*wide.shape[:-1], groups)
+            found["group_scale"] = np.swapaxes(by_output, -1, -2).astype(parts["group_scale"].dtype)
+        if "channel_scale" in parts:
+            found["channel_scale"] = np.full(wide.shape[:-1], whole) if self.group else scale.reshape(wide.shape[:-1])
+        return found
+
+
+Rounded = tuple[np.ndarray, np.ndarray]
+"""Scales [rows, groups], and values [rows, groups, inputs of one]."""
+
+
+def _largest(w: np.ndarray, top: float) -> np.ndarray:
+    """The scale that brings the largest of each group to `top`; 1 for zeros."""
+    scale = np.abs(w).max(-1) / np.float32(top)
+    return np.asarray(np.where(scale > 0, scale, np.float32(1)))
+
+
+def _int8(w: np.ndarray, whole: np.floating) -> Rounded:
+    scale = _largest(w, 127)
+    return scale, np.rint(w / scale[..., None]).astype(INT8)
+
+
+def _fp8(w: np.ndarray, whole: np.floating) -> Rounded:
+    scale = _largest(w, 448)
+    return scale, np.clip(w / scale[..., None], -448, 448).astype(FP8)
+
+
+def _int4(w: np.ndarray, whole: np.floating) -> Rounded:
+    scale = _largest(w, 7).astype(BF16).astype(F32)
+    return scale, np.clip(np.rint(w / scale[..., None]), -7, 7).astype(INT8).astype(INT4)
+
+
+def _nvfp4(w: np.ndarray, whole: np.floating) -> Rounded:
+    scale = np.clip(_largest(w, 6) / whole, 2.0**-9, 448).astype(FP8).astype(F32)
+    return scale, np.clip(w / (scale[..., None] * whole), -6, 6).astype(FP4)
+
+
+_ROUND: Mapping[str, Callable[[np.ndarray, np.floating], Rounded]] = {
+    "int8": _int8,
+    "fp8": _fp8,
+    "int4": _int4,
+    "nvfp4": _nvfp4,
+}
+
+
+class Selection:
+    """Which weights of a model are to be rounded, and how.
+
+    Left alone are the embedding, the head, and whatever is no matrix of a product (norms, convolutions, routers); what
+    is excluded; and matrices whose inputs do not divide into groups.
+    """
+
+    def __init__(
+        self, config: HybridConfig, sources: Mapping[str, HFSource], quantization: str, exclude: Collection[str] = ()
+    ) -> None:
+        """
+        Args:
+            config: of the model.
+            sources: names of the parameters in Hugging Face's form, which may be excluded, too.
+            quantization: one of QUANTIZATIONS.
+            exclude: names of modules or weights, ours or Hugging Face's, with wildcards.
+        Raises:
+            CheckpointError: an unknown quantization, or a name that excludes nothing.
+        """
+        if quantization not in QUANTIZATIONS:
+            known = ", ".join(QUANTIZATIONS)
+            raise CheckpointError(f"quantization {quantization!r} is not known; allowed are {known}")
+        self._kind, self._model = quantization, HybridModel.abstract(config)
+        names = {path: {path, *source.names} for path, source in sources.items()}
+        self._excluded: set[str] = set()
+        for pattern in exclude:
+            found = {path for path, own in names.items() if any(_matches(name, pattern) for name in own)}
+            if not found:
+                raise CheckpointError(f"quantization_exclude: no weight of this model is called {pattern!r}")
+            self._excluded |= found
+
+    def of(self, path: str, shape: tuple[int, ...]) -> Rounding | None:
+        """How the weight with this dotted path is rounded; None if it stays wide."""
+        if path.removeprefix("mtp.") in _TABLES or path in self._excluded or not can_be_quantised(self._model, path):
+            return None
+        if self._kind in ("int8", "fp8"):
+            return Rounding(self._kind)
+        sizes = _INT4_GROUPS if self._kind == "int4" else (_NVFP4_GROUP,)
+        group = next((size for size in sizes if shape[-1] % size == 0), 0)
+        return Rounding(self._kind, group) if group else None
+
+    def parameters(
+        self, wide: Mapping[str, jax.ShapeDtypeStruct], shardings: Shardings
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """A model's parameters by dotted path as they are with these weights rounded."""
+        found: dict[str, jax.ShapeDtypeStruct] = {}
+        for path, target in wide.items():
+            rounding = self.of(path, target.shape)
+            found |= {path: target} if rounding is None else _targets(path, target.shape, rounding, shardings)
+        return found
+
+
+def rounded(
+    path: str, target: jax.ShapeDtypeStruct, reader: Reader, rounding: Rounding, shardings: Shardings
+) -> dict[str, Readable]:
+    """The parameters of one weight that is read wide and rounded."""
+    once, found = _Once(target.shape, reader, rounding), _targets(path, target.shape, rounding, shardings)
+    return {full: (own, _part_reader(once, full.rpartition(".")[2], own.shape)) for full, own in found.items()}
+
+
+def _targets(
+    path: str, shape: tuple[int, ...], rounding: Rounding, shardings: Shardings
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """What a weight becomes, by dotted path; groups that several devices would share are split."""
+    found: dict[str, jax.ShapeDtypeStruct] = {}
+    for part, own in rounding.parts(shape).items():
+        full = f"{path}.{part}"
+        if part == "group_scale":
+            *lead, groups, outputs = own.shape
+            groups = divisible_groups(full, groups, shape[-1], sharding_of(shardings, full), len(shape))
+            own = jax.ShapeDtypeStruct((*lead, groups, outputs), own.dtype)
+        found[full] = own
+    return found
+
+
+def _part_reader(once: _Once, part: str, shape: tuple[int, ...]) -> Reader:
+    def read(index: Index) -> np.ndarray:
+        value = once.parts[part]
+        if part == "group_scale":
+            value = np.repeat(value, shape[-2] // value.shape[-2], axis=-2)
+        return value[index]
+
+    return read
+
+
+class _Once:
+    """Rounds a weight when its first part is wanted."""
+
+    def __init__(self, shape: tuple[int, ...], reader: Reader, rounding: Rounding) -> None:
+        self._shape, self._reader, self._rounding = shape, reader, rounding
+        self._parts: dict[str, np.ndarray] = {}
+
+    @property
+    def parts(self) -> dict[str, np.ndarray]:
+        """All parts of the weight."""
+        if not self._parts:
+            self._parts = self._rounding.round(self._reader((slice(None),) * len(self._shape)))
+        return self._parts
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern names a weight, its module, or a module that it lies in."""
+    ends = (pattern, f"{pattern}.*", f"*.{pattern}", f"*.{pattern}.*")
+    return any(fnmatch.fnmatchcase(name, end) for end in ends)

@@ -1,0 +1,153 @@
+"""A quantised weight as it is stored: its parts, read when they are asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import ml_dtypes
+import numpy as np
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+FP4 = np.dtype(ml_dtypes.float4_e2m1fn)
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+F32 = np.dtype(np.float32)
+INT4 = np.dtype(ml_dtypes.int4)
+INT8 = np.dtype(np.int8)
+
+
+class Wrong(Exception):
+    """One tensor that is missing or is not as its format has it; the message names it."""
+
+
+class Tensors(Protocol):
+    """Stored tensors by name, as in `checkpoints.hugging_face`."""
+
+    @property
+    def names(self) -> set[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> str: ...
+
+    def view(self, name: str) -> np.ndarray: ...
+
+    def release(self, name: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """One array of a quantised weight; see `kernels_pallas.quantised`."""
+
+    dtype: np.dtype
+    read: Callable[[], np.ndarray] = field(compare=False)
+    """channel_scale [*lead, outputs], of groups [*lead, groups, outputs], values [*lead, outputs, inputs]."""
+    groups: int = 0
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """What stands in a file for one weight. Weights with equal `form` can be stacked."""
+
+    label: str
+    """The format in a few words, for people."""
+    shape: tuple[int, ...]
+    parts: dict[str, Part]
+    uses: tuple[str, ...]
+    """Names of all tensors that belong to it."""
+    narrow: bool = True
+    """False: it has to be widened when it is read."""
+
+    @property
+    def form(self) -> tuple[str, tuple[tuple[str, Part], ...], bool]:
+        """What must be equal among weights that become one parameter."""
+        return self.label, tuple(sorted(self.parts.items())), self.narrow
+
+    def wide(self) -> np.ndarray:
+        """The weight in float32."""
+        read = {name: part.read().astype(np.float32) for name, part in self.parts.items()}
+        values, groups = read["values"], max((part.groups for part in self.parts.values()), default=0)
+        if groups:
+            split = values.reshape(*values.shape[:-1], groups, -1)
+            if "group_zero" in read:
+                split = split - np.swapaxes(read["group_zero"], -1, -2)[..., None]
+            if "group_scale" in read:
+                split = split * np.swapaxes(read["group_scale"], -1, -2)[..., None]
+            values = split.reshape(values.shape)
+        return values * read["channel_scale"][..., None] if "channel_scale" in read else values
+
+
+class Module:
+    """The tensors of one quantised module, `NAME.weight` and what belongs to it; notes which were used."""
+
+    def __init__(self, tensors: Tensors, name: str) -> None:
+        self.tensors, self.name = tensors, name
+        self.uses: list[str] = []
+
+    def has(self, suffix: str) -> bool:
+        """Whether there is such a tensor."""
+        return f"{self.name}.{suffix}" in self.tensors.names
+
+    def dtype(self, suffix: str) -> str:
+        """As the file spells it."""
+        return self.tensors.dtype(self._full(suffix))
+
+    def shape(self, suffix: str) -> tuple[int, ...]:
+        """Of a tensor that must be there."""
+        return self.tensors.shape(self._full(suffix))
+
+    def view(self, suffix: str) -> np.ndarray:
+        """The values of a tensor."""
+        return self.tensors.view(f"{self.name}.{suffix}")
+
+    def expect(self, suffix: str, shape: tuple[int, ...], *dtypes: str) -> None:
+        """Checks a tensor that must be there.
+
+        Raises:
+            Wrong: it is missing, or has another shape or dtype.
+        """
+        found = self.shape(suffix)
+        if found != shape:
+            raise Wrong(f"{self.name}.{suffix} is {list(found)}, expected {list(shape)}")
+        if dtypes and self.dtype(suffix) not in dtypes:
+            raise Wrong(f"{self.name}.{suffix} is {self.dtype(suffix)}, expected {' or '.join(dtypes)}")
+
+    def allow(self, *suffixes: str) -> None:
+        """Tensors that may be there and are of no use here: scales of activations."""
+        self.uses += [f"{self.name}.{suffix}" for suffix in suffixes if self.has(suffix)]
+
+    def _full(self, suffix: str) -> str:
+        full = f"{self.name}.{suffix}"
+        if full not in self.tensors.names:
+            raise Wrong(f"{full} is missing")
+        if full not in self.uses:
+            self.uses.append(full)
+        return full
+
+    def scale_of_channels(self, suffix: str, shape: tuple[int, ...], *, inverse: bool = False) -> Part:
+        """A scale of the whole tensor, or one of each channel, as one of each channel in float32."""
+        *lead, outputs, _ = shape
+        channels = (*lead, outputs)
+        found = self.shape(suffix)
+        each = found in (channels, (*channels, 1))
+        of_each_expert = len(lead) == 1 and found in ((*lead,), (*lead, 1), (*lead, 1, 1))
+        if not each and math.prod(found) != 1 and not of_each_expert:
+            raise Wrong(f"{self.name}.{suffix} is {list(found)}, expected one number or {list(channels)}")
+
+        def read() -> np.ndarray:
+            scale: np.ndarray = self.view(suffix).astype(np.float32)
+            if inverse:
+                scale = np.reciprocal(scale)
+            if each:
+                return scale.reshape(channels)
+            return np.broadcast_to(scale.reshape(-1, 1) if scale.size > 1 else scale.reshape(-1), channels)
+
+        return Part(F32, read)
+
+    def scale_of_groups(self, suffix: str, shape: tuple[int, ...], groups: int, dtype: np.dtype) -> Part:
+        """A scale [*lead, outputs, groups] of each group of inputs."""
+        *lead, outputs, _ = shape
+        self.expect(suffix, (*lead, outputs, groups))
+        return Part(dtype, lambda: np.swapaxes(self.view(suffix), -1, -2), groups)

@@ -1,0 +1,100 @@
+"""The tensors of a checkpoint, each quantised weight as one under the name that it would have if it were wide."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import numpy as np
+
+from checkpoints.errors import CheckpointError, listing
+from checkpoints.quantised import floats, integers
+from checkpoints.quantised.description import AWQ, GPTQ, Quantisation
+from checkpoints.quantised.stored import Module, StoredWeight, Tensors, Wrong
+
+_NARROW = {"F8_E4M3": floats.fp8, "I8": integers.int8, "U8": floats.nvfp4}
+_PACKED = {"U8": floats.nvfp4, "I32": integers.pack_quantized}
+# Scales of keys and values, which are not kept in few bits here.
+_OF_CACHE = re.compile(r".*\.(k_proj\.k_scale|v_proj\.v_scale|[kv]_scale|kv_scale)")
+
+
+class LogicalTensors:
+    """Wide tensors as they are; beside them, under `NAME.weight`, the quantised ones.
+
+    Raises (from the constructor):
+        CheckpointError: parts of quantised weights are missing, left over or of the wrong shape; it names them.
+    """
+
+    def __init__(self, where: str, tensors: Tensors, how: Quantisation | None) -> None:
+        self._tensors = tensors
+        self.quantised: dict[str, StoredWeight] = {}
+        """The quantised weights by logical name."""
+        wrong: list[str] = []
+        used: set[str] = set()
+        for name in sorted(tensors.names):
+            try:
+                found = _read(tensors, name, how)
+            except Wrong as error:
+                wrong.append(str(error))
+                continue
+            if found is not None:
+                module, weight = found
+                self.quantised[f"{module}.weight"] = weight
+                used.update(weight.uses)
+        left = {name for name in tensors.names - used if how is not None and _OF_CACHE.fullmatch(name)}
+        self._wide = tensors.names - used - left
+        # A scale without its weight is left over, and told as such by whoever matches names; a weight is told here.
+        wrong += [
+            f"{name} is {tensors.dtype(name)} and has no scale"
+            for name in sorted(self._wide)
+            if "F8" in tensors.dtype(name) and not name.endswith("_scale")
+        ]
+        if wrong:
+            raise CheckpointError(f"{where}: {len(wrong)} quantized weights are not whole: {listing(wrong)}")
+
+    @property
+    def names(self) -> set[str]:
+        """Every weight there is."""
+        return self._wide | set(self.quantised)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape that a tensor has, or would have if it were wide."""
+        return self.quantised[name].shape if name in self.quantised else self._tensors.shape(name)
+
+    def view(self, name: str) -> np.ndarray:
+        """The values; of a quantised weight, those that it stands for."""
+        return self.quantised[name].wide() if name in self.quantised else self._tensors.view(name)
+
+    def release(self, name: str) -> None:
+        """Give back the memory behind a tensor that has been copied."""
+        for used in self.quantised[name].uses if name in self.quantised else (name,):
+            self._tensors.release(used)
+
+    def __str__(self) -> str:
+        """What is quantised, and how."""
+        kinds: dict[str, Counter[str]] = {}
+        for name, weight in self.quantised.items():
+            places = re.sub(r"\.\d+(?=\.)", ".*", name.removesuffix(".weight")).split(".*.")
+            # In which layer is left out, and what all layers have in common before their numbers.
+            kinds.setdefault(weight.label, Counter())[".*.".join(places[1:]) or places[0]] += 1
+        return "; ".join(
+            f"{label}: " + ", ".join(f"{place} ({count})" for place, count in sorted(found.items()))
+            for label, found in sorted(kinds.items())
+        )
+
+
+def _read(tensors: Tensors, name: str, how: Quantisation | None) -> tuple[str, StoredWeight] | None:
+    """The quantised weight that a tensor holds the values of, with the name of its module; None if it holds none."""
+    module_name, _, suffix = name.rpartition(".")
+    kind, read = tensors.dtype(name), None
+    if suffix == "qweight" and how is not None and how.method in (GPTQ, AWQ):
+        read = integers.awq if how.method == AWQ else integers.gptq
+    elif suffix == "weight_packed":
+        read = _PACKED.get(kind)
+    elif suffix == "weight":
+        read = _NARROW.get(kind)
+    if read is None:
+        return None
+    if how is None:
+        raise Wrong(f"{name} is {kind}, but config.json describes no quantization")
+    return module_name, read(Module(tensors, module_name), how)

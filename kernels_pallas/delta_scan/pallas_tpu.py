@@ -1,0 +1,183 @@
+"""The scan by the gated delta rule as one TPU kernel: a sequential grid over tiles, the state in VMEM along a row.
+
+Grid, slots and blocks of heads are those of `kernels_pallas.ssd_scan.pallas_tpu`.
+
+A tile is worked off in blocks of `BLOCK` tokens, each by matrix products (see `kernels_pallas.delta_scan.xla`). The
+products of inputs and states take operands in v's dtype and sum in float32; the triangular system is float32
+throughout, because its solution is fed back.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas.delta_scan.inverse import unit_lower_inverse
+from kernels_pallas.heads import HeadBlocks, head_blocks
+
+F32 = jnp.float32
+LANES = 128
+BLOCK = 64  # tokens of a triangular system, where the tile is a multiple of it: the work grows with its square
+BLOCK_BYTES = 1 << 20  # of the state that a step of the grid holds
+
+
+def unsupported(q, k, v, log_decay, beta, store, *, tile_first, read_slot, write_slot):
+    """Why this call cannot run, or None."""
+    return "it is empty" if 0 in (*v.shape, *k.shape) else None
+
+
+def delta_scan(q, k, v, log_decay, beta, store, *, tile_first, read_slot, write_slot, interpret=False):
+    """See `api.delta_scan`."""
+    tiles, size, heads, head_dim = v.shape
+    state = k.shape[3]
+    blocks = _blocks(v, k, store)
+    real = (beta != 0).any(axis=2)
+    # Without a row to carry on, the first tile starts from zeros.
+    tile_first, read_slot = tile_first.at[0].set(True), jnp.where(tile_first, read_slot, 0)
+    number = jnp.arange(tiles)
+    # Tiles that read or write nothing name the block that the tile before them read, or the next one writes: the
+    # pipeline moves a block only when its number changes.
+    fetched = read_slot[lax.cummax(jnp.where(tile_first, number, 0))]
+    following = lax.cummin(jnp.where(write_slot > 0, number, tiles - 1), reverse=True)
+
+    per_head = pl.BlockSpec((1, size, blocks.heads * head_dim), lambda h, i, *_: (i, 0, h))
+    row_of_tokens = pl.BlockSpec((1, blocks.heads, size), lambda h, i, *_: (i, h, 0))
+    groups_block = (lambda h: h) if blocks.heads >= blocks.repeats else blocks.first_group
+    per_group = pl.BlockSpec((1, size, blocks.groups * state), lambda h, i, *_: (i, 0, groups_block(h)))
+    slot = (1, blocks.heads, head_dim, state)
+    y, store = pl.pallas_call(
+        functools.partial(_kernel, blocks=blocks, head_dim=head_dim),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=6,
+            grid=(blocks.count, tiles),
+            in_specs=[
+                per_group,
+                per_group,
+                per_head,
+                row_of_tokens,
+                row_of_tokens,
+                pl.BlockSpec(slot, lambda h, i, first, read, write, live, fetch, flush: (fetch[i], h, 0, 0)),
+            ],
+            out_specs=[
+                per_head,
+                pl.BlockSpec(slot, lambda h, i, first, read, write, live, fetch, flush: (flush[i], h, 0, 0)),
+            ],
+            scratch_shapes=[pltpu.VMEM(slot[1:], F32)],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((tiles, size, heads * head_dim), v.dtype),
+            jax.ShapeDtypeStruct(store.shape, store.dtype),
+        ],
+        input_output_aliases={11: 1},
+        # Blocks of heads touch different parts of every slot, the null slot's included.
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=_cost(v, k, store, blocks),
+        interpret=interpret,
+        name="delta_scan",
+    )(
+        *(one.astype(jnp.int32) for one in (tile_first, read_slot, write_slot, real.any(axis=1), fetched)),
+        write_slot[following].astype(jnp.int32),
+        # Padding may hold NaN, and 0 * NaN is NaN. In tiles that are partly padding, values are masked as well as beta.
+        *(jnp.where(real[..., None], one.reshape(tiles, size, -1), 0) for one in (q, k, v)),
+        jnp.where(real[..., None], log_decay, 0).astype(F32).swapaxes(1, 2),
+        beta.astype(F32).swapaxes(1, 2),
+        store,
+    )
+    return y.reshape(v.shape), store
+
+
+def _kernel(
+    tile_first, read_slot, write_slot, live, _fetched, _flushed,
+    q, k, v, log_decay, beta, state_in, y, state_out, carry, *, blocks: HeadBlocks, head_dim: int,
+):  # fmt: skip
+    tile, size = pl.program_id(1), v.shape[1]
+
+    @pl.when(tile_first[tile] > 0)
+    def _():
+        # A select, not a product: the null slot may hold NaN.
+        carry[...] = jnp.where(read_slot[tile] > 0, state_in[0].astype(F32), 0)
+
+    @pl.when(live[tile] > 0)
+    def _():
+        tokens = BLOCK if size % BLOCK == 0 else size
+        for first in range(0, size, tokens):
+            _scan_block(q, k, v, log_decay, beta, y, carry, slice(first, first + tokens), blocks, head_dim)
+        # Rounded as it could be stored, so that cutting a row between tiles into several calls changes nothing.
+        if state_out.dtype != F32:
+            carry[...] = carry[...].astype(state_out.dtype).astype(F32)
+
+    @pl.when(live[tile] == 0)
+    def _():
+        y[...] = jnp.zeros(y.shape, y.dtype)
+
+    @pl.when(write_slot[tile] > 0)
+    def _():
+        state_out[0] = carry[...].astype(state_out.dtype)
+
+
+def _scan_block(q, k, v, log_decay, beta, y, carry, tokens: slice, blocks: HeadBlocks, head_dim: int):
+    """Some tokens of a tile: y [1, size, heads * head_dim] there, and `carry` [heads, head_dim, state] moves on."""
+    size, state = tokens.stop - tokens.start, carry.shape[2]
+    dot, exact = functools.partial(_dot, dtype=v.dtype), functools.partial(_dot, dtype=F32)
+    row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    # Inclusive sums over tokens, [heads, size]: the log of the decay from the block's start. A product: Mosaic has no
+    # running sums.
+    decay_rows = exact(log_decay[0, :, tokens], (row <= column).astype(F32), (1, 0))
+    last = decay_rows[:, size - 1 :]
+    decay, share, to_end = (one.T for one in (decay_rows, beta[0, :, tokens], jnp.exp(last - decay_rows)))
+    above_diagonal = jnp.where(row >= column, 0.0, -jnp.inf)
+    for group in range(blocks.groups):
+        lanes = slice(group * state, (group + 1) * state)
+        qt, kt = (one[0, tokens, lanes] for one in (q, k))
+        keys, scores = dot(kt, kt, (1, 1)), dot(qt, kt, (1, 1))
+        for head in range(blocks.heads)[blocks.heads_of(group)]:
+            lanes, here = slice(head * head_dim, (head + 1) * head_dim), slice(head, head + 1)
+            # Masked before exp: above the diagonal it could overflow.
+            within = jnp.exp(decay[:, here] - decay_rows[here] + above_diagonal)
+            below = jnp.where(row > column, keys * within * share[:, here], 0)
+            inverse = unit_lower_inverse(below, lambda a, b: exact(a, b, (1, 0)))
+            old, from_start = carry[head], jnp.exp(decay[:, here])
+            error = v[0, tokens, lanes].astype(F32) - from_start * dot(kt, old, (1, 1))
+            u = exact(inverse, share[:, here] * error, (1, 0))
+            out = from_start * dot(qt, old, (1, 1)) + dot(scores * within, u, (1, 0))
+            y[0, tokens, lanes] = out.astype(y.dtype)
+            carry[head] = old * jnp.exp(last[here]) + dot((u * to_end[:, here]).T, kt, (1, 0))
+
+
+def _dot(left, right, contract, dtype):
+    """A product summed in float32, of operands rounded to the dtype; with float32 in full precision."""
+    precision = lax.Precision.HIGHEST if dtype == F32 else lax.Precision.DEFAULT
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(
+        left.astype(dtype), right.astype(dtype), dims, precision=precision, preferred_element_type=F32
+    )
+
+
+def _blocks(v, k, store) -> HeadBlocks:
+    """Blocks whose channels, groups and heads are whole numbers of registers, unless there is one block only."""
+    head_bytes = v.shape[3] * k.shape[3] * 4
+    lanes_of_heads = next(n for n in range(8, 8 * LANES + 1, 8) if n * v.shape[3] % LANES == 0)
+    lanes_of_groups = next(n for n in range(1, LANES + 1) if n * k.shape[3] % LANES == 0)
+    return head_blocks(
+        v.shape[2], k.shape[2], most=max(1, BLOCK_BYTES // head_bytes), multiple=lanes_of_heads,
+        group_multiple=lanes_of_groups,
+    )  # fmt: skip
+
+
+def _cost(v, k, store, blocks: HeadBlocks) -> pl.CostEstimate:
+    tiles, size, heads, head_dim = v.shape
+    state = k.shape[3]
+    block = BLOCK if size % BLOCK == 0 else size
+    tokens, head_state, levels = tiles * size, head_dim * state, (block - 1).bit_length() - 1
+    flops = 2 * tokens * heads * (block * (2 * head_dim + 2 * levels * block) + 3 * head_state)
+    per_token = 2 * heads * head_dim * v.dtype.itemsize + 8 * heads
+    per_token += 2 * blocks.count * blocks.groups * state * k.dtype.itemsize
+    return pl.CostEstimate(
+        flops=flops,
+        transcendentals=tokens * heads * block,
+        # As if every tile wrote a state; most do not, but at least one row is read and one written.
+        bytes_accessed=tokens * per_token + 2 * tiles * heads * head_state * store.dtype.itemsize,
+    )

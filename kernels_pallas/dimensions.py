@@ -1,0 +1,67 @@
+"""The legend of dimensions: what the names in annotations of `kernels_pallas` and `mamba_jax` stand for.
+
+A star before a name stands for any number of axes; `name-1` is one less than that dimension.
+"""
+
+DIMENSIONS = {
+    # Tokens and sequences.
+    "T": "packed tokens of a step, or all tokens of whole sequences",
+    "tokens": "the same, in operations and in batches",
+    "batch": "whole sequences; with a star, any leading axes",
+    "length": "tokens of each whole sequence, padding included",
+    "length_1": "the same without the last one, which nothing follows",
+    "max_len": "tokens that a sequence may have",
+    "rows": "sequences that have a part in a step",
+    "seats": "rows that there can be, and padding's",
+    "steps": "tokens of a decode row: the certain ones, then drafts",
+    "drafts": "drafts of a row",
+    "count": "drafts that are asked for",
+    "H": "places of a row after which a token is sampled",
+    "tiles": "pieces that prefill rows are cut into",
+    "tile_size": "tokens of a tile",
+    "blocks": "rows, or tiles, of queries",
+    "q_len": "queries of a block",
+    "writes": "slots that a step writes, by place",
+    "places": "where something is said of a token",
+    "passes": "drafts in a row, in training",
+    "more": "passes, and one",
+    "documents": "of a training corpus",
+    "windows": "stretches of a training corpus, each as long as a batch's sequences",
+    # The store.
+    "slots": "slots of the store, the null slot included",
+    "pages": "pages of the store, the null page included; in page tables, those of a row",
+    "pages_per_row": "pages of a row",
+    "page_size": "tokens of a page",
+    # Layers.
+    "hidden": "channels of the hidden state",
+    "inner": "channels of a recurrence: heads * head_dim",
+    "channels": "channels of whatever it is",
+    "size": "channels of whatever it is",
+    "inputs": "of a product",
+    "outputs": "of a product",
+    "both": "a token's embedding and its hidden state, side by side",
+    "width": "inputs that a convolution sees; what one device has of an axis",
+    "heads": "heads of a recurrence, or of queries",
+    "q_heads": "heads of queries",
+    "kv_heads": "heads of keys and values",
+    "kv_entries": "2 * kv_heads: keys at even, values at odd index",
+    "kv2": "2 * kv_heads, likewise",
+    "own": "heads that one device has",
+    "head_dim": "channels of a head",
+    "half": "pairs of channels that are rotated",
+    "groups": "groups of heads that share B and C, or keys",
+    "state": "of a recurrence: channels of B and C, or of a key; with a star, the axes of a state",
+    "experts": "experts of a layer",
+    "chosen": "experts of a token",
+    # Sampling.
+    "vocab": "tokens of the vocabulary",
+    "top": "likeliest tokens that are reported",
+    "stops": "stop tokens of a seat",
+    "biases": "tokens of a seat whose logits are moved",
+    "words": "32 bits of a mask of the vocabulary each",
+    # Any.
+    "n": "any number",
+    "lead": "any leading axes",
+    "shape": "any axes",
+    "out": "axes of an output",
+}

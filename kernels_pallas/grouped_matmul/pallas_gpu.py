@@ -1,0 +1,61 @@
+"""The grouped product on GPU by the kernel that JAX keeps: `jax.experimental.pallas.ops.gpu.ragged_dot_mgpu`.
+
+It is written for Hopper's tensor cores (elsewhere it fails to compile, and `xla` runs), reads only the weights of
+experts that have tokens, and takes them as checkpoints store them. XLA's own grouped product (`lax.ragged_dot`) becomes
+a dense product with all experts on GPU, over transposed copies of them: 1.55 GB of temporaries for a decode step of one
+layer of Nemotron-3-Nano (128 experts, 384 tokens; the GPU compiler's count), where this kernel has none.
+"""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.grouped_matmul import xla
+
+INPUTS = 64  # of a block; two of them must be in flight
+STAGES = 4
+MODULE = "jax.experimental.pallas.ops.gpu.ragged_dot_mgpu"
+
+
+def unsupported(x, w, group_sizes):
+    """Why this call cannot run, or None."""
+    if importlib.util.find_spec(MODULE) is None:
+        return f"this version of JAX has no {MODULE}"
+    if 0 in (*x.shape, *w.shape):
+        return "it is empty"
+    if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it multiplies {x.dtype} by {w.dtype}"
+    outputs, inputs = w.shape[1:]
+    if inputs % INPUTS or inputs < 2 * INPUTS or outputs % 64:
+        return f"weights are {outputs} x {inputs}, not multiples of 64"
+    return None
+
+
+@jax.custom_vjp
+def grouped_matmul(x, w, group_sizes):
+    """See `api.grouped_matmul`."""
+    # Imported here: the module brings JAX's own test helpers along, which other platforms need not load.
+    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
+
+    tokens, experts = x.shape[0], w.shape[0]
+    out = ragged_dot(
+        x,
+        w,
+        group_sizes=group_sizes.astype(jnp.int32),
+        block_m=128 if tokens >= 64 * experts else 64,
+        block_n=128 if w.shape[1] % 128 == 0 else 64,
+        block_k=INPUTS,
+        max_concurrent_steps=STAGES,
+        grid_block_n=1,
+        transpose_rhs=True,
+    )
+    # The kernel leaves tokens of no expert as it found them.
+    return jnp.where((jnp.arange(tokens) < group_sizes.sum())[:, None], out, 0)
+
+
+def _forward(x, w, group_sizes):
+    return grouped_matmul(x, w, group_sizes), (x, w, group_sizes)
+
+
+grouped_matmul.defvjp(_forward, xla.backward)

@@ -1,0 +1,55 @@
+"""The grouped product with weights in few bits, in plain JAX; see `xla.py` for the dense one.
+
+On CPU, a loop over blocks of tokens, which widens the weights of one expert at a time.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas.grouped_matmul.xla import blocks
+
+F32 = jnp.float32
+
+
+def grouped_matmul(x, w, group_sizes):
+    """See `api.grouped_matmul`."""
+    return by_channel(x, w, group_sizes, lax.platform_dependent(x, w, group_sizes, cpu=_by_blocks, default=_ragged))
+
+
+def by_channel(x, w, group_sizes, product):
+    """The product times the scale of each channel, which is each token's expert's, in x's dtype."""
+    if w.channel_scale is not None:
+        ends = jnp.cumsum(group_sizes)
+        expert = jnp.searchsorted(ends, jnp.arange(x.shape[0]), side="right", method="compare_all")
+        product = product * jnp.take(w.channel_scale.astype(F32), expert, axis=0, mode="clip")
+    return product.astype(x.dtype)
+
+
+def _ragged(x, w, group_sizes):
+    dots = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+    out = lax.ragged_dot_general(x, w.widened(x.dtype), group_sizes.astype(jnp.int32), dots, preferred_element_type=F32)
+    there = jnp.arange(x.shape[0]) < group_sizes.sum()
+    return jnp.where(there[:, None], out, 0)
+
+
+def _by_blocks(x, w, group_sizes):
+    tokens, outputs = x.shape[0], w.shape[1]
+    size, count, place = blocks(tokens, group_sizes)
+    x = jnp.pad(x, ((0, size), (0, 0)))
+
+    def block(i, out):
+        expert, start, there = place(i)
+
+        def multiply():
+            one = jax.tree.map(lambda v: lax.dynamic_index_in_dim(v, expert, keepdims=False), w)
+            rows = lax.dynamic_slice_in_dim(x, start, size)
+            product = jnp.einsum("ti,oi->to", rows, one.widened(x.dtype), preferred_element_type=F32)
+            return jnp.where(there[:, None], product, 0)
+
+        # Always true, but the compiler cannot know: it would otherwise widen the weights of all experts at once.
+        product = lax.cond(there[0], multiply, lambda: jnp.zeros((size, outputs), F32))
+        # Blocks come in the order of their tokens, so what a block writes beyond its own is overwritten by the next.
+        return lax.dynamic_update_slice(out, product, (start, 0))
+
+    return lax.fori_loop(0, count, block, jnp.zeros((tokens + size, outputs), F32))[:tokens]

@@ -1,0 +1,44 @@
+"""Operations on CPU as C++ (`jax.ffi`), on XLA's own threads.
+
+It is built when the package is installed, where there is a compiler; elsewhere the operations run by plain XLA.
+It is registered when this module is imported, because a program kept from an earlier start calls it untraced.
+"""
+
+import functools
+import hashlib
+import importlib
+from pathlib import Path
+
+import jax
+
+_MODULE = "kernels_pallas.native._handlers"
+_OPERATIONS = ("grouped_matmul", "linear", "state_update")
+
+
+def _register() -> str | None:
+    """Makes the handlers known to XLA; returns why there are none, or None."""
+    try:
+        handlers = importlib.import_module(_MODULE)
+    except ImportError as error:
+        absent = isinstance(error, ModuleNotFoundError) and error.name == _MODULE
+        return "not built when the package was installed" if absent else f"cannot be loaded: {error}"
+    for name in _OPERATIONS:
+        jax.ffi.register_ffi_target(target(name), getattr(handlers, name), platform="cpu")
+    return None
+
+
+def target(operation: str) -> str:
+    """The name by which XLA knows an operation's handler."""
+    return f"mamba_jax_{operation}"
+
+
+WHY_MISSING = _register()
+"""Why this installation has no native operations; None if it has them."""
+
+
+@functools.cache
+def fingerprint() -> str:
+    """What programs compiled here depend on beside their text: the library that they call, or why there is none."""
+    if WHY_MISSING is not None:
+        return WHY_MISSING
+    return hashlib.sha256(Path(str(importlib.import_module(_MODULE).__file__)).read_bytes()).hexdigest()

@@ -1,0 +1,81 @@
+// Products of a few tokens with the weights of their experts: see kernels_pallas/grouped_matmul.
+#include <vector>
+
+#include "parallel.h"
+#include "product.h"
+
+namespace native {
+namespace {
+
+namespace ffi = xla::ffi;
+using Matrix = ffi::Buffer<ffi::F32, 2>;
+
+constexpr int64_t kPiece = 64;  // outputs that one thread computes at a time
+
+#define NATIVE_PRODUCT(name, form, Number)                                                                           \
+  NATIVE_HOT void name(const float* x, const Number::Stored* w, float* y, int64_t rows, int64_t inputs,              \
+                       int64_t outputs, int64_t begin, int64_t end) {                                                \
+    form<Number>(x, w, y, rows, inputs, outputs, begin, end);                                                        \
+  }
+NATIVE_PRODUCT(by_outputs_float32, product, Float32)
+NATIVE_PRODUCT(by_outputs_bfloat16, product, BFloat16)
+NATIVE_PRODUCT(by_inputs_float32, product_transposed, Float32)
+NATIVE_PRODUCT(by_inputs_bfloat16, product_transposed, BFloat16)
+#undef NATIVE_PRODUCT
+
+struct Group {
+  int64_t expert, first, tokens;
+};
+
+ffi::Error run(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32, 1> sizes, bool by_inputs,
+               ffi::Result<Matrix> y) {
+  const int64_t tokens = x.dimensions()[0], inputs = x.dimensions()[1], outputs = y->dimensions()[1];
+  std::vector<Group> groups;
+  int64_t first = 0;
+  for (int64_t expert = 0; expert < static_cast<int64_t>(sizes.element_count()); ++expert) {
+    const int64_t count = std::min<int64_t>(sizes.typed_data()[expert], tokens - first);
+    if (count > 0) groups.push_back({expert, first, count});
+    first += std::max<int64_t>(count, 0);
+  }
+  std::fill(y->typed_data() + first * outputs, y->typed_data() + tokens * outputs, 0.0f);
+  const int64_t piece = by_inputs ? 4 * kPiece : kPiece;
+  const int64_t pieces = (outputs + piece - 1) / piece;
+  auto call = [&](const auto* weights, const auto& part) {
+    parallel_for(pool, static_cast<int64_t>(groups.size()) * pieces, [&](int64_t begin, int64_t end) {
+      for (int64_t item = begin; item < end; ++item) {
+        const Group& group = groups[item / pieces];
+        const int64_t from = item % pieces * piece;
+        part(x.typed_data() + group.first * inputs, weights + group.expert * inputs * outputs,
+             y->typed_data() + group.first * outputs, group.tokens, inputs, outputs, from,
+             std::min(from + piece, outputs));
+      }
+    });
+    return ffi::Error::Success();
+  };
+  switch (w.element_type()) {
+    case ffi::F32: {
+      const auto* weights = static_cast<const float*>(w.untyped_data());
+      return by_inputs ? call(weights, by_inputs_float32) : call(weights, by_outputs_float32);
+    }
+    case ffi::BF16: {
+      const auto* weights = static_cast<const uint16_t*>(w.untyped_data());
+      return by_inputs ? call(weights, by_inputs_bfloat16) : call(weights, by_outputs_bfloat16);
+    }
+    default:
+      return ffi::Error::InvalidArgument("grouped_matmul: weights must be float32 or bfloat16");
+  }
+}
+
+}  // namespace
+
+using Sizes = ffi::Buffer<ffi::S32, 1>;
+XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_matmul, run,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Matrix>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Sizes>()
+                                  .Attr<bool>("by_inputs")
+                                  .Ret<Matrix>());
+
+}  // namespace native

@@ -1,0 +1,46 @@
+// A dense product with few rows, which streams its weight once from memory: see kernels_pallas/linear.
+#include "parallel.h"
+#include "product.h"
+
+namespace native {
+namespace {
+
+namespace ffi = xla::ffi;
+using Matrix = ffi::Buffer<ffi::F32, 2>;
+
+NATIVE_HOT void product_float32(const float* x, const float* w, float* y, int64_t rows, int64_t inputs, int64_t outputs,
+                                int64_t begin, int64_t end) {
+  product<Float32>(x, w, y, rows, inputs, outputs, begin, end);
+}
+
+NATIVE_HOT void product_bfloat16(const float* x, const uint16_t* w, float* y, int64_t rows, int64_t inputs,
+                                 int64_t outputs, int64_t begin, int64_t end) {
+  product<BFloat16>(x, w, y, rows, inputs, outputs, begin, end);
+}
+
+ffi::Error run(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer w, ffi::Result<Matrix> y) {
+  const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1], outputs = w.dimensions()[0];
+  auto call = [&](const auto* weight, const auto& part) {
+    const int64_t blocks = (outputs + kOutputs - 1) / kOutputs;
+    parallel_for(pool, blocks, [&](int64_t begin, int64_t end) {
+      part(x.typed_data(), weight, y->typed_data(), rows, inputs, outputs, begin * kOutputs,
+           std::min(end * kOutputs, outputs));
+    });
+    return ffi::Error::Success();
+  };
+  switch (w.element_type()) {
+    case ffi::F32:
+      return call(static_cast<const float*>(w.untyped_data()), product_float32);
+    case ffi::BF16:
+      return call(static_cast<const uint16_t*>(w.untyped_data()), product_bfloat16);
+    default:
+      return ffi::Error::InvalidArgument("linear: weights must be float32 or bfloat16");
+  }
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    linear, run, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Matrix>().Arg<ffi::AnyBuffer>().Ret<Matrix>());
+
+}  // namespace native

@@ -1,0 +1,50 @@
+// Work shared out over XLA's own CPU threads.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace native {
+
+// Calls body(begin, end) for pieces of [0, items), on the pool's threads and this one; returns when all are done.
+//
+// This thread works as well and waits only for pieces that another thread has begun, never for a thread to become free:
+// several operations may run at once, and their waiting must not fill the pool. A helper that comes late finds nothing
+// left and touches nothing but the counters, which it keeps alive.
+template <typename Body>
+void parallel_for(xla::ffi::ThreadPool& pool, int64_t items, const Body& body) {
+  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
+  const int64_t pieces = std::min(items, threads == 1 ? int64_t{1} : threads * 4);
+  if (pieces <= 1) {
+    if (items > 0) body(int64_t{0}, items);
+    return;
+  }
+  struct Progress {
+    std::atomic<int64_t> next{0};
+    std::atomic<int64_t> done{0};
+    std::mutex mutex;
+    std::condition_variable finished;
+  };
+  auto progress = std::make_shared<Progress>();
+  auto work = [progress, pieces, items, &body] {
+    for (int64_t piece; (piece = progress->next.fetch_add(1)) < pieces;) {
+      body(items * piece / pieces, items * (piece + 1) / pieces);
+      if (progress->done.fetch_add(1) + 1 == pieces) {
+        std::lock_guard<std::mutex> lock(progress->mutex);
+        progress->finished.notify_all();
+      }
+    }
+  };
+  for (int64_t helper = 1; helper < std::min(threads, pieces); ++helper) pool.Schedule([work] { work(); });
+  work();
+  std::unique_lock<std::mutex> lock(progress->mutex);
+  progress->finished.wait(lock, [&] { return progress->done.load() == pieces; });
+}
+
+}  // namespace native

@@ -1,0 +1,128 @@
+// Products of a few rows with a weight that is streamed once from memory, whichever way round it is stored.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "numbers.h"
+
+namespace native {
+
+constexpr int64_t kLanes = 16;
+constexpr int64_t kInputs = 1024;  // inputs multiplied before the next rows: a block of weights stays in the first cache
+constexpr int64_t kOutputs = 4;    // outputs and rows whose sums are kept in registers
+constexpr int64_t kRows = 4;
+
+typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
+
+// Sixteen numbers as float32. (Vectors go by reference: how they are passed by value depends on the instruction set.)
+NATIVE_INLINE void load(const float* from, Vector& value) { std::memcpy(&value, from, sizeof value); }
+
+NATIVE_INLINE void load(const uint16_t* from, Vector& value) {
+  typedef uint16_t Narrow __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+  typedef uint32_t Wide __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+  Narrow stored;
+  std::memcpy(&stored, from, sizeof stored);
+  const Wide bits = __builtin_convertvector(stored, Wide) << 16;
+  std::memcpy(&value, &bits, sizeof value);
+}
+
+NATIVE_INLINE float total(const Vector& value) {
+  float sum = 0;
+  for (int64_t lane = 0; lane < kLanes; ++lane) sum += value[lane];
+  return sum;
+}
+
+// sums[o][t] += w[o][:count] x[t][:count] for `outputs` rows of w and `rows` rows of x, each `inputs` apart.
+template <typename Number, int64_t outputs, int64_t rows>
+NATIVE_INLINE void multiply(const float* x, const typename Number::Stored* w, int64_t inputs, int64_t count,
+                            float* sums, int64_t apart) {
+  Vector sum[outputs][rows] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    Vector weight[outputs];
+    for (int64_t o = 0; o < outputs; ++o) load(w + o * inputs + i, weight[o]);
+    for (int64_t t = 0; t < rows; ++t) {
+      Vector value;
+      load(x + t * inputs + i, value);
+      for (int64_t o = 0; o < outputs; ++o) sum[o][t] += weight[o] * value;
+    }
+  }
+  for (int64_t o = 0; o < outputs; ++o) {
+    for (int64_t t = 0; t < rows; ++t) {
+      float rest = total(sum[o][t]);
+      for (int64_t k = i; k < count; ++k) rest += Number::load(w[o * inputs + k]) * x[t * inputs + k];
+      sums[o * apart + t] += rest;
+    }
+  }
+}
+
+// Outputs [begin, end) of y [rows, outputs].
+template <typename Number>
+NATIVE_INLINE void product(const float* x, const typename Number::Stored* w, float* y, int64_t rows, int64_t inputs,
+                           int64_t outputs, int64_t begin, int64_t end) {
+  std::vector<float> sums(kOutputs * rows);
+  for (int64_t o = begin; o < end; o += kOutputs) {
+    const int64_t several = std::min(kOutputs, end - o);
+    std::fill(sums.begin(), sums.end(), 0.0f);
+    for (int64_t i = 0; i < inputs; i += kInputs) {
+      const int64_t count = std::min(kInputs, inputs - i);
+      const typename Number::Stored* weight = w + o * inputs + i;
+      int64_t t = 0;
+      if (several == kOutputs) {
+        for (; t + kRows <= rows; t += kRows) {
+          multiply<Number, kOutputs, kRows>(x + t * inputs + i, weight, inputs, count, &sums[t], rows);
+        }
+        for (; t < rows; ++t) {
+          multiply<Number, kOutputs, 1>(x + t * inputs + i, weight, inputs, count, &sums[t], rows);
+        }
+      } else {
+        for (; t < rows; ++t) {
+          for (int64_t k = 0; k < several; ++k) {
+            multiply<Number, 1, 1>(x + t * inputs + i, weight + k * inputs, inputs, count, &sums[k * rows + t], rows);
+          }
+        }
+      }
+    }
+    for (int64_t k = 0; k < several; ++k) {
+      for (int64_t t = 0; t < rows; ++t) y[t * outputs + o + k] = sums[k * rows + t];
+    }
+  }
+}
+
+// The same with the weight stored [inputs, outputs], `apart` outputs in a row of it.
+template <typename Number>
+NATIVE_INLINE void product_transposed(const float* x, const typename Number::Stored* w, float* y, int64_t rows,
+                                      int64_t inputs, int64_t apart, int64_t begin, int64_t end) {
+  for (int64_t t = 0; t < rows; ++t) std::fill(y + t * apart + begin, y + t * apart + end, 0.0f);
+  // Outputs at a time: a stretch of each row of the weight, long enough to stream, whose sums stay in the first cache.
+  constexpr int64_t kStretch = 1024;
+  for (int64_t from = begin; from < end; from += kStretch) {
+    const int64_t to = std::min(from + kStretch, end);
+    int64_t i = 0;
+    for (; i + kOutputs <= inputs; i += kOutputs) {
+      const typename Number::Stored* w0 = w + i * apart;
+      const typename Number::Stored *w1 = w0 + apart, *w2 = w1 + apart, *w3 = w2 + apart;
+      for (int64_t t = 0; t < rows; ++t) {
+        const float* value = x + t * inputs + i;
+        float* sum = y + t * apart;
+#pragma omp simd
+        for (int64_t o = from; o < to; ++o) {
+          sum[o] += Number::load(w0[o]) * value[0] + Number::load(w1[o]) * value[1] + Number::load(w2[o]) * value[2] +
+                    Number::load(w3[o]) * value[3];
+        }
+      }
+    }
+    for (; i < inputs; ++i) {
+      const typename Number::Stored* weight = w + i * apart;
+      for (int64_t t = 0; t < rows; ++t) {
+        const float value = x[t * inputs + i];
+        float* sum = y + t * apart;
+#pragma omp simd
+        for (int64_t o = from; o < to; ++o) sum[o] += Number::load(weight[o]) * value;
+      }
+    }
+  }
+}
+
+}  // namespace native

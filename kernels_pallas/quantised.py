@@ -1,0 +1,121 @@
+"""A weight in few bits: narrow values, and the scales that give them their size.
+
+    weight[..., o, i] = (values[..., o, i] - group_zero[..., g, o]) * group_scale[..., g, o] * channel_scale[..., o]
+
+where g = i // (inputs / groups). Formats differ in which of the three they have; what is absent counts as 0 or 1. A
+scale of a whole tensor is kept as one of each output, so that tensors can be cut and stacked by outputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Num
+
+PARTS = ("values", "channel_scale", "group_scale", "group_zero")
+"""Names of the arrays that a quantised weight consists of."""
+
+
+def bits_of(dtype: DTypeLike) -> int:
+    """What one number takes on a device: two 4-bit ones share a byte there."""
+    dtype = jnp.dtype(dtype)
+    return 4 if dtype.name in ("int4", "uint4", "float4_e2m1fn") else 8 * dtype.itemsize
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantised:
+    """See above. Shape and axes are those of the weight that it stands for.
+
+    The parts are arrays, or stand for some (tracers, shapes).
+    """
+
+    values: Any
+    """[*lead, outputs, inputs], of a narrow dtype: int4, int8, float8_e4m3fn, float4_e2m1fn."""
+    channel_scale: Any = None
+    """[*lead, outputs]."""
+    group_scale: Any = None
+    """[*lead, groups, outputs]: an accelerator pads the last axis to whole lanes, and groups are few."""
+    group_zero: Any = None
+    """[*lead, groups, outputs]."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        """Of the weight."""
+        return self.values.ndim
+
+    def check(self, name: str) -> None:
+        """Whether the arrays fit together.
+
+        Raises:
+            ValueError: they do not; the message begins with the name of the part that is wrong.
+        """
+        *lead, outputs, inputs = self.shape
+        scale = self.channel_scale
+        if scale is not None and scale.shape != (*lead, outputs):
+            raise ValueError(f"{name}.channel_scale has shape {scale.shape}, expected {(*lead, outputs)}")
+        for part in ("group_scale", "group_zero"):
+            found = getattr(self, part)
+            if found is None:
+                continue
+            groups = found.shape[-2] if found.ndim == self.ndim else 0
+            if not groups or found.shape != (*lead, groups, outputs) or inputs % groups:
+                raise ValueError(f"{name}.{part} has shape {found.shape}, which does not fit a weight of {self.shape}")
+
+    def matrix(self, lead: int = 0) -> Quantised:
+        """The same weight as [*lead, all outputs, inputs], where the first `lead` axes stay as they are."""
+        first, outputs = self.shape[:lead], math.prod(self.shape[lead:-1])
+
+        def by_groups(v: Array | None) -> Array | None:
+            return None if v is None else jnp.moveaxis(v, -2, lead).reshape(*first, -1, outputs)
+
+        return Quantised(
+            self.values.reshape(*first, outputs, -1),
+            None if self.channel_scale is None else self.channel_scale.reshape(*first, outputs),
+            by_groups(self.group_scale),
+            by_groups(self.group_zero),
+        )
+
+    def take(self, index: Array) -> Quantised:
+        """The outputs with these indices, of a matrix; those out of range are clipped."""
+
+        def taken(v: Array | None, axis: int) -> Array | None:
+            return None if v is None else jnp.take(v, index, axis=axis, mode="clip")
+
+        return Quantised(
+            jnp.take(self.values, index, axis=0, mode="clip"),
+            taken(self.channel_scale, 0),
+            taken(self.group_scale, 1),
+            taken(self.group_zero, 1),
+        )
+
+    def widened(self, dtype: DTypeLike) -> Num[Array, "*lead outputs inputs"]:
+        """The weight without the scale of each channel."""
+        if self.group_scale is None and self.group_zero is None:
+            return self.values.astype(dtype)
+        exact = jnp.float32
+        *lead, outputs, inputs = self.shape
+        groups = next(v.shape[-2] for v in (self.group_scale, self.group_zero) if v is not None)
+        wide = self.values.astype(exact).reshape(*lead, outputs, groups, inputs // groups)
+        if self.group_zero is not None:
+            wide = wide - jnp.swapaxes(self.group_zero.astype(exact), -1, -2)[..., None]
+        if self.group_scale is not None:
+            wide = wide * jnp.swapaxes(self.group_scale.astype(exact), -1, -2)[..., None]
+        return wide.astype(dtype).reshape(self.shape)
+
+    def dequantise(self, dtype: DTypeLike = jnp.float32) -> Num[Array, "*lead outputs inputs"]:
+        """The whole weight."""
+        wide = self.widened(jnp.float32)
+        if self.channel_scale is not None:
+            wide = wide * self.channel_scale.astype(jnp.float32)[..., None]
+        return wide.astype(dtype)

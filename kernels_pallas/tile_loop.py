@@ -1,0 +1,108 @@
+"""Chunked scans of any recurrence in plain JAX: a loop over blocks of tokens that carries the state along.
+
+A recurrence is a function `block(state, *inputs) -> (state, y)`: it takes one row's state (float32) and the inputs of
+some consecutive tokens, each [tokens, ...], and returns the state after them and their outputs, both float32.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from kernels_pallas.slots import load, put, write_slot_if
+
+F32 = jnp.float32
+Block = Callable[..., tuple[Array, Array]]
+
+
+def scan_tiles(
+    block: Block,
+    inputs: Sequence[Shaped[Array, "tiles tile_size ..."]],
+    real: Bool[Array, "tiles tile_size"],
+    y: Float[Array, "tiles tile_size *out"],
+    store: Float[Array, "slots *state"],
+    tile_first: Bool[Array, " tiles"],
+    read_slot: Int[Array, " tiles"],
+    write_slot: Int[Array, " tiles"],
+    *,
+    size: int,
+    branch: bool = False,
+) -> tuple[Float[Array, "tiles tile_size *out"], Float[Array, "slots *state"]]:
+    """Scans tiles `size` tokens at a time, loading states from the store and writing them to it; holds none aside.
+
+    Args:
+        real: tokens that are no padding.
+        y: only its shape and dtype are looked at: those of the outputs.
+        size: a divisor of the tile size.
+        branch: leave out blocks of padding alone. A GPU's conditionals wait for the host and copy what they return, so
+            there padding is computed like all else (its inputs leave the state as it is).
+    """
+    tiles, tile_size = real.shape
+    per_tile = tile_size // size
+    count = tiles * per_tile
+
+    def spread(v, place):  # what concerns whole tiles, at the block in this place of each tile
+        return jnp.zeros((tiles, per_tile), v.dtype).at[:, place].set(v).reshape(count)
+
+    first, last = spread(tile_first, 0), spread(jnp.ones(tiles, bool), -1)
+    reads, writes = spread(read_slot, 0), spread(write_slot, -1)
+    blocks = [v.reshape(count, size, *v.shape[2:]) for v in inputs]
+    live = real.reshape(count, size).any(axis=1)
+
+    def body(i, carry):
+        store, state, y = carry
+
+        def start():
+            # A select, not a product: the null slot may hold NaN.
+            return jnp.where(reads[i] > 0, load(store, reads[i]).astype(F32), 0)
+
+        def run(state, y):
+            state, out = block(state, *(load(v, i) for v in blocks))
+            return state, put(y, out, i)
+
+        if branch:
+            state = lax.cond(first[i], start, lambda: state)
+            state, y = lax.cond(live[i], run, lambda state, y: (state, y), state, y)
+        else:
+            state, y = run(jnp.where(first[i], start(), state), y)
+        if store.dtype != F32:
+            state = jnp.where(last[i], state.astype(store.dtype).astype(F32), state)
+        return write_slot_if(store, state, writes[i]), state, y
+
+    carry = store, jnp.zeros(store.shape[1:], F32), jnp.zeros((count, size, *y.shape[2:]), y.dtype)
+    store, _, out = lax.fori_loop(0, count, body, carry)
+    return out.reshape(y.shape), store
+
+
+def scan_sequence(
+    block: Block,
+    inputs: Sequence[Shaped[Array, "batch length ..."]],
+    y: Float[Array, "batch length *out"],
+    state: Float[Array, "batch *state"],
+    *,
+    size: int,
+) -> tuple[Float[Array, "batch length *out"], Float[Array, "batch *state"]]:
+    """Scans whole sequences `size` tokens at a time; differentiable. Zeros as a token's inputs must leave the state.
+
+    Args:
+        y: only its shape and dtype are looked at: those of the outputs.
+    """
+    batch, length = y.shape[:2]
+    size = min(size, max(length, 1))
+    chunks = -(-length // size)
+
+    def cut(v):  # [batch, length, ...] -> [chunks, batch, size, ...]
+        v = jnp.pad(v, [(0, 0), (0, chunks * size - length)] + [(0, 0)] * (v.ndim - 2))
+        return v.reshape(batch, chunks, size, *v.shape[2:]).swapaxes(0, 1)
+
+    # Rematerialised: the gradient keeps one state per chunk and not the weights between all pairs of its tokens.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def step(state, chunk):
+        state, out = jax.vmap(block)(state, *chunk)
+        return state, out.astype(y.dtype)
+
+    state, out = lax.scan(step, state.astype(F32), tuple(cut(v) for v in inputs))
+    return out.swapaxes(0, 1).reshape(batch, chunks * size, *y.shape[2:])[:, :length], state

@@ -1,0 +1,58 @@
+"""The description of a model, and what each of its mixers declares of state and sharding."""
+
+from mamba_jax.config.attention import AttentionConfig, QKNormConfig, RopeConfig
+from mamba_jax.config.declaration import (
+    ADDED_ONCE,
+    WHOLE,
+    Division,
+    MixerConfig,
+    Otherwise,
+    Per,
+    Placement,
+    RecurrenceConfig,
+    Role,
+    StateArray,
+)
+from mamba_jax.config.errors import ModelConfigError, need
+from mamba_jax.config.feed_forward import ACTIVATIONS, MLPConfig, MoEConfig
+from mamba_jax.config.hybrid import (
+    ATTENTION,
+    MAMBA,
+    MLP,
+    MOE,
+    PARALLEL,
+    SHARED,
+    HybridConfig,
+    SharedConfig,
+)
+from mamba_jax.config.mamba import MambaConfig
+
+__all__ = [
+    "ACTIVATIONS",
+    "ADDED_ONCE",
+    "ATTENTION",
+    "MAMBA",
+    "MLP",
+    "MOE",
+    "PARALLEL",
+    "SHARED",
+    "WHOLE",
+    "AttentionConfig",
+    "Division",
+    "HybridConfig",
+    "MLPConfig",
+    "MambaConfig",
+    "MixerConfig",
+    "MoEConfig",
+    "ModelConfigError",
+    "Otherwise",
+    "Per",
+    "Placement",
+    "QKNormConfig",
+    "RecurrenceConfig",
+    "Role",
+    "RopeConfig",
+    "SharedConfig",
+    "StateArray",
+    "need",
+]

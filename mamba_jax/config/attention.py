@@ -1,0 +1,110 @@
+"""Causal attention with grouped keys and values, with or without rotary positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mamba_jax.config.declaration import (
+    ADDED_ONCE,
+    WHOLE,
+    Division,
+    MixerConfig,
+    Otherwise,
+    Per,
+    Placement,
+    Role,
+    StateArray,
+)
+from mamba_jax.config.errors import ModelConfigError, positive
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding of the first `size` elements of each head (Su et al., 2021), halves rotated.
+
+    An odd size turns one element more, at the frequencies of the odd size.
+    """
+
+    theta: float
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ModelConfigError(f"rotary embedding of {self.size} elements of a head: at least 1 is expected")
+
+
+@dataclass(frozen=True)
+class QKNormConfig:
+    """RMS norms of queries and keys, before they are rotated: of each head's, or of all heads' together."""
+
+    eps: float
+    unit_offset: bool = False
+    """Multiply by 1 + weight, not by the weight."""
+    all_heads: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionConfig(MixerConfig):
+    """Causal attention with grouped keys and values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """Factor on the scores."""
+    input_size: int
+    """Width of what queries, keys and values are made of: the hidden size, or twice that in Zamba2."""
+    bias: bool = False
+    rope: RopeConfig | None = None
+    qk_norm: QKNormConfig | None = None
+    output_gate: bool = False
+    """What attention gives is multiplied by the sigmoid of a gate. It comes from the projection of queries, where each
+    head has its query, then its gate."""
+    input_multiplier: float = 1.0
+    key_multiplier: float = 1.0
+    output_multiplier: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive(self, "num_heads", "num_kv_heads", "head_dim", "input_size")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelConfigError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads")
+        if self.rope is not None and self.rope.size + self.rope.size % 2 > self.head_dim:
+            raise ModelConfigError(f"rotary embedding of {self.rope.size} elements: a head has {self.head_dim}")
+
+    def state(self) -> tuple[StateArray, ...]:
+        """Keys (even) and values (odd) of each token's heads."""
+        shape = (2 * self.num_kv_heads, self.head_dim)
+        return (StateArray("kv", shape, Role.ACTIVATION, self.kv_heads(0, Otherwise.REPEAT), Per.TOKEN),)
+
+    def parameters(self) -> Mapping[str, Placement]:
+        heads, kv_heads = self.heads(0), self.kv_heads(0, Otherwise.SHARE)
+        found: dict[str, Placement] = {
+            "q_proj.weight": heads,
+            "k_proj.weight": kv_heads,
+            "v_proj.weight": kv_heads,
+            "o_proj.weight": self.heads(1),
+        }
+        if self.qk_norm is not None:
+            whole = not self.qk_norm.all_heads
+            found |= {"q_norm.weight": WHOLE if whole else heads, "k_norm.weight": WHOLE if whole else kv_heads}
+        if self.bias:
+            found |= {"q_proj.bias": heads, "k_proj.bias": kv_heads, "v_proj.bias": kv_heads, "o_proj.bias": ADDED_ONCE}
+        return found
+
+    def sums_inside(self, shards: int) -> int:
+        """The squares of queries and of keys whose heads lie on several devices."""
+        if self.qk_norm is None or not self.qk_norm.all_heads:
+            return 0
+        return 1 + (self.num_kv_heads % shards == 0)
+
+    def flops(self, context: int) -> int:
+        return 4 * self.num_heads * self.head_dim * context
+
+    def heads(self, axis: int) -> Division:
+        """Of queries."""
+        return Division(axis, self.num_heads, "attention heads")
+
+    def kv_heads(self, axis: int, otherwise: Otherwise) -> Division:
+        """Of keys and values."""
+        return Division(axis, self.num_kv_heads, "key-value heads", otherwise=otherwise)

@@ -1,0 +1,219 @@
+"""What a mixer declares: the state that it keeps of a sequence, and how its arrays are divided over devices.
+
+Store, sizes, sharding, transfer and plans fold over these declarations, so that none of them has to know a mixer.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mamba_jax.config.errors import ModelConfigError
+
+
+class Otherwise(enum.Enum):
+    """What becomes of an axis whose units do not divide evenly over the devices."""
+
+    REFUSE = "refuse"
+    """An error."""
+    KEEP_WHOLE = "keep whole"
+    """Every device has all of it."""
+    SHARE = "share"
+    """Every device has all of it, and uses the one unit that it shares with others; devices are a multiple of units."""
+    REPEAT = "repeat"
+    """Each device has the one unit that it shares with others, so that all devices together have it several times."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """How an array is divided over devices: along one axis, in units that must stay whole."""
+
+    axis: int
+    """Of a parameter, or of what a slot or a token has of a state."""
+    units: int
+    """Heads, groups or channels along the axis."""
+    what: str
+    """What the units are, for the reader of an error."""
+    parts: int = 1
+    """The axis holds so many things side by side, each with all units. Devices lie outermost: one has its units of the
+    first, then of the second."""
+    otherwise: Otherwise | Division = Otherwise.REFUSE
+    repeat: int = 1
+    """How many devices have the same unit."""
+    rank: int = 2
+    """Axes of a weight matrix; its outputs and inputs are the last two. Asked where it is quantised."""
+
+    def over(self, shards: int) -> Division | None:
+        """The division over so many devices; None if every device has all of the array.
+
+        Raises:
+            ModelConfigError: the units do not divide, and nothing else is declared.
+        """
+        if self.units % shards == 0:
+            return self
+        if isinstance(self.otherwise, Division):
+            return self.otherwise.over(shards)
+        if self.otherwise is Otherwise.KEEP_WHOLE:
+            return None
+        if self.otherwise is Otherwise.REFUSE:
+            raise ModelConfigError(
+                f"tensor_parallel_size {shards} does not divide this model's {self.units} {self.what}"
+            )
+        if shards % self.units:
+            raise ModelConfigError(
+                f"tensor_parallel_size {shards} neither divides this model's {self.units} {self.what} "
+                "nor is a multiple of them"
+            )
+        return None if self.otherwise is Otherwise.SHARE else replace(self, repeat=shards // self.units)
+
+
+class Undivided(enum.Enum):
+    """A parameter that every device has all of."""
+
+    WHOLE = "whole"
+    ADDED_ONCE = "added once"
+    """It is added to a partial sum, which one device only may do."""
+
+
+WHOLE, ADDED_ONCE = Undivided.WHOLE, Undivided.ADDED_ONCE
+Placement = Division | Undivided
+"""Of a parameter."""
+
+
+class Role(enum.Enum):
+    """What the numbers of a state are; their dtype follows from it."""
+
+    ACCUMULATED = "accumulated"
+    """A recurrent state, which every token adds to and rounds anew."""
+    WINDOW = "window"
+    """The last few inputs as they came."""
+    ACTIVATION = "activation"
+    """What the model computed of one token."""
+
+
+class Per(enum.Enum):
+    """What there is one of the array for."""
+
+    SLOT = "slot"
+    TOKEN = "token"
+    """Of a page."""
+
+
+@dataclass(frozen=True)
+class StateArray:
+    """An array that a sublayer keeps of each sequence."""
+
+    name: str
+    """The same name is the same array in all sublayers of a model that have it."""
+    shape: tuple[int, ...]
+    """Of one slot, or of one token in a page."""
+    role: Role
+    division: Division | None
+    """None: every device has all of it."""
+    per: Per = Per.SLOT
+
+    @property
+    def padded(self) -> bool:
+        """Whether the last axis is padded to the device's lanes; see `mamba_jax.store_layout`."""
+        return self.per is Per.TOKEN or self.role is Role.ACCUMULATED
+
+    def size(self, lanes: int = 1) -> int:
+        """Numbers in it, padding included."""
+        if not self.padded:
+            return math.prod(self.shape)
+        *rest, last = self.shape
+        return math.prod(rest) * (-(-last // lanes) * lanes)
+
+    def dtype(self, dtype: Any, ssm_dtype: Any) -> Any:
+        """`ssm_dtype` for what accumulates, `dtype` for all else."""
+        return ssm_dtype if self.role is Role.ACCUMULATED else dtype
+
+    def over(self, shards: int) -> StateArray:
+        """The array as all of so many devices keep it together.
+
+        Raises:
+            ModelConfigError: it does not divide over them.
+        """
+        division = self.division and self.division.over(shards)
+        return replace(self, shape=self._resized(division.repeat if division else 1, 1, division), division=division)
+
+    def on_each(self, shards: int) -> StateArray:
+        """The array as each of so many devices has it.
+
+        Raises:
+            ModelConfigError: it does not divide over them.
+        """
+        stored = self.over(shards)
+        return replace(stored, shape=stored._resized(1, shards, stored.division))
+
+    def _resized(self, times: int, divided_by: int, division: Division | None) -> tuple[int, ...]:
+        if division is None:
+            return self.shape
+        sizes = list(self.shape)
+        sizes[division.axis] = sizes[division.axis] * times // divided_by
+        return tuple(sizes)
+
+
+class MixerConfig:
+    """What the mixer of a sublayer is: a frozen dataclass that says, beside its sizes, what it keeps and computes."""
+
+    def state(self) -> tuple[StateArray, ...]:
+        """The arrays that it keeps of each sequence."""
+        return ()
+
+    def parameters(self) -> Mapping[str, Placement]:
+        """Every parameter by its dotted path from the mixer on, and how it is divided over devices."""
+        raise NotImplementedError
+
+    @property
+    def inner_size(self) -> int:
+        """Channels that its recurrence works on; 0 without one. For estimates of a step's temporaries."""
+        return 0
+
+    def flops(self, context: int) -> int:
+        """Operations for one token that attends to `context` others, beside the products with weights."""
+        return 0
+
+    def sums_inside(self, shards: int) -> int:
+        """Numbers of each token that devices add up inside of the mixer, before the sum of its results."""
+        return 0
+
+
+class RecurrenceConfig(MixerConfig):
+    """A recurrent mixer under a letter of its own in the pattern; see `HybridConfig.recurrences`."""
+
+    letter: str
+
+    def make(self, hidden_size: int, *, rngs: Any, dtype: Any) -> Any:
+        """The module: called with (x [T, hidden], layout, state), it returns (y [T, hidden], state).
+
+        The state is a dict of the arrays declared, by name, or None for whole sequences. On several devices, the
+        weights and states are the device's own pieces, and y is a partial sum.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class BothMixers(MixerConfig):
+    """Mixers in one sublayer, by the names of their modules. The state is the pair of theirs."""
+
+    mixers: tuple[tuple[str, MixerConfig], ...]
+
+    def state(self) -> tuple[StateArray, ...]:
+        return tuple(array for _, mixer in self.mixers for array in mixer.state())
+
+    def parameters(self) -> Mapping[str, Placement]:
+        return {f"{name}.{path}": put for name, mixer in self.mixers for path, put in mixer.parameters().items()}
+
+    @property
+    def inner_size(self) -> int:
+        return max(mixer.inner_size for _, mixer in self.mixers)
+
+    def flops(self, context: int) -> int:
+        return sum(mixer.flops(context) for _, mixer in self.mixers)
+
+    def sums_inside(self, shards: int) -> int:
+        return sum(mixer.sums_inside(shards) for _, mixer in self.mixers)

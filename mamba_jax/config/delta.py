@@ -1,0 +1,99 @@
+"""The mixer of gated delta nets (Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mamba_jax.config.declaration import (
+    WHOLE,
+    Division,
+    Otherwise,
+    Placement,
+    RecurrenceConfig,
+    Role,
+    StateArray,
+)
+from mamba_jax.config.errors import ModelConfigError, positive
+
+DELTA = "D"
+"""The mixer's letter in a pattern."""
+
+
+@dataclass(frozen=True)
+class DeltaConfig(RecurrenceConfig):
+    """A gated delta net: value heads in groups, each group with the key (and query) head that its value heads share."""
+
+    num_heads: int
+    """Of values."""
+    head_dim: int
+    """Of a value."""
+    state_size: int
+    """Of a key."""
+    num_groups: int
+    """Heads of keys."""
+    conv_width: int
+    norm_eps: float
+    beta_scale: float = 1.0
+    """Writing strengths lie between 0 and this; above 1, states may have negative eigenvalues."""
+    letter: str = DELTA
+
+    def __post_init__(self) -> None:
+        positive(self, "num_heads", "head_dim", "state_size", "num_groups")
+        if self.conv_width < 2:
+            raise ModelConfigError(f"a convolution over {self.conv_width} inputs: at least 2 are expected")
+        if self.num_heads % self.num_groups:
+            raise ModelConfigError(f"{self.num_heads} value heads cannot share {self.num_groups} key heads")
+
+    def make(self, hidden_size: int, *, rngs: Any, dtype: Any) -> Any:
+        from mamba_jax.modules.delta import Delta
+
+        return Delta(self, hidden_size, rngs=rngs, dtype=dtype)
+
+    @property
+    def inner_size(self) -> int:
+        """Channels of the values, of the gate and of the output."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        """Channels of the keys, and of the queries."""
+        return self.num_groups * self.state_size
+
+    def state(self) -> tuple[StateArray, ...]:
+        """The recurrent state, and windows of raw convolution inputs, oldest first: of values; of queries and keys."""
+        window = self.conv_width - 1
+        recurrent = (self.num_heads, self.head_dim, self.state_size)
+        return (
+            StateArray("delta", recurrent, Role.ACCUMULATED, self._heads(0)),
+            StateArray("conv_v", (window, self.inner_size), Role.WINDOW, self._heads(1)),
+            StateArray("conv_qk", (window, 2 * self.key_size), Role.WINDOW, self._groups(1, parts=2)),
+        )
+
+    def parameters(self) -> Mapping[str, Placement]:
+        by_heads, by_groups = self._heads(0), self._groups(0)
+        return {
+            "q_proj.weight": by_groups,
+            "k_proj.weight": by_groups,
+            "v_proj.weight": by_heads,
+            "z_proj.weight": by_heads,
+            "b_proj.weight": by_heads,
+            "a_proj.weight": by_heads,
+            "conv_v.weight": by_heads,
+            # Tiny: each device picks its own.
+            "conv_qk.weight": WHOLE,
+            "dt_bias": by_heads,
+            "a_log": by_heads,
+            "norm.weight": WHOLE,
+            "out_proj.weight": self._heads(1),
+        }
+
+    def flops(self, context: int) -> int:
+        return 7 * self.inner_size * self.state_size
+
+    def _heads(self, axis: int) -> Division:
+        return Division(axis, self.num_heads, "value heads")
+
+    def _groups(self, axis: int, *, parts: int = 1) -> Division:
+        return Division(axis, self.num_groups, "key heads", parts=parts, otherwise=Otherwise.SHARE)

@@ -1,0 +1,29 @@
+"""What is wrong with a model's description, and the checks that its parts share."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+Part = TypeVar("Part")
+
+
+class ModelConfigError(ValueError):
+    """A model description that is wrong, or that asks for something that is not supported."""
+
+
+def need(part: Part | None) -> Part:
+    """A part of the config that is known to be there, because the pattern has sublayers of its kind.
+
+    Raises:
+        ModelConfigError: it is not.
+    """
+    if part is None:
+        raise ModelConfigError("the model has no sublayer of this kind")
+    return part
+
+
+def positive(config: object, *names: str) -> None:
+    """Raises ModelConfigError unless these fields are at least 1."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ModelConfigError(f"{name} is {getattr(config, name)}: at least 1 is expected")

@@ -1,0 +1,122 @@
+"""Mixers without state: MLPs and mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from mamba_jax.config.declaration import ADDED_ONCE, WHOLE, Division, MixerConfig, Placement
+from mamba_jax.config.errors import ModelConfigError, positive
+
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2")
+"""Activations of MLPs, by their Hugging Face names."""
+
+
+@dataclass(frozen=True)
+class MLPConfig(MixerConfig):
+    """down(act(up x)), or if `gated` down(act(gate x) * up x)."""
+
+    intermediate_size: int | tuple[int, ...]
+    """One for all, or one for each MLP in model order."""
+    activation: str
+    gated: bool
+    bias: bool = False
+    gate_multiplier: float = 1.0
+    output_multiplier: float = 1.0
+
+    def __post_init__(self) -> None:
+        _known_activation(self.activation)
+        sizes = (self.intermediate_size,) if isinstance(self.intermediate_size, int) else self.intermediate_size
+        if not sizes or min(sizes) < 1:
+            raise ModelConfigError(f"intermediate_size is {self.intermediate_size}: at least 1 is expected")
+
+    def size(self, index: int) -> int:
+        """Intermediate size of the model's MLP number `index`."""
+        return self.intermediate_size if isinstance(self.intermediate_size, int) else self.intermediate_size[index]
+
+    def parameters(self, index: int = 0) -> Mapping[str, Placement]:
+        """Of the model's MLP number `index`."""
+        return _mlp_parameters(self.size(index), "MLP channels", gated=self.gated, bias=self.bias)
+
+
+@dataclass(frozen=True)
+class MoEConfig(MixerConfig):
+    """A mixture of experts, with an expert shared by all tokens beside it."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    activation: str
+    gated: bool
+    router: Literal["sigmoid", "softmax"]
+    """sigmoid: scores chosen after adding a correction bias, within the best groups (DeepSeek-V3). softmax: over the
+    chosen logits."""
+    num_groups: int = 1
+    top_groups: int = 1
+    normalize: bool = False
+    """Make the chosen sigmoid scores sum to 1."""
+    scaling: float = 1.0
+    latent_size: int | None = None
+    """The experts work on a projection of this size (latent MoE); router and shared expert see the whole."""
+    shared_size: int = 0
+    """Intermediate size of the shared expert; 0 = none."""
+    shared_gate: bool = False
+    """What the shared expert gives is multiplied by the sigmoid of one number for each token."""
+    bias: bool = False
+    """Of the latent projections and the shared expert."""
+
+    def __post_init__(self) -> None:
+        _known_activation(self.activation)
+        positive(self, "num_experts", "experts_per_token", "intermediate_size", "num_groups", "top_groups")
+        if self.num_experts % self.num_groups or self.top_groups > self.num_groups:
+            raise ModelConfigError(
+                f"{self.num_experts} experts in {self.num_groups} groups of which {self.top_groups} are chosen: "
+                "the groups must be equal, and as many as are chosen"
+            )
+        if self.experts_per_token > self.num_experts // self.num_groups * self.top_groups:
+            raise ModelConfigError(f"{self.experts_per_token} experts per token: there are not as many to choose from")
+        if self.router == "sigmoid" and self.num_experts // self.num_groups < 2:
+            raise ModelConfigError("groups of one expert: a group's score is the sum of its best two")
+
+    def parameters(self) -> Mapping[str, Placement]:
+        size, experts = self.intermediate_size, self.num_experts
+
+        def by_experts(channels_axis: int, rank: int) -> Division:
+            """Each device has some of the experts, or else a piece of every expert."""
+            pieces = Division(channels_axis, size, f"channels in each of {experts} experts", rank=rank)
+            return Division(0, experts, "experts", otherwise=pieces, rank=rank)
+
+        found: dict[str, Placement] = {
+            "router.weight": WHOLE,
+            "experts.up": by_experts(2, 4) if self.gated else by_experts(1, 3),
+            "experts.down": by_experts(2, 3),
+        }
+        if self.router == "sigmoid":
+            found["router.correction_bias"] = WHOLE
+        if self.latent_size:
+            found |= {"latent_in.weight": WHOLE, "latent_out.weight": WHOLE}
+            found |= {"latent_in.bias": WHOLE, "latent_out.bias": ADDED_ONCE} if self.bias else {}
+        if self.shared_size:
+            what = "channels of the shared expert"
+            shared = _mlp_parameters(self.shared_size, what, gated=self.gated, bias=self.bias)
+            found |= {f"shared.{path}": placement for path, placement in shared.items()}
+        if self.shared_gate:
+            found["shared_gate.weight"] = WHOLE
+        return found
+
+
+def _mlp_parameters(size: int, what: str, *, gated: bool, bias: bool) -> dict[str, Placement]:
+    found: dict[str, Placement] = {"down_proj.weight": Division(1, size, what)}
+    for name in ("gate_proj", "up_proj") if gated else ("up_proj",):
+        found[f"{name}.weight"] = Division(0, size, what)
+        if bias:
+            found[f"{name}.bias"] = Division(0, size, what)
+    if bias:
+        found["down_proj.bias"] = ADDED_ONCE
+    return found
+
+
+def _known_activation(name: str) -> None:
+    if name not in ACTIVATIONS:
+        raise ModelConfigError(f"activation {name!r} is not supported: known are {', '.join(ACTIVATIONS)}")

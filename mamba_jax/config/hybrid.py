@@ -1,0 +1,137 @@
+"""The description of a model that every family maps its config.json to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mamba_jax.config.attention import AttentionConfig
+from mamba_jax.config.declaration import BothMixers, MixerConfig, Per, RecurrenceConfig, StateArray
+from mamba_jax.config.errors import ModelConfigError, need, positive
+from mamba_jax.config.feed_forward import MLPConfig, MoEConfig
+from mamba_jax.config.mamba import MambaConfig
+
+MAMBA, ATTENTION, MLP, MOE, PARALLEL, SHARED = KINDS = "M*-EPZ"
+"""Kinds of sublayer, as in `HybridConfig.pattern`."""
+DRAFT_KINDS = ATTENTION + MLP + MOE
+"""Those that a multi-token-prediction layer may have."""
+
+
+@dataclass(frozen=True)
+class SharedConfig:
+    """Zamba2's shared transformer blocks (Glorioso et al., 2024), used in turn by the `Z` sublayers."""
+
+    num_blocks: int
+    adapter_rank: int
+    attention_adapters: bool
+    """Each use also has adapters for queries, keys and values (it always has one for the MLP)."""
+
+    def __post_init__(self) -> None:
+        positive(self, "num_blocks", "adapter_rank")
+
+
+@dataclass(frozen=True)
+class HybridConfig:
+    """A hybrid language model: a flat list of pre-norm residual sublayers between an embedding and a head."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    pattern: str
+    """One character per sublayer: M Mamba, * attention, - MLP, E mixture of experts, P Mamba and attention in parallel
+    on the same input, Z Mamba whose input a shared transformer block has added to; or the letter of a recurrence."""
+    norm_eps: float
+    mamba: MambaConfig | None = None
+    attention: AttentionConfig | None = None
+    mlp: MLPConfig | None = None
+    moe: MoEConfig | None = None
+    shared: SharedConfig | None = None
+    recurrences: tuple[RecurrenceConfig, ...] = ()
+    """Other recurrent mixers than Mamba2, each under its own letter."""
+    norm_unit_offset: bool = False
+    """Norms of hidden states multiply by 1 + weight, not by the weight."""
+    norm_after: tuple[int, ...] = ()
+    """Sublayers, by their places in the pattern, that normalise what their mixer gives, not what it takes."""
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    """On every sublayer's output."""
+    logits_multiplier: float = 1.0
+    residual_in_fp32: bool = False
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    mtp_pattern: str = ""
+    """Sublayers (*, - and E only) of the multi-token-prediction layer; empty = none that can be used."""
+    own_mtp_embedding: bool = False
+    """The multi-token-prediction layer embeds tokens by a table of its own, not by the model's."""
+    own_mtp_head: bool = False
+    """It has a head of its own."""
+    unused_mtp_layers: int = 0
+    """How many such layers a checkpoint has that has several, each with weights of its own: only one could be used."""
+
+    def __post_init__(self) -> None:
+        positive(self, "vocab_size", "hidden_size")
+        if not self.pattern:
+            raise ModelConfigError("the model has no layers")
+        kinds = KINDS + "".join(recurrence.letter for recurrence in self.recurrences)
+        if len(set(kinds)) < len(kinds):
+            raise ModelConfigError(f"a recurrence under a letter that is taken: {', '.join(kinds)}")
+        for pattern, allowed in ((self.pattern, kinds), (self.mtp_pattern, DRAFT_KINDS)):
+            if wrong := sorted(set(pattern) - set(allowed)):
+                raise ModelConfigError(f"layer pattern {pattern!r} has {wrong}: allowed are {', '.join(allowed)}")
+        used = set(self.pattern + self.mtp_pattern)
+        for part, kinds in (("mamba", "MPZ"), ("attention", "*PZ"), ("mlp", "-Z"), ("moe", "E"), ("shared", "Z")):
+            if used & set(kinds) and getattr(self, part) is None:
+                raise ModelConfigError(f"layer pattern {self.pattern!r} needs the description of {part}")
+        if self.mlp is not None and not isinstance(self.mlp.intermediate_size, int):
+            sizes, mlps = len(self.mlp.intermediate_size), (self.pattern + self.mtp_pattern).count(MLP)
+            if sizes < mlps:
+                raise ModelConfigError(f"{sizes} intermediate sizes for {mlps} MLPs")
+
+    def mixer(self, kind: str) -> MixerConfig:
+        """What the mixer of a sublayer of this kind is. That of a `Z` sublayer includes its use of attention.
+
+        Raises:
+            ModelConfigError: the model has none of this kind.
+        """
+        if kind in (PARALLEL, SHARED):
+            return BothMixers((("mamba", need(self.mamba)), ("attention", need(self.attention))))
+        parts = {MAMBA: self.mamba, ATTENTION: self.attention, MLP: self.mlp, MOE: self.moe}
+        return need(parts[kind]) if kind in parts else self.recurrence(kind)
+
+    def recurrence(self, letter: str) -> RecurrenceConfig:
+        """The recurrence under this letter.
+
+        Raises:
+            ModelConfigError: there is none.
+        """
+        return need(next((one for one in self.recurrences if one.letter == letter), None))
+
+    def state(self, kind: str, per: Per) -> tuple[StateArray, ...]:
+        """What a sublayer of this kind keeps in slots, or in pages."""
+        return tuple(array for array in self.mixer(kind).state() if array.per is per)
+
+    @property
+    def inner_size(self) -> int:
+        """Channels that the widest of its recurrences works on; 0 without any."""
+        return max(self.mixer(kind).inner_size for kind in self.pattern)
+
+    @property
+    def num_recurrent_layers(self) -> int:
+        """Sublayers with a part in every slot."""
+        return sum(bool(self.state(kind, Per.SLOT)) for kind in self.pattern)
+
+    @property
+    def num_attention_uses(self) -> int:
+        """Attentions of the model proper, each with its own keys and values (each use of a shared block too)."""
+        return sum(bool(self.state(kind, Per.TOKEN)) for kind in self.pattern)
+
+    @property
+    def num_mtp_attention_layers(self) -> int:
+        """Attentions of the multi-token-prediction layer."""
+        return self.mtp_pattern.count(ATTENTION)
+
+    @property
+    def num_attention_layers(self) -> int:
+        """All arrays of keys and values: first the model's, in its order, then the multi-token-prediction layer's."""
+        return self.num_attention_uses + self.num_mtp_attention_layers

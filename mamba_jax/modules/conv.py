@@ -1,0 +1,113 @@
+"""The causal depthwise convolution before a recurrence, over a sequence's last few inputs."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from kernels_pallas.causal_conv1d import causal_conv1d_prefill, causal_conv1d_sequence, causal_conv1d_update
+from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, SequenceLayout
+from mamba_jax.modules.basic import normal
+from mamba_jax.sharding.axis import axis_index
+
+
+def _sequences(
+    layout: SequenceLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], *, activation: str | None
+) -> Array:
+    (x,), (weight, bias) = inputs, parameters
+    return layout.by_token(causal_conv1d_sequence(layout.by_sequence(x), weight, bias, activation=activation))
+
+
+def _tiles(
+    layout: PrefillLayout,
+    inputs: tuple[Array, ...],
+    parameters: tuple[Any, ...],
+    state: Array,
+    *,
+    activation: str | None,
+) -> tuple[Array, Array]:
+    # Packed tokens: inputs of a row lie side by side, and those outside of all rows change nothing.
+    (x,), (weight, bias) = inputs, parameters
+    return causal_conv1d_prefill(
+        x,
+        weight,
+        bias,
+        state,
+        token_row=layout.token_row,
+        row_start=layout.row_start,
+        read_slot=layout.read_slot,
+        tile_row=layout.tile_row,
+        tile_end=layout.tile_end,
+        write_slot=layout.tile_write_slot,
+        activation=activation,
+    )
+
+
+def _rows(
+    layout: DecodeLayout,
+    inputs: tuple[Array, ...],
+    parameters: tuple[Any, ...],
+    state: Array,
+    *,
+    activation: str | None,
+) -> tuple[Array, Array]:
+    (x,), (weight, bias) = inputs, parameters
+    y, state = causal_conv1d_update(
+        layout.by_row(x),
+        weight,
+        bias,
+        state,
+        read_slot=layout.read_slot,
+        write_slot=layout.write_slot,
+        activation=activation,
+    )
+    return layout.by_token(y), state
+
+
+@cache
+def convolution(activation: str | None) -> Operation:
+    """The operation: input [T, channels]; parameters weight [channels, width] and bias [channels] or None.
+
+    Its state is the window of raw inputs [slots, width - 1, channels]. `activation` is "silu" or None.
+    """
+    return Operation(
+        partial(_sequences, activation=activation),
+        partial(_tiles, activation=activation),
+        partial(_rows, activation=activation),
+    )
+
+
+class Conv(nnx.Module):
+    """Weights of a causal depthwise convolution of `parts` things side by side, each with as many channels."""
+
+    def __init__(
+        self,
+        channels: int,
+        width: int,
+        *,
+        parts: int = 1,
+        activation: str | None = "silu",
+        bias: bool,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike,
+    ) -> None:
+        self.parts, self.activation = parts, activation
+        self.weight = nnx.Param(normal(rngs, (channels, width), dtype))
+        self.bias = nnx.Param(jnp.zeros(channels, dtype)) if bias else None
+
+    def __call__(self, x: Float[Array, "T channels"], layout: Layout, state: Any) -> tuple[Array, Any]:
+        weight = self._own(self.weight[...], x.shape[1])
+        bias = None if self.bias is None else self._own(self.bias[...], x.shape[1])
+        return layout.run(convolution(self.activation), (x,), (weight, bias), state)
+
+    def _own(self, value: Array, channels: int) -> Array:
+        """Of weight [channels, width] or bias [channels], what belongs to this device's channels of each part."""
+        if value.shape[0] == channels:
+            return value
+        by_device = value.reshape(self.parts, -1, channels // self.parts, *value.shape[1:])
+        return by_device[:, axis_index()].reshape(channels, *value.shape[1:])

@@ -1,0 +1,126 @@
+"""The gated delta net's mixer (Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2024)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from kernels_pallas.delta_scan import delta_scan, delta_scan_sequence
+from kernels_pallas.delta_update import delta_update
+from kernels_pallas.gated_norm import gated_rms_norm
+from mamba_jax.config.delta import DeltaConfig
+from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, SequenceLayout
+from mamba_jax.modules.basic import Linear, Weight
+from mamba_jax.modules.conv import Conv
+from mamba_jax.modules.mamba import initial_dt_bias
+from mamba_jax.sharding.axis import axis_index
+from mamba_jax.store import SlotArrays
+
+# A writing strength of exactly 0 means padding; one that merely underflowed must not.
+_LEAST_BETA = 1e-37
+_NORM_EPS = 1e-6
+
+
+def _sequences(layout: SequenceLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...]) -> Array:
+    q, k, v, log_decay, beta = map(layout.by_sequence, inputs)
+    return layout.by_token(delta_scan_sequence(q, k, v, log_decay, beta)[0])
+
+
+def _tiles(
+    layout: PrefillLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Array
+) -> tuple[Array, Array]:
+    q, k, v, log_decay, beta = map(layout.by_tile, inputs)
+    y, state = delta_scan(
+        q,
+        k,
+        v,
+        log_decay,
+        beta,
+        state,
+        tile_first=layout.tile_first,
+        read_slot=layout.tile_read_slot,
+        write_slot=layout.tile_write_slot,
+    )
+    return layout.by_token(y), state
+
+
+def _rows(
+    layout: DecodeLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Array
+) -> tuple[Array, Array]:
+    q, k, v, log_decay, beta = map(layout.by_row, inputs)
+    y, state = delta_update(q, k, v, log_decay, beta, state, read_slot=layout.read_slot, write_slot=layout.write_slot)
+    return layout.by_token(y), state
+
+
+DELTA_RULE = Operation(_sequences, _tiles, _rows)
+"""The gated delta rule. Inputs: q and k [T, groups, state], v [T, heads, head_dim], log_decay and beta [T, heads]; no
+parameters; state: [slots, heads, head_dim, state]. With beta = 0 a token of padding is exactly a no-op."""
+
+
+class Delta(nnx.Module):
+    """Projections, convolution, recurrence, gated norm of each head, projection.
+
+    Queries and keys have length 1 (queries are scaled by the root of their size on top). What steers the recurrence
+    (a_log, dt_bias) is float32 whatever the model's dtype.
+
+    With the weights divided over devices, each has some of the value heads and (of the key heads) those that they need.
+    """
+
+    def __init__(self, config: DeltaConfig, hidden_size: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        self.config = config
+        inner, keys, heads, width = config.inner_size, config.key_size, config.num_heads, config.conv_width
+
+        def project(outputs: int) -> Linear:
+            return Linear(hidden_size, outputs, rngs=rngs, dtype=dtype)
+
+        self.q_proj, self.k_proj = project(keys), project(keys)
+        self.v_proj, self.z_proj = project(inner), project(inner)
+        self.b_proj, self.a_proj = project(heads), project(heads)
+        self.conv_v = Conv(inner, width, bias=False, rngs=rngs, dtype=dtype)
+        self.conv_qk = Conv(2 * keys, width, parts=2, bias=False, rngs=rngs, dtype=dtype)
+        self.dt_bias = nnx.Param(initial_dt_bias(rngs, heads))
+        self.a_log = nnx.Param(jnp.log(jnp.linspace(1, 16, heads, dtype=jnp.float32)))
+        self.norm = Weight(jnp.ones(config.head_dim, dtype))
+        self.out_proj = Linear(inner, hidden_size, rngs=rngs, dtype=dtype)
+
+    def __call__(
+        self, x: Float[Array, "T hidden"], layout: Layout, state: SlotArrays | None
+    ) -> tuple[Float[Array, "T hidden"], SlotArrays | None]:
+        config = self.config
+        # Without a store there is no state to hand on either.
+        old: SlotArrays | dict[str, None] = dict.fromkeys(("delta", "conv_v", "conv_qk")) if state is None else state
+
+        v, conv_v = self.conv_v(self.v_proj(x), layout, old["conv_v"])
+        qk = jnp.concatenate([self.q_proj(x), self.k_proj(x)], axis=1)
+        qk, conv_qk = self.conv_qk(qk, layout, old["conv_qk"])
+        v = v.reshape(v.shape[0], -1, config.head_dim)
+        q, k = (self._own_groups(one, v.shape[1]) for one in jnp.split(qk, 2, axis=1))
+
+        b, a = (project(x, out_dtype=jnp.float32) for project in (self.b_proj, self.a_proj))
+        beta = jnp.maximum(config.beta_scale * jax.nn.sigmoid(b), _LEAST_BETA)
+        log_decay = -jnp.exp(self.a_log[...]) * jax.nn.softplus(a + self.dt_bias[...])
+        q, k = (_unit(q) * config.state_size**-0.5).astype(q.dtype), _unit(k).astype(k.dtype)
+        y, delta = layout.run(DELTA_RULE, (q, k, v, log_decay, beta), (), old["delta"])
+        z = self.z_proj(x).reshape(y.shape)
+        y = gated_rms_norm(y, z, self.norm.weight[...], groups=1, eps=config.norm_eps, norm_before_gate=True)
+        out = self.out_proj(y.reshape(x.shape[0], -1))
+        return out, None if state is None else {"delta": delta, "conv_v": conv_v, "conv_qk": conv_qk}
+
+    def _own_groups(self, v: Float[Array, "T channels"], heads: int) -> Float[Array, "T groups state"]:
+        """Queries or keys by heads; where all are at hand but few value heads, the one that these share."""
+        groups = v.reshape(v.shape[0], -1, self.config.state_size)
+        devices = self.config.num_heads // heads
+        if groups.shape[1] * devices <= self.config.num_groups or devices == 1:
+            return groups
+        return jax.lax.dynamic_slice_in_dim(groups, axis_index() * self.config.num_groups // devices, 1, axis=1)
+
+
+def _unit(v: Float[Array, "*batch state"]) -> Float[Array, "*batch state"]:
+    """v in float32, scaled to length 1."""
+    v = v.astype(jnp.float32)
+    return v * jax.lax.rsqrt(jnp.square(v).sum(-1, keepdims=True) + _NORM_EPS)

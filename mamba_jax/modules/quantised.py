@@ -1,0 +1,94 @@
+"""Weights in few bits among a model's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import EllipsisType
+from typing import Any
+
+from flax import nnx
+from jaxtyping import Array
+
+from kernels_pallas.quantised import PARTS, Quantised
+from kernels_pallas.quantised import bits_of as bits_of
+
+
+class QuantisedParam(nnx.Module):
+    """Stands where an `nnx.Param` would, for example as `out_proj.weight`, and is read in the same way.
+
+    Its arrays are parameters of their own (`out_proj.weight.values`, `out_proj.weight.channel_scale`), so that all that
+    goes by parameters, as loading, sharding and saving, sees plain arrays.
+    """
+
+    def __init__(self, weight: Quantised) -> None:
+        self.values = nnx.Param(weight.values)
+        self.channel_scale = _param(weight.channel_scale)
+        self.group_scale = _param(weight.group_scale)
+        self.group_zero = _param(weight.group_zero)
+
+    def __getitem__(self, key: EllipsisType) -> Quantised:
+        found = {part: getattr(self, part) for part in PARTS}
+        return Quantised(**{part: None if param is None else param[...] for part, param in found.items()})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        return self.values.shape
+
+
+def _param(value: Array | None) -> nnx.Param | None:
+    return None if value is None else nnx.Param(value)
+
+
+def weight_of(path: str) -> str | None:
+    """The dotted path of the weight that a parameter is a part of, if it is part of a quantised one."""
+    weight, _, part = path.rpartition(".")
+    return weight if part in PARTS else None
+
+
+def quantised_weights(values: Mapping[str, Any]) -> dict[str, Quantised]:
+    """The quantised weights among parameters, by dotted path.
+
+    Raises:
+        ValueError: parts that do not fit together, or that have no values to belong to.
+    """
+    found: dict[str, dict[str, Array]] = {}
+    for path, value in values.items():
+        if (weight := weight_of(path)) is not None:
+            found.setdefault(weight, {})[path.rpartition(".")[2]] = value
+    for path, parts in found.items():
+        if "values" not in parts:
+            raise ValueError(f"{path}.{next(iter(parts))} belongs to no quantised weight")
+        Quantised(**parts).check(path)
+    return {path: Quantised(**parts) for path, parts in found.items()}
+
+
+def can_be_quantised(model: nnx.Module, path: str) -> bool:
+    """Whether the parameter with this dotted path is a weight that may be quantised."""
+    owner, name = _owner(model, path)
+    return name in getattr(owner, "quantisable", ())
+
+
+def quantise_in_place(model: nnx.Module, weights: Mapping[str, Quantised]) -> None:
+    """Puts quantised weights where a model has dense ones.
+
+    Raises:
+        ValueError: the model has no weight of that name and shape that may be quantised.
+    """
+    for path, weight in weights.items():
+        owner, name = _owner(model, path)
+        dense = getattr(owner, name, None)
+        if dense is None or not can_be_quantised(model, path):
+            raise ValueError(f"{path} cannot be quantised")
+        if dense.shape != weight.shape:
+            raise ValueError(f"{path} has shape {weight.shape}, expected {dense.shape}")
+        setattr(owner, name, QuantisedParam(weight))
+
+
+def _owner(model: nnx.Module, path: str) -> tuple[Any, str]:
+    """The module that a parameter belongs to, and its name there."""
+    *where, name = path.split(".")
+    owner: Any = model
+    for step in where:
+        owner = owner[int(step)] if step.isdigit() else getattr(owner, step, None)
+    return owner, name

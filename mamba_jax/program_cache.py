@@ -1,0 +1,109 @@
+"""Compiled programs by what they are called with.
+
+A program fits arguments of one structure, with leaves of certain shapes, dtypes and places. Looking at every leaf of a
+store takes about as long as dispatching a step: so what a program gives back in place of donated arguments is looked at
+once, and known by its identity afterwards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+Look = tuple[Any, ...]
+
+
+def look_of(tree: Any) -> Look:
+    """What a compiler sees of a tree of arrays: its structure, and each leaf's shape, dtype, weak type and place.
+
+    Arrays of the host have no place, and what lies on one device is known by that device.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, *[
+        # A step's batch is looked at in every step.
+        (leaf.shape, leaf.dtype) if type(leaf) is np.ndarray else _look_of_leaf(leaf)
+        for leaf in leaves
+    ]
+
+
+def _look_of_leaf(leaf: Any) -> Look:
+    place = getattr(leaf, "sharding", None)
+    if place is not None and len(place.device_set) == 1:
+        (place,) = place.device_set
+    return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False), place
+
+
+@dataclass
+class _Program:
+    compiled: jax.stages.Compiled
+    gives: tuple[int, ...] | None = None
+    """The looks of what comes back in place of donated arguments; None until it has run."""
+
+
+class ProgramCache:
+    """Compiled programs, each under a name and the looks of its arguments."""
+
+    def __init__(self) -> None:
+        self._programs: dict[tuple[Hashable, ...], _Program] = {}
+        self._looks: dict[Look, int] = {}
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def __iter__(self) -> Iterator[tuple[Hashable, jax.stages.Compiled]]:
+        """Names and programs."""
+        return ((name, program.compiled) for (name, *_), program in self._programs.items())
+
+    def find(
+        self, name: Hashable, arguments: tuple[Any, ...], compile: Callable[[], jax.stages.Compiled]
+    ) -> jax.stages.Compiled:
+        """The program of this name for such arguments; `compile` makes it unless it is there."""
+        return self._find(name, arguments, compile).compiled
+
+    def run(
+        self,
+        name: Hashable,
+        arguments: tuple[Any, ...],
+        compile: Callable[[], jax.stages.Compiled],
+        *,
+        always: tuple[Any, ...] = (),
+        donated: int = 0,
+    ) -> Any:
+        """Runs that program, on `always` and the arguments.
+
+        Args:
+            always: arguments that are the same whenever a program of this cache runs.
+            donated: how many of the results, from the first on, come in place of donated arguments.
+        """
+        program = self._find(name, arguments, compile)
+        results = program.compiled(*always, *arguments)
+        back = (results,) if donated == 1 and not isinstance(results, tuple) else results[:donated] if donated else ()
+        if program.gives is None:
+            program.gives = tuple(self._number(look_of(tree)) for tree in back)
+        for tree, number in zip(back, program.gives, strict=True):
+            self._know(tree, number)
+        return results
+
+    def _find(self, name: Hashable, arguments: tuple[Any, ...], compile: Callable[[], jax.stages.Compiled]) -> _Program:
+        key = (name, *map(self._look, arguments))
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = _Program(compile())
+        return program
+
+    def _look(self, tree: Any) -> int:
+        known = self._known.get(id(tree))
+        return known[1] if known is not None and known[0]() is tree else self._number(look_of(tree))
+
+    def _number(self, look: Look) -> int:
+        return self._looks.setdefault(look, len(self._looks))
+
+    def _know(self, tree: Any, number: int) -> None:
+        place, known = id(tree), self._known
+        known[place] = weakref.ref(tree, lambda _: known.pop(place, None)), number

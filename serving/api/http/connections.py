@@ -1,0 +1,86 @@
+"""What one connection can hold: time until its request's head is complete, bytes of that head, output left unread.
+
+A proxy in front of the server usually bounds the same. Without one, or behind one that does not, each of these would
+keep a file descriptor, and some of them memory, for as long as a client likes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from serving.api.http.settings import ConnectionBounds
+
+log = logging.getLogger(__name__)
+
+
+def bounded(bounds: ConnectionBounds) -> type[HttpToolsProtocol]:
+    """The protocol class of a server whose connections have these bounds."""
+
+    class Connection(_BoundedConnection):
+        pass
+
+    Connection.bounds = bounds
+    return Connection
+
+
+class _BoundedConnection(HttpToolsProtocol):
+    """uvicorn's connection with clocks. What exceeds a bound is cut off: such a client is not waiting for an answer."""
+
+    bounds: ConnectionBounds
+    _head: asyncio.TimerHandle | None = None
+    """Runs while the head of a request is incomplete."""
+    _head_bytes = 0
+    _unread: asyncio.TimerHandle | None = None
+    """Runs while the client does not read."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.bounds.max_connections:
+            self._cut("too many connections")
+        else:
+            self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        if self._head is None and (self.cycle is None or self.cycle.response_complete):
+            self._expect_head()
+        super().data_received(data)
+        if self._head is not None:
+            self._head_bytes += len(data)
+            if self._head_bytes > self.bounds.max_header_bytes:
+                self._cut("the head of a request is too long")
+
+    def on_headers_complete(self) -> None:
+        self._stop_head_clock()
+        super().on_headers_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(self.bounds.read_timeout, self._cut, "the client does not read")
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_clock()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def _expect_head(self) -> None:
+        self._head_bytes = 0
+        self._head = self.loop.call_later(self.bounds.header_timeout, self._cut, "the head of a request is incomplete")
+
+    def _stop_head_clock(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+            self._head = None
+
+    def _cut(self, why: str) -> None:
+        log.debug("connection cut off: %s", why)
+        self._stop_head_clock()
+        self.transport.abort()

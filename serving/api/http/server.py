@@ -1,0 +1,68 @@
+"""uvicorn with bounded connections, and an end that every client is told of."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from serving.api.http.connections import bounded
+from serving.api.http.settings import ConnectionBounds
+
+_GRACE = 3
+"""Seconds for the last answers, once everything that ran has been ended."""
+
+
+class Server(uvicorn.Server):
+    """One application on sockets that are bound already.
+
+    At shutdown no new connection is taken, and running requests get `drain_timeout` seconds to end. Those that have not
+    ended then are ended by `leave`: streams with an error event, the rest with 503. Whoever does not even take that is
+    cut off.
+
+    Args:
+        app: the application.
+        bounds: of its connections.
+        drain_timeout: seconds.
+        leave: ends all requests that still run; called in a thread.
+        **options: further ones of `uvicorn.Config`.
+    """
+
+    def __init__(
+        self, app: FastAPI, bounds: ConnectionBounds, *, drain_timeout: float, leave: Callable[[], None], **options: Any
+    ) -> None:
+        self._drain_timeout, self._leave = drain_timeout, leave
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=bounded(bounds),
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                lifespan="on",
+                **options,
+            )
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """What uvicorn does, with an end to it."""
+        ending = asyncio.create_task(self._end())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await ending
+
+    async def _end(self) -> None:
+        await asyncio.sleep(self._drain_timeout)
+        await asyncio.to_thread(self._leave)
+        await asyncio.sleep(_GRACE)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()

@@ -1,0 +1,36 @@
+"""What the server says about itself when it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+
+from serving.api.http.settings import ServerSettings
+from serving.engine.build import Built
+from serving.engine.devices import describe
+
+
+def summary(built: Built, settings: ServerSettings, url: str) -> Iterator[str]:
+    """A line for each thing that an operator wants to know."""
+    config, model = built.config, built.model.config
+    device = jax.devices()[0]
+    scheduler = built.engine.loop.scheduler.config
+    dtype = built.model.dtype
+    yield f"model     {config.model} ({model.family}), {built.model.num_parameters:,} parameters, {dtype}"
+    programs = built.engine.loop.programs
+    yield f"device    {describe(programs.mesh)} ({device.platform}), JAX {jax.__version__}"
+    if programs.compilations:
+        yield f"kernels   {programs.kernels.report().partition(': ')[2]}"
+    lengths = f"{scheduler.max_num_seqs} sequences of up to {scheduler.max_model_len:,} tokens"
+    yield f"serves    {lengths}, {scheduler.max_num_batched_tokens:,} tokens a step"
+    slots, pages = scheduler.num_slots - 1, max(scheduler.num_pages - 1, 0)
+    caching = f"mode {scheduler.cache_mode}" if scheduler.cache_mode != "none" else "off"
+    yield f"caching   {caching}, {slots:,} state slots, {pages:,} pages of {config.page_size} tokens"
+    drafts = f"{config.num_speculative_tokens} ({config.speculative_method or 'the model decides'})"
+    yield f"drafts    {drafts if config.num_speculative_tokens else 'off'}"
+    names = ", ".join(settings.served_model_name)
+    yield f"clients   {url}/v1, model {names}, {'API key needed' if settings.api_key else 'no API key'}"
+    yield f"look      {url}/ (status page), {url}/metrics"
+    if settings.host not in ("127.0.0.1", "::1", "localhost") and not settings.api_key:
+        yield "note      anybody who reaches this address can use the model: --api-key asks for a key"

@@ -1,0 +1,208 @@
+"""Calls of each operation at the sizes of its `shapes.py`, for timing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas import (
+    causal_conv1d,
+    delta_scan,
+    delta_update,
+    gated_norm,
+    grouped_matmul,
+    linear,
+    paged_attention,
+    ssd_scan,
+    state_update,
+)
+from kernels_pallas.causal_conv1d import api as conv_api
+from kernels_pallas.causal_conv1d import shapes as conv_shapes
+from kernels_pallas.delta_scan import api as delta_scan_api
+from kernels_pallas.delta_scan import shapes as delta_scan_shapes
+from kernels_pallas.delta_update import api as delta_update_api
+from kernels_pallas.delta_update import shapes as delta_update_shapes
+from kernels_pallas.dispatch import Implementation
+from kernels_pallas.gated_norm import api as norm_api
+from kernels_pallas.gated_norm import shapes as norm_shapes
+from kernels_pallas.grouped_matmul import api as grouped_api
+from kernels_pallas.grouped_matmul import shapes as grouped_shapes
+from kernels_pallas.linear import api as linear_api
+from kernels_pallas.linear import shapes as linear_shapes
+from kernels_pallas.paged_attention import api as attention_api
+from kernels_pallas.paged_attention import shapes as attention_shapes
+from kernels_pallas.ssd_scan import api as scan_api
+from kernels_pallas.ssd_scan import shapes as scan_shapes
+from kernels_pallas.state_update import api as update_api
+from kernels_pallas.state_update import shapes as update_shapes
+
+TILES = 4
+"""Of the prefill operations: one row of so many tiles."""
+ROWS, CONTEXT = 8, 1024
+"""Of attention in decode: rows, and tokens that each has."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation with arguments; `store` is what is donated and comes back last, None where there is none."""
+
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    store: Any
+    options: dict[str, Any]
+    moved: int
+    """Bytes that must be read and written at least: all arguments and results once, of a store the slots in use."""
+
+
+class Draw:
+    """Random arrays of a dtype."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype, self._rng = dtype, np.random.default_rng(0)
+
+    def __call__(self, *shape: int) -> Any:
+        return jnp.asarray(self._rng.standard_normal(shape, np.float32), self.dtype)
+
+    def positive(self, *shape: int) -> Any:
+        return jnp.asarray(self._rng.uniform(0.01, 0.2, shape), jnp.float32)
+
+
+def _i32(values: Any) -> Any:
+    return jnp.asarray(values, jnp.int32)
+
+
+def _bytes(*arrays: Any) -> int:
+    return sum(array.nbytes for array in arrays)
+
+
+def _state(draw: Draw, shape: Any, slots: int) -> Any:
+    return jnp.zeros((slots, shape.heads, shape.head_dim, shape.state), jnp.float32)
+
+
+def _scan(draw: Draw, shape: Any) -> Call:
+    lead, inner = (TILES, shape.tile_size), (shape.groups, shape.state)
+    x, b, c = draw(*lead, shape.heads, shape.head_dim), draw(*lead, *inner), draw(*lead, *inner)
+    dt, a, d = draw.positive(*lead, shape.heads), -draw.positive(shape.heads), draw.positive(shape.heads)
+    store = _state(draw, shape, 4)
+    moved = _bytes(x, x, dt, b, c, store[:2])
+    return Call(ssd_scan.ssd_scan, (x, dt, a, b, c, d), store, _one_row_of_tiles(), moved)
+
+
+def _one_row_of_tiles() -> dict[str, Any]:
+    return {
+        "tile_first": jnp.arange(TILES) == 0,
+        "read_slot": jnp.full(TILES, 1, jnp.int32),
+        "write_slot": _i32([0] * (TILES - 1) + [2]),
+    }
+
+
+def _update(draw: Draw, shape: Any) -> Call:
+    lead, inner = (shape.rows, shape.steps), (shape.groups, shape.state)
+    x, b, c = draw(*lead, shape.heads, shape.head_dim), draw(*lead, *inner), draw(*lead, *inner)
+    dt, a, d = draw.positive(*lead, shape.heads), -draw.positive(shape.heads), draw.positive(shape.heads)
+    places, slots = _a_slot_for_each_step(shape)
+    store = _state(draw, shape, slots)
+    moved = _bytes(x, x, dt, b, c) + _bytes(store[0]) * (shape.rows + slots - 1)
+    return Call(state_update.state_update, (x, dt, a, b, c, d), store, places, moved)
+
+
+def _a_slot_for_each_step(shape: Any) -> tuple[dict[str, Any], int]:
+    """Where rows read and write, and how many slots that takes."""
+    write = 1 + np.arange(shape.rows * shape.steps).reshape(shape.rows, shape.steps)
+    return {"read_slot": _i32(write[:, 0]), "write_slot": _i32(write)}, write.size + 1
+
+
+def _delta_scan(draw: Draw, shape: Any) -> Call:
+    inputs, store = _delta_inputs(draw, shape, TILES, shape.tile_size), _state(draw, shape, 4)
+    moved = _bytes(*inputs, inputs[2], store[:2])
+    return Call(delta_scan.delta_scan, inputs, store, _one_row_of_tiles(), moved)
+
+
+def _delta_update(draw: Draw, shape: Any) -> Call:
+    inputs = _delta_inputs(draw, shape, shape.rows, shape.steps)
+    places, slots = _a_slot_for_each_step(shape)
+    store = _state(draw, shape, slots)
+    moved = _bytes(*inputs, inputs[2]) + _bytes(store[0]) * (shape.rows + slots - 1)
+    return Call(delta_update.delta_update, inputs, store, places, moved)
+
+
+def _delta_inputs(draw: Draw, shape: Any, *lead: int) -> tuple[Any, ...]:
+    q, k = (draw(*lead, shape.groups, shape.state) / shape.state**0.5 for _ in range(2))
+    v, heads = draw(*lead, shape.heads, shape.head_dim), (*lead, shape.heads)
+    return q, k, v, -draw.positive(*heads), draw.positive(*heads)
+
+
+def _conv(draw: Draw, shape: Any) -> Call:
+    x, weight = draw(ROWS, 1, shape.channels), draw(shape.channels, shape.width)
+    bias = draw(shape.channels) if shape.bias else None
+    store = draw(ROWS + 1, shape.width - 1, shape.channels)
+    slots = np.arange(1, ROWS + 1)
+    places = {"read_slot": _i32(slots), "write_slot": _i32(slots[:, None])}
+    moved = _bytes(x, x, weight, store, store)
+    return Call(causal_conv1d.causal_conv1d_update, (x, weight, bias), store, places, moved)
+
+
+def _attention(draw: Draw, shape: Any) -> Call:
+    pages = -(-CONTEXT // shape.page_size)
+    q = draw(ROWS, 1, shape.q_heads, shape.head_dim)
+    kv = draw(1 + ROWS * pages, shape.page_size, 2 * shape.kv_heads, shape.head_dim)
+    options = {
+        "positions": jnp.full((ROWS, 1), CONTEXT - 1, jnp.int32),
+        "page_table": _i32(1 + np.arange(ROWS * pages).reshape(ROWS, pages)),
+        "block_row": jnp.arange(ROWS, dtype=jnp.int32),
+        "scale": shape.head_dim**-0.5,
+    }
+    return Call(paged_attention.paged_attention, (q, kv), None, options, _bytes(q, q, kv))
+
+
+def _norm(draw: Draw, shape: Any) -> Call:
+    y, z, weight = draw(ROWS, shape.channels), draw(ROWS, shape.channels), draw(shape.channels)
+    options = {"groups": shape.groups, "eps": 1e-5}
+    return Call(gated_norm.gated_rms_norm, (y, z, weight), None, options, _bytes(y, y, z, weight))
+
+
+def _grouped(draw: Draw, shape: Any) -> Call:
+    x, w = draw(shape.tokens, shape.inputs), draw(shape.experts, shape.outputs, shape.inputs)
+    each = np.bincount(np.random.default_rng(0).integers(0, shape.experts, shape.tokens), minlength=shape.experts)
+    used = int((each > 0).sum())
+    moved = _bytes(x) + w[0].nbytes * used + shape.tokens * shape.outputs * x.dtype.itemsize
+    return Call(grouped_matmul.grouped_matmul, (x, w, _i32(each)), None, {}, moved)
+
+
+def _linear(draw: Draw, shape: Any) -> Call:
+    x, weight = draw(shape.rows, shape.inputs), draw(shape.outputs, shape.inputs)
+    moved = _bytes(x, weight) + shape.rows * shape.outputs * x.dtype.itemsize
+    return Call(linear.linear, (x, weight), None, {}, moved)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is timed of one operation."""
+
+    call: Callable[[Draw, Any], Call]
+    implementations: Sequence[Implementation]
+    shapes: Sequence[Any]
+
+
+OPERATIONS = {
+    "ssd_scan": Operation(_scan, scan_api.SCAN, scan_shapes.SHAPES),
+    "state_update": Operation(_update, update_api.UPDATE, update_shapes.SHAPES),
+    "delta_scan": Operation(_delta_scan, delta_scan_api.SCAN, delta_scan_shapes.SHAPES),
+    "delta_update": Operation(_delta_update, delta_update_api.UPDATE, delta_update_shapes.SHAPES),
+    "causal_conv1d_update": Operation(_conv, conv_api.UPDATE, conv_shapes.SHAPES),
+    "paged_attention": Operation(_attention, attention_api.PAGED, attention_shapes.SHAPES),
+    "gated_rms_norm": Operation(_norm, norm_api.NORM, norm_shapes.SHAPES),
+    "grouped_matmul": Operation(_grouped, grouped_api.MATMUL, grouped_shapes.SHAPES),
+    "linear": Operation(_linear, linear_api.LINEAR, linear_shapes.SHAPES),
+}
+
+
+def runnable(operation: Operation, platform: str, interpreted: bool) -> Iterator[str]:
+    """Names of the implementations that this platform can run."""
+    for one in operation.implementations:
+        if one.platform in (None, platform) and (interpreted or not one.name.endswith("_interpreted")):
+            yield one.name

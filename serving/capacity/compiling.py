@@ -1,0 +1,195 @@
+"""Step programs compiled by the device's own compiler, for devices that are not at hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from mamba_jax.batch import DecodeBatch, PrefillBatch
+from mamba_jax.model import HybridModel, parameters
+from mamba_jax.programs import KernelChoice, StepPrograms
+from mamba_jax.rows import Rows
+from mamba_jax.sharding import make_mesh, parameter_shardings, replicated, store_shardings
+from mamba_jax.store import Store
+from serving.capacity.gpu_description import gpu_description
+from serving.capacity.targets import Target
+from serving.capacity.traffic import Traffic
+from serving.config import ConfigError
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+# Keep libtpu from asking a metadata server what machine this is, and from wanting to be alone: nobody drives a TPU.
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the compiler says about one step program, for each device."""
+
+    name: str
+    code: int
+    """Bytes of the program itself, which stay in the device's memory."""
+    temporaries: int
+    """Bytes while it runs."""
+    aliased: int
+    """Bytes that are updated in place: those of the store, or something has been copied."""
+    moved: int = 0
+    """Bytes to and from the device's memory in a greedy step, keys and values aside; see `Traffic`. 0 for a GPU, whose
+    kernels do not say what they move."""
+    collectives: dict[str, int] = field(default_factory=dict)
+    host_driven: dict[str, int] = field(default_factory=dict)
+    """Of a GPU: loops and conditionals outside of CUDA graphs, which wait for the host; by kind."""
+    seconds: float = 0.0
+    """That compiling took."""
+
+
+def check_compiler(target: Target) -> None:
+    """Raises ConfigError where the compiler for a machine is not installed."""
+    gpu = target.device.platform == "gpu"
+    needed = ("jax_plugins.xla_cuda12", "nvidia.cuda_nvcc") if gpu else ("libtpu",)
+    if not all(map(_is_installed, needed)):
+        whose, extra = ("GPU", "plan-gpu") if gpu else ("TPU", "plan")
+        raise ConfigError(
+            f"the {whose}'s compiler is not installed: pip install 'mamba-jax[{extra}]' (Linux, x86-64), "
+            "or add --analysis to plan by arithmetic only"
+        )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it is in
+        return False
+
+
+def slice_mesh(target: Target) -> Mesh:
+    """The devices of a machine, as far as a compiler has to know them.
+
+    Raises:
+        ConfigError: the compiler does not know such a machine.
+    """
+    assert target.topology is not None
+    kind, shape = target.topology.split(":")
+    try:
+        if target.device.platform == "gpu":
+            jax.devices()  # the compiler's plugin registers with the first backend
+            described = {"target_config": gpu_description(kind), "topology": shape}
+            found = topologies.get_topology_desc(platform="cuda", **described).devices
+        else:
+            for name, value in _ENVIRONMENT.items():
+                os.environ.setdefault(name, value)
+            found = topologies.get_topology_desc(platform="tpu", topology_name=target.topology).devices
+    except Exception as error:
+        first = " ".join(str(error).split())[:300]
+        raise ConfigError(f"topology {target.name!r}: its compiler says: {first}") from None
+    return make_mesh(target.count, found)
+
+
+class SlicePrograms:
+    """Compiles step programs of a model without weights, over a store without memory.
+
+    Args:
+        model: as `HybridModel.abstract` makes it.
+        mesh: the devices of the slice.
+        store, rows: shapes, as `jax.eval_shape` gives them.
+        tile_size: of prefill batches.
+        source: of drafts.
+        kernels: what operations run by, as the engine's flag says it.
+
+    Raises:
+        UnsupportedError: `kernels` is not written as it should be.
+    """
+
+    def __init__(
+        self,
+        model: HybridModel,
+        mesh: Mesh,
+        *,
+        store: Store,
+        rows: Rows,
+        tile_size: int,
+        source: Any = None,
+        kernels: str = "auto",
+    ) -> None:
+        sharding, whole = parameter_shardings(model.config, mesh), replicated(mesh)
+        values: Any = {path: _described(leaf, sharding(path)) for path, leaf in parameters(model).items()}
+        placed: Any = HybridModel.from_parameters(model.config, values)
+        device = mesh.devices.flat[0]
+        self._gpu = device.platform in ("gpu", "cuda")
+        self.choice = KernelChoice.parse(kernels, platform="gpu" if self._gpu else "tpu", device=device)
+        self._programs = StepPrograms(placed, tile_size=tile_size, source=source, mesh=mesh, kernels=self.choice)
+        self._store = jax.tree.map(_described, store, store_shardings(store, model.config, mesh))
+        self._rows = jax.tree.map(lambda leaf: _described(leaf, whole), rows)
+
+    def compile(
+        self, batches: Sequence[tuple[str, DecodeBatch | PrefillBatch]], progress: Callable[[str], None]
+    ) -> list[Program]:
+        """Compiles the program for each named batch, two at a time.
+
+        Raises:
+            jax.errors.JaxRuntimeError: the compiler refuses one, for example because it does not fit in memory.
+        """
+
+        def compile_one(name: str, lowered: jax.stages.Lowered) -> Program:
+            begin = time.perf_counter()
+            # Library kernels cannot be tried out without the device.
+            options: dict[str, Any] = {"xla_gpu_autotune_level": 0} if self._gpu else {}
+            compiled = lowered.compile(options)
+            program = _summary(name, compiled, begin, gpu=self._gpu)
+            progress(name)
+            return program
+
+        with ThreadPoolExecutor(2) as pool:
+            jobs = []
+            for name, batch in batches:
+                with self.choice.applied():
+                    lowered = self._programs.lower(self._store, self._rows, batch)
+                jobs.append(pool.submit(compile_one, name, lowered))
+            return [job.result() for job in jobs]
+
+
+def count_collectives(text: str) -> dict[str, int]:
+    """How often a compiled program (as text) has devices exchange something, by kind."""
+    found = Counter(re.findall(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", text))
+    return dict(found)
+
+
+def count_host_driven(text: str) -> dict[str, int]:
+    """Loops and conditionals of a compiled program (as text) that no other computation contains, by kind."""
+    return dict(Counter(re.findall(r" (while|conditional)\(", text[text.find("\nENTRY ") :])))
+
+
+def _summary(name: str, compiled: jax.stages.Compiled, begin: float, *, gpu: bool) -> Program:
+    memory: Any = compiled.memory_analysis()
+    text = compiled.as_text() or ""
+    return Program(
+        name=name,
+        code=memory.generated_code_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        aliased=memory.alias_size_in_bytes,
+        moved=Traffic(text).total() if not gpu else 0,
+        collectives=count_collectives(text),
+        host_driven=count_host_driven(text) if gpu else {},
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _described(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

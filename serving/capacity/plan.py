@@ -1,0 +1,323 @@
+"""The plan itself: what a model needs on a machine, what is left for sequences, and what bounds a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding
+
+from checkpoints.errors import CheckpointError
+from checkpoints.load import load_config, weight_shapes
+from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch
+from mamba_jax.config import HybridConfig, ModelConfigError
+from mamba_jax.drafts import DraftSource
+from mamba_jax.model import HybridModel
+from mamba_jax.modules.quantised import weight_of
+from mamba_jax.programs import UnsupportedError
+from mamba_jax.rows import init_rows
+from mamba_jax.sharding import AXIS, Partition
+from mamba_jax.store import StoreShape, init_store
+from mamba_jax.store_layout import lanes_of
+from serving.capacity.buckets import decode_name, decode_shapes, prefill_name, prefill_shapes
+from serving.capacity.compiling import Program, SlicePrograms, check_compiler, slice_mesh
+from serving.capacity.count import Counter, Workload, collectives, decode_workload, prefill_workload
+from serving.capacity.result import CapacityPlan, Step
+from serving.capacity.targets import Target, larger
+from serving.config import ConfigError, EngineConfig, ResolvedCaching, resolve_caching
+from serving.engine.batching import BatchBuilder, PrefillShape
+from serving.engine.drafting import draft_source
+from serving.engine.sizing import StoreSize, scheduler_config, size_store, workspace_bytes
+
+DEFAULT_CONTEXT = 2048
+
+
+def make_plan(
+    config: EngineConfig,
+    target: Target,
+    *,
+    compile: bool = True,
+    full: bool = False,
+    context: int | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> CapacityPlan:
+    """Plans a model on a machine.
+
+    Args:
+        config: the engine's flags; `config.model` is a directory or the name of a published size.
+        target: the machine; the model is divided over all its devices.
+        compile: have the compiler build the programs, for machines that it can be told of.
+        full: all programs, not only the largest of decode and prefill.
+        context: tokens before each sequence's next one, for the bound of a decode step.
+        progress: told what is being done.
+
+    Raises:
+        ConfigError: flags that do not fit together, a model that does not divide over the devices, no compiler.
+    """
+    compile = compile and target.topology is not None
+    if compile:
+        check_compiler(target)
+    model = load_config(config.model)
+    draft = draft_source(config, model)
+    return _Planner(config, target, model, draft).plan(compile, full, context, progress)
+
+
+class _Planner:
+    """What planning steps share."""
+
+    def __init__(self, config: EngineConfig, target: Target, model: HybridConfig, source: DraftSource | None) -> None:
+        self.config, self.target, self.model, self.source = config, target, model, source
+        self.dtype = jnp.dtype("bfloat16" if config.dtype == "auto" else config.dtype)
+        self.policy: ResolvedCaching = resolve_caching(config)
+        with_mtp = source is not None and source.stores_kv
+        self.stored = model if with_mtp else dataclasses.replace(model, mtp_pattern="")
+        self.lookahead = max(1, config.num_speculative_tokens) if with_mtp else 0
+        self.shapes = self._weights(target.count)
+        self.abstract = HybridModel.from_parameters(model, cast(Mapping[str, jax.Array], self.shapes))
+        self.partition, self.counter = self._divided(target.count)
+
+    @property
+    def _dtype_name(self) -> str:
+        """Of the model, with that of its quantised weights."""
+        narrow = {leaf.dtype.name for path, leaf in self.shapes.items() if weight_of(path) and path.endswith(".values")}
+        return self.dtype.name + (f", weights in {' and '.join(sorted(narrow))}" if narrow else "")
+
+    def _weights(self, shards: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Every parameter as it would be loaded for as many devices."""
+        config, mesh = self.config, AbstractMesh((shards,), (AXIS,))
+        try:
+            partition = Partition.of(self.model, shards)
+            return weight_shapes(
+                config.model,
+                dtype=self.dtype,
+                quantization=config.quantization,
+                quantization_exclude=config.excluded_from_quantization,
+                sharding=lambda path: NamedSharding(mesh, partition.parameter(path)),
+            )
+        except (CheckpointError, ModelConfigError) as error:
+            raise ConfigError(str(error)) from None
+
+    def plan(self, compile: bool, full: bool, context: int | None, progress: Callable[[str], None]) -> CapacityPlan:
+        target, limit = self.target, self.target.device.memory
+        weights, workspace = self.counter.weight_bytes, self._workspace(self.partition)
+        try:
+            size = self._size(self.partition, weights, workspace)
+        except ConfigError as error:
+            return self._too_small(weights, workspace, str(error))
+        settings = scheduler_config(self.config, self.policy, size, lookahead=self.lookahead)
+        batches = BatchBuilder(
+            settings,
+            seats_bring_tokens=self.source is not None and self.source.sees_tokens,
+            narrow_steps=self.config.adaptive_drafts,
+        )
+        shapes = prefill_shapes(batches, full), decode_shapes(batches, full)
+        rows = jax.eval_shape(
+            partial(
+                init_rows,
+                self.model,
+                max_num_seqs=settings.num_rows,
+                num_speculative_tokens=self.config.num_speculative_tokens,
+                source=self.source,
+                max_len=size.max_model_len,
+            )
+        )
+        context = min(context or DEFAULT_CONTEXT, size.max_model_len)
+        steps = [self._prefill_step(shape) for shape in shapes[0]]
+        steps += [self._decode_step(count, context) for count in shapes[1]]
+        programs: tuple[Program, ...] = ()
+        kernels, notes, begin = "", list(size.notices), time.perf_counter()
+        if compile:
+            try:
+                programs, kernels = self._compile(size, rows, shapes, progress)
+            except jax.errors.JaxRuntimeError as error:
+                # What does not fit is an answer, too.
+                notes.append("the compiler refuses a program: " + " ".join(str(error).split())[:300])
+        refused = compile and not programs
+        num_programs = sum(1 for batch in batches.warm_up_batches(1) if not isinstance(batch, SeatBatch))
+        biggest = max((p.code for p in programs), default=0)
+        code = sum(p.code for p in programs) + biggest * (num_programs - len(programs)) if programs else 0
+        temporaries = max((p.temporaries for p in programs), default=workspace)
+        other = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(rows))
+        spare = limit - weights - size.total_bytes - code - temporaries - other
+        return CapacityPlan(
+            model=self.config.model,
+            target=target,
+            dtype=self._dtype_name,
+            parameters=self.abstract.num_parameters,
+            fits=spare >= 0 and not refused,
+            spare=spare,
+            limit=limit,
+            weights=weights,
+            store=size.total_bytes,
+            code=code,
+            temporaries=temporaries,
+            other=other,
+            size=size,
+            steps=tuple(steps),
+            context=context,
+            exchanges=collectives(self.model, self.partition),
+            programs=programs,
+            num_programs=num_programs,
+            kernels=kernels,
+            notes=tuple(notes),
+            compile_seconds=time.perf_counter() - begin if compile else 0.0,
+        )
+
+    def _divided(self, count: int) -> tuple[Partition, Counter]:
+        try:
+            partition = Partition.of(self.model, count)
+        except ModelConfigError as error:
+            raise ConfigError(f"{self.target.name}: {error}") from None
+        lanes = lanes_of(self.target.device.platform)
+        ssm_dtype = jnp.dtype(self.config.ssm_dtype)
+        return partition, Counter(self.model, partition, self.shapes, ssm_dtype=ssm_dtype, lanes=lanes)
+
+    def _workspace(self, partition: Partition) -> int:
+        return workspace_bytes(
+            self.config,
+            hidden_size=self.model.hidden_size,
+            inner_size=self.model.inner_size // partition.shards,
+            vocab_size=self.model.vocab_size,
+        )
+
+    def _shape(self, partition: Partition) -> StoreShape:
+        """The state of one device."""
+        shape = partition.device_shape(StoreShape.of(self.stored))
+        return dataclasses.replace(shape, lanes=lanes_of(self.target.device.platform))
+
+    def _size(self, partition: Partition, weights: int, workspace: int) -> StoreSize:
+        """As the engine will do it on the machine itself."""
+        usable = int(self.target.device.memory * self.config.memory_utilization)
+        return size_store(
+            self.config,
+            self._shape(partition),
+            mode=self.policy.mode,
+            dtype=self.dtype,
+            model_max_len=self.model.max_position_embeddings,
+            memory=usable - weights - workspace,
+            most_tokens=sys.maxsize,
+        )
+
+    def _too_small(self, weights: int, workspace: int, reason: str) -> CapacityPlan:
+        """Not even one sequence fits: by how much, and where it would."""
+        shape = self._shape(self.partition)
+        config, width = self.config, 1 + self.config.num_speculative_tokens
+        slots = 1 + (width if self.policy.mode == "none" else 2 * width)
+        pages = 1 - (-(config.state_block_size + 2 * width) // config.page_size)
+        least = slots * shape.bytes_per_slot(self.dtype, config.ssm_dtype)
+        least += pages * shape.bytes_per_page(config.page_size, self.dtype)
+        usable = int(self.target.device.memory * config.memory_utilization)
+        notes = [f"{config.memory_utilization:.0%} of the memory is used (memory_utilization)"]
+        if weights < usable - workspace:
+            notes.append(reason)
+        if enough := self._enough():
+            notes.append(f"the smallest of its kind that holds it: {enough}")
+        return CapacityPlan(
+            model=config.model,
+            target=self.target,
+            dtype=self._dtype_name,
+            parameters=self.abstract.num_parameters,
+            fits=False,
+            spare=usable - weights - workspace - least,
+            limit=usable,
+            weights=weights,
+            store=least,
+            code=0,
+            temporaries=workspace,
+            other=0,
+            size=None,
+            exchanges=collectives(self.model, self.partition),
+            notes=tuple(notes),
+        )
+
+    def _enough(self) -> str | None:
+        for bigger in larger(self.target):
+            try:
+                partition, counter = self._divided(bigger.count)
+                self._size(partition, counter.weight_bytes, self._workspace(partition))
+            except ConfigError:
+                continue
+            return bigger.name
+        return None
+
+    def _step(self, name: str, load: Workload, emitted: int, counted: int) -> Step:
+        device, work = self.target.device, self.counter.work(load)
+        memory, compute = work.bytes / device.bandwidth, work.flops / device.flops
+        shards = self.partition.shards
+        # A sum over a ring sends each byte 2 (n - 1) / n times, at half of what goes both ways.
+        link = 2 * (shards - 1) / shards * work.collective_bytes / (device.link / 2)
+        bound = max(memory, compute) + link
+        return Step(
+            name=name,
+            tokens=load.tokens,
+            emitted=emitted,
+            work=work,
+            without_keys=self.counter.work(dataclasses.replace(load, keys_read=0)).bytes,
+            memory_ms=memory * 1e3,
+            compute_ms=compute * 1e3,
+            link_ms=link * 1e3,
+            bound_ms=bound * 1e3,
+            tokens_per_second=counted / bound,
+        )
+
+    def _decode_step(self, rows: int, context: int) -> Step:
+        load = decode_workload(rows=rows, drafts=self.config.num_speculative_tokens, context=context)
+        return self._step(decode_name(rows), load, rows, rows)
+
+    def _prefill_step(self, shape: PrefillShape) -> Step:
+        load = prefill_workload(tokens=shape.tokens, rows=shape.rows, tile_size=self.config.tile_size)
+        return self._step(prefill_name(shape), load, shape.rows, shape.tokens)
+
+    def _compile(
+        self,
+        size: StoreSize,
+        rows: Any,
+        shapes: tuple[list[PrefillShape], list[int]],
+        progress: Callable[[str], None],
+    ) -> tuple[tuple[Program, ...], str]:
+        config = self.config
+        store = jax.eval_shape(
+            partial(
+                init_store,
+                self.partition.store_shape(StoreShape.of(self.stored)),
+                num_slots=size.num_slots,
+                num_pages=size.num_pages,
+                page_size=config.page_size,
+                dtype=self.dtype,
+                ssm_dtype=jnp.dtype(config.ssm_dtype),
+            )
+        )
+        try:
+            compiler = SlicePrograms(
+                self.abstract,
+                slice_mesh(self.target),
+                store=store,
+                rows=rows,
+                tile_size=config.tile_size,
+                source=self.source,
+                kernels=config.kernels,
+            )
+        except UnsupportedError as error:
+            raise ConfigError(str(error)) from None
+        batches: list[tuple[str, DecodeBatch | PrefillBatch]] = []
+        for count in shapes[1]:
+            drafts = config.num_speculative_tokens
+            decode = DecodeBatch.empty(rows=count, num_speculative_tokens=drafts, pages_per_row=size.pages_per_row)
+            batches.append((decode_name(count), decode))
+        for shape in shapes[0]:
+            prefill = PrefillBatch.empty(
+                tokens=shape.tokens,
+                rows=shape.rows,
+                tiles=shape.tiles,
+                pages_per_row=size.pages_per_row,
+                tile_size=config.tile_size,
+            )
+            batches.append((prefill_name(shape), prefill))
+        progress(f"compiling {len(batches)} programs")
+        return tuple(compiler.compile(batches, progress)), compiler.choice.report()

@@ -1,0 +1,160 @@
+"""A plan as text, and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from serving.capacity.result import CapacityPlan
+
+GIB = 1 << 30
+
+
+def as_json(plan: CapacityPlan) -> dict[str, Any]:
+    """Everything, as plain values."""
+    fields = dataclasses.asdict(plan)
+    fields["compiled"] = plan.compiled
+    if plan.size is not None:
+        fields["size"]["tokens_in_pages"] = tokens_in_pages(plan)
+        fields["size"]["slots_for_reuse"] = slots_for_reuse(plan)
+    return fields
+
+
+def verdict(plan: CapacityPlan) -> str:
+    """The answer in one line."""
+    each = "" if plan.target.count == 1 else " on each device"
+    where = f"{plan.model} on {plan.target.name}"
+    if plan.fits:
+        return f"{where}: fits, {gib(plan.spare)} to spare{each}"
+    if plan.spare < 0:
+        return f"{where}: does not fit, {gib(-plan.spare)} too little{each}"
+    return f"{where}: does not fit, the compiler refuses a program"
+
+
+def as_text(plan: CapacityPlan) -> RenderableType:
+    """The report for a terminal."""
+    parts: list[RenderableType] = [Text(verdict(plan), style="bold green" if plan.fits else "bold red"), _machine(plan)]
+    parts += [Text(), _memory(plan)]
+    if plan.size is not None:
+        parts += [Text(), _capacity(plan)]
+    if plan.steps:
+        parts += [Text(), _steps(plan)]
+    if plan.programs:
+        parts += [Text(), _programs(plan), Text(plan.kernels, style="dim")]
+    parts += [Text(f"note: {note}", style="yellow") for note in plan.notes]
+    if not plan.compiled and plan.size is not None:
+        parts.append(Text("By arithmetic only: nothing was compiled, and temporaries are a rough upper bound."))
+    return Group(*parts)
+
+
+def tokens_in_pages(plan: CapacityPlan) -> int:
+    """Tokens whose keys and values the pages hold; 0 for a model without attention."""
+    size = plan.size
+    return 0 if size is None or not size.num_pages else (size.num_pages - 1) * size.page_size
+
+
+def slots_for_reuse(plan: CapacityPlan) -> int:
+    """States beyond those that running sequences may need."""
+    size = plan.size
+    return 0 if size is None else max(size.num_slots - 1 - size.max_num_seqs * size.slots_per_row, 0)
+
+
+def gib(count: float) -> str:
+    """Bytes in GiB, or in MiB where that is little."""
+    return f"{count / GIB:,.2f} GiB" if abs(count) >= GIB / 10 else f"{count / (1 << 20):,.1f} MiB"
+
+
+def _machine(plan: CapacityPlan) -> Text:
+    device = plan.target.device
+    figures = f"{device.memory / GIB:.2f} GiB, {device.bandwidth / 1e9:,.0f} GB/s, {device.flops / 1e12:,.0f} TFLOP/s"
+    divided = "" if plan.target.count == 1 else ", every layer divided over all of them"
+    model = f"{plan.parameters / 1e9:.2f} billion parameters in {plan.dtype}"
+    return Text(f"{model}; {plan.target.count} x {device.name} ({figures}){divided}")
+
+
+def _memory(plan: CapacityPlan) -> Table:
+    table = Table(title="Memory of one device", title_justify="left", box=None, pad_edge=False)
+    for name, justify in (("", "left"), ("size", "right"), ("of the limit", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name, count in memory_rows(plan):
+        table.add_row(name, gib(count), f"{count / plan.limit:.1%}")
+    return table
+
+
+def memory_rows(plan: CapacityPlan) -> list[tuple[str, int]]:
+    """What the memory is for, and how much of it."""
+    compiled = f"{len(plan.programs)} of {plan.num_programs} compiled" if plan.programs else ""
+    store = "states and pages" if plan.size is not None else "states and pages of one sequence"
+    rows = [
+        ("weights", plan.weights),
+        (store, plan.store),
+        (f"programs ({compiled})", plan.code),
+        ("temporaries" + ("" if plan.programs else " (upper bound)"), plan.temporaries),
+        ("seats", plan.other),
+        ("left" if plan.spare >= 0 else "missing", plan.spare),
+    ]
+    return [row for row in rows if row[1] or row[0] in ("left", "missing")]
+
+
+def _capacity(plan: CapacityPlan) -> Table:
+    size = plan.size
+    assert size is not None
+    table = Table(title="What the store holds", title_justify="left", box=None, show_header=False, pad_edge=False)
+    table.add_row("sequences at once", f"{size.max_num_seqs:,} of up to {size.max_model_len:,} tokens")
+    table.add_row(
+        "state slots",
+        f"{size.num_slots - 1:,} of {gib(size.bytes_per_slot)}: {size.slots_per_row} for each sequence, "
+        f"{slots_for_reuse(plan):,} for reuse",
+    )
+    if size.num_pages:
+        table.add_row(
+            "pages", f"{size.num_pages - 1:,} of {gib(size.bytes_per_page)} = {tokens_in_pages(plan):,} tokens"
+        )
+    else:
+        table.add_row("pages", "none: no attention")
+    return table
+
+
+def _steps(plan: CapacityPlan) -> Table:
+    title = f"Steps at published speeds: no step can be faster (decode at {plan.context:,} tokens of context)"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in ("", "memory", "GFLOP", "exchanged", "at least", "of it memory", "compute", "links", "at most"):
+        table.add_column(name, justify="right" if name else "left")
+    for step in plan.steps:
+        table.add_row(
+            step.name,
+            gib(step.work.bytes),
+            f"{step.work.flops / 1e9:,.0f}",
+            gib(step.work.collective_bytes),
+            f"{step.bound_ms:.2f} ms",
+            f"{step.memory_ms:.2f}",
+            f"{step.compute_ms:.2f}",
+            f"{step.link_ms:.2f}",
+            f"{step.tokens_per_second:,.0f} tokens/s",
+        )
+    return table
+
+
+def _programs(plan: CapacityPlan) -> Table:
+    title = f"Compiled for {plan.target.topology} in {plan.compile_seconds:.0f} s"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in ("", "program", "temporaries", "updated in place", "moves (keys aside)", "collectives", "compile time"):
+        table.add_column(name, justify="right" if name else "left")
+    least = {step.name: step.without_keys for step in plan.steps}
+    for program in plan.programs:
+        moved = f"{gib(program.moved)} = {program.moved / least[program.name]:.2f} x least"
+        exchanges = ", ".join(f"{count} {kind}" for kind, count in sorted(program.collectives.items())) or "none"
+        table.add_row(
+            program.name,
+            gib(program.code),
+            gib(program.temporaries),
+            gib(program.aliased),
+            moved if program.moved else "not counted",
+            exchanges,
+            f"{program.seconds:.0f} s",
+        )
+    return table

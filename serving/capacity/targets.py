@@ -1,0 +1,126 @@
+"""Machines that can be planned for: names as cloud users write them, and published figures of one device."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from serving.capacity.gpu_description import DESCRIBED
+from serving.config import ConfigError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Device:
+    """Published figures of one device as JAX sees it (half a chip on TPU7x)."""
+
+    name: str
+    platform: Literal["tpu", "gpu"]
+    memory: int
+    """Bytes that programs may use."""
+    bandwidth: float
+    """Of that memory, in bytes per second."""
+    flops: float
+    """Dense bfloat16 products, per second."""
+    link: float
+    """Bytes per second to other devices of the machine, sending and receiving counted together."""
+
+
+# TPUs: bandwidth, flops and links from docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}; memory is what the compiler
+# lets a program have, as its error messages say (libtpu of JAX 0.10). One TPU7x chip is two devices, each with half of
+# the chip's published 2307 TFLOP/s, 7380 GB/s and 1200 GB/s.
+TPUS = {
+    "v5e": Device("TPU v5e", "tpu", int(15.75 * GIB), 819e9, 197e12, 400e9),
+    "v5p": Device("TPU v5p", "tpu", int(95.74 * GIB), 2765e9, 459e12, 600e9),
+    "v6e": Device("TPU v6e", "tpu", int(31.25 * GIB), 1640e9, 918e12, 800e9),
+    "tpu7x": Device("TPU7x (half a chip)", "tpu", int(94.75 * GIB), 3690e9, 1153e12, 600e9),
+}
+
+# GPUs: NVIDIA's data sheets, SXM forms where there are several, without sparsity. Links are NVLink, or PCIe 4.0 x16
+# where there is none.
+GPUS = {
+    "a10g": Device("NVIDIA A10G", "gpu", 24 * 10**9, 600e9, 70e12, 64e9),
+    "a100-40gb": Device("NVIDIA A100 40 GB", "gpu", 40 * 10**9, 1555e9, 312e12, 600e9),
+    "a100": Device("NVIDIA A100 80 GB", "gpu", 80 * 10**9, 2039e9, 312e12, 600e9),
+    "l4": Device("NVIDIA L4", "gpu", 24 * 10**9, 300e9, 121e12, 64e9),
+    "l40s": Device("NVIDIA L40S", "gpu", 48 * 10**9, 864e9, 362e12, 64e9),
+    "h100": Device("NVIDIA H100 SXM", "gpu", 80 * 10**9, 3350e9, 989e12, 900e9),
+    "h200": Device("NVIDIA H200", "gpu", 141 * 10**9, 4800e9, 989e12, 900e9),
+    "b200": Device("NVIDIA B200", "gpu", 180 * 10**9, 7700e9, 2250e12, 1800e9),
+}
+GPU_COUNTS = (1, 2, 4, 8)
+
+# Slices by name. The number counts chips for v5e and v6e, and cores, two to a chip, for v5p and TPU7x.
+_FLAT = {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+_CUBES = {8: "2x2x1", 16: "2x2x2", 32: "2x2x4", 64: "2x4x4", 128: "4x4x4"}
+_SLICES = {"v5e": _FLAT, "v6e": _FLAT, "v5p": _CUBES, "tpu7x": _CUBES}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine, or a slice of one."""
+
+    name: str
+    """As the user wrote it."""
+    device: Device
+    count: int
+    """Devices as JAX sees them: the model is divided over all of them."""
+    topology: str | None
+    """The compiler's name, such as `v6e:2x4` or `h200:1x1x8` (slices, hosts, GPUs of each); None where nothing can be
+    compiled. It may describe more devices than `count`."""
+
+
+def target(name: str) -> Target:
+    """The machine called `name`: a slice such as `v6e-8`, the compiler's `v6e:2x4`, or GPUs such as `h100-8`.
+
+    Raises:
+        ConfigError: there is none of this name; the message lists the known ones.
+    """
+    plain = name.strip().lower().replace("v5litepod", "v5e").replace("trillium", "v6e").replace("ironwood", "tpu7x")
+    if match := re.fullmatch(r"(\w+):(\d+(?:x\d+){1,2})", plain):
+        kind, shape = match.groups()
+        if kind in TPUS:
+            chips = math.prod(map(int, shape.split("x")))
+            return Target(name, TPUS[kind], chips * _devices_per_chip(kind), plain)
+    if match := re.fullmatch(r"(v5e|v5p|v6e|tpu7x)-(\d+)", plain):
+        kind, size = match[1], int(match[2])
+        if size in _SLICES[kind]:
+            shape = _SLICES[kind][size]
+            cores = 2 if kind in ("v5p", "tpu7x") else 1
+            return Target(name, TPUS[kind], size // cores * _devices_per_chip(kind), f"{kind}:{shape}")
+    for kind, device in GPUS.items():
+        if match := re.fullmatch(rf"{kind}(?:-(\d+))?", plain):
+            count = int(match[1] or 1)
+            if count in GPU_COUNTS:
+                return Target(name, device, count, f"{kind}:1x1x{count}" if kind in DESCRIBED else None)
+    near = difflib.get_close_matches(plain, known(), n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(f"topology {name!r} is not known; {hint}known are {_listed()}")
+
+
+def known() -> list[str]:
+    """Every name of a machine."""
+    slices = [f"{kind}-{size}" for kind, sizes in _SLICES.items() for size in sizes]
+    return slices + [f"{kind}-{count}" for kind in GPUS for count in GPU_COUNTS]
+
+
+def larger(of: Target) -> list[Target]:
+    """Machines of the same kind with more devices, smallest first."""
+    kind = next(kind for kind, device in (TPUS | GPUS).items() if device is of.device)
+    sizes = GPU_COUNTS if of.device.platform == "gpu" else _SLICES[kind]
+    found = [target(f"{kind}-{size}") for size in sizes]
+    return [each for each in found if each.count > of.count]
+
+
+def _devices_per_chip(kind: str) -> int:
+    return 2 if kind == "tpu7x" else 1
+
+
+def _listed() -> str:
+    slices = [f"{kind}-{{{','.join(map(str, sizes))}}}" for kind, sizes in _SLICES.items()]
+    counts = ",".join(map(str, GPU_COUNTS))
+    return ", ".join(slices + [f"{kind}-{{{counts}}}" for kind in GPUS]) + ", and the compiler's own such as v6e:2x4"

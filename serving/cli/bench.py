@@ -1,0 +1,55 @@
+"""`mamba-jax bench`: the programs of `serving.bench`, each with its own options (`mamba-jax bench NAME --help`)."""
+
+from __future__ import annotations
+
+import importlib
+
+import typer
+
+app = typer.Typer(
+    name="bench",
+    help="Run a benchmark. Prints JSON lines that include machine, versions and command.",
+    no_args_is_help=True,
+)
+
+PROGRAMS = {
+    "throughput": ("serving.bench.throughput", "Offline throughput: tokens per second for many prompts at once."),
+    "latency": (
+        "serving.bench.latency",
+        "Time to first token and between tokens of a server under Poisson load.",
+    ),
+    "decode": (
+        "serving.bench.decode_prefill",
+        "Decode and prefill speed by batch size, and host time per step; optionally beside another program.",
+    ),
+    "prefix": (
+        "serving.bench.prefix_cache",
+        "What prefix caching gains on prompts with a shared prefix, and costs on others.",
+    ),
+    "reuse": (
+        "serving.bench.prefix_reuse",
+        "How much of multi-turn traffic the cache reuses, by number of slots. Runs no model.",
+    ),
+    "drafts": ("serving.bench.drafts", "Cost of steps that verify and propose drafts, beside plain ones."),
+    "kernels": ("serving.bench.kernels", "Every implementation of every operation, at the sizes of real models."),
+}
+"""Command -> module with a `main(arguments)`, and its help text."""
+
+
+def _add(name: str, module: str, text: str) -> None:
+    # The program parses its own options, help included, so that they are defined in one place.
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+    @app.command(name=name, help=text, context_settings=settings, add_help_option=False)
+    def command(context: typer.Context) -> None:
+        try:
+            code = importlib.import_module(module).main(context.args)
+        except SystemExit as exit:  # argparse has printed the error or the help
+            if isinstance(exit.code, str):
+                raise typer.BadParameter(exit.code) from None
+            code = exit.code
+        raise typer.Exit(code or 0)
+
+
+for _name, (_module, _text) in PROGRAMS.items():
+    _add(_name, _module, _text)

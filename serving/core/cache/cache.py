@@ -1,0 +1,56 @@
+"""The pools of one store and the index of what can be found in them."""
+
+import sys
+from collections.abc import Callable
+
+from serving.core.cache.pools import PagePool, Pool, SlotPool
+from serving.core.cache.prefix_index import PrefixIndex
+from serving.core.cache.retention import RetentionPolicy
+from serving.core.config import SchedulerConfig
+from serving.core.stats import Stats
+
+
+class Cache:
+    """What all rows share. `index` is None where nothing is published, `pages` for a model without attention.
+
+    `slots_wanted(admitting)`: slots that those who wait could take at once; of whom `admitting` (0 or 1) have theirs.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, policy: RetentionPolicy, stats: Stats, slots_wanted: Callable[[int], int]
+    ) -> None:
+        self.config, self.policy, self.stats = config, policy, stats
+        self._slots_wanted = slots_wanted
+        self.width = 1 + config.num_speculative_tokens
+        """Slots that a decoding row needs."""
+        self.block = config.state_block_size if config.caching else sys.maxsize
+        """Tokens between two states that decoding publishes."""
+        self.slots: SlotPool
+        self.pages: PagePool | None
+        self.index: PrefixIndex | None
+        self.clear()
+
+    def clear(self) -> None:
+        """The store is new: nothing is in it, and what was leased of the old one means nothing."""
+        config = self.config
+        self.slots = SlotPool(config.num_slots)
+        self.pages = PagePool(config.num_pages) if config.num_pages else None
+        unit = config.page_size if config.num_pages else config.state_block_size
+        self.index = PrefixIndex(self.slots, self.pages, self.policy, unit, self.stats) if config.caching else None
+
+    @property
+    def pools(self) -> list[Pool]:
+        """Slots, and pages if there are any."""
+        return [self.slots] if self.pages is None else [self.slots, self.pages]
+
+    def can_spare_slot(self, *, admitting: bool = False) -> bool:
+        """Whether a slot may go into a checkpoint: only if those who wait for a row id can have theirs all the same.
+
+        `admitting`: the one that asks is itself still among those who wait.
+        """
+        return self.slots.available > self._slots_wanted(admitting)
+
+    def check(self, *, idle: bool = False) -> None:
+        """Raise `AssertionError` unless every slot and page is accounted for; `idle`: and none is in use."""
+        for pool in self.pools:
+            pool.check(idle=idle)

@@ -1,0 +1,336 @@
+"""What is cached, found by content: a trie of full pages keyed by their tokens, with states hanging at positions.
+
+A node is `unit` tokens below its parent: a KV page or, for a model without attention, a state block. Keys are the token
+tuples themselves, so that a match is verified by tokens and never by hash alone. Each salt has a root of its own: no
+request can find, or time, what another salt published.
+
+A state lies at a node and a tail: the tokens after the node's that do not fill a unit (none for a multiple of B). With
+attention, a state with a tail has a page of its own for them; whoever goes on from there copies that page first.
+
+Kept at all times: a node's page is there as long as the node; rows reference whole paths from the root, so that every
+cached page can be evicted, leaves first; a state goes with any page that it needs.
+"""
+
+from collections.abc import Sequence
+
+from serving.core.cache.lazy_heap import LazyHeap
+from serving.core.cache.pools import PagePool, SlotPool
+from serving.core.cache.prefix_tree import (
+    NO_TAIL,
+    Checkpoint,
+    CheckpointKind,
+    Match,
+    Node,
+    Root,
+    nearest_above,
+    root_digest,
+)
+from serving.core.cache.retention import EvictionRank, RetentionPolicy
+from serving.core.cache.row_pages import Content
+from serving.core.reasons import MissReason
+from serving.core.stats import Stats
+
+_GHOSTS = 16_384
+"""How many dropped prefixes are remembered, so that a user can be told that one was evicted."""
+
+
+class PrefixIndex:
+    """The trie, and which of its entries goes when a pool runs dry. `pages` is None for a model without attention."""
+
+    def __init__(
+        self, slots: SlotPool, pages: PagePool | None, policy: RetentionPolicy, unit: int, stats: Stats
+    ) -> None:
+        self.slots, self.pages, self.policy, self.unit, self.stats = slots, pages, policy, unit, stats
+        self.roots: dict[str | None, Root] = {}
+        self._clock = 0
+        self._level = 0
+        """The highest price of what had to be given up so far."""
+        self._ghosts: dict[int, None] = {}
+        self._idle_states: LazyHeap[Checkpoint] = LazyHeap(self._state_stamp)
+        self._idle_pages: LazyHeap[Node | Checkpoint] = LazyHeap(self._page_stamp)
+        slots.reclaim = self.evict_state
+        slots.reclaim_interior = self.evict_interior_state
+        slots.on_cached = self._slot_idle
+        slots.drop = self.drop_state
+        if pages is not None:
+            pages.reclaim = self.evict_page
+            pages.on_cached = self._page_idle
+            pages.drop = self.drop_state
+
+    # -- finding --
+
+    def find(self, tokens: Sequence[int], salt: str | None) -> Match:
+        """The deepest point where a state and, with attention, all pages up to it are cached; at most all tokens."""
+        root = self.roots.get(salt)
+        if root is None:
+            return Match(None, [], None, 0)
+        unit = self.unit
+        node: Node = root
+        path: list[Node] = []
+        for at in range(0, len(tokens) - unit + 1, unit):
+            child = node.children.get(tuple(tokens[at : at + unit]))
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        for node in [*reversed(path), root]:
+            if node.states:
+                at = node.depth * unit
+                entry = node.longest_state(tuple(tokens[at : at + unit - 1]))
+                if entry is not None:
+                    return Match(root, path, entry, len(path) * unit)
+        return Match(root, path, None, len(path) * unit)
+
+    def why_missed(self, tokens: Sequence[int], salt: str | None, match: Match) -> MissReason:
+        """Why a match has no state, as far as it can still be told."""
+        unit, ghosts = self.unit, self._ghosts
+        if any(_state_digest(node, NO_TAIL) in ghosts for node in match.path):
+            return MissReason.EVICTED if self.pages is None else MissReason.STATE_EVICTED
+        # A root goes with its last entry, but what it was called is known.
+        last = match.path[-1].digest if match.path else root_digest(salt)
+        rest = tuple(tokens[match.matched : match.matched + unit])
+        if (len(rest) == unit and hash((last, rest)) in ghosts) or any(
+            hash((last, rest[:length], "state")) in ghosts for length in range(1, min(len(rest) + 1, unit))
+        ):
+            return MissReason.EVICTED
+        if salt is not None and self.find(tokens, None).entry is not None:
+            # Said of the unsalted cache alone, which anybody can probe: what other salts hold is not told.
+            return MissReason.SALT_DIFFERS
+        if match.path or len(tokens) < self.policy.block:
+            return MissReason.TOO_SHORT
+        return MissReason.NOT_FOUND
+
+    # -- publishing --
+
+    def publish_pages(self, content: Content, position: int) -> Node:
+        """Make a sequence's full pages below `position` findable; returns the node at which S(position) hangs.
+
+        Where an equal page was published before, the row goes over to that one and gives up its own: so rows always
+        reference whole paths, and equal prefixes are held once.
+        """
+        tokens, salt, row = content
+        unit, pages, count = self.unit, self.pages, position // self.unit
+        node: Node = row.node if row.node is not None else self._root(salt)
+        for i in range(row.num_published, count):
+            key = tuple(tokens[i * unit : (i + 1) * unit])
+            child = node.children.get(key)
+            if child is None:
+                child = Node(node, key, 0, hash((node.digest, key)))
+                node.children[key] = child
+                self._ghosts.pop(child.digest, None)
+                if pages is not None:
+                    child.page = row.table[i]
+                    pages.publish(child.page, child)
+                    self.stats.pages_published += 1
+            elif pages is not None and child.page != row.table[i]:
+                row.exchange(i, child.page)
+            node = child
+        if pages is not None and count > row.num_published:
+            # Without pages a row references nothing, its path may be pruned: it starts from the root each time.
+            row.published(node, count)
+        while node.depth > count:
+            assert node.parent is not None
+            node = node.parent
+        return node
+
+    def publish_state(self, content: Content, position: int, slot: int, kind: CheckpointKind) -> bool:
+        """Make S(position) of a sequence findable; False if an equal one is there already (the slot stays as it was).
+
+        A tail's page is shared from now on: the row copies it before it writes on.
+        """
+        node = self.publish_pages(content, position)
+        tail = tuple(content.tokens[node.depth * self.unit : position])
+        known = node.states.get(tail)
+        if known is not None:
+            known.kind = max(known.kind, kind)
+            self._rank_again(known)
+            return False
+        page = content.pages.table[node.depth] if tail and self.pages is not None else 0
+        entry = Checkpoint(node, tail, position, slot, page, kind)
+        above = nearest_above(node, tail)
+        if node.children or node.states:
+            for lower in [lower for lower in above.below if entry.is_above(lower)]:
+                del above.below[lower]
+                entry.below[lower] = None
+                lower.above = entry
+                self._rank_again(lower)
+        node.add_state(entry)
+        entry.above = above
+        above.below[entry] = None
+        entry.last_use = self._tick()
+        self._rank_again(above)
+        self.slots.publish(slot, entry)
+        if page and self.pages is not None:
+            self.pages.publish(page, entry)
+            content.pages.shared = node.depth
+        self._ghosts.pop(_state_digest(node, tail), None)
+        self.stats.states_published += 1
+        return True
+
+    def _root(self, salt: str | None) -> Root:
+        root = self.roots.get(salt)
+        if root is None:
+            root = self.roots[salt] = Root(salt)
+        return root
+
+    # -- dropping --
+
+    def evict_state(self) -> bool:
+        """Drop the idle state that is worth least; False if there is none."""
+        return self._evict_state(None)
+
+    def evict_interior_state(self) -> bool:
+        """Drop an idle state of the lowest rank; False if there is none of it."""
+        return self._evict_state(EvictionRank.INTERIOR)
+
+    def _evict_state(self, max_rank: EvictionRank | None) -> bool:
+        entry = self._idle_states.pop(max_rank=max_rank)
+        if entry is None:
+            return False
+        if entry.rank == EvictionRank.VALUABLE:
+            self._level = max(self._level, entry.price)
+        self.drop_state(entry)
+        return True
+
+    def evict_page(self) -> bool:
+        """Drop the idle page that was used least recently and that nothing lies below; False if there is none."""
+        owner = self._idle_pages.pop()
+        if owner is None:
+            return False
+        if isinstance(owner, Checkpoint):
+            self.drop_state(owner)
+        else:
+            self._drop_node(owner)
+        return True
+
+    def drop_state(self, entry: Checkpoint) -> None:
+        """Forget a state and its tail's page. Rows that use them keep them, each for itself."""
+        node, above = entry.node, entry.above
+        assert above is not None
+        node.remove_state(entry)
+        del above.below[entry]
+        for lower in entry.below:
+            lower.above = above
+            above.below[lower] = None
+            self._rank_again(lower)
+        entry.below = {}
+        self._rank_again(above)
+        self._remember(_state_digest(node, entry.tail))
+        self.stats.states_evicted += 1
+        self.slots.unpublish(entry.slot)
+        if self.pages is None:
+            self._prune(node)
+        elif entry.page:
+            self.pages.unpublish(entry.page)
+            self._leaf_again(node)
+
+    def forget(self, tokens: Sequence[int], salt: str | None) -> None:
+        """Drop what begins like these tokens: all states, and the pages that are in nobody's use.
+
+        Whatever is wrong with one of them may have been handed on to those below it.
+        """
+        root = self.roots.get(salt)
+        if root is None:
+            return
+        for entry in list(root.states.values()):
+            if entry.tail == tuple(tokens[: len(entry.tail)]):
+                self.drop_state(entry)
+        child = root.children.get(tuple(tokens[: self.unit]))
+        below = [child] if child is not None else []
+        for node in below:
+            below += node.children.values()
+        for node in reversed(below):
+            for entry in list(node.states.values()):
+                self.drop_state(entry)
+            if self.pages is not None and not node.children and not self.pages.refs[node.page]:
+                self._drop_node(node)
+
+    def _drop_node(self, node: Node) -> None:
+        for entry in list(node.states.values()):
+            self.drop_state(entry)
+        parent = node.parent
+        assert parent is not None
+        assert self.pages is not None
+        del parent.children[node.key]
+        self._remember(node.digest)
+        self.stats.pages_evicted += 1
+        self.pages.unpublish(node.page)
+        self._leaf_again(parent)
+
+    def _prune(self, node: Node) -> None:
+        """Without pages a node lives only for the states at it and below it."""
+        while not node.states and not node.children:
+            if isinstance(node, Root):
+                del self.roots[node.salt]
+                return
+            assert node.parent is not None
+            del node.parent.children[node.key]
+            self._remember(node.digest)
+            node = node.parent
+
+    def _leaf_again(self, node: Node) -> None:
+        """Something below a node went: perhaps its page may go next."""
+        if isinstance(node, Root):
+            if not node.states and not node.children and self.roots.get(node.salt) is node:
+                del self.roots[node.salt]
+        elif self.pages is not None and not self.pages.refs[node.page] and node.is_leaf:
+            node.page_stamp = self._idle_pages.push((0, node.last_use), node, live=self.pages.num_cached)
+
+    def _remember(self, digest: int) -> None:
+        ghosts = self._ghosts
+        ghosts[digest] = None
+        if len(ghosts) > _GHOSTS:
+            del ghosts[next(iter(ghosts))]
+
+    # -- who may go, and when --
+
+    def touch(self, entry: Checkpoint) -> None:
+        """A request that was admitted reads this state."""
+        entry.hits += 1
+        entry.last_use = self._tick()
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def _rank_again(self, entry: Checkpoint) -> None:
+        """What lies next to an entry, or its kind, has changed."""
+        if len(entry.below) > 1:
+            # Some went on one way and some another: so may the next one, even when those that did are forgotten.
+            entry.kind = max(entry.kind, CheckpointKind.JUNCTION)
+        policy = self.policy
+        if (policy.rank(entry), policy.worth(entry)) != (entry.rank, entry.worth) and self._is_idle(entry):
+            self._queue_state(entry)
+
+    def _is_idle(self, entry: Checkpoint) -> bool:
+        return self.slots.owners[entry.slot] is entry and not self.slots.refs[entry.slot]
+
+    def _queue_state(self, entry: Checkpoint) -> None:
+        entry.rank, entry.worth = self.policy.rank(entry), self.policy.worth(entry)
+        entry.price = self._level + entry.worth
+        key = (entry.rank, entry.price, entry.last_use)
+        entry.stamp = self._idle_states.push(key, entry, live=self.slots.num_cached)
+
+    def _slot_idle(self, entry: Checkpoint) -> None:
+        entry.last_use = self._tick()
+        self._queue_state(entry)
+
+    def _page_idle(self, owner: Node | Checkpoint) -> None:
+        owner.last_use = self._tick()
+        if isinstance(owner, Checkpoint) or owner.is_leaf:
+            assert self.pages is not None
+            owner.page_stamp = self._idle_pages.push((0, owner.last_use), owner, live=self.pages.num_cached)
+
+    def _state_stamp(self, entry: Checkpoint) -> int | None:
+        return entry.stamp if self._is_idle(entry) else None
+
+    def _page_stamp(self, owner: Node | Checkpoint) -> int | None:
+        pages, page = self.pages, owner.page
+        assert pages is not None
+        if pages.refs[page] or pages.owners[page] is not owner:
+            return None
+        return owner.page_stamp if isinstance(owner, Checkpoint) or owner.is_leaf else None
+
+
+def _state_digest(node: Node, tail: tuple[int, ...]) -> int:
+    return hash((node.digest, tail, "state"))

@@ -1,0 +1,1 @@
+"""From requests to steps and back: admission, decode and prefill rows, preemption, publication, settling."""

@@ -1,0 +1,176 @@
+"""From the queue to a row id: the prefix lookup, and the first chunk."""
+
+from serving.core.cache.prefix_tree import Match
+from serving.core.planning.budget import Budget
+from serving.core.planning.fairness import MOST_OVERTAKEN
+from serving.core.planning.host_state import HostState
+from serving.core.planning.plan import StepPlan
+from serving.core.planning.prefill import plan_prefill
+from serving.core.planning.remote import drop_remote, remote_is_unneeded, reserve
+from serving.core.reasons import MissReason, RequestRefused, check_prompt_length
+from serving.core.requests.request import Fate, Request
+
+_LOOK_AGAIN = 8
+"""Steps after which a request that did not fit is looked up again while there is little room."""
+
+
+def refuse_impossible(host: HostState, request: Request) -> None:
+    """Raise `RequestRefused` for what can never run, or may not queue now; else set the request's limits."""
+    config = host.config
+    if request.request_id in host.queues.unfinished:
+        raise RequestRefused(f"request id {request.request_id!r} is in use: ids of unfinished requests must differ")
+    if not request.prompt_len:
+        raise RequestRefused("the prompt is empty: at least one token is needed")
+    if request.max_tokens < 1:
+        raise RequestRefused(f"max_tokens is {request.max_tokens}: it must be at least 1")
+    check_prompt_length(request.prompt_len, config.max_model_len)
+    request.max_total = min(config.max_model_len, request.prompt_len + request.max_tokens)
+    if config.num_pages and -(-(request.max_total - 1) // config.page_size) > config.num_pages - 1:
+        raise RequestRefused(
+            f"the request may reach {request.max_total} tokens: the {config.num_pages - 1} pages of "
+            f"{config.page_size} tokens hold {(config.num_pages - 1) * config.page_size + 1} at most"
+        )
+    if config.max_waiting is not None and len(host.queues.waiting) >= config.max_waiting:
+        raise RequestRefused(f"{config.max_waiting} requests are waiting: the queue is full, try later", retry=True)
+
+
+def admit(host: HostState, plan: StepPlan, budget: Budget) -> None:
+    """Admit waiting requests in order while there is room. The first that does not fit ends it.
+
+    Only forks that wait for their first sibling's prompt end are passed over, and long prompts if enough of them are
+    being prefilled. Where a row was just preempted, none is admitted: the room is needed.
+    """
+    at = overtaken = 0
+    room = host.fairness.room_for_long(host.queues.running)
+    while not plan.preempted and host.queues.free_row_ids and at < len(host.queues.waiting):
+        request = host.queues.waiting[at]
+        long = host.fairness.is_long(request)
+        if _waits_for_sibling(host, request):
+            at += 1
+        elif long and room <= 0:
+            at, overtaken = at + 1, overtaken + 1
+            if overtaken == MOST_OVERTAKEN:
+                return
+        elif not _admit_one(host, request, plan, budget):
+            return
+        else:
+            room -= long
+
+
+def admit_short(host: HostState, plan: StepPlan, budget: Budget) -> None:
+    """Admit short requests ahead of the long ones in the queue, while there is room."""
+    for request in host.fairness.overtaking(host.queues.waiting):
+        if plan.preempted or not host.queues.free_row_ids:
+            return
+        if not _waits_for_sibling(host, request) and not _admit_one(host, request, plan, budget):
+            return
+
+
+def _waits_for_sibling(host: HostState, request: Request) -> bool:
+    """Whether a fork should wait until the first of its siblings has put the prompt's end into the index.
+
+    Only while that one is sure to do so: it is unfinished, and has not reached its prompt's end before.
+    """
+    if request.fork_of is None or host.cache.index is None or request.prompt_logprobs or request.queueing.prompt_done:
+        return False
+    sibling = host.queues.unfinished.get(request.fork_of)
+    return (
+        sibling is not None and sibling is not request and not sibling.queueing.prompt_done and sibling.fork_of is None
+    )
+
+
+def _admit_one(host: HostState, request: Request, plan: StepPlan, budget: Budget) -> bool:
+    """Look the prompt up; take a row id, a slot and the first chunk's pages. False, with nothing kept, without room."""
+    queues, queueing, pool = host.queues, request.queueing, host.cache.pages
+    if pool is not None and queues.running and pool.available <= queueing.retry_above:
+        return False
+    cramped = budget.tokens < budget.share
+    if cramped and plan.step < queueing.retry_at:
+        return False
+    match = _find(host, request)
+    if remote_is_unneeded(request, match):
+        drop_remote(host, request)
+    elif request.transfer.remote is not None:
+        return reserve(host, request, match)
+    _take_hit(host, request, match)
+    progress = request.progress
+    if cramped and budget.tokens < len(request.tokens) - progress.num_computed:
+        # A tiny chunk is worth less than what a later step may find in the cache. Lookups are not free either.
+        host.release_all(request, Fate.DROPPED)
+        queueing.retry_at = plan.step + _LOOK_AGAIN
+        return False
+    # All of the prompt, though the first chunk needs less, and a page for each row that runs already to grow by:
+    # a request that is admitted only to be preempted has gained nothing.
+    growth = len(queues.running)
+    if pool is not None and growth and progress.pages.missing(len(request.tokens)) + growth > pool.available:
+        host.release_all(request, Fate.DROPPED)
+        queueing.retry_above = pool.available
+        return False
+    if not progress.state.lease():
+        # Never so while nothing runs: a pool of one slot publishes nothing, and any other has one beside the hit's.
+        host.release_all(request, Fate.DROPPED)
+        return False
+    progress.row_id = queues.free_row_ids.pop()
+    matched = match.matched if match is not None else 0
+    progress.stops = host.policy.stops(request.prompt_len, progress.num_computed, matched)
+    if not plan_prefill(host, request, plan, budget, preempting=False):
+        host.release_all(request, Fate.DROPPED)
+        return False
+    if match is not None and match.entry is not None and host.cache.index is not None:
+        host.cache.index.touch(match.entry)
+    _explain(host, request, match, plan)
+    queues.leave(request)
+    queues.enter(request)
+    plan.admitted.append(request)
+    return True
+
+
+def _find(host: HostState, request: Request) -> Match | None:
+    """What the cache has of a request; None where it may not look."""
+    if host.cache.index is None or request.prompt_logprobs:
+        return None
+    return host.cache.index.find(request.tokens, request.cache_salt)
+
+
+def _take_hit(host: HostState, request: Request, match: Match | None) -> None:
+    """Reference the state that was found and the pages up to it: nothing of it can go from now on."""
+    if match is None or match.entry is None:
+        return
+    entry, index, progress = match.entry, host.cache.index, request.progress
+    assert index is not None
+    progress.state.resume_from(entry.slot)
+    progress.pages.resume_from(match.path[: entry.position // index.unit], entry)
+    progress.num_computed = entry.position
+
+
+def _explain(host: HostState, request: Request, match: Match | None, plan: StepPlan) -> None:
+    """How much a request found at its first admission, or why nothing."""
+    lookup, found = request.lookup, request.progress.num_computed
+    if lookup.final:
+        return
+    lookup.num_cached_tokens = min(found, request.prompt_len)
+    lookup.miss_reason = None
+    if found:
+        return
+    if host.cache.index is None:
+        lookup.miss_reason = MissReason.CACHING_OFF
+    elif match is None:
+        lookup.miss_reason = MissReason.PROMPT_LOGPROBS
+    elif _being_written(request, plan):
+        lookup.miss_reason = MissReason.NOT_YET_WRITTEN
+    else:
+        lookup.miss_reason = host.cache.index.why_missed(request.tokens, request.cache_salt, match)
+
+
+def _being_written(request: Request, plan: StepPlan) -> bool:
+    """Whether another row of this step will publish a state that the request could have used."""
+    for row in plan.effects:
+        other = row.request
+        if other is request or other.cache_salt != request.cache_salt or not row.is_prefill:
+            continue
+        for position in other.progress.state.publishing():
+            if position <= len(request.tokens):
+                if request.tokens[:position] == other.tokens[:position]:
+                    return True
+                break
+    return False

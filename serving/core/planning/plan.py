@@ -1,0 +1,91 @@
+"""What one step does: the scheduler writes it, the engine turns it into arrays, the result comes back beside it.
+
+Rows keep what settling needs, because a result must be credited to the step that made it, not to whatever its row id
+stands for by then.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from serving.core.requests.request import PlannedRow, Request
+
+
+@dataclass(slots=True, eq=False)
+class DecodeRow(PlannedRow):
+    """At most 1 + K tokens of one sequence with a prior state. `access.writes` has a slot for each."""
+
+    continues: bool
+    """The device's own length, state, last token and drafts are used; `tokens` is empty."""
+    tokens: Sequence[int]
+    """Tokens that the host knows: all certain ones, then the host's drafts if it has any."""
+
+
+@dataclass(slots=True, eq=False)
+class PrefillRow(PlannedRow):
+    """Part of a prompt: any number of tokens, all certain, cut into tiles at absolute multiples of `tile_size`.
+
+    `access.writes` has a slot for each tile; the last one is where the sequence goes on from.
+    """
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens to feed."""
+        return self.request.tokens[self.length : self.length + self.num_tokens]
+
+
+Row = DecodeRow | PrefillRow
+
+
+@dataclass(slots=True, eq=False)
+class StepPlan:
+    """One step. What `admitted` asks for comes first, then the decode and prefill programs in either order."""
+
+    step: int
+    decode: list[DecodeRow] = field(default_factory=list)
+    prefill: list[PrefillRow] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    """Requests that have a row id from this step on: their sampling parameters must be written first."""
+    preempted: list[Request] = field(default_factory=list)
+    # -- the scheduler's own --
+    effects: list[PlannedRow] = field(default_factory=list)
+    """Rows with something to do once the step is dispatched."""
+    dispatched: bool = False
+
+    @property
+    def rows(self) -> list[Row]:
+        """All of them, decode rows first."""
+        return [*self.decode, *self.prefill]
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens fed, drafts included."""
+        return sum(row.num_tokens for row in self.rows)
+
+    def remove(self, row: PlannedRow) -> None:
+        """The row will not be run after all."""
+        if isinstance(row, DecodeRow):
+            self.decode.remove(row)
+        elif isinstance(row, PrefillRow):
+            self.prefill.remove(row)
+        if row in self.effects:
+            self.effects.remove(row)
+
+
+@dataclass(slots=True, eq=False)
+class StepResult:
+    """The tokens that each row emitted, in the plan's order: accepted drafts, then the newly sampled one."""
+
+    decode: Sequence[Sequence[int]] = ()
+    prefill: Sequence[Sequence[int]] = ()
+    drafted: Sequence[int] = ()
+    """For the counters: drafts that each decode row really had, where that can be fewer than planned."""
+
+
+@dataclass(slots=True, eq=False)
+class Emitted:
+    """What settling a step gave one request."""
+
+    request: Request
+    row: Row
+    tokens: Sequence[int]
+    """Those that count: cut at a stop token and at the limits, so perhaps fewer than the row emitted."""

@@ -1,0 +1,37 @@
+"""Making room for those who came first, by throwing away what can be computed again."""
+
+from serving.core.planning.host_state import HostState
+from serving.core.planning.plan import StepPlan
+from serving.core.requests.request import Fate, Request
+
+
+def preempt(host: HostState, victim: Request, plan: StepPlan) -> None:
+    """Back to the queue, at its old place; slots and pages go, tokens stay.
+
+    If it has a row in the step being planned, that is taken out. What a dispatched step still brings counts: those
+    tokens were computed properly, though the state that goes with them is given away.
+    """
+    host.queues.leave(victim)
+    unsettled = victim.progress.unsettled
+    if unsettled and unsettled[-1].step == plan.step:
+        row = unsettled.pop()
+        row.fate = Fate.DROPPED
+        plan.remove(row)
+    host.release_all(victim, Fate.DETACHED)
+    victim.queueing.num_preemptions += 1
+    host.stats.preemptions += 1
+    plan.preempted.append(victim)
+    host.queues.enqueue(victim)
+
+
+def preempt_later(host: HostState, request: Request, plan: StepPlan) -> bool:
+    """Preempt whoever comes last in the order; False if that is the request itself.
+
+    The first in the order can make everybody else go, and a request that would not fit alone was refused. So something
+    always advances, and whoever gets nothing is served when those before it are done.
+    """
+    victim = host.queues.running[-1]
+    if victim is request:
+        return False
+    preempt(host, victim, plan)
+    return True

@@ -1,0 +1,121 @@
+"""Compiles grammars on trial, as a process of its own: what takes too long or too much memory ends this process only.
+
+Run by `grammars`, by path: nothing is imported but the standard library and llguidance. First comes a frame about the
+vocabulary, then one for each grammar, which is answered by one: a frame is its length in four bytes, and JSON.
+"""
+
+import json
+import math
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import llguidance
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+LONGEST = 1 << 20
+"""Characters of a grammar."""
+SPACE = r"( |\r?\n[ \t]{0,20})?"
+"""Between the parts of a JSON text: nothing, a space, or a new line and indentation. With any space allowed, models may
+write nothing else. A schema can say otherwise: `"x-guidance": {"whitespace_pattern": ...}`."""
+
+
+def limits() -> llguidance.LLParserLimits:
+    """Bounds of following a grammar, beside the library's own: a lexer's states are 1 to 2 KB each."""
+    return llguidance.LLParserLimits(max_lexer_states=50_000)
+
+
+def form_of(kind: str, value: Any) -> str:
+    """A grammar as llguidance takes it. Raises whatever its parsers do."""
+    matcher = llguidance.LLMatcher
+    match kind:
+        case "regex":
+            form = matcher.grammar_from_regex(value)
+        case "choice":
+            form = matcher.grammar_from_lark(
+                "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
+            )
+        case "grammar":
+            form = matcher.grammar_from_lark(gbnf_to_lark(value) if "::=" in value else value)
+        case _:
+            # Only schemas that are tables take options.
+            options: Any = {"whitespace_pattern": SPACE} if isinstance(value, dict) else None
+            form = matcher.grammar_from_json_schema(json.dumps(value), defaults=options)
+    if len(form) > LONGEST:
+        raise ValueError(f"the grammar is longer than {LONGEST:,} characters")
+    return form
+
+
+def compiled(vocabulary: llguidance.LLTokenizer, form: str) -> llguidance.LLMatcher:
+    """The grammar, followed up to the first token. Raises ValueError where it is broken or too complex."""
+    matcher = llguidance.LLMatcher(vocabulary, form, log_level=0, limits=limits())
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # some faults show here only
+    if matcher.is_error():
+        message = matcher.get_error().partition("<")[0].strip()  # what follows is the parser's state
+        raise ValueError("no output is possible" if message == "NoExtensionBias" else message)
+    return matcher
+
+
+def read_frame(stream: BinaryIO) -> Any:
+    """The next frame; None at the end."""
+    head = stream.read(4)
+    if len(head) < 4:
+        return None
+    return json.loads(stream.read(int.from_bytes(head, "little")))
+
+
+def write_frame(stream: BinaryIO, value: Any) -> None:
+    """One frame."""
+    text = json.dumps(value).encode()
+    stream.write(len(text).to_bytes(4, "little") + text)
+    stream.flush()
+
+
+def one_line(error: Exception) -> str:
+    """What a client is told."""
+    return " ".join(str(error).split())[:300]
+
+
+def _pages() -> tuple[int, int]:
+    """Bytes of address space, and of memory."""
+    size, resident = Path("/proc/self/statm").read_text().split()[:2]
+    return int(size) * os.sysconf("SC_PAGE_SIZE"), int(resident) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> None:
+    """Serves until its input ends."""
+    given, taken = sys.stdin.buffer, sys.stdout.buffer
+    settings = read_frame(given)
+    os.nice(10)
+    try:
+        vocabulary = llguidance.LLTokenizer(
+            settings["tokenizer"], n_vocab=settings["vocab_size"], eos_token=settings["eos_token_ids"]
+        )
+    except Exception as error:
+        write_frame(taken, {"error": f"this model's tokenizer cannot be used: {one_line(error)}"})
+        return
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (_pages()[0] + settings["memory"],) * 2)
+    write_frame(taken, {})
+    while (request := read_frame(given)) is not None:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        until = math.ceil(usage.ru_utime + usage.ru_stime + settings["seconds"])
+        resource.setrlimit(resource.RLIMIT_CPU, (until, resource.RLIM_INFINITY))
+        before = _pages()[1]
+        try:
+            form = form_of(*request)
+            matcher = compiled(vocabulary, form)
+            answer = {"form": form, "bytes": max(0, _pages()[1] - before)}
+            del matcher
+        except MemoryError:
+            raise
+        except Exception as error:  # the package raises whatever its parsers do
+            answer = {"error": one_line(error)}
+        write_frame(taken, answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""How a store keeps the model's logical arrays; what travels is always logical, so both sides may differ in this.
+
+Divided over devices, an array of several parts has them device by device one after the other (the convolution's B and
+C, for example), and a unit that devices share is there several times. Cutting such an array by bytes would hand out the
+wrong channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Shaped
+
+from mamba_jax.config import Division, HybridConfig, StateArray
+from mamba_jax.store import Store, StoreShape
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The state of a model as so many devices keep it. With one device, these are the logical arrays themselves."""
+
+    shape: StoreShape
+    """Of the logical arrays."""
+    shards: int = 1
+    """Devices that share each layer."""
+
+    @classmethod
+    def of(cls, config: HybridConfig, store: Store) -> Arrangement:
+        """That of a store, wherever it lies."""
+        sharding = store.hidden.sharding
+        return cls(StoreShape.of(config), sharding.mesh.size if isinstance(sharding, NamedSharding) else 1)
+
+    def logical(self, array: StateArray, stored: Shaped[Array, "*sizes"]) -> Shaped[Array, "*sizes"]:
+        """Values of `array`, any number of them, as the store has them -> as the model defines them."""
+        division = self._division(array)
+        if division is None:
+            return stored
+        lead, rest = _around(stored, array, division)
+        if division.repeat > 1:
+            by_unit = stored.reshape(*lead, division.units, division.repeat, -1, *rest)
+            each_once = by_unit[(slice(None),) * (len(lead) + 1) + (0,)]
+            return each_once.reshape(*lead, -1, *rest)
+        by_device = stored.reshape(*lead, self.shards, division.parts, -1, *rest)
+        return jnp.swapaxes(by_device, len(lead), len(lead) + 1).reshape(stored.shape)
+
+    def stored(self, array: StateArray, logical: Shaped[Array, "*sizes"]) -> Shaped[Array, "*sizes"]:
+        """The inverse of `logical`."""
+        division = self._division(array)
+        if division is None:
+            return logical
+        lead, rest = _around(logical, array, division)
+        if division.repeat > 1:
+            by_unit = logical.reshape(*lead, division.units, 1, -1, *rest)
+            return jnp.repeat(by_unit, division.repeat, axis=len(lead) + 1).reshape(*lead, -1, *rest)
+        by_part = logical.reshape(*lead, division.parts, self.shards, -1, *rest)
+        return jnp.swapaxes(by_part, len(lead), len(lead) + 1).reshape(logical.shape)
+
+    def _division(self, array: StateArray) -> Division | None:
+        """How the array is divided, where the store has it otherwise than the model."""
+        division = array.over(self.shards).division
+        if self.shards == 1 or division is None or (division.parts == 1 and division.repeat == 1):
+            return None
+        return division
+
+
+def _around(
+    values: Shaped[Array, "*sizes"], array: StateArray, division: Division
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes before and after the axis that is divided."""
+    axis = values.ndim - len(array.shape) + division.axis
+    return values.shape[:axis], values.shape[axis + 1 :]

@@ -1,0 +1,176 @@
+"""A prefill worker in another process."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import os
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+import httpx
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from serving.split.manifest import Manifest, ManifestMismatch
+from serving.split.prefill_side import TooMany
+from serving.split.seal import Seal
+from serving.split.wire import Offer, SplitError, SplitTimeout, Want
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+KEY_VARIABLE = "MAMBA_JAX_API_KEY"
+_LONGEST = 1 << 20
+"""Bytes of an answer."""
+_BRIEF = 5.0
+"""Seconds for what nobody waits for."""
+
+
+class Hello(BaseModel):
+    """A decode worker's side of the handshake."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    manifest: Manifest
+
+
+class Release(BaseModel):
+    """What has become of a state."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    id: str
+    wanted: bool
+
+
+class Renew(BaseModel):
+    """States that are still waited for."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    ids: list[str] = Field(max_length=8192)
+
+
+class HttpPeer:
+    """Speaks to a prefill worker's `/split` endpoints. `connect` makes one, on the event loop that it lives on.
+
+    The methods of `Peer` may be called from any other thread. Each call has one deadline for all of it, however slowly
+    the other side answers. Errors of HTTP become `SplitError`: to the one who waits for a state it is all the same why
+    it does not come.
+    """
+
+    def __init__(self, url: str, manifest: Manifest, client: httpx.AsyncClient, seal: Seal) -> None:
+        self.url, self.manifest, self._client, self._seal = url, manifest, client, seal
+        self._loop = asyncio.get_running_loop()
+
+    @classmethod
+    async def connect(cls, url: str, ours: Manifest, *, seal: Seal | None = None, timeout: float = 5.0) -> HttpPeer:
+        """Shake hands with a prefill worker.
+
+        Raises:
+            ManifestMismatch: it has refused; it says the same in its log.
+            SplitError: it cannot be reached.
+        """
+        client = httpx.AsyncClient(base_url=url, timeout=timeout, headers=headers())
+        peer = cls(url, ours, client, seal or Seal())
+        try:
+            status, content = await peer._post("/split/hello", Hello(manifest=ours), timeout)
+            if status == 409:
+                raise ManifestMismatch(f"{url} refuses: {said(status, content)}")
+            if status != 200:
+                raise SplitError(f"prefill worker {url} does not shake hands: {said(status, content)}")
+            peer.manifest = Manifest.model_validate_json(content)
+        except (SplitTimeout, ValidationError) as error:
+            await client.aclose()
+            raise SplitError(f"prefill worker {url} cannot be reached: {error}") from None
+        except BaseException:
+            await client.aclose()
+            raise
+        return peer
+
+    def offer(self, want: Want, seconds: float) -> Offer:
+        """See `PrefillSide.offer`."""
+        status, content = self._from_thread(self._post("/split/offer", want, seconds), seconds)
+        if status == 503:
+            raise TooMany(said(status, content))
+        if status != 200:
+            raise SplitError(said(status, content))
+        try:
+            return Offer.model_validate_json(content)
+        except ValidationError:
+            raise SplitError(f"prefill worker {self.url} offers nothing that makes sense") from None
+
+    def renew(self, ids: Sequence[str]) -> None:
+        """See `PrefillSide.renew`."""
+        self._mention("/split/renew", Renew(ids=list(ids)[:8192]))
+
+    def release(self, id: str, *, wanted: bool) -> None:
+        """See `PrefillSide.release`."""
+        self._mention("/split/release", Release(id=id, wanted=wanted))
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._client.aclose()
+
+    def _from_thread(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:  # the loop has been closed: this worker shuts down
+            work.close()
+            raise SplitError("this worker is shutting down") from None
+        try:
+            return future.result(seconds + 1.0)
+        except (TimeoutError, concurrent.futures.CancelledError):
+            future.cancel()
+            raise SplitTimeout(f"prefill worker {self.url} has not answered in {seconds:.1f} s") from None
+
+    def _mention(self, path: str, message: BaseModel) -> None:
+        async def post() -> None:
+            with contextlib.suppress(SplitError):
+                await self._post(path, message, _BRIEF)
+
+        work = post()
+        try:
+            asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:
+            work.close()
+
+    async def _post(self, path: str, message: BaseModel, seconds: float) -> tuple[int, bytes]:
+        """Status and content of the answer."""
+        body, content = message.model_dump_json().encode(), bytearray()
+        own = {"content-type": "application/json"} | self._seal.headers(path, body)
+        try:
+            async with asyncio.timeout(seconds), self._client.stream("POST", path, content=body, headers=own) as answer:
+                async for piece in answer.aiter_bytes():
+                    content += piece
+                    if len(content) > _LONGEST:
+                        raise SplitError(f"prefill worker {self.url} answers more than {_LONGEST:,} bytes")
+                return answer.status_code, bytes(content)
+        except (TimeoutError, httpx.TimeoutException):
+            raise SplitTimeout(f"prefill worker {self.url} has not answered in {seconds:.1f} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise SplitError(f"prefill worker {self.url} cannot be reached: {error or type(error).__name__}") from None
+
+
+def headers() -> dict[str, str]:
+    """Workers with an API key find it in the environment, as they do for themselves."""
+    key = os.environ.get(KEY_VARIABLE)
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def said(status: int, content: bytes) -> str:
+    """The message of an error object, or whatever else came."""
+    with contextlib.suppress(ValidationError):
+        return _Error.model_validate_json(content).error.message
+    return f"status {status}"
+
+
+class _Message(BaseModel):
+    message: str
+
+
+class _Error(BaseModel):
+    error: _Message

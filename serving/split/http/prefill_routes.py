@@ -1,0 +1,189 @@
+"""Endpoints of a prefill worker: compute a prompt, copy what is lacked, let go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Any, Literal
+
+from fastapi import APIRouter, FastAPI, Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from serving.api.http.chat import template_options
+from serving.api.http.context import Context, context_of
+from serving.api.http.errors import ApiError
+from serving.api.http.generation import check_size
+from serving.api.http.protocol.chat import ChatRequest
+from serving.api.http.protocol.completions import CompletionRequest
+from serving.api.http.streaming import until_gone
+from serving.engine.async_engine import AsyncEngine, EngineStopped
+from serving.engine.output import RequestOutput
+from serving.split.http.peer import Hello, Release, Renew
+from serving.split.http.sealed import sealed
+from serving.split.manifest import Manifest, ManifestMismatch, check
+from serving.split.prefill_side import Export, PrefillSide, TooMany
+from serving.split.prefilling import ONCE, fed_tokens, ticket_of
+from serving.split.seal import Seal
+from serving.split.wire import Handoff, Offer, SplitError, Ticket, Want
+
+log = logging.getLogger(__name__)
+
+
+class PrefillRequest(BaseModel):
+    """A request of OpenAI's API, of which the prompt is to be computed."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    kind: Literal["completions", "chat/completions"]
+    body: dict[str, Any]
+    handoff: Handoff = "full"
+    seconds: float = Field(600.0, gt=0)
+    """In which the prompt must have been computed: nobody waits for it any longer."""
+
+
+def prefill_router(side: PrefillSide, url: str, *, seal: Seal | None = None) -> APIRouter:
+    """The endpoints of one prefill worker, which others reach at `url`. Only messages with `seal` count."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        sweeping = asyncio.create_task(_sweep(app, side))
+        yield
+        sweeping.cancel()
+        side.worker.close()
+
+    router = APIRouter(prefix="/split", tags=["split"], lifespan=lifespan, dependencies=[sealed(seal or Seal())])
+
+    @router.post("/hello", response_model=Manifest)
+    async def hello(body: Hello) -> Manifest:
+        """A decode worker's handshake: refused (409) where the two cannot exchange states."""
+        try:
+            for notice in check(side.worker.manifest, body.manifest):
+                log.warning("a decode worker: %s", notice)
+        except ManifestMismatch as error:
+            log.error("a decode worker was refused: %s", error)
+            raise ApiError(409, str(error), code="manifest_mismatch") from None
+        return side.worker.manifest
+
+    @router.get("/manifest", response_model=Manifest)
+    async def manifest() -> Manifest:
+        """What this worker's states are like."""
+        return side.worker.manifest
+
+    @router.post("/prefill", response_model=Ticket)
+    async def prefill(body: PrefillRequest, request: Request) -> Ticket:
+        """Compute a prompt, and keep its state until it is fetched or its lease runs out."""
+        context = context_of(request)
+        return await until_gone(request.receive, _prefill(context, side, body, url))
+
+    @router.post("/offer", response_model=Offer)
+    async def offer(want: Want, request: Request) -> Offer:
+        """Copy what a decode worker lacks; it can then be fetched."""
+        try:
+            return await context_of(request).engine.call(lambda _: side.offer(want))
+        except TooMany as error:
+            raise ApiError(503, str(error), code="too_many_copies", headers={"Retry-After": "1"}) from None
+        except SplitError as error:
+            raise ApiError(410, str(error), code="state_gone") from None
+
+    @router.post("/renew")
+    async def renew(body: Renew, request: Request) -> dict[str, bool]:
+        """States are still waited for."""
+        await context_of(request).engine.call(lambda _: side.renew(body.ids))
+        return {"renewed": True}
+
+    @router.post("/release")
+    async def release(body: Release, request: Request) -> dict[str, bool]:
+        """A state has been fetched, or is not wanted."""
+        await context_of(request).engine.call(lambda _: side.release(body.id, wanted=body.wanted))
+        return {"released": True}
+
+    @router.get("/status")
+    async def status(request: Request) -> dict[str, Any]:
+        """Counters."""
+        return await context_of(request).engine.call(
+            lambda _: {"role": "prefill", "kept": side.kept} | asdict(side.stats)
+        )
+
+    return router
+
+
+async def _prefill(context: Context, side: PrefillSide, body: PrefillRequest, url: str) -> Ticket:
+    prompt, priority, salt = await _prompt(context, body)
+    fed = fed_tokens(prompt, body.handoff)
+    if not fed:
+        return ticket_of(side, None, prompt, body.handoff, worker=url)
+    engine, id, name = context.engine, secrets.token_hex(16), f"prefill-{uuid.uuid4().hex}"
+    last: RequestOutput | None = None
+    beating = asyncio.create_task(_beat(engine, side, id))
+    try:
+        async with asyncio.timeout(body.seconds):
+            export: Export = await engine.call(lambda _: side.begin(id))
+            outputs = engine.generate(
+                {"prompt_token_ids": fed}, ONCE, name, priority=priority, cache_salt=salt, live=False, export=export
+            )
+            async with contextlib.aclosing(outputs) as each:
+                async for output in each:
+                    last = output
+        assert last is not None
+    except BaseException as error:
+        # Refused, aborted, too late, or the router has gone: nobody will come for it. The place may not even have been
+        # taken yet; this is told after that was asked.
+        engine.tell(lambda _: side.release(id, wanted=False))
+        if isinstance(error, TooMany):
+            raise ApiError(503, str(error), code="too_many_states", headers={"Retry-After": "1"}) from None
+        if isinstance(error, TimeoutError):
+            raise ApiError(503, "the prompt was not computed in time", code="too_late") from None
+        raise
+    finally:
+        beating.cancel()
+    return ticket_of(side, export, prompt, body.handoff, worker=url, cached_tokens=last.num_cached_tokens)
+
+
+async def _beat(engine: AsyncEngine, side: PrefillSide, id: str) -> None:
+    """A lease does not run out while its prompt waits or is computed."""
+    while True:
+        await asyncio.sleep(side.lease / 4)
+        engine.tell(lambda _: side.renew([id]))
+
+
+async def _prompt(context: Context, body: PrefillRequest) -> tuple[list[int], int, str | None]:
+    """Token ids exactly as the decode worker will find them, priority and salt."""
+    request: ChatRequest | CompletionRequest
+    try:
+        if body.kind == "chat/completions":
+            request = ChatRequest.model_validate(body.body)
+        else:
+            request = CompletionRequest.model_validate(body.body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ApiError(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    context.check(request.model)
+    if isinstance(request, ChatRequest):
+        messages = [message.model_dump(exclude_unset=True) for message in request.messages]
+        special = request.add_special_tokens is True
+        prompt = await context.codec.encode_chat(messages, add_special_tokens=special, **template_options(request))
+    else:
+        if len(request.prompts) != 1:
+            raise ApiError(400, "one prompt at a time can be computed for another worker", param="prompt")
+        (given,) = request.prompts
+        special = request.add_special_tokens is not False
+        if isinstance(given, str):
+            (prompt,) = await context.codec.encode([given], add_special_tokens=special)
+        else:
+            prompt = given
+    check_size(context, [prompt], "messages" if isinstance(request, ChatRequest) else "prompt")
+    return list(prompt), request.priority, request.cache_salt
+
+
+async def _sweep(app: FastAPI, side: PrefillSide) -> None:
+    """Leases run out also while nothing happens."""
+    context: Context = app.state.context
+    while True:
+        await asyncio.sleep(max(0.05, side.lease / 4))
+        with contextlib.suppress(EngineStopped):
+            await context.engine.call(lambda _: side.sweep())

@@ -1,0 +1,98 @@
+"""What `mamba-jax serve --role ...` adds to a server."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from fastapi import APIRouter
+
+from serving.config import ConfigError
+from serving.engine.build import Built
+from serving.split.decode_side import DecodeSide
+from serving.split.http.decode_routes import decode_router
+from serving.split.http.prefill_routes import prefill_router
+from serving.split.prefill_side import PrefillSide
+from serving.split.seal import SECRET_VARIABLE
+from serving.split.settings import SplitSettings
+from serving.split.transport import TransportError, open_transports
+from serving.split.worker import Worker
+
+log = logging.getLogger(__name__)
+
+_FETCHES = 8  # states on their way to a decode worker at once
+
+
+@dataclass(frozen=True)
+class OpenRole:
+    """A role that has been taken on; one of a server that does everything itself is empty."""
+
+    routers: list[APIRouter]
+    worker: Worker | None = None
+    reads: bool = False
+    """It takes states out of its store; otherwise it puts them in."""
+
+    def prepare(self) -> None:
+        """Compile what the role needs, on the engine's thread; for peers with the same page size."""
+        worker = self.worker
+        if worker is None:
+            return
+        store, layers = worker.loop.store, worker.manifest.attention_layers
+        assert store is not None
+        # Those who go on from a prefill worker's states may want its draft layer's keys and values, or not.
+        for count in {layers + worker.manifest.draft_layers, layers if self.reads else len(store.kv)}:
+            worker.programs.warm_up(
+                store, unit=max(1, store.page_size), layers=count, reading=self.reads, state=worker.state
+            )
+
+
+def open_role(settings: SplitSettings, built: Built, host: str, port: int) -> OpenRole:
+    """Take on the role of `settings`, before anything drives the engine.
+
+    Raises:
+        ConfigError: a transport is not available.
+    """
+    if settings.role is None:
+        return OpenRole([])
+    if not settings.seal.secret and not _is_loopback(host):
+        raise ConfigError(
+            f"a {settings.role} worker on {host} can be reached by others: give the fleet a secret, by --split-secret "
+            f"or {SECRET_VARIABLE} (any 16 characters or more that all its workers and routers have)"
+        )
+    reached = settings.advertise or host
+    if reached in ("0.0.0.0", "::", ""):
+        reached = socket.gethostbyname(socket.gethostname())
+    try:
+        transports = open_transports(settings.transport, reached)
+    except TransportError as error:
+        raise ConfigError(str(error)) from None
+    worker, seal = Worker.of(built, transports), settings.seal
+    if settings.role == "prefill":
+        side = PrefillSide(
+            worker,
+            lease=settings.lease,
+            max_lease=settings.max_lease,
+            max_kept=settings.max_kept,
+            max_copied_bytes=settings.max_transfer_bytes,
+        )
+        return OpenRole([prefill_router(side, f"http://{reached}:{port}", seal=seal)], worker, reads=True)
+    worker.manifest = worker.manifest.model_copy(update={"converts_state": settings.convert_state})
+    decode = DecodeSide(
+        worker,
+        policy=settings.on_failure,
+        executor=ThreadPoolExecutor(_FETCHES, thread_name_prefix="fetch"),
+        timeout=settings.fetch_timeout,
+        max_arriving_bytes=settings.max_transfer_bytes,
+        fail=built.engine.fail,
+    )
+    return OpenRole([decode_router(decode, seal=seal, allowed=settings.peer)], worker)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,171 @@
+"""What two workers must agree on before a state can go from one to the other, and what may differ."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from pydantic import BaseModel, ConfigDict
+
+from mamba_jax.config import HybridConfig, Role
+from mamba_jax.store import Store
+from serving.split.arrangement import Arrangement
+
+PROTOCOL = 2
+"""Of the messages between workers."""
+LAYOUT = "state[layer]; kv[layer, token, K even V odd, head_dim]"
+"""Of the arrays that travel."""
+
+_SAMPLES = 16  # values of each weight that go into the model's hash
+
+
+class ManifestMismatch(ValueError):
+    """Two workers that cannot exchange states: one line that says what differs, and what to do."""
+
+
+class Manifest(BaseModel):
+    """One worker's side. What is marked with a star must be equal on both sides."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+
+    protocol: int
+    """*"""
+    layout: str
+    """*"""
+    model: str
+    """* Hash of config, weight names and shapes, and a sample of every weight."""
+    dtype: str
+    """* Of keys, values, and of all of a state but what accumulates."""
+    ssm_dtype: str
+    """* Of the recurrent states, which accumulate; unless the decode side was asked to convert."""
+    state: dict[str, tuple[int, ...]]
+    """* Shapes of a state's arrays, as they travel, by name."""
+    attention_layers: int
+    """Without the draft layers."""
+    draft_layers: int
+    """Draft layers whose keys and values are kept; the prefill side must have as many as the decode side, or more."""
+    page_size: int
+    """0: no attention."""
+    state_block_size: int
+    shards: int
+    """Devices that share each layer."""
+    max_model_len: int
+    converts_state: bool = False
+    """Of a decode worker: it takes recurrent states of another dtype."""
+    versions: dict[str, str]
+    transports: dict[str, str]
+    """Where arrays can be fetched, by kind of transport."""
+
+    @property
+    def digest(self) -> str:
+        """A hash of all but the addresses, sent along with every transfer."""
+        text = self.model_dump_json(exclude={"transports"}) + " ".join(sorted(self.transports))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def describe(
+    config: HybridConfig,
+    store: Store,
+    arrangement: Arrangement,
+    state: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    model: str,
+    state_block_size: int,
+    max_model_len: int,
+    transports: dict[str, str],
+) -> Manifest:
+    """The manifest of a running worker. `state` are the arrays of a state, `model` is its `model_digest`."""
+    layers, declared = config.num_attention_uses, arrangement.shape.arrays
+    accumulated = [str(spec.dtype) for name, spec in state.items() if declared[name].role is Role.ACCUMULATED]
+    return Manifest(
+        protocol=PROTOCOL,
+        layout=LAYOUT,
+        model=model,
+        dtype=str(store.hidden.dtype),
+        ssm_dtype=accumulated[0] if accumulated else "none",
+        state={name: tuple(spec.shape) for name, spec in state.items()},
+        attention_layers=min(layers, len(store.kv)),
+        draft_layers=max(0, len(store.kv) - layers),
+        page_size=store.page_size,
+        state_block_size=state_block_size,
+        shards=arrangement.shards,
+        max_model_len=max_model_len,
+        versions={"mamba-jax": _version("mamba-jax"), "jax": jax.__version__},
+        transports=transports,
+    )
+
+
+def check(prefill: Manifest, decode: Manifest) -> list[str]:
+    """Whether a prefill worker's states can be used by a decode worker; returns what the user should be told.
+
+    Page sizes, state block sizes, numbers of drafts and of devices may differ.
+
+    Raises:
+        ManifestMismatch: they cannot.
+    """
+    pairs = {
+        "protocol": (prefill.protocol, decode.protocol, "run the same version of mamba-jax on both"),
+        "layout": (prefill.layout, decode.layout, "run the same version of mamba-jax on both"),
+        "dtype": (prefill.dtype, decode.dtype, "give both the same --dtype"),
+        "model": (prefill.model, decode.model, "give both the same --model, the same weights"),
+        "state": (prefill.state, decode.state, "give both the same --model"),
+        "attention layers": (prefill.attention_layers, decode.attention_layers, "give both the same --model"),
+    }
+    for what, (theirs, ours, advice) in pairs.items():
+        if theirs != ours:
+            raise ManifestMismatch(f"{what} differs: prefill has {theirs}, decode has {ours}; {advice}")
+    notices = []
+    if prefill.ssm_dtype != decode.ssm_dtype:
+        if not decode.converts_state:
+            raise ManifestMismatch(
+                f"ssm_dtype differs: prefill has {prefill.ssm_dtype}, decode has {decode.ssm_dtype}; give both the "
+                "same --ssm-dtype, or --convert-state to the decode worker"
+            )
+        notices.append(f"states are converted from {prefill.ssm_dtype} to {decode.ssm_dtype}: outputs may differ")
+    if prefill.draft_layers < decode.draft_layers:
+        raise ManifestMismatch(
+            f"draft layers differ: decode drafts with {decode.draft_layers}, prefill keeps the keys and values of "
+            f"{prefill.draft_layers}; start the prefill worker with --role prefill or the same drafts"
+        )
+    if not set(prefill.transports) & set(decode.transports):
+        raise ManifestMismatch(
+            f"no common transport: prefill has {sorted(prefill.transports)}, decode has {sorted(decode.transports)}; "
+            "give both the same --transport"
+        )
+    for name, theirs in prefill.versions.items():
+        ours = decode.versions.get(name, "none")
+        if theirs != ours:
+            notices.append(f"{name} differs: prefill has {theirs}, decode has {ours}")
+    return notices
+
+
+def model_digest(model: nnx.Module, config: HybridConfig) -> str:
+    """A hash of a model: its config, every weight's name and shape, and some values of each.
+
+    Sampling reads a few numbers of each weight, not gigabytes: it tells checkpoints and fine-tunes apart, and does not
+    prove that no weight differs anywhere. Weights are compared as float32, whatever they are stored as.
+    """
+    found = hashlib.sha256(repr(config).encode())
+    for path, leaf in sorted(_weights(model)):
+        flat = leaf.reshape(-1)
+        values = np.asarray(flat[:: max(1, flat.size // _SAMPLES)][:_SAMPLES]).astype(np.float32)
+        found.update(f"{path}{tuple(leaf.shape)}".encode())
+        found.update(values.tobytes())
+    return found.hexdigest()[:32]
+
+
+def _weights(model: nnx.Module) -> Iterator[tuple[str, Any]]:
+    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        yield ".".join(map(str, path)), leaf[...]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,254 @@
+"""Taking a resumption point out of a store and putting one in: a few small programs of fixed shapes.
+
+What travels is a copy, because the next step gives the store itself away. A point is one state (the arrays that mixers
+declare by slot, each [layers, ...], and the hidden state) and keys and values in *pieces*: arrays [layers, tokens, ...]
+of a few fixed sizes, so that after a warm-up nothing compiles. Tokens, not pages, are what both sides agree on: their
+page sizes may differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Int
+
+from mamba_jax.program_cache import ProgramCache
+from mamba_jax.store import Store, load, put, read_slots, take, write_slots
+from mamba_jax.store_layout import is_pinned, places
+from serving.split.arrangement import Arrangement
+
+SIZES = (64, 16, 4, 1)
+"""Pieces by the units that they hold."""
+
+State = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens [start, start + tokens) of a sequence, all of whose units are whole."""
+
+    start: int
+    tokens: int
+
+
+def pieces(start: int, end: int, unit: int) -> list[Piece]:
+    """Cover the tokens [start, end) with as few pieces as there are sizes for. Both ends are widened to whole units.
+
+    `unit` is a multiple of both sides' page sizes.
+    """
+    if start >= end:
+        return []
+    at, last = start // unit, -(-end // unit)
+    found = []
+    while at < last:
+        size = next(size for size in SIZES if size <= last - at)
+        found.append(Piece(at * unit, size * unit))
+        at += size
+    return found
+
+
+def common_unit(page_size: int, other: int) -> int:
+    """The smallest number of tokens that fills whole pages on both sides. Without attention (0) any will do."""
+    return math.lcm(page_size or 1, other or 1)
+
+
+class PointPrograms:
+    """The compiled programs of one store. They are compiled when first needed, or before by `warm_up`."""
+
+    def __init__(self, arrangement: Arrangement) -> None:
+        self.arrangement = arrangement
+        self.cache = ProgramCache()
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far."""
+        return len(self.cache)
+
+    # -- out --
+
+    def read_state(self, store: Store, slot: int) -> State:
+        """A copy of the state in a slot."""
+        return _first_device(self._run(self._read_state, (store, np.int32(slot))))
+
+    def read_piece(self, store: Store, pages: Sequence[int], count: int, layers: int) -> Array:
+        """A copy of the keys and values in some pages, of the first `layers` layers.
+
+        Only the first `count` tokens mean anything: what lies behind them is sent as zeros.
+        """
+        arguments = (store, np.asarray(pages, np.int32), np.int32(count))
+        return _first_device(self._run(self._read_piece(layers), arguments))
+
+    # -- in --
+
+    def write_state(self, store: Store, slot: int, state: State, position: int) -> Store:
+        """The store (given away) with a state in a slot, which then holds S(position)."""
+        return self._run(self._write_state, (store, _for_store(store, state), np.int32(slot), np.int32(position)))
+
+    def write_piece(self, store: Store, pages: Sequence[int], piece: Array) -> Store:
+        """The store (given away) with a piece in some pages; page 0 = not wanted."""
+        return self._run(self._write_piece, (store, _for_store(store, piece), np.asarray(pages, np.int32)))
+
+    def warm_up(
+        self, store: Store, *, unit: int, layers: int, reading: bool, state: dict[str, jax.ShapeDtypeStruct]
+    ) -> None:
+        """Compile all that one role needs; nothing is run. `state` are the arrays of a state as they come."""
+        zero, whole = np.int32(0), _whole(store)
+
+        def there(spec: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=whole)
+
+        for size in SIZES if store.kv else ():
+            table = np.zeros(size * unit // store.page_size, np.int32)
+            if reading:
+                self._find(self._read_piece(layers), (store, table, zero))
+            else:
+                shape = (layers, size * unit, *self.arrangement.shape.pages[0].shape)
+                piece = there(jax.ShapeDtypeStruct(shape, store.kv[0].dtype))
+                self._find(self._write_piece, (store, piece, table))
+        if reading:
+            self._find(self._read_state, (store, zero))
+        else:
+            self._find(self._write_state, (store, {name: there(spec) for name, spec in state.items()}, zero, zero))
+
+    def _run(self, program: _Form, arguments: tuple[Any, ...]) -> Any:
+        donated = int(program.donates)
+        return self.cache.run(program.name, arguments, lambda: self._compile(program, arguments), donated=donated)
+
+    def _find(self, program: _Form, arguments: tuple[Any, ...]) -> None:
+        self.cache.find(program.name, arguments, lambda: self._compile(program, arguments))
+
+    def _compile(self, program: _Form, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+        store: Store = arguments[0]
+        sharding = store.hidden.sharding
+        options: dict[str, Any] = {"donate_argnums": (0,)} if program.donates else {}
+        if isinstance(sharding, NamedSharding) or is_pinned(self.arrangement.shape, store):
+            options["out_shardings"] = places(self.arrangement.shape, store) if program.donates else _whole(store)
+        return jax.jit(program.run, **options).lower(*arguments).compile()
+
+    @property
+    def _read_state(self) -> _Form:
+        return _Form("read_state", partial(_read_state, self.arrangement))
+
+    def _read_piece(self, layers: int) -> _Form:
+        return _Form(f"read_piece of {layers} layers", partial(_read_piece, self.arrangement, layers))
+
+    @property
+    def _write_state(self) -> _Form:
+        return _Form("write_state", partial(_write_state, self.arrangement), donates=True)
+
+    @property
+    def _write_piece(self) -> _Form:
+        return _Form("write_piece", partial(_write_piece, self.arrangement), donates=True)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A program before it is compiled."""
+
+    name: str
+    run: Callable[..., Any]
+    donates: bool = False
+    """The store is given away, and comes back."""
+
+
+def state_spec(store: Store, arrangement: Arrangement) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of a state of this store as it travels, in the order in which its arrays are declared."""
+    spec = jax.eval_shape(partial(_read_state, arrangement), store, jax.ShapeDtypeStruct((), jnp.int32))
+    return {name: spec[name] for name in arrangement.shape.arrays if name in spec}
+
+
+def _read_state(arrangement: Arrangement, store: Store, slot: Int[Array, ""]) -> State:
+    layers: dict[str, list[Array]] = {}
+    for arrays in store.slots:
+        for name, array in arrays.items():
+            layers.setdefault(name, []).append(take(array, slot))
+    declared = arrangement.shape.arrays
+    state = {name: arrangement.logical(declared[name], jnp.stack(each)) for name, each in layers.items()}
+    return {**state, "hidden": take(store.hidden, slot)}
+
+
+def _read_piece(
+    arrangement: Arrangement, layers: int, store: Store, pages: Int[Array, " n"], count: Int[Array, ""]
+) -> Array:
+    tokens = len(pages) * store.page_size
+    there = (jnp.arange(tokens) < count)[:, None, None]
+    read = []
+    for kv in store.kv[:layers]:
+        logical = arrangement.logical(arrangement.shape.pages[0], read_slots(kv, pages))
+        flat = logical.reshape(tokens, *logical.shape[2:])
+        read.append(jnp.where(there, flat, jnp.zeros((), kv.dtype)))
+    return jnp.stack(read)
+
+
+def _write_state(
+    arrangement: Arrangement, store: Store, state: State, slot: Int[Array, ""], position: Int[Array, ""]
+) -> Store:
+    layers = {name: iter(each) for name, each in state.items() if name != "hidden"}
+
+    def write(name: str, array: Array) -> Array:
+        return put(array, arrangement.stored(arrangement.shape.arrays[name], next(layers[name])), slot)
+
+    slots = tuple({name: write(name, array) for name, array in arrays.items()} for arrays in store.slots)
+    tags = store.tags
+    if tags is not None:
+        times = load(tags, slot)[0] + 1
+        tags = put(tags, jnp.stack([times, position]), slot)
+    hidden = put(store.hidden, state["hidden"], slot)
+    return replace(store, slots=slots, hidden=hidden, tags=tags)
+
+
+def _write_piece(arrangement: Arrangement, store: Store, piece: Array, pages: Int[Array, " n"]) -> Store:
+    count, declared = len(pages), arrangement.shape.pages
+    paged = piece.reshape(-1, store.page_size, *piece.shape[2:])
+
+    def at_once(layer: int, kv: Array, paged: Array, pages: Array) -> Array:
+        return write_slots(kv, arrangement.stored(declared[0], paged[layer * count :][:count]), pages)
+
+    def one_by_one(layer: int, kv: Array, paged: Array, pages: Array) -> Array:
+        # Straight out of the piece: one layer's part of it would be copied on the way, which takes XLA:CPU longer than
+        # all the rest. So would a conditional for what is not wanted; hence those that are come first.
+        wanted = jnp.nonzero(pages > 0, size=count, fill_value=0)[0]
+
+        def write(i: Int[Array, ""], kv: Array) -> Array:
+            return put(kv, arrangement.stored(declared[0], load(paged, layer * count + wanted[i])), pages[wanted[i]])
+
+        return jax.lax.fori_loop(0, (pages > 0).sum(), write, kv)
+
+    written = [
+        jax.lax.platform_dependent(kv, paged, pages, cpu=partial(one_by_one, layer), default=partial(at_once, layer))
+        for layer, kv in enumerate(store.kv)
+    ]
+    return replace(store, kv=tuple(written))
+
+
+def _whole(store: Store) -> jax.sharding.Sharding:
+    """Where whole arrays lie for this store: on each device of its mesh, or on its only device."""
+    sharding = store.hidden.sharding
+    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+
+
+def _for_store(store: Store, tree: Any) -> Any:
+    whole = _whole(store)
+
+    def move(leaf: Any) -> Array:
+        # What lies there already, as what the transfer engine brings does, is not worth the call.
+        return leaf if getattr(leaf, "sharding", None) == whole else jax.device_put(leaf, whole)
+
+    return jax.tree.map(move, tree)
+
+
+def _first_device(tree: Any) -> Any:
+    """Whole arrays that several devices have, on the first of them alone."""
+
+    def pick(leaf: Array) -> Array:
+        return leaf.addressable_shards[0].data if len(leaf.sharding.device_set) > 1 else leaf
+
+    return jax.tree.map(pick, tree)

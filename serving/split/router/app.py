@@ -1,0 +1,121 @@
+"""The router as an application: OpenAI's API, passed on.
+
+It has a server's limits and validates as a server does, before any worker sees a request: a wrong one is answered here,
+and never makes a worker look as if it had failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Any
+
+import httpx
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from serving.api.http import errors
+from serving.api.http.limits import Limits
+from serving.api.http.protocol.chat import ChatRequest
+from serving.api.http.protocol.completions import CompletionRequest
+from serving.api.http.protocol.tokenization import DetokenizeRequest, TokenizeRequest
+from serving.api.http.sampling import sampling_params
+from serving.api.http.settings import ServerSettings
+from serving.api.http.streaming import EventStream, start, until_gone
+from serving.api.metrics import Metrics
+from serving.split.http.peer import headers as own_key
+from serving.split.router.metrics import RelayCollector
+from serving.split.router.relay import Asked, Relay
+from serving.split.router.workers import Fleet
+from serving.split.settings import RouterSettings
+
+_PASSED_ON = ("authorization", "x-request-id", "traceparent", "tracestate")
+
+
+def create_router(settings: RouterSettings) -> FastAPI:
+    """An ASGI application in front of the workers that `settings` names."""
+    # Every wait for a worker has a deadline of its own, around all of it: see `Remote.attended`.
+    timeout = httpx.Timeout(None, connect=settings.connect_timeout)
+    client = httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(max_connections=None))
+    # Its own key is for what the router asks by itself. Clients' requests go on with the clients' keys, or with none.
+    fleet = Fleet.of(settings.prefill, settings.decode, client, own_key(), settings.seal)
+    relay = Relay(fleet, settings)
+    metrics = Metrics("router")
+    metrics.registry.register(RelayCollector(relay))
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        watching = asyncio.create_task(fleet.watch(settings.check_interval, settings.check_timeout))
+        yield
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await client.aclose()
+
+    app = FastAPI(title="mamba-jax router", lifespan=lifespan)
+    app.state.relay = relay
+    limits = ServerSettings.create(
+        max_body_bytes=settings.max_body_bytes, body_timeout=settings.body_timeout, api_key=settings.api_key
+    )
+    app.add_middleware(Limits, bounds=limits, metrics=metrics)
+    errors.install(app)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        sampling_params(body, {})
+        return await _pass_on(relay, "completions", request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        sampling_params(body, {})
+        return await _pass_on(relay, "chat/completions", request)
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+        return await _ask(relay, "/tokenize", request)
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        return await _ask(relay, "/detokenize", request)
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        return await _ask(relay, "/v1/models", request)
+
+    @app.get("/health")
+    @app.get("/ready")
+    async def health() -> Response:
+        up = any(worker.up for worker in fleet.decode)
+        return JSONResponse({"ready": up}, 200 if up else 503)
+
+    @app.get("/metrics")
+    async def get_metrics() -> Response:
+        content, kind = metrics.exposition({})
+        return Response(content, media_type=kind)
+
+    @app.get("/status")
+    async def status() -> dict[str, Any]:
+        return fleet.status() | {"relay": asdict(relay.stats)}
+
+    return app
+
+
+async def _pass_on(relay: Relay, kind: str, request: Request) -> Response:
+    asked = Asked(kind, await request.body(), await request.json(), _headers(request))
+    answer = await until_gone(request.receive, relay.answer(asked))
+    if asked.stream and answer.status == 200:
+        return EventStream(await start(answer.body), answer.headers)
+    async with contextlib.aclosing(answer.body) as pieces:
+        content = b"".join([piece async for piece in pieces])
+    return Response(content, answer.status, answer.headers)
+
+
+async def _ask(relay: Relay, path: str, request: Request) -> Response:
+    asked = Asked(path, await request.body(), {}, _headers(request))
+    found = await until_gone(request.receive, relay.ask(path, asked))
+    return Response(found.content, found.status_code, media_type="application/json")
+
+
+def _headers(request: Request) -> dict[str, str]:
+    return {name: value for name, value in request.headers.items() if name in _PASSED_ON}

@@ -1,0 +1,42 @@
+"""The router's own numbers beside those of its HTTP server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from serving.api.metrics import PREFIX
+from serving.split.router.relay import Relay
+
+_COUNTED = {
+    "requests": "Requests that were passed on.",
+    "split": "Of those, with a prompt that a prefill worker had computed.",
+    "alone": "Of those, computed by a decode worker alone.",
+    "prefill_retries": "Times that another prefill worker had to be asked.",
+    "decode_retries": "Times that another decode worker had to be asked.",
+    "late": "Requests that ended by their deadline.",
+}
+
+
+class RelayCollector:
+    """For a Prometheus registry."""
+
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry."""
+        for name, value in asdict(self._relay.stats).items():
+            yield CounterMetricFamily(f"{PREFIX}router_{name}", _COUNTED[name], value)
+        labels = ["role", "url"]
+        up = GaugeMetricFamily(f"{PREFIX}worker_up", "Whether a worker answers.", labels=labels)
+        load = GaugeMetricFamily(f"{PREFIX}worker_load", "Requests under way at a worker.", labels=labels)
+        failures = CounterMetricFamily(f"{PREFIX}worker_failures", "Times that a worker did not answer.", labels=labels)
+        for worker in (*self._relay.fleet.prefill, *self._relay.fleet.decode):
+            where = [worker.role, worker.url]
+            up.add_metric(where, float(worker.up))
+            load.add_metric(where, worker.load)
+            failures.add_metric(where, worker.failures)
+        yield from (up, load, failures)

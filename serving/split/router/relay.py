@@ -1,0 +1,328 @@
+"""One request's way through the router: a prefill worker, a decode worker, and others where one of them fails.
+
+A request has one deadline, from its arrival to the beginning of its answer (or all of it, where it is not streamed);
+what is left of it goes along with everything that is asked of workers. A worker that says 503 or 429 is busy: another
+one is asked. One that cannot be reached is down: nothing goes there, and what waits for it goes to another. What else a
+worker answers is the request's own business, and passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from pydantic import ValidationError
+
+from serving.api.http.errors import ApiError
+from serving.split.http.peer import said
+from serving.split.router.workers import Fleet, Remote, choose
+from serving.split.settings import RouterSettings
+from serving.split.wire import Ticket
+
+log = logging.getLogger(__name__)
+
+_BUSY = (429, 503)
+_EXPECT = 30.0
+"""Seconds for telling a decode worker of a state; it can do without."""
+_RELEASE = 5.0
+_RETRY = {"Retry-After": "1"}
+
+
+class WorkerLost(Exception):
+    """A worker has not answered: another one may. `busy`: it has, and has no room."""
+
+    def __init__(self, why: str, *, busy: bool = False) -> None:
+        super().__init__(why)
+        self.busy = busy
+
+
+@dataclass
+class RelayStats:
+    """What became of requests."""
+
+    requests: int = 0
+    split: int = 0
+    """With a prompt that a prefill worker had computed."""
+    alone: int = 0
+    """Computed by a decode worker alone."""
+    prefill_retries: int = 0
+    decode_retries: int = 0
+    late: int = 0
+    """Ended by their deadline."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request as it came."""
+
+    kind: str
+    """`completions` or `chat/completions`."""
+    content: bytes
+    """Passed on as it is."""
+    body: dict[str, Any]
+    """The same, parsed; it has been validated."""
+    headers: dict[str, str]
+    """Those that are passed on."""
+
+    @property
+    def stream(self) -> bool:
+        """Whether the answer comes piece by piece."""
+        return bool(self.body.get("stream"))
+
+
+@dataclass
+class Answer:
+    """The beginning of a decode worker's answer. `body` is to be closed."""
+
+    status: int
+    headers: dict[str, str]
+    body: AsyncGenerator[bytes, None]
+
+
+class Relay:
+    """Passes requests on."""
+
+    def __init__(self, fleet: Fleet, settings: RouterSettings) -> None:
+        self.fleet, self.settings, self.stats = fleet, settings, RelayStats()
+
+    async def answer(self, asked: Asked) -> Answer:
+        """The answer to a request of OpenAI's API. What fails before anything came is tried on another worker.
+
+        Raises:
+            ApiError: no worker is left, or none for the prompt where the policy asks for one; or time is up.
+        """
+        self.stats.requests += 1
+        settings, text = self.settings, prompt_text(asked.kind, asked.body)
+        until = time.monotonic() + (settings.first_token_timeout if asked.stream else settings.request_timeout)
+        key = text[: settings.affinity].encode(errors="replace")
+        wanted = splittable(asked.kind, asked.body) and len(text) > settings.split_above and bool(self.fleet.prefill)
+        ticket: Ticket | None = None
+        tried: list[Remote] = []
+        try:
+            while True:
+                worker = choose(self.fleet.decode, key, slack=settings.slack, without=tried)
+                if worker is None:
+                    raise ApiError(503, _nobody("decode", tried), code="no_worker", headers=_RETRY)
+                tried.append(worker)
+                if wanted and ticket is None:
+                    ticket = await self._prefill(asked, key, worker, until)
+                try:
+                    split = ticket is not None and await self._expect(worker, ticket, asked, until)
+                    answer = await self._decode(worker, asked, until)
+                    if ticket is not None and split and answer.status != 200:
+                        await self._release(ticket)  # refused: nobody will fetch it
+                    self.stats.split += split
+                    self.stats.alone += not split
+                    return answer
+                except WorkerLost as error:
+                    self.stats.decode_retries += 1
+                    if not error.busy:
+                        worker.failed(str(error))
+        except BaseException:
+            if ticket is not None:
+                await self._release(ticket)
+            raise
+
+    async def ask(self, path: str, asked: Asked) -> httpx.Response:
+        """Any decode worker's answer to something small.
+
+        Raises:
+            ApiError: none has one.
+        """
+        until = time.monotonic() + self.settings.first_token_timeout
+        tried: list[Remote] = []
+        while (worker := choose(self.fleet.decode, b"", slack=self.settings.slack, without=tried)) is not None:
+            tried.append(worker)
+            method = "POST" if asked.content else "GET"
+            try:
+                async with worker.attended(until - time.monotonic()):
+                    found = await self.fleet.client.request(
+                        method, worker.url + path, content=asked.content, headers=_as_json(asked.headers)
+                    )
+                if found.status_code not in _BUSY:
+                    return found
+            except TimeoutError:
+                self._check_time(worker, until)
+            except httpx.HTTPError as error:
+                worker.failed(_why(error))
+        raise ApiError(503, _nobody("decode", tried), code="no_worker", headers=_RETRY)
+
+    async def _prefill(self, asked: Asked, key: bytes, decode: Remote, until: float) -> Ticket | None:
+        """A ticket from the first prefill worker that has one; None if a decode worker is to do without.
+
+        Raises:
+            ApiError: no worker is left and the policy is to fail, or time is up.
+        """
+        settings, fleet = self.settings, self.fleet
+        tried = [one for one in fleet.prefill if (one.url, decode.url) in fleet.mismatched]
+        while (worker := choose(fleet.prefill, key, slack=settings.slack, without=tried)) is not None:
+            tried.append(worker)
+            left = until - time.monotonic()
+            head = {"kind": asked.kind, "handoff": settings.handoff, "seconds": max(0.001, left)}
+            message = json.dumps(head).encode()[:-1] + b', "body": ' + asked.content + b"}"
+            try:
+                with worker.busy():
+                    async with worker.attended(left):
+                        found = await self._post(worker.url, "/split/prefill", message, asked.headers)
+                if found.status_code == 200:
+                    ticket = Ticket.model_validate_json(found.content)
+                    return ticket if ticket.position else None
+                if found.status_code < 500 and found.status_code not in _BUSY:
+                    # The request is wrong, or too long for this worker: the decode worker has the last word.
+                    return None
+                log.warning("prefill worker %s: %s", worker.url, said(found.status_code, found.content))
+            except TimeoutError:
+                self._check_time(worker, until)
+            except (httpx.HTTPError, ValidationError) as error:
+                worker.failed(_why(error))
+            self.stats.prefill_retries += 1
+        if settings.on_failure == "fail":
+            raise ApiError(503, _nobody("prefill", tried), code="no_worker", headers=_RETRY)
+        return None
+
+    async def _expect(self, worker: Remote, ticket: Ticket, asked: Asked, until: float) -> bool:
+        """Tell a decode worker of the state; whether it can use it. If not, it does without.
+
+        Raises:
+            WorkerLost: it cannot be reached.
+            ApiError: it may not do without, or time is up.
+        """
+        left = until - time.monotonic()
+        message = ticket.model_copy(update={"patience": max(0.001, left)}).model_dump_json().encode()
+        why = f"it has not answered in {_EXPECT:g} s"
+        try:
+            async with worker.attended(min(left, _EXPECT)):
+                found = await self._post(worker.url, "/split/expect", message, asked.headers)
+            if found.status_code == 200:
+                return True
+            why = said(found.status_code, found.content)
+        except TimeoutError:
+            self._check_time(worker, until)
+            if not worker.up:
+                raise WorkerLost("it has gone") from None
+        except httpx.HTTPError as error:
+            raise WorkerLost(_why(error)) from None
+        log.warning("decode worker %s: %s", worker.url, why)
+        if self.settings.on_failure == "fail":
+            raise ApiError(503, why, code="state_not_fetched", headers=_RETRY)
+        await self._release(ticket)
+        return False
+
+    async def _decode(self, worker: Remote, asked: Asked, until: float) -> Answer:
+        """The beginning of the answer, up to its first piece.
+
+        Raises:
+            WorkerLost: there is none.
+            ApiError: time is up.
+        """
+        async with AsyncExitStack() as stack:
+            try:
+                stack.enter_context(worker.busy())
+                request = self.fleet.client.build_request(
+                    "POST", f"{worker.url}/v1/{asked.kind}", content=asked.content, headers=_as_json(asked.headers)
+                )
+                async with worker.attended(until - time.monotonic()):
+                    found = await self.fleet.client.send(request, stream=True)
+                    stack.push_async_callback(found.aclose)
+                    if found.status_code in _BUSY:
+                        raise WorkerLost(f"it answers {found.status_code}", busy=True)
+                    pieces = found.aiter_raw()
+                    first = [piece] if asked.stream and (piece := await anext(pieces, b"")) else []
+                    if not asked.stream:
+                        # All of it: what breaks off half way can still be asked of another.
+                        first = [piece async for piece in pieces]
+            except TimeoutError:
+                self._check_time(worker, until)
+                raise WorkerLost("it has gone") from None
+            except httpx.HTTPError as error:
+                raise WorkerLost(_why(error)) from None
+            held = stack.pop_all()
+        passed = ("content-type", "retry-after", "cache-control", "x-request-id")
+        answered = {name: value for name, value in found.headers.items() if name in passed}
+
+        async def rest() -> AsyncGenerator[bytes, None]:
+            async with held:
+                for piece in first:
+                    yield piece
+                while asked.stream:
+                    try:
+                        async with worker.attended(self.settings.stall_timeout):
+                            piece = await anext(pieces, b"")
+                    except TimeoutError:
+                        raise _broken_off() from None
+                    except httpx.HTTPError as error:
+                        worker.failed(_why(error))
+                        raise _broken_off() from None
+                    if not piece:
+                        return
+                    yield piece
+
+        return Answer(found.status_code, answered, rest())
+
+    def _check_time(self, worker: Remote, until: float) -> None:
+        """After a timeout: if it was the request's own, that was it.
+
+        Raises:
+            ApiError: time is up.
+        """
+        if time.monotonic() >= until:
+            self.stats.late += 1
+            raise ApiError(
+                503, f"no answer in time (the last to be asked was {worker.role} worker {worker.url})", code="too_late",
+                headers=_RETRY,
+            )  # fmt: skip
+
+    async def _post(self, url: str, path: str, message: bytes, headers: dict[str, str]) -> httpx.Response:
+        sealed = _as_json(headers) | self.fleet.seal.headers(path, message)
+        return await self.fleet.client.post(url + path, content=message, headers=sealed)
+
+    async def _release(self, ticket: Ticket) -> None:
+        message = json.dumps({"id": ticket.id, "wanted": False}).encode()
+        try:
+            # Not "attended": whose state it is may be down, and its lease will then run out.
+            found = self._post(ticket.worker, "/split/release", message, self.fleet.headers)
+            await asyncio.wait_for(found, _RELEASE)
+        except (TimeoutError, httpx.HTTPError) as error:
+            log.debug("a lease will have to run out: %s", error)
+
+
+def splittable(kind: str, body: dict[str, Any]) -> bool:
+    """Whether a prefill worker can do the prompt: there is one, and nothing is asked of its tokens."""
+    if body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs") is not None):
+        return False
+    if kind == "chat/completions":
+        return True
+    prompt = body.get("prompt")
+    if isinstance(prompt, list):
+        return bool(prompt) and isinstance(prompt[0], int)
+    return isinstance(prompt, str)
+
+
+def prompt_text(kind: str, body: dict[str, Any]) -> str:
+    """What a prompt begins with, for choosing workers: equal beginnings of prompts are equal beginnings of it."""
+    given = body.get("messages") if kind == "chat/completions" else body.get("prompt")
+    return given if isinstance(given, str) else json.dumps(given)
+
+
+def _as_json(headers: dict[str, str]) -> dict[str, str]:
+    return headers | {"content-type": "application/json"}
+
+
+def _why(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _nobody(role: str, tried: list[Remote]) -> str:
+    busy = any(worker.up for worker in tried)
+    return f"all {role} workers are busy" if busy else f"no {role} worker is available"
+
+
+def _broken_off() -> ApiError:
+    return ApiError(502, "the decode worker has gone in the middle of the answer", code="broken_off")

@@ -1,0 +1,141 @@
+"""Every setting of the prefill/decode split, defined once: for `mamba-jax serve --role` and `mamba-jax router`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from serving.config import ConfigError
+from serving.split.seal import SECRET_VARIABLE, Seal
+from serving.split.wire import FailurePolicy, Handoff
+
+Role = Literal["prefill", "decode"]
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def create(cls, **values: Any) -> Any:
+        """Validated settings; values that are None count as not given.
+
+        Raises:
+            ConfigError: a bad value.
+        """
+        try:
+            return cls(**{name: value for name, value in values.items() if value is not None})
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = str(first["loc"][0]) if first["loc"] else "settings"
+            raise ConfigError(f"{name}: {first['msg'].lower()}, got {first['input']!r}") from None
+
+
+class SplitSettings(_Settings):
+    """Settings of one worker."""
+
+    role: Role | None = Field(
+        None,
+        description="Role of this worker behind `mamba-jax router`: prefill or decode. Unset: a server that does both.",
+    )
+    transport: tuple[Literal["jax", "tcp"], ...] = Field(
+        (),
+        description="How states are transferred: jax (device to device, by JAX's transfer engine) or tcp (through host "
+        "memory); repeatable, the preferred one first. Unset: jax if available, then tcp.",
+    )
+    advertise: str | None = Field(None, description="Host name or address by which other workers reach this one.")
+    lease: float = Field(
+        30.0, gt=0, description="prefill: seconds a state is held for its decode worker after it was last asked for."
+    )
+    max_lease: float = Field(600.0, gt=0, description="prefill: maximum seconds a state is held in all.")
+    max_kept: int = Field(64, ge=1, description="prefill: maximum number of states held for fetching.")
+    max_transfer_bytes: int = Field(
+        1 << 30,
+        ge=1,
+        description="Maximum bytes of states in transfer, beside the store: copies that wait to be fetched (prefill), "
+        "or what is arriving (decode).",
+    )
+    split_secret: str | None = Field(
+        None,
+        min_length=16,
+        repr=False,
+        description="A secret shared by all workers and routers of a fleet: they obey only messages sealed with it. "
+        f"Also read from {SECRET_VARIABLE}. Required unless the worker listens on loopback.",
+    )
+    peer: tuple[str, ...] = Field(
+        (),
+        description="decode: URL of a prefill worker to fetch states from; repeatable. Unset: any that a sealed "
+        "message names.",
+    )
+    on_failure: FailurePolicy = Field(
+        "recompute", description="decode: whether to recompute or fail a request whose state does not arrive."
+    )
+    fetch_timeout: float = Field(30.0, gt=0, description="decode: seconds to wait for a state.")
+    convert_state: bool = Field(False, description="decode: accept recurrent states of another dtype and convert them.")
+
+    @property
+    def seal(self) -> Seal:
+        """Of the fleet."""
+        return _seal(self.split_secret)
+
+    @property
+    def engine_flags(self) -> dict[str, Any]:
+        """Defaults that the role gives to engine flags: what it must store for the other side."""
+        return {"keep_draft_kv": True} if self.role == "prefill" else {}
+
+
+def _seal(secret: str | None) -> Seal:
+    return Seal(secret or os.environ.get(SECRET_VARIABLE, ""))
+
+
+class RouterSettings(_Settings):
+    """Settings of the router."""
+
+    prefill: tuple[str, ...] = Field((), description="URL of a prefill worker; repeatable.")
+    decode: tuple[str, ...] = Field((), description="URL of a decode worker; repeatable.")
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on.")
+    handoff: Handoff = Field(
+        "full",
+        description="full: the decode worker samples the first token from the state it receives. recompute-last: it "
+        "computes the prompt's last token itself.",
+    )
+    on_failure: FailurePolicy = Field(
+        "recompute", description="If no prefill worker is available: recompute on the decode worker, or fail."
+    )
+    split_above: int = Field(0, ge=0, description="Prompts of up to this many characters skip the prefill workers.")
+    affinity: int = Field(
+        2048,
+        ge=0,
+        description="Number of leading characters of a prompt that choose its workers, so that shared prefixes meet.",
+    )
+    slack: int = Field(
+        4, ge=0, description="How many more requests than the least busy worker the chosen one may have."
+    )
+    check_interval: float = Field(1.0, gt=0, description="Seconds between health checks of each worker.")
+    check_timeout: float = Field(
+        5.0, gt=0, description="Seconds to wait for a health check; after three missed ones a worker is down."
+    )
+    connect_timeout: float = Field(3.0, gt=0, description="Seconds to wait for a worker to accept a connection.")
+    first_token_timeout: float = Field(
+        120.0, gt=0, description="Seconds until a stream must have begun, however many workers have been tried."
+    )
+    request_timeout: float = Field(600.0, gt=0, description="Seconds until an answer without streaming must be there.")
+    stall_timeout: float = Field(60.0, gt=0, description="Maximum seconds between two pieces of a stream.")
+    max_body_bytes: int = Field(8 << 20, ge=1024, description="Larger requests are refused (413).")
+    body_timeout: float = Field(60.0, gt=0, description="Seconds to wait for a request's body (408).")
+    api_key: tuple[str, ...] = Field(
+        (), description="A key that clients must send; repeatable. Unset: the workers check clients' keys."
+    )
+    split_secret: str | None = Field(
+        None,
+        min_length=16,
+        repr=False,
+        description=f"The secret that the workers share. Also read from {SECRET_VARIABLE}.",
+    )
+
+    @property
+    def seal(self) -> Seal:
+        """Of the fleet."""
+        return _seal(self.split_secret)

@@ -1,0 +1,106 @@
+"""From device to device by JAX's own transfer engine, `jax.experimental.transfer`.
+
+It has a table of offered arrays that a peer takes from by key. What we add is what it leaves open: a pull of what
+nobody offers waits for ever, so the receiver looks at its own clock; and an offer that nobody takes stays for ever, so
+the sender takes it itself.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from serving.split.transport.base import TransportError
+
+_GLANCE = 0.0005, 0.01  # seconds between two looks at whether arrays have arrived: at least, at most
+
+
+class JaxTransport:
+    """One transfer server, and one connection to each peer.
+
+    Raises:
+        TransportError: this JAX has no transfer engine, or it does not start.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", device: jax.Device | None = None) -> None:
+        try:
+            from jax.experimental import transfer
+        except ImportError:
+            raise TransportError(
+                f"jax {jax.__version__} has no jax.experimental.transfer here: use --transport tcp"
+            ) from None
+        self._device = device if device is not None else jax.local_devices()[0]
+        try:
+            self._server = transfer.start_transfer_server(self._device.client, f"{host}:0", [f"{host}:0"])
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise TransportError(f"the transfer engine does not start: {error}; use --transport tcp") from None
+        self.address = self._server.address()
+        self._sharding = jax.sharding.SingleDeviceSharding(self._device)
+        self._connections: dict[str, Any] = {}
+        self._offered: dict[int, list[jax.ShapeDtypeStruct]] = {}
+        self._lock = threading.Lock()
+
+    def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
+        # An array without elements would never arrive.
+        some = [array for array in arrays if array.size]
+        with self._lock:
+            self._offered[key] = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding) for x in some]
+        self._server.await_pull(key, [jax.device_put(x, self._device) for x in some])
+
+    def drain(self, key: int, *, taken: bool = False) -> None:
+        with self._lock:
+            specs = self._offered.pop(key, None)
+        if specs is not None and not taken:
+            self._pull(self.address, key, specs)
+
+    def fetch(self, address: str, key: int, specs: Sequence[jax.ShapeDtypeStruct], timeout: float) -> list[Any]:
+        placed = [
+            jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=self._sharding)
+            for spec in specs
+            if math.prod(spec.shape)
+        ]
+        begin = time.monotonic()
+        try:
+            arrays: list[Any] = self._pull(address, key, placed)
+            for array in arrays:
+                while not array.is_ready():
+                    waited = time.monotonic() - begin
+                    if waited > timeout:
+                        self._forget(address)
+                        raise TransportError(f"nothing came from {address} in {timeout:g} s")
+                    # Nothing is noticed much later than it came, and long waits cost few looks.
+                    time.sleep(min(max(waited / 8, _GLANCE[0]), _GLANCE[1]))
+            # Ready is also what has failed: only looking at it tells.
+            jax.block_until_ready(arrays)
+        except RuntimeError as error:
+            if isinstance(error, TransportError):
+                raise
+            self._forget(address)
+            raise TransportError(f"fetching from {address} failed: {' '.join(str(error).split())[:200]}") from None
+        came = iter(arrays)
+        return [next(came) if math.prod(spec.shape) else jnp.zeros(spec.shape, spec.dtype) for spec in specs]
+
+    def close(self) -> None:
+        with self._lock:
+            keys = list(self._offered)
+            self._connections.clear()
+        for key in keys:
+            self.drain(key)
+
+    def _pull(self, address: str, key: int, specs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+        with self._lock:
+            connection = self._connections.get(address)
+            if connection is None:
+                connection = self._connections[address] = self._server.connect(address)
+        return connection.pull(key, list(specs))
+
+    def _forget(self, address: str) -> None:
+        """The next fetch from there connects anew."""
+        with self._lock:
+            self._connections.pop(address, None)

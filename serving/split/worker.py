@@ -1,0 +1,103 @@
+"""What both sides of a split have in common: an engine with programs for points, a manifest and transports."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from serving.core import Scheduler
+from serving.engine.build import Built
+from serving.engine.loop import StepLoop
+from serving.split.arrangement import Arrangement
+from serving.split.manifest import Manifest, describe, model_digest
+from serving.split.point import Piece, PointPrograms, pieces, state_spec
+from serving.split.transport import Transport
+from serving.split.wire import Want
+
+
+@dataclass
+class Worker:
+    """An engine that exchanges states. `Worker.of` makes one."""
+
+    loop: StepLoop
+    arrangement: Arrangement
+    state: dict[str, jax.ShapeDtypeStruct]
+    """The arrays of a state as they travel."""
+    kv: jax.ShapeDtypeStruct | None
+    """Keys and values of one token in one layer; None without attention."""
+    manifest: Manifest
+    transports: dict[str, Transport]
+    verify: bool = False
+    """Compare checksums of everything that is fetched: for debugging, it goes by way of the host."""
+    programs: PointPrograms = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.programs = PointPrograms(self.arrangement)
+
+    @classmethod
+    def of(cls, built: Built, transports: dict[str, Transport], *, model: str = "") -> Worker:
+        """From an engine that nobody drives yet. `model` is its digest, for those who know it already."""
+        loop, config = built.engine.loop, built.model.config
+        store = loop.store
+        assert store is not None
+        arrangement = Arrangement.of(config, store)
+        kv = None
+        if store.kv:
+            kv = jax.ShapeDtypeStruct(arrangement.shape.pages[0].shape, store.kv[0].dtype)
+        state = state_spec(store, arrangement)
+        manifest = describe(
+            config,
+            store,
+            arrangement,
+            state,
+            model=model or model_digest(built.model, config),
+            state_block_size=built.config.state_block_size,
+            max_model_len=built.size.max_model_len,
+            transports={name: transport.address for name, transport in transports.items()},
+        )
+        return cls(loop, arrangement, state, kv, manifest, transports, verify=built.config.debug_state)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Of the engine."""
+        return self.loop.scheduler
+
+    def close(self) -> None:
+        """Stop listening."""
+        for transport in self.transports.values():
+            transport.close()
+
+
+def point_specs(
+    worker: Worker, want: Want, position: int, ssm_dtype: str
+) -> tuple[list[jax.ShapeDtypeStruct], list[Piece]]:
+    """The arrays that travel, in their order: a state's, then one of each piece. Both sides work this out alone.
+
+    `ssm_dtype` is that of the side that sends.
+    """
+    declared = worker.arrangement.shape.arrays
+    specs = [
+        jax.ShapeDtypeStruct(spec.shape, jnp.dtype(declared[name].dtype(spec.dtype, ssm_dtype)))
+        for name, spec in worker.state.items()
+    ]
+    if worker.kv is None:
+        return specs, []
+    cut, kv = pieces(want.start, position, want.unit), worker.kv
+    specs += [jax.ShapeDtypeStruct((want.layers, piece.tokens, *kv.shape), kv.dtype) for piece in cut]
+    return specs, cut
+
+
+def shapes_of(arrays: Sequence[Any]) -> list[tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each, as they are sent and compared."""
+    return [(tuple(array.shape), str(array.dtype)) for array in arrays]
+
+
+def checksums(arrays: Sequence[Any]) -> list[int]:
+    """CRC-32 of each array's bytes."""
+    return [zlib.crc32(np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8).data) for array in arrays]

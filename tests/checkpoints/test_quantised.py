@@ -1,0 +1,214 @@
+"""Quantised checkpoints: each format says what the weights say that it stands for by its published definition."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import checkpoints
+from checkpoints import CheckpointError, load_model
+from checkpoints.quantised import packing
+from checkpoints.tensor_set import TensorSet
+from mamba_jax.model import parameters
+from mamba_jax.modules.quantised import quantised_weights
+from tests.support.golden_case import full_log_probs
+from tests.support.quantised_checkpoints import CONFIGS, METHODS, config_of, fp8, write_mixed, write_quantised
+
+TOLERANCE = 2e-4
+
+
+def load(directory, **flags):
+    return load_model(directory, dtype="float32", progress=False, **flags)
+
+
+def values(model):
+    return {path: leaf[...] for path, leaf in parameters(model).items()}
+
+
+def written(tmp_path, model, method):
+    description, formats = METHODS[method]
+    if model == "granite" and ("GPTQ" in method or method == "AWQ" or "INT4" in method):
+        # Its experts are three-dimensional tensors, which these formats do not have.
+        formats = {
+            pattern.replace("(in|out)put_linear", "shared_mlp.(in|out)put_linear"): f for pattern, f in formats.items()
+        }
+    return write_quantised(tmp_path, config_of(model), formats, description)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("model", CONFIGS)
+def test_weights_are_those_that_the_format_stands_for(tmp_path, model, method):
+    narrow, wide = (load(directory) for directory in written(tmp_path, model, method))
+    few, expected = values(narrow), values(wide)
+    quantised = quantised_weights(few)
+    assert bool(quantised) == (method != "GPTQ act-order")
+    for path, value in expected.items():
+        got = quantised[path].dequantise() if path in quantised else few[path]
+        assert got.shape == value.shape
+        np.testing.assert_allclose(got, value, rtol=2e-6, atol=1e-7, err_msg=path)
+
+
+@pytest.mark.parametrize("method", ["modelopt NVFP4", "compressed FP8 block", "AWQ", "compressed INT8"])
+@pytest.mark.parametrize("model", CONFIGS)
+def test_says_what_the_wide_weights_say(tmp_path, model, method):
+    narrow, wide = (load(directory) for directory in written(tmp_path, model, method))
+    prompts = [np.random.default_rng(0).integers(0, 250, 40)]
+    for got, expected in zip(full_log_probs(narrow, prompts), full_log_probs(wide, prompts), strict=True):
+        assert np.abs(got - expected).max() <= TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """The directories of the mixed checkpoint: as it is, and wide."""
+    return write_mixed(tmp_path_factory.mktemp("mixed"))
+
+
+@pytest.fixture
+def changeable(mixed, tmp_path):
+    """A copy of the mixed checkpoint's tensors, and what writes them into a directory."""
+    config = (mixed[0] / "config.json").read_text()
+
+    def write(tensors, **fields):
+        (tmp_path / "config.json").write_text(json.dumps(json.loads(config) | fields))
+        save_file(tensors, tmp_path / "model.safetensors")
+        return tmp_path
+
+    tensors = TensorSet(mixed[0])
+    return {name: np.array(tensors.view(name)) for name in tensors.names}, write
+
+
+def test_each_weight_of_a_mixed_checkpoint_keeps_its_format(mixed):
+    few = values(load(mixed[0]))
+    assert few["blocks.1.mixer.experts.up.values"].dtype == ml_dtypes.float4_e2m1fn
+    assert few["blocks.1.mixer.experts.up.group_scale"].dtype == ml_dtypes.float8_e4m3fn
+    assert few["blocks.1.mixer.shared.up_proj.weight.values"].dtype == ml_dtypes.float8_e4m3fn
+    assert few["blocks.0.mixer.in_proj_zx.weight.channel_scale"].shape == (2, 128)
+    assert few["blocks.3.mixer.q_proj.weight"].dtype == np.float32
+    assert few["mtp.blocks.1.mixer.experts.up"].dtype == np.float32
+
+
+def test_a_converted_checkpoint_stays_narrow(mixed, tmp_path):
+    checkpoints.convert(mixed[0], tmp_path / "orbax", dtype="float32", progress=False)
+    stored, again = values(load(mixed[0])), values(load(tmp_path / "orbax"))
+    assert {path: value.dtype for path, value in again.items()} == {path: v.dtype for path, v in stored.items()}
+    for path, value in stored.items():
+        np.testing.assert_array_equal(np.asarray(again[path]), np.asarray(value), err_msg=path)
+
+
+EXPERT, SHARED = "backbone.layers.1.mixer.experts.2.up_proj", "backbone.layers.1.mixer.shared_experts.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (f"{EXPERT}.weight_scale_2", f"1 quantized weights are not whole: {EXPERT}.weight_scale_2 is missing"),
+        (f"{EXPERT}.weight_scale", f"{EXPERT}.weight_scale is missing"),
+        (f"{SHARED}.weight_scale", f"{SHARED}.weight_scale is missing"),
+        (f"{SHARED}.weight", rf"{SHARED}.weight \[64, 64\]"),
+    ],
+)
+def test_a_missing_tensor_is_named(changeable, name, message):
+    tensors, write = changeable
+    del tensors[name]
+    with pytest.raises(CheckpointError, match=message):
+        load(write(tensors))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (f"{EXPERT}.weight_scale_2", np.ones(3, np.float32), r"weight_scale_2 is \[3\], expected one number or \[32\]"),
+        (f"{EXPERT}.weight_scale", np.ones((32, 3), ml_dtypes.float8_e4m3fn), r"is \[32, 3\], expected \[32, 4\]"),
+        (f"{EXPERT}.weight_scale", np.ones((32, 4), np.float32), "weight_scale is F32, expected F8_E4M3"),
+        (f"{SHARED}.weight_scale", np.ones((64, 2), np.float32), r"is \[64, 2\], expected one number or \[64\]"),
+        ("backbone.layers.3.mixer.q_proj.weight_scale", np.ones((), np.float32), "1 unexpected: .*q_proj.weight_scale"),
+        (
+            "backbone.layers.3.mixer.q_proj.weight",
+            np.ones((64, 64), ml_dtypes.float8_e4m3fn),
+            "weight_scale is missing",
+        ),
+    ],
+)
+def test_a_wrong_or_superfluous_scale_is_named(changeable, name, value, message):
+    tensors, write = changeable
+    with pytest.raises(CheckpointError, match=message):
+        load(write(tensors | {name: value}))
+
+
+def test_experts_of_one_layer_must_agree(changeable):
+    tensors, write = changeable
+    wide = {f"{EXPERT}.weight": np.ones((32, 64), np.float32)}
+    others = {k: v for k, v in tensors.items() if not k.startswith(EXPERT)}
+    with pytest.raises(CheckpointError, match=f"1 are not quantized: {EXPERT}.weight"):
+        load(write(others | wide))
+    other = {f"{EXPERT}.{suffix}": part for suffix, part in fp8(np.ones((32, 64), np.float32))[0].items()}
+    with pytest.raises(CheckpointError, match=r"is FP8, a scale per tensor, but .* is NVFP4"):
+        load(write(others | other))
+
+
+def test_scales_of_cached_keys_and_values_may_be_there(changeable):
+    tensors, write = changeable
+    name = "backbone.layers.3.mixer.k_proj.k_scale"
+    assert load(write(tensors | {name: np.ones((), np.float32)})).num_parameters
+
+
+def test_narrow_weights_need_a_description(changeable):
+    tensors, write = changeable
+    with pytest.raises(CheckpointError, match=r"weight is F8_E4M3, but config.json describes no quantization"):
+        load(write(tensors, quantization_config=None))
+
+
+def test_the_other_order_of_nibbles_shows(mixed, monkeypatch):
+    expected = full_log_probs(load(mixed[1]), [[5, 6, 7]])[0]
+
+    def swapped(packed):
+        values = packing.unpack_fp4(packed)
+        return np.ascontiguousarray(values.reshape(*values.shape[:-1], -1, 2)[..., ::-1]).reshape(values.shape)
+
+    got = full_log_probs(load(mixed[0]), [[5, 6, 7]])[0]
+    assert np.abs(got - expected).max() <= TOLERANCE
+    monkeypatch.setattr("checkpoints.quantised.floats.unpack_fp4", swapped)
+    assert np.abs(full_log_probs(load(mixed[0]), [[5, 6, 7]])[0] - expected).max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("description", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "method 'bitsandbytes' is not supported; known are modelopt, compressed"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported"),
+        (
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "INT4_AWQ"}}},
+            "quant_algo 'INT4_AWQ' is not supported",
+        ),
+        ({"quant_method": "gptq", "bits": 3}, "gptq with 3 bits is not supported; 4 and 8"),
+        ({"quant_method": "awq", "version": "gemv"}, "awq version 'gemv' is not supported"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 4]}, "is not the shape of a block"),
+        ("int8", "is not an object"),
+    ],
+)
+def test_what_is_not_supported_is_refused(changeable, description, message):
+    tensors, write = changeable
+    with pytest.raises(CheckpointError, match=message):
+        load(write(tensors, quantization_config=description))
+
+
+def test_modelopt_may_describe_it_in_a_file_of_its_own(changeable):
+    tensors, write = changeable
+    directory = write(tensors, quantization_config=None)
+    (directory / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "MIXED_PRECISION"}}')
+    assert quantised_weights(values(load(directory)))
+
+
+def test_packing_is_that_of_the_formats_own_library():
+    torch = pytest.importorskip("torch", reason="torch is not installed: needs the parity extra")
+    library = pytest.importorskip("compressed_tensors.compressors", reason="compressed-tensors is not installed")
+    codes = np.random.default_rng(0).integers(-8, 8, (6, 32)).astype(np.int8)
+    words = library.pack_to_int32(torch.from_numpy(codes), 4).numpy()
+    np.testing.assert_array_equal(packing.unpack(words, 4, -1).astype(np.int8) - 8, codes)
+    np.testing.assert_array_equal(packing.pack((codes + 8).astype(np.uint8), 4), words)
+    floats = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).reshape(2, 8)
+    packed = library.pack_fp4_to_uint8(torch.from_numpy(floats.astype(np.float32)).to(torch.bfloat16)).numpy()
+    np.testing.assert_array_equal(packing.unpack_fp4(packed).view(np.uint8), floats.view(np.uint8))
+    np.testing.assert_array_equal(packing.pack_fp4(floats), packed)

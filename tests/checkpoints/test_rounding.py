@@ -1,0 +1,140 @@
+"""Wide checkpoints quantised while they are read: nearest values, the weights meant, and shapes known beforehand."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import checkpoints
+from checkpoints import CheckpointError, load_model
+from checkpoints.load import quantised_as, weight_bytes, weight_shapes
+from checkpoints.quantised.rounding import QUANTIZATIONS, Rounding
+from checkpoints.random import write_random
+from kernels_pallas.quantised import Quantised
+from mamba_jax.model import parameters
+from mamba_jax.modules.quantised import quantised_weights
+from serving.capacity.plan import make_plan
+from serving.capacity.targets import target
+from serving.config import ConfigError, EngineConfig
+from tests.support.quantised_checkpoints import config_of, write_mixed
+
+# The largest error, in units of the largest value of the channel or group: half a step of the widest interval.
+WORST = {"int8": 0.5 / 127, "fp8": 2.0**-4, "int4": 0.52 / 7, "nvfp4": 0.18}
+
+
+def values(model):
+    return {path: leaf[...] for path, leaf in parameters(model).items()}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    return write_random(tmp_path_factory.mktemp("wide"), config_of("latent"), seed=4)
+
+
+def load(directory, **flags):
+    return load_model(directory, dtype="float32", progress=False, **flags)
+
+
+@pytest.mark.parametrize("kind", QUANTIZATIONS)
+def test_rounds_to_the_nearest(kind):
+    weight = np.random.default_rng(0).normal(size=(3, 10, 64)).astype(np.float32)
+    weight[0, 0] = 0
+    rounding = Rounding(kind, {"int4": 32, "nvfp4": 16}.get(kind, 0))
+    parts = rounding.round(weight)
+    assert {name: (part.shape, part.dtype) for name, part in parts.items()} == {
+        name: (target.shape, target.dtype) for name, target in rounding.parts(weight.shape).items()
+    }
+    got = np.asarray(Quantised(**{name: jnp.asarray(part) for name, part in parts.items()}).dequantise())
+    split = weight.reshape(3, 10, -1, rounding.group or 64)
+    error = np.abs(got.reshape(split.shape) - split).max(-1)
+    assert (error <= WORST[kind] * np.abs(split).max(-1)).all()
+    assert error.max() > WORST[kind] * np.abs(split).max() / 8
+    assert not got[0, 0].any()
+
+
+@pytest.mark.parametrize("kind", QUANTIZATIONS)
+def test_products_are_quantised_and_nothing_else(wide, kind):
+    model = load(wide, quantization=kind)
+    few, all_of = values(model), values(load(wide))
+    found = quantised_weights(few)
+    left = {path for path in all_of if path not in found and all_of[path].ndim > 1}
+    assert {path.split(".", 2)[-1] for path in left if path.startswith("blocks")} == {
+        "mixer.conv_x.weight",
+        "mixer.conv_bc.weight",
+        "mixer.router.weight",
+    }
+    assert {"embed.weight", "lm_head.weight"} <= left
+    for path, weight in found.items():
+        error = np.abs(np.asarray(weight.dequantise()) - np.asarray(all_of[path])).max()
+        assert error <= WORST[kind] * np.abs(all_of[path]).max()
+    shapes = weight_shapes(wide, dtype="float32", quantization=kind)
+    assert {path: (v.shape, v.dtype) for path, v in few.items()} == {
+        path: (v.shape, v.dtype) for path, v in shapes.items()
+    }
+
+
+def test_the_bytes_of_quantised_weights_are_known_before_they_are_read(wide):
+    expected = sum(value.nbytes for value in values(load(wide, quantization="int8")).values())
+    assert weight_bytes(wide, dtype="float32", quantization="int8") == expected
+    assert weight_bytes(wide, dtype="float32") > 2 * expected
+
+
+def test_what_is_excluded_stays_wide(wide):
+    model = load(wide, quantization="int8", quantization_exclude=["*.layers.0.*", "experts", "q_proj"])
+    found = set(quantised_weights(values(model)))
+    assert not any(path.startswith("blocks.0.") or ".experts." in path or "q_proj" in path for path in found)
+    assert "blocks.2.mixer.out_proj.weight" in found
+    with pytest.raises(CheckpointError, match="no weight of this model is called 'o_prj'"):
+        load(wide, quantization="int8", quantization_exclude=["o_prj"])
+    with pytest.raises(CheckpointError, match="no effect without quantization"):
+        load(wide, quantization_exclude=["o_proj"])
+    with pytest.raises(CheckpointError, match="allowed are int8, fp8, int4, nvfp4"):
+        load(wide, quantization="int3")
+
+
+def test_convert_writes_what_loading_makes(wide, tmp_path):
+    checkpoints.convert(wide, tmp_path / "orbax", dtype="float32", quantization="int4", progress=False)
+    expected, got = values(load(wide, quantization="int4")), values(load(tmp_path / "orbax"))
+    assert expected.keys() == got.keys()
+    for path, value in expected.items():
+        np.testing.assert_array_equal(np.asarray(got[path]), np.asarray(value), err_msg=path)
+    shapes = weight_shapes(tmp_path / "orbax", dtype="float32")
+    assert {path: v.dtype for path, v in shapes.items()} == {path: v.dtype for path, v in got.items()}
+    with pytest.raises(CheckpointError, match="convert --quantization"):
+        load(tmp_path / "orbax", quantization="int8")
+
+
+def test_dummy_weights_can_be_quantised(wide):
+    few = values(load(wide, load_format="dummy", quantization="nvfp4"))
+    dense = values(load(wide, load_format="dummy"))
+    for path, weight in quantised_weights(few).items():
+        assert np.abs(weight.dequantise() - dense[path]).max() <= WORST["nvfp4"] * np.abs(dense[path]).max()
+
+
+def test_quantised_checkpoints_are_described_and_not_quantised_again(tmp_path):
+    narrow, wide = write_mixed(tmp_path)
+    text = quantised_as(narrow)
+    assert "NVFP4, groups of 16: mixer.experts.*.down_proj (16), mixer.experts.*.up_proj (16)" in text
+    assert "FP8, a scale per tensor: mixer.in_proj (2), mixer.out_proj (2)" in text
+    assert quantised_as(wide) == ""
+    with pytest.raises(CheckpointError, match="is quantized already"):
+        load(narrow, quantization="int8")
+    loaded = values(load(narrow))
+    shapes = weight_shapes(narrow, dtype="float32")
+    assert {path: (v.shape, v.dtype) for path, v in loaded.items()} == {
+        path: (v.shape, v.dtype) for path, v in shapes.items()
+    }
+
+
+def plan(**flags):
+    sizes = {"max_num_seqs": 16, "tensor_parallel_size": 4}
+    config = EngineConfig.create(model="nemotron-3-nano-30b-a3b", **sizes, **flags)
+    return make_plan(config, target("v5e-4"), compile=False)
+
+
+def test_plans_count_narrow_weights():
+    wide, int8, nvfp4 = (plan(quantization=kind) for kind in (None, "int8", "nvfp4"))
+    assert (wide.fits, int8.fits, nvfp4.fits) == (False, True, True)
+    assert 0.5 < int8.weights / wide.weights < 0.55
+    assert 0.28 < nvfp4.weights / wide.weights < 0.34
+    with pytest.raises(ConfigError, match="no weight of this model is called 'x'"):
+        plan(quantization="int8", quantization_exclude="x")

@@ -1,0 +1,193 @@
+"""A recurrence from outside: one operation folder, one mixer, one family, and everything knows it.
+
+No other file is there for it. What docs/extending.md says about these three is tried here.
+"""
+
+import dataclasses
+import functools
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from checkpoints import load_config, load_model
+from mamba_jax import families
+from mamba_jax.drafts import NGramDrafts
+from mamba_jax.layout import DecodeLayout, PrefillLayout, SequenceLayout
+from mamba_jax.model import HybridModel, parameters
+from mamba_jax.programs import StepPrograms
+from mamba_jax.sharding.parameters import placements
+from serving.capacity.plan import make_plan
+from serving.capacity.targets import target
+from serving.cli.main import app
+from serving.config import EngineConfig
+from serving.engine.build import assemble
+from serving.engine.sampling_params import SamplingParams
+from serving.split.decode_side import DecodeSide
+from serving.split.peer import DirectPeer
+from serving.split.prefill_side import PrefillSide
+from serving.split.prefilling import ONCE, fed_tokens, ticket_of
+from serving.split.transport import DirectTransport
+from serving.split.worker import Worker
+from tests.extending.average import reference
+from tests.extending.family import FAMILY
+from tests.extending.mixer import AVERAGE
+from tests.support.engines import QUICK_COMPILE, Continuation, finish
+
+families.register(FAMILY)
+
+TILE, BLOCK = 8, 16
+PROMPT = [3, 14, 15, 92, 65, 35] * 7
+FLAGS = {
+    "tile_size": TILE, "state_block_size": BLOCK, "page_size": 8, "max_model_len": 96, "max_num_seqs": 3,
+    "max_num_batched_tokens": 48, "num_slots": 40, "num_pages": 40, "debug_state": True, "warmup": False,
+    "prompt_lookup_min": 1,
+}  # fmt: skip
+DRAFTS = {"none": {}, "ngram": {"speculative_method": "ngram", "num_speculative_tokens": 2}}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    found = tmp_path_factory.mktemp("toy")
+    (found / "config.json").write_text(json.dumps({"model_type": "moving_average"}))
+    return str(found)
+
+
+@functools.cache
+def model(directory):
+    return load_model(directory, load_format="dummy", dtype="float32", progress=False)
+
+
+@functools.cache
+def programs(directory, drafts):
+    source = NGramDrafts(1, 4) if drafts == "ngram" else None
+    return StepPrograms(model(directory), tile_size=TILE, source=source, compiler_options=QUICK_COMPILE)
+
+
+def build(directory, mode="all", drafts="none", **flags):
+    config = EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | DRAFTS[drafts] | flags))
+    return assemble(config, model(directory), programs=programs(directory, drafts) if not flags else None)
+
+
+def run(engine, prompt, **more):
+    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=2)
+    output = engine.add_request(f"{len(prompt)} {id(more)}", {"prompt_token_ids": prompt}, params, **more)
+    finish(engine)
+    return output
+
+
+@functools.cache
+def expected(directory):
+    """What the model says of whole sequences, without slots and pages: greedy, token by token."""
+    tokens, whole, logprobs, gaps = list(PROMPT), model(directory), [], []
+    for _ in range(10):
+        padded = np.zeros((1, 64), np.int32)
+        padded[0, : len(tokens)] = tokens
+        logits = np.asarray(whole(jnp.asarray(padded)), np.float64)[0, len(tokens) - 1]
+        scores = logits - np.logaddexp.reduce(logits)
+        best, second = np.sort(scores)[::-1][:2]
+        logprobs.append(best)
+        gaps.append(best - second)
+        tokens.append(int(scores.argmax()))
+    return tokens[len(PROMPT) :], logprobs, gaps
+
+
+def assert_expected(directory, output):
+    tokens, logprobs, gaps = expected(directory)
+    found = Continuation.of(output.outputs[0])
+    for at, token in enumerate(tokens):
+        if found.tokens[at] != token and gaps[at] < 1e-4:
+            return
+        assert found.tokens[at] == token
+        assert abs(found.logprobs[at] - logprobs[at]) < 1e-4
+
+
+def test_the_operation_equals_its_definition():
+    rng = np.random.default_rng(0)
+    x, rate = rng.standard_normal((11, 2, 3)).astype(np.float32), np.float32([0.1, 0.7])
+    dt = np.ones((11, 2), np.float32)
+    y, state = reference.average(x, dt, rate, np.zeros((2, 3)))
+    inputs = jnp.asarray(x), jnp.asarray(dt)
+    whole, _ = SequenceLayout.of(1, 11).run(AVERAGE, inputs, (jnp.asarray(rate),), None)
+    np.testing.assert_allclose(whole, y, atol=1e-5)
+
+    # Nine tokens as tiles and padding, then two as steps, over slots of which the null one holds NaN.
+    store = jnp.full((5, 2, 3), jnp.nan)
+    one = {"page_table": jnp.zeros((1, 0), jnp.int32), "read_slot": jnp.array([0])}
+    tiles = PrefillLayout.of(
+        num_packed=11, tile_size=4, length=jnp.array([0]), num_tokens=jnp.array([9]),
+        tile_write_slot=jnp.array([0, 0, 2, 0]), **one,
+    )  # fmt: skip
+    first, store = tiles.run(AVERAGE, inputs, (jnp.asarray(rate),), store)
+    np.testing.assert_allclose(first[:9], y[:9], atol=1e-5)
+    rows = DecodeLayout.of(
+        length=jnp.array([9]),
+        num_tokens=jnp.array([2]),
+        write_slot=jnp.array([[3, 4]]),
+        **one | {"read_slot": jnp.array([2])},
+    )
+    rest, store = rows.run(AVERAGE, tuple(one[9:] for one in inputs), (jnp.asarray(rate),), store)
+    np.testing.assert_allclose(rest, y[9:], atol=1e-5)
+    np.testing.assert_allclose(store[4], state, atol=1e-5)
+    assert np.isnan(store[:2]).all()
+
+
+def test_every_parameter_has_a_name_and_a_place(directory):
+    config = load_config(directory)
+    ours = parameters(HybridModel.abstract(config)).keys()
+    assert ours == families.weight_names(config).keys() == placements(config).keys()
+
+
+def test_a_taken_name_is_refused():
+    with pytest.raises(ValueError, match="'mamba2' is taken"):
+        families.register(dataclasses.replace(FAMILY, name="Another", model_types=("mamba2",)))
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+def test_prefixes_are_reused_in_every_mode(directory, mode, drafts):
+    engine = build(directory, mode, drafts).engine
+    cold, warm = run(engine, PROMPT), run(engine, PROMPT)
+    assert_expected(directory, cold)
+    assert_expected(directory, warm)
+    assert cold.num_cached_tokens == 0
+    assert (warm.num_cached_tokens > 0) == (mode != "none")
+    longer = run(engine, [*PROMPT[: 2 * BLOCK], 1, 2, 3])
+    assert (longer.num_cached_tokens >= BLOCK) == (mode != "none")
+    engine.loop.scheduler.check(idle=True)
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("handoff", ["full", "recompute-last"])
+def test_prefill_and_decode_apart(directory, handoff, drafts):
+    first, second = build(directory), build(directory, drafts=drafts)
+    sides = [Worker.of(built, {"direct": DirectTransport("toy")}, model="toy") for built in (first, second)]
+    prefill, decode = PrefillSide(sides[0]), DecodeSide(sides[1], fail=second.engine.fail)
+    assert "average" in sides[0].manifest.state
+    fed, export = fed_tokens(PROMPT, handoff), prefill.begin()
+    output = first.engine.add_request("there", {"prompt_token_ids": fed}, ONCE, export=export)
+    finish(first.engine)
+    ticket = ticket_of(prefill, export, PROMPT, handoff, worker="direct", cached_tokens=output.num_cached_tokens)
+    assert_expected(directory, run(second.engine, PROMPT, remote=decode.accept(DirectPeer(prefill), ticket)))
+    assert decode.stats.arrived == 1
+
+
+def test_divided_over_two_devices(directory):
+    built = build(directory, tensor_parallel_size=2)
+    (average, _) = built.engine.loop.store.slots
+    assert average["average"].sharding.shard_shape(average["average"].shape)[1] == 2
+    assert_expected(directory, run(built.engine, PROMPT))
+
+
+def test_plan_and_inspect(directory):
+    flags = EngineConfig.create(model=directory, max_model_len=4096)
+    made = make_plan(flags, target("v5e-4"), compile=False)
+    assert made.fits
+    # Two layers of 1 head of 8 channels on each of 4 devices, padded to 128 lanes, in float32; and the hidden state.
+    assert made.size.bytes_per_slot == 2 * 128 * 4 + 32 * 2
+    shown = CliRunner().invoke(app, ["inspect", "--model", directory])
+    assert shown.exit_code == 0
+    assert "A-*-A-" in shown.output
+    assert f"{2 * 32 * 4 + 32 * 4} bytes" in shown.output

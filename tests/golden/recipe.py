@@ -1,0 +1,39 @@
+"""What a golden fixture is made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One fixture: which model class, its config, and how the files on disk differ from what Hugging Face writes."""
+
+    architecture: str
+    config: dict[str, Any]
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Config fields that must matter -> another value."""
+    seed: int = 0
+    quieter: dict[str, float] = field(default_factory=dict)
+    """Factors on weights whose names contain these: where the architecture itself amplifies differences, usual weights
+    would amplify the rounding errors of float32 beyond what the tests allow."""
+    rename_config: dict[str, Any] = field(default_factory=dict)
+    """Fields of config.json to write as well, or (None) to leave out: old spellings that Hugging Face still reads."""
+    rename_weights: tuple[str, str] | None = None
+    """Prefix of every stored name -> the other spelling."""
+    mlp_sizes: tuple[int, ...] | None = None
+    """NemotronH with an `intermediate_size` of its own for each MLP layer."""
+    mtp: bool = False
+    """Also store the weights of an MTP layer, which Hugging Face does not read, as the family's makers do."""
+    modules: bool = False
+    """Write tensors as transformers' modules hold them, where what it saves is not what their makers publish."""
+    seeing: bool = False
+    """Write it as the text part of a model that also has a vision tower."""
+    literal_infinity: bool = False
+    """Write infinite numbers as older versions did: a bare Infinity."""
+
+    @property
+    def chunk_size(self) -> int:
+        """Of the config, whatever the family calls it; without one, the gated delta rule's in transformers."""
+        return self.config.get("mamba_chunk_size") or self.config.get("chunk_size", 64)

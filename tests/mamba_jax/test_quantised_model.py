@@ -1,0 +1,103 @@
+"""Models with quantised weights: they say what the weights stand for, whatever is quantised."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from kernels_pallas.quantised import Quantised
+from mamba_jax.model import HybridModel, parameters
+from mamba_jax.sharding import Partition
+from tests.support.random_models import random_model
+from tests.support.tiny_configs import EVERYTHING, MAMBA, SHARED, VOCAB
+
+WEIGHTS = re.compile(r"(proj(_\w+)?|latent_\w+|linear|up|down|embed|lm_head)\.weight|experts\.(up|down)")
+
+
+def narrow(path, weight, *, by_groups):
+    """A weight in int8, as parameters by path; and what they stand for."""
+    weight = np.asarray(weight, np.float32)
+    *lead, outputs, inputs = weight.shape
+    groups = 2 if by_groups and inputs % 2 == 0 else 1
+    split = weight.reshape(*lead, outputs, groups, inputs // groups)
+    scale = np.abs(split).max(-1, keepdims=True) / 127
+    values = np.rint(split / scale).astype(np.int8).reshape(weight.shape)
+    scale = np.swapaxes(scale[..., 0], -1, -2)
+    parts = (
+        {"values": values, "group_scale": scale} if by_groups else {"values": values, "channel_scale": scale[..., 0, :]}
+    )
+    parts = {name: jnp.asarray(value) for name, value in parts.items()}
+    return {f"{path}.{name}": value for name, value in parts.items()}, Quantised(**parts).dequantise()
+
+
+def both(config, by_groups):
+    """A model with every weight quantised that can be, and the wide model that it stands for."""
+    values = {path: leaf[...] for path, leaf in parameters(random_model(config)).items()}
+    few, wide = {}, {}
+    for path, value in values.items():
+        parts, wide[path] = narrow(path, value, by_groups=by_groups) if WEIGHTS.search(path) else ({path: value}, value)
+        few |= parts
+    assert len(few) > len(wide)
+    return HybridModel.from_parameters(config, few), HybridModel.from_parameters(config, wide)
+
+
+@pytest.mark.parametrize("by_groups", [False, True])
+@pytest.mark.parametrize("config", [EVERYTHING, SHARED], ids=["everything", "shared"])
+def test_says_what_the_wide_model_says(config, by_groups):
+    few, wide = both(config, by_groups)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 9)))
+    run = nnx.jit(lambda model, tokens: model(tokens))
+    np.testing.assert_allclose(run(few, tokens), run(wide, tokens), atol=2e-4)
+    assert few.num_parameters == wide.num_parameters
+    assert few.dtype == jnp.float32
+
+
+def test_survives_being_taken_apart():
+    few, _ = both(EVERYTHING, True)
+    values = {path: leaf[...] for path, leaf in parameters(few).items()}
+    again = HybridModel.from_parameters(EVERYTHING, values)
+    assert jax.tree.structure(nnx.split(again)[1]) == jax.tree.structure(nnx.split(few)[1])
+    assert "blocks.0.mixer.out_proj.weight.group_scale" in values
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "message"),
+    [
+        ("blocks.0.mixer.out_proj.weight.values", lambda v: None, "out_proj.weight.channel_scale belongs to no"),
+        ("blocks.0.mixer.out_proj.weight.channel_scale", lambda v: v[1:], "channel_scale has shape"),
+        ("blocks.0.mixer.out_proj.weight.values", lambda v: v[:, 1:], "out_proj.weight has shape"),
+    ],
+)
+def test_wrong_parts_are_refused(path, change, message):
+    few, _ = both(EVERYTHING, False)
+    values = {path: leaf[...] for path, leaf in parameters(few).items()}
+    values[path] = change(values[path])
+    with pytest.raises(ValueError, match=message):
+        HybridModel.from_parameters(EVERYTHING, {p: v for p, v in values.items() if v is not None})
+
+
+def test_norms_and_convolutions_cannot_be_quantised():
+    values = {path: leaf[...] for path, leaf in parameters(random_model(EVERYTHING)).items()}
+    path = "blocks.0.mixer.conv_x.weight"
+    values |= narrow(path, values.pop(path), by_groups=False)[0]
+    with pytest.raises(ValueError, match=r"conv_x\.weight cannot be quantised"):
+        HybridModel.from_parameters(EVERYTHING, values)
+
+
+def test_scales_are_divided_along_with_their_values():
+    shards, mamba = 2, dataclasses.replace(MAMBA, num_groups=2)
+    for config in (dataclasses.replace(one, mamba=mamba) for one in (EVERYTHING, SHARED)):
+        partition, (few, _) = Partition.of(config, shards), both(config, True)
+        channels, _ = both(config, False)
+        for path, leaf in (parameters(few) | parameters(channels)).items():
+            weight, _, part = path.rpartition(".")
+            spec = tuple(partition.parameter(path))
+            dense = tuple(partition.parameter(weight)) if part in ("values", "channel_scale", "group_scale") else spec
+            assert ("tp" in spec) == ("tp" in dense) or part == "channel_scale", path
+            assert len(spec) <= leaf.ndim
+            for axis, size in zip(spec, leaf.shape, strict=False):
+                assert axis is None or size % shards == 0, path

@@ -1,0 +1,141 @@
+"""`mamba-jax bench`: every program starts, parses its options, measures something small, and says on what."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+
+import pytest
+
+from checkpoints.random import write_random
+from serving.bench import latency
+from serving.cli.bench import PROGRAMS
+from serving.cli.main import run
+
+TINY = {
+    "model_type": "mamba2",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_heads": 4,
+    "head_dim": 16,
+    "state_size": 16,
+    "n_groups": 1,
+}
+
+
+def lines_of(text: str) -> list[dict]:
+    """The JSON lines of an output, the first of which must describe machine and command."""
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    assert lines[0]["metric"] == "environment"
+    assert {"cpu", "cores", "python", "jax", "model", "command"} <= set(lines[0])
+    return lines
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_comes_from_the_program(name, capfd):
+    assert run(["bench", name, "--help"]) == 0
+    assert "usage:" in capfd.readouterr().out
+
+
+def test_wrong_options_are_exit_code_2(capfd):
+    assert run(["bench", "throughput", "--prompts", "many"]) == 2
+    assert run(["bench", "kernels", "--operations", "scan"]) == 2
+    assert run(["bench", "latency", "--rate", "0"]) == 2
+    assert run(["bench", "throughput", "--engine", "max_num_seqs"]) == 2
+    assert run(["bench", "nothing"]) == 2
+    assert "known are ssd_scan" in capfd.readouterr().err
+
+
+def test_throughput(tmp_path, capfd):
+    model, plot = write_random(tmp_path / "tiny", TINY), tmp_path / "plot.svg"
+    flags = ["tile_size=8", "state_block_size=16", "max_num_seqs=2", "max_model_len=64", "page_size=8"]
+    sizes = ["--prompts", "2", "--prompt-tokens", "20", "--output-tokens", "3", "--shared", "16", "--reps", "2"]
+    engine = [word for flag in flags for word in ("--engine", flag)]
+    assert run(["bench", "throughput", str(model), *sizes, *engine, "--plot", str(plot)]) == 0
+    lines = {line["metric"]: line for line in lines_of(capfd.readouterr().out)}
+    assert lines["output_tokens_per_s"]["v"] == pytest.approx(3 * lines["requests_per_s"]["v"], rel=0.02)
+    assert len(lines["tokens_per_s"]["each"]) == 2
+    assert lines["run"]["compiled_while_measuring"] == 0
+    assert lines["environment"]["model"] == "tiny"
+    assert plot.read_text().startswith("<?xml")
+
+
+def test_kernels(capfd, tmp_path):
+    plot = tmp_path / "plot.png"
+    words = ["--small", "--reps", "1", "--seconds", "0.001", "--shapes", "nemotron-h-8b", "--plot", str(plot)]
+    assert run(["bench", "kernels", *words]) == 0
+    lines = lines_of(capfd.readouterr().out)[1:]
+    timed = {line["metric"] for line in lines if line.get("v", 0) > 0}
+    # The other operations have no shape of this name.
+    assert timed == {"ssd_scan", "state_update", "causal_conv1d_update", "paged_attention", "gated_rms_norm", "linear"}
+    assert all(line["implementation"].startswith(("xla", "native")) for line in lines)
+    assert plot.stat().st_size > 0
+
+
+class Canned(http.server.BaseHTTPRequestHandler):
+    """Answers as an OpenAI server does: three pieces of text, then usage. Every fourth request fails."""
+
+    count = 0
+
+    def do_GET(self):
+        self.reply(b'{"data": [{"id": "canned"}]}')
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert body["stream"]
+        Canned.count += 1
+        if Canned.count % 4 == 0:
+            return self.reply(b'{"error": {"message": "queue full"}}', status=429)
+        usage = {"prompt_tokens": 10, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
+        events = [{"choices": [{"text": text}]} for text in ("a", "b", "c", "")]
+        events.append({"choices": [], "usage": usage})
+        text = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        return self.reply(text.encode())
+
+    def reply(self, content, status=200):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_latency_against_a_server(capfd, tmp_path):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Canned) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        words = ["--url", f"http://127.0.0.1:{server.server_port}", "--rate", "500", "--requests", "8"]
+        plot = tmp_path / "plot.png"
+        # Exit code 1: some requests have failed.
+        assert run(["bench", "latency", *words, "--prompt-words", "5", "--plot", str(plot)]) == 1
+        server.shutdown()
+        thread.join()
+    lines = {line["metric"]: line for line in lines_of(capfd.readouterr().out)}
+    assert lines["environment"]["model"] == "canned"
+    assert "device" not in lines["environment"]
+    load = lines["load"]
+    assert (load["requests"], load["failed"]) == (8, 2)
+    assert "queue full" in load["errors"][0]
+    assert (load["prompt_tokens"], load["cached_tokens"]) == (60, 24)
+    assert lines["ttft_ms"]["count"] == 6
+    assert lines["itl_ms"]["count"] == 12
+    assert 0 < lines["ttft_ms"]["p50"] <= lines["ttft_ms"]["p99"] <= lines["e2e_ms"]["p99"]
+    assert plot.stat().st_size > 0
+
+
+def test_latency_without_a_server_is_one_line(capfd):
+    assert run(["bench", "latency", "--url", "http://127.0.0.1:9", "--requests", "1"]) == 2
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+def test_figures_of_one_answer():
+    answer = latency.Answer(sent=1.0, pieces=[1.5, 1.6, 1.8], ended=2.0, usage={"completion_tokens": 4})
+    figures = answer.figures
+    assert figures["ttft_ms"] == pytest.approx([500])
+    assert figures["itl_ms"] == pytest.approx([100, 200])
+    assert figures["tpot_ms"] == pytest.approx([100])  # 300 ms for the three tokens after the first
+    assert figures["e2e_ms"] == pytest.approx([1000])

@@ -1,0 +1,125 @@
+"""Step programs compiled by XLA's compiler for an H200 that is not at hand: in place, lean, and without the host.
+
+A few layers of each kind of some published sizes by default, more sizes with --slow. It needs the packages of the extra
+`plan-gpu` and no GPU. Library kernels are chosen without measuring, so nothing here tells a time.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from checkpoints.load import load_config
+from kernels_pallas.grouped_matmul import grouped_matmul
+from mamba_jax.batch import DecodeBatch, PrefillBatch
+from mamba_jax.model import HybridModel
+from mamba_jax.rows import init_rows
+from mamba_jax.sharding import Partition
+from mamba_jax.store import StoreShape, init_store
+from serving.capacity.compiling import SlicePrograms, check_compiler, slice_mesh
+from serving.capacity.targets import target
+from serving.config import ConfigError
+
+pytestmark = pytest.mark.gpu_compile
+
+SLOTS, PAGES, PAGE = 2000, 33_000, 64
+ROWS, TOKENS, TILE = 64, 2048, 128
+MOST = 500e6
+"""Temporaries. Caches, states and experts' weights of one layer are each larger, so none of them is copied."""
+
+slow = pytest.mark.slow
+CASES = [
+    ("nemotron-h-8b", "M*-", "h200-1", 3),
+    ("nemotron-3-nano-30b-a3b", "ME*", "h200-1", 0),
+    pytest.param("nemotron-3-nano-30b-a3b", "ME*", "h200-4", 3, marks=slow),
+    pytest.param("granite-4.0-h-small", "ME*E", "h200-1", 0, marks=slow),
+    pytest.param("bamba-9b", "M*-", "h100-2", 0, marks=slow),
+    pytest.param("nemotron-h-8b", "M*-", "b200-1", 0, marks=slow),
+]
+
+
+def compilable(topology):
+    """The machine; skips the test where the compiler for it is not installed."""
+    machine = target(topology)
+    try:
+        check_compiler(machine)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    return machine
+
+
+def compiled_for(model, pattern, topology, drafts, batch):
+    machine = compilable(topology)
+    config = dataclasses.replace(load_config(model), pattern=pattern, mtp_pattern="", vocab_size=1024)
+    partition = Partition.of(config, machine.count)
+    shape = partition.store_shape(StoreShape.of(config))
+    make = partial(init_store, shape, num_slots=SLOTS, num_pages=PAGES, page_size=PAGE, dtype=jnp.bfloat16)
+    seats = partial(init_rows, config, max_num_seqs=ROWS, num_speculative_tokens=drafts)
+    compiler = SlicePrograms(
+        HybridModel.abstract(config, dtype=jnp.bfloat16),
+        slice_mesh(machine),
+        store=jax.eval_shape(make),
+        rows=jax.eval_shape(seats),
+        tile_size=TILE,
+    )
+    device = partition.device_shape(StoreShape.of(config))
+    store = SLOTS * device.bytes_per_slot(jnp.bfloat16) + PAGES * device.bytes_per_page(PAGE, jnp.bfloat16)
+    (program,) = compiler.compile([("step", batch)], lambda name: None)
+    return program, store, compiler
+
+
+def check(program, store):
+    """The store is updated in place, and little stands beside it."""
+    assert program.aliased >= store
+    assert program.temporaries < min(store / 20, MOST)
+
+
+@pytest.mark.parametrize(("model", "pattern", "topology", "drafts"), CASES)
+def test_decode_is_lean(model, pattern, topology, drafts):
+    batch = DecodeBatch.empty(rows=ROWS, num_speculative_tokens=drafts, pages_per_row=64)
+    program, store, compiler = compiled_for(model, pattern, topology, drafts, batch)
+    check(program, store)
+    assert "state_update by pallas_gpu" in compiler.choice.report()
+    # Attention's loop over keys, and whether any row samples or reports log-probabilities.
+    assert program.host_driven == {"while": 1, "conditional": 2}
+    if "E" in pattern and topology[:4] in ("h100", "h200"):
+        assert "grouped_matmul by pallas_gpu" in compiler.choice.report()
+
+
+@pytest.mark.parametrize(("model", "pattern", "topology", "drafts"), CASES)
+def test_prefill_is_lean(model, pattern, topology, drafts):
+    batch = PrefillBatch.empty(tokens=TOKENS, rows=2, tiles=TOKENS // TILE + 2, pages_per_row=64, tile_size=TILE)
+    program, store, compiler = compiled_for(model, pattern, topology, drafts, batch)
+    check(program, store)
+    assert "ssd_scan by pallas_gpu" in compiler.choice.report()
+    # As in decode, and the loop over log-probabilities of prompts.
+    assert program.host_driven == {"while": 2, "conditional": 2}
+
+
+EXPERTS = {
+    "nemotron-3-nano": (128, 1856, 2688),
+    "nemotron-3-super": (512, 2688, 1024),
+    "granite-4.0-h-tiny gate and up": (64, 1024, 1536),
+    "granite-4.0-h-tiny down": (64, 512, 1536),
+    "granite-4.0-h-small gate and up": (72, 1536, 4096),
+    "granite-4.0-h-small down": (72, 768, 4096),
+}
+"""Experts, channels of each and width of the token."""
+
+
+@pytest.mark.parametrize("tokens", [384, pytest.param(12288, marks=slow)])
+@pytest.mark.parametrize("name", [next(iter(EXPERTS)), *(pytest.param(n, marks=slow) for n in list(EXPERTS)[1:])])
+def test_experts_of_published_sizes(name, tokens):
+    """Weights of both orientations: nothing but the kernel touches them."""
+    mesh = slice_mesh(compilable("h200-1"))
+    experts, *sizes = EXPERTS[name]
+    described = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16, sharding=SingleDeviceSharding(mesh.devices.flat[0]))
+    groups = jax.ShapeDtypeStruct((experts,), jnp.int32, sharding=SingleDeviceSharding(mesh.devices.flat[0]))
+    for outputs, inputs in (sizes, sizes[::-1]):
+        run = jax.jit(partial(grouped_matmul, implementation="pallas_gpu"))
+        lowered = run.lower(described((tokens, inputs)), described((experts, outputs, inputs)), groups)
+        memory = lowered.compile({"xla_gpu_autotune_level": 0}).memory_analysis()
+        assert memory.temp_size_in_bytes < 2 * (4 * tokens * (inputs + outputs))

@@ -1,0 +1,60 @@
+"""Step programs compiled by the TPU's own compiler: nothing is copied, and devices exchange the least there is."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from checkpoints.load import load_config
+from mamba_jax.batch import DecodeBatch
+from mamba_jax.model import HybridModel
+from mamba_jax.rows import init_rows
+from mamba_jax.sharding import Partition
+from mamba_jax.store import StoreShape, init_store
+from serving.capacity.compiling import SlicePrograms, slice_mesh
+from serving.capacity.count import collectives
+from serving.capacity.targets import target
+
+SLOTS, PAGES, PAGE = 400, 4000, 32
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize(
+    ("model", "pattern", "topology"),
+    [
+        ("nemotron-h-8b", "M*-", "v5e-8"),
+        ("demo", "M*-", "v5e-1"),  # states of 64 and heads of 32: padded, but in place
+        pytest.param("bamba-9b", "M*-", "v6e-4", marks=pytest.mark.slow),
+        pytest.param("granite-4.0-h-small", "ME*E", "v6e-8", marks=pytest.mark.slow),
+    ],
+)
+def test_decode_is_lean(model, pattern, topology):
+    pytest.importorskip("libtpu")
+    config = dataclasses.replace(load_config(model), pattern=pattern, mtp_pattern="", vocab_size=1024)
+    slice_ = target(topology)
+    partition = Partition.of(config, slice_.count)
+    make = partial(init_store, num_slots=SLOTS, num_pages=PAGES, page_size=PAGE, dtype=jnp.bfloat16)
+    store = jax.eval_shape(partial(make, partition.store_shape(StoreShape.of(config))))
+    compiler = SlicePrograms(
+        HybridModel.abstract(config, dtype=jnp.bfloat16),
+        slice_mesh(slice_),
+        store=store,
+        rows=jax.eval_shape(partial(init_rows, config, max_num_seqs=16)),
+        tile_size=128,
+    )
+    batch = DecodeBatch.empty(rows=16, num_speculative_tokens=0, pages_per_row=32)
+    (program,) = compiler.compile([("decode", batch)], lambda name: None)
+
+    device = partition.device_shape(StoreShape.of(config))
+    states = SLOTS * device.bytes_per_slot(jnp.bfloat16)
+    pages = PAGES * device.bytes_per_page(PAGE, jnp.bfloat16)
+    assert program.aliased >= states + pages
+    assert program.temporaries < min(states, pages) / 4
+    if slice_.count == 1:
+        assert not program.collectives
+        return
+    least = collectives(config, partition)
+    assert program.collectives["all-reduce"] == least["sums"] + least["norms"]
+    assert program.collectives["all-gather"] == least["logits"]

@@ -1,0 +1,148 @@
+"""Plans by arithmetic, the command, and what it says where things do not fit."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import jax.numpy as jnp
+import pytest
+
+from checkpoints.load import load_config
+from checkpoints.presets import preset_names
+from mamba_jax.model import HybridModel, parameters
+from mamba_jax.sharding import Partition
+from serving.capacity.count import Counter, collectives, decode_workload
+from serving.capacity.plan import make_plan
+from serving.capacity.targets import target
+from serving.cli.main import run
+from serving.config import ConfigError, EngineConfig
+
+
+def plan(model, topology, **flags):
+    machine = target(topology)
+    config = EngineConfig.create(model=model, tensor_parallel_size=machine.count, **flags)
+    return make_plan(config, machine, compile=False)
+
+
+def test_what_fits_adds_up():
+    made = plan("nemotron-h-8b", "v5e-8")
+    assert made.fits
+    assert not made.compiled
+    parts = made.weights + made.store + made.code + made.temporaries + made.other
+    assert parts + made.spare == made.limit
+    # Two bytes for each of 8.1 billion numbers, over eight devices; norms and the like are on all of them.
+    assert made.weights == pytest.approx(2 * made.parameters / 8, rel=0.01)
+    assert made.size.max_num_seqs == 64
+    assert made.exchanges == {"sums": 53, "norms": 0, "logits": 1}
+
+
+def test_what_does_not_fit_says_by_how_much():
+    made = plan("nemotron-h-8b", "v5e-1")
+    assert not made.fits
+    assert made.size is None
+    assert made.weights > made.limit  # more than there is: whatever else is needed is missing, too
+    assert made.spare < made.limit - made.weights
+    assert any("v5e-4" in note for note in made.notes)
+
+
+def test_the_bound_of_a_decode_step_is_what_it_must_read():
+    made = plan("nemotron-h-8b", "v5e-8", max_num_seqs=8)
+    (decode,) = (step for step in made.steps if step.name == "decode, 8 rows")
+    states = 2 * 8 * made.size.bytes_per_slot  # read once, written once
+    embedding = 131072 * 4096 * 2 // 8  # all but the embedding's rows that are looked up
+    keys = 8 * made.context * 4 * 2 * 8 * 128 * 2 // 8
+    assert decode.work.bytes == pytest.approx(made.weights - embedding + states + keys, rel=0.001)
+    assert decode.bound_ms == pytest.approx(max(decode.memory_ms, decode.compute_ms) + decode.link_ms)
+    assert decode.tokens_per_second == pytest.approx(8 / decode.bound_ms * 1e3)
+
+
+def test_experts_that_nobody_chose_are_not_read():
+    config = load_config("nemotron-3-nano-30b-a3b")
+    shapes = parameters(HybridModel.abstract(config, dtype=jnp.bfloat16))
+    counter = Counter(config, Partition.of(config, 1), shapes, ssm_dtype=jnp.dtype("float32"))
+    one, many = (counter.work(decode_workload(rows=rows, drafts=0, context=0)).bytes for rows in (1, 256))
+    assert one < 0.2 * counter.weight_bytes
+    assert many > 0.9 * counter.weight_bytes
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_published_size_can_be_planned(name):
+    made = plan(name, "h200-1")
+    assert made.steps or not made.fits
+
+
+def test_divided_groups_cost_a_sum_each():
+    config = load_config("bamba-9b")
+    counts = collectives(config, Partition.of(config, 8))
+    assert counts["norms"] == config.num_recurrent_layers
+    assert collectives(config, Partition.of(config, 1)) == {"sums": 0, "norms": 0, "logits": 0}
+
+
+def test_drafts_need_more_states():
+    plain, drafting = (
+        plan("nemotron-h-8b", "h100-2", max_num_seqs=16, **more)
+        for more in ({}, {"speculative_method": "ngram", "num_speculative_tokens": 3})
+    )
+    assert drafting.size.slots_per_row == 4 * plain.size.slots_per_row
+    assert drafting.steps[-1].work.bytes > plain.steps[-1].work.bytes
+
+
+def test_command_prints_json_and_draws(tmp_path, capsys):
+    picture = tmp_path / "plan.svg"
+    wanted = ["--model", "nemotron-h-8b", "--topology", "l40s-8", "--max-num-seqs", "32"]
+    assert run(["plan", *wanted, "--json", "--svg", str(picture)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["fits"]
+    assert not report["compiled"]
+    assert report["size"]["max_num_seqs"] == 32
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+
+
+def test_command_says_what_is_missing(capsys):
+    assert run(["plan", "--model", "nemotron-h-8b", "--topology", "v5e-1", "--analysis"]) == 1
+    said = capsys.readouterr().out
+    assert "does not fit" in said
+    assert "too little" in said
+    assert "v5e-4" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nemotron-h-8b", "--topology", "v7-8"], "is not known"),
+        (["--model", "falcon-h1-34b", "--topology", "h100-8"], "does not divide this model's 20 attention heads"),
+        (["--model", "nemotron-h-8b", "--topology", "h100-8", "--tensor-parallel-size", "4"], "has 8 device"),
+        (["--model", "nothing-here", "--topology", "h100"], "nothing-here"),
+    ],
+)
+def test_command_refuses_in_one_line(arguments, message, capsys):
+    assert run(["plan", *arguments, "--analysis"]) == 2
+    error = capsys.readouterr().err
+    assert message in " ".join(error.split())
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(("topology", "extra"), [("v6e-8", "plan"), ("h200-8", "plan-gpu")])
+def test_without_the_compiler_the_extra_is_named(topology, extra, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    machine = target(topology)
+    config = EngineConfig.create(model="nemotron-h-8b", tensor_parallel_size=8)
+    with pytest.raises(ConfigError, match=rf"mamba-jax\[{extra}\].*--analysis"):
+        make_plan(config, machine)
+
+
+def test_planning_imports_no_server():
+    code = "import serving.capacity.plan, sys; print({'fastapi', 'uvicorn', 'llguidance'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_json_has_plain_values_only():
+    from serving.capacity.report import as_json
+
+    made = plan("mamba2-130m", "l4-1")
+    fields = as_json(made)
+    assert json.loads(json.dumps(fields)) == json.loads(json.dumps(fields, default=str))
+    assert dataclasses.asdict(made)["size"]["num_pages"] == 0

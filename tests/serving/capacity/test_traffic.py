@@ -1,0 +1,63 @@
+"""Bytes of a compiled program, read from its text."""
+
+from serving.capacity.compiling import count_collectives
+from serving.capacity.traffic import Traffic
+
+TEXT = """\
+HloModule jit_run, is_scheduled=true
+
+%greedy (p: f32[8,1024]) -> s32[8] {
+  %p = f32[8,1024]{1,0:T(8,128)} parameter(0)
+  ROOT %best = s32[8]{0} reduce(%p), dimensions={1}
+}
+
+%random (q: f32[8,1024]) -> s32[8] {
+  %q = f32[8,1024]{1,0:T(8,128)} parameter(0)
+  %sorted = f32[8,1024]{1,0:T(8,128)} sort(%q), dimensions={1}
+  ROOT %drawn = s32[8]{0} reduce(%sorted), dimensions={1}
+}
+
+%fused_scatter (a: f32[100,256], i: s32[4], u: f32[4,256]) -> f32[100,256] {
+  %a = f32[100,256]{1,0} parameter(0)
+  %i = s32[4]{0} parameter(1)
+  %u = f32[4,256]{1,0} parameter(2)
+  ROOT %put = f32[100,256]{1,0} scatter(%a, %i, %u), to_apply=%keep
+}
+
+%body (c: (s32[], f32[1024])) -> (s32[], f32[1024]) {
+  %c = (s32[], f32[1024]{0}) parameter(0)
+  %x = f32[1024]{0} get-tuple-element(%c), index=1
+  %y = f32[1024]{0} negate(%x)
+  ROOT %t = (s32[], f32[1024]{0}) tuple(%c, %y)
+}
+
+ENTRY %main (w: bf16[512,512], s: f32[100,256]) -> s32[8] {
+  %w = bf16[512,512]{1,0:T(8,128)(2,1)} parameter(0)
+  %s = f32[100,256]{1,0} parameter(1)
+  %fetch = (bf16[512,512]{1,0:T(8,128)(2,1)S(1)}, bf16[512,512]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%w)
+  %near = bf16[512,512]{1,0:T(8,128)(2,1)S(1)} copy-done(%fetch)
+  %dot = f32[8,1024]{1,0:T(8,128)S(1)} fusion(%near), kind=kOutput, calls=%none
+  %sum = f32[8,1024]{1,0:T(8,128)S(1)} all-reduce(%dot), to_apply=%add
+  %index = s32[4]{0:S(1)} constant({1,2,3,4})
+  %part = f32[4,256]{1,0:S(1)} broadcast(%index), dimensions={0}
+  %kept = f32[100,256]{1,0} fusion(%s, %index, %part), kind=kCustom, calls=%fused_scatter
+  %call = f32[8]{0} custom-call(%kept), backend_config={"cost_estimate":{"bytes_accessed":"5000"}}
+  %start = (s32[], f32[1024]{0}) tuple(%call)
+  %loop = (s32[], f32[1024]{0}) while(%start), body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %rare = (s32[], f32[1024]{0}) while(%start), body=%body
+  ROOT %out = s32[8]{0} conditional(%call, %sum, %sum), branch_computations={%random, %greedy}
+}
+"""
+
+
+def test_weights_count_once_and_parts_in_part():
+    weight = 512 * 512 * 2  # fetched once; read again on the chip, which is free
+    written = 4 * 256 * 4  # of a hundred rows, four
+    kernel = 5000  # as it says itself
+    rounds = 3 * 2 * 1024 * 4  # the loop of unknown length counts nothing
+    greedy = 8 * 1024 * 4 + 8 * 4  # the cheaper branch
+    assert Traffic(TEXT).total() == weight + written + kernel + rounds + greedy
+
+
+def test_exchanges_are_counted_by_kind():
+    assert count_collectives(TEXT) == {"all-reduce": 1}

@@ -1,0 +1,204 @@
+"""The command line: what it prints, what it writes, and one line with exit code 2 for whatever the user got wrong."""
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from serving.cli.batch_file import repair
+from serving.cli.main import run
+from serving.engine.llm import LLM
+from serving.engine.request_error import RequestError
+
+ROOT = Path(__file__).resolve().parents[3]
+GOLDEN = ROOT / "tests" / "golden" / "nemotronh"
+SMALL = [
+    "--model", str(GOLDEN), "--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64",
+    "--no-compilation-cache",
+]  # fmt: skip
+
+
+def write_lines(path: Path, *lines) -> Path:
+    path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate"], "give either a PROMPT or --input FILE"),
+        (["generate", "x", "--input", "y"], "give either a PROMPT or --input FILE"),
+        (["generate", "--input", "y"], "--input and --output must be given together"),
+        (["generate", "--input", "missing", "--output", "z"], "--input missing: no such file"),
+        (["generate", "x", "--model", "/does/not/exist"], "/does/not/exist: no such model"),
+        (["generate", "x", "--model", "{golden}"], "no tokenizer"),
+        (["generate", "x", "--temperature", "-1"], "temperature must be a number from 0 up to 1e+06, got -1.0"),
+        (["generate", "x", "--temperature", "hot"], "Invalid value for '--temperature'"),
+        (["generate", "x", "--page-size", "48"], "page_size 48 does not divide state_block_size 256"),
+        (["generate", "x", "--mamba-cache-mode", "some"], "mamba_cache_mode: must be 'none', 'align' or 'all'"),
+        (["generate", "x", "--max-num-seqs", "0"], "max_num_seqs: must be greater than or equal to 1"),
+        (["generate", "x", "--dtype", "int8"], "dtype: must be"),
+        (["generate", "x", "--config", "missing.yaml"], "config file missing.yaml"),
+        (["generate", "x", "--no-such-option"], "--no-such-option"),
+        (["convert", "/does/not/exist", "there"], "/does/not/exist: no such model"),
+        (["levitate"], "levitate"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(arguments, said, capfd, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code = run([argument.format(golden=GOLDEN) for argument in arguments])
+    out, err = capfd.readouterr()
+    assert code == 2
+    assert said in err
+    assert len([line for line in err.splitlines() if "error" in line]) == 1
+    assert "Traceback" not in err
+    assert not out
+
+
+def test_the_program_itself(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "serving.cli", "generate", "x", "--page-size", "7"],
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert not done.stdout
+
+
+@pytest.mark.parametrize("flag", ["--help", "generate --help", "convert --help"])
+def test_help(flag, capfd):
+    assert run(flag.split()) == 0
+    assert "Usage" in capfd.readouterr().out
+
+
+def test_one_prompt_is_streamed_to_stdout(capfd):
+    arguments = ["--max-tokens", "4", "--max-model-len", "128", "--no-compilation-cache", "--ignore-eos"]
+    assert run(["generate", "The quick brown fox", *arguments]) == 0
+    out, err = capfd.readouterr()
+    assert out.startswith("The quick brown fox")
+    assert out.endswith("\n")
+    assert "Traceback" not in err
+
+
+def test_inspect_counts_without_loading(capfd):
+    assert run(["inspect", "--model", str(GOLDEN)]) == 0
+    out = capfd.readouterr().out
+    assert "NemotronH" in out
+    assert "M-M*-M" in out
+    assert run(["inspect", "--model", "mamba2-2.7b"]) == 0
+    assert "none: no attention" in capfd.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def one_engine():
+    """The command makes an engine each time it runs; compiling for one is enough here."""
+    make = LLM
+    made = functools.cache(lambda items: make(**dict(items)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("serving.engine.llm.LLM", lambda **flags: made(tuple(sorted(flags.items()))))
+        yield
+
+
+@pytest.fixture(scope="module")
+def batch(one_engine, tmp_path_factory):
+    """A batch with good and bad lines, run once without a tokenizer."""
+    folder = tmp_path_factory.mktemp("batch")
+    greedy = {"temperature": 0, "ignore_eos": True}
+    source = write_lines(
+        folder / "in.jsonl",
+        {
+            "id": "a",
+            "prompt_token_ids": [5, 6, 7],
+            "max_tokens": 5,
+            "temperature": 0,
+            "logprobs": 3,
+            "ignore_eos": True,
+        },
+        "this is not JSON\n",
+        {"id": "b", "prompt": "no tokenizer here"},
+        "\n",
+        {"id": 3, "prompt_token_ids": [5, 6, 7], "max_tokens": 2} | greedy,
+        {"id": "d", "prompt_token_ids": [5], "max_tokens": 2, "temperatur": 0},
+        {"id": "e", "prompt_token_ids": [5], "max_tokens": -2},
+        {"id": "f", "prompt_token_ids": [99999], "max_tokens": 2},
+        "[1, 2]\n",
+        {
+            "id": "g",
+            "prompt_token_ids": [9, 8],
+            "max_tokens": 3,
+            "temperature": 1,
+            "seed": 5,
+            "n": 2,
+            "ignore_eos": True,
+        },
+    )
+    target = folder / "out.jsonl"
+    code = run(["generate", "--input", str(source), "--output", str(target), *SMALL])
+    return source, target, code
+
+
+def test_a_batch_answers_every_line_in_order(batch):
+    _, target, code = batch
+    lines = read_lines(target)
+    assert code == 0
+    assert [line["id"] for line in lines] == ["a", "line-2", "b", 3, "d", "e", "f", "line-9", "g"]
+    by_id = {line["id"]: line for line in lines}
+    first = by_id["a"]
+    assert first["text"] == ""
+    assert first["finish_reason"] == "length"
+    assert first["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "cached_tokens": 0}
+    assert len(first["token_ids"]) == len(first["logprobs"]) == 5
+    for token, pairs in zip(first["token_ids"], first["logprobs"], strict=True):
+        assert pairs[0][0] == token  # greedy
+        assert [value for _, value in pairs] == sorted((value for _, value in pairs), reverse=True)
+        assert len(pairs) == 3
+    assert by_id[3]["token_ids"] == first["token_ids"][:2]
+    assert "logprobs" not in by_id[3]
+    assert "not valid JSON" in by_id["line-2"]["error"]
+    assert "no tokenizer" in by_id["b"]["error"]
+    assert "did you mean 'temperature'" in by_id["d"]["error"]
+    assert "max_tokens" in by_id["e"]["error"]
+    assert "not in the vocabulary" in by_id["f"]["error"]
+    assert "must be a JSON object" in by_id["line-9"]["error"]
+    assert len(by_id["g"]["choices"]) == 2
+    assert by_id["g"]["usage"]["completion_tokens"] == 6
+
+
+def test_a_batch_goes_on_where_it_stopped(batch, tmp_path, capfd):
+    source, target, _ = batch
+    whole = target.read_text()
+    lines = whole.splitlines(keepends=True)
+    part = tmp_path / "out.jsonl"
+    # Some answers, not in order, and a line that a crash has cut off.
+    part.write_text(lines[3] + lines[1] + lines[0][:30])
+    assert run(["generate", "--input", str(source), "--output", str(part), *SMALL]) == 0
+    assert "2 already in the output" in capfd.readouterr().err
+    again, before = read_lines(part), read_lines(target)
+    assert [line["id"] for line in again] == [line["id"] for line in before]
+    assert [line.get("token_ids") for line in again] == [line.get("token_ids") for line in before]
+    assert run(["generate", "--input", str(source), "--output", str(part), *SMALL]) == 0
+    assert read_lines(part) == again
+
+
+def test_a_file_that_is_no_batch_output_is_not_touched(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("my\nnotes\n")
+    with pytest.raises(RequestError, match="nothing was changed"):
+        repair(path)
+    assert path.read_text() == "my\nnotes\n"
+
+
+def test_flags_from_a_file_yield_to_the_command_line(tmp_path, capfd):
+    config = tmp_path / "flags.yaml"
+    config.write_text("page-size: 48\n")
+    assert run(["generate", "x", "--config", str(config)]) == 2
+    assert "page_size 48" in capfd.readouterr().err
+    assert run(["generate", "x", "--config", str(config), "--page-size", "7"]) == 2
+    assert "page_size 7 " in capfd.readouterr().err

@@ -1,0 +1,60 @@
+"""The demo model is the one that its card describes: what `mamba-jax eval` wrote beside it comes out again."""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from checkpoints import load_model
+from checkpoints.load import require_tokenizer
+from checkpoints.resolve import resolve
+from mamba_jax.train.corpus import SAMPLE_PROBLEMS, SAMPLE_TEXT
+from serving import LLM
+from serving.cli import evaluation
+
+DEMO = Path(resolve("demo").files)
+FIGURES = json.loads((DEMO / "figures.json").read_text())
+CARD = (DEMO / "README.md").read_text()
+SIXTEEN = 16
+
+
+@cache
+def model():
+    return load_model("demo", dtype="float32", progress=False)
+
+
+@pytest.mark.parametrize("source", ["austen", "python_docs", "maths"])
+def test_bits_per_byte(source):
+    texts = evaluation.read_some(DEMO / SAMPLE_TEXT, None)
+    problems = evaluation.read_some(DEMO / SAMPLE_PROBLEMS, None)
+    documents = problems if source == "maths" else [d for d in texts if d["id"].startswith(source + ":")]
+    found = evaluation.bits_per_byte(model(), require_tokenizer("demo"), documents)
+    assert found == pytest.approx(FIGURES["bits_per_byte"][source], rel=0.01)
+
+
+@pytest.mark.parametrize("drafts", ["none", "MTP, K=3"])
+def test_the_same_problems_are_answered(drafts):
+    problems = evaluation.read_some(DEMO / SAMPLE_PROBLEMS, SIXTEEN)
+    llm = LLM(
+        "demo", dtype="float32", max_num_seqs=SIXTEEN, max_model_len=512, warmup=False, **evaluation.DRAFTS[drafts]
+    )
+    answers, _ = evaluation.run_problems(llm, problems)
+    right = [
+        i for i, (d, o) in enumerate(zip(problems, answers, strict=True)) if evaluation.is_correct(d, o.outputs[0].text)
+    ]
+    assert right == [i for i in FIGURES["accuracy"]["right"] if i < SIXTEEN]
+    if drafts != "none":
+        assert evaluation.total_stats(answers).mean_acceptance_length > 1.8
+
+
+def test_the_card_has_the_figures():
+    for source, bits in FIGURES["bits_per_byte"].items():
+        assert f"{bits:.3f}" in CARD, source
+    assert "{correct} of {problems}".format(**FIGURES["accuracy"]) in CARD
+    for name in ("text", "maths"):
+        found = FIGURES["acceptance"][name]
+        line = next(line for line in CARD.splitlines() if line.startswith(f"| {name} | "))
+        assert f"{found['mean_accepted_length']:.2f}" in line
+        assert [f"{rate:.3f}" for rate in found["rates"]] == re.findall(r"0\.\d{3}", line)

@@ -1,0 +1,139 @@
+"""OpenAI's Batch file form: the server's own bodies, one a line, answered in order, resumed without repeating."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from serving.cli.batch_file import naming, run_batch, write_line
+from tests.support.live_server import make_engine
+
+
+@pytest.fixture(scope="module")
+def llm(server):
+    engine = make_engine()
+    engine.loop.programs = server.async_engine.engine.loop.programs
+    config = SimpleNamespace(max_num_seqs=8, model="demo")
+    return SimpleNamespace(engine=engine, config=config, tokenizer=engine.tokenizer)
+
+
+def line(custom_id, url="/v1/chat/completions", method="POST", **body):
+    if url.startswith("/v1/chat"):
+        body = {"messages": [{"role": "user", "content": "Hello"}]} | body
+    body = {"model": "demo", "temperature": 0, "max_tokens": 4} | body
+    return {"custom_id": custom_id, "method": method, "url": url, "body": body}
+
+
+def answers(path):
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+def test_a_batch(server, llm, tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        line("chat", n=2),
+        line("text", "/v1/completions", prompt="The state of", logprobs=1, echo=True),
+        {"id": "own", "prompt": "The state of", "max_tokens": 4, "temperature": 0},
+        line("ids", "/v1/completions", prompt=[5, 6, 7]),
+        line("wrong", temperature=-1),
+        line("elsewhere", "/v1/embeddings", input="x"),
+        line("fetched", method="GET"),
+        line("several", "/v1/completions", prompt=["a", "b"]),
+        line("long", "/v1/completions", prompt=[5] * 600),
+        line("form", structured_outputs={"regex": "[0-9]{3}"}),
+    ]
+    source.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    counts = run_batch(llm, source, target)
+    assert (counts.done, counts.failed) == (10, 5)
+    found = answers(target)
+    assert [each.get("custom_id", each["id"]) for each in found] == [
+        "chat", "text", "own", "ids", "wrong", "elsewhere", "fetched", "several", "long", "form",
+    ]  # fmt: skip
+    chat, text, own, ids, wrong, *_, long, form = found
+    assert chat["error"] is None
+    assert chat["response"]["status_code"] == 200
+    body = chat["response"]["body"]
+    asked = server.http.post("/v1/chat/completions", json=lines[0]["body"]).json()
+    assert [c["message"] for c in body["choices"]] == [c["message"] for c in asked["choices"]]
+    asked = server.http.post("/v1/completions", json=lines[1]["body"]).json()
+    assert text["response"]["body"]["choices"][0]["text"] == asked["choices"][0]["text"]
+    assert text["response"]["body"]["choices"][0]["text"] == "The state of" + own["text"]
+    assert ids["response"]["body"]["usage"]["prompt_tokens"] == 3
+    assert wrong["response"] is None
+    assert "temperature" in wrong["error"]["message"]
+    assert "at most 511" in long["error"]["message"]
+    assert form["response"]["body"]["choices"][0]["message"]["content"].isdecimal()
+    llm.engine.loop.scheduler.check(idle=not llm.engine.loop.busy)
+
+
+def test_it_goes_on_where_it_was_cut_off(llm, tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [line(f"r{i}", "/v1/completions", prompt=[5, 6, i]) for i in range(6)]
+    source.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    run_batch(llm, source, target)
+    whole = answers(target)
+    texts = target.read_text().splitlines(keepends=True)
+    target.write_text(texts[4] + texts[1] + texts[2][:50])
+    counts = run_batch(llm, source, target)
+    assert (counts.skipped, counts.done) == (2, 4)
+    again = answers(target)
+    assert [each["custom_id"] for each in again] == [f"r{i}" for i in range(6)]
+    for one, other in zip(whole, again, strict=True):
+        assert one["response"]["body"]["choices"] == other["response"]["body"]["choices"]
+
+
+def test_bad_lines_are_errors_of_their_own(server, llm, tmp_path):
+    """Whatever is in a line; and a second run finds every answer there."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    good = {"id": "good", "prompt": "The state of", "max_tokens": 2}
+    lines = [
+        {"id": "\ud800", "prompt": "x"},
+        {"id": "half", "prompt": "\udfff"},
+        {"id": ["a", "list"], "prompt": {"not": "a text"}},
+        line("template", chat_template_kwargs={"chat_template": 5}),
+        line("variables", chat_template_kwargs=[1]),
+        line("\ud800"),
+        line("messages", messages=[{"role": "user", "content": "\ud83d"}]),
+        line("nothing", "/v1/completions"),
+        {"custom_id": 5, "body": None, "url": "/v1/completions"},
+        {"custom_id": "no url", "body": {}, "url": {}},
+        good,
+    ]
+    source.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    counts = run_batch(llm, source, target)
+    assert (counts.done, counts.failed) == (len(lines), len(lines) - 1)
+    found = answers(target)
+    assert [each.get("custom_id", each["id"]) for each in found] == [
+        each.get("custom_id", each.get("id")) for each in lines
+    ]
+    assert all(each["error"] for each in found[:-1])
+    assert found[-1]["text"]
+    counts = run_batch(llm, source, target)
+    assert (counts.done, counts.skipped) == (0, len(lines))
+
+
+def test_a_line_that_breaks_the_program_is_one_error(llm, tmp_path, monkeypatch):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(line(f"c{i}")) + "\n" for i in range(3)))
+    encode, calls = llm.tokenizer.apply_chat_template, []
+
+    def sometimes(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyError("a bug")
+        return encode(*arguments, **options)
+
+    monkeypatch.setattr(llm.tokenizer, "apply_chat_template", sometimes)
+    counts = run_batch(llm, source, target)
+    assert (counts.done, counts.failed) == (3, 1)
+    assert answers(target)[1]["error"]["message"].startswith("internal error")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_a_full_disk_names_the_file(tmp_path):
+    target = tmp_path / "out.jsonl"
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        with naming(target), Path("/dev/full").open("ab", buffering=0) as out:
+            write_line(out, {"id": 1})
+    assert caught.value.filename == str(target)

@@ -1,0 +1,149 @@
+"""`mamba-jax serve` and `mamba-jax chat`: settings from all places, mistakes in one line, a conversation."""
+
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from rich.console import Console
+
+from serving.cli.main import run
+from serving.cli.serve import bind, settle
+from serving.cli.terminal_chat import Account, converse, remote
+from serving.config import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--port", "70000"], "port: input should be less than or equal to 65535"),
+        (["--log-format", "xml"], "log_format"),
+        (["--model", "/does/not/exist"], "/does/not/exist: no such model"),
+        (["--page-size", "7"], "page_size 7 does not divide"),
+        (["--host", "not an address"], "cannot listen on not an address"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, said, capfd):
+    assert run(["serve", *arguments]) == 2
+    error = capfd.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
+
+
+def test_a_port_that_is_taken(capfd):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert run(["serve", "--port", str(taken.getsockname()[1])]) == 2
+    assert "cannot listen on 127.0.0.1" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_help(command, capfd):
+    assert run([command, "--help"]) == 0
+    assert "Usage" in capfd.readouterr().out
+
+
+def test_settings_come_from_everywhere(monkeypatch):
+    monkeypatch.setenv("MAMBA_JAX_API_KEY", "from-the-environment")
+    file = {"port": 9000, "max_num_seqs": 4, "served_model_name": "a-name", "host": "0.0.0.0"}
+    settings, config = settle(dict(file), {"port": 9001, "host": None})
+    assert (settings.port, settings.host, settings.served_model_name) == (9001, "0.0.0.0", ("a-name",))
+    assert settings.api_key == ("from-the-environment",)
+    assert config.max_num_seqs == 4
+    assert config.warmup
+    assert config.enable_structured_outputs
+    settings, config = settle({"warmup": False}, {"api_key": ("own",)})
+    assert settings.api_key == ("own",)
+    assert settings.served_model_name == ("demo",)
+    assert settings.host == "127.0.0.1"
+    assert not config.warmup
+    with pytest.raises(ConfigError, match="unknown engine flag 'prot'"):
+        settle({"prot": 1}, {})
+
+
+def test_binding():
+    with bind("127.0.0.1", 0) as made:
+        assert made.getsockname()[1]
+
+
+def said(answer, questions):
+    console = Console(file=io.StringIO(), width=200)
+    questions = iter(questions)
+
+    def ask():
+        try:
+            return next(questions)
+        except StopIteration:
+            raise EOFError from None
+
+    converse(console, answer, [], ask)
+    return console.file.getvalue()
+
+
+def test_a_conversation():
+    seen = []
+
+    def answer(messages, account):
+        seen.append([dict(message) for message in messages])
+        account.prompt_tokens, account.cached_tokens, account.completion_tokens = 10, 8, 2
+        account.drafted, account.accepted = 4, 3
+        yield from ("two ", "[b]words[/b]")
+
+    text = said(answer, ["one", "", "/what", "two", "/reset", "three", "/exit", "never"])
+    assert "two [b]words[/b]" in text
+    assert "10 prompt tokens, 8 of them cached; 2 new; 3 of 4 drafts accepted" in text
+    assert [len(messages) for messages in seen] == [1, 3, 1]
+    assert seen[1][1] == {"role": "assistant", "content": "two [b]words[/b]"}
+
+
+def test_a_conversation_with_a_server(server):
+    answer = remote(server.url + "/v1", None, {"max_tokens": 6, "temperature": 0, "ignore_eos": True})
+    account = Account()
+    text = "".join(answer([{"role": "user", "content": "Hello there"}], account))
+    assert text
+    assert account.completion_tokens == 6
+    again = Account()
+    assert "".join(answer([{"role": "user", "content": "Hello there"}], again)) == text
+    assert again.cached_tokens == again.prompt_tokens
+    with pytest.raises(ConfigError, match="prompt has"):
+        list(answer([{"role": "user", "content": "word " * 2000}], account))
+    with pytest.raises(ConfigError, match=r"refused|connect"):
+        list(remote("http://127.0.0.1:1", None, {})([], account))
+
+
+def test_the_program_itself(tmp_path):
+    """A process of its own: listens, answers, and ends when it is asked to."""
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    config = tmp_path / "server.yaml"
+    config.write_text("max-num-seqs: 2\nmax-model-len: 256\nmax-num-batched-tokens: 64\nno_such: 1\n")
+    command = [sys.executable, "-m", "serving.cli", "serve", "--port", str(port), "--no-warmup"]
+    wrong = subprocess.run([*command, "--config", str(config)], capture_output=True, text=True, cwd=ROOT)
+    assert wrong.returncode == 2
+    assert "no_such" in wrong.stderr
+    config.write_text(config.read_text().replace("no_such: 1", "log_format: json"))
+    process = subprocess.Popen(
+        [*command, "--config", str(config)], stderr=subprocess.PIPE, text=True, cwd=ROOT, env=dict(os.environ)
+    )
+    try:
+        url, end = f"http://127.0.0.1:{port}", time.monotonic() + 300
+        while time.monotonic() < end and process.poll() is None:
+            try:
+                if httpx.get(url + "/ready").status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.1)
+        answer = httpx.post(url + "/tokenize", json={"prompt": "x"})
+        assert answer.json()["max_model_len"] == 256
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=120)
+    assert '"message": "request"' in log
+    assert "Traceback" not in log

@@ -1,0 +1,137 @@
+"""`train`, `train-mtp` and `eval`, from a corpus of some hundred lines to a model that the engine runs with drafts."""
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+
+from serving import LLM, SamplingParams
+from serving.cli.evaluation import is_correct, plain_number, prompts_of, result_of
+from serving.cli.main import run
+
+pytestmark = pytest.mark.slow
+
+MODEL = {
+    "model_type": "nemotron_h", "vocab_size": 300, "hidden_size": 32,
+    "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+    "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 1, "ssm_state_size": 8, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 48, "num_nextn_predict_layers": 1,
+    "mtp_hybrid_override_pattern": "*-", "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+RUN = {
+    "model": MODEL,
+    "data": {"mixture": {"text": 0.5, "maths": 0.5}, "aligned": ["maths"], "chat_share": 0.5},
+    "optimizer": {"name": "muon", "learning_rate": 0.01, "warmup_steps": 2},
+    "drafts": {"depth_weights": [1.0, 0.5], "targets": "model", "detach": True},
+    "steps": 10, "batch_size": 8, "sequence_length": 32, "log_every": 5,
+}  # fmt: skip
+
+
+def problem(i):
+    question, answer = f"What is {i} and {i}?", f"{i}+{i}={2 * i}\n#### {2 * i}"
+    return {"id": f"1/{i}", "question": question, "answer": answer, "result": str(2 * i)}
+
+
+def write_lines(path, documents):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(document) + "\n" for document in documents))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("train")
+    texts = [{"id": f"words:{i}", "text": " ".join(f"{w} and" for w in "abcdefgh"[i % 8 :]) * 20} for i in range(40)]
+    write_lines(directory / "corpus/train/text.jsonl", texts)
+    write_lines(directory / "corpus/train/maths.jsonl", [problem(i) for i in range(200)])
+    write_lines(directory / "heldout/heldout_text.jsonl", texts[:4])
+    write_lines(directory / "heldout/heldout_problems.jsonl", [problem(i) for i in range(500, 506)])
+    (directory / "run.yaml").write_text(yaml.safe_dump(RUN))
+    line = ["train", "--config", "run.yaml", "--output", "run", "--corpus", "corpus"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        assert run(line) == 0
+    return directory
+
+
+def test_train_writes_a_model_that_drafts(trained):
+    log = [json.loads(line) for line in (trained / "run/log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in log] == [5, 10]
+    model = str(trained / "run/model")
+    prompts, params = ["a and b", "Question: What is 2 and 2?\nAnswer:"], SamplingParams(max_tokens=8, temperature=0.0)
+    outputs = []
+    for flags in ({}, {"speculative_method": "mtp", "adaptive_drafts": False}):
+        llm = LLM(model, max_num_seqs=2, max_model_len=128, **flags)
+        outputs.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+    assert outputs[0] == outputs[1]
+    assert llm.engine.loop.stats.drafts.steps > 0
+    assert llm.tokenizer.has_chat_template
+
+
+def test_train_mtp_leaves_the_rest_alone(trained, capsys):
+    source, target = trained / "run/model", trained / "drafting"
+    line = ["train-mtp", "--model", str(source), "--data", str(trained / "corpus/train/text.jsonl")]
+    options = ["--steps", "2", "--sequence-length", "32", "--depth", "2"]
+    assert run([*line, "--output", str(target), *options]) == 0
+    assert (target / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    assert (target / "mtp.safetensors").is_file()
+    output = LLM(
+        str(target), max_num_seqs=1, max_model_len=128, speculative_method="mtp", adaptive_drafts=False
+    ).generate("a and", SamplingParams(max_tokens=4), use_tqdm=False)
+    assert len(output[0].outputs[0].token_ids) == 4
+    capsys.readouterr()
+    assert run([*line, "--output", str(target), *options]) == 2
+    assert "already exists" in capsys.readouterr().err
+
+
+def evaluate(trained, *options):
+    figures = trained / "figures.json"
+    where = ["--model", str(trained / "run/model"), "--data", str(trained / "heldout")]
+    assert run(["eval", *where, "--prompts", "0", "--max-num-seqs", "4", "--output", str(figures), *options]) == 0
+    return json.loads(figures.read_text())
+
+
+def test_eval(trained, capsys):
+    found = evaluate(trained, "--no-table")
+    assert 0 < found["bits_per_byte"]["words"] < 8
+    assert found["accuracy"]["problems"] == 6
+    capsys.readouterr()
+    assert run(["eval", "--model", str(trained / "run/model")]) == 2
+    assert "has no heldout_problems.jsonl" in capsys.readouterr().err
+
+
+def test_every_feature_gives_the_same_answers(trained):
+    table = evaluate(trained, "--table-problems", "4", "--shots", "1")["table"]
+    assert [row["cache"] for row in table] == [mode for mode in ("none", "align", "all") for _ in range(4)]
+    assert all(row["sure_of_another"] == 0 for row in table)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--config", "none.yaml", "--output", "x"], "none.yaml: cannot be read"),
+        (["train", "--config", "{run}", "--output", "x", "--corpus", "none"], "none: no corpus"),
+        (["train", "--config", "{run}", "--output", "x", "--set", "steps=0"], "steps is 0"),
+        (["train", "--config", "{run}", "--output", "x", "--set", "steps"], "NAME=VALUE"),
+        (["train-mtp", "--model", "none", "--data", "{run}", "--output", "x"], "no such model"),
+        (["train-mtp", "--model", "none", "--data", "none", "--output", "x"], "no such file"),
+    ],
+)
+def test_what_is_wrong_is_one_line(trained, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(trained)
+    assert run([one.format(run="run.yaml") for one in arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_results():
+    assert result_of("so 3*4=12\n#### 1,200.0\n#### 7") == "1200"
+    assert result_of("12") is None
+    assert [plain_number(text) for text in ("3.50", "100", "-2.0", "1,000.")] == ["3.5", "100", "-2", "1000"]
+    assert is_correct(problem(4), "4+4=8\n#### 8")
+    assert not is_correct(problem(4), "8")
+    first, second = prompts_of([problem(i) for i in range(3)], 1)
+    assert first.startswith("Question: What is 0 and 0?\nAnswer: 0+0=0\n#### 0\n\nQuestion: What is 1")
+    assert second.endswith("What is 2 and 2?\nAnswer:")
+    assert np.char.count(second, "Question") == 2

@@ -1,0 +1,184 @@
+"""Requests that cannot go on end by themselves, at once, with an error that says why; their neighbours go on."""
+
+import asyncio
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from mamba_jax.programs import StepPrograms
+from serving import AsyncEngine, SamplingParams
+from serving.config import EngineConfig
+from serving.engine.async_engine import RequestFailed
+from serving.engine.build import assemble
+from tests.support.engines import QUICK_COMPILE, finish
+from tests.support.letter_tokens import EOS, ID, TOO_BIG, letters
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+FAILS_AT_ONCE = SamplingParams(
+    temperature=0.0, max_tokens=8, structured_outputs={"grammar": "start: " + TOO_BIG}, logit_bias={ID["ab"]: 100}
+)
+
+
+@pytest.fixture(scope="module")
+def structured(harness):
+    """Makes engines that follow grammars of letters."""
+    config = EngineConfig.create(**harness.flags, enable_structured_outputs=True)
+    programs = StepPrograms(harness.model, tile_size=harness.flags["tile_size"], compiler_options=QUICK_COMPILE)
+    return lambda: assemble(config, harness.model, tokenizer=letters(), eos_token_ids=(EOS,), programs=programs).engine
+
+
+def test_what_ends_during_a_step_is_answered_by_that_step(structured):
+    engine = structured()
+    output = engine.add_request("bad", {"prompt_token_ids": [5, 6]}, FAILS_AT_ONCE)
+    answered = []
+    while engine.loop.busy:
+        answered += engine.step()
+    assert [o is output for o in answered] == [True]
+    assert output.outputs[0].finish_reason == "error"
+    assert "structured outputs" in output.outputs[0].stop_reason
+    assert not engine.busy
+
+
+def test_a_failing_request_alone_on_an_async_engine_is_answered(structured):
+    served = AsyncEngine(structured())
+
+    async def ask():
+        async for _ in served.generate({"prompt_token_ids": [5, 6]}, FAILS_AT_ONCE):
+            pass
+
+    async def body():
+        with pytest.raises(RequestFailed, match="structured outputs"):
+            await asyncio.wait_for(ask(), 60)
+        # Ended between two steps, by whoever: answered too.
+        stream = served.generate({"prompt_token_ids": [5]}, dataclasses.replace(GREEDY, max_tokens=100), "named")
+        await anext(stream)
+        await served.call(lambda engine: engine.fail("named", "given up"))
+        with pytest.raises(RequestFailed, match="given up"):
+            await asyncio.wait_for(_read(stream), 60)
+
+    try:
+        asyncio.run(body())
+    finally:
+        served.shutdown()
+
+
+async def _read(stream):
+    async for _ in stream:
+        pass
+
+
+@pytest.mark.parametrize("kind", ["seat", "decode", "masks"])
+def test_a_row_that_has_no_arrays_ends_its_own_request(harness, monkeypatch, kind):
+    engine = harness.engine("all")
+    good, bad, other = ({"prompt_token_ids": [3 + i] * (9 + i)} for i in range(3))
+    beside = [good["prompt_token_ids"], other["prompt_token_ids"]]
+    expected = [output.outputs[0].token_ids for output in harness.run(harness.engine("all"), beside, GREEDY)]
+
+    def named(rows) -> bool:
+        return any(getattr(row, "request", row).request_id == "bad" for row in rows)
+
+    loop, builds = engine.loop, engine.loop.batches
+    sound = {"seat": loop.inputs.seat, "decode": builds.decode, "masks": loop.inputs.masks}[kind]
+
+    def broken(rows, *rest):
+        if named([rows] if kind == "seat" else rows.rows if kind == "masks" else rows):
+            raise OverflowError("too large for an array")
+        return sound(rows, *rest)
+
+    owner, name = {"seat": (loop.inputs, "seat"), "decode": (builds, "decode"), "masks": (loop.inputs, "masks")}[kind]
+    monkeypatch.setattr(owner, name, broken)
+    outputs = [engine.add_request(name, prompt, GREEDY) for name, prompt in (("a", good), ("bad", bad), ("b", other))]
+    finish(engine)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
+    assert "too large for an array" in outputs[1].outputs[0].stop_reason
+    for prompt, output, tokens in zip(beside, outputs[::2], expected, strict=True):
+        harness.assert_greedy(prompt, output.outputs[0].token_ids, tokens)
+    loop.scheduler.check(idle=True)
+
+
+def test_a_plan_that_fails_as_a_whole_is_tried_again_and_then_given_up(harness, monkeypatch):
+    engine = harness.engine("all")
+    sound, left = engine.loop.batches.prefill, [2]
+
+    def broken(rows):
+        if len(rows) > 1 and left[0]:
+            left[0] -= 1
+            raise ValueError("not together")
+        return sound(rows)
+
+    monkeypatch.setattr(engine.loop.batches, "prefill", broken)
+    outputs = harness.run(engine, [[5, 6, 7], [8, 9]], GREEDY)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "length"]
+    left[0] = 100
+    outputs = harness.run(engine, [[15, 6, 7], [18, 9]], GREEDY)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["error", "error"]
+    monkeypatch.undo()
+    assert harness.run(engine, [[15, 6, 7], [18, 9]], GREEDY)[1].outputs[0].finish_reason == "length"
+
+
+# -- logits that are not numbers --
+
+BAD = 7
+
+
+@pytest.fixture(scope="module")
+def broken_embedding(harness):
+    """Programs of a model in which token `BAD` is NaN."""
+    graph, state = nnx.split(harness.model)
+    spoiled = []
+    for path, leaf in nnx.to_flat_state(state):
+        if "embed" in ".".join(map(str, path)).lower():
+            leaf = leaf.replace(leaf.get_value().at[BAD].set(jnp.nan))
+        spoiled.append((path, leaf))
+    model = nnx.merge(graph, nnx.from_flat_state(spoiled))
+    return StepPrograms(model, tile_size=harness.flags["tile_size"], compiler_options=QUICK_COMPILE)
+
+
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+def test_an_output_that_is_not_finite_ends_and_leaves_nothing(harness, broken_embedding, mode):
+    config = EngineConfig.create(mamba_cache_mode=mode, **harness.flags)
+    engine = assemble(
+        config, harness.model, tokenizer=harness.tokenizer, eos_token_ids=(2,), programs=broken_embedding
+    ).engine
+    prefix = [(3 + i) % 50 + 8 for i in range(70)]
+    prompts = [prefix, [*prefix[:40], BAD, *prefix[40:70]], prefix[:33]]
+    expected = [o.outputs[0].token_ids for o in harness.run(harness.engine("none"), prompts, GREEDY)]
+    outputs = harness.run(engine, prompts, GREEDY)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
+    assert "not finite" in outputs[1].outputs[0].stop_reason
+    assert outputs[1].outputs[0].token_ids == []
+    for i in (0, 2):
+        harness.assert_greedy(prompts[i], outputs[i].outputs[0].token_ids, expected[i])
+    assert engine.stats()["loop"]["not_finite"] == 1
+    assert engine.stats()["finished"]["error"] == 1
+    index = engine.loop.scheduler.index
+    if index is not None:
+        match = index.find(prompts[1], None)
+        assert match.entry is None or match.entry.position <= 40
+        assert match.matched <= 40
+
+
+@pytest.mark.parametrize("mode", ["align", "all"])
+def test_states_that_were_spoiled_on_the_device_are_forgotten(harness, mode):
+    engine = harness.engine(mode)
+    prompt = [(5 * i) % 50 + 8 for i in range(70)]
+    (first,) = harness.run(engine, [prompt], GREEDY)
+    assert not engine.stats()["cached_tokens"]
+
+    def spoil(store):
+        def fill(leaf):
+            return leaf * jnp.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+        return jax.tree.map(fill, store)
+
+    engine.loop.replace_store(spoil)
+    (second,) = harness.run(engine, [[*prompt, 9]], GREEDY)
+    assert engine.stats()["cached_tokens"]
+    assert second.outputs[0].finish_reason == "error"
+    # Nobody meets them again.
+    (third,) = harness.run(engine, [prompt], GREEDY)
+    assert third.num_cached_tokens == 0
+    harness.assert_greedy(prompt, third.outputs[0].token_ids, first.outputs[0].token_ids)

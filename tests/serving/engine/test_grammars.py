@@ -1,0 +1,104 @@
+"""Compiling grammars: what takes too much is stopped and refused, and holds up nobody else."""
+
+import threading
+import time
+
+import pytest
+
+from checkpoints.load import load_tokenizer
+from serving.engine.grammars import Grammars
+from serving.engine.request_error import RequestError
+from serving.engine.structured import StructuredOutputs
+
+TOO_LARGE = StructuredOutputs(json={"type": "integer", "multipleOf": 123456789})
+TOO_SLOW = StructuredOutputs(json={"type": "object", "patternProperties": {f"^x{i}_.*": {} for i in range(5000)}})
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    tokenizer = load_tokenizer("demo")
+    return Grammars(tokenizer, tokenizer.vocab_size, (0,), seconds=1.0)
+
+
+def test_what_takes_too_much_is_refused_and_remembered(grammars):
+    for outputs in (TOO_LARGE, TOO_SLOW):
+        with pytest.raises(RequestError, match="the grammar takes more than"):
+            grammars.start(outputs)
+        begin = time.monotonic()
+        with pytest.raises(RequestError, match="the grammar takes more than"):
+            grammars.start(outputs)
+        assert time.monotonic() - begin < 0.1
+    assert not grammars.start(StructuredOutputs(regex="[0-9]+")).finished
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        ({"grammar": "start: a\na: a"}, "no output is possible"),
+        ({"json": {"$ref": "#"}}, "no output is possible"),
+        ({"json": False}, "schema is false"),
+        ({"json": "{"}, "not JSON"),
+        ({"json": "[" * 100_000}, "not JSON"),
+        ({"regex": "a" * (1 << 20)}, "longer than"),
+        ({"grammar": 'root ::= "a'}, "structured outputs"),
+    ],
+)
+def test_broken_grammars(grammars, form, says):
+    with pytest.raises(RequestError, match=says) as caught:
+        grammars.start(StructuredOutputs(**form))
+    assert "\n" not in str(caught.value)
+
+
+def test_others_compile_meanwhile():
+    tokenizer = load_tokenizer("demo")
+    fresh = Grammars(tokenizer, tokenizer.vocab_size, (0,), seconds=3.0)
+    fresh.start(StructuredOutputs(regex="warm"))
+    failed = []
+
+    def slow():
+        with pytest.raises(RequestError):
+            fresh.start(TOO_SLOW)
+        failed.append(True)
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    compiled = 0
+    while thread.is_alive() and compiled < 5:
+        fresh.start(StructuredOutputs(regex=f"[a-z]{{{compiled + 1}}}"))
+        compiled += 1
+    assert compiled == 5
+    assert not failed, "the slow one has ended before the others were compiled"
+    thread.join()
+
+
+def test_equal_grammars_are_compiled_once(grammars, monkeypatch):
+    asked = []
+    run = grammars._trials.run
+    monkeypatch.setattr(grammars._trials, "run", lambda key: asked.append(key) or run(key))
+    outputs = StructuredOutputs(regex="once|and for all")
+    threads = [threading.Thread(target=grammars.start, args=(outputs,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(asked) == 1
+
+
+def test_a_grammar_stays_for_as_long_as_it_is_held(grammars, monkeypatch):
+    monkeypatch.setattr("serving.engine.grammars._KEPT", 1)
+    held = grammars.compile(StructuredOutputs(regex="held"))
+    grammars.compile(StructuredOutputs(regex="another"))
+    assert grammars.compile(StructuredOutputs(regex="held")) is held
+
+
+def test_a_process_that_was_killed_is_replaced(grammars):
+    grammars.start(StructuredOutputs(regex="before"))
+    for process in list(grammars._trials._running):
+        process.kill()
+        process.wait()
+    assert not grammars.start(StructuredOutputs(regex="after")).finished
+
+
+def test_a_tokenizer_that_cannot_be_used():
+    with pytest.raises(RequestError, match="this model's tokenizer cannot be used"):
+        Grammars(load_tokenizer("demo"), 5, (0,)).start(StructuredOutputs(regex="a"))

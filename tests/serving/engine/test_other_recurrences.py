@@ -1,0 +1,56 @@
+"""Models with other recurrences than Mamba2 through the whole engine: cached and with drafts, as Hugging Face says."""
+
+from functools import partial
+
+import pytest
+
+from mamba_jax.programs import StepPrograms
+from serving import LLM, SamplingParams
+from serving.engine.batching import PrefillShape
+from tests.support.engines import QUICK_COMPILE
+from tests.support.golden_case import CLEAR_GAP, Case
+
+FLAGS = {
+    "tile_size": 16,
+    "state_block_size": 32,
+    "page_size": 8,
+    "max_model_len": 240,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 96,
+    "num_slots": 40,
+    "num_pages": 80,
+    "debug_state": True,
+    "mamba_cache_mode": "all",
+    "num_speculative_tokens": 3,
+    "warmup": False,
+}
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "drafts"),
+    [
+        ("qwen3next", "mtp"),
+        ("lfm2-moe", "ngram"),
+        pytest.param("qwen35", "ngram", marks=slow),
+        pytest.param("qwen35-moe", "mtp", marks=slow),
+        pytest.param("qwen3next-dense", "ngram", marks=slow),
+        pytest.param("lfm2", "ngram", marks=slow),
+    ],
+)
+def test_answers_are_those_of_hugging_face(name, drafts, monkeypatch):
+    monkeypatch.setattr("serving.engine.build.StepPrograms", partial(StepPrograms, compiler_options=QUICK_COMPILE))
+    case = Case(name)
+    llm = LLM(case.directory, dtype="float32", speculative_method=drafts, **FLAGS)
+    # One shape for each kind of step: compiling is what takes time.
+    llm.engine.loop.batches.decode_shapes = [2]
+    llm.engine.loop.batches.prefill_shapes = [PrefillShape(tokens=96, rows=2, tiles=8)]
+    params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+    prompts = [{"prompt_token_ids": prompt.tolist()} for prompt in case.prompts]
+    for again in (False, True):
+        for row, output in enumerate(llm.generate(prompts, params, use_tqdm=False)):
+            expected, gaps = case.greedy(row)
+            clear = next((i for i, gap in enumerate(gaps) if gap < CLEAR_GAP), len(gaps))
+            assert list(output.outputs[0].token_ids)[:clear] == expected[:clear], (name, row, again)
+            assert output.num_cached_tokens == len(case.prompts[row]) or not again
+    llm.engine.loop.scheduler.check(idle=True)

@@ -1,0 +1,117 @@
+"""A mixed checkpoint (NVFP4 experts, FP8 Mamba projections, the rest wide) in every arrangement: the same tokens."""
+
+import functools
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+
+from checkpoints.load import load_model
+from mamba_jax.model import parameters
+from mamba_jax.programs import StepPrograms
+from mamba_jax.sharding import AXIS
+from serving import LLM, SamplingParams
+from tests.support import split_pair
+from tests.support.engines import QUICK_COMPILE
+from tests.support.golden_case import full_log_probs
+from tests.support.quantised_checkpoints import write_mixed
+
+FLAGS = {
+    "tile_size": 16,
+    "state_block_size": 32,
+    "page_size": 8,
+    "max_model_len": 96,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 64,
+    "num_slots": 16,
+    "num_pages": 40,
+    "debug_state": True,
+    "warmup": False,
+    "load_format": "auto",
+}
+GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logprobs=2)
+ARRANGEMENTS = {
+    "no cache": {"mamba_cache_mode": "none"},
+    "align": {"mamba_cache_mode": "align"},
+    "all, drafts": {"mamba_cache_mode": "all", "speculative_method": "mtp", "num_speculative_tokens": 2},
+    "all, drafts, two devices": {
+        "mamba_cache_mode": "all",
+        "speculative_method": "mtp",
+        "num_speculative_tokens": 2,
+        "tensor_parallel_size": 2,
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation(monkeypatch):
+    """Compiling takes most of these tests' time, and the programs' speed does not matter."""
+    monkeypatch.setattr("serving.engine.build.StepPrograms", partial(StepPrograms, compiler_options=QUICK_COMPILE))
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    return write_mixed(tmp_path_factory.mktemp("mixed"))
+
+
+def prompts():
+    """Two that share a block, and the first one again."""
+    rng = random.Random(2)
+    shared = [rng.randrange(3, 250) for _ in range(12)] * 3
+    first, second = (shared + [rng.randrange(3, 250) for _ in range(count)] for count in (5, 11))
+    return first, second, first
+
+
+@functools.cache
+def wide_model(directory):
+    return load_model(directory, dtype="float32", progress=False)
+
+
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+def test_chooses_what_the_wide_weights_choose(mixed, name):
+    llm = LLM(mixed[0], **(FLAGS | ARRANGEMENTS[name]))
+    outputs = [llm.generate({"prompt_token_ids": ids}, GREEDY, use_tqdm=False)[0] for ids in prompts()]
+    cached = [output.num_cached_tokens for output in outputs]
+    assert cached == ([0, 0, 0] if name == "no cache" else [0, 32, cached[2]])
+    assert name == "no cache" or cached[2] >= 32
+    llm.engine.loop.scheduler.check(idle=True)
+    for output in outputs:
+        prompt, chosen = output.prompt_token_ids, output.outputs[0]
+        expected = full_log_probs(wide_model(mixed[1]), [[*prompt, *chosen.token_ids]])[0][len(prompt) - 1 :]
+        for i, token in enumerate(chosen.token_ids):
+            assert expected[i].max() - expected[i, token] < 1e-3
+            assert chosen.logprobs[i][token].logprob == pytest.approx(expected[i, token], abs=1e-3)
+
+
+def test_scales_lie_where_their_values_lie(mixed):
+    llm = LLM(mixed[0], **(FLAGS | {"tensor_parallel_size": 2}))
+    found = {path: leaf[...].sharding.spec for path, leaf in parameters(llm.model).items()}
+    for path, divided in (
+        ("blocks.0.mixer.in_proj_zx.weight.values", (None, AXIS)),
+        ("blocks.0.mixer.in_proj_zx.weight.channel_scale", (None, AXIS)),
+        ("blocks.0.mixer.out_proj.weight.values", (None, AXIS)),
+        ("blocks.0.mixer.out_proj.weight.channel_scale", ()),
+        ("blocks.1.mixer.experts.up.values", (AXIS,)),
+        ("blocks.1.mixer.experts.up.group_scale", (AXIS,)),
+        ("blocks.1.mixer.experts.down.channel_scale", (AXIS,)),
+        ("blocks.1.mixer.shared.up_proj.weight.channel_scale", (AXIS,)),
+    ):
+        spec = list(found[path])
+        while spec and spec[-1] is None:
+            spec.pop()
+        assert tuple(spec) == divided, path
+
+
+def test_prefill_and_decode_on_two_workers(mixed, monkeypatch):
+    model = load_model(mixed[0], dtype="float32", progress=False)
+    monkeypatch.setattr(split_pair, "model", lambda seed=3: model)
+    monkeypatch.setattr(split_pair, "CONFIG", model.config)
+    for cached in ("programs", "points", "digest", "alone"):
+        monkeypatch.setattr(split_pair, cached, functools.cache(getattr(split_pair, cached).__wrapped__))
+    pair = split_pair.Pair("all", "mtp")
+    for length, handoff in ((1, "full"), (split_pair.B, "recompute-last"), (2 * split_pair.B + 3, "full")):
+        prompt = split_pair.tokens(length, length)
+        split_pair.assert_as_alone(prompt, pair.run(prompt, handoff), (length, handoff))
+    pair.assert_idle()
+    assert np.isfinite(full_log_probs(model, [[1, 2, 3]])[0]).all()

@@ -1,0 +1,19 @@
+"""Compiling tells how far it is, also where there is no terminal."""
+
+import logging
+from types import SimpleNamespace
+
+from serving.engine import warmup
+
+
+def test_lines_of_the_log(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("serving"), "propagate", True)
+    monkeypatch.setattr(warmup, "LINE_EVERY", -1.0)
+    loop = SimpleNamespace(
+        batches=SimpleNamespace(num_programs=2),
+        programs=SimpleNamespace(compilations=2),
+        warm_up=lambda vocab_size, advance: [advance(), advance()],
+    )
+    with caplog.at_level(logging.INFO):
+        warmup.warm_up(loop, 10, progress=False)
+    assert "compiling: 1 of 2 programs" in caplog.messages[0]

@@ -1,0 +1,151 @@
+"""Places for states: taken, renewed and given back, whoever goes away at whatever moment."""
+
+import asyncio
+import contextlib
+import queue
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from serving.api.http.errors import ApiError
+from serving.split.http import prefill_routes
+from serving.split.http.prefill_routes import PrefillRequest
+from serving.split.prefill_side import PrefillSide, TooMany
+from tests.serving.split.test_manifest import BASE
+
+BODY = PrefillRequest(kind="completions", body={})
+
+
+class Engine:
+    """Does what it is told in order, and takes its time for everything."""
+
+    def __init__(self, pace):
+        self._commands, self._pace = queue.SimpleQueue(), pace
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self):
+        while True:
+            await asyncio.sleep(self._pace())
+            with contextlib.suppress(queue.Empty):
+                self._commands.get_nowait()()
+
+    def tell(self, function):
+        self._commands.put(lambda: function(None))
+
+    async def call(self, function):
+        done = asyncio.get_running_loop().create_future()
+
+        def run():
+            try:
+                value = function(None)
+            except Exception as error:
+                if not done.done():
+                    done.set_exception(error)
+            else:
+                if not done.done():
+                    done.set_result(value)
+
+        self._commands.put(run)
+        return await done
+
+    async def generate(self, prompt, params, name, **more):
+        await asyncio.sleep(self._pace() * 5)
+        yield SimpleNamespace(num_cached_tokens=0)
+
+
+def a_side(**settings):
+    return PrefillSide(SimpleNamespace(loop=SimpleNamespace(connect=lambda side: None), manifest=BASE), **settings)
+
+
+@pytest.fixture
+def no_prompt(monkeypatch):
+    async def prompt(context, body):
+        return [1, 2, 3], 0, None
+
+    monkeypatch.setattr(prefill_routes, "_prompt", prompt)
+
+
+def test_clients_that_leave_at_any_moment_leave_no_places_taken(no_prompt):
+    rng = random.Random(3)
+
+    async def run():
+        side = a_side(max_kept=16, lease=60.0)
+        context = SimpleNamespace(engine=Engine(lambda: rng.random() * 0.002))
+
+        async def one():
+            await asyncio.sleep(rng.random() * 0.5)
+            task = asyncio.create_task(prefill_routes._prefill(context, side, BODY, "http://here"))
+            await asyncio.sleep(rng.random() * 0.05)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, ApiError):
+                ticket = await task
+                side.release(ticket.id, wanted=True)  # it was quicker
+
+        await asyncio.gather(*(one() for _ in range(200)))
+        for _ in range(500):
+            if not side.kept and context.engine._commands.empty():
+                break
+            await asyncio.sleep(0.01)
+        assert side.kept == 0
+        assert side.stats.begun > 50
+        context.engine.task.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_prompt_that_is_not_computed_in_time_is_given_up(no_prompt):
+    async def run():
+        side = a_side(lease=60.0)
+        context = SimpleNamespace(engine=Engine(lambda: 0.05))
+        late = BODY.model_copy(update={"seconds": 0.15})
+        with pytest.raises(ApiError, match="in time") as error:
+            await prefill_routes._prefill(context, side, late, "http://here")
+        assert error.value.status == 503
+        await asyncio.sleep(0.4)
+        assert side.kept == 0
+        context.engine.task.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_lease_does_not_run_out_while_its_prompt_is_computed(no_prompt):
+    async def run():
+        side = a_side(lease=0.2, max_lease=60.0)
+        context = SimpleNamespace(engine=Engine(lambda: 0.1))  # half a second for the prompt
+        working = asyncio.create_task(prefill_routes._prefill(context, side, BODY, "http://here"))
+        expired = 0
+        while not working.done():
+            expired += side.sweep()
+            await asyncio.sleep(0.01)
+        assert not expired
+        assert side.kept == 1
+        for _ in range(500):
+            if side.sweep():
+                break
+            await asyncio.sleep(0.01)
+        assert side.kept == 0, "nobody asks for it any more"
+        context.engine.task.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_lease_is_finite_from_the_start_and_renewed_up_to_a_limit():
+    now = [0.0]
+    side = a_side(lease=10.0, max_lease=25.0, max_kept=2, clock=lambda: now[0])
+    first, second = side.begin("first"), side.begin()
+    assert second.id != first.id
+    with pytest.raises(TooMany):
+        side.begin()
+    now[0] = 9.0
+    side.renew(["first", "unknown"])
+    now[0] = 11.0
+    assert side.sweep() == 1
+    assert second.done
+    for now[0] in (18.0, 24.0):
+        side.renew(["first"])
+        assert side.sweep() == 0
+    now[0] = 25.5
+    side.renew(["first"])
+    assert side.sweep() == 1, "asking does not keep it for ever"
+    assert side.kept == 0

@@ -1,0 +1,82 @@
+"""What two workers must agree on."""
+
+import pytest
+
+from serving.split.manifest import Manifest, ManifestMismatch, check, model_digest
+from tests.support.split_pair import CONFIG, model
+
+BASE = Manifest(
+    protocol=1,
+    layout="l",
+    model="abc",
+    dtype="float32",
+    ssm_dtype="float32",
+    state={"ssm": (2, 4, 8, 16), "hidden": (32,)},
+    attention_layers=1,
+    draft_layers=1,
+    page_size=8,
+    state_block_size=16,
+    shards=1,
+    max_model_len=96,
+    versions={"jax": "0.10"},
+    transports={"jax": "here:1", "tcp": "here:2"},
+)
+
+
+def other(**fields):
+    return BASE.model_copy(update=fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"page_size": 16},
+        {"state_block_size": 64},
+        {"shards": 2},
+        {"max_model_len": 50},
+        {"draft_layers": 0},
+        {"transports": {"tcp": "there:5"}},
+    ],
+)
+def test_what_may_differ(fields):
+    assert check(BASE, other(**fields)) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"protocol": 2}, "protocol"),
+        ({"layout": "m"}, "layout"),
+        ({"model": "abd"}, "--model"),
+        ({"dtype": "bfloat16"}, "--dtype"),
+        ({"ssm_dtype": "bfloat16"}, "--ssm-dtype"),
+        ({"state": {"ssm": (3, 4, 8, 16), "hidden": (32,)}}, "state differs"),
+        ({"attention_layers": 0}, "attention layers"),
+        ({"draft_layers": 2}, "draft"),
+        ({"transports": {"direct": ""}}, "--transport"),
+    ],
+)
+def test_what_may_not(fields, says):
+    with pytest.raises(ManifestMismatch, match=says) as caught:
+        check(BASE, other(**fields))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 250
+
+
+def test_state_dtypes_are_converted_only_when_asked_and_said():
+    (notice,) = check(BASE, other(ssm_dtype="bfloat16", converts_state=True))
+    assert "converted from float32 to bfloat16" in notice
+
+
+def test_versions_are_told_apart():
+    assert check(BASE, other(versions={"jax": "0.11"})) == ["jax differs: prefill has 0.10, decode has 0.11"]
+
+
+def test_a_worker_with_other_addresses_is_the_same_and_one_with_other_transports_is_not():
+    assert BASE.digest == other(transports={"tcp": "there:1", "jax": "there:2"}).digest
+    assert len({BASE.digest, other(transports={"tcp": "here:2"}).digest, other(ssm_dtype="bfloat16").digest}) == 3
+
+
+def test_a_model_is_known_by_its_weights():
+    assert model_digest(model(), CONFIG) == model_digest(model(), CONFIG)
+    assert model_digest(model(), CONFIG) != model_digest(model(4), CONFIG)

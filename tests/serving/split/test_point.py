@@ -1,0 +1,171 @@
+"""A resumption point goes from one store to another as it is, whatever the two are like."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mamba_jax.config import Division, Otherwise, Per, Role, StateArray, need
+from mamba_jax.sharding import sharded_store
+from mamba_jax.store import StoreShape, init_store, store_bytes
+from serving.split.arrangement import Arrangement
+from serving.split.point import SIZES, Piece, PointPrograms, common_unit, pieces, state_spec
+from tests.support.split_pair import CONFIG
+
+ONE = Arrangement(StoreShape.of(CONFIG))
+SIZES_OF_STORE = {"num_slots": 5, "num_pages": 9, "dtype": jnp.float32}
+
+
+def filled(page_size=4, seed=0, **sizes):
+    """A store of random numbers, NaN in the null slot and the null page."""
+    store = init_store(CONFIG, page_size=page_size, debug_state=True, **(SIZES_OF_STORE | sizes))
+    rng = np.random.default_rng(seed)
+
+    def fill(leaf):
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            return leaf
+        return jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype).at[0].set(jnp.nan)
+
+    return jax.tree.map(fill, store)
+
+
+def send(source, target, *, pages, into, position, programs=None, layers=None):
+    """One point from slot 2 and `pages` to slot 3 and the pages `into`."""
+    out, back = programs or (PointPrograms(ONE), PointPrograms(ONE))
+    unit, count = common_unit(source.page_size, target.page_size), layers or len(target.kv)
+    state = out.read_state(source, 2)
+    target = back.write_state(target, 3, state, position)
+    for piece in pieces(0, position, unit):
+        first = piece.start // source.page_size
+        from_pages = [*pages, *[0] * 99][first : first + piece.tokens // source.page_size]
+        copy = out.read_piece(source, from_pages, position - piece.start, count)
+        first = piece.start // target.page_size
+        to_pages = [*into, *[0] * 99][first : first + piece.tokens // target.page_size]
+        target = back.write_piece(target, to_pages, copy)
+    return target
+
+
+def tokens_of(kv, pages, position):
+    """Keys and values of a sequence."""
+    return np.asarray(kv)[np.asarray(pages)].reshape(-1, *kv.shape[2:])[:position]
+
+
+@pytest.mark.parametrize(("start", "end", "unit"), [(0, 0, 4), (0, 1, 4), (4, 21, 4), (0, 700, 1), (6, 20, 8)])
+def test_pieces_cover_what_is_missing(start, end, unit):
+    found = pieces(start, end, unit)
+    covered = [at for piece in found for at in range(piece.start, piece.start + piece.tokens)]
+    assert covered == sorted(set(covered))
+    assert set(range(start, end)) <= set(covered)
+    assert all(piece.start % unit == 0 and piece.tokens // unit in SIZES for piece in found)
+    assert not found if start == end else len(covered) < end - start + 2 * unit
+
+
+def test_no_piece_where_nothing_is_missing():
+    """The whole list is not `list[-0:]` here: nothing missing is nothing sent."""
+    assert pieces(24, 24, 8) == []
+    assert pieces(16, 24, 8) == [Piece(16, 8)]
+
+
+@pytest.mark.parametrize(("there", "here"), [(4, 4), (4, 8), (8, 4), (4, 6)])
+def test_a_point_arrives_whole_and_nothing_else_changes(there, here):
+    position = 11
+    source, target = filled(there, 1), filled(here, 2)
+    pages, into = [7, 2, 5, 1, 3][: -(-position // there)], [4, 1, 8][: -(-position // here)]
+    before = jax.tree.map(np.asarray, target)
+    expected = jax.tree.map(np.asarray, source)
+    after = send(source, target, pages=pages, into=into, position=position)
+    for old, new, sent in zip(before.slots, after.slots, expected.slots, strict=True):
+        for name in old:
+            was, now = old[name], np.asarray(new[name])
+            np.testing.assert_array_equal(now[3], sent[name][2])
+            np.testing.assert_array_equal(np.delete(now, 3, 0), np.delete(was, 3, 0))
+    np.testing.assert_array_equal(np.asarray(after.hidden)[3], expected.hidden[2])
+    assert np.asarray(after.tags)[3].tolist() == [1, position]
+    for old, new, sent in zip(before.kv, after.kv, expected.kv, strict=True):
+        np.testing.assert_array_equal(tokens_of(new, into, position), tokens_of(sent, pages, position))
+        rest = np.asarray(new)[np.asarray(into)].reshape(-1, *new.shape[2:])[position:]
+        assert not rest.any(), "what lies behind the last token is zero"
+        np.testing.assert_array_equal(np.delete(np.asarray(new), into, 0), np.delete(old, into, 0))
+
+
+def test_the_store_is_written_in_place():
+    programs, store = PointPrograms(ONE), filled(4)
+    programs.warm_up(store, unit=4, layers=len(store.kv), reading=False, state=state_spec(store, ONE))
+    assert len(programs.cache) == 1 + len(SIZES)
+    for name, compiled in programs.cache:
+        memory = compiled.memory_analysis()
+        assert memory.alias_size_in_bytes >= store_bytes(store), name
+        # What is written passes through; a copy of the store does not.
+        assert memory.temp_size_in_bytes < store_bytes(store) / 2 + 65536, name
+
+
+def test_draft_layers_stay_behind_where_nobody_wants_them():
+    source = filled(4, 1)
+    target = filled(4, 2)
+    model_only = len(source.kv) - CONFIG.num_mtp_attention_layers
+    piece = PointPrograms(ONE).read_piece(source, [1], 4, model_only)
+    assert piece.shape[0] == model_only < len(target.kv)
+
+
+def test_states_of_another_dtype_are_converted():
+    source = filled(4, 1, ssm_dtype=jnp.bfloat16)
+    state = PointPrograms(ONE).read_state(source, 2)
+    assert state["ssm"].dtype == jnp.bfloat16
+    after = PointPrograms(ONE).write_state(filled(4, 2), 3, state, 5)
+    np.testing.assert_array_equal(
+        np.asarray(after.slots[1]["ssm"][3]), np.asarray(source.slots[1]["ssm"][2]).astype(np.float32)
+    )
+
+
+def test_channels_are_moved_by_name_and_not_by_bytes():
+    """Divided by groups, each device has its own [B | C]; heads shared by devices are there once for each."""
+    rng = np.random.default_rng(0)
+    b, c = rng.standard_normal((2, 3, 8))  # window 3, 4 groups of 2
+    logical = np.concatenate([b, c], -1)
+    divided = np.concatenate([np.concatenate([x[:, i * 4 : i * 4 + 4] for x in (b, c)], -1) for i in range(2)], -1)
+    bc = StateArray("bc", (3, 16), Role.WINDOW, Division(1, 4, "groups", parts=2))
+    two = Arrangement(ONE.shape, 2)
+    np.testing.assert_array_equal(two.logical(bc, jnp.asarray(divided)), logical.astype(np.float32))
+    np.testing.assert_array_equal(two.stored(bc, jnp.asarray(logical)), divided.astype(np.float32))
+    assert not np.array_equal(divided, logical)
+    kv = rng.standard_normal((5, 4, 8)).astype(np.float32)  # 2 heads: K0 V0 K1 V1
+    heads = StateArray("kv", (4, 8), Role.ACTIVATION, Division(0, 2, "heads", otherwise=Otherwise.REPEAT), Per.TOKEN)
+    shared = Arrangement(ONE.shape, 4)
+    stored = np.concatenate([kv[:, :2], kv[:, :2], kv[:, 2:], kv[:, 2:]], 1)
+    np.testing.assert_array_equal(shared.stored(heads, jnp.asarray(kv)), stored)
+    np.testing.assert_array_equal(shared.logical(heads, jnp.asarray(stored)), kv)
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_numbers_of_devices_may_differ(shards):
+    """From one device to several and back: the same logical arrays."""
+    from jax.sharding import Mesh
+
+    from mamba_jax.sharding.axis import AXIS
+
+    mesh = Mesh(np.array(jax.devices()[:shards]), (AXIS,))
+    spread = sharded_store(CONFIG, mesh, page_size=4, debug_state=True, **SIZES_OF_STORE)
+    arrangement = Arrangement.of(CONFIG, spread)
+    assert arrangement.shards == shards
+    assert spread.kv[0].shape[2] == 2 * max(shards, need(CONFIG.attention).num_kv_heads)
+    programs = PointPrograms(ONE), PointPrograms(arrangement)
+    source, position, pages, into = filled(4, 1), 10, [7, 2, 5], [4, 1, 8]
+    expected = jax.tree.map(np.asarray, source)
+    spread = send(source, spread, pages=pages, into=into, position=position, programs=programs)
+    # Each device has its own channels, so they lie elsewhere than in the logical array,
+    divided = np.asarray(spread.slots[0]["conv_bc"])[3]
+    if not spread.slots[0]["conv_bc"].sharding.is_fully_replicated:
+        assert not np.array_equal(divided, expected.slots[0]["conv_bc"][2])
+    # and come back as they were.
+    back = filled(4, 5)
+    state = programs[1].read_state(spread, 3)
+    back = programs[0].write_state(back, 3, state, position)
+    for piece in pieces(0, position, 4):
+        at = piece.start // 4
+        copy = programs[1].read_piece(spread, [*into, *[0] * 9][at : at + piece.tokens // 4], position - piece.start, 2)
+        back = programs[0].write_piece(back, [*pages, *[0] * 9][at : at + piece.tokens // 4], copy)
+    for got, sent in zip(back.slots, expected.slots, strict=True):
+        for name in got:
+            np.testing.assert_array_equal(np.asarray(got[name])[3], sent[name][2])
+    for got, sent in zip(back.kv, expected.kv, strict=True):
+        np.testing.assert_array_equal(tokens_of(got, pages, position), tokens_of(sent, pages, position))

@@ -1,0 +1,55 @@
+"""One prefill worker, one decode worker and a router, each a process, on loopback."""
+
+import pytest
+
+from tests.support.processes import client, router, streamed, worker
+
+TEXT = "The prefill worker computes the prompt once and the decode worker goes on from its state. " * 3
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fleet")
+    prefill, decode = worker("prefill", folder), worker("decode", folder)
+    front = router([prefill], [decode], folder)
+    try:
+        for each in (prefill, decode, front):
+            each.wait_until_ready()
+        yield prefill, decode, front
+    finally:
+        for each in (front, decode, prefill):
+            each.close()
+
+
+def test_streams_equal_those_of_one_server(fleet):
+    """What the router streams is what the decode worker says by itself, and the prompt was computed elsewhere."""
+    prefill, decode, front = fleet
+    before = decode.get("/split/status")["arrived"]
+    texts = [TEXT, "a", "To be or not to be", f"0 {TEXT}", f"1 {TEXT}"]
+    for text in texts:
+        tokens = streamed(front, text, 24)
+        assert len(tokens) == 24
+        # By itself: without what has arrived.
+        assert streamed(decode, text, 24, salt="alone") == tokens
+    after = decode.get("/split/status")
+    assert after["arrived"] == before + len(texts)
+    assert after["failed"] == 0
+    answer = client(front).chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": "Say something."}], max_tokens=5, temperature=0
+    )
+    assert answer.usage.completion_tokens >= 1
+    assert prefill.idle(), prefill.get("/split/status")
+    assert decode.idle()
+
+
+def test_a_killed_prefill_worker_costs_time_only(fleet):
+    """kill -9 between two tokens, and before the next request: both end in the right tokens."""
+    prefill, decode, front = fleet
+    text = f"killed {TEXT}"
+    first = streamed(front, text, 48, on_first=prefill.kill)
+    assert len(first) == 48
+    again = streamed(front, f"dead {TEXT}", 16)
+    assert again == streamed(decode, f"dead {TEXT}", 16, salt="alone")
+    assert first == streamed(decode, text, 48, salt="alone")
+    assert decode.idle()
+    assert not front.get("/status")["prefill"][0]["up"]

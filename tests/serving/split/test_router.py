@@ -1,0 +1,387 @@
+"""The router, over workers that are made up."""
+
+import asyncio
+import json
+import time
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from serving.api.http.context import Context
+from serving.api.http.errors import ApiError
+from serving.api.http.settings import ServerSettings
+from serving.split.router.app import create_router
+from serving.split.router.relay import Asked, Relay, prompt_text, splittable
+from serving.split.router.workers import Fleet, Remote, choose
+from serving.split.seal import HEADER, Seal
+from serving.split.settings import RouterSettings
+from serving.split.wire import Ticket
+
+TICKET = Ticket(id="t", worker="http://p1", handoff="full", prompt_token_ids=[1, 2], position=2, lease=9.0)
+BODY = {"model": "m", "prompt": "some text", "max_tokens": 4}
+
+
+async def pieces(*given):
+    for piece in given:
+        yield piece
+
+
+class Workers:
+    """Answers for all of them, and what they were asked."""
+
+    def __init__(self, **broken):
+        self.broken, self.asked = broken, []
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        host, path = request.url.host, request.url.path
+        self.asked.append((host, path))
+        answer = self.broken.get(host)
+        if isinstance(answer, Exception):
+            raise answer
+        if isinstance(answer, dict) and path in answer:
+            found = answer[path]
+            if isinstance(found, Exception):
+                raise found
+            return found
+        if path == "/split/prefill":
+            return httpx.Response(200, json=TICKET.model_copy(update={"worker": f"http://{host}"}).model_dump())
+        if path.startswith("/v1/"):
+            if json.loads(request.content).get("stream"):
+                return httpx.Response(200, content=pieces(b"data: 1\n\n", b"data: [DONE]\n\n"))
+            return httpx.Response(200, content=pieces(json.dumps({"from": host}).encode()))
+        return httpx.Response(200, json={"accepted": True})
+
+    def paths(self, start):
+        return [(host, path) for host, path in self.asked if path.startswith(start)]
+
+
+def relay(workers, prefill=("p1", "p2"), decode=("d1", "d2"), **settings):
+    client = httpx.AsyncClient(transport=httpx.MockTransport(workers))
+    fleet = Fleet.of([f"http://{name}" for name in prefill], [f"http://{name}" for name in decode], client)
+    return Relay(fleet, RouterSettings.create(decode=("http://d1",), **settings))
+
+
+def ask(over, body=BODY):
+    async def run():
+        answer = await over.answer(Asked("completions", json.dumps(body).encode(), body, {}))
+        return answer.status, b"".join([piece async for piece in answer.body])
+
+    return asyncio.run(run())
+
+
+def test_a_request_goes_by_way_of_both():
+    workers = Workers()
+    over = relay(workers)
+    status, content = ask(over)
+    assert status == 200
+    assert [path for _, path in workers.asked] == ["/split/prefill", "/split/expect", "/v1/completions"]
+    assert json.loads(content)["from"] == workers.asked[1][0]
+    assert (over.stats.split, over.stats.alone) == (1, 0)
+    assert all(worker.load == 0 for worker in (*over.fleet.prefill, *over.fleet.decode))
+
+
+def test_the_routers_own_key_is_not_lent_to_clients():
+    seen = []
+
+    class Noting(Workers):
+        async def __call__(self, request):
+            seen.append((request.url.path, request.headers.get("authorization")))
+            return await super().__call__(request)
+
+    workers = Noting(d1={"/split/expect": httpx.Response(409, json={})})
+    over = relay(workers, decode=("d1",))
+    over.fleet.headers = {"Authorization": "Bearer router"}
+    ask(over)
+    assert {path: key for path, key in seen if key} == {"/split/release": "Bearer router"}
+
+
+def test_streams_pass_through():
+    assert ask(relay(Workers()), BODY | {"stream": True})[1] == b"data: 1\n\ndata: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("trouble", [httpx.ConnectError("no"), {"/split/prefill": httpx.Response(503)}])
+def test_another_prefill_worker_is_asked(trouble):
+    workers = Workers(p1=trouble)
+    over = relay(workers)
+    for i in range(8):
+        ask(over, BODY | {"prompt": f"text {i}"})
+    assert over.stats.split == 8
+    assert over.stats.prefill_retries >= 1
+
+
+def test_without_a_prefill_worker_the_other_one_does_it_all():
+    workers = Workers(p1=httpx.ConnectError("no"), p2=httpx.ReadError("gone"))
+    over = relay(workers)
+    assert ask(over)[0] == 200
+    assert (over.stats.split, over.stats.alone) == (0, 1)
+    with pytest.raises(ApiError, match="no prefill worker"):
+        ask(relay(workers, on_failure="fail"))
+
+
+def test_of_a_wrong_request_the_decode_worker_says_what_is_wrong():
+    refused = httpx.Response(400, json={"error": {"message": "too long"}})
+    workers = Workers(p1={"/split/prefill": refused}, p2={"/split/prefill": refused})
+    ask(relay(workers))
+    assert [path for _, path in workers.asked] == ["/split/prefill", "/v1/completions"]
+
+
+def test_another_decode_worker_takes_over_with_the_same_state():
+    workers = Workers(d1={"/v1/completions": httpx.ReadError("died")})
+    over = relay(workers, decode=("d1", "d2"))
+    for i in range(8):
+        assert ask(over, BODY | {"prompt": f"text {i}"})[0] == 200
+        over.fleet.decode[0].up = True
+    assert over.stats.decode_retries >= 1
+    assert len(workers.paths("/split/prefill")) == 8
+    with pytest.raises(ApiError, match="no decode worker"):
+        ask(relay(Workers(d1=httpx.ConnectError("no")), decode=("d1",)))
+
+
+def test_a_state_that_cannot_be_used_is_let_go():
+    workers = Workers(d1={"/split/expect": httpx.Response(409, json={"error": {"message": "model differs"}})})
+    assert ask(relay(workers, decode=("d1",)))[0] == 200
+    assert [path for _, path in workers.paths("/split")] == ["/split/prefill", "/split/expect", "/split/release"]
+
+
+def test_what_cannot_be_split_is_not():
+    assert splittable("completions", BODY)
+    assert splittable("completions", {"prompt": [1, 2]})
+    assert splittable("chat/completions", {"messages": []})
+    for body in ({"prompt": ["a", "b"]}, {"prompt": [[1], [2]]}, BODY | {"prompt_logprobs": 1},
+                 BODY | {"echo": True, "logprobs": 1}):  # fmt: skip
+        assert not splittable("completions", body)
+    workers = Workers()
+    ask(relay(workers), BODY | {"prompt_logprobs": 0})
+    ask(relay(workers, split_above=100))
+    assert not workers.paths("/split")
+
+
+def test_workers_are_chosen_by_the_prompts_beginning():
+    fleet = [Remote(f"http://{i}", "decode") for i in range(5)]
+    keys = [f"prompt {i}".encode() for i in range(200)]
+
+    def chosen(workers):
+        return {key: choose(workers, key, slack=0).url for key in keys}
+
+    first = chosen(fleet)
+    assert min(list(first.values()).count(worker.url) for worker in fleet) > 20
+    fewer = chosen(fleet[:-1])
+    moved = [key for key in keys if fewer[key] != first[key]]
+    assert all(first[key] == fleet[-1].url for key in moved), "only the keys of the worker that went"
+    busy = next(worker for worker in fleet if worker.url == first[keys[0]])
+    busy.load = 5
+    assert choose(fleet, keys[0], slack=4).url != busy.url
+    assert choose(fleet, keys[0], slack=5).url == busy.url
+    busy.up = False
+    assert choose(fleet, keys[0], slack=9) is not busy
+    assert choose([], b"", slack=0) is None
+
+
+def test_a_conversation_keeps_its_beginning():
+    turns = [{"role": "user", "content": "hello"}]
+    before = prompt_text("chat/completions", {"messages": turns})
+    turns += [{"role": "assistant", "content": "hi"}, {"role": "user", "content": "and?"}]
+    assert prompt_text("chat/completions", {"messages": turns}).startswith(before[:-1])
+
+
+def test_workers_come_and_go():
+    fleet = relay(Workers()).fleet
+    kept = fleet.prefill[1]
+    fleet.follow(prefill=["http://p2/", "http://p3"], decode=[])
+    assert [worker.url for worker in fleet.prefill] == ["http://p2", "http://p3"]
+    assert fleet.prefill[0] is kept
+    assert not fleet.decode
+
+
+# -- time, blame and trust --
+
+
+def slow(seconds):
+    async def answer(request):
+        await asyncio.sleep(seconds)
+        return httpx.Response(200, json={})
+
+    return answer
+
+
+class Scripted(Workers):
+    """Workers whose answers may be coroutine functions, by (host, path)."""
+
+    async def __call__(self, request):
+        self.asked.append((request.url.host, request.url.path))
+        answer = self.broken.get(request.url.host, {}).get(request.url.path)
+        if callable(answer):
+            return await answer(request)
+        self.asked.pop()
+        return await super().__call__(request)
+
+
+def test_what_waits_for_a_worker_that_goes_down_goes_to_another():
+    """As a stopped process: the connection stands, and nothing comes."""
+    workers = Scripted(p1={"/split/prefill": slow(60)}, d1={"/v1/completions": slow(60)})
+
+    async def run():
+        over = relay(workers)
+        asks = [Asked("completions", b"{}", BODY | {"prompt": f"text {i}"}, {}) for i in range(12)]
+        tasks = [asyncio.create_task(over.answer(asked)) for asked in asks]
+        await asyncio.sleep(0.1)
+        assert not all(task.done() for task in tasks)
+        for worker in (over.fleet.prefill[0], over.fleet.decode[0]):
+            worker.failed("it has missed three looks")
+        answers = await asyncio.wait_for(asyncio.gather(*tasks), 5)
+        assert [answer.status for answer in answers] == [200] * 12
+        for answer in answers:
+            await answer.body.aclose()
+        assert all(worker.load == 0 for worker in (*over.fleet.prefill, *over.fleet.decode))
+        assert over.stats.split == 12
+
+    asyncio.run(run())
+
+
+def test_a_request_has_one_deadline():
+    everywhere = {path: slow(60) for path in ("/split/prefill", "/split/expect", "/v1/completions")}
+    for late in everywhere:
+        names = ("p1", "p2") if late == "/split/prefill" else ("d1", "d2")
+        workers = Scripted(**{name: {late: everywhere[late]} for name in names})
+        over = relay(workers, first_token_timeout=0.3, request_timeout=0.3)
+        begin = time.monotonic()
+        with pytest.raises(ApiError, match="no answer in time") as error:
+            ask(over)
+        assert error.value.status == 503
+        assert time.monotonic() - begin < 2
+        assert all(worker.up for worker in (*over.fleet.prefill, *over.fleet.decode)), "slow is not down"
+        assert over.stats.late == 1
+
+
+def test_a_stream_that_stalls_ends():
+    async def stalls(request):
+        async def some():
+            yield b"data: 1\n\n"
+            await asyncio.sleep(60)
+
+        return httpx.Response(200, content=some())
+
+    over = relay(Scripted(d1={"/v1/completions": stalls}), decode=("d1",), stall_timeout=0.2)
+    with pytest.raises(ApiError, match="in the middle of the answer"):
+        ask(over, BODY | {"stream": True})
+    assert over.fleet.decode[0].load == 0
+
+
+@pytest.mark.parametrize("status", [503, 429])
+def test_busy_is_not_down(status):
+    busy = httpx.Response(status, json={"error": {"message": "full"}})
+    over = relay(Workers(p1={"/split/prefill": busy}, d1={"/v1/completions": busy}))
+    for i in range(8):
+        assert ask(over, BODY | {"prompt": f"text {i}"})[0] == 200
+    assert all(worker.up for worker in (*over.fleet.prefill, *over.fleet.decode))
+    assert over.stats.split == 8
+    everyone = Workers(**{name: {"/v1/completions": busy} for name in ("d1", "d2")})
+    with pytest.raises(ApiError, match="all decode workers are busy") as error:
+        ask(relay(everyone))
+    assert error.value.status == 503
+    # The state that nobody will fetch is let go.
+    assert ("p1", "/split/release") in everyone.asked or ("p2", "/split/release") in everyone.asked
+
+
+def test_messages_to_workers_are_sealed_and_clients_are_not_the_fleet():
+    seal, seen = Seal("0123456789abcdef"), {}
+
+    class Noting(Workers):
+        async def __call__(self, request):
+            seen[request.url.path] = seal.holds(request.headers.get(HEADER, ""), request.url.path, request.content)
+            return await super().__call__(request)
+
+    over = relay(Noting(d1={"/split/expect": httpx.Response(409, json={})}), decode=("d1",))
+    over.fleet.seal = seal
+    ask(over)
+    assert seen == {"/split/prefill": True, "/split/expect": True, "/split/release": True, "/v1/completions": False}
+
+
+@pytest.fixture
+def front(monkeypatch):
+    """A router over made-up workers, and what they were asked."""
+    workers = Workers()
+    made = httpx.AsyncClient
+    monkeypatch.setattr(httpx, "AsyncClient", lambda **_: made(transport=httpx.MockTransport(workers)))
+    app = create_router(RouterSettings.create(prefill=("http://p1",), decode=("http://d1",), max_body_bytes=100_000))
+    monkeypatch.undo()
+    return workers, httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
+
+
+HOSTILE = {
+    "NaN": b'{"model": "m", "prompt": "x", "temperature": NaN}',
+    "infinity": b'{"model": "m", "prompt": "x", "top_p": 1e999}',
+    "half a character": b'{"model": "m", "prompt": "\\ud800"}',
+    "deep": b'{"model": "m", "prompt": ' + b"[" * 40_000 + b"]" * 40_000 + b"}",
+    "not JSON": b"{",
+    "not an object": b"[]",
+    "huge integer": b'{"model": "m", "prompt": "x", "top_k": 4294967296}',
+    "wrong type": b'{"model": "m", "prompt": 5}',
+    "large": b'{"model": "m", "prompt": "' + b"x" * 200_000 + b'"}',
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
+def test_a_bad_request_is_refused_here_and_blames_nobody(front, content):
+    workers, client = front
+
+    async def run():
+        async with client:
+            headers = {"content-type": "application/json"}
+            answer = await client.post("/v1/completions", content=content, headers=headers)
+            assert 400 <= answer.status_code < 500, answer.text
+            assert answer.json()["error"]["message"]
+            status = (await client.get("/status")).json()
+            assert all(worker["up"] and not worker["failures"] for worker in status["prefill"] + status["decode"])
+
+    asyncio.run(run())
+    assert not workers.paths("/")
+
+
+def test_what_a_server_has_a_router_has(front):
+    workers, client = front
+
+    async def run():
+        async with client:
+            headers = {"traceparent": "00-" + "1" * 32 + "-" + "2" * 16 + "-01"}
+            answer = await client.post("/v1/completions", json=BODY | {"vllm_xargs": {}}, headers=headers)
+            assert answer.status_code == 200
+            assert answer.headers["x-request-id"]
+            assert (await client.post("/tokenize", json={"prompt": "x"})).status_code == 200
+            assert (await client.post("/v1/completions", content=b"x")).status_code == 415
+            text = (await client.get("/metrics")).text
+            assert "mamba_jax_router_split_total 1.0" in text
+            assert 'mamba_jax_worker_up{role="decode",url="http://d1"} 1.0' in text
+            assert 'mamba_jax_http_requests_total{path="/v1/completions",status="200"} 1.0' in text
+
+    asyncio.run(run())
+    assert ("d1", "/tokenize") in workers.asked
+
+
+def test_a_dripping_worker_does_not_hold_up_the_looks_at_others():
+    async def drips(request):
+        await asyncio.sleep(60)
+
+    none = {"/split/manifest": httpx.Response(404)}
+    over = relay(Scripted(p1={"/ready": drips}, p2=none, d1=none, d2=none))
+
+    async def run():
+        watching = asyncio.create_task(over.fleet.watch(0.01, 0.05))
+        await asyncio.sleep(0.6)
+        watching.cancel()
+
+    asyncio.run(run())
+    assert [worker.up for worker in (*over.fleet.prefill, *over.fleet.decode)] == [False, True, True, True]
+
+
+def test_a_step_that_does_not_end_shows_in_health():
+    engine = SimpleNamespace(running=True, step_seconds=200.0)
+    context = Context(engine, ServerSettings.create(step_timeout=150.0), None, None, None)
+    context.check_alive()  # it may still compile
+    context.ready = True
+    with pytest.raises(ApiError, match="in one step for 200 s") as error:
+        context.check(None)
+    assert error.value.status == 503
+    engine.step_seconds = 100.0
+    context.check(None)

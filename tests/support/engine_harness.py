@@ -1,0 +1,95 @@
+"""Engines of one tiny model over one set of compiled programs: they differ in policy only."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from flax import nnx
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from checkpoints.load import load_model
+from checkpoints.tokenizer import Tokenizer
+from mamba_jax.drafts import DraftSource
+from mamba_jax.programs import StepPrograms
+from serving.config import EngineConfig
+from serving.engine.build import assemble
+from serving.engine.sampling_params import SamplingParams
+from tests.support.engines import QUICK_COMPILE, finish
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "nemotronh"
+# A pool so small that 64 requests preempt and evict each other all the time.
+FLAGS = {
+    "tile_size": 16,
+    "state_block_size": 32,
+    "page_size": 8,
+    "max_model_len": 160,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "num_slots": 20,
+    "num_pages": 26,
+    "debug_state": True,
+    "warmup": False,
+}
+
+
+class EngineHarness:
+    """Makes engines over shared programs, runs them to the end, and judges greedy outputs by the model itself."""
+
+    flags, golden = FLAGS, GOLDEN
+
+    def __init__(self, golden: Path = GOLDEN, source: DraftSource | None = None) -> None:
+        self.model = load_model(golden, dtype="float32", progress=False)
+        self.programs = StepPrograms(
+            self.model, tile_size=FLAGS["tile_size"], source=source, compiler_options=QUICK_COMPILE
+        )
+        self._forward = nnx.jit(lambda model, tokens, lengths: model(tokens, lengths))
+        self.vocab_size = self.model.config.vocab_size
+        backend = tokenizers.Tokenizer(WordLevel({f"w{i}": i for i in range(self.vocab_size)}, unk_token="w0"))
+        backend.pre_tokenizer = WhitespaceSplit()
+        template = "{% for message in messages %}{{ message.content }} {% endfor %}w9"
+        self.tokenizer = Tokenizer(backend, chat_templates={"default": template})
+        """Token i is the word "wi"."""
+
+    def engine(self, mode: str | None = None, **flags):
+        return self.build(EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | flags))).engine
+
+    def build(self, config: EngineConfig):
+        return assemble(config, self.model, tokenizer=self.tokenizer, eos_token_ids=(2,), programs=self.programs)
+
+    def prompt(self, rng: random.Random, length: int) -> list[int]:
+        return [rng.randrange(3, self.vocab_size) for _ in range(length)]
+
+    def run(self, engine, prompts, params, check=True):
+        """All prompts at once; outputs in their order. Afterwards every slot and page must be accounted for."""
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        outputs = [
+            engine.add_request(f"r{i}", {"prompt_token_ids": prompt}, each)
+            for i, (prompt, each) in enumerate(zip(prompts, params, strict=True))
+        ]
+        finish(engine)
+        if check:
+            engine.loop.scheduler.check(idle=True)
+        return outputs
+
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        """[tokens, vocab] by the model's full-sequence form, in one compiled shape for all lengths."""
+        padded = np.zeros((1, FLAGS["max_model_len"]), np.int32)
+        padded[0, : len(tokens)] = tokens
+        return np.asarray(self._forward(self.model, padded, np.array([len(tokens)])))[0, : len(tokens)].astype(
+            np.float64
+        )
+
+    def assert_greedy(self, prompt, tokens, other, among=None):
+        """Two greedy outputs are equal, up to a first difference at which the model all but ties.
+
+        `among` says which tokens could be chosen at all.
+        """
+        if tokens == other:
+            return
+        at = next(i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b)
+        logits = self.logits([*prompt, *tokens[:at]])[-1]
+        assert abs(float(logits[tokens[at]] - logits[other[at]])) < 1e-4, (at, tokens, other)
+        assert (logits if among is None else logits[list(among)]).max() - logits[tokens[at]] < 1e-4

@@ -1,0 +1,37 @@
+"""What all tests that run engines need: programs that compile fast, a run to the end, and outputs to compare with."""
+
+from dataclasses import dataclass
+
+QUICK_COMPILE = {"xla_backend_optimization_level": 0}
+"""Compiler options: LLVM's optimizations would take longer than all the steps of a test."""
+
+
+def finish(engine) -> None:
+    """Run an engine until nothing is left to do, the last step in flight included."""
+    for _ in range(5000):
+        if not engine.loop.busy:
+            return
+        engine.step()
+    raise AssertionError("the engine does not come to an end")
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What one choice says: tokens, each one's log-probability, and by how much the likeliest beat the next."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    gaps: list[float]
+    tables: list[dict[int, float]]
+    """Of each place, the log-probabilities of the chosen token and the alternatives."""
+
+    @classmethod
+    def of(cls, choice) -> "Continuation":
+        """That of a choice for which two or more log-probabilities were asked."""
+        gaps = []
+        for table in choice.logprobs:
+            best = sorted((entry.logprob for entry in table.values()), reverse=True)
+            gaps.append(best[0] - best[1])
+        chosen = [table[token].logprob for token, table in zip(choice.token_ids, choice.logprobs, strict=True)]
+        tables = [{token: entry.logprob for token, entry in table.items()} for table in choice.logprobs]
+        return cls(list(choice.token_ids), chosen, gaps, tables)

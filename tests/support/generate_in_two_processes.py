@@ -1,0 +1,40 @@
+"""One of two processes that run a model together; prints what it generates.
+
+Run it as `python -m tests.support.generate_in_two_processes PORT NUMBER DIRECTORY`.
+"""
+
+import json
+import sys
+
+import jax
+
+
+def main(port, number, directory):
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(number))
+    from serving import LLM, SamplingParams
+
+    llm = LLM(
+        directory,
+        tensor_parallel_size=2,
+        tile_size=16,
+        state_block_size=32,
+        page_size=8,
+        max_model_len=96,
+        max_num_seqs=1,
+        max_num_batched_tokens=64,
+        num_slots=8,
+        num_pages=20,
+        num_speculative_tokens=2,
+        speculative_method="ngram",
+        warmup=False,
+    )
+    held = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(llm.engine.loop.store)]
+    assert sum(held) == llm.size.total_bytes
+    prompt = {"prompt_token_ids": [7, 8, 9] * 14}
+    params = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+    outputs = [llm.generate(prompt, params, use_tqdm=False)[0] for _ in range(2)]
+    print(json.dumps([[output.outputs[0].token_ids, output.num_cached_tokens] for output in outputs]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,77 @@
+"""A golden fixture, our model loaded from it, and what that model says about the prompts as whole sequences."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from checkpoints import load_model
+from mamba_jax.model import HybridModel
+
+FIXTURES = Path(__file__).parents[1] / "golden"
+NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/goldens.npz"))
+
+BY_STEPS = ("nemotronh-moe", "bamba", "granite-nope", "falconh1", "mamba2", "zamba2", "qwen3next")
+"""Fixtures whose steps are compiled by default, one of each family; `--slow` runs all. Compiling is what takes time."""
+
+TO_HUGGING_FACE = 2e-4
+"""How far log-probabilities may be from Hugging Face's."""
+TO_OURSELVES = 1e-4
+"""How far those of two of our own ways to compute them may be from each other."""
+CLEAR_GAP = 1e-3
+"""A greedy token that beats the runner-up by less may be another one here."""
+
+
+class Case:
+    """One fixture. `prompts` are its six prompts, of 1 to 3 * chunk + 5 tokens."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.directory = FIXTURES / name
+        with np.load(self.directory / "goldens.npz") as goldens:
+            self._goldens = dict(goldens)
+        count = sum(key.startswith("tokens_") for key in self._goldens)
+        self.prompts = [self._goldens[f"tokens_{i}"].astype(np.int32) for i in range(count)]
+
+    @cached_property
+    def model(self) -> HybridModel:
+        """Our model, in float32."""
+        return self.load("float32")
+
+    def load(self, dtype: str) -> HybridModel:
+        """Our model in a dtype."""
+        return load_model(self.directory, dtype=dtype, progress=False)
+
+    @cached_property
+    def full(self) -> list[np.ndarray]:
+        """For each prompt our log-probabilities [length, vocab] after each token, by one call over whole sequences."""
+        return full_log_probs(self.model, self.prompts)
+
+    def expected(self, prompt: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Positions [n], vocabulary ids [n, m] and Hugging Face's log-probabilities [n, m] of a prompt."""
+        return self._entries(*(f"{key}_{prompt}" for key in ("positions", "ids", "logprobs")))
+
+    @property
+    def expected_drafts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The same of the draft layer's pairs, of the fifth prompt."""
+        return self._entries("draft_positions", "draft_ids", "draft_logprobs")
+
+    def _entries(self, positions: str, ids: str, values: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self._goldens[positions].astype(int), self._goldens[ids].astype(int), self._goldens[values]
+
+    def greedy(self, prompt: int) -> tuple[list[int], list[float]]:
+        """Hugging Face's greedy continuation of a prompt, and by how much each token beats the runner-up."""
+        return self._goldens[f"greedy_{prompt}"].tolist(), self._goldens[f"gaps_{prompt}"].tolist()
+
+
+def full_log_probs(model: HybridModel, prompts: list[np.ndarray]) -> list[np.ndarray]:
+    """Log-probabilities after each token of each prompt, all prompts in one padded batch."""
+    lengths = np.array([len(prompt) for prompt in prompts])
+    tokens = np.zeros((len(prompts), lengths.max()), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    out = jax.jit(lambda model, tokens, lengths: jax.nn.log_softmax(model(tokens, lengths)))(model, tokens, lengths)
+    return [row[:length] for row, length in zip(np.asarray(out), lengths, strict=True)]

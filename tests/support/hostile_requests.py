@@ -1,0 +1,285 @@
+"""Requests that mean harm, and what must be true of the server while each of them runs.
+
+One list for everything that stands on a network: the server, and the router in front of workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+
+MOST_SECONDS_BETWEEN = 1.0 if "CI" in os.environ else 0.25
+"""Between two events of a bystander's stream, the first one's wait included. Machines of a CI share their cores."""
+MOST_BYTES = 300 << 20
+"""By which a process's resident memory may grow."""
+MIB = 1 << 20
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+Answers = set[int]
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """One client's doing. `send` gives the statuses that came back, 0 for a connection that was cut off."""
+
+    name: str
+    send: Callable[[str], Answers]
+    allowed: frozenset[int]
+    """Statuses that are right."""
+
+
+def post(path: str, *bodies: object) -> Callable[[str], Answers]:
+    """Posts each body, JSON or bytes."""
+
+    def send(url: str) -> Answers:
+        found = set()
+        for body in bodies:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            answer = httpx.post(
+                url + path, content=content, headers={"content-type": "application/json"}, timeout=120.0
+            )
+            if answer.status_code >= 400:
+                error = answer.json()["error"]
+                assert error["message"], body
+                if answer.status_code == 400 and isinstance(body, dict):
+                    assert error["param"], (error, str(body)[:200])
+            found.add(answer.status_code)
+        return found
+
+    return send
+
+
+def chat(**fields: object) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1} | fields
+
+
+def completion(**fields: object) -> dict[str, object]:
+    return {"prompt": "x", "max_tokens": 1} | fields
+
+
+def structured(**form: object) -> dict[str, object]:
+    return completion(structured_outputs=form)
+
+
+def raw(text: bytes, count: int = 1, *, drip: bool = False, seconds: float = 30.0) -> Callable[[str], Answers]:
+    """Opens `count` connections, writes `text` on each (`drip`: and one more byte at a time, for ever), and waits for
+    all of them to be answered or cut off."""
+
+    def send(url: str) -> Answers:
+        address = urlsplit(url)
+        wires = []
+        for _ in range(count):
+            wire = socket.create_connection((address.hostname, address.port), timeout=seconds)
+            with contextlib.suppress(OSError):
+                wire.sendall(text)
+            wires.append(wire)
+        end, found = time.monotonic() + seconds, set()
+        for wire in wires:
+            answer = b""
+            while time.monotonic() < end:
+                wire.settimeout(0.2 if drip else seconds)
+                try:
+                    if drip:
+                        wire.sendall(b"x")
+                    piece = wire.recv(65536)
+                except TimeoutError:
+                    continue
+                except OSError:
+                    break
+                if not piece:
+                    break
+                answer += piece
+            else:
+                raise AssertionError("a connection that says nothing is still open")
+            wire.close()
+            found.add(int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0)
+        return found
+
+    return send
+
+
+def head(path: str, length: int) -> bytes:
+    """Of a request whose body has `length` bytes."""
+    return (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+    ).encode()
+
+
+def endless_body(url: str) -> Answers:
+    """A body without a stated length that does not end."""
+
+    def pieces() -> Iterator[bytes]:
+        yield b'{"prompt": "'
+        for _ in range(150):
+            yield b"x" * MIB
+
+    try:
+        answer = httpx.post(
+            url + COMPLETIONS, content=pieces(), headers={"content-type": "application/json"}, timeout=60.0
+        )
+    except httpx.TransportError:  # cut off while it still wrote
+        return {0}
+    return {answer.status_code}
+
+
+NO_TEMPLATE = frozenset({400})
+REFUSED = frozenset({400, 413})
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+PARAMETERS = ("messages", "tools", "documents", "add_special_tokens", "add_generation_prompt", "self", "fits")
+
+
+def deep(depth: int) -> dict[str, object]:
+    value: dict[str, object] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+HOSTILE = [
+    Hostile("a template of the client's", post(CHAT, chat(chat_template_kwargs={"chat_template": LOOPS})), NO_TEMPLATE),
+    Hostile(
+        "a template that fills memory",
+        post(CHAT, chat(chat_template_kwargs={"chat_template": "{{ 'a' * 200000000 }}"})),
+        NO_TEMPLATE,
+    ),
+    Hostile(
+        "a template to tokenise with",
+        post(
+            "/tokenize",
+            {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"chat_template": LOOPS}},
+        ),
+        NO_TEMPLATE,
+    ),
+    Hostile(
+        "variables with names of parameters",
+        post(CHAT, *(chat(chat_template_kwargs={name: [1]}) for name in PARAMETERS)),
+        NO_TEMPLATE,
+    ),
+    Hostile(
+        "a grammar that does not come to an end",
+        post(COMPLETIONS, structured(json={"type": "integer", "multipleOf": 123456789})),
+        frozenset({400}),
+    ),
+    Hostile(
+        "five thousand patterns",
+        post(
+            COMPLETIONS,
+            structured(json={"type": "object", "patternProperties": {f"^x{i}_.*": {} for i in range(5000)}}),
+        ),
+        frozenset({400}),
+    ),
+    Hostile(
+        "grammars that go in circles",
+        post(COMPLETIONS, structured(grammar="start: a\na: a"), structured(json={"$ref": "#"})),
+        frozenset({400}),
+    ),
+    Hostile("a deep schema", post(COMPLETIONS, structured(json=deep(300))), frozenset({200, 400})),
+    Hostile("a prompt of 2 MB", post(COMPLETIONS, completion(prompt="word and so on, " * (MIB // 8))), REFUSED),
+    Hostile("a prompt of 7.9 MB", post(COMPLETIONS, completion(prompt="x7 " * (79 * MIB // 30))), REFUSED),
+    Hostile("a role of 7.9 MB", post(CHAT, chat(messages=[{"role": "x " * (39 * MIB // 10)}])), REFUSED),
+    Hostile("forty thousand messages", post(CHAT, chat(messages=[{"role": "u", "content": ""}] * 40_000)), REFUSED),
+    Hostile("many long prompts", post(COMPLETIONS, completion(prompt=["some text " * 3000] * 250)), REFUSED),
+    Hostile("7.9 MB to count", post("/tokenize", {"prompt": "text, " * (79 * MIB // 60)}), frozenset({200, 400})),
+    Hostile("a million empty lists", post(COMPLETIONS, b'{"prompt": [' + b"[]," * MIB + b"[]]}"), REFUSED),
+    Hostile("a million empty messages", post(CHAT, b'{"messages": [' + b"{}," * MIB + b"{}]}"), REFUSED),
+    Hostile("four million numbers", post(COMPLETIONS, b'{"prompt": [' + b"1," * (4 * MIB - 100) + b"1]}"), REFUSED),
+    Hostile("nested lists", post(COMPLETIONS, b'{"prompt": ' + b"[" * MIB), REFUSED),
+    Hostile("a long number", post(COMPLETIONS, b'{"prompt": "x", "seed": ' + b"1" * 4 * MIB + b"}"), REFUSED),
+    Hostile("not a number", post(COMPLETIONS, b'{"prompt": "x", "temperature": NaN}'), REFUSED),
+    Hostile("half a character", post(COMPLETIONS, b'{"prompt": "\\ud800"}', b'{"user": "\\udfff"}'), REFUSED),
+    Hostile(
+        "numbers at the edges",
+        post(
+            COMPLETIONS,
+            completion(top_k=2**31 - 1),
+            completion(min_tokens=2**31 - 1),
+            completion(seed=-(2**63)),
+            completion(n=129),
+            completion(logprobs=21),
+            completion(stop=["x"] * 65),
+            completion(logit_bias={str(i): 1 for i in range(5000)}),
+            completion(stop_token_ids=list(range(5000))),
+        ),
+        frozenset({200, 400}),
+    ),
+    Hostile("a body that does not end", endless_body, frozenset({0, 413})),
+    Hostile("a body that does not come", raw(head(COMPLETIONS, 1000), 20, drip=True), frozenset({0, 408})),
+    Hostile("half-open connections", raw(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n", 500), frozenset({0})),
+    Hostile("connections that say nothing", raw(b"", 500), frozenset({0})),
+    Hostile("a head that does not end", raw(b"GET / HTTP/1.1\r\nx: ", drip=True), frozenset({0})),
+    Hostile("a head of megabytes", raw(b"GET / HTTP/1.1\r\nx: " + b"y" * 4 * MIB), frozenset({0, 400})),
+    Hostile("no HTTP", raw(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 50), frozenset({0, 400})),
+]
+
+
+class Bystander:
+    """Another client, with one short stream after the other, and a probe between them. Used as a context."""
+
+    def __init__(self, url: str, pids: list[int]) -> None:
+        self._url, self._pids = url, pids
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._failure: BaseException | None = None
+        self.streams = 0
+        self.longest = 0.0
+        """Seconds between two events, or without an answer to a probe."""
+        self.grown = 0
+        """Bytes by which a process grew at its largest."""
+
+    def __enter__(self) -> Bystander:
+        self._before = {pid: _memory(pid, "VmRSS") for pid in self._pids}
+        for pid in self._pids:
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak is counted anew
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "a bystander's stream does not end"
+        if self._failure is not None:
+            raise self._failure
+        self.grown = max(_memory(pid, "VmHWM") - self._before[pid] for pid in self._pids)
+
+    def _run(self) -> None:
+        body = {"prompt": "Somebody else", "max_tokens": 32, "temperature": 0, "ignore_eos": True, "stream": True}
+        try:
+            with httpx.Client(base_url=self._url, timeout=60.0) as client:
+                while not (self._stop.is_set() and self.streams):
+                    last = time.monotonic()
+                    with client.stream("POST", COMPLETIONS, json=body) as answer:
+                        assert answer.status_code == 200, answer.read()
+                        for line in answer.iter_lines():
+                            assert '"error"' not in line, line
+                            now = time.monotonic()
+                            self.longest, last = max(self.longest, now - last), now
+                    assert client.get("/health").status_code == 200
+                    self.longest = max(self.longest, time.monotonic() - last)
+                    self.streams += 1
+        except BaseException as error:
+            self._failure = error
+
+
+def _memory(pid: int, name: str) -> int:
+    """A line of /proc/PID/status, in bytes."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
+
+
+def check_that_nobody_notices(hostile: Hostile, url: str, pids: list[int]) -> None:
+    """Sends it beside a bystander: it ends as it should, and neither the bystander nor the memory tells of it."""
+    with Bystander(url, pids) as bystander:
+        answers = hostile.send(url)
+    assert answers <= hostile.allowed, answers
+    assert bystander.longest < MOST_SECONDS_BETWEEN, f"{bystander.longest:.3f} s without an event"
+    assert bystander.grown < MOST_BYTES, f"{bystander.grown / MIB:.0f} MiB more"

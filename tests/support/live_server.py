@@ -1,0 +1,113 @@
+"""A real server on a free port of loopback: uvicorn in a thread, over an engine with the demo model."""
+
+import socket
+import threading
+import time
+from functools import partial
+
+import httpx
+import openai
+
+from checkpoints.load import generation_config, load_model, load_tokenizer
+from mamba_jax.programs import StepPrograms
+from serving.api.http import ServerSettings, create_app
+from serving.api.http.server import Server
+from serving.config import EngineConfig
+from serving.engine.async_engine import AsyncEngine
+from serving.engine.build import assemble, draft_source
+from serving.engine.warmup import warm_up
+from tests.support.engines import QUICK_COMPILE
+
+ENGINE = {
+    "model": "demo",
+    "tile_size": 16,
+    "state_block_size": 32,
+    "page_size": 16,
+    "max_model_len": 512,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "num_slots": 60,
+    "num_pages": 160,
+    "speculative_method": "ngram",
+    "num_speculative_tokens": 2,
+    "adaptive_drafts": False,
+    "max_num_waiting": 200,
+    "enable_structured_outputs": True,
+    "warmup": False,
+}
+
+
+class LiveServer:
+    """Starts at once; `close` drains and stops it."""
+
+    def __init__(self, engine, *, drain_timeout=30.0, routers=(), prepare=True, **settings) -> None:
+        self.async_engine = AsyncEngine(engine)
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        chosen = ServerSettings.create(**({"served_model_name": "demo", "log_requests": False} | settings))
+        app = create_app(
+            self.async_engine,
+            chosen,
+            routers=routers,
+            prepare=(lambda engine: warm_up(engine.loop, engine.vocab_size, progress=False)) if prepare else None,
+        )
+        self.context = app.state.context
+        self.uvicorn = Server(app, chosen, drain_timeout=drain_timeout, leave=self.async_engine.shutdown)
+        self.thread = threading.Thread(target=partial(self.uvicorn.run, sockets=[listening]), daemon=True)
+        self.thread.start()
+        self.http = httpx.Client(base_url=self.url, timeout=120)
+
+    def wait_until_ready(self, seconds=900.0) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            try:
+                if self.http.get("/ready").status_code == 200:
+                    return
+            except httpx.ConnectError:
+                pass
+            time.sleep(0.05)
+        raise AssertionError("the server does not become ready")
+
+    def openai(self, **options) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", **({"api_key": "-", "max_retries": 0} | options))
+
+    def complete(self, prompt="The state of", **fields):
+        """A greedy completion; the response as it is."""
+        body = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": 8} | fields
+        return self.http.post("/v1/completions", json=body)
+
+    def metric(self, name: str) -> float:
+        """One value of /metrics; `name` with its labels."""
+        lines = self.http.get("/metrics").text.splitlines()
+        return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + " ")), 0.0)
+
+    def assert_idle(self, seconds=30.0) -> None:
+        """Waits until nothing is in use any more, then checks both pools."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            stats = self.http.get("/status").json()["stats"]
+            if not stats["running"] and not stats["waiting"] and not stats["slots"]["used"]:
+                break
+            time.sleep(0.05)
+        engine = self.async_engine.engine
+        assert engine.num_unfinished == 0
+        engine.loop.scheduler.check(idle=True)
+
+    def close(self) -> None:
+        self.http.close()
+        self.uvicorn.should_exit = True
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+
+
+def make_engine(**flags):
+    config = EngineConfig.create(**(ENGINE | flags))
+    model = load_model(config.model, dtype="float32", progress=False)
+    programs = StepPrograms(
+        model,
+        tile_size=config.tile_size,
+        source=draft_source(config, model.config),
+        compiler_options=QUICK_COMPILE,
+    )
+    tokenizer, eos = load_tokenizer(config.model), generation_config(config.model).eos_token_ids
+    return assemble(config, model, tokenizer=tokenizer, eos_token_ids=eos, programs=programs).engine

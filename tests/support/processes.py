@@ -1,0 +1,136 @@
+"""Workers and routers as processes of their own, on loopback."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import openai
+
+ENGINE = {
+    "model": "demo",
+    "tile_size": 16,
+    "state_block_size": 32,
+    "page_size": 16,
+    "max_model_len": 512,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "num_slots": 40,
+    "num_pages": 120,
+}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
+
+
+class Process:
+    """One `mamba-jax` command that listens."""
+
+    def __init__(self, *arguments: str, log_to, port: int | None = None, devices: int = 1, stages=None) -> None:
+        """`devices`: how many it has. `stages`: a folder by which it can be stopped (see `stoppable_worker.py`)."""
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.is_router = arguments[0] == "router"
+        flags = f"--xla_force_host_platform_device_count={devices}" if devices > 1 else ""
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        program = ["serving.cli"] if stages is None else ["tests.support.stoppable_worker", str(stages)]
+        self.log_file = log_to / f"{arguments[0]}-{self.port}.log"
+        with self.log_file.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *program, *arguments, "--port", str(self.port)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+
+    def wait_until_ready(self, seconds: float = 240.0) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/ready", timeout=5).status_code == 200 and self._sees_its_workers():
+                    return
+            assert self.process.poll() is None, self.log()
+            time.sleep(0.1)
+        raise AssertionError(f"not ready: {self.log()}")
+
+    def _sees_its_workers(self) -> bool:
+        """A router is ready as soon as one decode worker is up, and until it has seen more, it does without them."""
+        status = self.get("/status") if self.is_router else {}
+        return all(worker["up"] for role in ("prefill", "decode") for worker in status.get(role, ()))
+
+    def get(self, path: str) -> dict:
+        return httpx.get(self.url + path, timeout=30).json()
+
+    def log(self) -> str:
+        return self.log_file.read_text()[-4000:]
+
+    def kill(self) -> None:
+        """As hard as it goes."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(10)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(10)
+
+    def idle(self, seconds: float = 20.0) -> bool:
+        """Whether a worker's pools come to rest with nothing in use."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            stats = self.get("/status")["stats"]
+            kept = self.get("/split/status").get("kept", 0)
+            used = stats["slots"]["used"] + stats.get("pages", {"used": 0})["used"]
+            if not (stats["running"] or stats["waiting"] or used or kept):
+                return True
+            time.sleep(0.1)
+        return False
+
+
+def worker(role: str, log_to, *more: str, port: int | None = None, devices: int = 1, stages=None, **engine) -> Process:
+    """A worker of a role; `more` are further options of the command line."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (ENGINE | engine).items()]
+    arguments = ("--role", role) if role else ()
+    return Process(
+        "serve", *arguments, *flags, "--no-warmup", *more, log_to=log_to, port=port, devices=devices, stages=stages
+    )
+
+
+def router(prefill, decode, log_to, *more: str, port: int | None = None) -> Process:
+    """A router in front of these workers."""
+    urls = [f"--prefill={each.url}" for each in prefill] + [f"--decode={each.url}" for each in decode]
+    return Process("router", *urls, "--check-interval=0.3", *more, log_to=log_to, port=port)
+
+
+def client(process: Process) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{process.url}/v1", api_key="-", max_retries=0, timeout=120)
+
+
+def streamed(process: Process, prompt, max_tokens: int = 16, on_first=None, salt: str | None = None) -> list[int]:
+    """Token ids of a greedy completion, as they stream in. With a salt nothing is found in a cache at first."""
+    found: list[int] = []
+    pieces = client(process).completions.create(
+        model="demo",
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True, "cache_salt": salt},
+    )
+    for piece in pieces:
+        for choice in piece.choices:
+            found += getattr(choice, "token_ids", None) or []
+        if found and on_first is not None:
+            on_first()
+            on_first = None
+    return found

@@ -1,0 +1,136 @@
+"""Runs a case's prompts through the compiled steps, as a server would: one row for each prompt, packed together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, StepOutput, num_tiles
+from mamba_jax.model import HybridModel
+from mamba_jax.programs import StepPrograms
+from mamba_jax.rows import init_rows
+from mamba_jax.sampling import sampling_row
+from mamba_jax.store import init_store
+
+TILE, PAGE = 32, 16
+TOP = 20
+
+
+class PromptStepper:
+    """A model with its programs, for as many rows as there are prompts. `reset` before each use."""
+
+    def __init__(
+        self, model: HybridModel, prompts: list[np.ndarray], *, dtype: Any = jnp.float32, ssm_dtype: Any = jnp.float32
+    ) -> None:
+        self.model, self.prompts = model, prompts
+        self.programs = StepPrograms(model, tile_size=TILE)
+        self._dtype, self._ssm_dtype = dtype, ssm_dtype
+        lengths = [len(prompt) for prompt in prompts]
+        self._tokens = -(-sum(lengths) // TILE) * TILE
+        # A piece that begins and ends anywhere may touch one tile more than it would fill.
+        self._tiles = sum(num_tiles(TILE - 1, length, TILE) for length in lengths)
+        self._pages_per_row = -(-(max(lengths) + TILE) // PAGE) if model.config.num_attention_layers else 0
+        self._head = jax.jit(lambda state, hidden: jax.nn.log_softmax(nnx.merge(graph, state).logits(hidden)))
+        graph, self._weights = nnx.split(model)
+
+    def reset(self) -> None:
+        """All rows at their beginning. Slots and pages hold NaN until they are written, the null ones for ever."""
+        count = len(self.prompts)
+        store = init_store(
+            self.model.config,
+            num_slots=1 + self._tiles + 2 * count,
+            num_pages=1 + count * self._pages_per_row,
+            page_size=PAGE,
+            dtype=self._dtype,
+            ssm_dtype=self._ssm_dtype,
+            debug_state=True,
+        )
+        self.store = dataclasses.replace(
+            jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), dataclasses.replace(store, tags=None)),
+            tags=store.tags,
+        )
+        self.rows = init_rows(self.model.config, max_num_seqs=count)
+        for row, prompt in enumerate(self.prompts):
+            sampling = sampling_row(prompt_length=len(prompt), logprobs=TOP, prompt_logprobs=TOP)
+            self.rows = self.programs.seat(self.rows, SeatBatch(row_id=np.int32(row + 1), sampling=sampling))
+        self.length = [0] * count
+        self.slot = [0] * count
+
+    def prefill(
+        self, pieces: dict[int, int], *, every_tile: bool = False
+    ) -> tuple[StepOutput, dict[tuple[int, int], int]]:
+        """Feeds each row's next so many prompt tokens, all in one step.
+
+        With `every_tile` the state at every tile's end is kept, otherwise at the pieces' ends only.
+
+        Returns:
+            the step's output (its row j is the j-th piece), and the slot of each (row, tokens absorbed) kept.
+        """
+        batch = PrefillBatch.empty(
+            tokens=self._tokens,
+            rows=len(self.prompts),
+            tiles=self._tiles,
+            pages_per_row=self._pages_per_row,
+            tile_size=TILE,
+        )
+        written: dict[tuple[int, int], int] = {}
+        token = tile = 0
+        for j, (row, count) in enumerate(pieces.items()):
+            begin = self.length[row]
+            end = begin + count
+            batch.tokens[token : token + count] = self.prompts[row][begin:end]
+            token += count
+            batch.row_id[j], batch.length[j], batch.num_tokens[j] = row + 1, begin, count
+            batch.read_slot[j], batch.sample[j] = self.slot[row], end == len(self.prompts[row])
+            batch.page_table[j] = self._pages(row)
+            stops = [*range((begin // TILE + 1) * TILE, end, TILE), end]
+            for stop in stops:
+                if stop == end:
+                    batch.tile_write_slot[tile] = written[row, stop] = self._other_slot(row)
+                elif every_tile:
+                    batch.tile_write_slot[tile] = written[row, stop] = 1 + 2 * len(self.prompts) + tile
+                tile += 1
+            self.length[row], self.slot[row] = end, written[row, end]
+        self.store, self.rows, output = self.programs.prefill(self.store, self.rows, batch)
+        assert not output.tag_error
+        return jax.device_get(output), written
+
+    def decode(self, rows: list[int]) -> StepOutput:
+        """Feeds each row's next token: of the prompt while there is any, then the one it has sampled itself.
+
+        Row j of the output is that of the j-th of `rows`.
+        """
+        batch = DecodeBatch.empty(rows=len(self.prompts), num_speculative_tokens=0, pages_per_row=self._pages_per_row)
+        for j, row in enumerate(rows):
+            batch.row_id[j], batch.num_tokens[j], batch.sample[j] = row + 1, 1, True
+            batch.write_slot[j, 0] = self._other_slot(row)
+            batch.page_table[j] = self._pages(row)
+            if self.length[row] < len(self.prompts[row]):
+                batch.tokens[j, 0] = self.prompts[row][self.length[row]]
+                batch.length[j], batch.read_slot[j] = self.length[row], self.slot[row]
+            else:
+                batch.continues[j] = True
+            self.length[row] += 1
+            self.slot[row] = int(batch.write_slot[j, 0])
+        self.store, self.rows, output = self.programs.decode(self.store, self.rows, batch)
+        assert not output.tag_error
+        return jax.device_get(output)
+
+    def log_probs(self, slots: list[int]) -> np.ndarray:
+        """Log-probabilities [len(slots), vocab] of the next token, from the hidden states that slots hold."""
+        padded = np.zeros(self._tiles + len(self.prompts), np.int32)
+        padded[: len(slots)] = slots
+        return np.asarray(self._head(self._weights, self.store.hidden[padded]))[: len(slots)]
+
+    def _pages(self, row: int) -> np.ndarray:
+        return 1 + row * self._pages_per_row + np.arange(self._pages_per_row)
+
+    def _other_slot(self, row: int) -> int:
+        """Each row goes back and forth between two slots."""
+        first, second = 1 + 2 * row, 2 + 2 * row
+        return second if self.slot[row] == first else first

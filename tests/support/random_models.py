@@ -1,0 +1,72 @@
+"""Models with random weights, made so that what a test looks for shows in their outputs."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from checkpoints.initial import initial_values
+from mamba_jax.config import HybridConfig
+from mamba_jax.model import HybridModel
+
+
+def fill(make: Callable[[], Any], value_of: Callable[[str, tuple[int, ...]], np.ndarray]) -> tuple[Any, dict[str, Any]]:
+    """The module that `make` makes, with weights by `value_of` (path, shape); and those by their paths, in its dtypes.
+
+    Weights are drawn by numpy: making them module by module in JAX would compile something for each shape.
+    """
+    graph, state = nnx.split(nnx.eval_shape(make))
+    filled, arrays = [], {}
+    for path, leaf in nnx.to_flat_state(state):
+        name = ".".join(map(str, path))
+        arrays[name] = jnp.asarray(value_of(name, leaf.shape), leaf.dtype)
+        filled.append((path, leaf.replace(arrays[name])))
+    return nnx.merge(graph, nnx.from_flat_state(filled)), arrays
+
+
+def random_module(make: Callable[[], Any], *, scale: float) -> tuple[Any, dict[str, np.ndarray]]:
+    """The module that `make` makes, with normally distributed weights; and those by their paths, in float64 numpy."""
+    rng = np.random.default_rng(7)
+    module, arrays = fill(make, lambda _, shape: scale * rng.normal(size=shape))
+    return module, {name: np.asarray(value, np.float64) for name, value in arrays.items()}
+
+
+@functools.cache
+def random_model(config: HybridConfig, dtype: Any = jnp.float32) -> HybridModel:
+    """A model with random weights everywhere, those included that begin as ones or zeros."""
+    return random_module(lambda: HybridModel(config, rngs=nnx.Rngs(0), dtype=dtype), scale=0.3)[0]
+
+
+@functools.cache
+def decisive_model(config: HybridConfig) -> HybridModel:
+    """With initial weights ten times as large: with the usual ones every next token would be about as likely."""
+    model = HybridModel(config, rngs=nnx.Rngs(0))
+    for param in jax.tree.leaves(nnx.state(model, nnx.Param), is_leaf=lambda leaf: isinstance(leaf, nnx.Param)):
+        if param[...].ndim > 1:
+            param[...] = param[...] * 10
+    return model
+
+
+@functools.cache
+def long_memory_model(config: HybridConfig, seed: int = 3, *, near_ties: bool = False) -> HybridModel:
+    """A model in which what was absorbed makes a difference, and still does many tokens later.
+
+    With `near_ties` tokens 2i and 2i+1 are always nearly equally likely.
+    """
+    rng = np.random.default_rng(seed)
+
+    def value_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        value = initial_values(name, shape, rng.standard_normal, rng.random)
+        if name.endswith("dt_bias"):
+            value = value + 2.5
+        if name.lower().endswith("a_log"):
+            value = value - 2.5
+        if near_ties and "head" in name:
+            value[1::2] = value[::2] + 0.02 * value[1::2]
+        return value
+
+    return fill(lambda: HybridModel(config, rngs=nnx.Rngs(0)), value_of)[0]

@@ -1,0 +1,138 @@
+"""Engines of tiny models over shared compiled programs, and plain decoding by the same engines to compare with.
+
+Every engine of a model has a store of the same size and one shape for each kind of step, so that thousands of traces
+share a dozen programs. What varies (cache mode, block size, token budget, traffic) is host policy only.
+
+All of a new store is NaN: whatever a step uses of a slot or page that nobody has written shows in its results.
+"""
+
+import functools
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mamba_jax.programs import StepPrograms
+from mamba_jax.store import init_store
+from serving.config import EngineConfig
+from serving.engine import build
+from serving.engine.batching import PrefillShape
+from serving.engine.sampling_params import SamplingParams
+from tests.support.engines import QUICK_COMPILE, Continuation, finish
+from tests.support.letter_tokens import letters
+from tests.support.random_models import long_memory_model
+from tests.support.tiny_configs import FOR_ENGINES
+
+TILE, PAGE, MAX_LEN, ROWS = 8, 8, 88, 6
+LONGEST = 24
+"""Output tokens of a reference."""
+# 6 rows of up to 11 pages each share 14; 6 rows and their second slots take nearly all of 13.
+FLAGS = {
+    "tile_size": TILE,
+    "page_size": PAGE,
+    "max_model_len": MAX_LEN,
+    "max_num_seqs": ROWS,
+    "num_slots": 13,
+    "num_pages": 14,
+    "warmup": False,
+}
+PREFILL = PrefillShape(tokens=MAX_LEN + PAGE, rows=ROWS, tiles=(MAX_LEN + PAGE) // TILE + ROWS)
+
+SMALLEST = "smallest"
+"""The model of the planted faults, each of which needs programs of its own."""
+TAGGED = {"nemotronh": (False, True), "mamba2": (True,), "falconh1": (False,), "delta": (False,)}
+"""Whether a model's stores have tags (`debug_state`): with tags, programs are others."""
+PROGRAMS = {name: 1 + 2 * len(kinds) for name, kinds in TAGGED.items()}
+"""What is compiled for each model: a program to take seats, and one of each kind for each kind of store."""
+
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "penalised": {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.4},
+    "biased": {"logit_bias": {5: 3.0, 60: 2.0, 33: -100.0, 34: -100.0}},
+    "held back": {"min_tokens": 7, "stop_token_ids": tuple(range(0, 96, 4))},
+}
+"""What changes the tokens of an output, beside what is drawn: by name."""
+
+
+class SharedEngines:
+    """Engines of one model over one set of programs, and its reference outputs, made when first asked for."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.model = long_memory_model(FOR_ENGINES[name], near_ties=name == "nemotronh")
+        self.programs = self.compile_anew()
+        self._alone: dict[tuple, list[Continuation]] = {}
+        self._full = None
+
+    def compile_anew(self) -> StepPrograms:
+        """Programs that nobody shares."""
+        return StepPrograms(self.model, tile_size=TILE, compiler_options=QUICK_COMPILE)
+
+    def engine(self, mode: str | None, *, programs=None, eos_token_ids=(), **flags):
+        """An engine whose steps all have one shape for decoding and one for prefill."""
+        config = EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | flags))
+        with mock.patch.object(build, "init_laid_out", _poisoned):
+            programs = programs or self.programs
+            built = build.assemble(
+                config, self.model, tokenizer=letters(), eos_token_ids=eos_token_ids, programs=programs
+            )
+        engine = built.engine
+        engine.loop.batches.decode_shapes = [ROWS]
+        engine.loop.batches.prefill_shapes = [PREFILL]
+        return engine
+
+    def alone(self, prompt: tuple[int, ...], *, seed: int | None = None, sampling: str = "plain") -> list[Continuation]:
+        """Each choice of the prompt by itself in an engine of its own, in one chunk and without a cache.
+
+        Greedy has one choice; with a seed there are three, sampled. `sampling` is one of `SAMPLINGS`.
+        """
+        key = (prompt, seed, sampling)
+        if key not in self._alone:
+            params = SamplingParams(
+                max_tokens=min(LONGEST, MAX_LEN - len(prompt)),
+                logprobs=2,
+                ignore_eos=True,
+                n=1 if seed is None else 3,
+                temperature=0.0 if seed is None else 0.9,
+                seed=seed,
+                **SAMPLINGS[sampling],
+            )
+            engine = self.engine(
+                "none",
+                state_block_size=32,
+                max_num_batched_tokens=MAX_LEN,
+                debug_state=TAGGED.get(self.name, (False,))[0],
+            )
+            output = engine.add_request("alone", {"prompt_token_ids": list(prompt)}, params)
+            finish(engine)
+            self._alone[key] = [Continuation.of(choice) for choice in output.outputs]
+        return self._alone[key]
+
+    def whole(self, tokens: list[int]) -> np.ndarray:
+        """Log-probabilities [length, vocab] of the whole sequence at once, without a store."""
+        if self._full is None:
+            graph, state = nnx.split(self.model)
+            run = jax.jit(lambda state, row, length: jax.nn.log_softmax(nnx.merge(graph, state)(row, length)))
+            self._full = functools.partial(run, state)
+        row = np.zeros((1, MAX_LEN), np.int32)
+        row[0, : len(tokens)] = tokens
+        return np.asarray(self._full(row, np.array([len(tokens)])))[0, : len(tokens)]
+
+
+@functools.cache
+def engines_of(name: str) -> SharedEngines:
+    """Those of each model: a name in `tiny_configs.FOR_ENGINES`."""
+    return SharedEngines(name)
+
+
+def _poisoned(*args, **kwargs):
+    store = init_store(*args, **kwargs)
+
+    def fill(leaf):
+        return jnp.full(leaf.shape, jnp.nan, leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return jax.tree.map(fill, store)

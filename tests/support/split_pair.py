@@ -1,0 +1,180 @@
+"""A pair of engines in one process, over shared programs: one computes prompts, the other goes on from them."""
+
+import dataclasses
+import functools
+import random
+
+from mamba_jax.drafts import MTPCache, MTPDrafts, NGramDrafts
+from mamba_jax.model import HybridModel
+from mamba_jax.programs import StepPrograms
+from mamba_jax.store import StoreShape
+from serving.config import EngineConfig
+from serving.engine.batching import PrefillShape
+from serving.engine.build import assemble
+from serving.engine.sampling_params import SamplingParams
+from serving.split.arrangement import Arrangement
+from serving.split.decode_side import DecodeSide
+from serving.split.manifest import model_digest
+from serving.split.peer import DirectPeer
+from serving.split.prefill_side import PrefillSide
+from serving.split.prefilling import ONCE, fed_tokens, ticket_of
+from serving.split.transport import DirectTransport
+from serving.split.wire import Ticket
+from serving.split.worker import Worker
+from tests.support.engines import QUICK_COMPILE, Continuation, finish
+from tests.support.random_models import long_memory_model
+from tests.support.tiny_configs import ENGINE_VOCAB, FOR_ENGINES
+
+VOCAB, MAX_LEN = ENGINE_VOCAB, 96
+B, TILE, PAGE = 16, 8, 8
+FLAGS = {
+    "tile_size": TILE,
+    "state_block_size": B,
+    "page_size": PAGE,
+    "max_model_len": MAX_LEN,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 48,
+    "num_slots": 34,
+    "num_pages": 40,
+    "debug_state": True,
+    "warmup": False,
+    "prompt_lookup_min": 1,
+}
+CONFIG = FOR_ENGINES["nemotronh"]
+SOURCES = {"none": None, "ngram": NGramDrafts(1, 4), "mtp": MTPDrafts(), "keep": MTPCache()}
+DRAFTS = {
+    "none": {},
+    "ngram": {"speculative_method": "ngram", "num_speculative_tokens": 2},
+    "mtp": {"speculative_method": "mtp", "num_speculative_tokens": 2},
+    "keep": {"keep_draft_kv": True},
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
+
+
+def model(seed: int = 3) -> HybridModel:
+    """Random weights, the same for the same seed."""
+    return long_memory_model(CONFIG, seed)
+
+
+@functools.cache
+def programs(source: str) -> StepPrograms:
+    """Step programs of one draft source."""
+    return StepPrograms(model(), tile_size=TILE, source=SOURCES[source], compiler_options=QUICK_COMPILE)
+
+
+@functools.cache
+def points():
+    """Programs for points, shared by all workers of this arrangement."""
+    from serving.split.point import PointPrograms
+
+    return PointPrograms(Arrangement(StoreShape.of(CONFIG)))
+
+
+def build(mode: str | None = "all", source: str = "none", **flags):
+    """An engine whose steps have one shape each."""
+    config = EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | DRAFTS[source] | flags))
+    shared = programs(source) if config.tensor_parallel_size == 1 else None
+    built = assemble(config, model(), programs=shared)
+    built.engine.loop.batches.decode_shapes = [4]
+    built.engine.loop.batches.prefill_shapes = [PrefillShape(tokens=64, rows=4, tiles=16)]
+    return built
+
+
+def worker(built, transport: str = "here") -> Worker:
+    found = Worker.of(built, {"direct": DirectTransport(transport)}, model=digest())
+    if found.arrangement == points().arrangement:
+        found.programs = points()
+    return found
+
+
+@functools.cache
+def digest() -> str:
+    return model_digest(model(), CONFIG)
+
+
+class Pair:
+    """A prefill engine and a decode engine, driven in turn by one thread."""
+
+    def __init__(self, mode="all", source="none", *, prefill=None, decode=None, prefill_source=None, **sides):
+        if prefill_source is None:
+            prefill_source = "keep" if source == "mtp" else "none"
+        self.prefill = build(mode, prefill_source, **(prefill or {})).engine
+        self.decode = build(mode, source, **(decode or {})).engine
+        self.prefill_side = PrefillSide(worker(self._built(self.prefill, mode, prefill_source, prefill)))
+        self.decode_side = DecodeSide(
+            worker(self._built(self.decode, mode, source, decode)), fail=self.decode.fail, **sides
+        )
+        self.peer = DirectPeer(self.prefill_side)
+        self.count = 0
+
+    @staticmethod
+    def _built(engine, mode, source, flags):
+        """What `Worker.of` looks at, around an engine that is there already."""
+        from types import SimpleNamespace
+
+        config = EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | DRAFTS[source] | (flags or {})))
+        size = SimpleNamespace(max_model_len=MAX_LEN)
+        return SimpleNamespace(engine=engine, model=model(), config=config, size=size)
+
+    def compute(self, prompt, handoff="full") -> Ticket:
+        """The prefill side's part; ends with a state that waits."""
+        fed = fed_tokens(prompt, handoff)
+        if not fed:
+            return ticket_of(self.prefill_side, None, prompt, handoff, worker="direct")
+        export = self.prefill_side.begin()
+        output = self.prefill.add_request(self.name(), {"prompt_token_ids": fed}, ONCE, export=export)
+        finish(self.prefill)
+        cached = output.num_cached_tokens
+        return ticket_of(self.prefill_side, export, prompt, handoff, worker="direct", cached_tokens=cached)
+
+    def add(self, prompt, ticket: Ticket | None, params=GREEDY, **more):
+        remote = self.decode_side.accept(self.peer, ticket) if ticket is not None else None
+        return self.decode.add_request(self.name(), {"prompt_token_ids": list(prompt)}, params, remote=remote, **more)
+
+    def run(self, prompt, handoff="full", params=GREEDY):
+        """A whole request; its output."""
+        output = self.add(prompt, self.compute(prompt, handoff), params)
+        finish(self.decode)
+        return output
+
+    def name(self) -> str:
+        self.count += 1
+        return f"r{self.count}"
+
+    def assert_idle(self):
+        """Nothing is in use on either side, and nothing waits to be fetched."""
+        for engine in (self.prefill, self.decode):
+            engine.loop.scheduler.check(idle=True)
+        stats = self.prefill_side.stats
+        assert (self.prefill_side.kept, stats.held, stats.copies, stats.copied_bytes) == (0, 0, 0, 0)
+        for transport in self.prefill_side.worker.transports.values():
+            assert not transport.offered
+
+
+@functools.cache
+def alone(prompt: tuple[int, ...], count: int = 12) -> Continuation:
+    """What comes after a prompt, by an engine without cache, drafts and split."""
+    engine = build("none").engine
+    params = dataclasses.replace(GREEDY, max_tokens=count)
+    output = engine.add_request("alone", {"prompt_token_ids": list(prompt)}, params)
+    finish(engine)
+    return Continuation.of(output.outputs[0])
+
+
+def assert_as_alone(prompt, output, what="", count=12):
+    """Log-probabilities as without a split, and tokens up to where two of them all but tie."""
+    expected = alone(tuple(prompt), count)
+    choice = output.outputs[0]
+    assert choice.finish_reason == "length", (what, choice.finish_reason, choice.stop_reason)
+    assert len(choice.token_ids) == len(expected.tokens), what
+    for at, token in enumerate(choice.token_ids):
+        if token != expected.tokens[at] and expected.gaps[at] < 1e-4:
+            return
+        assert token == expected.tokens[at], (what, at, choice.token_ids, expected.tokens)
+        assert abs(choice.logprobs[at][token].logprob - expected.logprobs[at]) < 1e-4, (what, at)
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    """A fixed sequence: longer ones begin with shorter ones."""
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(count)]

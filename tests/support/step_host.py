@@ -1,0 +1,157 @@
+"""A host in miniature for tests of the step: fixed batch shapes, a store whose null slot and page hold NaN.
+
+Compiling is what these tests spend their time on: nearly all share one decode and one prefill program.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, num_tiles
+from mamba_jax.programs import StepPrograms
+from mamba_jax.rows import init_rows
+from mamba_jax.sampling import sampling_row
+from mamba_jax.store import init_store
+from tests.support.engines import QUICK_COMPILE
+from tests.support.random_models import decisive_model
+from tests.support.tiny_configs import STEP
+
+TILE, PAGE, PAGES_PER_ROW = 8, 4, 12
+DECODE_ROWS, PREFILL_ROWS, PREFILL_TOKENS, TILES = 6, 6, 48, 12
+
+
+@functools.cache
+def programs_of(config=STEP, source=None):
+    return StepPrograms(decisive_model(config), tile_size=TILE, source=source, compiler_options=QUICK_COMPILE)
+
+
+@functools.cache
+def _full(config):
+    graphdef, state = nnx.split(decisive_model(config))
+    run = jax.jit(lambda state, tokens: jax.nn.log_softmax(nnx.merge(graphdef, state)(tokens)))
+    return lambda tokens: run(state, tokens)
+
+
+def expected_logprobs(tokens, config=STEP):
+    """Log-probabilities after each of `tokens`, by the whole-sequence form: [len(tokens), VOCAB]."""
+    padded = np.zeros((1, PREFILL_TOKENS), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return np.asarray(_full(config)(padded))[0, : len(tokens)]
+
+
+def greedy(tokens, count, config=STEP):
+    """The next `count` tokens, by the whole-sequence form."""
+    tokens = list(tokens)
+    for _ in range(count):
+        tokens.append(int(expected_logprobs(tokens, config)[-1].argmax()))
+    return tokens[-count:]
+
+
+class Host:
+    """Store, rows and programs."""
+
+    def __init__(self, config=STEP, *, num_drafts=3, debug_state=True, slots=500, pages=500, source=None):
+        self.config, self.num_drafts = config, num_drafts
+        self.programs = programs_of(config, source)
+        store = init_store(
+            config, num_slots=slots, num_pages=pages, page_size=PAGE, dtype=jnp.float32, debug_state=debug_state
+        )
+        # Everything is garbage until it is written; the null slot and page are the worst garbage, for good.
+        spoil = functools.partial(jax.tree.map, lambda leaf: jnp.full_like(leaf, jnp.nan))
+        self.store = dataclasses.replace(
+            store, slots=spoil(store.slots), kv=spoil(store.kv), hidden=spoil(store.hidden)
+        )
+        self.rows = init_rows(
+            config, max_num_seqs=8, num_speculative_tokens=num_drafts, source=source, max_len=PREFILL_TOKENS
+        )
+        self.pages_per_row = PAGES_PER_ROW if store.kv else 0
+
+    def table(self, row):
+        """The pages of row number `row`, where a test does not say otherwise."""
+        return np.arange(PAGES_PER_ROW) + 1 + row * PAGES_PER_ROW if self.pages_per_row else np.zeros(0, int)
+
+    def seat(self, row_id, *, output_counts=None, prompt_seen=None, tokens=None, **sampling):
+        if tokens is not None:
+            tokens = np.pad(np.array(tokens, np.int32), (0, PREFILL_TOKENS - len(tokens)), constant_values=-1)
+        batch = SeatBatch(np.int32(row_id), sampling_row(**sampling), output_counts, prompt_seen, tokens)
+        self.rows = self.programs.seat(self.rows, batch)
+
+    def prefill(self, *rows, tile_size=TILE):
+        """Each row is a dict: row_id, tokens, c, read, write (the last tile's slot), writes (all tiles'), sample."""
+        batch = PrefillBatch.empty(
+            tokens=PREFILL_TOKENS,
+            rows=PREFILL_ROWS,
+            tiles=TILES,
+            pages_per_row=self.pages_per_row,
+            tile_size=tile_size,
+        )
+        at = tile = 0
+        batch.tokens[:] = 7  # padding may be anything
+        for i, row in enumerate(rows):
+            q, c = len(row["tokens"]), row.get("c", 0)
+            tiles = num_tiles(c, q, TILE)
+            batch.tokens[at : at + q] = row["tokens"]
+            batch.row_id[i], batch.length[i], batch.num_tokens[i] = row.get("row_id", i + 1), c, q
+            batch.read_slot[i] = row.get("read", 0)
+            batch.page_table[i] = row.get("table", self.table(i))
+            batch.page_copy[i] = row.get("page_copy", (0, 0))
+            batch.sample[i] = row.get("sample", True)
+            batch.tile_write_slot[tile : tile + tiles] = row.get("writes", [0] * (tiles - 1) + [row.get("write", 0)])
+            at, tile = at + q, tile + tiles
+        self.store, self.rows, output = self.programs.prefill(self.store, self.rows, batch)
+        return self._checked(output)
+
+    def decode(self, *rows):
+        """Each row is a dict: row_id, continues, tokens (certain, then drafts), drafts (how many), c, read, writes."""
+        batch = DecodeBatch.empty(
+            rows=DECODE_ROWS, num_speculative_tokens=self.num_drafts, pages_per_row=self.pages_per_row
+        )
+        for i, row in enumerate(rows):
+            tokens, drafts = row.get("tokens", []), row.get("drafts", 0)
+            batch.row_id[i], batch.continues[i] = row.get("row_id", i + 1), row.get("continues", False)
+            batch.tokens[i, : len(tokens)] = tokens
+            batch.length[i], batch.read_slot[i] = row.get("c", 0), row.get("read", 0)
+            batch.num_tokens[i] = 1 + drafts if batch.continues[i] else len(tokens)
+            batch.num_drafts[i] = drafts
+            batch.write_slot[i, : len(row["writes"])] = row["writes"]
+            batch.page_table[i] = row.get("table", self.table(i))
+            batch.page_copy[i] = row.get("page_copy", (0, 0))
+            batch.sample[i] = row.get("sample", True)
+        self.store, self.rows, output = self.programs.decode(self.store, self.rows, batch)
+        return self._checked(output)
+
+    def with_drafts(self, row_id, drafts):
+        """The rows, with drafts noted on one seat as a program that proposes them would."""
+        return dataclasses.replace(self.rows, drafts=self.rows.drafts.at[row_id].set(jnp.asarray(drafts)))
+
+    def _checked(self, output):
+        for leaf in jax.tree.leaves((self.store.slots, self.store.kv, self.store.hidden)):
+            assert np.isnan(leaf[0]).all(), "the null slot or page was written"
+        return jax.tree.map(np.asarray, output)
+
+    def slot(self, index):
+        """All that slot `index` holds."""
+        return [np.asarray(leaf[index]) for leaf in jax.tree.leaves((self.store.slots, self.store.hidden))]
+
+    def logprobs(self, index):
+        """The next token's log-probabilities, from the hidden state in a slot."""
+        return np.asarray(jax.nn.log_softmax(decisive_model(self.config).logits(self.store.hidden[index])))
+
+
+@functools.cache
+def state_after(tokens, config=STEP):
+    """What a slot holds that has absorbed exactly `tokens` (a tuple), by one prefill of them alone."""
+    host = Host(config)
+    host.prefill({"tokens": tokens, "write": 1})
+    return host.slot(1)
+
+
+def assert_holds(host, slot, tokens, atol=1e-4):
+    """Slot `slot` holds S(n) of exactly these tokens."""
+    for have, want in zip(host.slot(slot), state_after(tuple(tokens), host.config), strict=True):
+        np.testing.assert_allclose(have, want, atol=atol, rtol=1e-4)
+    assert int(host.store.tags[slot, 1]) == len(tokens)

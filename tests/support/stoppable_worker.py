@@ -1,0 +1,115 @@
+"""A worker that stops at a chosen moment, so that it can be killed there.
+
+Run it as `python -m tests.support.stoppable_worker FOLDER serve ...`.
+
+A stage is armed by a file in FOLDER. The worker that gets there renames it, and waits until it is told to go on.
+"""
+
+import functools
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+from serving.split.decode_side import DecodeSide
+from serving.split.prefill_side import PrefillSide
+from serving.split.transport import JaxTransport, TcpTransport
+
+
+class Stages:
+    """The folder, as the worker and as the test see it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def arm(self, stage: str) -> None:
+        """The next time that a worker gets there, it stops."""
+        (self.folder / f"{stage}.armed").touch()
+
+    def reached(self, stage: str, seconds: float = 60.0) -> bool:
+        """Whether it has come to that."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if (self.folder / f"{stage}.reached").exists():
+                return True
+            time.sleep(0.02)
+        return False
+
+    def go(self, stage: str) -> None:
+        """Whoever waits there goes on; the stage can be armed again."""
+        (self.folder / f"{stage}.reached").unlink()
+
+    def at(self, stage: str) -> bool:
+        """In the worker: whether to stop here."""
+        try:
+            (self.folder / f"{stage}.armed").rename(self.folder / f"{stage}.reached")
+        except FileNotFoundError:
+            return False
+        return True
+
+    def stop(self, stage: str) -> None:
+        """In the worker: stop here, if asked to."""
+        if self.at(stage):
+            while (self.folder / f"{stage}.reached").exists():
+                time.sleep(0.02)
+
+
+class Halved:
+    """A connection that sends half of something long, and stops."""
+
+    def __init__(self, connection, stages: Stages) -> None:
+        self._connection, self._stages = connection, stages
+
+    def __getattr__(self, name: str):
+        return getattr(self._connection, name)
+
+    def sendall(self, data) -> None:
+        half = len(data) // 2 if len(data) > 1000 else 0
+        self._connection.sendall(data[:half])
+        if half:
+            self._stages.stop("send")
+        self._connection.sendall(data[half:])
+
+
+def plant(stages: Stages) -> None:
+    """Put the stages into the classes of this process."""
+
+    def before(where, name: str, stage: str, when=lambda *_: True) -> None:
+        original = getattr(where, name)
+
+        @functools.wraps(original)
+        def stopping(*arguments, **named):
+            if when(*arguments):
+                stages.stop(stage)
+            return original(*arguments, **named)
+
+        mock.patch.object(where, name, stopping).start()
+
+    def exports(_, loop, plan) -> bool:
+        return any(row.request.transfer.export is not None for row in plan.rows)
+
+    def decodes(_, loop, plan) -> bool:
+        return any(len(row.request.output_token_ids) >= 4 for row in plan.rows)
+
+    def serves_halves(self, connection, serve=TcpTransport._serve) -> None:
+        serve(self, Halved(connection, stages))
+
+    def offers(self, key, arrays, offer=JaxTransport.offer) -> None:
+        # What was promised is never sent: a puller waits in the middle of its pull.
+        if not stages.at("send"):
+            offer(self, key, arrays)
+
+    before(PrefillSide, "dispatched", "prefill", exports)
+    before(DecodeSide, "_ask", "ask")
+    before(JaxTransport, "fetch", "pull")
+    before(TcpTransport, "fetch", "pull")
+    before(DecodeSide, "dispatched", "decode", decodes)
+    mock.patch.object(TcpTransport, "_serve", serves_halves).start()
+    mock.patch.object(JaxTransport, "offer", offers).start()
+
+
+if __name__ == "__main__":
+    from serving.cli.main import main
+
+    plant(Stages(Path(sys.argv.pop(1))))
+    main()
