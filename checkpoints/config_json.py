@@ -48,6 +48,10 @@ def _build(kind: Any, fields: Any) -> Any:
     hints = typing.get_type_hints(kind)
     if unknown := sorted(set(fields) - set(hints)):
         raise ValueError(f"{kind.__name__}: unknown fields {', '.join(unknown)}")
+    needed = (field for field in dataclasses.fields(kind) if field.init)
+    no_default = (dataclasses.MISSING, dataclasses.MISSING)
+    if missing := [f.name for f in needed if (f.default, f.default_factory) == no_default and f.name not in fields]:
+        raise ValueError(f"{kind.__name__}: missing fields {', '.join(missing)}")
     try:
         return kind(**{name: _value(hints[name], value) for name, value in fields.items()})
     except TypeError as error:

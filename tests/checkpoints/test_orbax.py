@@ -133,7 +133,7 @@ def test_unknown_version(copy):
     [
         (lambda fields: fields.pop("config"), "'config'"),
         (lambda fields: fields["config"].update(colour=1), "HybridConfig: unknown fields colour"),
-        (lambda fields: fields["config"].pop("pattern"), "missing 1 required positional argument: 'pattern'"),
+        (lambda fields: fields["config"].pop("pattern"), "HybridConfig: missing fields pattern"),
         (lambda fields: fields["config"].update(mamba=3), "MambaConfig: expected an object, found 3"),
         (lambda fields: fields["config"].update(pattern="X"), "layer pattern 'X' has"),
     ],

@@ -45,8 +45,9 @@ SMALLEST = "smallest"
 """The model of the planted faults, each of which needs programs of its own."""
 TAGGED = {"nemotronh": (False, True), "mamba2": (True,), "falconh1": (False,), "delta": (False,)}
 """Whether a model's stores have tags (`debug_state`): with tags, programs are others."""
-PROGRAMS = {name: 1 + 2 * len(kinds) for name, kinds in TAGGED.items()}
-"""What is compiled for each model: a program to take seats, and one of each kind for each kind of store."""
+PROGRAMS = {name: 2 + 2 * len(kinds) for name, kinds in TAGGED.items()}
+"""What is compiled for each model: two programs to take seats, with and without penalties, and one of each kind of step
+for each kind of store."""
 
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
