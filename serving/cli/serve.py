@@ -20,7 +20,7 @@ from serving.split.settings import SplitSettings
 log = logging.getLogger(__name__)
 
 PANEL = "Server"
-_KEY_VARIABLE = "MAMBA_JAX_API_KEY"
+_KEY_VARIABLES = {"api_key": "MAMBA_JAX_API_KEY", "admin_key": "MAMBA_JAX_ADMIN_KEY"}
 _DEFAULTS = {
     # Compile before the first request rather than during it.
     "warmup": True,
@@ -73,8 +73,9 @@ def settle(
     config = EngineConfig.create(**(_DEFAULTS | flags))
     values = file | {name: value for name, value in given.items() if value is not None}
     values.setdefault("served_model_name", (config.model if config.model == "demo" else Path(config.model).name,))
-    if _KEY_VARIABLE in os.environ:
-        values.setdefault("api_key", (os.environ[_KEY_VARIABLE],))
+    for setting, variable in _KEY_VARIABLES.items():
+        if variable in os.environ:
+            values.setdefault(setting, (os.environ[variable],))
     if with_generation_config and "default_sampling" not in values:
         recommended = generation_config(config.model)
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

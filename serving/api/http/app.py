@@ -26,6 +26,7 @@ from starlette.responses import HTMLResponse
 from serving.api.http import admin, chat, completions, errors, tokenization
 from serving.api.http.context import Context
 from serving.api.http.limits import Limits
+from serving.api.http.profiling import profiling_router
 from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
 from serving.api.metrics import Metrics
@@ -82,7 +83,8 @@ def create_app(
     app.state.context = context
     app.add_middleware(Limits, bounds=settings, metrics=metrics)
     errors.install(app)
-    for router in (completions.router, chat.router, tokenization.router, admin.router, *routers):
+    profiling = profiling_router(settings.profile_dir, settings.profile_timeout)
+    for router in (completions.router, chat.router, tokenization.router, admin.router, profiling, *routers):
         app.include_router(router)
     page = files("serving.api").joinpath("static/index.html").read_text(encoding="utf-8")
     headers = page_headers(page)

@@ -4,6 +4,7 @@
 |---|---|---|
 | 400 | invalid_request_error | malformed JSON, wrong types, values out of range, prompts that are too long |
 | 401 | authentication_error | no API key or a wrong one, where the server has keys |
+| 403 | permission_error | a path of operators, without their key |
 | 404 | not_found_error | unknown model or path |
 | 405, 408, 413, 415 | invalid_request_error | method, a body that is too slow, too large, or not JSON |
 | 429 | rate_limit_error | the queue is full (`Retry-After` says when to come back) |
@@ -33,7 +34,13 @@ from serving.engine.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+}
 _ALTERNATIVES = {
     "prompt": "a text, a list of texts, a list of token ids, or a list of lists of token ids",
     "stop": f"a string or a list of at most {MAX_STOP_TEXTS} strings",

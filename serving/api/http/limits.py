@@ -9,7 +9,6 @@ import asyncio
 import json
 import logging
 import re
-import secrets
 import time
 import uuid
 
@@ -19,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serving.api.http.errors import ApiError, as_api_error
 from serving.api.http.generation import Tally
 from serving.api.http.json_values import weight
+from serving.api.http.keys import check_key
 from serving.api.http.settings import RequestBounds
 from serving.api.http.streaming import ClientGone
 from serving.api.metrics import Metrics
@@ -43,7 +43,7 @@ class Limits:
 
     def __init__(self, app: ASGIApp, bounds: RequestBounds, metrics: Metrics) -> None:
         self._app, self._bounds, self._metrics = app, bounds, metrics
-        self._keys = [key.encode() for key in bounds.api_key]
+        self._keys = (*bounds.api_key, *bounds.admin_key) if bounds.api_key else ()
         self._buffered = 0
         """Bytes of the bodies of all requests that have not been answered."""
 
@@ -88,15 +88,8 @@ class Limits:
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         if self._keys and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
-            scheme, _, key = headers.get("authorization", "").partition(" ")
-            # Compared in full with every key, so that the time it takes tells nothing.
-            known = [secrets.compare_digest(key.strip().encode(), each) for each in self._keys]
-            if scheme.lower() != "bearer" or not any(known):
-                raise ApiError(
-                    401, "missing or wrong API key: send the header Authorization: Bearer KEY", code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )  # fmt: skip
-        if scope["method"] == "POST":
+            check_key(headers, self._keys)
+        if scope["method"] == "POST" and not _empty(headers):
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise ApiError(415, f"the body must be application/json, not {kind or 'of no stated type'}")
@@ -174,6 +167,11 @@ class Limits:
             fields["completion_tokens"] = usage.completion_tokens
             fields["cached_tokens"] = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
         log.info("request", extra={"fields": fields})
+
+
+def _empty(headers: Headers) -> bool:
+    """Whether there is no body, as in `curl -X POST` of a path that takes none."""
+    return headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
 
 
 def _refuse_half_characters(body: bytes | bytearray) -> None:

@@ -30,6 +30,11 @@ class RequestBounds(BaseModel):
     api_key: tuple[str, ...] = Field(
         (), description="A key that clients must send; repeatable. Also read from MAMBA_JAX_API_KEY."
     )
+    admin_key: tuple[str, ...] = Field(
+        (),
+        description="A key for the paths of operators, which nobody may use without one; repeatable. Also read from "
+        "MAMBA_JAX_ADMIN_KEY.",
+    )
     max_body_bytes: int = Field(
         8 << 20, ge=1024, description="Maximum size of a request body in bytes; larger ones are refused (413)."
     )
@@ -73,6 +78,10 @@ class ServerSettings(ConnectionBounds, RequestBounds):
         pattern=r"^https?://",
         description="Where to send OpenTelemetry spans (OTLP over HTTP), e.g. http://localhost:4318/v1/traces.",
     )
+    profile_dir: str | None = Field(
+        None, description="Folder for the profiles of /start_profile (XProf's). Unset: no profiles."
+    )
+    profile_timeout: float = Field(60.0, gt=0, description="Seconds after which a profile ends by itself.")
     default_sampling: Mapping[str, Any] = Field(
         default_factory=dict, description="Sampling parameters for what requests leave out."
     )
@@ -85,7 +94,7 @@ class ServerSettings(ConnectionBounds, RequestBounds):
             ConfigError: a bad value.
         """
         given = {name: value for name, value in values.items() if value is not None}
-        for name in ("served_model_name", "api_key"):
+        for name in ("served_model_name", "api_key", "admin_key"):
             if isinstance(given.get(name), str):
                 given[name] = (given[name],)
         try:

@@ -123,6 +123,22 @@ def test_keys(key, path, status):
         assert json.loads(sent[1]["body"])["error"]["type"] == "authentication_error"
 
 
+@pytest.mark.parametrize(
+    ("key", "status"), [("client", 200), ("operator", 200), ("wrong", 401), ("", 401)]
+)  # fmt: skip
+def test_anthropics_header_carries_a_key_too_and_operators_are_clients(key, status):
+    settings = {"api_key": "client", "admin_key": "operator"}
+    sent = asyncio.run(handled(settings, headers=[("x-api-key", key)], path="/v1/models"))
+    assert sent[0]["status"] == status
+
+
+def test_a_post_without_a_body_needs_no_content_type():
+    nothing = [{"type": "http.request", "body": b"", "more_body": False}]
+    assert asyncio.run(handled({}, method="POST", messages=nothing))[0]["status"] == 200
+    length = [("content-length", "1")]
+    assert asyncio.run(handled({}, headers=length, method="POST", messages=nothing))[0]["status"] == 415
+
+
 def test_bodies_in_pieces_and_clients_that_leave():
     kind = [("content-type", "application/json")]
     pieces = [{"type": "http.request", "body": b"a" * 600, "more_body": True}] * 2

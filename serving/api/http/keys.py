@@ -1,0 +1,60 @@
+"""Keys of clients and of operators.
+
+A client's key is asked for on every path that is not open, by the middleware `Limits`. An operator's (`--admin-key`) is
+asked for on paths that change what the server does for everybody: a router of such paths is made with
+`dependencies=[Depends(admin_only)]`. Where no such key is set, nobody may use them.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+
+from fastapi import Request
+from starlette.datastructures import Headers
+
+from serving.api.http.context import context_of
+from serving.api.http.errors import ApiError
+
+
+def sent_key(headers: Headers) -> str | None:
+    """The key of a request, in OpenAI's header (`Authorization: Bearer KEY`) or in Anthropic's (`x-api-key: KEY`)."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return key.strip()
+    return headers.get("x-api-key")
+
+
+def is_one_of(key: str | None, keys: Iterable[str]) -> bool:
+    """Whether a key is among those. Compared in full with every one, so that the time it takes tells nothing."""
+    given = (key or "").encode()
+    equal = [secrets.compare_digest(given, each.encode()) for each in keys]
+    return key is not None and any(equal)
+
+
+def check_key(headers: Headers, keys: Iterable[str]) -> None:
+    """Refuse a request without one of the keys.
+
+    Raises:
+        ApiError: 401.
+    """
+    if not is_one_of(sent_key(headers), keys):
+        raise ApiError(
+            401, "missing or wrong API key: send the header Authorization: Bearer KEY", code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )  # fmt: skip
+
+
+def admin_only(request: Request) -> None:
+    """Refuse a request that does not carry an operator's key; a dependency of the paths that are theirs.
+
+    Raises:
+        ApiError: 403 where the server has no such key, or the client's is another; 401 where there is none.
+    """
+    keys = context_of(request).settings.admin_key
+    if not keys:
+        raise ApiError(403, "this path is for operators: start the server with --admin-key", code="no_admin_key")
+    if sent_key(request.headers) is None:
+        check_key(request.headers, keys)
+    if not is_one_of(sent_key(request.headers), keys):
+        raise ApiError(403, "this path is for operators: it needs the key given as --admin-key", code="not_admin")
