@@ -157,6 +157,10 @@ def run_batch(
             if progress is not None:
                 progress(counts)
 
+        def refuse(line: Line, error: Exception) -> None:
+            told = BatchLines.failed(line.id, error) if is_batch_line(line.fields) else None
+            answer(line, told or {"error": as_api_error(error).message})
+
         exhausted = False
         while not exhausted or waiting:
             while not exhausted and len(waiting) < ahead:
@@ -187,16 +191,15 @@ def run_batch(
                 except Exception as error:
                     # Even a bug, which goes into the log, is this line's alone.
                     wants.pop(request_id, None)
-                    if is_batch_line(line.fields):
-                        answer(line, BatchLines.failed(line.id, error))
-                    else:
-                        answer(line, {"error": as_api_error(error).message})
+                    refuse(line, error)
                     continue
                 waiting[request_id] = line
             for output in engine.step() if waiting else ():
                 if output.finished:
                     line, wanted = waiting.pop(output.request_id), wants.pop(output.request_id)
-                    if isinstance(wanted, SamplingParams):
+                    if output.failure is not None:
+                        refuse(line, output.failure)
+                    elif isinstance(wanted, SamplingParams):
                         answer(line, as_json(output, wanted))
                     else:
                         answer(line, BatchLines.written(line.id, wanted, output))

@@ -28,10 +28,6 @@ class EngineStopped(RuntimeError):
     """The engine has been shut down, or has failed for good; requests in progress will not finish."""
 
 
-class RequestFailed(RuntimeError):
-    """A request that was right, and could not be served all the same: one line that says why."""
-
-
 class _Stream:
     """Outputs on their way from the engine's thread to one asyncio task."""
 
@@ -97,7 +93,7 @@ class AsyncEngine:
         `export` goes to `Engine.add_request`.
 
         Raises:
-            RequestError: the request cannot be served as asked.
+            RequestError: the request cannot be served as asked; its grammar may show that late.
             RequestFailed: the engine gave it up.
             EngineStopped: the engine has stopped.
         """
@@ -127,8 +123,8 @@ class AsyncEngine:
         try:
             while True:
                 output = await stream.get()
-                if output.finished and output.outputs[0].finish_reason == "error":
-                    raise RequestFailed(str(output.outputs[0].stop_reason))
+                if output.failure is not None:
+                    raise output.failure
                 yield output
                 if output.finished:
                     return

@@ -23,7 +23,7 @@ from serving.core import (
 from serving.engine.grammars import Grammars
 from serving.engine.loop import HostOutput, PlanError, Settled, StepLoop
 from serving.engine.output import Choice, CompletionOutput, RequestMetrics, RequestOutput, token_logprobs
-from serving.engine.request_error import RequestError
+from serving.engine.request_error import RequestError, RequestFailed
 from serving.engine.sampling_params import SamplingParams
 from serving.engine.structured import Constraint
 from serving.engine.user_request import Member, UserRequest
@@ -147,8 +147,11 @@ class Engine:
         self._finish(parent)
         return parent.output
 
-    def fail(self, request_id: str, reason: str) -> None:
-        """Ends a request with finish reason `error`, and what went wrong as its stop reason; `step` will return it."""
+    def fail(self, request_id: str, reason: str, *, refused: bool = False) -> None:
+        """Ends a request with finish reason `error`, and what went wrong as its stop reason; `step` will return it.
+
+        `refused`: what it asked for is at fault, and the same request would end the same way again.
+        """
         parent = self._parents.pop(request_id, None)
         if parent is None:
             return
@@ -156,6 +159,7 @@ class Engine:
             if not request.finished:
                 self.loop.scheduler.finish(request.request_id, FinishReason.ERROR)
             request.user.choice.finish("error", reason)
+        parent.output.failure = RequestError(reason) if refused else RequestFailed(reason)
         self._finish(parent)
         self._ended.append(parent.output)
 
@@ -296,7 +300,7 @@ class Engine:
             tokens = tokens[: member.constraint.advance(tokens)]
             complete = member.constraint.finished
             if member.constraint.error is not None:
-                self.fail(output.request_id, f"structured outputs: {member.constraint.error}")
+                self.fail(output.request_id, f"structured outputs: {member.constraint.error}", refused=True)
                 return None
         tables = None
         if parent.params.logprobs is not None and tokens:

@@ -4,11 +4,15 @@ Run by `grammars`, by path: nothing is imported but the standard library and llg
 vocabulary, then one for each grammar, which is answered by one: a frame is its length in four bytes, and JSON.
 """
 
+import contextlib
+import fcntl
 import json
 import math
 import os
 import resource
+import select
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -79,6 +83,27 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
+@contextlib.contextmanager
+def watched(stream: BinaryIO) -> Iterator[None]:
+    """Meanwhile the system ends this process as soon as nobody is left who could write to `stream`.
+
+    By a signal whose default is to end the process: a compilation keeps the interpreter, and no thread of it would see
+    that its parent has died. (Nothing is written to `stream` before the answer has been read.)
+    """
+    number = stream.fileno()
+    flags = fcntl.fcntl(number, fcntl.F_GETFL)
+    fcntl.fcntl(number, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(number, fcntl.F_SETFL, flags | os.O_ASYNC)
+    try:
+        watch = select.poll()
+        watch.register(number, 0)
+        if watch.poll(0):  # it had died before
+            sys.exit()
+        yield
+    finally:
+        fcntl.fcntl(number, fcntl.F_SETFL, flags)
+
+
 def _pages() -> tuple[int, int]:
     """Bytes of address space, and of memory."""
     size, resident = Path("/proc/self/statm").read_text().split()[:2]
@@ -106,8 +131,9 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (until, resource.RLIM_INFINITY))
         before = _pages()[1]
         try:
-            form = form_of(*request)
-            matcher = compiled(vocabulary, form)
+            with watched(given):
+                form = form_of(*request)
+                matcher = compiled(vocabulary, form)
             answer = {"form": form, "bytes": max(0, _pages()[1] - before)}
             del matcher
         except MemoryError:

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from serving.engine.draft_stats import DraftStats
+from serving.engine.request_error import RequestError, RequestFailed
 from serving.engine.sampling_params import SamplingParams
 from serving.engine.stop_text import StopText
 
@@ -82,6 +83,8 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """One entry a prompt token; the first has none."""
     metrics: RequestMetrics | None = None
+    failure: RequestError | RequestFailed | None = None
+    """Why it could not go on, where that is how it ended; its choices then have finish reason `error`."""
 
 
 class TextStream(Protocol):

@@ -1,4 +1,4 @@
-"""What a request is refused with, wherever it is looked at."""
+"""What a request is refused with, wherever it is looked at, and what it ends with when it cannot go on."""
 
 
 class RequestError(ValueError):
@@ -10,3 +10,7 @@ class RequestError(ValueError):
     def __init__(self, message: str, *, retry: bool = False) -> None:
         super().__init__(message)
         self.retry = retry
+
+
+class RequestFailed(RuntimeError):
+    """A request that was right, and could not be served all the same: one line that says why."""

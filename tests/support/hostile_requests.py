@@ -183,6 +183,11 @@ HOSTILE = [
         post(COMPLETIONS, structured(grammar="start: a\na: a"), structured(json={"$ref": "#"})),
         frozenset({400}),
     ),
+    Hostile(
+        "a grammar that becomes too complex on its way",
+        post(COMPLETIONS, structured(grammar='start: "abc" ' + '("a" | "b" | "ab")? ' * 300) | {"max_tokens": 20}),
+        frozenset({400}),
+    ),
     Hostile("a deep schema", post(COMPLETIONS, structured(json=deep(300))), frozenset({200, 400})),
     Hostile("a prompt of 2 MB", post(COMPLETIONS, completion(prompt="word and so on, " * (MIB // 8))), REFUSED),
     Hostile("a prompt of 7.9 MB", post(COMPLETIONS, completion(prompt="x7 " * (79 * MIB // 30))), REFUSED),

@@ -9,7 +9,7 @@
 | 405, 408, 413, 415 | invalid_request_error | method, a body that is too slow, too large, or not JSON |
 | 429 | rate_limit_error | the queue is full (`Retry-After` says when to come back) |
 | 500 | server_error | a bug; the log has the rest |
-| 502 | unavailable_error | another worker's state could not be fetched, and the policy is to fail |
+| 502 | unavailable_error | given up: another worker's state did not come (policy `fail`), logits are not finite |
 | 503 | unavailable_error | still compiling, shutting down, or the engine has failed |
 """
 
@@ -28,8 +28,8 @@ from starlette.responses import Response
 
 from checkpoints.errors import CheckpointError
 from serving.api.http.protocol.common import MAX_STOP_TEXTS, ErrorBody, ErrorResponse
-from serving.engine.async_engine import EngineStopped, RequestFailed
-from serving.engine.request_error import RequestError
+from serving.engine.async_engine import EngineStopped
+from serving.engine.request_error import RequestError, RequestFailed
 from serving.engine.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)

@@ -206,7 +206,4 @@ async def _one(context: Context, job: Job, index: int, *, live: bool) -> AsyncGe
             async for output in each:
                 note(output)
                 observe(output, time.monotonic())
-                for choice in output.outputs:
-                    if choice.finish_reason == "error":
-                        raise ApiError(500, str(choice.stop_reason), code="generation_failed")
                 yield output

@@ -8,6 +8,7 @@ import pytest
 from serving.engine.request_error import RequestError
 from serving.engine.sampling_params import SamplingParams
 from serving.engine.structured import StructuredOutputs
+from tests.support.letter_tokens import TOO_BIG
 
 SCHEMA = {
     "type": "object",
@@ -127,6 +128,27 @@ def test_broken_forms(server, fields):
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"]
     assert server.complete(max_tokens=1).status_code == 200
+
+
+ON_THE_WAY = {"grammar": 'start: "abc" ' + TOO_BIG}
+"""Compiles, and becomes too complex once something has been said."""
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_grammar_that_becomes_too_complex(server, n):
+    """It is the request's own fault: 400 before anything was sent, and an event of the same type afterwards."""
+    fields = {"structured_outputs": ON_THE_WAY, "max_tokens": 20, "n": n}
+    answer = server.complete(**fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", "structured_outputs")
+    stream = server.complete(**fields, stream=True)
+    assert stream.status_code == 200
+    *_, last, done = [line for line in stream.text.splitlines() if line]
+    assert done == "data: [DONE]"
+    error = json.loads(last[6:])["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", "structured_outputs")
+    server.assert_idle()
 
 
 def test_offline_parameters():

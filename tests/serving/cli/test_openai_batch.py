@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from serving.cli.batch_file import naming, run_batch, write_line
+from tests.support.letter_tokens import TOO_BIG
 from tests.support.live_server import make_engine
 
 
@@ -42,15 +43,20 @@ def test_a_batch(server, llm, tmp_path):
         line("several", "/v1/completions", prompt=["a", "b"]),
         line("long", "/v1/completions", prompt=[5] * 600),
         line("form", structured_outputs={"regex": "[0-9]{3}"}),
+        line("complex", structured_outputs={"grammar": 'start: "abc" ' + TOO_BIG}),
+        {"id": "own complex", "prompt": "x", "structured_outputs": {"grammar": 'start: "abc" ' + TOO_BIG}},
     ]
     source.write_text("".join(json.dumps(each) + "\n" for each in lines))
     counts = run_batch(llm, source, target)
-    assert (counts.done, counts.failed) == (10, 5)
+    assert (counts.done, counts.failed) == (12, 7)
     found = answers(target)
     assert [each.get("custom_id", each["id"]) for each in found] == [
         "chat", "text", "own", "ids", "wrong", "elsewhere", "fetched", "several", "long", "form",
+        "complex", "own complex",
     ]  # fmt: skip
-    chat, text, own, ids, wrong, *_, long, form = found
+    chat, text, own, ids, wrong, *_, long, form, complex, own_complex = found
+    assert complex["error"]["message"].startswith("structured outputs: ")
+    assert own_complex["error"].startswith("structured outputs: ")
     assert chat["error"] is None
     assert chat["response"]["status_code"] == 200
     body = chat["response"]["body"]

@@ -8,7 +8,7 @@ import pytest
 from mamba_jax.drafts import NGramDrafts
 from mamba_jax.programs import StepPrograms
 from serving import AsyncEngine, SamplingParams
-from serving.engine.async_engine import RequestFailed
+from serving.engine.request_error import RequestError
 from tests.support.engines import QUICK_COMPILE
 from tests.support.letter_tokens import EOS, TOO_BIG, WORDS
 from tests.support.shared_engines import SMALLEST, TILE, engines_of
@@ -48,7 +48,7 @@ async def said(served: AsyncEngine, seed: int) -> tuple:
     try:
         async for output in served.generate(prompt, params):
             last = output
-    except RequestFailed as error:
+    except RequestError as error:
         return ("error", str(error).split(":")[0])
     return (last.outputs[0].finish_reason, *last.outputs[0].token_ids)
 

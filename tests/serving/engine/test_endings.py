@@ -11,8 +11,8 @@ from flax import nnx
 from mamba_jax.programs import StepPrograms
 from serving import AsyncEngine, SamplingParams
 from serving.config import EngineConfig
-from serving.engine.async_engine import RequestFailed
 from serving.engine.build import assemble
+from serving.engine.request_error import RequestError, RequestFailed
 from tests.support.engines import QUICK_COMPILE, finish
 from tests.support.letter_tokens import EOS, ID, TOO_BIG, letters
 
@@ -50,7 +50,7 @@ def test_a_failing_request_alone_on_an_async_engine_is_answered(structured):
             pass
 
     async def body():
-        with pytest.raises(RequestFailed, match="structured outputs"):
+        with pytest.raises(RequestError, match="structured outputs"):
             await asyncio.wait_for(ask(), 60)
         # Ended between two steps, by whoever: answered too.
         stream = served.generate({"prompt_token_ids": [5]}, dataclasses.replace(GREEDY, max_tokens=100), "named")

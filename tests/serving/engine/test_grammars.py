@@ -1,7 +1,11 @@
 """Compiling grammars: what takes too much is stopped and refused, and holds up nobody else."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +14,7 @@ from serving.engine.grammars import Grammars
 from serving.engine.request_error import RequestError
 from serving.engine.structured import StructuredOutputs
 
+ROOT = Path(__file__).resolve().parents[3]
 TOO_LARGE = StructuredOutputs(json={"type": "integer", "multipleOf": 123456789})
 TOO_SLOW = StructuredOutputs(json={"type": "object", "patternProperties": {f"^x{i}_.*": {} for i in range(5000)}})
 
@@ -97,6 +102,42 @@ def test_a_process_that_was_killed_is_replaced(grammars):
         process.kill()
         process.wait()
     assert not grammars.start(StructuredOutputs(regex="after")).finished
+
+
+def test_a_trial_does_not_outlive_its_parent():
+    """Not even in the middle of a compilation, which keeps the interpreter."""
+    program = (
+        "from checkpoints.load import load_tokenizer\n"
+        "from serving.engine.grammars import Grammars\n"
+        "from tests.serving.engine.test_grammars import TOO_SLOW\n"
+        "tokenizer = load_tokenizer('demo')\n"
+        "grammars = Grammars(tokenizer, tokenizer.vocab_size, (0,), seconds=600.0)\n"
+        "run = grammars._trials._ask\n"
+        "grammars._trials._ask = lambda process, key: print(process.pid, flush=True) or run(process, key)\n"
+        "grammars.start(TOO_SLOW)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        trial = int(parent.stdout.readline())
+        before = _processor_time(trial)
+        while _processor_time(trial) < before + 0.3:  # it compiles
+            time.sleep(0.02)
+    finally:
+        parent.kill()
+        parent.wait()
+    end = time.monotonic() + 60
+    while _processor_time(trial) is not None:
+        assert time.monotonic() < end, "it still compiles"
+        time.sleep(0.02)
+
+
+def _processor_time(process: int) -> float | None:
+    """Seconds that a process has computed for; None once it has ended."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        return None
+    return None if fields[0] in "ZX" else (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_a_tokenizer_that_cannot_be_used():
