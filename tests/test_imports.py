@@ -26,6 +26,7 @@ DEVICE = {"jax", "jaxlib", "flax", "orbax", "ml_dtypes", *ROOMS} - {"serving"}
 SERVING = {
     "core": set(),
     "config": {"core"},
+    "points": set(),
     "engine": {"config", "core"},
     "": {"config", "engine"},
     "capacity": {"config", "engine"},
@@ -33,7 +34,7 @@ SERVING = {
     "api/http/protocol": set(),
     "api/http": {"config", "core", "engine", "api", "api/http/protocol"},
     "split/transport": set(),
-    "split": {"config", "core", "engine", "split/transport"},
+    "split": {"config", "core", "engine", "points", "split/transport"},
     "split/http": {"config", "engine", "api/http", "api/http/protocol", "split", "split/transport"},
     "split/router": {"api", "api/http", "api/http/protocol", "split", "split/http"},
     "split/ray": {"config", "engine", "api/http", "split", "split/http", "split/router"},

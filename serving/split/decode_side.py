@@ -24,9 +24,9 @@ import jax
 
 from serving.core import RemoteLoad, RemoteState, StepPlan
 from serving.engine.loop import StepLoop
+from serving.points.point import Piece, common_unit
 from serving.split.manifest import ManifestMismatch, check
 from serving.split.peer import Peer
-from serving.split.point import Piece, common_unit
 from serving.split.prefill_side import TooMany
 from serving.split.transport import TransportError
 from serving.split.wire import FailurePolicy, Offer, SplitError, SplitTimeout, Ticket, Want

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from serving.core import Hold, StepPlan
 from serving.engine.loop import StepLoop
-from serving.split.point import common_unit
+from serving.points.point import common_unit
 from serving.split.wire import Offer, SplitError, Want
 from serving.split.worker import Worker, checksums, point_specs, shapes_of
 

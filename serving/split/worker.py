@@ -14,9 +14,10 @@ import numpy as np
 from serving.core import Scheduler
 from serving.engine.build import Built
 from serving.engine.loop import StepLoop
-from serving.split.arrangement import Arrangement
-from serving.split.manifest import Manifest, describe, model_digest
-from serving.split.point import Piece, PointPrograms, pieces, state_spec
+from serving.points.arrangement import Arrangement
+from serving.points.digest import model_digest
+from serving.points.point import Piece, PointPrograms, pieces, state_spec
+from serving.split.manifest import Manifest, describe
 from serving.split.transport import Transport
 from serving.split.wire import Want
 

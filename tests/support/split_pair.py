@@ -12,9 +12,9 @@ from serving.config import EngineConfig
 from serving.engine.batching import PrefillShape
 from serving.engine.build import assemble
 from serving.engine.sampling_params import SamplingParams
-from serving.split.arrangement import Arrangement
+from serving.points.arrangement import Arrangement
+from serving.points.digest import model_digest
 from serving.split.decode_side import DecodeSide
-from serving.split.manifest import model_digest
 from serving.split.peer import DirectPeer
 from serving.split.prefill_side import PrefillSide
 from serving.split.prefilling import ONCE, fed_tokens, ticket_of
@@ -65,7 +65,7 @@ def programs(source: str) -> StepPrograms:
 @functools.cache
 def points():
     """Programs for points, shared by all workers of this arrangement."""
-    from serving.split.point import PointPrograms
+    from serving.points.point import PointPrograms
 
     return PointPrograms(Arrangement(StoreShape.of(CONFIG)))
 

@@ -13,11 +13,11 @@ from typing import Any
 from unittest import mock
 
 from serving.core import RemoteState
+from serving.points.arrangement import Arrangement
+from serving.points.point import PointPrograms
 from serving.split import decode_side
-from serving.split.arrangement import Arrangement
 from serving.split.decode_side import DecodeSide
 from serving.split.peer import DirectPeer
-from serving.split.point import PointPrograms
 from serving.split.prefill_side import PrefillSide
 from serving.split.prefilling import ONCE, fed_tokens, ticket_of
 from serving.split.transport import DirectTransport

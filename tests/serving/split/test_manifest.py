@@ -2,7 +2,8 @@
 
 import pytest
 
-from serving.split.manifest import Manifest, ManifestMismatch, check, model_digest
+from serving.points.digest import model_digest
+from serving.split.manifest import Manifest, ManifestMismatch, check
 from tests.support.split_pair import CONFIG, model
 
 BASE = Manifest(

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from serving.points.point import PointPrograms
 from serving.split.http.roles import OpenRole
-from serving.split.point import PointPrograms
 from serving.split.prefill_side import TooMany
 from serving.split.wire import SplitError, SplitTimeout, Want
 from tests.support.engines import finish

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from serving.engine.loop import StateError
-from serving.split.point import PointPrograms
+from serving.points.point import PointPrograms
 from tests.serving.split.faults import FAULTS
 from tests.support import split_pair
 

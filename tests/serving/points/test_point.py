@@ -8,8 +8,8 @@ import pytest
 from mamba_jax.config import Division, Otherwise, Per, Role, StateArray, need
 from mamba_jax.sharding import sharded_store
 from mamba_jax.store import StoreShape, init_store, store_bytes
-from serving.split.arrangement import Arrangement
-from serving.split.point import SIZES, Piece, PointPrograms, common_unit, pieces, state_spec
+from serving.points.arrangement import Arrangement
+from serving.points.point import SIZES, Piece, PointPrograms, common_unit, pieces, state_spec
 from tests.support.split_pair import CONFIG
 
 ONE = Arrangement(StoreShape.of(CONFIG))

@@ -23,7 +23,7 @@ from jaxtyping import Array, Int
 from mamba_jax.program_cache import ProgramCache
 from mamba_jax.store import Store, load, put, read_slots, take, write_slots
 from mamba_jax.store_layout import is_pinned, places
-from serving.split.arrangement import Arrangement
+from serving.points.arrangement import Arrangement
 
 SIZES = (64, 16, 4, 1)
 """Pieces by the units that they hold."""
