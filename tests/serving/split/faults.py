@@ -12,9 +12,10 @@ from serving.core import scheduler as core_scheduler
 from serving.core.planning import admission
 from serving.core.planning import remote as core
 from serving.core.scheduler import Scheduler
+from serving.points import point
 from serving.points.arrangement import Arrangement
 from serving.points.point import Piece, PointPrograms
-from serving.split import decode_side, point, prefill_side, worker
+from serving.split import decode_side, prefill_side, worker
 from tests.serving.split import test_equal, test_manifest, test_point, test_sides
 from tests.support import split_pair
 
