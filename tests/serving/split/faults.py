@@ -16,7 +16,8 @@ from serving.points import point
 from serving.points.arrangement import Arrangement
 from serving.points.point import Piece, PointPrograms
 from serving.split import decode_side, prefill_side, worker
-from tests.serving.split import test_equal, test_manifest, test_point, test_sides
+from tests.serving.points import test_point
+from tests.serving.split import test_equal, test_manifest, test_sides
 from tests.support import split_pair
 
 
