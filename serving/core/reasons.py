@@ -13,6 +13,7 @@ class MissReason(StrEnum):
     EVICTED = "evicted: the prefix was cached and has been dropped"
     STATE_EVICTED = "state evicted: the pages are present, the state is not"
     NOT_YET_WRITTEN = "not yet written: a request of the same step computes this prefix"
+    WEIGHTS_CHANGED = "weights changed: the prefix was cached under the weights before"
     SALT_DIFFERS = "salt differs: the prefix is cached without a salt"
 
 

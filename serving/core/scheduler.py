@@ -74,7 +74,7 @@ class Scheduler:
         """End a request whose states are not to be trusted: nobody will find any state that its tokens lead to."""
         request = self.finish(request_id, FinishReason.ERROR)
         if request is not None and self.index is not None:
-            self.index.forget(request.tokens, request.cache_salt)
+            self.index.forget(request.tokens, self._host.cache.scope(request.cache_salt))
         return request
 
     @property
@@ -239,6 +239,22 @@ class Scheduler:
         for request in stopped:
             host.queues.enqueue(request)
         host.stats.resets += 1
+
+    def change_weights(self) -> None:
+        """The model's weights are others from now on: what is cached is not found any more, and whatever is unfinished
+        is computed again from its tokens. No step may be unsettled."""
+        host = self._host
+        assert not host.unsettled, "a step under the old weights has not been settled"
+        assert host.pending is None, "a step under the old weights has been planned"
+        for request in host.queues.running.copy():
+            host.queues.leave(request)
+            host.release_all(request, Fate.DROPPED)
+            host.queues.enqueue(request)
+        host.cache.outdate()
+        for request in host.queues.unfinished.values():
+            request.queueing.prompt_done = False
+            host.forget(request)
+        host.stats.weight_changes += 1
 
     # -- states from and for other workers; see `remote` --
 

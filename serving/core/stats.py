@@ -17,6 +17,7 @@ class Stats:
     finished: Counter[FinishReason] = field(default_factory=Counter)
     preemptions: int = 0
     resets: int = 0
+    weight_changes: int = 0
     withdrawn: int = 0
     prompt_tokens: int = 0
     """Of admitted requests, the first admission of each."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from serving.core.cache.pools import PagePool, Pool, SlotPool
 from serving.core.cache.prefix_index import PrefixIndex
+from serving.core.cache.prefix_tree import Scope
 from serving.core.cache.retention import RetentionPolicy
 from serving.core.config import SchedulerConfig
 from serving.core.stats import Stats
@@ -25,6 +26,8 @@ class Cache:
         """Slots that a decoding row needs."""
         self.block = config.state_block_size if config.caching else sys.maxsize
         """Tokens between two states that decoding publishes."""
+        self.weights = 0
+        """How often the model's weights have been replaced."""
         self.slots: SlotPool
         self.pages: PagePool | None
         self.index: PrefixIndex | None
@@ -37,6 +40,16 @@ class Cache:
         self.pages = PagePool(config.num_pages) if config.num_pages else None
         unit = config.page_size if config.num_pages else config.state_block_size
         self.index = PrefixIndex(self.slots, self.pages, self.policy, unit, self.stats) if config.caching else None
+
+    def scope(self, salt: str | None) -> Scope:
+        """Under what a request finds prefixes, and publishes its own, as long as the weights stay as they are."""
+        return Scope(salt, self.weights)
+
+    def outdate(self) -> None:
+        """The weights are others from now on: nothing that is cached will be found any more."""
+        self.weights += 1
+        if self.index is not None:
+            self.index.outdate()
 
     @property
     def pools(self) -> list[Pool]:

@@ -1,8 +1,8 @@
 """What is cached, found by content: a trie of full pages keyed by their tokens, with states hanging at positions.
 
 A node is `unit` tokens below its parent: a KV page or, for a model without attention, a state block. Keys are the token
-tuples themselves, so that a match is verified by tokens and never by hash alone. Each salt has a root of its own: no
-request can find, or time, what another salt published.
+tuples themselves, so that a match is verified by tokens and never by hash alone. Each scope has a root of its own: no
+request can find, or time, what another salt published, nor go on from what other weights computed.
 
 A state lies at a node and a tail: the tokens after the node's that do not fill a unit (none for a multiple of B). With
 attention, a state with a tail has a page of its own for them; whoever goes on from there copies that page first.
@@ -22,6 +22,7 @@ from serving.core.cache.prefix_tree import (
     Match,
     Node,
     Root,
+    Scope,
     nearest_above,
     root_digest,
 )
@@ -41,7 +42,7 @@ class PrefixIndex:
         self, slots: SlotPool, pages: PagePool | None, policy: RetentionPolicy, unit: int, stats: Stats
     ) -> None:
         self.slots, self.pages, self.policy, self.unit, self.stats = slots, pages, policy, unit, stats
-        self.roots: dict[str | None, Root] = {}
+        self.roots: dict[Scope, Root] = {}
         self._clock = 0
         self._level = 0
         """The highest price of what had to be given up so far."""
@@ -59,9 +60,9 @@ class PrefixIndex:
 
     # -- finding --
 
-    def find(self, tokens: Sequence[int], salt: str | None) -> Match:
+    def find(self, tokens: Sequence[int], scope: Scope) -> Match:
         """The deepest point where a state and, with attention, all pages up to it are cached; at most all tokens."""
-        root = self.roots.get(salt)
+        root = self.roots.get(scope)
         if root is None:
             return Match(None, [], None, 0)
         unit = self.unit
@@ -81,19 +82,21 @@ class PrefixIndex:
                     return Match(root, path, entry, len(path) * unit)
         return Match(root, path, None, len(path) * unit)
 
-    def why_missed(self, tokens: Sequence[int], salt: str | None, match: Match) -> MissReason:
+    def why_missed(self, tokens: Sequence[int], scope: Scope, match: Match) -> MissReason:
         """Why a match has no state, as far as it can still be told."""
         unit, ghosts = self.unit, self._ghosts
         if any(_state_digest(node, NO_TAIL) in ghosts for node in match.path):
             return MissReason.EVICTED if self.pages is None else MissReason.STATE_EVICTED
         # A root goes with its last entry, but what it was called is known.
-        last = match.path[-1].digest if match.path else root_digest(salt)
+        last = match.path[-1].digest if match.path else root_digest(scope)
         rest = tuple(tokens[match.matched : match.matched + unit])
         if (len(rest) == unit and hash((last, rest)) in ghosts) or any(
             hash((last, rest[:length], "state")) in ghosts for length in range(1, min(len(rest) + 1, unit))
         ):
             return MissReason.EVICTED
-        if salt is not None and self.find(tokens, None).entry is not None:
+        if self.find(tokens, scope._replace(weights=scope.weights - 1)).entry is not None:
+            return MissReason.WEIGHTS_CHANGED
+        if scope.salt is not None and self.find(tokens, scope._replace(salt=None)).entry is not None:
             # Said of the unsalted cache alone, which anybody can probe: what other salts hold is not told.
             return MissReason.SALT_DIFFERS
         if match.path or len(tokens) < self.policy.block:
@@ -108,9 +111,9 @@ class PrefixIndex:
         Where an equal page was published before, the row goes over to that one and gives up its own: so rows always
         reference whole paths, and equal prefixes are held once.
         """
-        tokens, salt, row = content
+        tokens, scope, row = content
         unit, pages, count = self.unit, self.pages, position // self.unit
-        node: Node = row.node if row.node is not None else self._root(salt)
+        node: Node = row.node if row.node is not None else self._root(scope)
         for i in range(row.num_published, count):
             key = tuple(tokens[i * unit : (i + 1) * unit])
             child = node.children.get(key)
@@ -167,10 +170,10 @@ class PrefixIndex:
         self.stats.states_published += 1
         return True
 
-    def _root(self, salt: str | None) -> Root:
-        root = self.roots.get(salt)
+    def _root(self, scope: Scope) -> Root:
+        root = self.roots.get(scope)
         if root is None:
-            root = self.roots[salt] = Root(salt)
+            root = self.roots[scope] = Root(scope)
         return root
 
     # -- dropping --
@@ -224,12 +227,12 @@ class PrefixIndex:
             self.pages.unpublish(entry.page)
             self._leaf_again(node)
 
-    def forget(self, tokens: Sequence[int], salt: str | None) -> None:
+    def forget(self, tokens: Sequence[int], scope: Scope) -> None:
         """Drop what begins like these tokens: all states, and the pages that are in nobody's use.
 
         Whatever is wrong with one of them may have been handed on to those below it.
         """
-        root = self.roots.get(salt)
+        root = self.roots.get(scope)
         if root is None:
             return
         for entry in list(root.states.values()):
@@ -244,6 +247,16 @@ class PrefixIndex:
                 self.drop_state(entry)
             if self.pages is not None and not node.children and not self.pages.refs[node.page]:
                 self._drop_node(node)
+
+    def outdate(self) -> None:
+        """The weights are others from now on: every state that there is will be evicted before any that is to come."""
+        nodes: list[Node] = list(self.roots.values())
+        for node in nodes:
+            nodes += node.children.values()
+            for entry in node.states.values():
+                entry.stale = True
+                if self._is_idle(entry):
+                    self._queue_state(entry)
 
     def _drop_node(self, node: Node) -> None:
         for entry in list(node.states.values()):
@@ -261,7 +274,7 @@ class PrefixIndex:
         """Without pages a node lives only for the states at it and below it."""
         while not node.states and not node.children:
             if isinstance(node, Root):
-                del self.roots[node.salt]
+                del self.roots[node.scope]
                 return
             assert node.parent is not None
             del node.parent.children[node.key]
@@ -271,8 +284,8 @@ class PrefixIndex:
     def _leaf_again(self, node: Node) -> None:
         """Something below a node went: perhaps its page may go next."""
         if isinstance(node, Root):
-            if not node.states and not node.children and self.roots.get(node.salt) is node:
-                del self.roots[node.salt]
+            if not node.states and not node.children and self.roots.get(node.scope) is node:
+                del self.roots[node.scope]
         elif self.pages is not None and not self.pages.refs[node.page] and node.is_leaf:
             node.page_stamp = self._idle_pages.push((0, node.last_use), node, live=self.pages.num_cached)
 

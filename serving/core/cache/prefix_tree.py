@@ -2,8 +2,17 @@
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 NO_TAIL: tuple[int, ...] = ()
+
+
+class Scope(NamedTuple):
+    """Who may find a prefix: whoever asks with the same salt, while the weights are those that computed it."""
+
+    salt: str | None
+    weights: int = 0
+    """How often the weights had been replaced by then."""
 
 
 class CheckpointKind(IntEnum):
@@ -74,13 +83,13 @@ class Node:
 
 
 class Root(Node):
-    """Where all prefixes of one salt begin."""
+    """Where all prefixes of one scope begin."""
 
-    __slots__ = ("salt", "top")
+    __slots__ = ("scope", "top")
 
-    def __init__(self, salt: str | None) -> None:
-        super().__init__(None, NO_TAIL, 0, root_digest(salt))
-        self.salt = salt
+    def __init__(self, scope: Scope) -> None:
+        super().__init__(None, NO_TAIL, 0, root_digest(scope))
+        self.scope = scope
         self.top = Checkpoint(self, NO_TAIL, 0, 0, 0, CheckpointKind.BOUNDARY)
         """Stands above the states that have none above them; never published."""
 
@@ -101,6 +110,7 @@ class Checkpoint:
         "price",
         "rank",
         "slot",
+        "stale",
         "stamp",
         "tail",
         "worth",
@@ -126,6 +136,8 @@ class Checkpoint:
         """Its worth, plus the price of what was being evicted when it was last queued."""
         self.last_use = 0
         self.hits = 0
+        self.stale = False
+        """Other weights computed it than those that there are now: nobody will ask for it again."""
         self.stamp = 0
         self.page_stamp = 0
 
@@ -160,9 +172,9 @@ class Match:
         return self.entry.position if self.entry is not None else 0
 
 
-def root_digest(salt: str | None) -> int:
+def root_digest(scope: Scope) -> int:
     """The digest of the empty path."""
-    return hash(("root", salt))
+    return hash(("root", scope))
 
 
 def nearest_above(node: Node, tail: tuple[int, ...]) -> Checkpoint:

@@ -14,6 +14,8 @@ from serving.core.config import SchedulerConfig
 class EvictionRank(IntEnum):
     """In which order states are evicted, before their worth is compared."""
 
+    STALE = -1
+    """Of weights that have been replaced: nobody will ask for it."""
     INTERIOR = 0
     """A boundary from which exactly one state continues: the chain survives its loss, nothing branches off."""
     SUPERSEDED = 1
@@ -82,6 +84,8 @@ class RetentionPolicy:
 
     def rank(self, entry: Checkpoint) -> EvictionRank:
         """An `EvictionRank`: all entries of a lower one go before any of a higher one."""
+        if entry.stale:
+            return EvictionRank.STALE
         if len(entry.below) != 1:
             return EvictionRank.VALUABLE
         if entry.kind == CheckpointKind.BOUNDARY:

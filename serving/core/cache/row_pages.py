@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from serving.core.cache.pools import PagePool
-from serving.core.cache.prefix_tree import Checkpoint, Node
+from serving.core.cache.prefix_tree import Checkpoint, Node, Scope
 
 PageCopy = tuple[int, int]
 """(source, target): a step copies it before it writes anything."""
@@ -186,5 +186,5 @@ class Content(NamedTuple):
 
     tokens: list[int]
     """The sequence itself, which grows; never copied."""
-    salt: str | None
+    scope: Scope
     pages: RowPages

@@ -129,7 +129,7 @@ def _find(host: HostState, request: Request) -> Match | None:
     """What the cache has of a request; None where it may not look."""
     if host.cache.index is None or request.prompt_logprobs:
         return None
-    return host.cache.index.find(request.tokens, request.cache_salt)
+    return host.cache.index.find(request.tokens, request.progress.content.scope)
 
 
 def _take_hit(host: HostState, request: Request, match: Match | None) -> None:
@@ -159,7 +159,7 @@ def _explain(host: HostState, request: Request, match: Match | None, plan: StepP
     elif _being_written(request, plan):
         lookup.miss_reason = MissReason.NOT_YET_WRITTEN
     else:
-        lookup.miss_reason = host.cache.index.why_missed(request.tokens, request.cache_salt, match)
+        lookup.miss_reason = host.cache.index.why_missed(request.tokens, request.progress.content.scope, match)
 
 
 def _being_written(request: Request, plan: StepPlan) -> bool:

@@ -288,7 +288,7 @@ class Progress:
         """Steps since it took its row id that emit tokens: from the first on, the device can continue by itself."""
         self.state = RowState(cache)
         self.pages = RowPages(cache.pages, cache.config.page_size)
-        self.content = Content(request.tokens, request.cache_salt, self.pages)
+        self.content = Content(request.tokens, cache.scope(request.cache_salt), self.pages)
         self.stops: list[int] = []
         """Positions at which a prefill chunk must end, ascending."""
         self.publish_at = 0

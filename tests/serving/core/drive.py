@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from serving.core import Request, Scheduler, SchedulerConfig, StepPlan, StepResult
+from serving.core.cache.prefix_tree import Scope
 from tests.serving.core.symbolic import Device, Model, expected_output
 
 
@@ -62,6 +63,14 @@ class Loop:
             self.scheduler.check()
             self.device.check_index(self.scheduler)
 
+    def change_weights(self) -> None:
+        """What is under way arrives, then the model is another."""
+        while self.results:
+            self.settle()
+        self.scheduler.change_weights()
+        self.device.change_weights()
+        self.scheduler.check()
+
     def finish(self) -> None:
         """Until nothing is left; then the accounts."""
         for _ in range(2000):
@@ -85,12 +94,13 @@ class Loop:
         """The output is the plain greedy one."""
         assert request.output_token_ids == expected_output(self.device.truth(request), request)
 
-    def positions(self, salt: str | None = None) -> list[int]:
-        """Where the index has states under a salt, ascending."""
+    def positions(self, salt: str | None = None, weights: int | None = None) -> list[int]:
+        """Where the index has states under a salt, ascending; those of the present weights unless told otherwise."""
         index = self.scheduler.index
         assert index is not None
         found = []
-        stack: list[Any] = [index.roots[salt]] if salt in index.roots else []
+        root = index.roots.get(Scope(salt, self.device.weights if weights is None else weights))
+        stack: list[Any] = [] if root is None else [root]
         while stack:
             node = stack.pop()
             found += [entry.position for entry in node.states.values()]

@@ -89,6 +89,8 @@ class Run:
         """Token sequences that new prompts may begin like."""
         self.aborted: set[Request] = set()
         self.coverage: Counter[str] = Counter()
+        self.changes = random.Random(seed) if seed % 4 == 2 else None
+        """Says when the weights change; draws of its own leave all else of a schedule as it was."""
 
     # -- requests --
 
@@ -216,6 +218,16 @@ class Run:
             expect(not self.scheduler.settle(plan, junk), "tokens of a lost step")
         self.waiting_results.clear()
 
+    def maybe_change_weights(self) -> None:
+        """The trainer has made another model."""
+        if self.changes is not None and self.changes.random() < 0.05 and self.device.weights < 3:
+            while self.waiting_results:
+                self.settle()
+            self.scheduler.change_weights()
+            self.device.change_weights()
+            self.scheduler.check()
+            self.device.check_index(self.scheduler)
+
     def run(self) -> None:
         """To the end, and then the accounts."""
         rng, scheduler = self.rng, self.scheduler
@@ -230,13 +242,15 @@ class Run:
                 self.add_request()
             if not scheduler.has_unfinished and not self.waiting_results and attempts >= total:
                 break
+            self.maybe_change_weights()
             if not self.step() and scheduler.has_unfinished:
                 expect(self.waiting_results, "nothing is planned, nothing is under way, requests are left")
                 self.settle()
             elif not scheduler.has_unfinished and self.waiting_results:
                 self.settle()
             # Each step of a schedule without trouble advances somebody by a token at least.
-            bound = 60 + 6 * sum(len(request.tokens) + 2 for request in self.requests) * (1 + 6 * (self.trouble > 0))
+            again = (1 + 6 * (self.trouble > 0)) * (1 + self.device.weights)
+            bound = 60 + 6 * sum(len(request.tokens) + 2 for request in self.requests) * again
             expect(work < bound, "starvation: too many steps", work)
         expect(not scheduler.has_unfinished, "requests are left")
         scheduler.check(idle=True)
@@ -265,6 +279,7 @@ class Run:
             "drafts_cut",
             "cached_tokens",
             "resets",
+            "weight_changes",
             "rows_stalled",
         ):
             self.coverage[key] += stats[key]

@@ -13,15 +13,16 @@ from dataclasses import dataclass, field
 
 from serving.core import DecodeRow, PrefillRow, Request, Row, Scheduler, SchedulerConfig, StepPlan, StepResult
 from serving.core.cache.pools import Pool
-from serving.core.cache.prefix_tree import Node
+from serving.core.cache.prefix_tree import Node, Scope
 
 _MASK = (1 << 61) - 1
 JUNK = -1
 
 
-def start_digest(salt: str | None) -> int:
-    """The empty sequence. Salts differ as adapters do: a hit across salts is a wrong state."""
-    return 77 if salt is None else 78 + sum(map(ord, salt)) * 1009
+def start_digest(scope: Scope) -> int:
+    """The empty sequence. Salts differ as adapters do, and weights by their number: a hit across is a wrong state."""
+    salt = 77 if scope.salt is None else 78 + sum(map(ord, scope.salt)) * 1009
+    return salt + scope.weights * 0x5BD1E995
 
 
 def absorb(digest: int, token: int) -> int:
@@ -43,10 +44,10 @@ class Model:
 class Truth:
     """A request's plain greedy sequence, as long as anybody asks for, and its digests."""
 
-    def __init__(self, model: Model, prompt: Sequence[int], salt: str | None) -> None:
+    def __init__(self, model: Model, prompt: Sequence[int], scope: Scope) -> None:
         self.model = model
         self.tokens = list(prompt)
-        self.digests = [start_digest(salt)]
+        self.digests = [start_digest(scope)]
         for token in prompt:
             self.digests.append(absorb(self.digests[-1], token))
 
@@ -85,6 +86,7 @@ class Device:
     def __init__(self, config: SchedulerConfig, model: Model, rng: random.Random, rightness: float) -> None:
         self.config, self.model, self.rng, self.rightness = config, model, rng, rightness
         self.truths: dict[Request, Truth] = {}
+        self.weights = 0
         self.wipe()
 
     def wipe(self) -> None:
@@ -94,12 +96,19 @@ class Device:
         self.pages: list[list[int]] = [[JUNK] * config.page_size for _ in range(config.num_pages)]
         self.rows = [DeviceRow() for _ in range(config.num_rows + 1)]
 
+    def change_weights(self) -> None:
+        """Another model from now on: what was said stays said, and is gone on from by the new one."""
+        self.weights += 1
+        for request in self.truths:
+            if not request.finished:
+                self.truths[request] = Truth(self.model, request.tokens, Scope(request.cache_salt, self.weights))
+
     def truth(self, request: Request) -> Truth:
         """A request's greedy sequence."""
         found = self.truths.get(request)
         if found is None:
             prompt = request.tokens[: request.prompt_len]
-            found = self.truths[request] = Truth(self.model, prompt, request.cache_salt)
+            found = self.truths[request] = Truth(self.model, prompt, Scope(request.cache_salt, self.weights))
         return found
 
     def run(self, plan: StepPlan, scheduler: Scheduler) -> StepResult:
@@ -199,7 +208,7 @@ class Device:
             expect(read > 0, "the null slot is read", row)
             expect((n, digest) == (start, truth.digests[start]), "wrong state: slot", read, "has", n, "not", start, row)
         else:
-            digest = start_digest(request.cache_salt)
+            digest = start_digest(Scope(request.cache_salt, self.weights))
         fed = row.num_tokens
         states = []
         for t in range(fed):
@@ -308,8 +317,8 @@ class Device:
         size, slots, pool = self.config.page_size, scheduler.pools[0], page_pool(scheduler)
         slots_found: list[int] = []
         pages_found: list[int] = []
-        for salt, root in index.roots.items():
-            stack: list[tuple[Node, list[int]]] = [(root, [start_digest(salt)])]
+        for scope, root in index.roots.items():
+            stack: list[tuple[Node, list[int]]] = [(root, [start_digest(scope)])]
             while stack:
                 node, digests = stack.pop()
                 if node is not root and pool is not None:

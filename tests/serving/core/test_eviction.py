@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from serving.core.cache.prefix_tree import Scope
 from tests.serving.core.drive import Loop
 
 
@@ -13,7 +14,7 @@ def kept(loop: Loop, prompt: list[int]) -> list[int]:
     assert index is not None
     found, limit = [], len(prompt)
     while limit:
-        match = index.find(prompt[:limit], None)
+        match = index.find(prompt[:limit], Scope(None))
         if match.entry is None:
             break
         found.append(match.entry.position)

@@ -3,6 +3,7 @@
 import pytest
 
 from serving.core import MissReason
+from serving.core.cache.prefix_tree import Scope
 from tests.serving.core.drive import Loop
 
 PROMPT = list(range(100, 111))  # 11 tokens: B = 4, so boundaries at 4 and 8, and its end inside a page
@@ -177,7 +178,7 @@ def test_state_evicted_falls_back_to_a_shallower_state() -> None:
     loop.run(PROMPT, max_tokens=1)
     index = loop.scheduler.index
     assert index is not None
-    match = index.find(PROMPT, None)
+    match = index.find(PROMPT, Scope(None))
     assert match.entry is not None
     index.drop_state(match.entry)
     assert loop.run(PROMPT, max_tokens=1).num_cached_tokens == 8
@@ -191,3 +192,41 @@ def test_hit_lasts_while_it_is_read() -> None:
     loop.finish()
     loop.check_output(reader)
     assert reader.num_cached_tokens == len(PROMPT)
+
+
+def test_nothing_is_found_that_other_weights_have_computed() -> None:
+    loop = Loop()
+    loop.run(PROMPT)
+    assert loop.run(PROMPT).num_cached_tokens == len(PROMPT)
+    loop.change_weights()
+    fresh = loop.run(PROMPT)
+    assert (fresh.num_cached_tokens, fresh.miss_reason) == (0, MissReason.WEIGHTS_CHANGED)
+    assert loop.run(PROMPT).num_cached_tokens == len(PROMPT)
+
+
+def test_who_runs_goes_on_from_its_tokens_under_other_weights() -> None:
+    loop = Loop()
+    request = loop.add(PROMPT, max_tokens=20)
+    for _ in range(4):
+        loop.step()
+    loop.change_weights()
+    said = list(request.output_token_ids)
+    assert said
+    loop.finish()
+    loop.check_output(request)
+    assert request.output_token_ids[: len(said)] == said
+
+
+def test_states_of_old_weights_go_first() -> None:
+    loop = Loop()
+    loop.run(PROMPT)
+    loop.change_weights()
+    fresh = [(t + 1) % 9 for t in PROMPT]
+    loop.run(fresh)
+    index, kept = loop.scheduler.index, loop.positions()
+    assert index is not None
+    old = len(loop.positions(weights=0))
+    assert old > 1
+    for count in range(1, old + 1):
+        assert index.evict_state()
+        assert (len(loop.positions(weights=0)), loop.positions()) == (old - count, kept)

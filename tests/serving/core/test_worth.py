@@ -1,5 +1,6 @@
 """What a state is worth beside others of its kind."""
 
+from serving.core.cache.prefix_tree import Scope
 from tests.serving.core.drive import Loop
 
 
@@ -61,7 +62,7 @@ def test_a_request_that_could_not_be_admitted_is_no_hit() -> None:
     loop.run(prompt, max_tokens=1)
     index = loop.scheduler.index
     assert index is not None
-    entry = index.find(prompt, None).entry
+    entry = index.find(prompt, Scope(None)).entry
     assert entry is not None
     first = loop.add([2] * 12, max_tokens=8)
     loop.step()

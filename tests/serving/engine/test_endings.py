@@ -11,6 +11,7 @@ from flax import nnx
 from mamba_jax.programs import StepPrograms
 from serving import AsyncEngine, SamplingParams
 from serving.config import EngineConfig
+from serving.core.cache.prefix_tree import Scope
 from serving.engine.build import assemble
 from serving.engine.request_error import RequestError, RequestFailed
 from tests.support.engines import QUICK_COMPILE, finish
@@ -156,7 +157,7 @@ def test_an_output_that_is_not_finite_ends_and_leaves_nothing(harness, broken_em
     assert engine.stats()["finished"]["error"] == 1
     index = engine.loop.scheduler.index
     if index is not None:
-        match = index.find(prompts[1], None)
+        match = index.find(prompts[1], Scope(None))
         assert match.entry is None or match.entry.position <= 40
         assert match.matched <= 40
 

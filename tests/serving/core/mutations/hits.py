@@ -3,8 +3,9 @@
 from typing import Any
 
 from serving.core import MissReason
+from serving.core.cache.cache import Cache
 from serving.core.cache.prefix_index import PrefixIndex
-from serving.core.cache.prefix_tree import Match
+from serving.core.cache.prefix_tree import Match, Scope
 from serving.core.cache.row_pages import RowPages
 from serving.core.planning import admission
 from tests.serving.core.mutations.registry import Patch, mutation
@@ -62,10 +63,10 @@ def token_skipped(patch: Patch) -> None:
 def weak_match(patch: Patch) -> None:
     whole = PrefixIndex.find
 
-    def find(self: Any, tokens: Any, salt: Any) -> Match:
-        root = self.roots.get(salt)
+    def find(self: Any, tokens: Any, scope: Any) -> Match:
+        root = self.roots.get(scope)
         if root is None:
-            return whole(self, tokens, salt)
+            return whole(self, tokens, scope)
         node, path, unit = root, [], self.unit
         for at in range(0, len(tokens) - unit + 1, unit):
             key = tuple(tokens[at : at + unit])
@@ -88,8 +89,9 @@ def salt_ignored(patch: Patch) -> None:
     patch.setattr(
         PrefixIndex,
         "find",
-        lambda self, tokens, salt: max(
-            (whole(self, tokens, other) for other in {*self.roots, salt}), key=lambda match: match.position
+        lambda self, tokens, scope: max(
+            (whole(self, tokens, other) for other in {*self.roots, scope} if other.weights == scope.weights),
+            key=lambda match: match.position,
         ),
     )
 
@@ -112,7 +114,7 @@ def state_above_is_enough(patch: Patch) -> None:
 def logprobs_hit(patch: Patch) -> None:
     def find(host: Any, request: Any) -> Any:
         index = host.cache.index
-        return None if index is None else index.find(request.tokens, request.cache_salt)
+        return None if index is None else index.find(request.tokens, request.progress.content.scope)
 
     patch.setattr(admission, "_find", find)
 
@@ -126,7 +128,7 @@ def logprobs_hit(patch: Patch) -> None:
 def never_the_whole_prompt(patch: Patch) -> None:
     def find(host: Any, request: Any) -> Any:
         index = host.cache.index
-        return index.find(request.tokens[:-1], request.cache_salt) if index is not None else None
+        return index.find(request.tokens[:-1], request.progress.content.scope) if index is not None else None
 
     patch.setattr(admission, "_find", find)
 
@@ -141,3 +143,8 @@ def telling_tales(patch: Patch) -> None:
         return whole(self, tokens, salt, match)
 
     patch.setattr(PrefixIndex, "why_missed", why)
+
+
+@mutation(65, "the weights' version is not part of what a prefix is found by", "issue: stale hits")
+def weights_ignored(patch: Patch) -> None:
+    patch.setattr(Cache, "scope", lambda self, salt: Scope(salt))
