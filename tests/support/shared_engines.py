@@ -43,7 +43,13 @@ PREFILL = PrefillShape(tokens=MAX_LEN + PAGE, rows=ROWS, tiles=(MAX_LEN + PAGE) 
 
 SMALLEST = "smallest"
 """The model of the planted faults, each of which needs programs of its own."""
-TAGGED = {"nemotronh": (False, True), "mamba2": (True,), "falconh1": (False,), "delta": (False,)}
+TAGGED = {
+    "nemotronh": (False, True),
+    "mamba2": (True,),
+    "falconh1": (False,),
+    "delta": (False,),
+    "short_conv": (False,),
+}
 """Whether a model's stores have tags (`debug_state`): with tags, programs are others."""
 PROGRAMS = {name: 2 + 2 * len(kinds) for name, kinds in TAGGED.items()}
 """What is compiled for each model: two programs to take seats, with and without penalties, and one of each kind of step

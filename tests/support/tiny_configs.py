@@ -11,6 +11,7 @@ from mamba_jax.config import (
     SharedConfig,
 )
 from mamba_jax.config.delta import DeltaConfig
+from mamba_jax.config.short_conv import ShortConvConfig
 
 HIDDEN, VOCAB = 20, 61
 
@@ -138,6 +139,17 @@ FOR_ENGINES = {
         ),
         mlp=_ENGINE_MLP,
         mtp_pattern="*-",
+    ),
+    # Short convolutions and attention, as in LFM2.
+    "short_conv": HybridConfig(
+        family="test",
+        vocab_size=ENGINE_VOCAB,
+        hidden_size=ENGINE_HIDDEN,
+        pattern="C*C-",
+        norm_eps=1e-5,
+        recurrences=(ShortConvConfig(channels=ENGINE_HIDDEN, conv_width=3),),
+        attention=_ENGINE_ATTENTION,
+        mlp=_ENGINE_MLP,
     ),
     # One layer of each kind that keeps state, and a draft layer: to compile again and again.
     "smallest": _for_engines("M*", attention=_ENGINE_ATTENTION, mtp_pattern="*"),
