@@ -124,7 +124,8 @@ def _update_by_inputs(x, weight, bias, store, read_slot, write_slot, *, activati
     """
     steps = x.shape[1]
     keep, taps = weight.shape[1] - 1, weight.astype(F32).T
-    window = read_slots(store, read_slot)
+    # Held as it was read: XLA for GPU would read anew in each use, also after the write, and copy the store for that.
+    window = lax.optimization_barrier(read_slots(store, read_slot))
     inputs = [window[:, i] for i in range(keep)] + [x[:, t].astype(store.dtype) for t in range(steps)]
     totals = [sum(taps[i] * inputs[t + i].astype(F32) for i in range(keep + 1)) for t in range(steps)]
     y = jnp.stack([_finish(total, bias, activation, x.dtype) for total in totals], axis=1)

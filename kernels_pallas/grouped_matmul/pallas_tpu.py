@@ -30,9 +30,10 @@ def grouped_matmul(x, w, group_sizes, *, interpret=False):
     there = (jnp.arange(tokens) < group_sizes.sum())[:, None]
     padded = jnp.pad(jnp.where(there, x, 0), ((0, -tokens % size), (0, 0)))
     tiling = (size, _divisor(w.shape[2], INPUTS), _divisor(w.shape[1], OUTPUTS))
+    inputs_first = lies_inputs_first(w.shape)
     out = gmm(
-        padded, w, group_sizes.astype(jnp.int32), preferred_element_type=x.dtype, tiling=tiling, transpose_rhs=True,
-        interpret=interpret,
+        padded, jnp.swapaxes(w, 1, 2) if inputs_first else w, group_sizes.astype(jnp.int32),
+        preferred_element_type=x.dtype, tiling=tiling, transpose_rhs=not inputs_first, interpret=interpret,
     )[:tokens]  # fmt: skip
     return jnp.where(there, out, 0)
 
@@ -42,3 +43,13 @@ def _divisor(size, most):
     fitting = [n for n in range(LANES, most + 1, LANES) if size % n == 0]
     best = max(fitting, default=0)
     return best if best >= most // 4 else min(most, size)
+
+
+def lies_inputs_first(shape):
+    """Whether weights [experts, outputs, inputs] lie in a TPU's memory with their outputs innermost.
+
+    A TPU pads the innermost axis to whole lanes, so its compiler swaps the two where only the outputs fill lanes, as in
+    down weights with 1856 inputs. A kernel that wants them otherwise makes XLA copy all experts in every call.
+    """
+    _, outputs, inputs = shape
+    return inputs % LANES != 0 and outputs % LANES == 0

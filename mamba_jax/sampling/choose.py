@@ -17,9 +17,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from mamba_jax.sampling import draws
-from mamba_jax.sampling.logits import add_bias, has_bias, has_penalties, penalise, truncate
+from mamba_jax.sampling.logits import add_bias, has_bias, has_penalties, once_if, penalise, truncate, weights_of
 from mamba_jax.sampling.masks import Masks, apply_masks
 from mamba_jax.sampling.table import MAX_LOGPROBS, SamplingTable
+
+_WIDTH = 128  # of the blocks that argmax and top-k look at first
 
 
 @jax.tree_util.register_dataclass
@@ -73,17 +75,20 @@ def choose(
         own = table.take(row_id)
         index = length[:, None] + heads - own.prompt_length[:, None]
         if masks is not None:
-            logits = lax.cond(masked.any(), lambda x: apply_masks(x, masks, row_id), lambda x: x, logits)
-        logits = lax.cond(biased.any(), lambda x: add_bias(x, own, index), lambda x: x, logits)
-        logits = lax.cond(
-            penalised.any(),
-            lambda x: penalise(x, own, output_counts[row_id], prompt_seen[row_id], drafts),
-            lambda x: x,
-            logits,
+            logits = once_if(masked.any(), lambda x: apply_masks(x, masks, row_id), logits)
+        logits = once_if(biased.any(), lambda x: add_bias(x, own, index), logits)
+        logits = once_if(
+            penalised.any(), lambda x: penalise(x, own, output_counts[row_id], prompt_seen[row_id], drafts), logits
         )
-        best = greedily(logits)
-        drawn = lax.cond(random.any(), lambda x: _randomly(x, own, index), greedily, logits)
-        return jnp.where(random[:, None], drawn, best)
+
+        def randomly(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            logits, best = carry
+            weights = truncate(weights_of(logits, own.temperature), own)
+            drawn = draws.categorical(own.key, index, weights)
+            # The weights take the place of the logits, which nothing needs any more.
+            return weights, jnp.where(random[:, None], drawn, best)
+
+        return once_if(random.any(), randomly, (logits, greedily(logits)))[1]
 
     tokens = lax.cond((masked | biased | penalised | random).any(), with_everything, greedily, logits)
     accepted = jnp.cumprod(tokens[:, :-1] == drafts, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
@@ -97,23 +102,29 @@ def choose(
     )
 
 
-def _randomly(
-    logits: Float[Array, "rows H vocab"],
-    own: SamplingTable,
-    index: Int[Array, "rows H"],
-) -> Int[Array, "rows H"]:
-    logits = logits / jnp.where(own.temperature > 0, own.temperature, 1.0)[:, None, None]
-    return draws.categorical(own.key, index, truncate(logits, own))
-
-
 def _argmax(logits: Float[Array, "*rows vocab"]) -> Int[Array, "*rows"]:
     """The first of the largest, in two levels: XLA:CPU's own argmax takes 20 times as long."""
-    width = 128
-    padded = jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, -logits.shape[-1] % width)], constant_values=-jnp.inf)
-    blocks = padded.reshape(*logits.shape[:-1], -1, width)
+    blocks = _in_blocks(logits)
     block = jnp.argmax(blocks.max(axis=-1), axis=-1)
     within = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
-    return (block * width + jnp.argmax(within, axis=-1)).astype(jnp.int32)
+    return (block * _WIDTH + jnp.argmax(within, axis=-1)).astype(jnp.int32)
+
+
+def _top(logits: Float[Array, "*rows vocab"], count: int) -> tuple[Float[Array, "*rows n"], Int[Array, "*rows n"]]:
+    """As `lax.top_k`, in two levels: on GPU that sorts all of the vocabulary, and its indices with it."""
+    blocks = _in_blocks(logits)
+    # The first `count` lie in the `count` blocks with the largest maxima; of equals the first, there as here.
+    _, chosen = lax.top_k(blocks.max(axis=-1), min(count, blocks.shape[-2]))
+    chosen = jnp.sort(chosen, axis=-1)
+    candidates = jnp.take_along_axis(blocks, chosen[..., None], axis=-2)
+    best, place = lax.top_k(candidates.reshape(*logits.shape[:-1], -1), count)
+    ids = jnp.take_along_axis(chosen, place // _WIDTH, axis=-1) * _WIDTH + place % _WIDTH
+    return best, ids.astype(jnp.int32)
+
+
+def _in_blocks(logits: Float[Array, "*rows vocab"]) -> Float[Array, "*rows blocks width"]:
+    padding = [(0, 0)] * (logits.ndim - 1) + [(0, -logits.shape[-1] % _WIDTH)]
+    return jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(*logits.shape[:-1], -1, _WIDTH)
 
 
 def report_logprobs(
@@ -138,8 +149,8 @@ def report_logprobs(
         token = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[..., None], axis=-1) - normaliser
 
         def alternatives():
-            best, ids = lax.top_k(logits, top)
-            return ids.astype(jnp.int32), best - normaliser
+            best, ids = _top(logits, top)
+            return ids, best - normaliser
 
         ids, best = lax.cond((wanted > 0).any(), alternatives, lambda: nothing()[1:])
         return token[..., 0], ids, best

@@ -26,19 +26,18 @@ def _keys(key: UInt[Array, "rows 2"], position: Int[Array, "rows H"], purpose: P
 
 
 def categorical(
-    key: UInt[Array, "rows 2"], position: Int[Array, "rows H"], logits: Float[Array, "rows H vocab"]
+    key: UInt[Array, "rows 2"], position: Int[Array, "rows H"], weights: Float[Array, "rows H vocab"]
 ) -> Int[Array, "rows H"]:
-    """A token each from softmax(logits), by two uniform numbers: one chooses a block of tokens, one the token in it.
+    """A token each, likely as it weighs, by two uniform numbers: one chooses a block of tokens, one the token in it.
 
-    That takes one pass over the vocabulary, where Gumbel noise would take a random number for every token. A token with
-    logit -inf is never drawn. `key` is that of the row's seed and choice (see `SamplingTable`), `position` counts
-    output tokens.
+    That takes one pass over the vocabulary, where Gumbel noise would take a random number for every token. A token of
+    weight 0 is never drawn. `key` is that of the row's seed and choice (see `SamplingTable`), `position` counts output
+    tokens.
     """
     keys = _keys(key, position, Purpose.TOKEN)
     numbers = jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (2,))))(keys)
-    weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
-    padded = jnp.pad(weights, ((0, 0), (0, 0), (0, -logits.shape[-1] % _BLOCK)))
-    blocks = padded.reshape(*logits.shape[:-1], -1, _BLOCK)
+    padded = jnp.pad(weights, ((0, 0), (0, 0), (0, -weights.shape[-1] % _BLOCK)))
+    blocks = padded.reshape(*weights.shape[:-1], -1, _BLOCK)
     block = _invert(blocks.sum(axis=-1), numbers[..., 0])
     within = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
     return block * _BLOCK + _invert(within, numbers[..., 1])

@@ -1,16 +1,22 @@
 """What sampling parameters do to logits [rows, H, vocab], in vLLM's order: bias and held-back ids, penalties,
 temperature, min-p, top-k, top-p.
 
-Each step runs only where some row asks for it. A row that does not ask keeps its logits bit by bit.
+Each step runs only where some row asks for it, and replaces its input, so that one array of the vocabulary's size is
+held. A row that does not ask keeps its logits bit by bit. From temperature on, tokens have weights instead of logits.
 """
+
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int
 
 from mamba_jax.sampling.table import SamplingTable
 
 Logits = Float[Array, "rows H vocab"]
+Weights = Float[Array, "rows H vocab"]
+T = TypeVar("T")
 
 
 def add_bias(logits: Logits, table: SamplingTable, output_index: Int[Array, "rows H"]) -> Logits:
@@ -40,10 +46,10 @@ def penalise(
     Logits j stand after drafts 0..j-1, so those count as output too.
     """
     counts = jnp.broadcast_to(output_counts[:, None, :], logits.shape)
-    if drafts.shape[1]:
-        rows, heads = jnp.arange(logits.shape[0])[:, None, None], jnp.arange(logits.shape[1])[:, None]
-        before = (jnp.arange(drafts.shape[1]) < heads) & (drafts[:, None, :] >= 0)
-        counts = counts.at[rows, heads, jnp.where(before, drafts[:, None, :], logits.shape[-1])].add(1, mode="drop")
+    heads, token = jnp.arange(logits.shape[1])[:, None], jnp.arange(logits.shape[2])
+    for j in range(drafts.shape[1]):
+        # Compared, not scattered: nothing of the vocabulary's size is held beside the logits.
+        counts = counts + ((j < heads) & (token == drafts[:, j, None, None]))
     repetition = table.repetition_penalty[:, None, None]
     factor = jnp.where((counts > 0) | prompt_seen[:, None, :], repetition, 1.0)
     logits = jnp.where(logits > 0, logits / factor, logits * factor)
@@ -61,47 +67,54 @@ def has_penalties(table: SamplingTable) -> Bool[Array, " rows"]:
     return (table.repetition_penalty != 1) | (table.frequency_penalty != 0) | (table.presence_penalty != 0)
 
 
-def truncate(logits: Logits, table: SamplingTable) -> Logits:
-    """Sets to -inf what min-p, top-k and top-p leave out, one after the other; ties at a limit all stay."""
+def weights_of(logits: Logits, temperature: Float[Array, " rows"]) -> Weights:
+    """What tokens weigh when one is drawn: 1 for the most likely, 0 for those that are never drawn."""
+    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None, None]
+    return jnp.exp(scaled - scaled.max(axis=-1, keepdims=True))
+
+
+def truncate(weights: Weights, table: SamplingTable) -> Weights:
+    """Sets to 0 what min-p, top-k and top-p leave out, one after the other; ties at a limit all stay."""
     random = table.temperature > 0
     min_p, top_k, top_p = (
         jnp.where(random, wanted, off)[:, None, None]
         for wanted, off in ((table.min_p, 0.0), (table.top_k, 0), (table.top_p, 1.0))
     )
 
-    def by_min_p(logits: Logits) -> Logits:
-        least = logits.max(-1, keepdims=True) + jnp.log(min_p)  # log 0 = -inf leaves nothing out
-        return jnp.where(logits < least, -jnp.inf, logits)
+    def by_min_p(weights: Weights) -> Weights:
+        return jnp.where(weights < min_p, 0.0, weights)
 
-    def by_top_k(logits: Logits) -> Logits:
-        key = _sortable(logits)
-        least = _largest(key, lambda over: over.sum(-1, keepdims=True, dtype=jnp.int32) >= top_k)
-        return jnp.where((top_k > 0) & (key < least), -jnp.inf, logits)
+    def by_top_k(weights: Weights) -> Weights:
+        least = _largest(weights, lambda over: over.sum(-1, keepdims=True, dtype=jnp.int32) >= top_k)
+        return jnp.where((top_k > 0) & (weights < least), 0.0, weights)
 
-    def by_top_p(logits: Logits) -> Logits:
-        key = _sortable(logits)
-        weight = jnp.exp(logits - logits.max(-1, keepdims=True))
+    def by_top_p(weights: Weights) -> Weights:
         # At least the most likely token stays, however small top_p is.
-        wanted = jnp.maximum(top_p * weight.sum(-1, keepdims=True), jnp.finfo(weight.dtype).tiny)
-        least = _largest(key, lambda over: jnp.where(over, weight, 0.0).sum(-1, keepdims=True) >= wanted)
-        return jnp.where((top_p < 1) & (key < least), -jnp.inf, logits)
+        wanted = jnp.maximum(top_p * weights.sum(-1, keepdims=True), jnp.finfo(weights.dtype).tiny)
+        least = _largest(weights, lambda over: jnp.where(over, weights, 0.0).sum(-1, keepdims=True) >= wanted)
+        return jnp.where((top_p < 1) & (weights < least), 0.0, weights)
 
     for asked, limit in ((min_p > 0, by_min_p), (top_k > 0, by_top_k), (top_p < 1, by_top_p)):
-        logits = lax.cond(asked.any(), limit, lambda logits: logits, logits)
-    return logits
+        weights = once_if(asked.any(), limit, weights)
+    return weights
 
 
-def _sortable(x: Float[Array, "*shape"]) -> UInt[Array, "*shape"]:
-    """Unsigned integers in the order of the float32 `x`."""
-    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+def once_if(needed: Bool[Array, ""], change: Callable[[T], T], value: T) -> T:
+    """change(value) if that is needed, else the value; a loop of one round or none, since `lax.cond` would copy it."""
+    return lax.fori_loop(0, needed.astype(jnp.int32), lambda _, value: change(value), value)
 
 
-def _largest(key: UInt[Array, "*shape vocab"], enough) -> UInt[Array, "*shape 1"]:
-    """The largest t for which the tokens with key >= t are `enough`, found bit by bit: 32 passes, and no sort."""
+def _largest(weights: Weights, enough) -> Float[Array, "rows H 1"]:
+    """The largest t for which the weights that are at least t are `enough`, found bit by bit: 30 passes, and no sort.
+
+    Floats that are not negative are in the order of their bits, and those up to 1 have 30 of these.
+    """
+
+    def as_float(bits):
+        return lax.bitcast_convert_type(bits, jnp.float32)
 
     def with_bit(i, least):
-        higher = least | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
-        return jnp.where(enough(key >= higher), higher, least)
+        higher = least | (jnp.uint32(1 << 29) >> i.astype(jnp.uint32))
+        return jnp.where(enough(weights >= as_float(higher)), higher, least)
 
-    return lax.fori_loop(0, 32, with_bit, jnp.zeros((*key.shape[:-1], 1), jnp.uint32))
+    return as_float(lax.fori_loop(0, 30, with_bit, jnp.zeros((*weights.shape[:-1], 1), jnp.uint32)))

@@ -1,9 +1,15 @@
 """The kernel that JAX keeps for TPU, interpreted, as every implementation of the grouped product."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_grouped_matmul import ODD, SHAPES, Product
+
+from kernels_pallas.grouped_matmul.pallas_tpu import lies_inputs_first
+
+INPUTS_FIRST = dataclasses.replace(ODD, name="outputs innermost in memory", inputs=72, outputs=128)
 
 
 class TestTpu(Product):
@@ -12,6 +18,12 @@ class TestTpu(Product):
     test_one_expert_has_all_tokens = None
 
     @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-    @pytest.mark.parametrize("shape", [ODD, pytest.param(SHAPES[0], marks=pytest.mark.slow)], ids=lambda s: s.name)
+    @pytest.mark.parametrize(
+        "shape", [ODD, INPUTS_FIRST, pytest.param(SHAPES[0], marks=pytest.mark.slow)], ids=lambda s: s.name
+    )
     def test_equals_definition(self, shape, dtype):
         super().test_equals_definition(shape, dtype)
+
+    def test_weights_that_lie_inputs_first(self):
+        assert lies_inputs_first((INPUTS_FIRST.experts, INPUTS_FIRST.outputs, INPUTS_FIRST.inputs))
+        assert not lies_inputs_first((ODD.experts, ODD.outputs, ODD.inputs))

@@ -13,7 +13,6 @@ from real_shapes import BF16, F32, MODELS, OTHERS, attention_call, nbytes, scan_
 from topology import SLICES, compile_for_tpu
 
 from kernels_pallas.causal_conv1d import causal_conv1d_update
-from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.ssd_scan import ssd_scan
 from kernels_pallas.state_update import state_update
@@ -143,18 +142,6 @@ def test_paged_attention(slice_name, model, blocks, q_len):
     compiled = compile_for_tpu(slice_name, attend, *call)
     assert "tpu_custom_call" in compiled.as_text()
     assert compiled.memory_analysis().temp_size_in_bytes <= max(8 * nbytes(call[0]), 1 << 20)
-
-
-@pytest.mark.parametrize(
-    ("slice_name", "tokens"), [("v5e", 384), *(pytest.param(s, n, marks=slow) for s in SLICES for n in (6, 96, 12288))]
-)
-def test_grouped_matmul(slice_name, tokens):
-    # The experts of Nemotron-3-Nano: nothing but the kernel touches their weights.
-    weights = shape(128, 1856, 2688, dtype=BF16)
-    run = functools.partial(grouped_matmul, implementation="pallas_tpu")
-    compiled = compile_for_tpu(slice_name, run, shape(tokens, 2688, dtype=BF16), weights, shape(128, dtype=jnp.int32))
-    assert compiled.memory_analysis().temp_size_in_bytes < nbytes(weights) / 8
-    assert "tpu_custom_call" in compiled.as_text()
 
 
 def test_convolution_copies_no_store():

@@ -130,7 +130,7 @@ def missing_drafts_are_accepted(patch: Patch) -> None:
 def one_draw_for_a_step(patch: Patch) -> None:
     sound = draws.categorical
     patch.setattr(
-        draws, "categorical", lambda key, position, logits: sound(key, position * 0 + position[:, :1], logits)
+        draws, "categorical", lambda key, position, weights: sound(key, position * 0 + position[:, :1], weights)
     )
 
 
