@@ -142,26 +142,42 @@ def weight_bytes(
     return sum(map(nbytes, (shapes if selection is None else selection.parameters(shapes, None)).values()))
 
 
-def load_tokenizer(ref: str | Path) -> Tokenizer | None:
+def load_tokenizer(ref: str | Path, *, chat_template: str | None = None) -> Tokenizer | None:
     """The tokenizer that belongs to a model, or None where there is none (published sizes, bare checkpoints).
 
+    Args:
+        ref: as for `load_model`.
+        chat_template: a file with a template, or a template's own text, in place of the checkpoint's.
     Raises:
-        CheckpointError: see `resolve`; or a tokenizer file that is there but broken.
+        CheckpointError: see `resolve`; or a file that is there but broken, or not there.
     """
     directory = resolve(ref).directory
-    return None if directory is None else read_tokenizer(directory)
+    tokenizer = None if directory is None else read_tokenizer(directory)
+    if tokenizer is None or chat_template is None:
+        return tokenizer
+    return tokenizer.with_chat_template(_template_text(chat_template))
 
 
-def require_tokenizer(ref: str | Path) -> Tokenizer:
+def require_tokenizer(ref: str | Path, *, chat_template: str | None = None) -> Tokenizer:
     """Like `load_tokenizer`, for those who cannot do without.
 
     Raises:
         CheckpointError: there is none.
     """
-    tokenizer = load_tokenizer(ref)
+    tokenizer = load_tokenizer(ref, chat_template=chat_template)
     if tokenizer is None:
         raise CheckpointError(f"{ref}: has no tokenizer.json, so text cannot be used; give token ids instead")
     return tokenizer
+
+
+def _template_text(given: str) -> str:
+    if "{{" in given or "{%" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a text file"
+        raise CheckpointError(f"chat template {given}: cannot be read ({reason})") from None
 
 
 def generation_config(ref: str | Path) -> GenerationConfig:

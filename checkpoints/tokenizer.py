@@ -50,6 +50,10 @@ class Tokenizer:
         """Ids that `decode` leaves out."""
         self._chat = ChatTemplates(chat_templates or {}, self.special_tokens)
 
+    def with_chat_template(self, template: str) -> Tokenizer:
+        """The same tokenizer with this template in place of all that it has."""
+        return Tokenizer(self._backend, self.special_tokens, {"default": template})
+
     @property
     def vocab_size(self) -> int:
         """Entries, added tokens included. The model's own vocabulary is often padded beyond this."""

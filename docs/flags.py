@@ -1,4 +1,4 @@
-"""Writes the table of engine flags in engine.md from `EngineConfig`, the only place where flags are defined.
+"""Writes the tables of flags in engine.md and vllm.md from where the flags are defined, and nowhere else.
 
 python -m docs.flags
 """
@@ -10,10 +10,21 @@ import types
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
+from serving.api.http.settings import ServerSettings
+from serving.cli.vllm.flags import FLAGS, Flag
 from serving.config import EngineConfig
 
-PAGE = Path(__file__).resolve().parent / "engine.md"
-BEGIN, END = "<!-- flags: begin -->\n", "<!-- flags: end -->\n"
+DOCS = Path(__file__).resolve().parent
+OWN = {f"--{name.replace('_', '-')}" for settings in (EngineConfig, ServerSettings) for name in settings.model_fields}
+ALSO_VLLMS = (
+    "--allow-credentials", "--chat-template", "--config", "--default-chat-template-kwargs", "--download-dir",
+    "--enable-chunked-prefill", "--enable-prefix-caching", "--host", "--kv-cache-dtype", "--mamba-cache-mode",
+    "--max-logprobs", "--max-num-batched-tokens", "--max-num-seqs", "--model", "--otlp-traces-endpoint",
+    "--override-generation-config", "--port", "--revision", "--root-path", "--seed", "--ssl-certfile", "--ssl-keyfile",
+    "--tokenizer",
+)  # fmt: skip
+"""Flags of vLLM's that are taken as they are, once they are there."""
+OF_THE_COMMAND = {"--config", "--default-chat-template-kwargs", "--override-generation-config"}
 
 
 def table() -> str:
@@ -39,10 +50,37 @@ def _values(annotation: Any) -> str:
     return {int: "a number", float: "a number", str: "text"}[member]
 
 
-def with_table(page: str) -> str:
+def vllm_table() -> str:
+    """A Markdown table: vLLM's flag, what becomes of it, why."""
+    same = [flag for flag in ALSO_VLLMS if flag in OWN | OF_THE_COMMAND]
+    rows = [f"| `{flag}` | same | |" for flag in same]
+    rows += [_vllm_row(flag) for flag in FLAGS if flag.becomes is not None or flag.name not in OWN]
+    return "\n".join(["| flag | here | |", "|---|---|---|", *rows]) + "\n"
+
+
+def _vllm_row(flag: Flag) -> str:
+    names = ", ".join(f"`{name}`" for name in (flag.name, *flag.short))
+    if flag.unnecessary:
+        return f"| {names} | unnecessary | {flag.unnecessary} |"
+    if flag.missing:
+        fine = f" ({' and '.join(flag.harmless)} is fine)" if flag.harmless else ""
+        return f"| {names} | not there | {flag.missing}{fine} |"
+    ours = flag.ours if "`" in flag.ours else ", ".join(f"`{name}`" for name in flag.ours.split(", "))
+    return f"| {names} | {'same, other values' if flag.ours == flag.name else 'alias'} | {ours} |"
+
+
+TABLES = {"engine.md": ("flags", table), "vllm.md": ("vllm", vllm_table)}
+"""Pages, and the mark and the maker of each one's table."""
+
+
+def with_table(name: str, page: str) -> str:
     """The page with the table between its marks."""
-    return re.sub(f"{BEGIN}.*{END}", lambda _: BEGIN + table() + END, page, flags=re.DOTALL)
+    mark, make = TABLES[name]
+    begin, end = f"<!-- {mark}: begin -->\n", f"<!-- {mark}: end -->\n"
+    return re.sub(f"{begin}.*{end}", lambda _: begin + make() + end, page, flags=re.DOTALL)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for name in TABLES:
+        page = DOCS / name
+        page.write_text(with_table(name, page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -30,6 +30,10 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     model: str = Field("demo", description="A Hugging Face directory, an Orbax directory, or 'demo'.")
+    tokenizer: str | None = Field(None, description="A directory whose tokenizer to use. Unset: the model's own.")
+    chat_template: str | None = Field(
+        None, description="A chat template instead of the checkpoint's: a file, or the template itself."
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="Data type of weights and activations. auto: the checkpoint's on accelerators, float32 on CPU.",

@@ -39,8 +39,9 @@ SERVING = {
     "split/router": {"api", "api/http", "api/http/protocol", "split", "split/http"},
     "split/ray": {"config", "engine", "api/http", "split", "split/http", "split/router"},
     "bench": {"", "core", "engine"},
+    "cli/vllm": {"config"},
     "cli": {"config", "engine", "capacity", "api", "api/http", "api/http/protocol", "split", "split/http"}
-    | {"split/router"},
+    | {"split/router", "cli/vllm"},
 }
 
 # The same below `serving/core`: its folders, and each of the files beside them (`""` is what the package exports).

@@ -183,7 +183,9 @@ def _generate_one(prompt: str, chat: bool, given: dict[str, Any], flags: dict[st
     flags.setdefault("max_num_seqs", 1)
     config = EngineConfig.create(**flags)
     params = SamplingParams.of({"max_tokens": 128, "temperature": 0.0} | given)
-    require_tokenizer(config.model)  # before spending minutes on loading weights
+    require_tokenizer(
+        config.tokenizer or config.model, chat_template=config.chat_template
+    )  # before spending minutes on loading weights
     llm = LLM(**flags)
     if chat:
         stream = llm.stream({"prompt_token_ids": llm.encode_chat([{"role": "user", "content": prompt}])}, params)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 
 from serving.config import EngineConfig, read_config_file
+
+_COUNT = re.compile(r"(?P<number>[+-]?\d+(\.\d+)?)(?P<unit>[kKmM]?)")
+_UNITS = {"": 1, "k": 10**3, "K": 1 << 10, "m": 10**6, "M": 1 << 20}
 
 
 def with_engine_options(command: Callable[..., None], *, without: tuple[str, ...] = ()) -> Callable[..., None]:
@@ -45,12 +49,28 @@ def _flag(name: str) -> inspect.Parameter:
     spelling = f"--{dashed}/--no-{dashed}" if kind is bool else f"--{dashed}"
     info = typer.Option(
         spelling,
+        parser=whole_number if kind is int else None,
         help=f"{field.description}{default}",
         rich_help_panel="Engine",
         show_default=False,
-        metavar=_choices(field.annotation),
+        metavar="INTEGER" if kind is int else _choices(field.annotation),
     )
     return _parameter(name, kind, info)
+
+
+def whole_number(text: str | int) -> int:
+    """A count as people write it: 32768, 32k (thousands), 32K (1,024 each), and so on with m and M.
+
+    Raises:
+        typer.BadParameter: it is none.
+    """
+    found = _COUNT.fullmatch(str(text).strip())
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is not a whole number (32768, 32k for thousands, 32K for 1,024 each)")
+    number = float(found["number"]) * _UNITS[found["unit"]]
+    if not number.is_integer():
+        raise typer.BadParameter(f"{text!r} is not a whole number")
+    return int(number)
 
 
 def _parameter(name: str, kind: type, info: Any) -> inspect.Parameter:

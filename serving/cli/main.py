@@ -23,6 +23,7 @@ from serving.cli.settings_options import with_options
 from serving.cli.terminal_chat import chat
 from serving.cli.train import train
 from serving.cli.train_mtp import train_mtp
+from serving.cli.vllm.command import translate
 from serving.config import ConfigError
 from serving.engine.request_error import RequestError
 from serving.split.settings import SplitSettings
@@ -36,7 +37,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command()(with_engine_options(generate))
-_served = with_options(serve, ServerSettings, "settings", panel=PANEL, without=("default_sampling",))
+_served = with_options(
+    serve, ServerSettings, "settings", panel=PANEL, without=("default_sampling", "default_chat_template_kwargs")
+)
 app.command()(with_engine_options(with_options(_served, SplitSettings, "split")))
 app.command(name="router")(router)
 app.command()(with_engine_options(chat))
@@ -66,8 +69,11 @@ def run(arguments: Sequence[str]) -> int:
     logger = logging.getLogger("serving")
     logger.handlers, logger.propagate = [logging.StreamHandler(sys.stderr)], False
     logger.setLevel(logging.INFO)
+    arguments = list(arguments)
     try:
-        code = typer.main.get_command(app).main(list(arguments), prog_name="mamba-jax", standalone_mode=False)
+        if arguments[:1] == ["serve"]:
+            arguments = ["serve", *in_own_words(arguments[1:])]
+        code = typer.main.get_command(app).main(arguments, prog_name="mamba-jax", standalone_mode=False)
     except (CheckpointError, ConfigError, RequestError) as error:
         return _report(console, str(error))
     except (KeyboardInterrupt, typer.Abort):
@@ -83,6 +89,21 @@ def run(arguments: Sequence[str]) -> int:
             raise
         return _report(console, error.format_message())  # an error of the command line itself
     return code if isinstance(code, int) else 0
+
+
+def in_own_words(words: Sequence[str]) -> Sequence[str]:
+    """A command line of `serve` with vLLM's flags replaced by ours; says which of them have no effect.
+
+    Raises:
+        ConfigError: one of them asks for what is not there.
+    """
+    program = typer.main.get_command(app)
+    command = program.get_command(typer.Context(program), "serve")  # type: ignore[attr-defined]
+    own = {name for option in command.params for name in option.opts}
+    translated = translate(words, own)
+    for notice in translated.notices:
+        logging.getLogger("serving.cli").info(notice)
+    return translated.words
 
 
 def _report(console: Console, message: str) -> int:

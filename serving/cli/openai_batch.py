@@ -81,7 +81,7 @@ class BatchLines:
 
     def _chat(self, body: ChatRequest) -> ChatWriter:
         messages = [message.model_dump(exclude_unset=True) for message in body.messages]
-        return ChatWriter(self._responses, body, self._require().encode_chat(messages, **template_options(body)))
+        return ChatWriter(self._responses, body, self._require().encode_chat(messages, **template_options(body, {})))
 
     def _completion(self, body: CompletionRequest) -> CompletionWriter:
         if len(body.prompts) != 1:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import ssl
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
 
 from serving.api.http.settings import ServerSettings
 from serving.api.logs import set_up_logging
+from serving.cli.vllm.flags import json_value
 from serving.config import ConfigError, EngineConfig
+from serving.engine.request_error import RequestError
+from serving.engine.sampling_params import SamplingParams
 from serving.split.settings import SplitSettings
 
 log = logging.getLogger(__name__)
@@ -34,6 +40,9 @@ _DEFAULTS = {
 
 
 def serve(
+    reference: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
+    ] = None,
     *,
     generation_config: Annotated[
         bool,
@@ -43,6 +52,20 @@ def serve(
             rich_help_panel=PANEL,
         ),
     ] = True,
+    override_generation_config: Annotated[
+        str | None,
+        typer.Option(
+            help="Sampling parameters for what requests leave out, as JSON, in place of the checkpoint's.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    default_chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            help="Variables of the chat template for what requests leave out, as JSON: '{\"enable_thinking\": false}'.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
     flags: dict[str, Any],
     settings: dict[str, Any],
     split: dict[str, Any] | None = None,
@@ -51,7 +74,15 @@ def serve(
     begin = time.monotonic()
     role: SplitSettings = SplitSettings.create(**(split or {}))
     flags = role.engine_flags | flags
-    chosen, config = settle(flags, settings, with_generation_config=generation_config)
+    if reference is not None:
+        flags["model"] = reference
+    if default_chat_template_kwargs is not None:
+        settings["default_chat_template_kwargs"] = _json_object(
+            "--default-chat-template-kwargs", default_chat_template_kwargs
+        )
+    override = _json_object("--override-generation-config", override_generation_config or "{}")
+    chosen, config = settle(flags, settings, with_generation_config=generation_config, override=override)
+    _check_tls(chosen)
     set_up_logging(chosen.log_format)
     # Bind before spending minutes on loading; connections wait until the server is up.
     listening = bind(chosen.host, chosen.port)
@@ -59,10 +90,15 @@ def serve(
 
 
 def settle(
-    flags: dict[str, Any], given: dict[str, Any], *, with_generation_config: bool = True
+    flags: dict[str, Any],
+    given: dict[str, Any],
+    *,
+    with_generation_config: bool = True,
+    override: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[ServerSettings, EngineConfig]:
     """Settings of the server and of the engine. `flags` come from the engine's options and the config file, which may
-    also hold server settings; `given` come from the command line and take precedence.
+    also hold server settings; `given` come from the command line and take precedence. `override` has sampling
+    parameters that take the place of the checkpoint's.
 
     Raises:
         ConfigError: a bad value, or a model that does not exist.
@@ -81,7 +117,32 @@ def settle(
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         found = {name: getattr(recommended, name) for name in names}
         values["default_sampling"] = {name: value for name, value in found.items() if value is not None}
+    if override:
+        try:
+            SamplingParams.of(override)
+        except RequestError as error:
+            raise ConfigError(f"--override-generation-config: {error}") from None
+        values["default_sampling"] = {**values.get("default_sampling", {}), **override}
     return ServerSettings.create(**values), config
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    found = json_value(name, text)
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name}: a JSON object is needed, not {text[:80]}")
+    return found
+
+
+def _check_tls(settings: ServerSettings) -> None:
+    """Raises ConfigError: key and certificate cannot be read, or are not a pair."""
+    if settings.ssl_certfile is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            settings.ssl_certfile, settings.ssl_keyfile, password=lambda: ""
+        )
+    except OSError as error:  # ssl.SSLError among them
+        raise ConfigError(f"--ssl-certfile {settings.ssl_certfile}: cannot be used: {error}") from None
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -117,8 +178,9 @@ def _run(
 
     traces = Traces(settings.otlp_traces_endpoint, settings.served_model_name[0])
     built = build_engine(config.model_copy(update={"warmup": False}))
+    scheme = "http" if settings.ssl_certfile is None else "https"
     address, port = listening.getsockname()[:2]
-    for line in summary(built, settings, f"http://{address}:{port}"):
+    for line in summary(built, settings, f"{scheme}://{address}:{port}"):
         log.info(line)
 
     opened = open_role(role, built, settings.host, port)
@@ -141,5 +203,8 @@ def _run(
         on_ready=on_ready,
         traces=traces,
     )
-    server = Server(app, settings, drain_timeout=settings.drain_timeout, leave=engine.shutdown)
+    server = Server(
+        app, settings, drain_timeout=settings.drain_timeout, leave=engine.shutdown,
+        ssl_keyfile=settings.ssl_keyfile, ssl_certfile=settings.ssl_certfile, root_path=settings.root_path,
+    )  # fmt: skip
     server.run(sockets=[listening])

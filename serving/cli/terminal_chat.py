@@ -101,7 +101,7 @@ def local(flags: dict[str, Any], sampling: dict[str, Any]) -> Answer:
     flags.setdefault("warmup", False)
     config = EngineConfig.create(**flags)
     params = SamplingParams.of(sampling)
-    if not require_tokenizer(config.model).has_chat_template:
+    if not require_tokenizer(config.tokenizer or config.model, chat_template=config.chat_template).has_chat_template:
         raise ConfigError(f"{config.model} has no chat template; `mamba-jax generate` continues plain texts")
     llm = LLM(**flags)
 

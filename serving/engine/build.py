@@ -74,7 +74,7 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Built:
     resolved = _Resolved.of(config, described)  # errors come before minutes are spent on loading
     if config.compilation_cache:
         use_compilation_cache()
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config.tokenizer or config.model, chat_template=config.chat_template)
     eos = generation_config(config.model).eos_token_ids or described.eos_token_ids
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         # A chat tokenizer's end of turn is often missing from the other two.

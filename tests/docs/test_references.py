@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from docs.flags import TABLES, with_table
 from serving.cli.main import app
 from serving.config import EngineConfig
 from tests.support.markdown_blocks import blocks_of
@@ -22,6 +23,12 @@ def test_every_engine_flag_is_in_the_table():
     page = (ROOT / "docs/engine.md").read_text()
     missing = [flag for flag in EngineConfig.model_fields if f"| `--{flag.replace('_', '-')}`" not in page]
     assert not missing, "run: python -m docs.flags"
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_of_flags_are_current(name):
+    page = (ROOT / "docs" / name).read_text()
+    assert with_table(name, page) == page, "run: python -m docs.flags"
 
 
 def commands_of(page: Path) -> list[str]:

@@ -52,7 +52,9 @@ class LiveServer:
             prepare=(lambda engine: warm_up(engine.loop, engine.vocab_size, progress=False)) if prepare else None,
         )
         self.context = app.state.context
-        self.uvicorn = Server(app, chosen, drain_timeout=drain_timeout, leave=self.async_engine.shutdown)
+        self.uvicorn = Server(
+            app, chosen, drain_timeout=drain_timeout, leave=self.async_engine.shutdown, root_path=chosen.root_path
+        )
         self.thread = threading.Thread(target=partial(self.uvicorn.run, sockets=[listening]), daemon=True)
         self.thread.start()
         self.http = httpx.Client(base_url=self.url, timeout=120)

@@ -21,6 +21,7 @@ from importlib.resources import files
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse
 
 from serving.api.http import admin, chat, completions, errors, tokenization
@@ -82,6 +83,14 @@ def create_app(
     )
     app.state.context = context
     app.add_middleware(Limits, bounds=settings, metrics=metrics)
+    if settings.allowed_origins:  # added last, and so in front: refusals can be read by pages, too
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=settings.allowed_methods,
+            allow_headers=settings.allowed_headers,
+            allow_credentials=settings.allow_credentials,
+        )
     errors.install(app)
     profiling = profiling_router(settings.profile_dir, settings.profile_timeout)
     for router in (completions.router, chat.router, tokenization.router, admin.router, profiling, *routers):

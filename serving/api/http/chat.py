@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from serving.api.http.generation import (
     Tally,
     check_choices,
     check_form,
+    check_logprobs,
     check_size,
     stream,
 )
@@ -57,9 +58,10 @@ def offered_tools(body: ChatRequest) -> list[Tool]:
     return [] if body.tool_choice == "none" else body.tools or []
 
 
-def template_options(body: ChatRequest) -> dict[str, Any]:
-    """What the chat template gets beside the messages."""
+def template_options(body: ChatRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """What the chat template gets beside the messages; `defaults` are variables that requests may leave out."""
     return {
+        **defaults,
         **(body.chat_template_kwargs or {}),
         "tools": [tool.model_dump(exclude_unset=True) for tool in offered_tools(body)] or None,
         "documents": body.documents,
@@ -108,9 +110,11 @@ class ChatWriter:
     async def of(cls, context: Context, body: ChatRequest) -> ChatWriter:
         """Renders, tokenises and checks everything that can be checked beforehand."""
         check_choices(context, body, 1)
+        check_logprobs(context, body.top_logprobs, "top_logprobs")
         messages = [message.model_dump(exclude_unset=True) for message in body.messages]
         special = body.add_special_tokens is True
-        prompt = await context.codec.encode_chat(messages, add_special_tokens=special, **template_options(body))
+        options = template_options(body, context.settings.default_chat_template_kwargs)
+        prompt = await context.codec.encode_chat(messages, add_special_tokens=special, **options)
         check_size(context, [prompt], "messages")
         writer = cls(ResponseContext.of(context), body, prompt)
         writer.grammar = await check_form(context, writer.job.params)

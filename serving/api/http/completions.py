@@ -18,6 +18,7 @@ from serving.api.http.generation import (
     Tally,
     check_choices,
     check_form,
+    check_logprobs,
     check_size,
     stream,
 )
@@ -76,6 +77,7 @@ class CompletionWriter:
     async def of(cls, context: Context, body: CompletionRequest) -> CompletionWriter:
         """Tokenises and checks everything that can be checked beforehand."""
         check_choices(context, body, len(body.prompts))
+        check_logprobs(context, body.logprobs, "logprobs")
         codec, special = context.codec, body.add_special_tokens is not False
         prompts = [prompt for prompt in body.prompts if not isinstance(prompt, str)]
         if not prompts:

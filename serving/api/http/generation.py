@@ -135,6 +135,17 @@ def check_choices(context: Context, request: GenerationRequest, prompts: int) ->
         raise ApiError(400, f"{choices} choices (prompts times n): at most {most} are allowed", param="n")
 
 
+def check_logprobs(context: Context, asked: int | None, param: str) -> None:
+    """Refuse a request for more alternatives than the server gives.
+
+    Raises:
+        ApiError: it is one.
+    """
+    most = context.settings.max_logprobs
+    if asked is not None and asked > most:
+        raise ApiError(400, f"{param} is {asked}: at most {most} are allowed", param=param)
+
+
 def check_size(context: Context, prompts: Sequence[Sequence[int]], param: str) -> None:
     """Refuse prompts that can never run, before any of them does.
 

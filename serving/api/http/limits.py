@@ -87,7 +87,7 @@ class Limits:
         self._log(scope, request_id, status, time.monotonic() - begin)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        if self._keys and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+        if self._keys and _path(scope) not in OPEN_PATHS and scope["method"] != "OPTIONS":
             check_key(headers, self._keys)
         if scope["method"] == "POST" and not _empty(headers):
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -151,7 +151,7 @@ class Limits:
         _refuse_half_characters(body)
 
     def _log(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
-        if not self._bounds.log_requests or scope["path"] in _QUIET:
+        if not self._bounds.log_requests or _path(scope) in _QUIET:
             return
         fields = {
             "request_id": request_id,
@@ -167,6 +167,12 @@ class Limits:
             fields["completion_tokens"] = usage.completion_tokens
             fields["cached_tokens"] = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
         log.info("request", extra={"fields": fields})
+
+
+def _path(scope: Scope) -> str:
+    """The path as this server's own, without what a proxy has in front of it (`--root-path`)."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def _empty(headers: Headers) -> bool:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from serving.config import ConfigError
+from serving.engine.sampling_params import MAX_LOGPROBS
 
 LogFormat = Literal["text", "json"]
 ToolCallParser = Literal["auto", "none", "hermes", "nemotron", "qwen3_coder"]
+
+ReasoningParser = Literal["auto", "none", "think"]
 
 
 class ConnectionBounds(BaseModel):
@@ -68,6 +71,11 @@ class ServerSettings(ConnectionBounds, RequestBounds):
         description="Format of the model's tool calls: auto (detected from its chat template), none (left as text), "
         "hermes, nemotron or qwen3_coder.",
     )
+    reasoning_parser: ReasoningParser = Field(
+        "auto",
+        description="Marks around a model's reasoning: auto (detected from its chat template), none (left in the "
+        "text) or think (<think> and </think>).",
+    )
     step_timeout: float = Field(
         120.0, gt=0, description="Seconds after which an engine step counts as stuck: requests and probes get 503."
     )
@@ -78,6 +86,18 @@ class ServerSettings(ConnectionBounds, RequestBounds):
         pattern=r"^https?://",
         description="Where to send OpenTelemetry spans (OTLP over HTTP), e.g. http://localhost:4318/v1/traces.",
     )
+    max_logprobs: int = Field(
+        MAX_LOGPROBS, ge=0, le=MAX_LOGPROBS, description="Maximum number of alternatives in log-probabilities."
+    )
+    allowed_origins: tuple[str, ...] = Field(
+        (), description="An origin whose pages may use the server (CORS), or *; repeatable. Unset: none."
+    )
+    allowed_methods: tuple[str, ...] = Field(("*",), description="A method that they may use; repeatable.")
+    allowed_headers: tuple[str, ...] = Field(("*",), description="A header that they may send; repeatable.")
+    allow_credentials: bool = Field(False, description="They may send cookies and keys of the browser's.")
+    root_path: str = Field("", description="The path under which a proxy serves this server, as in /models/one.")
+    ssl_keyfile: str | None = Field(None, description="Private key for TLS (PEM). Unset: plain HTTP.")
+    ssl_certfile: str | None = Field(None, description="Certificate for TLS, with its chain (PEM).")
     profile_dir: str | None = Field(
         None, description="Folder for the profiles of /start_profile (XProf's). Unset: no profiles."
     )
@@ -85,6 +105,16 @@ class ServerSettings(ConnectionBounds, RequestBounds):
     default_sampling: Mapping[str, Any] = Field(
         default_factory=dict, description="Sampling parameters for what requests leave out."
     )
+
+    default_chat_template_kwargs: Mapping[str, Any] = Field(
+        default_factory=dict, description="Variables of the chat template for what requests leave out."
+    )
+
+    @model_validator(mode="after")
+    def _tls_needs_both(self) -> ServerSettings:
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ValueError("ssl_keyfile and ssl_certfile must be given together")
+        return self
 
     @classmethod
     def create(cls, **values: Any) -> ServerSettings:
@@ -94,12 +124,14 @@ class ServerSettings(ConnectionBounds, RequestBounds):
             ConfigError: a bad value.
         """
         given = {name: value for name, value in values.items() if value is not None}
-        for name in ("served_model_name", "api_key", "admin_key"):
+        for name in ("served_model_name", "api_key", "admin_key", "allowed_origins"):
             if isinstance(given.get(name), str):
                 given[name] = (given[name],)
         try:
             return cls(**given)
         except ValidationError as error:
             first = error.errors()[0]
+            if not first["loc"]:
+                raise ConfigError(str(first["ctx"]["error"])) from None
             where = ".".join(map(str, first["loc"]))
             raise ConfigError(f"{where}: {first['msg'].lower()}, got {first['input']!r}") from None

@@ -29,7 +29,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
             [message.model_dump(exclude_unset=True) for message in body.messages],
             add_special_tokens=body.add_special_tokens is True,
             fits=False,
-            **(body.chat_template_kwargs or {}),
+            **{**context.settings.default_chat_template_kwargs, **(body.chat_template_kwargs or {})},
             tools=[tool.model_dump(exclude_unset=True) for tool in body.tools] if body.tools else None,
             add_generation_prompt=body.add_generation_prompt,
         )

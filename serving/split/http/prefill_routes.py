@@ -166,7 +166,8 @@ async def _prompt(context: Context, body: PrefillRequest) -> tuple[list[int], in
     if isinstance(request, ChatRequest):
         messages = [message.model_dump(exclude_unset=True) for message in request.messages]
         special = request.add_special_tokens is True
-        prompt = await context.codec.encode_chat(messages, add_special_tokens=special, **template_options(request))
+        options = template_options(request, context.settings.default_chat_template_kwargs)
+        prompt = await context.codec.encode_chat(messages, add_special_tokens=special, **options)
     else:
         if len(request.prompts) != 1:
             raise ApiError(400, "one prompt at a time can be computed for another worker", param="prompt")

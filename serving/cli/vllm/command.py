@@ -1,0 +1,115 @@
+"""From a command line of `vllm serve` to one of `mamba-jax serve`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from serving.cli.vllm.flags import FLAGS, Flag, Takes, Words
+from serving.config import ConfigError
+
+
+@dataclass
+class Translated:
+    """A command line in our words, and what was said about it."""
+
+    words: Words = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+
+_NAMED = {name: flag for flag in FLAGS for name in (flag.name, *flag.short)}
+_OPPOSITES = {f"--no-{flag.name[2:]}": flag for flag in FLAGS if flag.takes is Takes.NOTHING}
+
+
+def translate(words: Sequence[str], own: Collection[str] = ()) -> Translated:
+    """Replaces vLLM's flags by ours; all other words stay as they are.
+
+    Args:
+        words: what stands after `serve`.
+        own: options of our own command: flags called unnecessary or missing that it has are left to it.
+    Raises:
+        ConfigError: a flag asks for what is not there, or its value cannot be read.
+    """
+    done = Translated()
+    waiting = _with_nested_values_joined(words)
+    while waiting:
+        word = waiting.pop(0)
+        name, equals, value = word.partition("=")
+        if word == "--":
+            done.words += [word, *waiting]
+            break
+        if re.fullmatch(r"-O\d", name):  # the only one that is glued to its value
+            name, equals, value = "-O", "=", name[2:]
+        name = _dashed(name)
+        flag = _NAMED.get(name) or _OPPOSITES.get(name)
+        ours = flag is not None and (
+            (flag.becomes is None and flag.name in own)
+            or (bool(flag.only_before) and not equals and (waiting[:1] or [""])[0] not in flag.only_before)
+        )
+        if flag is None or ours:
+            done.words.append(name + equals + value)
+            continue
+        values = [value] if equals else _values(flag, waiting)
+        _apply(flag, name, values, done)
+    return done
+
+
+def _apply(flag: Flag, name: str, values: Words, done: Translated) -> None:
+    if flag.unnecessary:
+        done.notices.append(f"{' '.join([name, *values])}: has no effect: {flag.unnecessary}")
+    elif flag.missing:
+        if name in _OPPOSITES or (values and set(values) <= set(flag.harmless)):
+            return
+        raise ConfigError(f"{name}: not there: {flag.missing}")
+    elif name in _OPPOSITES:
+        done.words += flag.off or []
+    elif flag.becomes is not None:
+        for value in values or [""]:
+            done.words += flag.becomes(value)
+
+
+def _values(flag: Flag, waiting: Words) -> Words:
+    """Takes a flag's values off the words that follow it."""
+    if flag.takes is Takes.NOTHING:
+        return []
+    if not waiting:
+        raise ConfigError(f"{flag.name}: a value is needed")
+    values = [waiting.pop(0)]
+    while flag.takes is Takes.VALUES and waiting and not waiting[0].startswith("-"):
+        values.append(waiting.pop(0))
+    return values
+
+
+def _dashed(name: str) -> str:
+    """Flags may be written with underscores there."""
+    return name.replace("_", "-") if name.startswith("--") else name
+
+
+def _with_nested_values_joined(words: Sequence[str]) -> Words:
+    """`--speculative-config.method mtp` and its like as one JSON object."""
+    left: Words = []
+    found: dict[str, dict[str, object]] = defaultdict(dict)
+    waiting = list(words)
+    while waiting:
+        word = waiting.pop(0)
+        name, equals, value = word.partition("=")
+        flag, dot, key = name.partition(".")
+        if not (dot and flag.startswith("--") and _dashed(flag) in _NAMED):
+            left.append(word)
+            continue
+        if not equals:
+            if not waiting:
+                raise ConfigError(f"{name}: a value is needed")
+            value = waiting.pop(0)
+        found[_dashed(flag)][key] = _plain(value)
+    return [*left, *(word for flag, table in found.items() for word in (flag, json.dumps(table)))]
+
+
+def _plain(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

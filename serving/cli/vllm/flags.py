@@ -1,0 +1,269 @@
+"""What becomes of each flag of `vllm serve`: the table that is in docs/vllm.md, too.
+
+A flag that this program has under the same name needs no line here, unless its values are written differently.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from serving.config import ConfigError
+
+Words = list[str]
+
+
+class Takes(Enum):
+    """What follows a flag."""
+
+    NOTHING = 0
+    A_VALUE = 1
+    VALUES = 2
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag of vLLM's.
+
+    Exactly one of `becomes`, `unnecessary` and `missing` says what is done about it.
+    """
+
+    name: str
+    takes: Takes
+    short: tuple[str, ...] = ()
+    ours: str = ""
+    """The flags that it becomes, for the table."""
+    becomes: Callable[[str], Words] | None = None
+    """Our words for its value (an empty text where it takes none)."""
+    off: Words | None = None
+    """Our words for `--no-...`."""
+    unnecessary: str = ""
+    """Why there is nothing to choose."""
+    missing: str = ""
+    """What is not there, and what to do instead."""
+    harmless: tuple[str, ...] = ()
+    """Values with which a missing flag asks for nothing."""
+    only_before: tuple[str, ...] = ()
+    """Ours has no value: the flag is vLLM's only where one of these follows."""
+
+
+def renamed(name: str, ours: str, *short: str, values: dict[str, str] | None = None) -> Flag:
+    """A flag with a value that has another name here; `values` are those that are spelled differently."""
+    known = values or {}
+    return Flag(
+        name, Takes.A_VALUE, short, ours=ours, becomes=lambda value: [ours, known.get(value.lower(), value)]
+    )  # fmt: skip
+
+
+def repeated(name: str) -> Flag:
+    """A flag that takes several values at once there, as words or as a JSON list, and is repeatable here."""
+    return Flag(name, Takes.VALUES, ours=f"`{name}` for each value", becomes=lambda value: _each(name, value))
+
+
+def switch(name: str, on: str, off: str) -> Flag:
+    """A flag without a value that has another name here."""
+    return Flag(name, Takes.NOTHING, ours=on, becomes=lambda _: [on], off=[off])
+
+
+def unnecessary(name: str, why: str, takes: Takes = Takes.A_VALUE, *short: str) -> Flag:
+    return Flag(name, takes, short, unnecessary=why)
+
+
+def missing(name: str, why: str, *short: str, takes: Takes = Takes.A_VALUE, harmless: tuple[str, ...] = ()) -> Flag:
+    return Flag(name, takes, short, missing=why, harmless=harmless)
+
+
+def _each(name: str, value: str) -> Words:
+    found = json_value(name, value) if value.lstrip().startswith("[") else [value]
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise ConfigError(f"{name}: a JSON list of texts is needed, not {value}")
+    return [word for one in found for word in (name, one)]
+
+
+def json_value(name: str, text: str) -> Any:
+    """A flag's value that is JSON.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: not JSON ({error}): {text[:80]}") from None
+
+
+_MTP = ("mtp", "nemotron_h_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp")
+_FOR_DRAFT_KERNELS = ("moe_backend", "attention_backend", "draft_tensor_parallel_size")
+_DRAFT_KEYS = {
+    "num_speculative_tokens": "--num-speculative-tokens",
+    "prompt_lookup_min": "--prompt-lookup-min",
+    "prompt_lookup_max": "--prompt-lookup-max",
+}
+
+
+def drafts(value: str) -> Words:
+    """`--speculative-config`: a JSON object."""
+    given = json_value("--speculative-config", value)
+    if not isinstance(given, dict):
+        raise ConfigError(f"--speculative-config: a JSON object is needed, not {value[:80]}")
+    method = given.pop("method", None)
+    if method in _MTP:
+        words = ["--speculative-method", "mtp"]
+    elif method == "ngram":
+        words = ["--speculative-method", "ngram"]
+    elif method is None and "model" not in given:
+        words = []
+    else:
+        asked = f"method {method!r}" if method is not None else "a draft model"
+        raise ConfigError(
+            f"--speculative-config: {asked} is not there; drafts come from the model's own layer (mtp) or from ngram"
+        )
+    for key, number in given.items():
+        if key in _FOR_DRAFT_KERNELS:
+            continue
+        if key not in _DRAFT_KEYS:
+            known = ", ".join(["method", *_DRAFT_KEYS])
+            raise ConfigError(f"--speculative-config: {key!r} is not there; allowed are {known}")
+        words += [_DRAFT_KEYS[key], str(number)]
+    return words
+
+
+def _generation_config(value: str) -> Words:
+    match value:
+        case "auto":
+            return ["--generation-config"]
+        case "vllm":
+            return ["--no-generation-config"]
+    raise ConfigError("--generation-config: auto (the checkpoint's) or vllm (none); a folder is not supported")
+
+
+def _model_length(value: str) -> Words:
+    return [] if value in ("auto", "-1") else ["--max-model-len", value]
+
+
+_STORED = (
+    "modelopt",
+    "modelopt_fp4",
+    "modelopt_mixed",
+    "compressed-tensors",
+    "gptq",
+    "gptq_marlin",
+    "awq",
+    "awq_marlin",
+)
+"""Names of forms that a checkpoint has already: its config.json says so."""
+
+
+def _quantization(value: str) -> Words:
+    return [] if value in _STORED else ["--quantization", value]
+
+
+_ONE_PROGRAM = "programs are always compiled, at start-up"
+_BUILT_IN = "forms are built in; no code of a checkpoint is run"
+_MEMORY = "a preempted request is computed again from its tokens"
+_KERNELS = "this platform's kernels are chosen by themselves; --kernels names others"
+
+FLAGS: tuple[Flag, ...] = (
+    renamed("--tensor-parallel-size", "--tensor-parallel-size", "-tp"),
+    renamed("--gpu-memory-utilization", "--memory-utilization"),
+    renamed("--block-size", "--page-size"),
+    renamed("--mamba-block-size", "--state-block-size"),
+    Flag(
+        "--mamba-ssm-cache-dtype", Takes.A_VALUE, ours="--ssm-dtype",
+        becomes=lambda value: [] if value == "auto" else ["--ssm-dtype", value],
+    ),
+    Flag(
+        "--speculative-config", Takes.A_VALUE, ("-sc",),
+        ours="--speculative-method, --num-speculative-tokens, --prompt-lookup-min, --prompt-lookup-max", becomes=drafts,
+    ),
+    renamed("--dtype", "--dtype", values={"half": "float16", "float": "float32"}),
+    Flag("--max-model-len", Takes.A_VALUE, ours="--max-model-len", becomes=_model_length),
+    renamed(
+        "--load-format", "--load-format",
+        values=dict.fromkeys(("safetensors", "fastsafetensors", "instanttensor", "hf", "runai_streamer"), "auto"),
+    ),
+    Flag("--quantization", Takes.A_VALUE, ("-q",), ours="--quantization", becomes=_quantization),
+    repeated("--served-model-name"),
+    repeated("--api-key"),
+    repeated("--allowed-origins"),
+    repeated("--allowed-methods"),
+    repeated("--allowed-headers"),
+    renamed(
+        "--tool-call-parser", "--tool-call-parser",
+        values={
+            "granite4": "hermes", "nemotron_json": "nemotron", "nemotron_nano_v2": "nemotron",
+            "qwen3_xml": "qwen3_coder", "nemotron_v3": "qwen3_coder",
+        },
+    ),
+    renamed(
+        "--reasoning-parser", "--reasoning-parser",
+        values=dict.fromkeys(
+            ("nemotron_v3", "nano_v3", "nano_v2", "qwen3", "deepseek_r1", "deepseek_v3", "granite", "glm45"), "think"
+        ),
+    ),
+    Flag(
+        "--generation-config", Takes.A_VALUE, ours="--generation-config, --no-generation-config",
+        becomes=_generation_config, only_before=("auto", "vllm"),
+    ),
+    switch("--enable-log-requests", "--log-requests", "--no-log-requests"),
+    switch("--disable-log-requests", "--no-log-requests", "--log-requests"),
+    unnecessary("--enable-auto-tool-choice", "calls are read wherever a request has tools", Takes.NOTHING),
+    unnecessary("--tool-parser-plugin", _BUILT_IN),
+    unnecessary("--reasoning-parser-plugin", _BUILT_IN),
+    unnecessary("--trust-remote-code", "families are built in; no code of a checkpoint is run", Takes.NOTHING),
+    unnecessary("--enforce-eager", _ONE_PROGRAM, Takes.NOTHING),
+    unnecessary("--compilation-config", _ONE_PROGRAM, Takes.A_VALUE, "-cc"),
+    unnecessary("--optimization-level", _ONE_PROGRAM, Takes.A_VALUE, "-O"),
+    unnecessary("--max-seq-len-to-capture", _ONE_PROGRAM),
+    unnecessary("--cuda-graph-sizes", _ONE_PROGRAM, Takes.VALUES),
+    unnecessary("--swap-space", _MEMORY),
+    unnecessary("--preemption-mode", _MEMORY),
+    unnecessary("--async-scheduling", "a step is dispatched before the last one's results are read", Takes.NOTHING),
+    unnecessary("--kv-cache-dtype", "keys and values have the model's data type, whatever is asked for"),
+    unnecessary("--calculate-kv-scales", "keys and values have the model's data type", Takes.NOTHING),
+    unnecessary("--mamba-cache-dtype", "convolution windows have the model's data type"),
+    unnecessary("--attention-backend", _KERNELS),
+    unnecessary("--mamba-backend", _KERNELS),
+    unnecessary("--moe-backend", _KERNELS),
+    unnecessary("--linear-backend", _KERNELS),
+    unnecessary("--attention-config", _KERNELS),
+    unnecessary("--mamba-ssu-algorithm", _KERNELS),
+    unnecessary("--enable-flashinfer-autotune", _KERNELS, Takes.NOTHING),
+    unnecessary("--safetensors-load-strategy", "weights are read tensor by tensor, straight to their devices"),
+    unnecessary("--device", "JAX uses the accelerator that it finds; JAX_PLATFORMS=cpu says otherwise"),
+    unnecessary("--distributed-executor-backend", "one process drives all local devices"),
+    unnecessary("--enable-expert-parallel", "experts are divided over the same devices as the rest", Takes.NOTHING),
+    unnecessary("--disable-custom-all-reduce", "sums over devices are XLA's", Takes.NOTHING),
+    unnecessary("--structured-outputs-config", "grammars are llguidance's"),
+    unnecessary("--guided-decoding-backend", "grammars are llguidance's"),
+    unnecessary("--prefix-caching-hash-algo", "prefixes are found by their tokens, not by a hash"),
+    unnecessary("--tokenizer-mode", "tokenizer.json is read by the tokenizers library"),
+    unnecessary("--chat-template-content-format", "lists of text parts become one text"),
+    unnecessary("--limit-mm-per-prompt", "text only"),
+    unnecessary("--language-model-only", "text only", Takes.NOTHING),
+    unnecessary("--runner", "models generate text"),
+    unnecessary("--task", "models generate text"),
+    unnecessary("--disable-log-stats", "numbers are at /metrics, not in the log", Takes.NOTHING),
+    unnecessary("--enable-server-load-tracking", "numbers are at /metrics", Takes.NOTHING),
+    unnecessary("--enable-prompt-tokens-details", "usage always has them", Takes.NOTHING),
+    unnecessary("--uvicorn-log-level", "one log for everything; --log-format"),
+    unnecessary("--disable-uvicorn-access-log", "requests are logged once; --no-log-requests", Takes.NOTHING),
+    unnecessary("--disable-fastapi-docs", "/docs shows nothing but the API's description", Takes.NOTHING),
+    missing("--pipeline-parallel-size", "layers are divided by --tensor-parallel-size only", "-pp", harmless=("1",)),
+    missing(
+        "--data-parallel-size", "start several servers behind a load balancer, or `mamba-jax router`", "-dp",
+        harmless=("1",),
+    ),
+    missing("--api-server-count", "one process serves HTTP", harmless=("1",)),
+    missing("--enable-lora", "no adapters: merge them into the weights first", takes=Takes.NOTHING),
+    missing("--lora-modules", "no adapters: merge them into the weights first", takes=Takes.VALUES),
+    missing("--cpu-offload-gb", "weights stay on the device; `mamba-jax plan` says what fits", harmless=("0",)),
+    missing("--kv-transfer-config", "see --role and docs/split.md"),
+    missing("--hf-overrides", "edit config.json"),
+    missing("--enable-force-include-usage", "clients ask by stream_options", takes=Takes.NOTHING),
+    missing("--middleware", "put a proxy in front"),
+)  # fmt: skip
+"""By the order of the page."""

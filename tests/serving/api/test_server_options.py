@@ -1,0 +1,94 @@
+"""Settings of the server that change what clients see: origins, a path in front, templates, log-probabilities."""
+
+import pytest
+
+from checkpoints import CheckpointError
+from checkpoints.load import load_tokenizer
+from serving.api.http import ServerSettings
+from serving.cli.serve import settle
+from serving.config import ConfigError, EngineConfig
+from serving.engine.build import build_engine
+from tests.support.live_server import LiveServer
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if mood is defined %} ({{ mood }}){% endif %}"
+SMALL = {
+    "tile_size": 16, "state_block_size": 32, "page_size": 16, "max_model_len": 128, "max_num_seqs": 2,
+    "max_num_batched_tokens": 64, "num_slots": 8, "num_pages": 20, "warmup": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """A server with a template of its own, and pages of one origin that may use it; nothing has been compiled."""
+    file = tmp_path_factory.mktemp("templates") / "plain.jinja"
+    file.write_text(TEMPLATE)
+    engine = build_engine(EngineConfig.create(chat_template=str(file), **SMALL), progress=False).engine
+    server = LiveServer(
+        engine, prepare=False, allowed_origins="https://chat.example", root_path="/models/demo", max_logprobs=3,
+        default_chat_template_kwargs={"mood": "calm"}, api_key="secret",
+    )  # fmt: skip
+    server.http.headers["authorization"] = "Bearer secret"
+    server.wait_until_ready()
+    yield server
+    server.close()
+
+
+def text_of(server, **fields):
+    body = {"messages": [{"role": "user", "content": "Hello"}]} | fields
+    tokens = server.http.post("/tokenize", json=body).json()["tokens"]
+    return server.http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+
+
+def test_a_template_of_the_operators_and_its_variables(other):
+    assert text_of(other) == "Hello (calm)"
+    assert text_of(other, chat_template_kwargs={"mood": "wild"}) == "Hello (wild)"
+
+
+def test_templates_and_tokenizers_are_found_or_refused(tmp_path):
+    assert load_tokenizer("demo", chat_template="{{ 1 + 1 }}").apply_chat_template([]) == "2"
+    with pytest.raises(CheckpointError, match=r"chat template .*none\.jinja: cannot be read"):
+        load_tokenizer("demo", chat_template=str(tmp_path / "none.jinja"))
+    with pytest.raises(CheckpointError, match="no such model"):
+        build_engine(EngineConfig.create(tokenizer=str(tmp_path / "none"), **SMALL), progress=False)
+
+
+def test_pages_of_an_origin(other):
+    origin = {"origin": "https://chat.example"}
+    asked = {**origin, "access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+    answer = other.http.options("/v1/completions", headers=asked)
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == "https://chat.example"
+    refused = other.http.get("/v1/models", headers=origin | {"authorization": "Bearer wrong"})
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == "https://chat.example"
+    stranger = other.http.get("/v1/models", headers={"origin": "https://elsewhere.example"})
+    assert "access-control-allow-origin" not in stranger.headers
+
+
+def test_a_path_in_front(other):
+    assert other.http.get("/openapi.json").json()["servers"] == [{"url": "/models/demo"}]
+    assert other.http.get("/health", headers={"authorization": ""}).status_code == 200  # still needs no key
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"prompt": "x", "logprobs": 4}, "logprobs"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 4},
+         "top_logprobs"),
+    ],
+)  # fmt: skip
+def test_few_log_probabilities(other, path, fields, param):
+    answer = other.http.post(path, json=fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert "at most 3" in answer.json()["error"]["message"]
+
+
+def test_sampling_of_the_operators():
+    settings, _ = settle({}, {}, override={"temperature": 0.5, "top_k": 3})
+    assert settings.default_sampling["temperature"] == 0.5
+    assert settings.default_sampling["top_k"] == 3
+    with pytest.raises(ConfigError, match="--override-generation-config: temperature"):
+        settle({}, {}, override={"temperature": -1})
+    assert ServerSettings.create().allowed_origins == ()

@@ -1,0 +1,239 @@
+"""Command lines of `vllm serve` in our words, and a server that is started by one."""
+
+import json
+import logging
+import os
+import re
+import shlex
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from checkpoints.resolve import DEMO_DIRECTORY
+from serving.cli.engine_options import whole_number
+from serving.cli.main import in_own_words, run
+from serving.cli.vllm.command import translate
+from serving.cli.vllm.flags import FLAGS
+from serving.config import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+RECIPES = {
+    "Nemotron 3 Nano, FP8": "NANO --trust-remote-code --async-scheduling --kv-cache-dtype fp8 --tensor-parallel-size 1",
+    "Nemotron 3 Nano, agents": """NANO --max-num-seqs 8 --tensor-parallel-size 1 --max-model-len 262144 --port 0
+        --trust-remote-code --enable-auto-tool-choice --tool-call-parser qwen3_coder
+        --reasoning-parser-plugin nano_v3_reasoning_parser.py --reasoning-parser nano_v3""",
+    "Nemotron 3 Nano, AMD": """NANO --tensor-parallel-size 1 --max-model-len 32768 --max-num-seqs 256
+        --trust-remote-code --disable-log-requests""",
+    "Nemotron 3 Super": """SUPER --host 0.0.0.0 --port 0 --max-model-len 262144 --gpu-memory-utilization 0.8
+        --max-num-seqs 8 --load-format fastsafetensors --attention-backend flashinfer --max-num-batched-tokens 16384
+        --kv-cache-dtype fp8 --mamba-cache-mode align --mamba-ssm-cache-dtype float32
+        --speculative-config '{"method":"mtp","num_speculative_tokens":3}' --enable-prefix-caching
+        --reasoning-parser nemotron_v3 --enable-auto-tool-choice --tool-call-parser qwen3_xml""",
+    "Nemotron 3 Super, four devices": """SUPER --kv-cache-dtype fp8 --tensor-parallel-size 4 --trust-remote-code
+        --served-model-name nemotron --enable-auto-tool-choice --tool-call-parser qwen3_xml
+        --reasoning-parser nemotron_v3""",
+    "Nemotron 3.5 Lightning": """LIGHT --mamba-backend flashinfer --mamba-cache-mode align --enable-prefix-caching
+        --max-num-batched-tokens 16384 --reasoning-parser nemotron_v3 --enable-auto-tool-choice
+        --tool-call-parser qwen3_xml
+        --speculative-config '{"method":"mtp","num_speculative_tokens":3,"moe_backend":"triton"}'
+        --quantization modelopt_fp4 --moe-backend humming --linear-backend humming --mamba-ssu-algorithm horizontal""",
+    "Granite 4": "GRANITE --tool-call-parser hermes --enable-auto-tool-choice",
+    "Granite 4, small": "GRANITE --dtype half --max_model_len 32k --served-model-name granite g4 -tp 1 --enforce-eager",
+}  # fmt: skip
+
+
+class Started(Exception):
+    """Everything has been read and found right."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The demo model as a directory, in place of a hub's name; long enough for every recipe."""
+    directory = tmp_path_factory.mktemp("checkpoints") / "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
+    shutil.copytree(DEMO_DIRECTORY, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 262144}))
+    return directory
+
+
+def words_of(line, checkpoint):
+    return ["serve", str(checkpoint), *shlex.split(line)[1:]]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_understood(name, checkpoint, monkeypatch, capfd):
+    def begin(settings, config, listening, *_):
+        listening.close()
+        begun.append((settings, config))
+
+    begun = []
+    monkeypatch.setattr("serving.cli.serve._run", begin)
+    line = words_of(RECIPES[name], checkpoint)
+    assert run([*line, "--port", "0"]) == 0, capfd.readouterr().err
+    ((settings, config),) = begun
+    assert config.model == str(checkpoint)
+    assert settings.served_model_name[0] in (checkpoint.name, "nemotron", "granite")
+    if "speculative" in RECIPES[name]:
+        assert (config.speculative_method, config.num_speculative_tokens) == ("mtp", 3)
+    if "--tool-call-parser" in line:
+        assert settings.tool_call_parser in ("qwen3_coder", "hermes")
+    if "32k" in line:
+        assert (config.max_model_len, config.dtype, settings.served_model_name) == (
+            32_000, "float16", ("granite", "g4")
+        )  # fmt: skip
+
+
+def test_a_recipe_starts_a_server(checkpoint):
+    line = [*words_of(RECIPES["Nemotron 3 Nano, agents"], checkpoint), "--no-warmup"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "serving.cli", *line], stderr=subprocess.PIPE, text=True, cwd=ROOT, env=dict(os.environ)
+    )
+    log = ""
+    try:
+        for text in process.stderr:
+            log += text
+            if "ready after" in text:
+                break
+        url = re.search(r"(http://\S+)/v1", log)[1]
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == checkpoint.name
+    finally:
+        process.send_signal(signal.SIGTERM)
+        log += process.communicate(timeout=120)[1]
+    assert "--trust-remote-code: has no effect: families are built in" in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    ("line", "ours"),
+    [
+        ("m -tp 2", "m --tensor-parallel-size 2"),
+        ("m -tp=2 --gpu_memory_utilization=0.5", "m --tensor-parallel-size 2 --memory-utilization 0.5"),
+        ("--block-size 16 --mamba-block-size 512", "--page-size 16 --state-block-size 512"),
+        ("--mamba-ssm-cache-dtype auto --mamba_ssm_cache_dtype bfloat16", "--ssm-dtype bfloat16"),
+        ("--speculative-config.method ngram", "--speculative-method ngram"),
+        ("--speculative-config.method ngram --speculative_config.prompt_lookup_max=3 m",
+         "m --speculative-method ngram --prompt-lookup-max 3"),
+        ("-sc '{\"num_speculative_tokens\": 2}'", "--num-speculative-tokens 2"),
+        ("--served-model-name a b --port 1", "--served-model-name a --served-model-name b --port 1"),
+        ("--allowed-origins '[\"*\"]'", "--allowed-origins *"),
+        ("--max-model-len auto --max-model-len 64K", "--max-model-len 64K"),
+        ("--dtype HALF --load-format safetensors", "--dtype float16 --load-format auto"),
+        ("--enable-log-requests --no-enable-log-requests", "--log-requests --no-log-requests"),
+        ("--generation-config vllm --generation-config --no-generation-config",
+         "--no-generation-config --generation-config --no-generation-config"),
+        ("-O3 --swap-space 4 --cuda-graph-sizes 1 2 4 --enforce-eager m", "m"),
+        ("--pipeline-parallel-size 1 -dp 1 --no-enable-lora", ""),
+        ("--model m -- --swap-space", "--model m -- --swap-space"),
+        ("--no-such-flag x --host=h", "--no-such-flag x --host=h"),
+    ],
+)  # fmt: skip
+def test_words(line, ours):
+    assert translate(shlex.split(line)).words == shlex.split(ours)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("-pp 2", "--tensor-parallel-size only"),
+        ("--enable-lora", "--enable-lora: not there: no adapters"),
+        ("--lora-modules a b", "no adapters"),
+        ("--speculative-config '{\"method\": \"dspark\", \"model\": \"x\"}'", "method 'dspark' is not there"),
+        ("--speculative-config '{\"model\": \"x\"}'", "a draft model is not there"),
+        ("--speculative-config '{\"method\": \"mtp\", \"depth\": 1}'", "'depth' is not there; allowed are method"),
+        ("--speculative-config '{'", "not JSON"),
+        ("--speculative-config '[]'", "a JSON object is needed"),
+        ("--speculative-config.method", "a value is needed"),
+        ("--swap-space", "--swap-space: a value is needed"),
+        ("--generation-config=folder", "a folder is not supported"),
+        ("--allowed-origins '[1]'", "a JSON list of texts"),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_one_line(line, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        translate(shlex.split(line))
+
+
+def test_every_flag_says_what_becomes_of_it():
+    for flag in FLAGS:
+        assert sum(map(bool, (flag.becomes, flag.unnecessary, flag.missing))) == 1, flag.name
+        assert bool(flag.becomes) == bool(flag.ours), flag.name
+    names = [name for flag in FLAGS for name in (flag.name, *flag.short)]
+    assert len(names) == len(set(names))
+
+
+def test_flags_of_our_own_are_left_alone(caplog):
+    assert translate(["--kv-cache-dtype", "fp8"], own={"--kv-cache-dtype"}).words == ["--kv-cache-dtype", "fp8"]
+    logging.getLogger("serving").propagate = True
+    with caplog.at_level(logging.INFO, logger="serving.cli"):
+        assert in_own_words(["--page-size", "8", "--swap-space", "4"]) == ["--page-size", "8"]
+    assert "--swap-space 4: has no effect: a preempted request is computed again" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("7", 7), ("-1", -1), ("32k", 32_000), ("32K", 32_768), ("1.5k", 1500), ("1M", 1 << 20)]
+)
+def test_counts_as_people_write_them(text, number):
+    assert whole_number(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "k", "1.5", "1e3", "many"])
+def test_what_is_no_count(text, capfd):
+    assert run(["serve", "--max-model-len", text]) == 2
+    assert "is not a whole number" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--override-generation-config", "{"], "--override-generation-config: not JSON"),
+        (["--override-generation-config", '{"top_q": 1}'], "did you mean 'top_p'"),
+        (["--default-chat-template-kwargs", "[]"], "a JSON object is needed"),
+        (["--ssl-keyfile", "key.pem"], "must be given together"),
+        (["--ssl-keyfile", "key.pem", "--ssl-certfile", "no.pem"], "--ssl-certfile no.pem: cannot be used"),
+        (["--max-logprobs", "50"], "max_logprobs"),
+        (["--reasoning-parser", "other"], "reasoning_parser"),
+        (["--tool-call-parser", "pythonic"], "tool_call_parser"),
+        (["--no-such-flag"], "No such option"),
+    ],
+)
+def test_values_that_are_wrong(words, said, capfd):
+    assert run(["serve", *words]) == 2
+    error = capfd.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
+
+
+def test_tls(tmp_path):
+    """The server speaks TLS with a key and a certificate; a bad pair ends it before a model is loaded."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    made = subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
+        capture_output=True, check=False,
+    )  # fmt: skip
+    if made.returncode:
+        pytest.skip("needs the openssl program")
+    line = ["serve", "demo", "--port", "0", "--no-warmup", "--max-model-len", "256", "--max-num-seqs", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "serving.cli", *line, "--ssl-keyfile", key, "--ssl-certfile", certificate],
+        stderr=subprocess.PIPE, text=True, cwd=ROOT, env=dict(os.environ),
+    )  # fmt: skip
+    try:
+        url = next(found[1] for text in process.stderr if (found := re.search(r"(https://\S+)/v1", text)))
+        end = time.monotonic() + 300
+        with httpx.Client(verify=ssl.create_default_context(cafile=str(certificate))) as client:
+            while client.get(f"{url}/ready", timeout=300).status_code != 200 and time.monotonic() < end:
+                time.sleep(0.1)
+            assert client.get(f"{url}/v1/models").status_code == 200
+    finally:
+        process.send_signal(signal.SIGTERM)
+        log = process.communicate(timeout=120)[1]
+    assert "Traceback" not in log
