@@ -29,6 +29,8 @@ DIMENSIONS = {
     "windows": "stretches of a training corpus, each as long as a batch's sequences",
     # The store.
     "slots": "slots of the store, the null slot included",
+    "tails": "tails of the store, the null tail included",
+    "entries": "tokens that a tail has room for",
     "pages": "pages of the store, the null page included; in page tables, those of a row",
     "pages_per_row": "pages of a row",
     "page_size": "tokens of a page",

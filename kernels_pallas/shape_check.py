@@ -22,6 +22,7 @@ DIMENSIONS = {
     "heads": "independent recurrences",
     "head_dim": "channels of a head; in attention, the size of a query or key",
     "groups": "sets of heads that share b and c",
+    "inner": "channels of all heads: heads * head_dim",
     "state": "size of the state of a channel",
     "channels": "what a convolution or a norm runs over, each by itself",
     "width": "taps of a convolution; it keeps width-1 inputs",
@@ -33,6 +34,8 @@ DIMENSIONS = {
     "q_len": "queries of a block",
     # The store.
     "slots": "places for a whole state; the first is nowhere",
+    "tails": "places for a row's inputs since its state was stored; the first is nowhere",
+    "entries": "tokens that a tail has room for",
     "pages": "places for the keys and values of page_size tokens; the first is nowhere",
     "page_size": "tokens of a page",
     "pages_per_row": "the longest row's pages",

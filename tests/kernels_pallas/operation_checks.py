@@ -55,12 +55,16 @@ def assert_same_bits(actual, expected):
 
 
 def assert_in_place(operation, store, *args, **kwargs):
-    """`operation(store, *args, **kwargs)`, compiled with its store donated, holds no second store and copies none."""
-    args, kwargs, store = on_device(args), on_device(kwargs), jnp.asarray(store)
+    """`operation(store, *args, **kwargs)`, compiled with its store donated, holds no second store and copies none.
+
+    The store may be several arrays.
+    """
+    args, kwargs, store = on_device(args), on_device(kwargs), jax.tree.map(jnp.asarray, store)
     run = jax.jit(lambda store, args, kwargs: operation(store, *args, **kwargs), donate_argnums=0)
     compiled = run.lower(store, args, kwargs).compile()
-    memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes == store.nbytes
-    assert memory.temp_size_in_bytes < store.nbytes / 4
-    shape = ",".join(str(n) for n in store.shape)
-    assert not re.findall(rf"\w+\[{shape}\]\S* (?:copy|convert|transpose)\(", compiled.as_text())
+    memory, arrays = compiled.memory_analysis(), jax.tree.leaves(store)
+    assert memory.alias_size_in_bytes == sum(array.nbytes for array in arrays)
+    assert memory.temp_size_in_bytes < max(array.nbytes for array in arrays) / 4
+    for array in arrays:
+        shape = ",".join(str(n) for n in array.shape)
+        assert not re.findall(rf"\w+\[{shape}\]\S* (?:copy|convert|transpose)\(", compiled.as_text())

@@ -1,0 +1,115 @@
+"""Public form of the replay: outputs of a few new tokens from an anchor, which is only read, and a tail of inputs.
+
+The recurrence is that of `kernels_pallas.state_update`. A row that has absorbed c tokens is not held as S(c) but as its
+anchor S(a), a <= c, in a slot, and its tail, the inputs of tokens a .. c-1. A step reads both, appends its own tokens'
+inputs to the tail, and writes a whole state only when it reaches a multiple of the interval.
+"""
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas import dispatch
+from kernels_pallas.shape_check import check_groups, check_shapes, shapes_checked
+from kernels_pallas.state_replay import xla
+
+REPLAY = (
+    dispatch.Implementation("xla", xla.state_replay),
+    dispatch.Implementation("xla_row_blocks", xla.row_blocks),
+    dispatch.Implementation("xla_all_rows", xla.all_rows),
+)
+
+
+class Tail(NamedTuple):
+    """The tails of one layer: rings of inputs, that of a row's token n at entry n % L. Tail 0 is nowhere.
+
+    Channels are flat, as a layer has them: with heads and head_dim as axes of their own, a TPU would pad each head to
+    128 channels. The log of the decay, dt * a, is computed from dt.
+    """
+
+    x: Float[Array, "tails entries inner"]
+    """[.., heads * head_dim], in the precision that the layer computes in."""
+    b: Float[Array, "tails entries channels"]
+    """[.., groups * state], likewise."""
+    dt: Float[Array, "tails entries heads"]
+    """float32, after softplus."""
+
+
+@shapes_checked
+def state_replay(
+    states: Float[Array, "slots heads head_dim state"],
+    tail: Tail,
+    x: Float[Array, "rows steps heads head_dim"],
+    dt: Float[Array, "rows steps heads"],
+    a: Float[Array, " heads"],
+    b: Float[Array, "rows steps groups state"],
+    c: Float[Array, "rows steps groups state"],
+    d: Float[Array, " heads"],
+    *,
+    anchor_slot: Int[Array, " rows"],
+    tail_id: Int[Array, " rows"],
+    anchor_length: Int[Array, " rows"],
+    length: Int[Array, " rows"],
+    num_tokens: Int[Array, " rows"],
+    write_slot: Int[Array, " rows"],
+    interval: int,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "rows steps heads head_dim"], Float[Array, "slots heads head_dim state"], Tail]:
+    """y of `num_tokens` new tokens of each row, from S(anchor_length) and the tail's inputs since then.
+
+    The new tokens' inputs are appended to the tail. Where they reach the next multiple of the interval,
+    m = (length // interval + 1) * interval <= length + num_tokens, S(m) goes to `write_slot`. No other slot, and no
+    other entry of a tail, changes a bit.
+
+    What lies in a tail counts only at anchor_length <= n < length; everything else, NaN or the last tenant's, is never
+    looked at. So rejected drafts are given back by not advancing `length`, and a tail needs no reset: with
+    anchor_length = length nothing of it is read.
+
+    Slots are used as `kernels_pallas.slots` says: no row writes a slot that another row reads, and here neither the one
+    that it reads itself. Two rows never have one tail, except for tail 0. States are computed in float32 and rounded to
+    their dtype where they are written; products take operands in x's dtype.
+
+    Args:
+        states: float32 or bfloat16. Donate it, and the tail: they are updated in place.
+        tail: as many entries as a power of two, and at least anchor_length .. length + num_tokens - 1 at once; with
+            anchor_length > length - interval, interval + steps - 1 suffice.
+        x: any float dtype; so are b and c.
+        dt: step sizes after softplus.
+        a: -exp(A_log).
+        d: the skip weight.
+        anchor_slot: 0 reads as zeros (a fresh row, of length 0 or with all of its tokens in the tail).
+        tail_id: 0 where there is no row.
+        num_tokens: 0 to steps; 0 is padding. Tokens beyond it may hold NaN; their y is 0.
+        write_slot: where S(m) goes, if it is reached; 0: it is not written.
+        interval: tokens between two states that are written.
+    Returns:
+        y in x's dtype, states and tail.
+    Raises:
+        ValueError: shapes that do not fit together, or an impossible interval or number of entries.
+        UnsupportedError: the implementation named does not exist or cannot run this call.
+    """
+    tail = Tail(*tail)
+    _check(tail, x, b, interval)
+    return dispatch.call(
+        "state_replay", REPLAY, implementation, states, tail, x, dt, a, b, c, d,
+        anchor_slot=anchor_slot, tail_id=tail_id, anchor_length=anchor_length, length=length, num_tokens=num_tokens,
+        write_slot=write_slot, interval=interval,
+    )  # fmt: skip
+
+
+def _check(tail, x, b, interval: int) -> None:
+    (_, steps, heads, head_dim), (groups, state) = x.shape, b.shape[2:]
+    check_groups("state_replay", heads, groups)
+    channels = {"x": heads * head_dim, "b": groups * state, "dt": heads}
+    parts = {name: (getattr(tail, name), f"tails entries n_{name}") for name in channels}
+    sizes = check_shapes("state_replay: tail", **parts)
+    for name, expected in channels.items():
+        if sizes[f"n_{name}"] != expected:
+            shape = tuple(getattr(tail, name).shape)
+            raise ValueError(f"state_replay: tail.{name} has shape {shape}, expected {expected} channels")
+    entries = sizes["entries"]
+    if interval < 1:
+        raise ValueError(f"state_replay: the interval is {interval}, expected at least 1")
+    if entries & (entries - 1) or entries < interval + steps - 1:
+        least = f"a power of two of at least {interval + steps - 1} (interval + steps - 1)"
+        raise ValueError(f"state_replay: tails have {entries} entries, expected {least}")

@@ -1,0 +1,195 @@
+"""The replay in plain JAX, in the form of a chunk: everything since the anchor at once, so that it is read once.
+
+With s the running sum of dt * a since the anchor, token t's output is
+
+    y[t] = exp(s[t]) C[t] S(a) + sum over n <= t of exp(s[t] - s[n]) dt[n] (C[t] B[n]) x[n] + d x[t]
+
+(Dao and Gu, 2024, section 6). On CPU the anchors of a few rows at a time are read where they lie; elsewhere those of
+all rows are gathered.
+"""
+
+import functools
+import math
+
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas.row_loop import head_axes
+from kernels_pallas.slots import load, read_slots, take, write_slot_if, write_slots
+from kernels_pallas.state_replay import ring
+
+F32 = jnp.float32
+
+_ROWS_AT_ONCE = 4  # whose states are in the processor's cache together, as in `kernels_pallas.row_loop`
+
+
+def state_replay(states, tail, x, dt, a, b, c, d, **places):
+    """See `api.state_replay`. The form is chosen by the platform compiled for, which may not be the one at hand."""
+    interval = places.pop("interval")
+    arguments = states, tail, x, dt, a, b, c, d, places
+
+    def by(form):
+        return lambda *arguments: form(*arguments[:-1], **arguments[-1], interval=interval)
+
+    return lax.platform_dependent(*arguments, cpu=by(row_blocks), default=by(all_rows))
+
+
+def all_rows(states, tail, x, dt, a, b, c, d, **places):
+    """Gathers all rows' anchors, and scatters the states that are due."""
+    return _replay(_gathered, states, tail, x, dt, a, b, c, d, **places)
+
+
+def row_blocks(states, tail, x, dt, a, b, c, d, **places):
+    """A loop over a few rows at a time: anchors are only read, and a state is computed only where one is due."""
+    return _replay(_by_row_blocks, states, tail, x, dt, a, b, c, d, **places)
+
+
+def _replay(
+    anchors, states, tail, x, dt, a, b, c, d, *, anchor_slot, tail_id, anchor_length, length, num_tokens, write_slot,
+    interval,
+):  # fmt: skip
+    dtype = x.dtype
+    steps = x.shape[1]
+    order = ring.Order.of(anchor_length, length, num_tokens, entries=tail[0].shape[1], steps=steps)
+    tail = _append(tail, (x, b, dt), order, tail_id)
+    old_x, old_b, old_dt = _entries(tail, order, tail_id, (x.shape[2:], b.shape[2:], dt.shape[2:]))
+    real = order.is_new[:, :, None, None]
+    # What padding holds is masked: 0 * NaN is NaN.
+    x, c = (jnp.where(real, v, 0).astype(F32) for v in (x, c))
+    a, d = a.astype(F32), d.astype(F32)
+
+    sums = jnp.cumsum(old_dt * a, axis=1)  # the log of the decay since the anchor, [rows, entries, heads]
+    now = _at(sums, order.index_of_new)
+    # Masked before exp: of what comes later it could overflow.
+    later = jnp.where(order.seen, 0, -jnp.inf)[..., None]
+    weights = jnp.exp(now[:, :, None] - sums[:, None] + later) * old_dt[:, None]  # [rows, steps, entries, heads]
+    due = ring.next_boundary(length, num_tokens, interval)
+    at_boundary = _at(sums, (due.position - anchor_length - 1)[:, None])[:, 0]
+    taken = jnp.where((order.position < due.position[:, None])[..., None], at_boundary[:, None] - sums, -jnp.inf)
+    fed = old_x * (jnp.exp(taken) * old_dt)[..., None]
+    write = jnp.where(due.reached, write_slot, 0)
+    before, states = anchors(
+        states, c, jnp.exp(at_boundary), fed, old_b, anchor_slot, write, precision=_precision(dtype)
+    )
+    y = _inside(c, old_b, weights, old_x, _precision(dtype)) + before * jnp.exp(now)[..., None] + x * d[:, None]
+    return jnp.where(real, y, 0).astype(dtype), states, type(tail)(*tail)
+
+
+def _append(tail, new, order, tail_id):
+    """The tail with the new tokens' inputs."""
+    entries = tail[0].shape[1]
+    # All entries of all tails in a row: entry 0 of tail 0 is nowhere, as slot 0 is.
+    places = jnp.where(order.is_new, tail_id[:, None] * entries + order.new_position % entries, 0).reshape(-1)
+
+    def append(old, values):
+        flat = write_slots(old.reshape(-1, old.shape[2]), values.reshape(len(places), -1), places)
+        return flat.reshape(old.shape)
+
+    return type(tail)(*map(append, tail, new))
+
+
+def _entries(tail, order, tail_id, shapes):
+    """The tails' inputs from the anchor on, in float32; zeros where there is none."""
+    entries = tail[0].shape[1]
+    places = tail_id[:, None] * entries + order.position % entries
+
+    def read(kept, shape):
+        found = take(kept.reshape(-1, kept.shape[2]), places)
+        return jnp.where(order.valid[..., None], found, 0).astype(F32).reshape(*found.shape[:2], *shape)
+
+    return map(read, tail, shapes)
+
+
+def _at(sums, index):
+    """sums [rows, entries, heads] at index [rows, n]; any value where the index is out of bounds."""
+    return jnp.take_along_axis(sums, jnp.clip(index, 0, sums.shape[1] - 1)[..., None], axis=1)
+
+
+def _inside(c, b, weights, x, precision):
+    """What the tokens since the anchor give: [rows, steps, heads, head_dim]."""
+    dot = functools.partial(jnp.einsum, preferred_element_type=F32, precision=precision)
+    scores = dot("rtgs,rngs->rtng", c, b)
+    weights = weights.reshape(*scores.shape, -1) * scores[..., None]
+    return dot("rtnh,rnhp->rthp", weights.reshape(*scores.shape[:3], -1), x)
+
+
+def _gathered(states, c, decay, fed, b, anchor_slot, write, *, precision):
+    """What each row reads from its anchor, [rows, steps, heads, head_dim], and the states with those that are due.
+
+    decay [rows, heads] and fed [rows, entries, heads, head_dim] lead from the anchor to the state that is due.
+    """
+    rows, steps, groups, size = c.shape
+    heads, head_dim = states.shape[1:3]
+    dot = functools.partial(jnp.einsum, preferred_element_type=F32, precision=precision)
+    anchor = read_slots(states, anchor_slot).astype(F32)
+    before = dot("rtgs,rgms->rtgm", c, anchor.reshape(rows, groups, -1, size)).reshape(rows, steps, heads, head_dim)
+    added = dot("rngm,rngs->rgms", fed.reshape(*fed.shape[:2], groups, -1), b).reshape(anchor.shape)
+    return before, write_slots(states, anchor * decay[..., None, None] + added, write)
+
+
+def _by_row_blocks(states, c, decay, fed, b, anchor_slot, write, *, precision):
+    """As `_gathered`, without a copy of a state."""
+    rows, steps = c.shape[:2]
+    heads, head_dim = states.shape[1:3]
+    few = math.gcd(rows, _ROWS_AT_ONCE)
+    zero = jnp.zeros((), states.dtype)
+
+    def body(i, carry):
+        before, states, due = carry
+
+        def here(v):
+            return lax.dynamic_slice_in_dim(v, i * few, few)
+
+        slots, writes, queries = here(anchor_slot), here(write), here(c)
+
+        def read(states, due):
+            there = (slots > 0).reshape(few, 1, 1, 1)
+            anchor = jnp.where(there, take(states, slots), zero).astype(F32)
+            out = jnp.stack([_read(anchor, queries[:, t]) for t in range(steps)], axis=1)
+
+            def compute(k):
+                anchor = jnp.where(slots[k] > 0, load(states, slots[k]), zero).astype(F32)
+                return _boundary(anchor, here(decay)[k], here(fed)[k], here(b)[k]).astype(states.dtype)
+
+            return out, [
+                lax.cond(writes[k] > 0, functools.partial(compute, k), lambda old=old: old) for k, old in enumerate(due)
+            ]
+
+        def nothing(states, due):
+            return jnp.zeros((few, steps, heads, head_dim), F32), due
+
+        # All reads in one conditional, which the writes depend on: else XLA:CPU would repeat reads after them, and copy
+        # the store first (see `kernels_pallas.slots.read_slots`).
+        out, due = lax.cond(((slots > 0) | (writes > 0)).any(), read, nothing, states, due)
+        for k in range(few):
+            states = write_slot_if(states, due[k], writes[k])
+        return lax.dynamic_update_slice_in_dim(before, out, i * few, 0), states, due
+
+    # The states that are due are handed on from round to round, so that where none is, not even zeros are made.
+    none = [jnp.zeros(states.shape[1:], states.dtype)] * few
+    carry = jnp.zeros((rows, steps, heads, head_dim), F32), states, none
+    before, states, _ = lax.fori_loop(0, rows // few, body, carry)
+    return before, states
+
+
+def _read(anchor, c):
+    """C times state without a product (`dot`), which would make XLA:CPU lay out the store differently."""
+    split, shared = head_axes(anchor.shape[1], c.shape[1])
+    grouped = anchor.reshape(len(anchor), *split, *anchor.shape[2:])
+    return (grouped * c.reshape(len(c), *shared, 1, -1)).sum(-1).reshape(anchor.shape[:3])
+
+
+def _boundary(anchor, decay, fed, b):
+    """One row's state that is due: anchor [heads, head_dim, state], fed [entries, heads, head_dim]."""
+    split, shared = head_axes(anchor.shape[0], b.shape[1])
+    state = (anchor * decay[:, None, None]).reshape(*split, *anchor.shape[1:])
+
+    def add(n, state):
+        return state + fed[n].reshape(*split, -1, 1) * b[n].reshape(*shared, 1, -1)
+
+    return lax.fori_loop(0, len(fed), add, state).reshape(anchor.shape)
+
+
+def _precision(dtype):
+    """In lower precisions than float32 the products may round as the model's own do."""
+    return lax.Precision.HIGHEST if dtype == F32 else lax.Precision.DEFAULT
