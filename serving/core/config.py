@@ -30,6 +30,9 @@ class SchedulerConfig:
     cache_mode: CacheMode = "all"
     num_speculative_tokens: int = 0
     """K: the most drafts a row can have in a step."""
+    replay_interval: int = 1
+    """R. 1 = a decoding row has a slot for the state after every token of a step (snapshots); more = it has an anchor,
+    and a state at every multiple of R is computed again from the inputs since (replay)."""
     num_lookahead_tokens: int = 0
     """How far beyond a step's own tokens the device may write attention pages while it proposes drafts (MTP: K)."""
     max_prefill_rows: int = 8
@@ -51,6 +54,7 @@ class SchedulerConfig:
             "page_size": self.page_size,
             "state_block_size": self.state_block_size,
             "tile_size": self.tile_size,
+            "replay_interval": self.replay_interval,
             "max_prefill_rows": self.max_prefill_rows,
             "max_tiles": 1 if self.max_tiles is None else self.max_tiles,
             "max_decode_rows": 1 if self.max_decode_rows is None else self.max_decode_rows,
@@ -82,18 +86,37 @@ class SchedulerConfig:
                 f"num_speculative_tokens is {self.num_speculative_tokens}: it must be below state_block_size "
                 f"({self.state_block_size}), so that a step crosses at most one boundary"
             )
-        if self.num_slots < 2 + self.num_speculative_tokens:
+        if self.replay_interval > 1:
+            check_replay_interval(self.replay_interval, self.num_speculative_tokens, tile_size=self.tile_size)
+        if self.num_slots < 1 + self.slots_per_row:
             raise ConfigError(
-                f"num_slots is {self.num_slots}: one sequence needs {1 + self.num_speculative_tokens}, "
-                "and the null slot is one more"
+                f"num_slots is {self.num_slots}: one sequence needs {self.slots_per_row}, and the null slot is one more"
             )
         if self.num_pages == 1:
             raise ConfigError("num_pages is 1: that is the null page alone; 0 says that the model has no attention")
 
     @property
     def num_rows(self) -> int:
-        """Sequences that run at once: `max_num_seqs`, clamped to what the slots can hold at 1 + K each."""
-        return min(self.max_num_seqs, (self.num_slots - 1) // (1 + self.num_speculative_tokens))
+        """Sequences that run at once: `max_num_seqs`, clamped to what the slots can hold."""
+        return min(self.max_num_seqs, (self.num_slots - 1) // self.slots_per_row)
+
+    @property
+    def slots_per_row(self) -> int:
+        """Slots of a row that decodes: with fewer it has to do with fewer drafts.
+
+        Under replay one is enough to go on, and another is leased while a multiple of R is near.
+        """
+        return 1 if self.replay_interval > 1 else 1 + self.num_speculative_tokens
+
+    @property
+    def known_tokens_in_decode_row(self) -> int:
+        """The most tokens of a prompt that a decode row may feed.
+
+        A chunk of known tokens ends in a slot, so that it can be published, handed off and continued by prefill. Under
+        replay decode steps write states at multiples of R alone: a row without tokens (a whole-prompt hit) is all that
+        they may have of a prompt.
+        """
+        return 0 if self.replay_interval > 1 else 1 + self.num_speculative_tokens
 
     @property
     def decode_rows(self) -> int:
@@ -119,3 +142,19 @@ class SchedulerConfig:
     def caching(self) -> bool:
         """Whether anything is published at all."""
         return self.cache_mode != "none"
+
+
+def check_replay_interval(interval: int, num_speculative_tokens: int, *, tile_size: int) -> None:
+    """Raise `ConfigError`, one line that says what is allowed, for an R > 1 that cannot work.
+
+    R divides the tile size (and so B), for states at multiples of either to be reached by decoding too. It is at least
+    two steps' tokens: while one step has not settled, the next must not reach a second multiple of R.
+    """
+    least = 2 * (1 + num_speculative_tokens)
+    if interval >= least and tile_size % interval == 0:
+        return
+    allowed = [str(size) for size in range(least, tile_size + 1) if tile_size % size == 0]
+    raise ConfigError(
+        f"replay_interval is {interval}: it must divide tile_size ({tile_size}) and be at least "
+        f"2 * (1 + num_speculative_tokens) = {least}; allowed are {', '.join(['1', *allowed])}"
+    )

@@ -39,6 +39,8 @@ class Stats:
     states_evicted: int = 0
     boundaries_not_kept: int = 0
     """Checkpoints not published because no slot or page could be spared."""
+    anchors: int = 0
+    """Under replay: how often a decoding row has written a state and gone on from it."""
     drafts_cut: int = 0
     """Drafts not fed because there were too few slots."""
     page_copies: int = 0

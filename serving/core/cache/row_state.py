@@ -8,17 +8,15 @@ The life of a slot, seen from its row:
           └──── release ───┘ ◀──── withdraw, if no ──────┘
                                    other row reads it
 
-*own*: only this row writes it. With K drafts 1 + K slots, one for the state after each token of a step; a second set
-while a step that has not settled may hold a multiple of B:
+*own*: only this row writes it. How many it takes to decode depends on the form of a running row: see `row_snapshots`
+(a state after every token) and `row_replay` (an anchor, and the inputs since).
 
-        step i (unsettled)      reads a     writes a b c d    b may hold a multiple of B: i's boundary slot
-        step i + 1 (planned)    reads ?     writes a c d e    any but b; which one it reads, the device knows
-        settle i                kept >= 2: b is published, and a c d e are the row's; else b is written again
+*read-only*: a checkpoint, published by this row or found in the cache. The row reads it and writes elsewhere, and lets
+go of it once nothing that it has dispatched can go on from there.
 
-*read-only*: a checkpoint, published by this row or found in the cache. The row's next step reads it and writes
-elsewhere, and the row lets go of it once that step is dispatched.
+*current*: where the row goes on from as of the last settled step: one of the row's own slots, or the checkpoint.
 
-*current*: where S(c) lies as of the last settled step: one of the row's own slots, or the checkpoint.
+What all rows do is here: beginning, chunks of known tokens, publishing these, leaving.
 """
 
 from collections.abc import Sequence
@@ -45,6 +43,11 @@ class StateAccess:
         self.boundary = boundary
         """Those of `writes` in which a multiple of B may land: kept from the next step until this one settles."""
 
+    @property
+    def room(self) -> int:
+        """How many tokens a decode row may feed."""
+        return len(self.writes)
+
 
 @dataclass(slots=True)
 class Publication:
@@ -58,24 +61,14 @@ class Publication:
 class RowState:
     """Owns the slots of one running sequence: nothing else leases, publishes or releases them.
 
-    `after`, where a verb asks for it, is the access of the row's last step that has not settled, if there is one.
+    Abstract in how it decodes. `after`, where a verb asks for it, is the access of the row's last step that has not
+    settled, if there is one.
     """
 
-    __slots__ = (
-        "_block",
-        "_cache",
-        "_current",
-        "_own",
-        "_publications",
-        "_read_only",
-        "_usual",
-        "_usual_count",
-        "leaving",
-    )
+    __slots__ = ("_cache", "_current", "_own", "_publications", "_read_only", "leaving")
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._block = cache.block
         self._own: list[int] = []
         self._read_only = 0
         self._current = 0
@@ -83,10 +76,6 @@ class RowState:
         """Of the step that is planned and not yet dispatched."""
         self.leaving = 0
         """A checkpoint that the row lets go of once the planned step is dispatched; 0 = none."""
-        self._usual: StateAccess | None = None
-        """The access of steps that continue on the device and can cross no boundary: one serves them all."""
-        self._usual_count = 0
-        """How many slots it writes; 0 = there is none."""
 
     @property
     def num_slots(self) -> int:
@@ -102,8 +91,8 @@ class RowState:
             self._own.append(slot)
         return slot
 
-    def resume_from(self, slot: int) -> None:
-        """Begin from a checkpoint: it cannot go from now on."""
+    def resume_from(self, slot: int, position: int) -> None:
+        """Begin from a checkpoint, S(position): it cannot go from now on."""
         self._cache.slots.retain(slot)
         self._read_only = self._current = slot
 
@@ -112,28 +101,11 @@ class RowState:
     def reserve_decode(
         self, count: int, shortest: int, longest: int, continues: bool, after: StateAccess | None
     ) -> StateAccess | None:
-        """For a decode step that feeds `count` tokens, or fewer: as many as there are `writes`. None: no slot at all.
+        """For a decode step that feeds `count` tokens, or as many fewer as the access has room for. None: no slot.
 
-        The row's length before the step lies in [shortest, longest]; slots that may come to hold a multiple of B for
-        any length in between are kept until the step has settled. `continues`: the device knows which slot to read.
+        The row's length before the step lies in [shortest, longest]. `continues`: the device knows what to read.
         """
-        block = self._block
-        boundary = shortest - shortest % block + block
-        crosses = boundary <= longest + count
-        plain = continues and not crosses and (after is None or not after.boundary)
-        if plain and count == self._usual_count:
-            return self._usual
-        slots = self._choose(count, after)
-        if not slots:
-            return None
-        access = StateAccess(0 if continues else self._current, slots)
-        if crosses:
-            access.boundary = _boundary_slots(slots, shortest, longest, boundary, block)
-        if self._read_only:
-            self.leaving, self._read_only = self._read_only, 0
-        elif plain:
-            self._usual, self._usual_count = access, len(slots)
-        return access
+        raise NotImplementedError
 
     def reserve_chunk(
         self,
@@ -175,41 +147,21 @@ class RowState:
         return after.writes[-1] if after is not None else self._current
 
     def _choose(self, count: int, after: StateAccess | None) -> list[int]:
-        """Up to `count` slots that the next step may write; at least one, or the row has to wait.
-
-        Not those in which an unsettled step may have left a multiple of B, unless nothing else is available: keeping
-        a checkpoint is best effort, going on is not. All others may be written, the one that the step reads included,
-        because a step reads before it writes.
-        """
+        """Up to `count` slots that the next step may write, at least one; or none: the row has to wait."""
         own = self._own
-        kept = after.boundary if after is not None else ()
-        if after is not None and kept and len(own) >= count and not self._cache.can_spare_slot():
-            self._give_up_boundary(after)
-            kept = ()
-        usable = [slot for slot in own if slot not in kept] if kept else own[:count]
-        while len(usable) < count:
-            fresh = self.lease()
-            if not fresh:
-                break
-            usable.append(fresh)
-        if usable:
-            return usable[:count]
-        if after is not None and kept:
-            self._give_up_boundary(after)
-            return own[:count]
-        checkpoint, slots = self._read_only, self._cache.slots
-        if checkpoint and slots.refs[checkpoint] == 1:
-            # Nobody else reads the checkpoint that this row goes on from: it becomes the row's own again.
-            slots.withdraw(checkpoint)
-            self._read_only = 0
-            own.append(checkpoint)
-            return [checkpoint]
-        return []
+        while len(own) < count and self.lease():
+            pass
+        return own[:count] or self._take_back_checkpoint()
 
-    def _give_up_boundary(self, access: StateAccess) -> None:
-        """The next step may write over what an unsettled step would have published."""
-        access.boundary = ()
-        self._cache.stats.boundaries_not_kept += 1
+    def _take_back_checkpoint(self) -> list[int]:
+        """The checkpoint that the row goes on from becomes its own again, if nobody else reads it."""
+        checkpoint, slots = self._read_only, self._cache.slots
+        if not checkpoint or slots.refs[checkpoint] != 1:
+            return []
+        slots.withdraw(checkpoint)
+        self._read_only = 0
+        self._own.append(checkpoint)
+        return [checkpoint]
 
     def _choose_publications(
         self, end: int, publish: Sequence[tuple[int, CheckpointKind, bool]], last: int, admitting: bool
@@ -249,14 +201,16 @@ class RowState:
                 self._read_only = each.slot
         self._publications = ()
 
-    def advance(self, access: StateAccess, kept: int) -> bool:
-        """A decode step has settled with `kept` of its tokens. Whether there are more slots than needed: see `trim`."""
-        self._current = access.writes[kept - 1]
-        return len(self._own) > self._cache.width
-
-    def advance_chunk(self, access: StateAccess) -> None:
-        """A step all of whose tokens were known has settled."""
+    def advance_chunk(self, access: StateAccess, position: int) -> None:
+        """A step all of whose tokens were known has settled: S(position) is in the last slot that it wrote."""
         self._current = access.writes[-1]
+
+    def advance(self, access: StateAccess, before: int, kept: int) -> bool:
+        """A decode step has settled: of its tokens from `before` on, it has kept so many.
+
+        Whether there are more slots than needed: see `trim`.
+        """
+        raise NotImplementedError
 
     def publish_boundary(
         self, access: StateAccess, nth: int, content: Content, position: int, *, unsettled: bool, pending: bool
@@ -265,40 +219,14 @@ class RowState:
 
         unsettled: a later step of the row has been planned; pending: it has not been dispatched yet.
         """
-        slot, cache = access.writes[nth], self._cache
-        if slot not in access.boundary:
-            return
-        if len(self._own) == 1 and not cache.can_spare_slot():
-            # The row needs another to write, and so does whoever waits.
-            cache.stats.boundaries_not_kept += 1
-            return
-        assert cache.index is not None
-        if not cache.index.publish_state(content, position, slot, CheckpointKind.BOUNDARY):
-            return
-        self._disown(slot)
-        if slot == self._current and not unsettled:
-            self._read_only = slot
-        elif slot == self._current and pending:
-            self.leaving = slot
-        else:
-            cache.slots.release(slot)
+        raise NotImplementedError
 
     def trim(self, after: StateAccess | None) -> None:
-        """Give back what the row has beyond 1 + K slots, except where its next step may read."""
-        surplus = len(self._own) - self._cache.width
-        if surplus <= 0:
-            return
-        keep = {self._current}
-        if after is not None:
-            keep.update(after.writes)
-            keep.update(after.boundary)
-        for slot in [slot for slot in self._own if slot not in keep][:surplus]:
-            self._disown(slot)
-            self._cache.slots.release(slot)
+        """Give back the slots that the row does not need, except where its next step may read."""
+        raise NotImplementedError
 
     def _disown(self, slot: int) -> None:
         self._own.remove(slot)
-        self._usual_count = 0
 
     # -- letting go --
 
@@ -306,7 +234,6 @@ class RowState:
         """Make the planned step as if it had never been."""
         if self.leaving:
             self._read_only, self.leaving = self.leaving, 0
-            self._usual_count = 0
         self._release_publications()
 
     def release(self) -> None:
@@ -345,13 +272,3 @@ class RowState:
         slot = access.writes[-1] if access.writes else access.read
         self._cache.slots.retain(slot)
         return slot
-
-
-def _boundary_slots(slots: Sequence[int], shortest: int, longest: int, boundary: int, block: int) -> Sequence[int]:
-    """Those of a step's slots in which a multiple of B lands for some length in [shortest, longest]."""
-    count = len(slots)
-    found: list[int] = []
-    while boundary <= longest + count:
-        found += slots[max(0, boundary - longest - 1) : max(0, boundary - shortest)]
-        boundary += block
-    return found

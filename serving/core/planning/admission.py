@@ -138,7 +138,7 @@ def _take_hit(host: HostState, request: Request, match: Match | None) -> None:
         return
     entry, index, progress = match.entry, host.cache.index, request.progress
     assert index is not None
-    progress.state.resume_from(entry.slot)
+    progress.state.resume_from(entry.slot, entry.position)
     progress.pages.resume_from(match.path[: entry.position // index.unit], entry)
     progress.num_computed = entry.position
 

@@ -11,7 +11,7 @@ def plan_decode(host: HostState, request: Request, plan: StepPlan, budget: Budge
     """Give a decoding request its next step, with at most `spare` drafts; returns how many it got (-1: no step).
 
     While an earlier step of the row has not settled, its length lies in [shortest, longest]: pages are reserved for the
-    longest, and slots that may hold a multiple of B for any length in between are kept until that step settles.
+    longest, and the row's state is reserved for any length in between.
     """
     if not budget.decode_rows or budget.tokens <= 0:
         host.stats.rows_stalled += 1
@@ -54,9 +54,9 @@ def plan_decode(host: HostState, request: Request, plan: StepPlan, budget: Budge
         pages.undo()
         host.stats.rows_stalled += 1
         return -1
-    if len(access.writes) <= drafts:
-        host.stats.drafts_cut += drafts + 1 - len(access.writes)
-        drafts = len(access.writes) - 1
+    if access.room <= drafts:
+        host.stats.drafts_cut += drafts + 1 - access.room
+        drafts = access.room - 1
 
     row = DecodeRow(
         request,

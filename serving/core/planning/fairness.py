@@ -28,7 +28,7 @@ class Fairness:
     @property
     def tokens_beside_decoding(self) -> int:
         """Prompt tokens of a step that decodes too, at most: whole tiles, at least one."""
-        if self._pause is None or self._seconds_per_token is None:
+        if self._pause is None or not self._seconds_per_token:  # a clock may say that no time has passed
             return self._most
         fits = int(self._pause / self._seconds_per_token)
         return min(self._most, max(fits - fits % self._tile, self._tile))

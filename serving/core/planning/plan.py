@@ -12,7 +12,7 @@ from serving.core.requests.request import PlannedRow, Request
 
 @dataclass(slots=True, eq=False)
 class DecodeRow(PlannedRow):
-    """At most 1 + K tokens of one sequence with a prior state. `access.writes` has a slot for each."""
+    """At most 1 + K tokens of one sequence with a prior state; `access` has room for them."""
 
     continues: bool
     """The device's own length, state, last token and drafts are used; `tokens` is empty."""

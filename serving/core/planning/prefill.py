@@ -67,8 +67,8 @@ def plan_prefill(host: HostState, request: Request, plan: StepPlan, budget: Budg
 
 def _fits_decode_row(host: HostState, request: Request, start: int, num_tokens: int) -> bool:
     """Whether tokens from `start` on are few enough for a decode row, and may be fed by one."""
-    in_prompt = start < request.prompt_len
-    return start > 0 and num_tokens <= host.cache.width and not (request.prompt_logprobs and in_prompt)
+    reports = request.prompt_logprobs and start < request.prompt_len
+    return start > 0 and num_tokens <= host.config.known_tokens_in_decode_row and not reports
 
 
 def _chunk_end(host: HostState, request: Request, start: int, budget: Budget) -> int:

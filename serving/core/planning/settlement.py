@@ -45,7 +45,7 @@ def _settle_decode(host: HostState, row: DecodeRow, tokens: Sequence[int], made:
     kept = len(tokens)
     before = progress.num_computed
     progress.num_computed = after = before + kept
-    surplus = state.advance(row.access, kept)
+    surplus = state.advance(row.access, before, kept)
     accepted, finished = append(request, tokens)
     emitted.append(Emitted(request, row, accepted))
     stats.output_tokens += len(accepted)
@@ -74,7 +74,7 @@ def _settle_prefill(host: HostState, row: Row, tokens: Sequence[int], emitted: l
     del progress.unsettled[0]
     if row.num_tokens:
         progress.num_computed += row.num_tokens
-        progress.state.advance_chunk(row.access)
+        progress.state.advance_chunk(row.access, progress.num_computed)
     if not row.sample:
         return
     accepted, finished = append(request, tokens)

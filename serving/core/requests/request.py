@@ -7,6 +7,8 @@ from typing import Any
 
 from serving.core.cache.cache import Cache
 from serving.core.cache.row_pages import Content, RowPages
+from serving.core.cache.row_replay import RowReplay
+from serving.core.cache.row_snapshots import RowSnapshots
 from serving.core.cache.row_state import RowState, StateAccess
 from serving.core.reasons import FinishReason, MissReason
 
@@ -286,7 +288,7 @@ class Progress:
         """c, exactly, as of the last settled step."""
         self.num_sampling_steps = 0
         """Steps since it took its row id that emit tokens: from the first on, the device can continue by itself."""
-        self.state = RowState(cache)
+        self.state: RowState = RowReplay(cache) if cache.config.replay_interval > 1 else RowSnapshots(cache)
         self.pages = RowPages(cache.pages, cache.config.page_size)
         self.content = Content(request.tokens, cache.scope(request.cache_salt), self.pages)
         self.stops: list[int] = []

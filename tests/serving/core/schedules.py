@@ -20,15 +20,25 @@ from tests.serving.core.symbolic import Device, Model, expect, expected_output
 
 
 def random_config(rng: random.Random) -> SchedulerConfig:
-    """Tiny sizes, so that every limit is met."""
-    tile = rng.choice([1, 2, 2, 4])
-    block = tile * rng.choice([1, 2, 2, 3, 4])
-    page = rng.choice([size for size in (1, 2, 3, 4) if block % size == 0])
+    """Tiny sizes, so that every limit is met. One in three decodes by replay."""
+    replaying = rng.random() < 1 / 3
     drafts = rng.choice([0, 0, 1, 2, 3, 5])
-    drafts = min(drafts, block - 1)
     rows = rng.choice([1, 2, 3, 4, 6])
     longest = rng.choice([rng.randrange(6, 16), rng.randrange(12, 36)])
-    slots = rng.choice([2 + drafts, 3 + drafts, 1 + rows * (1 + drafts), 2 + rows * (2 + 2 * drafts), 40])
+    if replaying:
+        drafts = min(drafts, 3)
+        interval = 2 * (1 + drafts) + rng.choice([0, 0, 0, 1, 2, 4])
+        tile = interval * rng.choice([1, 1, 2])
+        block = tile * rng.choice([1, 1, 2])
+        longest += 2 * interval
+        slots = rng.choice([2, 3, 1 + rows, 2 + rows, 1 + 2 * rows, 40])
+    else:
+        interval = 1
+        tile = rng.choice([1, 2, 2, 4])
+        block = tile * rng.choice([1, 2, 2, 3, 4])
+        drafts = min(drafts, block - 1)
+        slots = rng.choice([2 + drafts, 3 + drafts, 1 + rows * (1 + drafts), 2 + rows * (2 + 2 * drafts), 40])
+    page = rng.choice([size for size in (1, 2, 3, 4) if block % size == 0])
     fit = -(-(longest - 1) // page)
     pages = rng.choice([0, 1 + fit, 2 + fit, 2 + fit, 1 + fit + fit // 2, 1 + fit + fit // 2, 1 + 2 * fit, 200])
     return SchedulerConfig(
@@ -42,6 +52,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         tile_size=tile,
         cache_mode=rng.choice(["none", "align", "all", "align", "all"]),
         num_speculative_tokens=drafts,
+        replay_interval=interval,
         num_lookahead_tokens=rng.choice([0, drafts]),
         max_prefill_rows=rng.choice([1, 2, 4]),
         max_tiles=rng.choice([None, None, 1, 3]),
@@ -160,6 +171,8 @@ class Run:
                 reach = progress.num_computed + sum(row.num_tokens for row in progress.unsettled) + lookahead
                 expect(len(progress.pages.table) <= -(-reach // size), "surplus pages are kept", request)
                 most = (1 + self.config.num_speculative_tokens) * (2 if progress.unsettled else 1)
+                if self.config.replay_interval > 1:
+                    most = 2 if progress.unsettled else 1
                 expect(progress.state.num_slots <= most, "surplus slots are kept", request)
         self.device.check_index(self.scheduler)
 
@@ -277,6 +290,7 @@ class Run:
             "accepted_tokens",
             "boundaries_not_kept",
             "drafts_cut",
+            "anchors",
             "cached_tokens",
             "resets",
             "weight_changes",

@@ -1,10 +1,11 @@
 """A device for `serving.core` alone, on which everything is checked.
 
 A slot holds (n, digest of the n tokens it absorbed), a page one digest per position, of all tokens up to there: equal
-digests stand for equal tokens. The model is a function from the digest to the next token, so plain greedy output is
-known for every prompt, and a state or page that is not exactly what it should be is seen when it is read. Dispatched
-plans run at once (that is what running in order means to the host), in an order of programs and rows that a real device
-might choose; their results are kept back until the driver settles them.
+digests stand for equal tokens. Under replay each seat has a tail, a ring of tokens that is never cleared: with those
+since its anchor absorbed, the anchor's slot must give the row's state. The model is a function from the digest to the
+next token, so plain greedy output is known for every prompt, and a state or page that is not exactly what it should be
+is seen when it is read. Dispatched plans run at once (that is what running in order means to the host), in an order of
+programs and rows that a real device might choose; their results are kept back until the driver settles them.
 """
 
 import random
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from serving.core import DecodeRow, PrefillRow, Request, Row, Scheduler, SchedulerConfig, StepPlan, StepResult
 from serving.core.cache.pools import Pool
 from serving.core.cache.prefix_tree import Node, Scope
+from serving.core.cache.row_replay import ReplayAccess
 
 _MASK = (1 << 61) - 1
 JUNK = -1
@@ -75,6 +77,9 @@ class DeviceRow:
 
     length: int = JUNK
     slot: int = JUNK
+    """Of S(length), or of the anchor."""
+    anchor: int = JUNK
+    """How many tokens the slot has absorbed, under replay."""
     last_token: int = JUNK
     drafts: list[int] = field(default_factory=list)
     owner: Request | None = None
@@ -95,6 +100,8 @@ class Device:
         self.slots: list[tuple[int, int]] = [(JUNK, JUNK)] * config.num_slots
         self.pages: list[list[int]] = [[JUNK] * config.page_size for _ in range(config.num_pages)]
         self.rows = [DeviceRow() for _ in range(config.num_rows + 1)]
+        size = tail_length(config)
+        self.tails: list[list[int]] = [[JUNK] * size for _ in self.rows]
 
     def change_weights(self) -> None:
         """Another model from now on: what was said stays said, and is gone on from by the new one."""
@@ -129,7 +136,7 @@ class Device:
     def _check_shape(self, plan: StepPlan) -> None:
         """Limits, row classes, and that no two rows write the same slot or have the same row id."""
         config = self.config
-        width = 1 + config.num_speculative_tokens
+        width, known = 1 + config.num_speculative_tokens, config.known_tokens_in_decode_row
         expect(len(plan.decode) <= config.decode_rows, "too many decode rows")
         expect(len(plan.prefill) <= config.max_prefill_rows, "too many prefill rows")
         expect(sum(len(row.access.writes) for row in plan.prefill) <= config.tiles, "too many tiles")
@@ -144,10 +151,14 @@ class Device:
             reports = row.request.prompt_logprobs and row.length < row.request.prompt_len
             if isinstance(row, DecodeRow):
                 expect(row.length > 0 and row.num_tokens <= width and not reports, "not a decode row", row)
-                expect(len(row.access.writes) == row.num_tokens, "a write slot for each token", row)
+                expect(row.num_tokens <= known or not row.is_prefill, "a chunk that must end in a slot", row)
+                if isinstance(row.access, ReplayAccess):
+                    expect(len(row.access.writes) <= 1, "more than one spare", row)
+                else:
+                    expect(len(row.access.writes) == row.num_tokens, "a write slot for each token", row)
             else:
                 expect(row.num_tokens > 0, "an empty prefill row", row)
-                expect(row.length == 0 or row.num_tokens > width or reports, "should be a decode row", row)
+                expect(row.length == 0 or row.num_tokens > known or reports, "should be a decode row", row)
                 tiles = -(-row.end // config.tile_size) - row.length // config.tile_size
                 expect(len(row.access.writes) == tiles, "a write slot for each tile", row)
             real = [slot for slot in row.access.writes if slot]
@@ -192,7 +203,7 @@ class Device:
         live = not request.finished
         expect(not live or own.owner is request, "the row id was never given to this request", row)
         if isinstance(row, DecodeRow) and row.continues:
-            start, read = own.length, own.slot
+            start, read, anchor = own.length, own.slot, own.anchor
             tokens: Sequence[int] = [own.last_token, *own.drafts[: row.num_drafts]]
             expect(len(tokens) == row.num_tokens, "the device has fewer drafts than the plan", row)
             expect(
@@ -200,12 +211,13 @@ class Device:
             )
         else:
             start, read, tokens = row.length, row.access.read, list(row.tokens)
+            anchor = row.access.anchor if isinstance(row.access, ReplayAccess) else start
             expect(len(tokens) == row.num_tokens, "tokens are missing", row)
         truth = self.truth(request)
         truth.reach(start + row.num_tokens + 1)
         if start:
-            n, digest = self.slots[read]
             expect(read > 0, "the null slot is read", row)
+            n, digest = self._replayed(read, anchor, start, self.tails[row.row_id])
             expect((n, digest) == (start, truth.digests[start]), "wrong state: slot", read, "has", n, "not", start, row)
         else:
             digest = start_digest(Scope(request.cache_salt, self.weights))
@@ -230,8 +242,10 @@ class Device:
                         break
                     kept += 1
             expect(start + kept >= request.prompt_len, "sampled before the prompt's end", row)
-        own.length = start + kept
-        if isinstance(row, DecodeRow):
+        own.length = own.anchor = start + kept
+        if isinstance(row, DecodeRow) and self.config.replay_interval > 1:
+            self._extend_tail(row, own, slot_writes, read, anchor, start, list(zip(tokens, states, strict=True)))
+        elif isinstance(row, DecodeRow):
             slot_writes += [(slot, (start + t + 1, states[t])) for t, slot in enumerate(row.access.writes) if slot]
             own.slot = row.access.writes[kept - 1] if kept else read
         else:
@@ -247,6 +261,38 @@ class Device:
             own.drafts = self.propose(truth, start + kept + 1)
         self._write_lookahead(row, start + kept, scheduler)
         return start + kept, emitted, read if start else 0
+
+    def _replayed(self, slot: int, anchor: int, length: int, tail: list[int]) -> tuple[int, int]:
+        """The state after `length` tokens, from a slot and the inputs since."""
+        n, digest = self.slots[slot]
+        expect(n == anchor, "wrong anchor: slot", slot, "has", n, "not", anchor)
+        expect(length - anchor <= len(tail), "a tail that does not reach back to its anchor", anchor, length)
+        for at in range(anchor, length):
+            digest = absorb(digest, tail[at % len(tail)])
+        return length, digest
+
+    def _extend_tail(
+        self,
+        row: DecodeRow,
+        own: DeviceRow,
+        slot_writes: list[tuple[int, tuple[int, int]]],
+        read: int,
+        anchor: int,
+        start: int,
+        fed: list[tuple[int, int]],
+    ) -> None:
+        """A decode step under replay: inputs into the tail, and the state at a multiple of R, if it is reached."""
+        tail, interval = self.tails[row.row_id], self.config.replay_interval
+        expect(start - anchor + len(fed) <= len(tail), "the tail is too short", row)
+        for t, (token, _) in enumerate(fed):
+            tail[(start + t) % len(tail)] = token
+        own.slot, own.anchor = read, anchor
+        reached = start - start % interval + interval
+        if start < reached <= start + len(fed):
+            expect(row.access.writes, "nowhere to write the state at a multiple of R", row)
+            slot_writes.append((row.access.writes[0], (reached, fed[reached - start - 1][1])))
+            if own.length >= reached:
+                own.slot, own.anchor = row.access.writes[0], reached
 
     def propose(self, truth: Truth, n: int) -> list[int]:
         """Drafts after n tokens: right, wrong, or nothing (-1)."""
@@ -348,6 +394,11 @@ class Device:
         ):
             owned = [i for i, owner in enumerate(owners) if owner is not None]
             expect(sorted(found) == owned, f"a published {name} cannot be found", found, owned)
+
+
+def tail_length(config: SchedulerConfig) -> int:
+    """Tokens of a tail: since the anchor and of one step, rounded up to a power of two."""
+    return 1 << (config.replay_interval + config.num_speculative_tokens - 1).bit_length()
 
 
 def page_pool(scheduler: Scheduler) -> Pool | None:

@@ -90,7 +90,7 @@ def _one_page_too_far(original):
 def _fresh(original):
     def arrived(host, load):
         original(host, load)
-        load.request.progress.state.advance_chunk(StateAccess(0, [0]))
+        load.request.progress.state.advance_chunk(StateAccess(0, [0]), load.position)
 
     return arrived
 

@@ -6,7 +6,7 @@ import pytest
 
 from serving.core.cache.cache import Cache
 from serving.core.cache.row_pages import RowPages
-from serving.core.cache.row_state import RowState
+from serving.core.cache.row_snapshots import RowSnapshots
 from serving.core.planning import admission, budget, pages, preemption, prefill
 from tests.serving.core.mutations.registry import Patch, mutation
 
@@ -36,7 +36,7 @@ def insist_on_copy(patch: Patch) -> None:
 
 @mutation(33, "keeping a boundary comes before going on", "invariant 11")
 def boundaries_first(patch: Patch) -> None:
-    choose, publish = RowState._choose, RowState.publish_boundary
+    choose, publish = RowSnapshots._choose, RowSnapshots.publish_boundary
 
     def choose_unkept(self: Any, count: int, after: Any) -> list[int]:
         kept = after.boundary if after is not None else ()
@@ -49,8 +49,8 @@ def boundaries_first(patch: Patch) -> None:
             meanwhile.setattr(Cache, "can_spare_slot", lambda self, *, admitting=False: True)
             publish(self, *boundary, **later)
 
-    patch.setattr(RowState, "_choose", choose_unkept)
-    patch.setattr(RowState, "publish_boundary", publish_last_slot)
+    patch.setattr(RowSnapshots, "_choose", choose_unkept)
+    patch.setattr(RowSnapshots, "publish_boundary", publish_last_slot)
 
 
 @mutation(

@@ -4,7 +4,7 @@ from typing import Any
 
 from serving.core import CheckpointKind, DecodeRow, StateAccess, scheduler
 from serving.core.cache.prefix_index import PrefixIndex
-from serving.core.cache.row_state import RowState
+from serving.core.cache.row_snapshots import RowSnapshots
 from serving.core.planning import admission, decode, prefill, publication, settlement
 from serving.core.requests.request import Fate
 from tests.serving.core.mutations.registry import Patch, mutation
@@ -28,14 +28,14 @@ def publish_when_planned(patch: Patch) -> None:
 
 @mutation(2, "the slot of a step's first token is published for the boundary", "A7 A9 B7")
 def first_slot_for_boundary(patch: Patch) -> None:
-    whole = RowState.publish_boundary
+    whole = RowSnapshots.publish_boundary
 
     def publish(self: Any, access: StateAccess, nth: int, *rest: Any, **later: Any) -> None:
         if access.writes[nth] in access.boundary and access.writes[0] in self._own:
             access, nth = StateAccess(access.read, access.writes, access.writes), 0
         whole(self, access, nth, *rest, **later)
 
-    patch.setattr(RowState, "publish_boundary", publish)
+    patch.setattr(RowSnapshots, "publish_boundary", publish)
 
 
 @mutation(3, "rejected drafts count as confirmed when pages and boundaries are published", "A2 B7")
@@ -57,12 +57,12 @@ def drafts_published(patch: Patch) -> None:
 
 @mutation(4, "no second set of slots while an unsettled step may hold a boundary", "A7 A10 B7")
 def no_second_set(patch: Patch) -> None:
-    whole = RowState.reserve_decode
+    whole = RowSnapshots.reserve_decode
 
     def reserve(self: Any, count: int, shortest: int, longest: int, continues: bool, after: Any) -> Any:
         return whole(self, count, shortest, longest, continues, None)
 
-    patch.setattr(RowState, "reserve_decode", reserve)
+    patch.setattr(RowSnapshots, "reserve_decode", reserve)
 
 
 @mutation(5, "a prompt's end is published under one token fewer than its state absorbed", "B9 B13")
@@ -140,4 +140,4 @@ def decode_published_at_dispatch(patch: Patch) -> None:
     "test_hits:test_second_turn_hits_a_block_finished_while_decoding_with_three_drafts",
 )
 def no_decode_boundaries(patch: Patch) -> None:
-    patch.setattr(RowState, "publish_boundary", lambda self, *boundary, **later: None)
+    patch.setattr(RowSnapshots, "publish_boundary", lambda self, *boundary, **later: None)

@@ -6,6 +6,7 @@ from typing import Any
 from serving.core import DecodeRow, PrefillRow, StateAccess, scheduler
 from serving.core.cache import retention
 from serving.core.cache.pools import Pool
+from serving.core.cache.row_snapshots import RowSnapshots
 from serving.core.cache.row_state import RowState
 from serving.core.planning import admission, budget, decode, prefill
 from serving.core.planning.host_state import HostState
@@ -64,8 +65,8 @@ def first_token_decodes(patch: Patch) -> None:
 
 @mutation(24, "the host takes the first slot after a step with accepted drafts", "A12 A13 B5")
 def first_slot_current(patch: Patch) -> None:
-    whole = RowState.advance
-    patch.setattr(RowState, "advance", lambda self, access, kept: whole(self, access, 1))
+    whole = RowSnapshots.advance
+    patch.setattr(RowSnapshots, "advance", lambda self, access, before, kept: whole(self, access, before, 1))
 
 
 @mutation(25, "pages are reserved for the shortest possible length", "A23 B3")
@@ -90,7 +91,7 @@ def trim_what_is_read(patch: Patch) -> None:
             self._disown(slot)
             self._cache.slots.release(slot)
 
-    patch.setattr(RowState, "trim", trim)
+    patch.setattr(RowSnapshots, "trim", trim)
 
 
 @mutation(30, "the tile budget is not looked at", "issue: tile budget")

@@ -5,6 +5,7 @@ from typing import Any
 from serving.core import scheduler
 from serving.core.cache.prefix_index import PrefixIndex
 from serving.core.cache.row_pages import RowPages
+from serving.core.cache.row_snapshots import RowSnapshots
 from serving.core.cache.row_state import RowState
 from serving.core.planning import prefill, publication
 from tests.serving.core.mutations.registry import Patch, mutation
@@ -12,13 +13,13 @@ from tests.serving.core.mutations.registry import Patch, mutation
 
 @mutation(9, "a row writes the checkpoint that it reads", "A32 B10 B23")
 def write_shared_slot(patch: Patch) -> None:
-    whole = RowState._choose
+    whole = RowSnapshots._choose
 
     def choose(self: Any, count: int, after: Any) -> list[int]:
         checkpoint = self._read_only
         return [checkpoint, *whole(self, count, after)][:count] if checkpoint else whole(self, count, after)
 
-    patch.setattr(RowState, "_choose", choose)
+    patch.setattr(RowSnapshots, "_choose", choose)
 
 
 @mutation(10, "a partly filled page that was hit is written without a copy", "A32 B10")

@@ -1,0 +1,135 @@
+"""A row that decodes from an anchor: one complete state S(a), and on the device the inputs of the tokens since.
+
+A step computes its outputs from the anchor and those inputs (the row's tail), and writes a state only where it reaches
+a multiple m of R: S(m), into the spare. Rejecting drafts is not to advance. With a an anchor's slot and s a spare:
+
+        step i (unsettled)      reads a, writes s if it reaches m       drafts may be rejected, so that c < m after all
+        step i + 1 (planned)    reads a or s: the device knows          is given s again, in case it has to repeat m
+        settle i                c >= m: s is the anchor (published if m is a multiple of B), and a is given back;
+                                else a is the anchor still, and step i + 1 writes s
+
+At most one multiple of R is unsettled, because two steps feed at most 2 (1 + K) <= R tokens. The anchor may be a
+checkpoint: it is the row's until the next anchor has settled.
+
+A spare is leased when a step may reach a multiple of R, and given back once it has: most of the time a row has the
+anchor alone. Where no slot is left, the row does without drafts, so that the multiple is reached for certain, and
+writes over its anchor. A row whose anchor is a checkpoint always keeps a slot of its own for that.
+"""
+
+from serving.core.cache.cache import Cache
+from serving.core.cache.prefix_tree import CheckpointKind
+from serving.core.cache.row_pages import Content
+from serving.core.cache.row_state import RowState, StateAccess
+
+
+class ReplayAccess(StateAccess):
+    """What a decode step reads and writes. `read` is the anchor's slot, and `writes` at most one: the spare."""
+
+    __slots__ = ("_room", "anchor", "reaches")
+
+    def __init__(self, read: int, anchor: int, room: int, spare: int = 0, reaches: int = 0) -> None:
+        super().__init__(read, (spare,) if spare else ())
+        self._room = room
+        self.anchor = anchor
+        """How many tokens the anchor has absorbed; means nothing for a row that continues."""
+        self.reaches = reaches
+        """The multiple of R whose state the spare is for; 0 = none can be reached."""
+
+    @property
+    def room(self) -> int:
+        return self._room
+
+
+class RowReplay(RowState):
+    """See the module's text. `_current` is the anchor's slot as of the last settled step."""
+
+    __slots__ = ("_anchor", "_interval", "_usual")
+
+    def __init__(self, cache: Cache) -> None:
+        super().__init__(cache)
+        self._interval = cache.config.replay_interval
+        self._anchor = 0
+        """Tokens that the anchor has absorbed."""
+        self._usual: ReplayAccess | None = None
+        """The access of steps that continue on the device and write nothing: one serves all that feed as many."""
+
+    def resume_from(self, slot: int, position: int) -> None:
+        super().resume_from(slot, position)
+        self._anchor = position
+
+    def advance_chunk(self, access: StateAccess, position: int) -> None:
+        super().advance_chunk(access, position)
+        self._anchor = position
+
+    def arrived(self, slot: int, content: Content, position: int, kind: CheckpointKind | None) -> None:
+        super().arrived(slot, content, position, kind)
+        self._anchor = position
+
+    def reserve_decode(
+        self, count: int, shortest: int, longest: int, continues: bool, after: StateAccess | None
+    ) -> StateAccess | None:
+        """See `RowState`. There is always a way to go on."""
+        interval = self._interval
+        reaches = shortest - shortest % interval + interval
+        if reaches > longest + count:
+            if not continues:
+                return ReplayAccess(self._current, self._anchor, count)
+            usual = self._usual
+            if usual is None or usual.room != count:
+                usual = self._usual = ReplayAccess(0, 0, count)
+            return usual
+        read = 0 if continues else self._current
+        anchor = self._anchor_slot(after)
+        # If the unsettled step may have reached the same multiple, its spare: perhaps that is the anchor by now, and
+        # then the multiple is not reached again.
+        spare = next((slot for slot in self._own if slot != anchor), 0) or self.lease()
+        if not spare:
+            # Certain tokens only: whatever reaches the multiple stays, and so the anchor is no longer needed.
+            assert anchor in self._own, "a row whose anchor is a checkpoint has a slot of its own"
+            return ReplayAccess(read, self._anchor, 1, anchor, reaches)
+        return ReplayAccess(read, self._anchor, count, spare, reaches)
+
+    def _anchor_slot(self, after: StateAccess | None) -> int:
+        """The anchor before the next step, unless an unsettled one has moved it to its spare."""
+        if after is None or isinstance(after, ReplayAccess):
+            return self._current
+        return after.writes[-1] if after.writes else after.read
+
+    def advance(self, access: StateAccess, before: int, kept: int) -> bool:
+        assert isinstance(access, ReplayAccess)
+        if before < access.reaches <= before + kept:
+            self._cache.stats.anchors += 1
+            if self._read_only:
+                self._cache.slots.release(self._read_only)
+                self._read_only = 0
+            self._current, self._anchor = access.writes[0], access.reaches
+        return len(self._own) > 1
+
+    def publish_boundary(
+        self, access: StateAccess, nth: int, content: Content, position: int, *, unsettled: bool, pending: bool
+    ) -> None:
+        """See `RowState`. The state is the row's anchor, and stays it."""
+        slot, cache = self._current, self._cache
+        if self._anchor != position or slot not in self._own:
+            return
+        if len(self._own) == 1 and not cache.can_spare_slot():
+            cache.stats.boundaries_not_kept += 1
+            return
+        assert cache.index is not None
+        if not cache.index.publish_state(content, position, slot, CheckpointKind.BOUNDARY):
+            return
+        self._disown(slot)
+        self._read_only = slot
+        if not self._own:
+            self.lease()
+
+    def trim(self, after: StateAccess | None) -> None:
+        """Give back all but the anchor, what the unsettled step may write, and one slot beside a checkpoint."""
+        keep = {self._anchor_slot(after), self._current}
+        if after is not None:
+            keep.update(after.writes)
+        least = 1 if self._read_only else 0
+        for slot in [slot for slot in self._own if slot not in keep]:
+            if len(self._own) > least:
+                self._disown(slot)
+                self._cache.slots.release(slot)
