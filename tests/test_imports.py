@@ -50,10 +50,11 @@ CORE = {
     "config": {"reasons"},
     "stats": {"reasons"},
     "cache": {"config", "reasons", "stats"},
-    "requests": {"cache", "reasons"},
-    "planning": {"cache", "config", "reasons", "requests", "stats"},
-    "scheduler": {"cache", "config", "planning", "reasons", "requests"},
-    "": {"cache", "config", "planning", "reasons", "requests", "scheduler"},
+    "tiers": {"cache"},
+    "requests": {"cache", "reasons", "tiers"},
+    "planning": {"cache", "config", "reasons", "requests", "stats", "tiers"},
+    "scheduler": {"cache", "config", "planning", "reasons", "requests", "tiers"},
+    "": {"cache", "config", "planning", "reasons", "requests", "scheduler", "tiers"},
 }
 
 

@@ -29,17 +29,23 @@ from serving.core.planning.settlement import finish, settle
 from serving.core.reasons import FinishReason, RequestRefused
 from serving.core.requests.drafts import DraftPolicy
 from serving.core.requests.request import Fate, PlannedRow, RemoteLoad, RemoteState, Request, Status
+from serving.core.tiers.tiers import Tiers
 
 
 class Scheduler:
     """Plans steps and settles them. Not safe for use by several threads at once."""
 
     def __init__(
-        self, config: SchedulerConfig, *, policy: RetentionPolicy | None = None, drafts: DraftPolicy | None = None
+        self,
+        config: SchedulerConfig,
+        *,
+        policy: RetentionPolicy | None = None,
+        drafts: DraftPolicy | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         self.config = config
         drafts = drafts if drafts is not None else DraftPolicy(config.num_speculative_tokens)
-        self._host = HostState(config, policy if policy is not None else RetentionPolicy(config), drafts)
+        self._host = HostState(config, policy if policy is not None else RetentionPolicy(config), drafts, tiers)
         self._arrivals = 0
         self._steps = 0
 
@@ -74,7 +80,10 @@ class Scheduler:
         """End a request whose states are not to be trusted: nobody will find any state that its tokens lead to."""
         request = self.finish(request_id, FinishReason.ERROR)
         if request is not None and self.index is not None:
-            self.index.forget(request.tokens, self._host.cache.scope(request.cache_salt))
+            scope = self._host.cache.scope(request.cache_salt)
+            self.index.forget(request.tokens, scope)
+            if self.tiers is not None:
+                self.tiers.forget(request.tokens, scope)
         return request
 
     @property
@@ -160,6 +169,8 @@ class Scheduler:
         num_tokens = sum(row.num_tokens for row in plan.prefill)
         if num_tokens:
             self._host.fairness.observe(num_tokens, seconds)
+            if self._host.tiers is not None:
+                self._host.tiers.prices.computed(num_tokens, seconds)
 
     def dispatched(self, plan: StepPlan) -> None:
         """The step is in the device's queue: what it computes of prompts may be found by later steps."""
@@ -232,6 +243,8 @@ class Scheduler:
         host.unsettled.clear()
         host.pending = None
         host.cache.clear()
+        if host.tiers is not None:
+            host.tiers.reset()
         stopped = host.queues.stop_all()
         for request in host.queues.unfinished.values():
             request.queueing.prompt_done = False
@@ -262,6 +275,11 @@ class Scheduler:
         """Requests that began to wait for a remote state since the last call. Some may wait no more: see `valid`."""
         loads, self._host.loads = self._host.loads, []
         return loads
+
+    def take_fetches(self) -> list[RemoteLoad]:
+        """Requests that began to wait for a state from a tier since the last call; as with `take_loads`."""
+        fetches, self._host.fetches = self._host.fetches, []
+        return fetches
 
     def pop_unneeded_remotes(self) -> list[RemoteState]:
         """Remote states that their requests, since the last call, turned out not to need (any more)."""
@@ -301,6 +319,11 @@ class Scheduler:
         return self._host.drafts
 
     @property
+    def tiers(self) -> Tiers | None:
+        """What is held below the device."""
+        return self._host.tiers
+
+    @property
     def pools(self) -> Sequence[Pool]:
         """Slots and, for a model with attention, pages: to look at. Others after a `reset`."""
         return self._host.cache.pools
@@ -326,4 +349,6 @@ class Scheduler:
                 "cached": pool.num_cached,
                 "used": pool.used,
             }
+        if self.tiers is not None:
+            found["tiers"] = self.tiers.snapshot()
         return found

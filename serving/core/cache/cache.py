@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from serving.core.cache.pools import PagePool, Pool, SlotPool
 from serving.core.cache.prefix_index import PrefixIndex
-from serving.core.cache.prefix_tree import Scope
+from serving.core.cache.prefix_tree import Checkpoint, Scope
 from serving.core.cache.retention import RetentionPolicy
 from serving.core.config import SchedulerConfig
 from serving.core.stats import Stats
@@ -15,13 +15,19 @@ class Cache:
     """What all rows share. `index` is None where nothing is published, `pages` for a model without attention.
 
     `slots_wanted(admitting)`: slots that those who wait could take at once; of whom `admitting` (0 or 1) have theirs.
+    `leaving`: told of evicted checkpoints, as `PrefixIndex.leaving` is.
     """
 
     def __init__(
-        self, config: SchedulerConfig, policy: RetentionPolicy, stats: Stats, slots_wanted: Callable[[int], int]
+        self,
+        config: SchedulerConfig,
+        policy: RetentionPolicy,
+        stats: Stats,
+        slots_wanted: Callable[[int], int],
+        leaving: Callable[[Checkpoint, bool], None] | None = None,
     ) -> None:
         self.config, self.policy, self.stats = config, policy, stats
-        self._slots_wanted = slots_wanted
+        self._slots_wanted, self._leaving = slots_wanted, leaving
         self.width = 1 + config.num_speculative_tokens
         """Slots that a decoding row needs."""
         self.block = config.state_block_size if config.caching else sys.maxsize
@@ -40,6 +46,8 @@ class Cache:
         self.pages = PagePool(config.num_pages) if config.num_pages else None
         unit = config.page_size if config.num_pages else config.state_block_size
         self.index = PrefixIndex(self.slots, self.pages, self.policy, unit, self.stats) if config.caching else None
+        if self.index is not None and self._leaving is not None:
+            self.index.leaving = self._leaving
 
     def scope(self, salt: str | None) -> Scope:
         """Under what a request finds prefixes, and publishes its own, as long as the weights stay as they are."""

@@ -11,7 +11,7 @@ Kept at all times: a node's page is there as long as the node; rows reference wh
 cached page can be evicted, leaves first; a state goes with any page that it needs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from serving.core.cache.lazy_heap import LazyHeap
 from serving.core.cache.pools import PagePool, SlotPool
@@ -42,6 +42,8 @@ class PrefixIndex:
         self, slots: SlotPool, pages: PagePool | None, policy: RetentionPolicy, unit: int, stats: Stats
     ) -> None:
         self.slots, self.pages, self.policy, self.unit, self.stats = slots, pages, policy, unit, stats
+        self.leaving: Callable[[Checkpoint, bool], None] = _nobody_takes_it
+        """Told of a state that is evicted while its slot and pages are whole, and whether it is one of little worth."""
         self.roots: dict[Scope, Root] = {}
         self._clock = 0
         self._level = 0
@@ -206,8 +208,10 @@ class PrefixIndex:
             self._drop_node(owner)
         return True
 
-    def drop_state(self, entry: Checkpoint) -> None:
+    def drop_state(self, entry: Checkpoint, *, trusted: bool = True) -> None:
         """Forget a state and its tail's page. Rows that use them keep them, each for itself."""
+        if trusted:
+            self.leaving(entry, self.policy.rank(entry) == EvictionRank.INTERIOR)
         node, above = entry.node, entry.above
         assert above is not None
         node.remove_state(entry)
@@ -237,14 +241,14 @@ class PrefixIndex:
             return
         for entry in list(root.states.values()):
             if entry.tail == tuple(tokens[: len(entry.tail)]):
-                self.drop_state(entry)
+                self.drop_state(entry, trusted=False)
         child = root.children.get(tuple(tokens[: self.unit]))
         below = [child] if child is not None else []
         for node in below:
             below += node.children.values()
         for node in reversed(below):
             for entry in list(node.states.values()):
-                self.drop_state(entry)
+                self.drop_state(entry, trusted=False)
             if self.pages is not None and not node.children and not self.pages.refs[node.page]:
                 self._drop_node(node)
 
@@ -343,6 +347,10 @@ class PrefixIndex:
         if pages.refs[page] or pages.owners[page] is not owner:
             return None
         return owner.page_stamp if isinstance(owner, Checkpoint) or owner.is_leaf else None
+
+
+def _nobody_takes_it(entry: Checkpoint, spare: bool) -> None:
+    """Without tiers below the device, what is evicted is gone."""
 
 
 def _state_digest(node: Node, tail: tuple[int, ...]) -> int:

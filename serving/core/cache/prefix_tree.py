@@ -32,6 +32,7 @@ class Node:
         "digest",
         "key",
         "last_use",
+        "link",
         "page",
         "page_stamp",
         "parent",
@@ -45,6 +46,8 @@ class Node:
         self.page = page
         self.digest = digest
         """Of the whole path. Never trusted for a match: it only names what was dropped."""
+        self.link = b""
+        """For the tiers below the device: the name of the whole path, once somebody has asked for it."""
         self.depth: int = parent.depth + 1 if parent is not None else 0
         self.children: dict[tuple[int, ...], Node] = {}
         self.states: dict[tuple[int, ...], Checkpoint] = {}

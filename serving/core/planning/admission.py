@@ -8,7 +8,8 @@ from serving.core.planning.plan import StepPlan
 from serving.core.planning.prefill import plan_prefill
 from serving.core.planning.remote import drop_remote, remote_is_unneeded, reserve
 from serving.core.reasons import MissReason, RequestRefused, check_prompt_length
-from serving.core.requests.request import Fate, Request
+from serving.core.requests.request import Fate, RemoteState, Request
+from serving.core.tiers.content import Chain
 
 _LOOK_AGAIN = 8
 """Steps after which a request that did not fit is looked up again while there is little room."""
@@ -92,6 +93,12 @@ def _admit_one(host: HostState, request: Request, plan: StepPlan, budget: Budget
         drop_remote(host, request)
     elif request.transfer.remote is not None:
         return reserve(host, request, match)
+    elif (held := _held(host, request, match)) is not None:
+        request.transfer.remote = held
+        if reserve(host, request, match):
+            return True
+        request.transfer.remote = None  # looked up again: it may be gone by then
+        return False
     _take_hit(host, request, match)
     progress = request.progress
     if cramped and budget.tokens < len(request.tokens) - progress.num_computed:
@@ -130,6 +137,21 @@ def _find(host: HostState, request: Request) -> Match | None:
     if host.cache.index is None or request.prompt_logprobs:
         return None
     return host.cache.index.find(request.tokens, request.progress.content.scope)
+
+
+def _held(host: HostState, request: Request, match: Match | None) -> RemoteState | None:
+    """What a tier below the device has of a request beyond that, if it is worth fetching."""
+    if host.tiers is None or match is None:
+        return None
+    lookup, tokens = request.lookup, request.tokens
+    if lookup.chain is None:
+        lookup.chain = Chain(request.cache_salt, host.tiers.block)
+    matched = match.matched if host.cache.pages is not None else 0
+    held = host.tiers.find(lookup.chain, tokens, match.position, matched)
+    if held is None:
+        return None
+    position = held.unit.position
+    return RemoteState(position, cached_tokens=min(position, request.prompt_len), held=held)
 
 
 def _take_hit(host: HostState, request: Request, match: Match | None) -> None:

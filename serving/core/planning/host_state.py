@@ -11,23 +11,29 @@ from serving.core.requests.drafts import DraftPolicy
 from serving.core.requests.queues import Queues
 from serving.core.requests.request import Fate, Progress, RemoteLoad, RemoteState, Request
 from serving.core.stats import Stats
+from serving.core.tiers.tiers import Tiers
 
 
 class HostState:
     """What the parts of planning share."""
 
-    def __init__(self, config: SchedulerConfig, policy: RetentionPolicy, drafts: DraftPolicy) -> None:
-        self.config, self.policy, self.drafts = config, policy, drafts
+    def __init__(
+        self, config: SchedulerConfig, policy: RetentionPolicy, drafts: DraftPolicy, tiers: Tiers | None
+    ) -> None:
+        self.config, self.policy, self.drafts, self.tiers = config, policy, drafts, tiers
         self.stats = Stats()
         self.queues = Queues(config.num_rows)
         self.fairness = Fairness(config)
-        self.cache = Cache(config, policy, self.stats, self.queues.could_be_admitted)
+        leaving = tiers.left if tiers is not None else None
+        self.cache = Cache(config, policy, self.stats, self.queues.could_be_admitted, leaving)
         self.pending: StepPlan | None = None
         """Planned, or being planned, and not yet dispatched."""
         self.unsettled: deque[StepPlan] = deque()
         """Dispatched, oldest first."""
         self.loads: list[RemoteLoad] = []
-        """Begun since the engine last asked."""
+        """Begun since the engine last asked; from other workers."""
+        self.fetches: list[RemoteLoad] = []
+        """The same from the tiers."""
         self.unneeded_remotes: list[RemoteState] = []
         """No longer wanted by their requests, since the engine last asked."""
 
@@ -76,10 +82,17 @@ class HostState:
         request.queueing.retry_above, request.queueing.retry_at = -1, 0
         transfer = request.transfer
         if transfer.load is not None:
-            self.unneeded_remotes.append(transfer.load.remote)
+            self.let_go(transfer.load.remote)
             transfer.load = transfer.remote = None
+
+    def let_go(self, remote: RemoteState) -> None:
+        """A request does not need a remote state (any more): whoever keeps it for the request may let it go."""
+        if remote.held is None:  # a tier keeps nothing for anybody
+            self.unneeded_remotes.append(remote)
 
     def check(self, *, idle: bool = False) -> None:
         """Raise `AssertionError` unless every slot, page and row id is accounted for; `idle`: and none is in use."""
         self.cache.check(idle=idle)
+        if self.tiers is not None:
+            self.tiers.check()
         self.queues.check()

@@ -1,5 +1,7 @@
 """States that come from another worker (or go to one): what the scheduler reserves, awaits, holds and lets go.
 
+What comes from a tier of this worker's own (`serving.core.tiers`) takes the same way as what another worker sends.
+
 Decode side. A request whose prompt another worker has computed takes a row id, a slot and pages as any other does, and
 then waits: its `load` says what has to arrive. It is running as far as row ids, pools and preemption are concerned,
 and no step has a row of it. What arrives is published, and planned, from `arrived` on and not before. Whatever goes
@@ -63,7 +65,7 @@ def reserve(host: HostState, request: Request, match: Match | None) -> bool:
     request.transfer.load = load
     host.queues.leave(request)
     host.queues.enter(request)
-    host.loads.append(load)
+    (host.loads if remote.held is None else host.fetches).append(load)
     return True
 
 
@@ -81,11 +83,14 @@ def arrived(host: HostState, load: RemoteLoad) -> None:
     progress.num_computed = position
     if not request.lookup.final:
         request.lookup.num_cached_tokens = load.remote.cached_tokens
+        request.lookup.miss_reason = None
     progress.stops = host.policy.stops(request.prompt_len, position, position)
     if index is not None and progress.pages.publishes_at(position):
         index.publish_pages(progress.content, position)
     kind = None
-    if position == request.prompt_len:
+    if load.remote.held is not None:
+        kind = load.remote.held.unit.kind
+    elif position == request.prompt_len:
         kind = CheckpointKind.PROMPT_END
     elif position % host.config.state_block_size == 0:
         kind = CheckpointKind.BOUNDARY
@@ -106,7 +111,7 @@ def drop_remote(host: HostState, request: Request) -> None:
     """A request with a remote state ends, or needs it no more: whoever keeps it for the request may let it go."""
     transfer = request.transfer
     if transfer.remote is not None:
-        host.unneeded_remotes.append(transfer.remote)
+        host.let_go(transfer.remote)
         transfer.remote = transfer.load = None
 
 

@@ -11,6 +11,8 @@ from serving.core.cache.row_replay import RowReplay
 from serving.core.cache.row_snapshots import RowSnapshots
 from serving.core.cache.row_state import RowState, StateAccess
 from serving.core.reasons import FinishReason, MissReason
+from serving.core.tiers.content import Chain
+from serving.core.tiers.tiers import Held
 
 
 class Status(IntEnum):
@@ -181,11 +183,15 @@ class CacheLookup:
     """Why there are none."""
     final: bool = False
     """The first admission has been dispatched, so this stands."""
+    chain: Chain | None = None
+    """What the sequence's tokens are called in the tiers; None before anybody has looked there."""
 
 
 @dataclass(slots=True, eq=False)
 class RemoteState:
-    """Says that another worker has S(position) of a request's tokens, and all keys and values up to there."""
+    """Says where S(position) of a request's tokens is to be had, with all keys and values up to there: from another
+    worker, or from a tier below the device.
+    """
 
     position: int
     """All prompt tokens (handoff `full`) or all but the last (`recompute-last`)."""
@@ -193,6 +199,8 @@ class RemoteState:
     """For the engine: where to fetch it."""
     cached_tokens: int = 0
     """Prompt tokens that the other worker did not have to compute either."""
+    held: Held | None = None
+    """It comes from a tier of this worker's own, and not from another worker."""
 
 
 @dataclass(slots=True, eq=False)

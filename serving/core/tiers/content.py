@@ -1,0 +1,53 @@
+"""Names by content: what a sequence's first tokens are called wherever they are held.
+
+A chain has one link for each whole block of B tokens, a hash of the link before it and of the block's tokens; it begins
+with the salt's. The state after some tokens is named by the last link before it and by the tokens that follow that. So
+two processes that agree on B call the same tokens the same, and other tokens otherwise: links are 160 bits of BLAKE2b
+(RFC 7693), for which nobody can make two sequences of one name.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+Name = bytes
+_SIZE = 20
+
+
+def root(salt: str | None) -> Name:
+    """The link that all sequences of one salt begin with."""
+    return _hash(b"root", b"" if salt is None else b"s" + salt.encode("utf-8", "surrogatepass"), ())
+
+
+def link(before: Name, block: Sequence[int]) -> Name:
+    """The link after one more block of tokens; it names the block's keys and values, too."""
+    return _hash(b"link", before, block)
+
+
+def state_name(last: Name, tail: Sequence[int]) -> Name:
+    """The name of the state after the tokens up to a link, then `tail`: fewer than B tokens."""
+    return _hash(b"state", last, tail)
+
+
+def _hash(kind: bytes, before: bytes, tokens: Sequence[int]) -> Name:
+    found = hashlib.blake2b(before, digest_size=_SIZE, person=kind)
+    found.update(array("q", tokens).tobytes())
+    return found.digest()
+
+
+class Chain:
+    """The links of one growing sequence; nothing is hashed twice."""
+
+    __slots__ = ("block", "links")
+
+    def __init__(self, salt: str | None, block: int) -> None:
+        self.block = block
+        self.links = [root(salt)]
+        """The salt's, then one for each whole block."""
+
+    def reach(self, tokens: Sequence[int]) -> list[Name]:
+        """The links of so many tokens, of which those that were there before have not changed."""
+        links, block = self.links, self.block
+        for at in range((len(links) - 1) * block, len(tokens) - block + 1, block):
+            links.append(link(links[-1], tokens[at : at + block]))
+        return links

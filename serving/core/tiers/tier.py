@@ -1,0 +1,255 @@
+"""What one tier holds, and what goes when it is full: a ledger of bytes by content, without the bytes.
+
+A unit is one state with all keys and values that it needs: without either it is worth nothing. Blocks of keys and
+values are shared by the units whose sequences begin alike, and go with the last of them. So a unit is always whole.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from serving.core.cache.prefix_tree import CheckpointKind
+from serving.core.tiers.content import Chain, Name, state_name
+
+
+class Unit(NamedTuple):
+    """A state below the device, with the keys and values of its tokens."""
+
+    name: Name
+    """Of the state and the keys and values of its tail."""
+    links: tuple[Name, ...]
+    """The chain up to it: the salt's link, then one for each whole block, which also name the blocks' keys and
+    values."""
+    tail: int
+    """Tokens after the last whole block."""
+    position: int
+    """All its tokens."""
+    kind: CheckpointKind
+
+    @property
+    def blocks(self) -> tuple[Name, ...]:
+        """The whole blocks."""
+        return self.links[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of what is held."""
+
+    state: int
+    page: int
+    """Of one page's keys and values; 0 for a model without attention."""
+    page_size: int
+    block: int
+    """B, in tokens."""
+    overhead: int = 0
+    """What keeping one part takes beside its arrays: a file's header."""
+
+    @property
+    def whole_block(self) -> int:
+        """Of a whole block's keys and values."""
+        return self.block // self.page_size * self.page + self.overhead if self.page else 0
+
+    def own(self, unit: Unit) -> int:
+        """Of the part that no other unit shares: the state, and its tail's keys and values."""
+        tail = -(-unit.tail // self.page_size) * self.page if self.page else 0
+        names = 2 * len(unit.name) * len(unit.links) if self.overhead else 0
+        return self.state + tail + self.overhead + names
+
+    def unit(self, unit: Unit) -> int:
+        """Of all of it."""
+        return self.own(unit) + len(unit.blocks) * self.whole_block
+
+
+class Change(NamedTuple):
+    """What taking in a unit means for the bytes."""
+
+    blocks: list[Name]
+    """Blocks that the tier did not have; the unit's own part it never had."""
+    gone: list[Name]
+    """Own parts and blocks that may go, units before the blocks that they need."""
+    bytes: int
+    """Of the unit's own part and its new blocks."""
+
+
+@dataclass(slots=True)
+class TierStats:
+    """What a tier has done."""
+
+    stored: int = 0
+    """Units."""
+    evicted: int = 0
+    """Units that went for others."""
+    lost: int = 0
+    """Units that were damaged, could not be written or read, or were forgotten."""
+    hits: int = 0
+    """Fetches that were begun."""
+    arrived: int = 0
+    """Fetches that a request went on from."""
+    hit_tokens: int = 0
+    """Tokens of those that the device did not have."""
+    dearer: int = 0
+    """Times that computing was expected to take less time than fetching."""
+    not_kept: int = 0
+    """Units not taken in: too large, or too many on their way."""
+    stored_bytes: int = 0
+    fetched_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Block:
+    bytes: int
+    units: int = 0
+
+
+@dataclass(slots=True)
+class Tier:
+    """One tier: the least recently used unit goes first, those of little worth before all others."""
+
+    name: str
+    capacity: int
+    """Bytes."""
+    sizes: Sizes
+    stats: TierStats = field(default_factory=TierStats)
+    units: dict[Name, Unit] = field(default_factory=dict)
+    used: int = 0
+    """Bytes of all that is held."""
+    _blocks: dict[Name, _Block] = field(default_factory=dict)
+    _tails: dict[Name, dict[int, int]] = field(default_factory=dict)
+    """By a unit's last link: how many units have a tail of each length."""
+    _order: OrderedDict[Name, None] = field(default_factory=OrderedDict)
+    _spare: OrderedDict[Name, None] = field(default_factory=OrderedDict)
+    """Units of little worth."""
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of keys and values."""
+        return len(self._blocks)
+
+    def has_block(self, name: Name) -> bool:
+        """Whether a block's keys and values are held."""
+        return name in self._blocks
+
+    def find(self, chain: Chain, tokens: Sequence[int], beyond: int) -> Unit | None:
+        """The deepest unit of the first tokens that absorbs more than `beyond` of them.
+
+        What it says of its tokens follows from `tokens` alone, whatever was noted when it was stored.
+        """
+        links = chain.reach(tokens)
+        for at in range(len(tokens) // chain.block, -1, -1):
+            begin = at * chain.block
+            if begin + chain.block <= beyond:
+                return None
+            for tail in sorted(self._tails.get(links[at], ()), reverse=True):
+                position = begin + tail
+                if beyond < position <= len(tokens):
+                    known = self.units.get(state_name(links[at], tokens[begin:position]))
+                    if known is not None:
+                        return known._replace(links=tuple(links[: at + 1]), tail=tail, position=position)
+        return None
+
+    def add(self, unit: Unit, *, spare: bool = False) -> Change | None:
+        """Hold a unit from now on; None if it is held already, or larger than the tier.
+
+        `spare`: it is worth little, and goes before all that are not.
+        """
+        if unit.name in self.units:
+            self.touch(unit.name, spare=spare)
+            return None
+        if self.sizes.unit(unit) > self.capacity:
+            self.stats.not_kept += 1
+            return None
+        new = []
+        if self.sizes.page:
+            for name in unit.blocks:
+                block = self._blocks.get(name)
+                if block is None:
+                    block = self._blocks[name] = _Block(self.sizes.whole_block)
+                    self.used += block.bytes
+                    new.append(name)
+                block.units += 1
+        self.units[unit.name] = unit
+        self.used += self.sizes.own(unit)
+        tails = self._tails.setdefault(unit.links[-1], {})
+        tails[unit.tail] = tails.get(unit.tail, 0) + 1
+        gone: list[Name] = []
+        while self.used > self.capacity:
+            order = self._spare or self._order
+            self.stats.evicted += 1
+            gone += self._remove(next(iter(order)))
+        (self._spare if spare else self._order)[unit.name] = None
+        self.stats.stored += 1
+        return Change(new, gone, self.sizes.own(unit) + len(new) * self.sizes.whole_block)
+
+    def touch(self, name: Name, *, spare: bool = False) -> None:
+        """A unit was used, or has left the device again."""
+        if name in self._order:
+            self._order.move_to_end(name)
+        elif name in self._spare:
+            if spare:
+                self._spare.move_to_end(name)
+            else:
+                del self._spare[name]
+                self._order[name] = None
+
+    def drop(self, name: Name) -> list[Name]:
+        """A unit is damaged, or must not be used: what may go now."""
+        if name not in self.units:
+            return []
+        self.stats.lost += 1
+        return self._remove(name)
+
+    def drop_block(self, name: Name) -> list[Name]:
+        """A block is damaged: what may go now, all units that need it among it."""
+        return [gone for unit in [unit for unit in self.units.values() if name in unit.blocks]
+                for gone in self.drop(unit.name)]  # fmt: skip
+
+    def forget(self, chain: Chain, tokens: Sequence[int]) -> list[Name]:
+        """Drop all units that begin like these tokens: with their first block, or with fewer than that."""
+        links = chain.reach(tokens)
+        first = links[1] if len(links) > 1 else None
+        short = {state_name(links[0], tokens[:length]) for length in range(1, min(len(tokens) + 1, chain.block))}
+        found = [
+            name for name, unit in self.units.items()
+            if name in short or (first is not None and first in unit.links[1:2])
+        ]  # fmt: skip
+        return [gone for name in found for gone in self.drop(name)]
+
+    def _remove(self, name: Name) -> list[Name]:
+        unit = self.units.pop(name)
+        self._order.pop(name, None)
+        self._spare.pop(name, None)
+        self.used -= self.sizes.own(unit)
+        tails = self._tails[unit.links[-1]]
+        tails[unit.tail] -= 1
+        if not tails[unit.tail]:
+            del tails[unit.tail]
+            if not tails:
+                del self._tails[unit.links[-1]]
+        gone = [name]
+        for each in unit.blocks if self.sizes.page else ():
+            block = self._blocks[each]
+            block.units -= 1
+            if not block.units:
+                del self._blocks[each]
+                self.used -= block.bytes
+                gone.append(each)
+        return gone
+
+    def check(self) -> None:
+        """Raise `AssertionError` unless every byte is accounted for and every unit is whole."""
+        counts: dict[Name, int] = {}
+        for unit in self.units.values():
+            for name in unit.blocks if self.sizes.page else ():
+                counts[name] = counts.get(name, 0) + 1
+        assert {name: block.units for name, block in self._blocks.items()} == counts, "blocks leaked, or are missing"
+        own = sum(map(self.sizes.own, self.units.values()))
+        assert self.used == own + len(counts) * self.sizes.whole_block, "bytes leaked"
+        assert self.used <= self.capacity, "more is held than there is room for"
+        assert self._order.keys() | self._spare.keys() == self.units.keys(), "a unit is in no order"
+        assert not self._order.keys() & self._spare.keys(), "a unit is in both orders"
+        assert sum(sum(tails.values()) for tails in self._tails.values()) == len(self.units), "tails leaked"

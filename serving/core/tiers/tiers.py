@@ -1,0 +1,234 @@
+"""What leaves the device, where it goes, and what comes back: the policy of all tiers together.
+
+An eviction takes a checkpoint from the prefix index while its slot and pages still hold it. `left` notes it as a
+departure; whoever moves bytes takes the departures before the next step is dispatched, and dispatches a copy: the
+device runs in order, so the copy is made before anything is written over. A request that finds a unit waits for it as
+for a state of another worker (`planning.remote`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from serving.core.cache.prefix_tree import Checkpoint, Node, Root
+from serving.core.tiers.content import Chain, Name, link, root, state_name
+from serving.core.tiers.prices import Prices
+from serving.core.tiers.tier import Change, Tier, Unit
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """A unit that a request may go on from, and the tier to fetch it from."""
+
+    tier: Tier
+    unit: Unit
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Departure:
+    """A unit to be copied from the device before the next step: then its slot and pages are somebody else's."""
+
+    unit: Unit
+    tier: Tier
+    slot: int
+    pages: list[int]
+    """Of all its tokens; empty without attention."""
+    change: Change
+    spare: bool
+    """It is worth little."""
+
+    def pages_of(self, at: int, pages_per_block: int) -> list[int]:
+        """Those of the block at this place in the unit."""
+        return self.pages[at * pages_per_block : (at + 1) * pages_per_block]
+
+    def tail_pages(self, pages_per_block: int) -> list[int]:
+        """Those behind the last whole block."""
+        return self.pages[len(self.unit.blocks) * pages_per_block :]
+
+
+class Tiers:
+    """Host memory, disk, or both. `max_leaving`: bytes that may be on their way off the device at once."""
+
+    def __init__(self, host: Tier | None, disk: Tier | None, *, prices: Prices, max_leaving: int) -> None:
+        tiers = [tier for tier in (host, disk) if tier is not None]
+        assert tiers, "no tier at all"
+        self.host, self.disk, self.prices, self.max_leaving = host, disk, prices, max_leaving
+        self.tiers: Sequence[Tier] = tiers
+        """The fastest first."""
+        self.block = tiers[0].sizes.block
+        self.leaving = 0
+        """Bytes on their way off the device."""
+        self.spilling = 0
+        """Bytes on their way from memory to the disk."""
+        self.fetching = 0
+        """Bytes on their way back."""
+        self._departures: list[Departure] = []
+        self._gone: list[tuple[Tier, list[Name]]] = []
+
+    # -- away from the device --
+
+    def left(self, entry: Checkpoint, spare: bool) -> None:
+        """The index is about to drop a checkpoint that lies whole on the device. `spare`: one of little worth."""
+        unit, first = _unit(entry, self.block), self.tiers[0]
+        if unit.name in first.units:
+            first.touch(unit.name, spare=spare)
+            return
+        sizes = first.sizes
+        new = [name for name in unit.blocks if not first.has_block(name)] if sizes.page else []
+        size = sizes.own(unit) + len(new) * sizes.whole_block
+        # What is worth little waits for a time when little is on its way.
+        if self.leaving and self.leaving + size > (self.max_leaving // 2 if spare else self.max_leaving):
+            first.stats.not_kept += 1
+            return
+        change = first.add(unit, spare=spare)
+        if change is None:
+            return
+        self.leaving += change.bytes
+        first.stats.stored_bytes += change.bytes
+        pages = _pages(entry) if sizes.page else []
+        self._departures.append(Departure(unit, first, entry.slot, pages, change, spare))
+
+    def take_departures(self) -> list[Departure]:
+        """What is to be copied now, before anything else is dispatched."""
+        departures, self._departures = self._departures, []
+        return departures
+
+    def moved(self, num_bytes: int) -> None:
+        """So many bytes are on their way no more."""
+        self.leaving -= num_bytes
+
+    def spill(self, unit: Unit) -> Change | None:
+        """Have the disk hold a unit that the host's memory has; None where it does so already, or may not now.
+
+        What is evicted from memory later is there already, and what a process had when it was killed is, too.
+        """
+        disk = self.disk
+        if disk is None or disk is self.tiers[0]:
+            return None
+        if unit.name in disk.units:
+            disk.touch(unit.name)
+            return None
+        if self.spilling and self.spilling + disk.sizes.unit(unit) > self.max_leaving:
+            disk.stats.not_kept += 1
+            return None
+        change = disk.add(unit)
+        if change is not None:
+            self.spilling += change.bytes
+            disk.stats.stored_bytes += change.bytes
+        return change
+
+    def spilled(self, num_bytes: int) -> None:
+        """So many bytes have come to the disk, or will not."""
+        self.spilling -= num_bytes
+
+    def lost(self, held: Held) -> None:
+        """A unit cannot be had from a tier, or never came there."""
+        self._gone.append((held.tier, held.tier.drop(held.unit.name)))
+
+    def lost_block(self, tier: Tier, name: Name) -> None:
+        """A block cannot be had from a tier, and so none of the units that need it."""
+        self._gone.append((tier, tier.drop_block(name)))
+
+    def forget(self, tokens: Sequence[int], salt: str | None) -> None:
+        """Nothing that these tokens lead to is to be trusted: drop it everywhere."""
+        chain = Chain(salt, self.block)
+        self._gone += [(tier, tier.forget(chain, tokens)) for tier in self.tiers]
+
+    def reset(self) -> None:
+        """The store is lost: what was about to be copied from it will not be."""
+        for departure in self.take_departures():
+            self.moved(departure.change.bytes)
+            self._gone.append((departure.tier, departure.change.gone))
+            self.lost(Held(departure.tier, departure.unit))
+
+    def take_gone(self) -> list[tuple[Tier, list[Name]]]:
+        """Parts that may go since the last call, beside those that `Change.gone` names, in that order."""
+        gone, self._gone = self._gone, []
+        return gone
+
+    # -- back to it --
+
+    def find(self, chain: Chain, tokens: Sequence[int], position: int, matched: int) -> Held | None:
+        """The deepest unit beyond `position` tokens that is worth fetching.
+
+        `matched`: tokens whose keys and values the device has.
+        """
+        best: Held | None = None
+        for tier in self.tiers:
+            beyond = best.unit.position if best is not None else position
+            unit = tier.find(chain, tokens, beyond)
+            if unit is None:
+                continue
+            if self.prices.worth_fetching(tier.name, self.fetching + self.size(tier, unit, matched),
+                                          unit.position - beyond):  # fmt: skip
+                best = Held(tier, unit)
+            else:
+                tier.stats.dearer += 1
+        return best
+
+    def size(self, tier: Tier, unit: Unit, matched: int) -> int:
+        """Bytes to fetch where the device has the keys and values of so many tokens."""
+        blocks = max(0, len(unit.blocks) - matched // self.block)
+        return tier.sizes.own(unit) + blocks * tier.sizes.whole_block
+
+    def snapshot(self) -> dict[str, dict[str, float]]:
+        """By tier: its counters, how full it is, and what fetching from it takes."""
+        return {
+            tier.name: asdict(tier.stats)
+            | {"units": len(tier), "used_bytes": tier.used, "capacity_bytes": tier.capacity}
+            | {"seconds_per_byte": self.prices.per_byte.get(tier.name, 0.0)}
+            for tier in self.tiers
+        }
+
+    def check(self) -> None:
+        """Raise `AssertionError` unless every tier's books are right."""
+        for tier in self.tiers:
+            tier.check()
+
+
+def _unit(entry: Checkpoint, block: int) -> Unit:
+    """What a checkpoint is by content. Links are noted at the nodes where blocks end, so that each is hashed once."""
+    links: list[Name] = []
+    tail: list[int] = list(entry.tail)
+    pending: list[Node] = []
+    node: Node | None = entry.node
+    begin = entry.position - len(tail)
+    # Down to the last whole block; what lies above it is the tail.
+    while begin % block:
+        assert node is not None
+        tail[:0] = node.key
+        begin -= len(node.key)
+        node = node.parent
+    # Every node at which a block ends, the deepest first.
+    walked: Node | None = node
+    while walked is not None and not isinstance(walked, Root):
+        if (walked.depth * len(walked.key)) % block == 0:
+            pending.append(walked)
+        walked = walked.parent
+    assert isinstance(walked, Root)
+    links.append(_link_of_root(walked))
+    for end in reversed(pending):
+        if not end.link:
+            tokens: list[int] = []
+            step: Node = end
+            while len(tokens) < block:
+                tokens[:0] = step.key
+                assert step.parent is not None
+                step = step.parent
+            end.link = link(links[-1], tokens)
+        links.append(end.link)
+    return Unit(state_name(links[-1], tail), tuple(links), len(tail), entry.position, entry.kind)
+
+
+def _link_of_root(node: Root) -> Name:
+    if not node.link:
+        node.link = root(node.salt)
+    return node.link
+
+
+def _pages(entry: Checkpoint) -> list[int]:
+    pages = [entry.page] if entry.page else []
+    node: Node | None = entry.node
+    while node is not None and not isinstance(node, Root):
+        pages.append(node.page)
+        node = node.parent
+    return pages[::-1]

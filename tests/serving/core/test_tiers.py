@@ -1,0 +1,169 @@
+"""The policy of tiers below the device: what is held, what goes, what is found, and random schedules over all of it."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from serving.core import CheckpointKind
+from serving.core.tiers.content import Chain, link, root, state_name
+from serving.core.tiers.prices import Prices
+from serving.core.tiers.tier import Sizes, Tier, Unit
+from tests.serving.core.test_fuzz import SHARDS, examples
+from tests.serving.core.tiered import run_tiered
+
+B = 4
+SIZES = Sizes(state=10, page=2, page_size=2, block=B)
+
+
+def unit(tokens: list[int], salt: str | None = None) -> Unit:
+    links = tuple(Chain(salt, B).reach(tokens))
+    tail = tokens[len(tokens) // B * B :]
+    return Unit(state_name(links[-1], tail), links, len(tail), len(tokens), CheckpointKind.PROMPT_END)
+
+
+def find(tier: Tier, tokens: list[int], beyond: int = 0, salt: str | None = None) -> int:
+    found = tier.find(Chain(salt, B), tokens, beyond)
+    return found.position if found is not None else 0
+
+
+def test_names_depend_on_all_tokens_before_and_on_the_salt():
+    assert root(None) != root("") != root("a")
+    assert link(root(None), [1, 2]) != link(root(None), [1, 3]) != link(root("a"), [1, 3])
+    assert state_name(root(None), [1]) != link(root(None), [1])
+    chain = Chain(None, 2)
+    assert chain.reach([1, 2, 3])[-1] == link(root(None), [1, 2])
+    assert chain.reach([1, 2, 3, 4])[-1] == link(link(root(None), [1, 2]), [3, 4])
+
+
+def test_the_deepest_unit_of_the_same_tokens_is_found():
+    tier, tokens = Tier("host", 1000, SIZES), list(range(20))
+    for length in (3, 8, 11):
+        tier.add(unit(tokens[:length]))
+    assert find(tier, tokens) == 11
+    assert find(tier, tokens, beyond=10) == 11
+    assert find(tier, tokens, beyond=11) == 0
+    assert find(tier, tokens[:10]) == 8
+    assert find(tier, tokens[:8] + [99] * 8) == 8
+    assert find(tier, tokens[:3]) == 3
+    assert find(tier, tokens, salt="another") == 0
+    tier.check()
+
+
+def test_blocks_are_held_once_and_go_with_the_last_unit_that_needs_them():
+    tier, tokens = Tier("host", 1000, SIZES), list(range(20))
+    first, second = unit(tokens[:9]), unit(tokens[:13])
+    change = tier.add(first)
+    assert change is not None
+    assert change.blocks == list(first.blocks)
+    assert change.bytes == tier.used == 10 + 2 + 2 * 4
+    change = tier.add(second)
+    assert change is not None
+    assert change.blocks == [second.blocks[2]]
+    assert tier.drop(second.name) == [second.name, second.blocks[2]]
+    assert tier.drop(first.name) == [first.name, *first.blocks]
+    assert (tier.used, len(tier), tier.num_blocks) == (0, 0, 0)
+
+
+def test_the_least_recently_used_goes_first_and_what_is_worth_little_before_it():
+    tier = Tier("host", 45, SIZES)  # three states of fewer tokens than a block
+    units = [unit([i, i]) for i in range(5)]
+    tier.add(units[0])
+    tier.add(units[1], spare=True)
+    tier.add(units[2])
+    assert tier.add(units[3]) == ([], [units[1].name], 12)
+    tier.touch(units[0].name)
+    assert tier.add(units[4]) == ([], [units[2].name], 12)
+    assert tier.stats.evicted == 2
+    tier.check()
+
+
+def test_what_is_larger_than_the_tier_is_not_held():
+    tier = Tier("host", 20, SIZES)
+    assert tier.add(unit(list(range(40)))) is None
+    assert (tier.used, tier.stats.not_kept) == (0, 1)
+
+
+def test_a_damaged_block_takes_all_that_need_it_along():
+    tier, tokens = Tier("host", 1000, SIZES), list(range(12))
+    short, long, other = unit(tokens[:3]), unit(tokens), unit([7] * 9)
+    for each in (short, long, other):
+        tier.add(each)
+    assert set(tier.drop_block(long.blocks[1])) == {long.name, *long.blocks}
+    assert find(tier, tokens) == 3
+    assert find(tier, [7] * 9) == 9
+
+
+def test_what_must_not_be_trusted_is_forgotten_with_all_that_begins_like_it():
+    tier, tokens = Tier("host", 1000, SIZES), list(range(12))
+    for each in (unit(tokens[:3]), unit(tokens), unit([7] * 9), unit(tokens, "salt")):
+        tier.add(each)
+    tier.forget(Chain(None, B), tokens[:6])
+    assert find(tier, tokens) == 0
+    assert find(tier, tokens, salt="salt") == 12
+    assert find(tier, [7] * 9) == 9
+    tier.check()
+
+
+def test_what_was_noted_of_a_unit_is_not_trusted():
+    """Names alone decide: a unit whose links were damaged on the disk is found by its tokens, with the right links."""
+    tier, tokens = Tier("disk", 1000, SIZES), list(range(6))
+    right = unit(tokens)
+    tier.add(right._replace(links=(*right.links[:-1], right.links[-1]), position=99))
+    found = tier.find(Chain(None, B), tokens, 0)
+    assert found is not None
+    assert (found.position, found.links) == (6, right.links)
+
+
+def test_fetching_is_tried_until_it_is_known_to_be_dearer_and_again_after_a_while():
+    prices = Prices()
+    assert prices.worth_fetching("disk", 10**9, 1)
+    prices.computed(100, 0.1)
+    prices.fetched("disk", 1000, 1.0)
+    assert prices.worth_fetching("disk", 1000, 2000)
+    assert not prices.worth_fetching("disk", 1000, 900)
+    assert prices.worth_fetching("host", 1000, 1), "another tier's speed says nothing"
+    refused = 1
+    while not prices.worth_fetching("disk", 1000, 500):
+        refused += 1
+    assert 10 < refused < 200
+
+
+REACHED = (
+    "departed", "spilled", "fetched", "fetched from host", "fetched from disk", "fetched whole prompt", "fetched tail",
+    "fetch failed", "late", "tier evictions", "preemptions", "reset", "withdrawn", "abort running",
+)  # fmt: skip
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_random_schedules_with_tiers(shard: int, request: pytest.FixtureRequest) -> None:
+    count = max(400, examples(request) // 10 // SHARDS)
+    first = 5_000_000_000 + shard * 1_000_000
+    print(f"seeds {first} to {first + count - 1}")
+    met: Counter[str] = Counter()
+    for seed in range(first, first + count):
+        met += run_tiered(seed)
+    print(dict(sorted(met.items())))
+    missing = [name for name in REACHED if not met[name]]
+    assert not missing, f"never met: {missing}"
+
+
+def test_random_books():
+    """Any sequence of verbs leaves books that are right."""
+    rng = random.Random(5)
+    tier = Tier("disk", 120, Sizes(state=10, page=2, page_size=2, block=B, overhead=3))
+    sequences = [[rng.randrange(2) for _ in range(24)] for _ in range(4)]
+    for _ in range(3000):
+        tokens = rng.choice(sequences)[: rng.randrange(1, 24)]
+        match rng.randrange(6):
+            case 0:
+                tier.forget(Chain(None, B), tokens)
+            case 1 if tier.units:
+                tier.drop(rng.choice(list(tier.units)))
+            case 2 if tier.units:
+                tier.touch(rng.choice(list(tier.units)), spare=rng.random() < 0.5)
+            case _:
+                tier.add(unit(tokens), spare=rng.random() < 0.3)
+        tier.check()
+        assert find(tier, tokens) <= len(tokens)

@@ -1,0 +1,167 @@
+"""Symbolic schedules with tiers below the device: bytes are what the symbolic device has in slots and pages.
+
+What leaves is copied right after each plan, as the engine does it; what comes back arrives late, in any order, or not
+at all. A tier's parts are kept by name and deleted when the policy says so: a fetch whose parts are not there fails.
+"""
+
+import random
+from typing import Any
+
+from serving.core import RemoteLoad, Scheduler, StepPlan
+from serving.core.tiers.prices import Prices
+from serving.core.tiers.tier import Sizes, Tier
+from serving.core.tiers.tiers import Tiers
+from tests.serving.core.schedules import Run, random_config
+from tests.serving.core.symbolic import Truth, expect
+
+
+class TieredScheduler(Scheduler):
+    """Moves parts before and after each plan."""
+
+    run: "TieredRun"
+
+    def schedule(self) -> StepPlan | None:
+        """As ever, with departures and arrivals around it."""
+        if self.needs_settle_before_schedule():
+            return None
+        self.run.exchange(all_of_it=False)
+        plan = super().schedule()
+        self.run.copy_out()
+        self.run.exchange(all_of_it=False)
+        for _ in range(20):  # one after the other may wait for a tier in vain
+            if plan is not None or self.run.waiting_results or not self.has_unfinished:
+                break
+            self.run.exchange(all_of_it=True)
+            plan = super().schedule()
+            self.run.copy_out()
+        return plan
+
+
+class TieredRun(Run):
+    """One schedule with tiers of any size."""
+
+    def __init__(self, seed: int) -> None:
+        apart = random.Random(seed * 31 + 7)
+        config = random_config(random.Random(seed))
+        sizes = Sizes(
+            state=apart.choice([3, 10]),
+            page=2 if config.num_pages else 0,
+            page_size=config.page_size,
+            block=config.state_block_size,
+            overhead=apart.choice([0, 1]),
+        )
+        host = Tier("host", apart.choice([20, 60, 1000]), sizes) if apart.random() < 0.8 else None
+        disk = Tier("disk", apart.choice([60, 1000]), sizes) if host is None or apart.random() < 0.5 else None
+        self.tiers = Tiers(host, disk, prices=Prices(), max_leaving=apart.choice([1, 40, 1000]))
+        self.apart = apart
+        self.parts: dict[str, dict[bytes, Any]] = {tier.name: {} for tier in self.tiers.tiers}
+        self.loads: list[RemoteLoad] = []
+
+        def make(settings, **rest):
+            scheduler = TieredScheduler(settings, tiers=self.tiers, **rest)
+            scheduler.run = self
+            return scheduler
+
+        super().__init__(seed, scheduler=make)  # type: ignore[arg-type]
+
+    def copy_out(self) -> None:
+        """Departures, and what goes for them."""
+        self._delete()
+        config, device = self.config, self.device
+        per_block = config.state_block_size // config.page_size
+        for departure in self.tiers.take_departures():
+            unit, parts = departure.unit, self.parts[departure.tier.name]
+            state = device.slots[departure.slot]
+            expect(state[0] == unit.position, "a slot that leaves does not hold its state", state, unit)
+            new = {
+                name: [list(device.pages[page]) for page in departure.pages_of(at, per_block)]
+                for at, name in enumerate(unit.blocks)
+                if name in departure.change.blocks
+            }
+            tail = [list(device.pages[page]) for page in departure.tail_pages(per_block)] if config.num_pages else []
+            for name in departure.change.gone:
+                parts.pop(name, None)
+            lost = self.apart.random() < 0.05
+            if not lost:
+                parts.update(new)
+                parts[unit.name] = (state, tail)
+            self.tiers.moved(departure.change.bytes)
+            self.coverage["departed"] += 1
+            self._spill(departure.unit, parts)
+        self._delete()
+
+    def _spill(self, unit, parts) -> None:
+        change = self.tiers.spill(unit)
+        if change is not None:
+            assert self.tiers.disk is not None
+            below = self.parts[self.tiers.disk.name]
+            for name in change.gone:
+                below.pop(name, None)
+            for name in (*change.blocks, unit.name):
+                if name in parts:
+                    below[name] = parts[name]
+            self.tiers.spilled(change.bytes)
+            self.coverage["spilled"] += 1
+
+    def _delete(self) -> None:
+        for tier, names in self.tiers.take_gone():
+            for name in names:
+                self.parts[tier.name].pop(name, None)
+
+    def exchange(self, *, all_of_it: bool) -> None:
+        """Some of what is waited for arrives, or is lost."""
+        self.loads += self.scheduler.take_fetches()
+        self.apart.shuffle(self.loads)
+        waiting, self.loads = self.loads, []
+        for load in waiting:
+            if not all_of_it and self.apart.random() < 0.6:
+                self.loads.append(load)
+            elif load.valid:
+                self._arrive(load)
+            else:
+                self.coverage["late"] += 1
+
+    def _arrive(self, load: RemoteLoad) -> None:
+        held, request, config = load.remote.held, load.request, self.config
+        assert held is not None
+        unit, parts = held.unit, self.parts[held.tier.name]
+        per_block = config.state_block_size // config.page_size
+        found = parts.get(unit.name)
+        blocks = [parts.get(name) for name in unit.blocks] if config.num_pages else []
+        if found is None or None in blocks or self.apart.random() < 0.05:
+            self.coverage["fetch failed"] += 1
+            self.tiers.lost(held)
+            self.scheduler.lost(load)
+            return
+        truth = Truth(self.device.model, request.tokens, request.cache_salt)
+        state, tail = found
+        expect(state == (unit.position, truth.digests[unit.position]), "another sequence's state", request, unit)
+        self.device.slots[load.slot] = state
+        pages = [page for block in blocks for page in block] + tail
+        for at, page in enumerate(load.pages, load.start // config.page_size if config.num_pages else 0):
+            self.device.pages[page] = list(pages[at])
+        expect(not config.num_pages or len(pages) <= len(request.progress.pages.table), "pages are missing")
+        expect(not blocks or len(pages) * config.page_size >= unit.position, "keys and values are missing", per_block)
+        self.scheduler.arrived(load)
+        self.coverage["fetched"] += 1
+        self.coverage[f"fetched from {held.tier.name}"] += 1
+        self.coverage["fetched whole prompt"] += unit.position == request.prompt_len
+        self.coverage["fetched tail"] += unit.tail > 0
+        self.device.check_index(self.scheduler)
+
+
+def run_tiered(seed: int):
+    """One schedule; returns what it met. A failure names the seed."""
+    try:
+        run = TieredRun(seed)
+        run.run()
+        run.tiers.check()
+        assert run.tiers.leaving == run.tiers.spilling == 0
+        for tier in run.tiers.tiers:
+            held = {name for unit in tier.units.values() for name in (unit.name, *unit.blocks)}
+            assert run.parts[tier.name].keys() <= held, "bytes are kept that no unit needs"
+            run.coverage["tier evictions"] += tier.stats.evicted
+    except Exception as error:
+        error.add_note(f"seed {seed}")
+        raise
+    return run.coverage
