@@ -54,7 +54,7 @@ CORE = {
     "requests": {"cache", "reasons", "tiers"},
     "planning": {"cache", "config", "reasons", "requests", "stats", "tiers"},
     "scheduler": {"cache", "config", "planning", "reasons", "requests", "tiers"},
-    "": {"cache", "config", "planning", "reasons", "requests", "scheduler", "tiers"},
+    "": {"cache", "config", "planning", "reasons", "requests", "scheduler"},
 }
 
 
