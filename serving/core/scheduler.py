@@ -264,6 +264,8 @@ class Scheduler:
             host.release_all(request, Fate.DROPPED)
             host.queues.enqueue(request)
         host.cache.outdate()
+        if host.tiers is not None:
+            host.tiers.outdate()
         for request in host.queues.unfinished.values():
             request.queueing.prompt_done = False
             host.forget(request)

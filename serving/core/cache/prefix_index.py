@@ -252,6 +252,11 @@ class PrefixIndex:
             if self.pages is not None and not node.children and not self.pages.refs[node.page]:
                 self._drop_node(node)
 
+    def by_worth(self) -> list[Checkpoint]:
+        """All states, those that would be evicted last first."""
+        found = [entry for entry in self.slots.owners if entry is not None]
+        return sorted(found, key=lambda entry: (self.policy.rank(entry), entry.price, entry.last_use), reverse=True)
+
     def outdate(self) -> None:
         """The weights are others from now on: every state that there is will be evicted before any that is to come."""
         nodes: list[Node] = list(self.roots.values())

@@ -144,8 +144,9 @@ def _held(host: HostState, request: Request, match: Match | None) -> RemoteState
     if host.tiers is None or match is None:
         return None
     lookup, tokens = request.lookup, request.tokens
-    if lookup.chain is None:
-        lookup.chain = Chain(request.cache_salt, host.tiers.block)
+    scope = request.progress.content.scope
+    if lookup.chain is None or lookup.chain.scope != scope:
+        lookup.chain = Chain(scope, host.tiers.block)
     matched = match.matched if host.cache.pages is not None else 0
     held = host.tiers.find(lookup.chain, tokens, match.position, matched)
     if held is None:

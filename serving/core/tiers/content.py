@@ -1,7 +1,7 @@
 """Names by content: what a sequence's first tokens are called wherever they are held.
 
 A chain has one link for each whole block of B tokens, a hash of the link before it and of the block's tokens; it begins
-with the salt's. The state after some tokens is named by the last link before it and by the tokens that follow that. So
+with the scope's. The state after some tokens is named by the last link before it and by the tokens that follow that. So
 two processes that agree on B call the same tokens the same, and other tokens otherwise: links are 160 bits of BLAKE2b
 (RFC 7693), for which nobody can make two sequences of one name.
 """
@@ -10,13 +10,19 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
+from serving.core.cache.prefix_tree import Scope
+
 Name = bytes
 _SIZE = 20
 
 
-def root(salt: str | None) -> Name:
-    """The link that all sequences of one salt begin with."""
-    return _hash(b"root", b"" if salt is None else b"s" + salt.encode("utf-8", "surrogatepass"), ())
+def root(scope: Scope) -> Name:
+    """The link that all sequences of one scope begin with.
+
+    How often weights were replaced means something in this process alone, so no other one may see such names.
+    """
+    salt, weights = scope
+    return _hash(b"root", b"" if salt is None else b"s" + salt.encode("utf-8", "surrogatepass"), [weights])
 
 
 def link(before: Name, block: Sequence[int]) -> Name:
@@ -38,12 +44,12 @@ def _hash(kind: bytes, before: bytes, tokens: Sequence[int]) -> Name:
 class Chain:
     """The links of one growing sequence; nothing is hashed twice."""
 
-    __slots__ = ("block", "links")
+    __slots__ = ("block", "links", "scope")
 
-    def __init__(self, salt: str | None, block: int) -> None:
-        self.block = block
-        self.links = [root(salt)]
-        """The salt's, then one for each whole block."""
+    def __init__(self, scope: Scope, block: int) -> None:
+        self.scope, self.block = scope, block
+        self.links = [root(scope)]
+        """The scope's, then one for each whole block."""
 
     def reach(self, tokens: Sequence[int]) -> list[Name]:
         """The links of so many tokens, of which those that were there before have not changed."""

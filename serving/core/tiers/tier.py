@@ -19,7 +19,7 @@ class Unit(NamedTuple):
     name: Name
     """Of the state and the keys and values of its tail."""
     links: tuple[Name, ...]
-    """The chain up to it: the salt's link, then one for each whole block, which also name the blocks' keys and
+    """The chain up to it: the scope's link, then one for each whole block, which also name the blocks' keys and
     values."""
     tail: int
     """Tokens after the last whole block."""
@@ -54,7 +54,7 @@ class Sizes:
     def own(self, unit: Unit) -> int:
         """Of the part that no other unit shares: the state, and its tail's keys and values."""
         tail = -(-unit.tail // self.page_size) * self.page if self.page else 0
-        names = 2 * len(unit.name) * len(unit.links) if self.overhead else 0
+        names = (2 * len(unit.name) + 1) * len(unit.links) if self.overhead else 0
         return self.state + tail + self.overhead + names
 
     def unit(self, unit: Unit) -> int:

@@ -9,7 +9,7 @@ for a state of another worker (`planning.remote`).
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from serving.core.cache.prefix_tree import Checkpoint, Node, Root
+from serving.core.cache.prefix_tree import Checkpoint, Node, Root, Scope
 from serving.core.tiers.content import Chain, Name, link, root, state_name
 from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Change, Tier, Unit
@@ -33,8 +33,8 @@ class Departure:
     pages: list[int]
     """Of all its tokens; empty without attention."""
     change: Change
-    spare: bool
-    """It is worth little."""
+    memory_only: bool
+    """The disk is not to have it: it is worth little, or other weights computed it than the process began with."""
 
     def pages_of(self, at: int, pages_per_block: int) -> list[int]:
         """Those of the block at this place in the unit."""
@@ -68,6 +68,9 @@ class Tiers:
 
     def left(self, entry: Checkpoint, spare: bool) -> None:
         """The index is about to drop a checkpoint that lies whole on the device. `spare`: one of little worth."""
+        replaced = _scope(entry).weights > 0
+        if entry.stale or (replaced and self.host is None):
+            return
         unit, first = _unit(entry, self.block), self.tiers[0]
         if unit.name in first.units:
             first.touch(unit.name, spare=spare)
@@ -85,7 +88,7 @@ class Tiers:
         self.leaving += change.bytes
         first.stats.stored_bytes += change.bytes
         pages = _pages(entry) if sizes.page else []
-        self._departures.append(Departure(unit, first, entry.slot, pages, change, spare))
+        self._departures.append(Departure(unit, first, entry.slot, pages, change, spare or replaced))
 
     def take_departures(self) -> list[Departure]:
         """What is to be copied now, before anything else is dispatched."""
@@ -128,9 +131,18 @@ class Tiers:
         """A block cannot be had from a tier, and so none of the units that need it."""
         self._gone.append((tier, tier.drop_block(name)))
 
-    def forget(self, tokens: Sequence[int], salt: str | None) -> None:
+    def outdate(self) -> None:
+        """The weights have been replaced: what memory holds is of no use any more.
+
+        What the disk has belongs to the weights that the process was started with, and to its next start.
+        """
+        for tier in self.tiers:
+            if tier is self.host:
+                self._gone += [(tier, tier.drop(name)) for name in list(tier.units)]
+
+    def forget(self, tokens: Sequence[int], scope: Scope) -> None:
         """Nothing that these tokens lead to is to be trusted: drop it everywhere."""
-        chain = Chain(salt, self.block)
+        chain = Chain(scope, self.block)
         self._gone += [(tier, tier.forget(chain, tokens)) for tier in self.tiers]
 
     def reset(self) -> None:
@@ -219,9 +231,17 @@ def _unit(entry: Checkpoint, block: int) -> Unit:
     return Unit(state_name(links[-1], tail), tuple(links), len(tail), entry.position, entry.kind)
 
 
+def _scope(entry: Checkpoint) -> Scope:
+    node = entry.node
+    while not isinstance(node, Root):
+        assert node.parent is not None
+        node = node.parent
+    return node.scope
+
+
 def _link_of_root(node: Root) -> Name:
     if not node.link:
-        node.link = root(node.salt)
+        node.link = root(node.scope)
     return node.link
 
 

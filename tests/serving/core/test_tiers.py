@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 from serving.core import CheckpointKind
+from serving.core.cache.prefix_tree import Scope
 from serving.core.tiers.content import Chain, link, root, state_name
 from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Sizes, Tier, Unit
@@ -17,23 +18,23 @@ SIZES = Sizes(state=10, page=2, page_size=2, block=B)
 
 
 def unit(tokens: list[int], salt: str | None = None) -> Unit:
-    links = tuple(Chain(salt, B).reach(tokens))
+    links = tuple(Chain(Scope(salt), B).reach(tokens))
     tail = tokens[len(tokens) // B * B :]
     return Unit(state_name(links[-1], tail), links, len(tail), len(tokens), CheckpointKind.PROMPT_END)
 
 
 def find(tier: Tier, tokens: list[int], beyond: int = 0, salt: str | None = None) -> int:
-    found = tier.find(Chain(salt, B), tokens, beyond)
+    found = tier.find(Chain(Scope(salt), B), tokens, beyond)
     return found.position if found is not None else 0
 
 
 def test_names_depend_on_all_tokens_before_and_on_the_salt():
-    assert root(None) != root("") != root("a")
-    assert link(root(None), [1, 2]) != link(root(None), [1, 3]) != link(root("a"), [1, 3])
-    assert state_name(root(None), [1]) != link(root(None), [1])
-    chain = Chain(None, 2)
-    assert chain.reach([1, 2, 3])[-1] == link(root(None), [1, 2])
-    assert chain.reach([1, 2, 3, 4])[-1] == link(link(root(None), [1, 2]), [3, 4])
+    assert root(Scope(None)) != root(Scope("")) != root(Scope("a")) != root(Scope("a", 1))
+    assert link(root(Scope(None)), [1, 2]) != link(root(Scope(None)), [1, 3]) != link(root(Scope("a")), [1, 3])
+    assert state_name(root(Scope(None)), [1]) != link(root(Scope(None)), [1])
+    chain = Chain(Scope(None), 2)
+    assert chain.reach([1, 2, 3])[-1] == link(root(Scope(None)), [1, 2])
+    assert chain.reach([1, 2, 3, 4])[-1] == link(link(root(Scope(None)), [1, 2]), [3, 4])
 
 
 def test_the_deepest_unit_of_the_same_tokens_is_found():
@@ -98,7 +99,7 @@ def test_what_must_not_be_trusted_is_forgotten_with_all_that_begins_like_it():
     tier, tokens = Tier("host", 1000, SIZES), list(range(12))
     for each in (unit(tokens[:3]), unit(tokens), unit([7] * 9), unit(tokens, "salt")):
         tier.add(each)
-    tier.forget(Chain(None, B), tokens[:6])
+    tier.forget(Chain(Scope(None), B), tokens[:6])
     assert find(tier, tokens) == 0
     assert find(tier, tokens, salt="salt") == 12
     assert find(tier, [7] * 9) == 9
@@ -110,7 +111,7 @@ def test_what_was_noted_of_a_unit_is_not_trusted():
     tier, tokens = Tier("disk", 1000, SIZES), list(range(6))
     right = unit(tokens)
     tier.add(right._replace(links=(*right.links[:-1], right.links[-1]), position=99))
-    found = tier.find(Chain(None, B), tokens, 0)
+    found = tier.find(Chain(Scope(None), B), tokens, 0)
     assert found is not None
     assert (found.position, found.links) == (6, right.links)
 
@@ -131,7 +132,7 @@ def test_fetching_is_tried_until_it_is_known_to_be_dearer_and_again_after_a_whil
 
 REACHED = (
     "departed", "spilled", "fetched", "fetched from host", "fetched from disk", "fetched whole prompt", "fetched tail",
-    "fetch failed", "late", "tier evictions", "preemptions", "reset", "withdrawn", "abort running",
+    "fetch failed", "late", "tier evictions", "preemptions", "reset", "withdrawn", "abort running", "weight_changes",
 )  # fmt: skip
 
 
@@ -158,7 +159,7 @@ def test_random_books():
         tokens = rng.choice(sequences)[: rng.randrange(1, 24)]
         match rng.randrange(6):
             case 0:
-                tier.forget(Chain(None, B), tokens)
+                tier.forget(Chain(Scope(None), B), tokens)
             case 1 if tier.units:
                 tier.drop(rng.choice(list(tier.units)))
             case 2 if tier.units:

@@ -8,6 +8,7 @@ import random
 from typing import Any
 
 from serving.core import RemoteLoad, Scheduler, StepPlan
+from serving.core.cache.prefix_tree import Scope
 from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Sizes, Tier
 from serving.core.tiers.tiers import Tiers
@@ -87,7 +88,8 @@ class TieredRun(Run):
                 parts[unit.name] = (state, tail)
             self.tiers.moved(departure.change.bytes)
             self.coverage["departed"] += 1
-            self._spill(departure.unit, parts)
+            if not departure.memory_only:
+                self._spill(departure.unit, parts)
         self._delete()
 
     def _spill(self, unit, parts) -> None:
@@ -114,7 +116,7 @@ class TieredRun(Run):
         self.apart.shuffle(self.loads)
         waiting, self.loads = self.loads, []
         for load in waiting:
-            if not all_of_it and self.apart.random() < 0.6:
+            if not all_of_it and self.apart.random() < 0.85:
                 self.loads.append(load)
             elif load.valid:
                 self._arrive(load)
@@ -133,7 +135,7 @@ class TieredRun(Run):
             self.tiers.lost(held)
             self.scheduler.lost(load)
             return
-        truth = Truth(self.device.model, request.tokens, request.cache_salt)
+        truth = Truth(self.device.model, request.tokens, Scope(request.cache_salt, self.device.weights))
         state, tail = found
         expect(state == (unit.position, truth.digests[unit.position]), "another sequence's state", request, unit)
         self.device.slots[load.slot] = state
