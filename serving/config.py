@@ -124,6 +124,12 @@ class EngineConfig(BaseModel):
     memory_utilization: float = Field(
         0.9, gt=0, le=1, description="Fraction of the device's memory for weights, states and pages."
     )
+    reserved_bytes: int = Field(
+        0,
+        ge=0,
+        description="Bytes of it that the store leaves to others. Workers of a split: as many as states in transfer "
+        "may take (`--max-transfer-bytes`).",
+    )
     num_slots: int | None = Field(None, ge=1, description="Number of state slots. Unset: as many as fit in memory.")
     num_pages: int | None = Field(
         None, ge=1, description="Number of key and value pages. Unset: as many as fit in memory."

@@ -34,10 +34,10 @@ SERVING = {
     "api/http/protocol": set(),
     "api/http": {"config", "core", "engine", "api", "api/http/protocol"},
     "split/transport": set(),
-    "split": {"config", "core", "engine", "points", "split/transport"},
-    "split/http": {"config", "engine", "api/http", "api/http/protocol", "split", "split/transport"},
+    "split": {"config", "core", "engine", "api/http", "points", "split/transport"},
+    "split/http": {"config", "engine", "api", "api/http", "api/http/protocol", "split", "split/transport"},
     "split/router": {"api", "api/http", "api/http/protocol", "split", "split/http"},
-    "split/ray": {"config", "engine", "api/http", "split", "split/http", "split/router"},
+    "split/ray": {"config", "api/http", "split", "split/http", "split/router"},
     "bench": {"", "core", "engine"},
     "cli/vllm": {"config"},
     "cli": {"config", "engine", "capacity", "api", "api/http", "api/http/protocol", "split", "split/http"}

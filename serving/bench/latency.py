@@ -9,6 +9,12 @@ to the first piece of text; ITL, between two pieces (with drafts a piece may be 
 time for each token after the first; E2E, to the end. A server that falls behind shows in TTFT.
 
 Prompts are made-up words; `--shared` of them are the same for all. Token counts are the server's own (`usage`).
+
+`--long-requests N` sends N prompts of `--long-prompt-words` at the beginning, at once, beside the others: what a crowd
+of long prompts costs short ones. Their figures are lines of their own.
+
+    mamba-jax serve --model MODEL --max-model-len 16384 &
+    mamba-jax bench latency --long-requests 16 --long-prompt-words 8192 --prompt-words 32 --rate 2 --requests 60
 """
 
 from __future__ import annotations
@@ -68,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--prompt-words", type=int, default=256)
     parser.add_argument("--shared", type=int, default=0, help="words at the beginning that all prompts have in common")
+    parser.add_argument("--long-requests", type=int, default=0, help="further requests, sent at once at the beginning")
+    parser.add_argument("--long-prompt-words", type=int, default=8192)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="vLLM's field")
@@ -78,13 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.rate > 0:
         parser.error(f"--rate {options.rate}: expected more than 0")
     try:
-        model, answers, seconds = asyncio.run(load(options))
+        model, answers, long, seconds = asyncio.run(load(options))
     except httpx.HTTPError as error:
         print(f"latency: {options.url}: {error or type(error).__name__}", file=sys.stderr)
         return 2
     emit(**environment(model, devices=False))
     lines = summary(answers, seconds, options)
-    for line in lines:
+    for line in lines + [{"of": "long prompts", **line} for line in summary(long, seconds, options) if long]:
         emit(**line)
     if options.plot:
         from serving.bench.plot import cumulative
@@ -92,14 +100,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gathered = gather(answers)
         shown = {name: gathered[name] for name in ("ttft_ms", "itl_ms") if gathered.get(name)}
         cumulative(shown, options.plot, title=f"{options.rate:g} requests/s, {model}")
-    return 1 if any(answer.error for answer in answers) else 0
+    return 1 if any(answer.error for answer in [*answers, *long]) else 0
 
 
-async def load(options: argparse.Namespace) -> tuple[str, list[Answer], float]:
-    """Sends every request at its time; returns the model's name, the answers, and how long it all took."""
+async def load(options: argparse.Namespace) -> tuple[str, list[Answer], list[Answer], float]:
+    """Sends every request at its time; returns the model's name, the answers, those to the long prompts, and how long
+    it all took."""
     rng = random.Random(options.seed)
     shared = words(rng, options.shared)
     prompts = [shared + words(rng, options.prompt_words - options.shared) for _ in range(options.requests)]
+    long_prompts = [words(rng, options.long_prompt_words) for _ in range(options.long_requests)]
     waits = [0.0 if math.isinf(options.rate) else rng.expovariate(options.rate) for _ in prompts]
     headers = {"Authorization": f"Bearer {options.api_key}"}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
@@ -120,6 +130,7 @@ async def load(options: argparse.Namespace) -> tuple[str, list[Answer], float]:
         if options.ignore_eos:
             body["ignore_eos"] = True
         begin = time.perf_counter()
+        long = [asyncio.create_task(ask(client, body | {"prompt": " ".join(prompt)})) for prompt in long_prompts]
         tasks = []
         due = begin
         for prompt, wait in zip(prompts, waits, strict=True):
@@ -127,7 +138,7 @@ async def load(options: argparse.Namespace) -> tuple[str, list[Answer], float]:
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             tasks.append(asyncio.create_task(ask(client, body | {"prompt": " ".join(prompt)})))
         answers = await asyncio.gather(*tasks)
-        return model, answers, time.perf_counter() - begin
+        return model, answers, await asyncio.gather(*long), time.perf_counter() - begin
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:

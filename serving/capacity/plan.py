@@ -200,7 +200,7 @@ class _Planner:
             mode=self.policy.mode,
             dtype=self.dtype,
             model_max_len=self.model.max_position_embeddings,
-            memory=usable - weights - workspace,
+            memory=usable - weights - workspace - self.config.reserved_bytes,
             most_tokens=sys.maxsize,
         )
 
@@ -214,7 +214,7 @@ class _Planner:
         least += pages * shape.bytes_per_page(config.page_size, self.dtype)
         usable = int(self.target.device.memory * config.memory_utilization)
         notes = [f"{config.memory_utilization:.0%} of the memory is used (memory_utilization)"]
-        if weights < usable - workspace:
+        if weights < usable - workspace - config.reserved_bytes:
             notes.append(reason)
         if enough := self._enough():
             notes.append(f"the smallest of its kind that holds it: {enough}")

@@ -15,8 +15,7 @@ log = logging.getLogger(__name__)
 
 def _router(*, settings: dict[str, Any]) -> None:
     """Put OpenAI's API in front of prefill and decode workers (`mamba-jax serve --role ...`)."""
-    import uvicorn
-
+    from serving.api.http.server import Server
     from serving.split.router.app import create_router
 
     if not settings.get("decode"):
@@ -34,11 +33,11 @@ def _router(*, settings: dict[str, Any]) -> None:
         "routing http://%s:%d to %d prefill and %d decode workers",
         address, port, len(chosen.prefill), len(chosen.decode),
     )  # fmt: skip
-    config = uvicorn.Config(
-        create_router(chosen), log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=30
-    )
-    uvicorn.Server(config).run(sockets=[listening])
+    app = create_router(chosen)
+    server = Server(app, chosen, drain_timeout=chosen.drain_timeout, leave=app.state.relay.leave)
+    server.run(sockets=[listening])
 
 
-router = with_options(_router, RouterSettings, "settings", panel="Router")
+# It has no paths of operators.
+router = with_options(_router, RouterSettings, "settings", panel="Router", without=("admin_key",))
 router.__name__ = "router"

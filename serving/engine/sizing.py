@@ -200,7 +200,7 @@ def check_weights_fit(num_bytes: int, *, devices: Iterable[jax.Device] | None = 
 
 def store_memory(config: EngineConfig, *, workspace: int, devices: Iterable[jax.Device] | None = None) -> int:
     """Bytes that the store may take on each of the devices: `memory_utilization` of the memory, less what is in use,
-    less `workspace`.
+    less `workspace` and what is reserved.
 
     Raises:
         ConfigError: nothing is left.
@@ -210,15 +210,16 @@ def store_memory(config: EngineConfig, *, workspace: int, devices: Iterable[jax.
     limits = [each for each in stats if each and "bytes_limit" in each]
     if limits:
         free = min(int(s["bytes_limit"] * config.memory_utilization) - s.get("bytes_in_use", 0) for s in limits)
-        free -= workspace
+        free -= workspace + config.reserved_bytes
     else:
         # Host devices share the machine's memory.
-        free = int(available_ram() * config.memory_utilization) - workspace * len(found)
+        free = int(available_ram() * config.memory_utilization) - workspace * len(found) - config.reserved_bytes
         free = min(free, CPU_STORE_BYTES) // len(found)
     if free <= 0:
+        reserved = f", {_bytes(config.reserved_bytes)} are reserved" if config.reserved_bytes else ""
         raise ConfigError(
             f"no memory is left for the state store at memory_utilization {config.memory_utilization:g}: "
-            f"the weights are loaded and a step needs {_bytes(workspace)}"
+            f"the weights are loaded and a step needs {_bytes(workspace)}{reserved}"
         )
     return free
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from typing import Any, Literal, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from serving.api.http.settings import ConnectionBounds, RequestBounds
 from serving.config import ConfigError
 from serving.split.seal import SECRET_VARIABLE, Seal
 from serving.split.wire import FailurePolicy, Handoff
@@ -19,13 +20,17 @@ class _Settings(BaseModel):
 
     @classmethod
     def create(cls, **values: Any) -> Any:
-        """Validated settings; values that are None count as not given.
+        """Validated settings; values that are None count as not given, and a text where several may be as the only one.
 
         Raises:
             ConfigError: a bad value.
         """
+        given = {name: value for name, value in values.items() if value is not None}
+        for name, field in cls.model_fields.items():
+            if isinstance(given.get(name), str) and get_origin(field.annotation) is tuple:
+                given[name] = (given[name],)
         try:
-            return cls(**{name: value for name, value in values.items() if value is not None})
+            return cls(**given)
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0]) if first["loc"] else "settings"
@@ -81,16 +86,19 @@ class SplitSettings(_Settings):
 
     @property
     def engine_flags(self) -> dict[str, Any]:
-        """Defaults that the role gives to engine flags: what it must store for the other side."""
-        return {"keep_draft_kv": True} if self.role == "prefill" else {}
+        """Defaults that the role gives to engine flags: what it must store for the other side, and the memory that
+        states in transfer take beside the store."""
+        if self.role is None:
+            return {}
+        return {"reserved_bytes": self.max_transfer_bytes} | ({"keep_draft_kv": True} if self.role == "prefill" else {})
 
 
 def _seal(secret: str | None) -> Seal:
     return Seal(secret or os.environ.get(SECRET_VARIABLE, ""))
 
 
-class RouterSettings(_Settings):
-    """Settings of the router."""
+class RouterSettings(_Settings, ConnectionBounds, RequestBounds):
+    """Settings of the router: what it accepts is bounded as a server's is."""
 
     prefill: tuple[str, ...] = Field((), description="URL of a prefill worker; repeatable.")
     decode: tuple[str, ...] = Field((), description="URL of a decode worker; repeatable.")
@@ -123,8 +131,7 @@ class RouterSettings(_Settings):
     )
     request_timeout: float = Field(600.0, gt=0, description="Seconds until an answer without streaming must be there.")
     stall_timeout: float = Field(60.0, gt=0, description="Maximum seconds between two pieces of a stream.")
-    max_body_bytes: int = Field(8 << 20, ge=1024, description="Larger requests are refused (413).")
-    body_timeout: float = Field(60.0, gt=0, description="Seconds to wait for a request's body (408).")
+    drain_timeout: float = Field(30.0, ge=0, description="Seconds that running requests have to finish at shutdown.")
     api_key: tuple[str, ...] = Field(
         (), description="A key that clients must send; repeatable. Unset: the workers check clients' keys."
     )

@@ -19,7 +19,10 @@ from urllib.parse import urlsplit
 import httpx
 
 MOST_SECONDS_BETWEEN = 1.0 if "CI" in os.environ else 0.25
-"""Between two events of a bystander's stream, the first one's wait included. Machines of a CI share their cores."""
+"""Between two events of a bystander's stream, the first one's wait included, beyond what held up the bystander itself.
+Machines of a CI share their cores."""
+_TRIES = 3
+"""A pause that a request causes is there every time; one by something else on the machine is not."""
 MOST_BYTES = 300 << 20
 """By which a process's resident memory may grow."""
 MIB = 1 << 20
@@ -235,6 +238,9 @@ class Bystander:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._failure: BaseException | None = None
+        self._clock = threading.Thread(target=self._watch_the_clock)
+        self._held_up: list[tuple[float, float]] = []
+        """When this process came late to a moment of its own, and by how many seconds."""
         self.streams = 0
         self.longest = 0.0
         """Seconds between two events, or without an answer to a probe."""
@@ -245,11 +251,13 @@ class Bystander:
         self._before = {pid: _memory(pid, "VmRSS") for pid in self._pids}
         for pid in self._pids:
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak is counted anew
+        self._clock.start()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
+        self._clock.join()
         self._thread.join(60)
         assert not self._thread.is_alive(), "a bystander's stream does not end"
         if self._failure is not None:
@@ -266,13 +274,27 @@ class Bystander:
                         assert answer.status_code == 200, answer.read()
                         for line in answer.iter_lines():
                             assert '"error"' not in line, line
-                            now = time.monotonic()
-                            self.longest, last = max(self.longest, now - last), now
+                            last = self._waited_since(last)
                     assert client.get("/health").status_code == 200
-                    self.longest = max(self.longest, time.monotonic() - last)
+                    self._waited_since(last)
                     self.streams += 1
         except BaseException as error:
             self._failure = error
+
+    def _waited_since(self, last: float) -> float:
+        """Notes the pause that ends now, less what this process was held up in it; returns what the time is."""
+        now = time.monotonic()
+        own = sum(late for at, late in list(self._held_up) if last <= at <= now)
+        self.longest = max(self.longest, now - last - own)
+        return now
+
+    def _watch_the_clock(self) -> None:
+        while not self._stop.is_set():
+            due = time.monotonic() + 0.005
+            time.sleep(0.005)
+            late = time.monotonic() - due
+            if late > 0.005:
+                self._held_up.append((due + late, late))
 
 
 def _memory(pid: int, name: str) -> int:
@@ -283,8 +305,13 @@ def _memory(pid: int, name: str) -> int:
 
 def check_that_nobody_notices(hostile: Hostile, url: str, pids: list[int]) -> None:
     """Sends it beside a bystander: it ends as it should, and neither the bystander nor the memory tells of it."""
-    with Bystander(url, pids) as bystander:
-        answers = hostile.send(url)
-    assert answers <= hostile.allowed, answers
-    assert bystander.longest < MOST_SECONDS_BETWEEN, f"{bystander.longest:.3f} s without an event"
-    assert bystander.grown < MOST_BYTES, f"{bystander.grown / MIB:.0f} MiB more"
+    pauses = []
+    for _ in range(_TRIES):
+        with Bystander(url, pids) as bystander:
+            answers = hostile.send(url)
+        assert answers <= hostile.allowed, answers
+        assert bystander.grown < MOST_BYTES, f"{bystander.grown / MIB:.0f} MiB more"
+        pauses.append(bystander.longest)
+        if bystander.longest < MOST_SECONDS_BETWEEN:
+            return
+    raise AssertionError(f"every time there were seconds without an event: {', '.join(f'{s:.3f}' for s in pauses)}")

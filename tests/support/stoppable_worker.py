@@ -1,8 +1,10 @@
-"""A worker that stops at a chosen moment, so that it can be killed there.
+"""A worker that stops at a chosen moment, so that it can be killed there, or sends a state as no worker should.
 
 Run it as `python -m tests.support.stoppable_worker FOLDER serve ...`.
 
-A stage is armed by a file in FOLDER. The worker that gets there renames it, and waits until it is told to go on.
+A stage is armed by a file in FOLDER. The worker that gets there renames it, and waits until it is told to go on. Three
+more are faults of sending a state over TCP, each for one state: `drip` sends a byte a second, `hole` nothing, `flip`
+something else.
 """
 
 import functools
@@ -54,8 +56,11 @@ class Stages:
                 time.sleep(0.02)
 
 
-class Halved:
-    """A connection that sends half of something long, and stops."""
+_LONG = 60.0
+
+
+class Meddled:
+    """A connection that sends something long as it should not, or half of it, and stops."""
 
     def __init__(self, connection, stages: Stages) -> None:
         self._connection, self._stages = connection, stages
@@ -64,10 +69,21 @@ class Halved:
         return getattr(self._connection, name)
 
     def sendall(self, data) -> None:
-        half = len(data) // 2 if len(data) > 1000 else 0
+        if len(data) <= 1000:
+            self._connection.sendall(data)
+            return
+        if self._stages.at("hole"):
+            time.sleep(_LONG)
+        if self._stages.at("drip"):
+            for at in range(int(_LONG)):
+                self._connection.sendall(data[at : at + 1])
+                time.sleep(1.0)
+        if self._stages.at("flip"):
+            data = bytearray(data)
+            data[len(data) // 2] ^= 1
+        half = len(data) // 2
         self._connection.sendall(data[:half])
-        if half:
-            self._stages.stop("send")
+        self._stages.stop("send")
         self._connection.sendall(data[half:])
 
 
@@ -92,7 +108,7 @@ def plant(stages: Stages) -> None:
         return any(len(row.request.output_token_ids) >= 4 for row in plan.rows)
 
     def serves_halves(self, connection, serve=TcpTransport._serve) -> None:
-        serve(self, Halved(connection, stages))
+        serve(self, Meddled(connection, stages))
 
     def offers(self, key, arrays, offer=JaxTransport.offer) -> None:
         # What was promised is never sent: a puller waits in the middle of its pull.

@@ -32,16 +32,19 @@ _AGAIN = 2.0
 """Seconds for which a worker that could not be reached is not tried again."""
 
 
-def decode_router(side: DecodeSide, *, seal: Seal | None = None, allowed: Sequence[str] = ()) -> APIRouter:
+def decode_router(
+    side: DecodeSide, *, seal: Seal | None = None, allowed: Sequence[str] = (), keys: Sequence[str] = ()
+) -> APIRouter:
     """The endpoints of one decode worker.
 
     Args:
         side: what they speak for.
         seal: only messages with it count.
         allowed: URLs of the prefill workers that states may be fetched from; none = all that a sealed message names.
+        keys: API keys of the fleet; the first is sent to prefill workers.
     """
     seal = seal or Seal()
-    peers = _Peers(side, seal, allowed)
+    peers = _Peers(side, seal, allowed, keys)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -97,8 +100,8 @@ async def _beat(app: FastAPI, side: DecodeSide) -> None:
 class _Peers:
     """Prefill workers that have shaken hands."""
 
-    def __init__(self, side: DecodeSide, seal: Seal, allowed: Sequence[str]) -> None:
-        self._side, self._seal = side, seal
+    def __init__(self, side: DecodeSide, seal: Seal, allowed: Sequence[str], keys: Sequence[str]) -> None:
+        self._side, self._seal, self._keys = side, seal, keys
         self._allowed = frozenset(url.rstrip("/") for url in allowed)
         self._peers: dict[str, HttpPeer] = {}
         self._failed: dict[str, tuple[float, str]] = {}
@@ -124,7 +127,11 @@ class _Peers:
                     raise SplitError(why)
                 try:
                     found = await HttpPeer.connect(
-                        url, self._side.worker.manifest, seal=self._seal, timeout=min(_HANDSHAKE, self._side.timeout)
+                        url,
+                        self._side.worker.manifest,
+                        seal=self._seal,
+                        keys=self._keys,
+                        timeout=min(_HANDSHAKE, self._side.timeout),
                     )
                 except SplitError as error:
                     self._failed[url] = time.monotonic(), str(error)

@@ -67,14 +67,16 @@ class HttpPeer:
         self._loop = asyncio.get_running_loop()
 
     @classmethod
-    async def connect(cls, url: str, ours: Manifest, *, seal: Seal | None = None, timeout: float = 5.0) -> HttpPeer:
-        """Shake hands with a prefill worker.
+    async def connect(
+        cls, url: str, ours: Manifest, *, seal: Seal | None = None, keys: Sequence[str] = (), timeout: float = 5.0
+    ) -> HttpPeer:
+        """Shake hands with a prefill worker, which may ask for one of `keys`.
 
         Raises:
             ManifestMismatch: it has refused; it says the same in its log.
             SplitError: it cannot be reached.
         """
-        client = httpx.AsyncClient(base_url=url, timeout=timeout, headers=headers())
+        client = httpx.AsyncClient(base_url=url, timeout=timeout, headers=headers(keys))
         peer = cls(url, ours, client, seal or Seal())
         try:
             status, content = await peer._post("/split/hello", Hello(manifest=ours), timeout)
@@ -155,9 +157,10 @@ class HttpPeer:
             raise SplitError(f"prefill worker {self.url} cannot be reached: {error or type(error).__name__}") from None
 
 
-def headers() -> dict[str, str]:
-    """Workers with an API key find it in the environment, as they do for themselves."""
-    key = os.environ.get(KEY_VARIABLE)
+def headers(keys: Sequence[str] = ()) -> dict[str, str]:
+    """A fleet has one API key: who asks clients for it sends it along, and a router that does not finds it in the
+    environment."""
+    key = next(iter(keys), None) or os.environ.get(KEY_VARIABLE)
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import socket
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -49,8 +50,8 @@ class OpenRole:
             )
 
 
-def open_role(settings: SplitSettings, built: Built, host: str, port: int) -> OpenRole:
-    """Take on the role of `settings`, before anything drives the engine.
+def open_role(settings: SplitSettings, built: Built, host: str, port: int, *, keys: Sequence[str] = ()) -> OpenRole:
+    """Take on the role of `settings`, before anything drives the engine. `keys` are the server's API keys.
 
     Raises:
         ConfigError: a transport is not available.
@@ -88,7 +89,7 @@ def open_role(settings: SplitSettings, built: Built, host: str, port: int) -> Op
         max_arriving_bytes=settings.max_transfer_bytes,
         fail=built.engine.fail,
     )
-    return OpenRole([decode_router(decode, seal=seal, allowed=settings.peer)], worker)
+    return OpenRole([decode_router(decode, seal=seal, allowed=settings.peer, keys=keys)], worker)
 
 
 def _is_loopback(host: str) -> bool:

@@ -22,6 +22,7 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 
+from serving.split.ray.arguments import Arguments
 from serving.split.ray.autoscaling import METRIC, replicas
 from serving.split.settings import RouterSettings, SplitSettings
 
@@ -130,34 +131,22 @@ class Front:
 
 def application(arguments: dict[str, Any]) -> Any:
     """Built by `serve run`: `prefill` and `decode` are numbers of replicas, such as 2 or 1-4, `resources` Ray's for
-    each of them (such as {"TPU": 4}), settings of workers and router (such as `lease` and `on_failure`) go to those who
-    have them, everything else are flags of the engine.
+    each of them (such as {"TPU": 4}). Settings of workers, of their servers and of the router (such as `lease`,
+    `on_failure`, `api_key`) go to all who have them; everything else are flags of the engine.
 
     Raises:
         ConfigError: a number of replicas that is none, or a bad setting.
     """
-    own = {"split_secret": secrets.token_hex(32)} | arguments
-    split, routing, flags = settings_of(own)
-    SplitSettings.create(**split)
-    RouterSettings.create(**routing)
+    sorted_out = Arguments.of(arguments)
     fleet = secrets.token_hex(8)
     options = {
         "ray_actor_options": {"num_cpus": 1, "resources": dict(arguments.get("resources", {}))},
         "graceful_shutdown_timeout_s": _DRAIN + 10,
     }
     parts = [
-        serve.deployment(name=role, **replicas(role, arguments.get(role, 1), flags), **options)(Replica).bind(
-            role, fleet, split, flags
-        )
+        serve.deployment(name=role, **replicas(role, arguments.get(role, 1), sorted_out.engine), **options)(
+            Replica
+        ).bind(role, fleet, sorted_out.split, sorted_out.server | sorted_out.engine)
         for role in ("prefill", "decode")
     ]
-    return serve.deployment(serve.ingress(lambda: front(fleet, routing))(Front)).bind(*parts)
-
-
-def settings_of(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Of workers, of the router, and flags of the engine. Where and as what each listens is the application's."""
-    fixed = {"role", "advertise", "host", "port", "prefill", "decode", "resources"}
-    given = {name: value for name, value in arguments.items() if name not in fixed}
-    split = {name: value for name, value in given.items() if name in SplitSettings.model_fields}
-    routing = {name: value for name, value in given.items() if name in RouterSettings.model_fields}
-    return split, routing, {name: value for name, value in given.items() if name not in split | routing}
+    return serve.deployment(serve.ingress(lambda: front(fleet, sorted_out.routing))(Front)).bind(*parts)

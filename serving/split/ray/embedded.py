@@ -2,59 +2,32 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 from typing import Any
 
-import uvicorn
-
-from checkpoints import generation_config
-from serving.api.http.app import create_app
-from serving.api.http.settings import ServerSettings
-from serving.config import EngineConfig
-from serving.engine.async_engine import AsyncEngine
-from serving.engine.build import build_engine
-from serving.engine.warmup import warm_up
-from serving.split.http.peer import KEY_VARIABLE
-from serving.split.http.roles import open_role
+from serving.api.http.settle import settle
+from serving.split.http.worker_server import make_server
 from serving.split.settings import SplitSettings
-
-_DEFAULTS = {"warmup": True, "max_num_waiting": 4096, "enable_structured_outputs": True}
-"""As of `mamba-jax serve`."""
 
 
 class EmbeddedWorker:
     """Loads its model and listens on a free port of `host`; ready some time later.
+
+    Args:
+        split: its role, and what goes with it.
+        flags: of the engine, and settings of the server, as in a config file of `mamba-jax serve`.
+        host: where it listens.
 
     Raises:
         ConfigError, CheckpointError: as on the command line.
     """
 
     def __init__(self, split: SplitSettings, flags: dict[str, Any], host: str) -> None:
-        config = EngineConfig.create(**(_DEFAULTS | split.engine_flags | flags))
-        built = build_engine(config.model_copy(update={"warmup": False}), progress=False)
+        settings, config = settle({"log_requests": False} | split.engine_flags | flags, {"host": host})
         listening = socket.create_server((host, 0))
-        port = listening.getsockname()[1]
-        self.url = f"http://{host}:{port}"
-        role = open_role(split, built, host, port)
-
-        def prepare(engine: Any) -> None:
-            if config.warmup:
-                warm_up(engine.loop, engine.vocab_size, progress=False)
-                role.prepare()
-
-        name = "demo" if config.model == "demo" else config.model.rstrip("/").rpartition("/")[2]
-        settings = ServerSettings.create(
-            host=host,
-            served_model_name=name,
-            log_requests=False,
-            api_key=os.environ.get(KEY_VARIABLE),
-            default_sampling=_recommended(config.model),
-        )
-        app = create_app(AsyncEngine(built.engine), settings, routers=role.routers, prepare=prepare)
-        self._context = app.state.context
-        self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on"))
+        self.url = f"http://{host}:{listening.getsockname()[1]}"
+        self._server, self._context = make_server(settings, config, split, listening, progress=False)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listening]}, daemon=True)
         self._thread.start()
 
@@ -77,10 +50,3 @@ class EmbeddedWorker:
         """Stop listening; what runs has some time to end."""
         self._server.should_exit = True
         self._thread.join(seconds)
-
-
-def _recommended(model: str) -> dict[str, Any]:
-    """The checkpoint's own sampling, for what requests leave out."""
-    found = generation_config(model)
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return {name: value for name in names if (value := getattr(found, name)) is not None}

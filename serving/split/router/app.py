@@ -22,7 +22,6 @@ from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.protocol.completions import CompletionRequest
 from serving.api.http.protocol.tokenization import DetokenizeRequest, TokenizeRequest
 from serving.api.http.sampling import sampling_params
-from serving.api.http.settings import ServerSettings
 from serving.api.http.streaming import EventStream, start, until_gone
 from serving.api.metrics import Metrics
 from serving.split.http.peer import headers as own_key
@@ -39,8 +38,8 @@ def create_router(settings: RouterSettings) -> FastAPI:
     # Every wait for a worker has a deadline of its own, around all of it: see `Remote.attended`.
     timeout = httpx.Timeout(None, connect=settings.connect_timeout)
     client = httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(max_connections=None))
-    # Its own key is for what the router asks by itself. Clients' requests go on with the clients' keys, or with none.
-    fleet = Fleet.of(settings.prefill, settings.decode, client, own_key(), settings.seal)
+    # The fleet's key is for what the router asks by itself. Clients' requests go on with the clients' own, or none.
+    fleet = Fleet.of(settings.prefill, settings.decode, client, own_key(settings.api_key), settings.seal)
     relay = Relay(fleet, settings)
     metrics = Metrics("router")
     metrics.registry.register(RelayCollector(relay))
@@ -55,10 +54,7 @@ def create_router(settings: RouterSettings) -> FastAPI:
 
     app = FastAPI(title="mamba-jax router", lifespan=lifespan)
     app.state.relay = relay
-    limits = ServerSettings.create(
-        max_body_bytes=settings.max_body_bytes, body_timeout=settings.body_timeout, api_key=settings.api_key
-    )
-    app.add_middleware(Limits, bounds=limits, metrics=metrics)
+    app.add_middleware(Limits, bounds=settings, metrics=metrics)
     errors.install(app)
 
     @app.post("/v1/completions")

@@ -91,6 +91,19 @@ class Relay:
 
     def __init__(self, fleet: Fleet, settings: RouterSettings) -> None:
         self.fleet, self.settings, self.stats = fleet, settings, RelayStats()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._leaving = False
+
+    def leave(self) -> None:
+        """The router stops: what is under way ends now, and says why. May be called from any thread."""
+
+        def end() -> None:
+            self._leaving = True
+            for worker in (*self.fleet.prefill, *self.fleet.decode):
+                worker.leave()
+
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(end)
 
     async def answer(self, asked: Asked) -> Answer:
         """The answer to a request of OpenAI's API. What fails before anything came is tried on another worker.
@@ -99,6 +112,7 @@ class Relay:
             ApiError: no worker is left, or none for the prompt where the policy asks for one; or time is up.
         """
         self.stats.requests += 1
+        self._loop = asyncio.get_running_loop()
         settings, text = self.settings, prompt_text(asked.kind, asked.body)
         until = time.monotonic() + (settings.first_token_timeout if asked.stream else settings.request_timeout)
         key = text[: settings.affinity].encode(errors="replace")
@@ -256,7 +270,7 @@ class Relay:
                         async with worker.attended(self.settings.stall_timeout):
                             piece = await anext(pieces, b"")
                     except TimeoutError:
-                        raise _broken_off() from None
+                        raise (_leaving() if self._leaving else _broken_off()) from None
                     except httpx.HTTPError as error:
                         worker.failed(_why(error))
                         raise _broken_off() from None
@@ -267,11 +281,13 @@ class Relay:
         return Answer(found.status_code, answered, rest())
 
     def _check_time(self, worker: Remote, until: float) -> None:
-        """After a timeout: if it was the request's own, that was it.
+        """After a timeout: if it was the request's own, or all of them end, that was it.
 
         Raises:
             ApiError: time is up.
         """
+        if self._leaving:
+            raise _leaving()
         if time.monotonic() >= until:
             self.stats.late += 1
             raise ApiError(
@@ -322,6 +338,10 @@ def _why(error: Exception) -> str:
 def _nobody(role: str, tried: list[Remote]) -> str:
     busy = any(worker.up for worker in tried)
     return f"all {role} workers are busy" if busy else f"no {role} worker is available"
+
+
+def _leaving() -> ApiError:
+    return ApiError(503, "the router has been shut down", code="engine_stopped", headers=_RETRY)
 
 
 def _broken_off() -> ApiError:

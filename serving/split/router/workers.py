@@ -68,6 +68,10 @@ class Remote:
         if self.up:
             log.warning("%s worker %s is down: %s", self.role, self.url, why)
         self.up = False
+        self.leave()
+
+    def leave(self) -> None:
+        """Nobody waits for it any longer: all waits end as if their time were up."""
         for scope in self._attended:
             if not scope.expired():
                 scope.reschedule(asyncio.get_running_loop().time())

@@ -5,7 +5,7 @@ import pytest
 from checkpoints import CheckpointError
 from checkpoints.load import load_tokenizer
 from serving.api.http import ServerSettings
-from serving.cli.serve import settle
+from serving.api.http.settle import settle
 from serving.config import ConfigError, EngineConfig
 from serving.engine.build import build_engine
 from tests.support.live_server import LiveServer

@@ -127,6 +127,22 @@ def test_latency_against_a_server(capfd, tmp_path):
     assert plot.stat().st_size > 0
 
 
+def test_long_prompts_beside_short_ones(capfd):
+    Canned.count = 0
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Canned) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        words = ["--url", f"http://127.0.0.1:{server.server_port}", "--rate", "500", "--requests", "4"]
+        run(["bench", "latency", *words, "--prompt-words", "5", "--long-requests", "3", "--long-prompt-words", "900"])
+        server.shutdown()
+        thread.join()
+    lines = {(line.get("of"), line["metric"]): line for line in lines_of(capfd.readouterr().out)}
+    assert lines[None, "load"]["requests"] == 4
+    assert lines["long prompts", "load"]["requests"] == 3
+    assert lines[None, "load"]["failed"] + lines["long prompts", "load"]["failed"] == 1
+    assert lines["long prompts", "ttft_ms"]["count"] >= 2
+
+
 def test_latency_without_a_server_is_one_line(capfd):
     assert run(["bench", "latency", "--url", "http://127.0.0.1:9", "--requests", "1"]) == 2
     assert len(capfd.readouterr().err.splitlines()) == 1

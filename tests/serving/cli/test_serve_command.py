@@ -13,8 +13,9 @@ import httpx
 import pytest
 from rich.console import Console
 
+from serving.api.http.settle import settle
 from serving.cli.main import run
-from serving.cli.serve import bind, settle
+from serving.cli.serve import bind
 from serving.cli.terminal_chat import Account, converse, remote
 from serving.config import ConfigError
 

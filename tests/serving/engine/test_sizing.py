@@ -11,6 +11,7 @@ from mamba_jax.store import StoreShape, init_store, store_bytes
 from serving.config import ConfigError, EngineConfig
 from serving.engine import build, sizing
 from serving.engine.sizing import available_ram, size_store
+from serving.split.settings import SplitSettings
 
 CONFIG = HybridConfig(
     family="test",
@@ -122,3 +123,14 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(monkeypatch):
     with pytest.raises(ConfigError, match=r"the weights take 15\.1 GiB and 8\.0 GiB of memory are free") as caught:
         build.build_engine(config)
     assert "\n" not in str(caught.value)
+
+
+def test_what_is_reserved_is_left_to_others(monkeypatch):
+    """A split's worker leaves as much as states in transfer may take."""
+    monkeypatch.setattr(sizing, "available_ram", lambda: 1 << 30)
+    whole = sizing.store_memory(EngineConfig.create(), workspace=MIB)
+    flags = SplitSettings.create(role="decode", max_transfer_bytes=256 * MIB).engine_flags
+    assert whole - sizing.store_memory(EngineConfig.create(**flags), workspace=MIB) == 256 * MIB
+    assert "reserved_bytes" not in SplitSettings.create().engine_flags
+    with pytest.raises(ConfigError, match=r"1\.0 GiB are reserved"):
+        sizing.store_memory(EngineConfig.create(reserved_bytes=1 << 30), workspace=MIB)

@@ -1,7 +1,6 @@
 """Nobody waits for a peer for ever: not for one that is silent, nor for one that drips, nor for a black hole."""
 
 import asyncio
-import contextlib
 import socket
 import struct
 import threading
@@ -21,38 +20,11 @@ from serving.split.transport import tcp as tcp_module
 from serving.split.wire import SplitError, SplitTimeout
 from tests.serving.split.test_handshake import WANT
 from tests.serving.split.test_manifest import BASE
+from tests.support.listener import listener
 
 ARRAYS = [jnp.arange(6000.0).reshape(3, 2000)]
 SPECS = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ARRAYS]
 HEADER = tcp_module._header(SPECS)
-
-
-@contextlib.contextmanager
-def listener(serve):
-    """A port on which `serve(connection)` runs for each who comes."""
-    server = socket.create_server(("127.0.0.1", 0))
-    open_ones = []
-
-    def accept():
-        while True:
-            try:
-                connection, _ = server.accept()
-            except OSError:
-                return
-            open_ones.append(connection)
-            threading.Thread(target=lambda c=connection: _quietly(serve, c), daemon=True).start()
-
-    threading.Thread(target=accept, daemon=True).start()
-    try:
-        yield server.getsockname()[1]
-    finally:
-        for each in (server, *open_ones):
-            each.close()
-
-
-def _quietly(serve, connection):
-    with contextlib.suppress(OSError):
-        serve(connection)
 
 
 def drip(content: bytes):

@@ -6,16 +6,19 @@ import socket
 import threading
 from types import SimpleNamespace
 
+import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
 
 from serving.api.http import errors
+from serving.split.http.decode_routes import decode_router
 from serving.split.http.peer import HttpPeer
 from serving.split.http.prefill_routes import prefill_router
 from serving.split.manifest import ManifestMismatch
-from serving.split.wire import SplitError, Want
+from serving.split.wire import SplitError, Ticket, Want
 from tests.serving.split.test_manifest import BASE, other
+from tests.support.listener import listener
 from tests.support.processes import free_port
 
 
@@ -81,6 +84,49 @@ def test_a_mismatch_is_one_line_on_both_sides(url, fields, caplog):
     (record,) = [each for each in caplog.records if "refused" in each.getMessage()]
     assert name in record.getMessage()
     assert "\n" not in record.getMessage()
+
+
+class DecodeSide:
+    """A decode side that has a manifest and no engine."""
+
+    timeout = 5.0
+    worker = SimpleNamespace(manifest=other(page_size=16), close=lambda: None)
+
+    def accept(self, peer, ticket):
+        return None
+
+
+def test_states_are_fetched_from_allowed_workers_only(url):
+    """A stranger is not even connected to, so the fleet's key goes to those who are allowed."""
+    heard = {"stranger": b"", "friend": b""}
+
+    def listens(name):
+        def serve(connection):
+            heard[name] += connection.recv(1 << 16)
+            connection.close()
+
+        return serve
+
+    async def expect(client, worker):
+        ticket = Ticket(id="t", worker=worker, handoff="full", prompt_token_ids=[1], position=1)
+        answer = await client.post("/split/expect", json=ticket.model_dump())
+        return answer.status_code, answer.json()
+
+    async def run(stranger, friend):
+        app = FastAPI()
+        errors.install(app)
+        app.include_router(decode_router(DecodeSide(), allowed=[url + "/", friend], keys=["the fleet's"]))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://decode") as client:
+            status, body = await expect(client, stranger)
+            assert (status, body["error"]["code"]) == (403, "peer_not_allowed")
+            assert await expect(client, url) == (200, {"accepted": False})
+            status, body = await expect(client, friend)
+            assert (status, body["error"]["code"]) == (502, "peer_unreachable")
+
+    with listener(listens("stranger")) as stranger, listener(listens("friend")) as friend:
+        asyncio.run(run(f"http://127.0.0.1:{stranger}", f"http://127.0.0.1:{friend}"))
+    assert not heard["stranger"]
+    assert b"the fleet's" in heard["friend"]
 
 
 def test_nobody_there():

@@ -268,6 +268,37 @@ def test_a_stream_that_stalls_ends():
     assert over.fleet.decode[0].load == 0
 
 
+def test_a_router_that_stops_tells_everybody():
+    async def stalls(request):
+        async def some():
+            yield b"data: 1\n\n"
+            await asyncio.sleep(60)
+
+        return httpx.Response(200, content=some())
+
+    async def run():
+        over = relay(Scripted(d1={"/v1/completions": stalls}, d2={"/v1/completions": slow(60)}))
+        body = BODY | {"stream": True}
+        asks = [Asked("completions", b'{"stream": true}', body | {"prompt": f"text {i}"}, {}) for i in range(12)]
+        tasks = [asyncio.create_task(over.answer(asked)) for asked in asks]
+        await asyncio.sleep(0.2)
+        begun = [task.result() for task in tasks if task.done()]
+        assert 0 < len(begun) < 12
+        reads = [asyncio.create_task(_all(answer.body)) for answer in begun]
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(over.leave)
+        found = await asyncio.wait_for(asyncio.gather(*tasks, *reads, return_exceptions=True), 5)
+        errors = [each for each in found if isinstance(each, ApiError)]
+        assert len(errors) == 12
+        assert {(error.status, error.code) for error in errors} == {(503, "engine_stopped")}
+
+    asyncio.run(run())
+
+
+async def _all(body):
+    return [piece async for piece in body]
+
+
 @pytest.mark.parametrize("status", [503, 429])
 def test_busy_is_not_down(status):
     busy = httpx.Response(status, json={"error": {"message": "full"}})

@@ -1,0 +1,66 @@
+"""One worker as a server: what `mamba-jax serve` runs, and what other programs run in a thread of theirs."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable
+
+from serving.api.http.app import create_app
+from serving.api.http.context import Context
+from serving.api.http.server import Server
+from serving.api.http.settings import ServerSettings
+from serving.api.traces import Traces
+from serving.config import EngineConfig
+from serving.engine.async_engine import AsyncEngine
+from serving.engine.build import Built, build_engine
+from serving.engine.engine import Engine
+from serving.engine.warmup import warm_up
+from serving.split.http.roles import open_role
+from serving.split.settings import SplitSettings
+
+
+def make_server(
+    settings: ServerSettings,
+    config: EngineConfig,
+    role: SplitSettings,
+    listening: socket.socket,
+    *,
+    progress: bool = True,
+    traces: Traces | None = None,
+    on_built: Callable[[Built], None] | None = None,
+    on_ready: Callable[[Context], None] | None = None,
+) -> tuple[Server, Context]:
+    """Loads the model and takes on the role; the server is to be run on `listening`, and compiles when it is.
+
+    Args:
+        settings: of the server.
+        config: of the engine.
+        role: of the worker in a fleet; none for a server that does everything itself.
+        listening: the socket that others reach it by.
+        progress: show bars for loading and compiling where stderr is a terminal.
+        traces: where spans go; by the settings if None.
+        on_built: called with the engine once the model is loaded.
+        on_ready: called once requests are taken.
+
+    Raises:
+        ConfigError, CheckpointError: what is wrong with flags, model or memory.
+    """
+    built = build_engine(config.model_copy(update={"warmup": False}), progress=progress)
+    if on_built is not None:
+        on_built(built)
+    opened = open_role(role, built, settings.host, listening.getsockname()[1], keys=settings.api_key)
+
+    def prepare(engine: Engine) -> None:
+        if config.warmup:
+            bar = progress and sys.stderr.isatty()
+            warm_up(engine.loop, engine.vocab_size, progress=bar, keep=config.compilation_cache)
+            opened.prepare()
+
+    engine = AsyncEngine(built.engine)
+    app = create_app(engine, settings, routers=opened.routers, prepare=prepare, on_ready=on_ready, traces=traces)
+    server = Server(
+        app, settings, drain_timeout=settings.drain_timeout, leave=engine.shutdown,
+        ssl_keyfile=settings.ssl_keyfile, ssl_certfile=settings.ssl_certfile, root_path=settings.root_path,
+    )  # fmt: skip
+    return server, app.state.context

@@ -1,0 +1,35 @@
+"""One hostile request, to a server or to a router: it ends, nobody else notices, and what is held stays bounded."""
+
+import pytest
+
+from tests.support.hostile_requests import HOSTILE, check_that_nobody_notices
+from tests.support.processes import router, worker
+
+BOUNDS = ("--header-timeout=2", "--body-timeout=3", "--no-log-requests")
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """URLs and processes: a server (that also decodes for the router), and a router in front of it."""
+    folder = tmp_path_factory.mktemp("hostile")
+    large = {"max_model_len": 4096, "num_pages": 1100}
+    server, prefill = (
+        worker(role, folder, *BOUNDS, "--grammar-timeout=2", "--warmup", **large) for role in ("decode", "prefill")
+    )
+    front = router([prefill], [server], folder, *BOUNDS)
+    try:
+        for each in (server, prefill, front):
+            each.wait_until_ready(900)
+        yield {
+            "server": (server.url, [server.process.pid]),
+            "router": (front.url, [each.process.pid for each in (front, server, prefill)]),
+        }
+    finally:
+        for each in (front, server, prefill):
+            each.close()
+
+
+@pytest.mark.parametrize("place", ["server", "router"])
+@pytest.mark.parametrize("hostile", HOSTILE, ids=lambda hostile: hostile.name)
+def test_nobody_notices(places, hostile, place):
+    check_that_nobody_notices(hostile, *places[place])
