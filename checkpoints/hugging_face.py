@@ -6,6 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -108,11 +109,14 @@ def _readable(
     if not narrow:
         reader = _StoredParameter(tensors, source, target)
         rounding = None if selection is None else selection.of(path, target.shape)
-        return rounded(path, target, reader, rounding, shardings) if rounding else {path: (target, reader)}
+        if rounding is None:
+            return {path: (target, reader)}
+        of = None if source.stack else lambda: tensors.view(source.names[0])
+        return rounded(path, target, reader, rounding, shardings, of=of)
     if len(narrow) < len(source.names):
         wide = [name for name in source.names if name not in quantised]
         raise CheckpointError(f"of the weights that make {path}, {len(wide)} are not quantized: {listing(wide)}")
-    return parts_of(path, target.shape, source, narrow, shardings)
+    return parts_of(path, target.shape, source, narrow, shardings, release=tensors.release)
 
 
 def parameter_shapes(
@@ -141,6 +145,8 @@ class _StoredParameter:
         self._dtype = target.dtype
 
     def __call__(self, index: Index) -> np.ndarray:
+        if not self._source.names:
+            return np.full(self._shape, self._source.default, self._dtype)[index]
         if not self._source.stack:
             return self._one(self._source.names[0], self._shape)[index]
         # Straight into the stacked array, so that no second copy of all experts exists.
@@ -154,6 +160,7 @@ class _StoredParameter:
         stacked = np.empty((*names.shape, *lengths), self._dtype)
         for entry, name in np.ndenumerate(names):
             stacked[entry] = self._one(name, self._shape[axes:])[index[axes:]]
+            self._tensors.release(name)
         return stacked
 
     def _one(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -178,6 +185,8 @@ def _match(
     wrong: dict[str, str] = {}
     for path, target in parameters.items():
         source = sources[path].find(names)
+        if source is None and sources[path].default is not None:
+            source = replace(sources[path], names=())
         if source is None:
             source = _likely(sources[path], names)
             used.update(source.names)

@@ -16,12 +16,13 @@ from checkpoints.errors import CheckpointError
 from checkpoints.generation import GenerationConfig, read_generation_config
 from checkpoints.hugging_face import parameter_shapes, read_parameters
 from checkpoints.json_file import read_json
-from checkpoints.orbax import read_description, restore_orbax, save_orbax, stored_parameters
+from checkpoints.orbax import read_description, restore_orbax, stored_parameters
 from checkpoints.placing import Shardings, abstract_parameters, nbytes
 from checkpoints.presets import preset
 from checkpoints.quantised import LogicalTensors, read_quantisation
 from checkpoints.quantised.rounding import Selection
 from checkpoints.quantised.stored import StoredWeight
+from checkpoints.quantised.tensors import CACHE_SCALES, by_place
 from checkpoints.resolve import Reference, ReferenceKind, resolve
 from checkpoints.tensor_set import TensorSet
 from checkpoints.tokenizer import Tokenizer, read_tokenizer
@@ -107,7 +108,7 @@ def load_model(
         tensors,
         abstract_parameters(config, kind),
         sources,
-        ignored=family.ignored(config),
+        ignored=(*family.ignored(config), CACHE_SCALES),
         quantised=_kept_narrow(config, tensors, sources),
         selection=_selection(config, quantization, quantization_exclude),
         shardings=sharding,
@@ -135,7 +136,7 @@ def weight_bytes(
         fields = read_json(reference.files / "config.json")
         if read_quantisation(reference.files, fields) is not None:  # stays as narrow as it is stored
             return sum(path.stat().st_size for path in reference.files.glob("*.safetensors"))
-    stored = None if dummy else _source_dtype(reference)
+    stored = None if dummy else source_dtype(reference)
     config = _config(reference)
     shapes = abstract_parameters(config, _dtype(dtype, stored))
     selection = _selection(config, quantization, quantization_exclude)
@@ -188,46 +189,6 @@ def generation_config(ref: str | Path) -> GenerationConfig:
     """
     directory = resolve(ref).directory
     return GenerationConfig() if directory is None else read_generation_config(directory)
-
-
-def convert(
-    source: str | Path,
-    target: str | Path,
-    *,
-    dtype: Any = "auto",
-    sharding: Shardings = None,
-    overwrite: bool = False,
-    quantization: str | None = None,
-    quantization_exclude: Collection[str] = (),
-    progress: bool = True,
-) -> Path:
-    """Write a model as an Orbax directory, with its configuration, tokenizer and sampling defaults.
-
-    Args:
-        source: any reference that `load_model` can load.
-        target: the directory to make.
-        dtype: `auto` keeps the checkpoint's.
-        sharding: how to hold the parameters meanwhile; what is written can be restored with any other.
-        overwrite: replace an existing Orbax directory.
-        quantization, quantization_exclude: as for `load_model`.
-        progress: show a bar on stderr.
-    Returns:
-        The directory.
-    Raises:
-        CheckpointError: the source cannot be loaded, or the target exists.
-    """
-    reference = resolve(source)
-    if isinstance(dtype, str) and dtype == "auto":
-        dtype = _source_dtype(reference)
-    model = load_model(
-        source,
-        dtype=dtype,
-        sharding=sharding,
-        quantization=quantization,
-        quantization_exclude=quantization_exclude,
-        progress=progress,
-    )
-    return save_orbax(target, model, files_from=reference.files, overwrite=overwrite, progress=progress)
 
 
 def _config(reference: Reference) -> HybridConfig:
@@ -283,7 +244,12 @@ def quantised_as(ref: str | Path) -> str:
         CheckpointError: as `load_model`.
     """
     reference = resolve(ref)
-    if reference.kind not in (ReferenceKind.HUGGING_FACE, ReferenceKind.DEMO):
+    if reference.kind is ReferenceKind.ORBAX:
+        narrow = read_description(reference.files).narrow
+        return by_place(
+            (kind, weight) for path, kind in narrow.items() if (weight := path.removesuffix(".values")) != path
+        )
+    if reference.kind is ReferenceKind.PRESET:
         return ""
     how = read_quantisation(reference.files, read_json(reference.files / "config.json"))
     if how is None:
@@ -322,7 +288,8 @@ def _stored_dtype(fields: Mapping[str, Any]) -> str | None:
     return str(name).removeprefix("torch.") if name else None
 
 
-def _source_dtype(reference: Reference) -> Any:
+def source_dtype(reference: Reference) -> Any:
+    """The dtype of most of what is stored."""
     if reference.kind is ReferenceKind.ORBAX:
         return read_description(reference.files).dtype
     stored = _stored_dtype(read_json(reference.files / "config.json"))

@@ -37,6 +37,8 @@ DTYPES: dict[str, np.dtype] = {
 }
 # The limit of the format's reference implementation: a longer "header" is some other kind of file.
 MAX_HEADER_BYTES = 100_000_000
+_AROUND = 1 << 16
+"""Bytes that Linux maps beside a page that is touched: with thousands of small tensors they add up."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,11 @@ class SafetensorsFile:
         if not hasattr(self._map, "madvise"):
             return
         entry = self.entries[name]
-        start = entry.start - entry.start % mmap.PAGESIZE
-        if entry.end > start:
-            self._map.madvise(mmap.MADV_DONTNEED, start, entry.end - start)
+        start = max(entry.start - _AROUND, 0)
+        start -= start % mmap.PAGESIZE
+        end = min(entry.end + _AROUND, len(self._map))
+        if entry.end > entry.start:
+            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
 def _read_header(path: Path, file: Any, size: int) -> dict[str, TensorEntry]:

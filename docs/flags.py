@@ -18,7 +18,7 @@ DOCS = Path(__file__).resolve().parent
 OWN = {f"--{name.replace('_', '-')}" for settings in (EngineConfig, ServerSettings) for name in settings.model_fields}
 ALSO_VLLMS = (
     "--allow-credentials", "--chat-template", "--config", "--default-chat-template-kwargs", "--download-dir",
-    "--enable-chunked-prefill", "--enable-prefix-caching", "--host", "--kv-cache-dtype", "--mamba-cache-mode",
+    "--enable-chunked-prefill", "--enable-prefix-caching", "--host", "--mamba-cache-mode",
     "--max-logprobs", "--max-num-batched-tokens", "--max-num-seqs", "--model", "--otlp-traces-endpoint",
     "--override-generation-config", "--port", "--revision", "--root-path", "--seed", "--ssl-certfile", "--ssl-keyfile",
     "--tokenizer",

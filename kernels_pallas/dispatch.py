@@ -184,7 +184,11 @@ def _fails_to_compile(
     """What the compiler says against a kernel on arguments of these shapes, or None if it takes them."""
     leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs)))
     described = tuple(
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf for leaf in leaves
+        # Not by its attributes: types of numbers, such as `out_dtype`, have a dtype, too.
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+        else leaf
+        for leaf in leaves
     )
     return _try(operation, kernel, device, described, structure)
 

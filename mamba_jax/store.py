@@ -128,6 +128,7 @@ def init_store(
     page_size: int,
     dtype: Any,
     ssm_dtype: Any = jnp.float32,
+    kv_dtype: Any = None,
     debug_state: bool = False,
 ) -> Store:
     """A store of zeros.
@@ -138,6 +139,7 @@ def init_store(
         num_pages: pages, the null page included; ignored by a model without attention.
         page_size: tokens in a page.
         dtype: of keys, values, convolution windows and hidden states.
+        kv_dtype: of keys and values, if another.
         ssm_dtype: of the recurrent states; anything below float32 trades accuracy for memory.
         debug_state: also tag each slot with what was written to it, and check the tag at each read.
 
@@ -152,8 +154,9 @@ def init_store(
 
     # Every array is its own allocation: donation cannot alias two outputs to one buffer.
     def zeros(array: StateArray) -> Array:
-        leading = (num_slots,) if array.per is Per.SLOT else (num_pages, page_size)
-        return jnp.zeros((*leading, *array.shape), array.dtype(dtype, ssm_dtype))
+        if array.per is Per.SLOT:
+            return jnp.zeros((num_slots, *array.shape), array.dtype(dtype, ssm_dtype))
+        return jnp.zeros((num_pages, page_size, *array.shape), dtype if kv_dtype is None else kv_dtype)
 
     return Store(
         slots=tuple({array.name: zeros(array) for array in arrays} for arrays in shape.slots),

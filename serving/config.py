@@ -38,9 +38,15 @@ class EngineConfig(BaseModel):
         "auto",
         description="Data type of weights and activations. auto: the checkpoint's on accelerators, float32 on CPU.",
     )
-    ssm_dtype: Literal["float32", "bfloat16"] = Field(
+    ssm_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32",
-        description="Data type of stored recurrent states. bfloat16 halves their memory but loses some accuracy.",
+        description="Data type of stored recurrent states. 16 bits halve their memory but lose some accuracy, and "
+        "answers may then depend a little on what was reused.",
+    )
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        "auto",
+        description="Data type of cached keys and values. auto: that of activations. fp8: float8_e4m3fn, divided by "
+        "the checkpoint's scales where it has them.",
     )
     load_format: Literal["auto", "dummy"] = Field(
         "auto",
@@ -173,6 +179,10 @@ class EngineConfig(BaseModel):
         if isinstance(flags, dict) and flags.get("speculative_method") is not None:
             flags = {"num_speculative_tokens": DEFAULT_DRAFTS} | flags
         return flags
+
+    def kv_dtype(self, dtype: Any) -> Any:
+        """That of cached keys and values, where activations have `dtype`."""
+        return "float8_e4m3fn" if self.kv_cache_dtype == "fp8" else dtype
 
     @property
     def excluded_from_quantization(self) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -19,7 +19,13 @@ Readable = tuple[jax.ShapeDtypeStruct, Reader]
 
 
 def parts_of(
-    path: str, shape: tuple[int, ...], source: HFSource, stored: Sequence[StoredWeight], shardings: Shardings
+    path: str,
+    shape: tuple[int, ...],
+    source: HFSource,
+    stored: Sequence[StoredWeight],
+    shardings: Shardings,
+    *,
+    release: Callable[[str], None],
 ) -> dict[str, Readable]:
     """The parameters of one quantised weight by dotted path.
 
@@ -29,6 +35,7 @@ def parts_of(
         source: how it is made of the stored ones: all rows or some, or stacked.
         stored: one for each name of the source.
         shardings: where parameters go. Groups that several devices would share are split, with the same scale.
+        release: called with the name of a stored weight whose values have been copied.
     Raises:
         CheckpointError: stored weights to be stacked are quantised in different ways.
     """
@@ -40,14 +47,20 @@ def parts_of(
             )
     return {
         f"{path}.{part}": _readable(
-            f"{path}.{part}", part, shape, source, [one.parts[part] for one in stored], shardings
+            f"{path}.{part}", part, shape, source, [one.parts[part] for one in stored], shardings, release
         )
         for part in first.parts
     }
 
 
 def _readable(
-    path: str, part: str, shape: tuple[int, ...], source: HFSource, stored: Sequence[Part], shardings: Shardings
+    path: str,
+    part: str,
+    shape: tuple[int, ...],
+    source: HFSource,
+    stored: Sequence[Part],
+    shardings: Shardings,
+    release: Callable[[str], None],
 ) -> Readable:
     *lead, outputs, inputs = shape
     groups = stored[0].groups
@@ -59,7 +72,8 @@ def _readable(
         groups = divisible_groups(path, groups, inputs, sharding_of(shardings, path), len(shape))
         own = (*lead, groups, outputs)
     target = jax.ShapeDtypeStruct(own, stored[0].dtype)
-    return target, _PartReader(source, stored, target, by_groups=len(own) == len(shape) and part != "values")
+    by_groups = len(own) == len(shape) and part != "values"
+    return target, _PartReader(source, stored, target, release, by_groups=by_groups)
 
 
 def divisible_groups(path: str, groups: int, inputs: int, sharding: Sharding | None, rank: int) -> int:
@@ -78,9 +92,16 @@ class _PartReader:
     """Reads pieces of one part of one weight."""
 
     def __init__(
-        self, source: HFSource, stored: Sequence[Part], target: jax.ShapeDtypeStruct, *, by_groups: bool
+        self,
+        source: HFSource,
+        stored: Sequence[Part],
+        target: jax.ShapeDtypeStruct,
+        release: Callable[[str], None],
+        *,
+        by_groups: bool,
     ) -> None:
         self._source, self._stored, self._target, self._by_groups = source, stored, target, by_groups
+        self._release = release
         self._whole: np.ndarray | None = None
 
     def __call__(self, index: Index) -> np.ndarray:
@@ -94,8 +115,9 @@ class _PartReader:
             return self._one(self._stored[0], shape)
         axes = 1 if len(self._stored) == shape[0] else 2
         stacked = np.empty(shape, self._target.dtype)
-        for part, entry in zip(self._stored, np.ndindex(shape[:axes]), strict=True):
+        for name, part, entry in zip(self._source.names, self._stored, np.ndindex(shape[:axes]), strict=True):
             stacked[entry] = self._one(part, shape[axes:])
+            self._release(name)
         return stacked
 
     def _one(self, part: Part, shape: tuple[int, ...]) -> np.ndarray:

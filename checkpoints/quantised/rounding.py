@@ -56,29 +56,55 @@ class Rounding:
             found["channel_scale"] = jax.ShapeDtypeStruct((*lead, outputs), F32)
         return found
 
-    def round(self, wide: np.ndarray) -> dict[str, np.ndarray]:
-        """The parts of a weight, some rows at a time, so that nothing of its size stands beside it in float32."""
-        inputs = wide.shape[-1]
+    def round(self, wide: np.ndarray, largest: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """The parts of a weight, some rows at a time, so that nothing of its size stands beside it in float32.
+
+        `largest` [*lead] is the largest magnitude of the tensors that the weight is a part of, if not its own.
+        """
+        *lead, outputs, inputs = wide.shape
         rows = wide.reshape(-1, inputs)
         groups = inputs // self.group if self.group else 1
         parts = self.parts(wide.shape)
         values = np.empty(rows.shape, parts["values"].dtype)
         scale = np.empty((len(rows), groups), F32)
-        each = max(1, _AT_ONCE // inputs)
-        cuts = [slice(start, start + each) for start in range(0, len(rows), each)]
-        largest = max((float(np.abs(rows[cut].astype(F32)).max()) for cut in cuts), default=0.0)
-        whole = np.float32(largest / (6 * 448) or 1)
-        for cut in cuts:
+        whole = np.ones(lead, F32)
+        if self.kind == "nvfp4":
+            whole = _of_tensor(largest_of(wide) if largest is None else largest)
+        of_row = np.repeat(whole.reshape(-1), outputs)
+        for cut in _cuts(len(rows), inputs):
             split = rows[cut].astype(F32).reshape(-1, groups, inputs // groups)
-            scale[cut], rounded = _ROUND[self.kind](split, whole)
+            scale[cut], rounded = _ROUND[self.kind](split, of_row[cut, None])
             values[cut] = rounded.reshape(-1, inputs)
         found = {"values": values.reshape(wide.shape)}
         if "group_scale" in parts:
             by_output = scale.reshape(*wide.shape[:-1], groups)
             found["group_scale"] = np.swapaxes(by_output, -1, -2).astype(parts["group_scale"].dtype)
         if "channel_scale" in parts:
-            found["channel_scale"] = np.full(wide.shape[:-1], whole) if self.group else scale.reshape(wide.shape[:-1])
+            found["channel_scale"] = (of_row if self.group else scale).reshape(wide.shape[:-1])
         return found
+
+
+def largest_of(wide: np.ndarray) -> np.ndarray:
+    """The largest magnitude of each matrix [*lead, outputs, inputs], as [*lead] in float32."""
+    *lead, outputs, inputs = wide.shape
+    cuts = _cuts(outputs, inputs)
+    found = [
+        max((np.abs(matrix[cut].astype(F32)).max() for cut in cuts), default=F32.type(0))
+        for matrix in wide.reshape(-1, outputs, inputs)
+    ]
+    return np.array(found, F32).reshape(lead)
+
+
+def _cuts(rows: int, inputs: int) -> list[slice]:
+    """Some rows at a time."""
+    each = max(1, _AT_ONCE // inputs)
+    return [slice(start, start + each) for start in range(0, rows, each)]
+
+
+def _of_tensor(largest: np.ndarray) -> np.ndarray:
+    """What brings scales of groups into the range of e4m3; its reciprocal, which files have, leads back to it."""
+    whole = largest / np.float32(6 * 448)
+    return np.reciprocal(np.reciprocal(np.where(whole > 0, whole, 1).astype(F32)))
 
 
 Rounded = tuple[np.ndarray, np.ndarray]
@@ -91,27 +117,27 @@ def _largest(w: np.ndarray, top: float) -> np.ndarray:
     return np.asarray(np.where(scale > 0, scale, np.float32(1)))
 
 
-def _int8(w: np.ndarray, whole: np.floating) -> Rounded:
+def _int8(w: np.ndarray, whole: np.ndarray) -> Rounded:
     scale = _largest(w, 127)
     return scale, np.rint(w / scale[..., None]).astype(INT8)
 
 
-def _fp8(w: np.ndarray, whole: np.floating) -> Rounded:
+def _fp8(w: np.ndarray, whole: np.ndarray) -> Rounded:
     scale = _largest(w, 448)
     return scale, np.clip(w / scale[..., None], -448, 448).astype(FP8)
 
 
-def _int4(w: np.ndarray, whole: np.floating) -> Rounded:
+def _int4(w: np.ndarray, whole: np.ndarray) -> Rounded:
     scale = _largest(w, 7).astype(BF16).astype(F32)
     return scale, np.clip(np.rint(w / scale[..., None]), -7, 7).astype(INT8).astype(INT4)
 
 
-def _nvfp4(w: np.ndarray, whole: np.floating) -> Rounded:
+def _nvfp4(w: np.ndarray, whole: np.ndarray) -> Rounded:
     scale = np.clip(_largest(w, 6) / whole, 2.0**-9, 448).astype(FP8).astype(F32)
-    return scale, np.clip(w / (scale[..., None] * whole), -6, 6).astype(FP4)
+    return scale, np.clip(w / (scale * whole)[..., None], -6, 6).astype(FP4)
 
 
-_ROUND: Mapping[str, Callable[[np.ndarray, np.floating], Rounded]] = {
+_ROUND: Mapping[str, Callable[[np.ndarray, np.ndarray], Rounded]] = {
     "int8": _int8,
     "fp8": _fp8,
     "int4": _int4,
@@ -172,10 +198,19 @@ class Selection:
 
 
 def rounded(
-    path: str, target: jax.ShapeDtypeStruct, reader: Reader, rounding: Rounding, shardings: Shardings
+    path: str,
+    target: jax.ShapeDtypeStruct,
+    reader: Reader,
+    rounding: Rounding,
+    shardings: Shardings,
+    *,
+    of: Callable[[], np.ndarray] | None = None,
 ) -> dict[str, Readable]:
-    """The parameters of one weight that is read wide and rounded."""
-    once, found = _Once(target.shape, reader, rounding), _targets(path, target.shape, rounding, shardings)
+    """The parameters of one weight that is read wide and rounded.
+
+    `of` gives the stored tensor that it is, or is a part of, where it is one.
+    """
+    once, found = _Once(target.shape, reader, rounding, of), _targets(path, target.shape, rounding, shardings)
     return {full: (own, _part_reader(once, full.rpartition(".")[2], own.shape)) for full, own in found.items()}
 
 
@@ -207,16 +242,36 @@ def _part_reader(once: _Once, part: str, shape: tuple[int, ...]) -> Reader:
 class _Once:
     """Rounds a weight when its first part is wanted."""
 
-    def __init__(self, shape: tuple[int, ...], reader: Reader, rounding: Rounding) -> None:
-        self._shape, self._reader, self._rounding = shape, reader, rounding
+    def __init__(
+        self, shape: tuple[int, ...], reader: Reader, rounding: Rounding, of: Callable[[], np.ndarray] | None
+    ) -> None:
+        self._shape, self._reader, self._rounding, self._of = shape, reader, rounding, of
         self._parts: dict[str, np.ndarray] = {}
 
     @property
     def parts(self) -> dict[str, np.ndarray]:
         """All parts of the weight."""
         if not self._parts:
-            self._parts = self._rounding.round(self._reader((slice(None),) * len(self._shape)))
+            largest = None
+            if self._of is not None and self._rounding.kind == "nvfp4":
+                found, lead = largest_of(self._of()), self._shape[:-2]
+                largest = np.broadcast_to(found.reshape((*found.shape, *[1] * (len(lead) - found.ndim))), lead)
+            self._parts = self._read(largest)
         return self._parts
+
+    def _read(self, largest: np.ndarray | None) -> dict[str, np.ndarray]:
+        shape = self._shape
+        if len(shape) == 2:
+            return self._rounding.round(self._reader((slice(None),) * 2), largest)
+        # One expert after the other: wide, all of them would be the largest thing in memory.
+        parts = {name: np.empty(part.shape, part.dtype) for name, part in self._rounding.parts(shape).items()}
+        for i in range(shape[0]):
+            one = slice(i, i + 1)
+            wide = self._reader((one, *[slice(None)] * (len(shape) - 1)))
+            rounded = self._rounding.round(wide, None if largest is None else largest[one])
+            for name, part in rounded.items():
+                parts[name][one] = part
+        return parts
 
 
 def _matches(name: str, pattern: str) -> bool:

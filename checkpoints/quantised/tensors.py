@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -14,8 +15,8 @@ from checkpoints.quantised.stored import Module, StoredWeight, Tensors, Wrong
 
 _NARROW = {"F8_E4M3": floats.fp8, "I8": integers.int8, "U8": floats.nvfp4}
 _PACKED = {"U8": floats.nvfp4, "I32": integers.pack_quantized}
-# Scales of keys and values, which are not kept in few bits here.
-_OF_CACHE = re.compile(r".*\.(k_proj\.k_scale|v_proj\.v_scale|[kv]_scale|kv_scale)")
+CACHE_SCALES = r".*\.([kv]_scale|kv_scale)"
+"""Names of what keys and values are divided by where they are kept in 8 bits."""
 
 
 class LogicalTensors:
@@ -41,8 +42,7 @@ class LogicalTensors:
                 module, weight = found
                 self.quantised[f"{module}.weight"] = weight
                 used.update(weight.uses)
-        left = {name for name in tensors.names - used if how is not None and _OF_CACHE.fullmatch(name)}
-        self._wide = tensors.names - used - left
+        self._wide = tensors.names - used
         # A scale without its weight is left over, and told as such by whoever matches names; a weight is told here.
         wrong += [
             f"{name} is {tensors.dtype(name)} and has no scale"
@@ -59,7 +59,10 @@ class LogicalTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape that a tensor has, or would have if it were wide."""
-        return self.quantised[name].shape if name in self.quantised else self._tensors.shape(name)
+        if name in self.quantised:
+            return self.quantised[name].shape
+        stored = self._tensors.shape(name)
+        return () if stored == (1,) and re.fullmatch(CACHE_SCALES, name) else stored
 
     def view(self, name: str) -> np.ndarray:
         """The values; of a quantised weight, those that it stands for."""
@@ -72,15 +75,20 @@ class LogicalTensors:
 
     def __str__(self) -> str:
         """What is quantised, and how."""
-        kinds: dict[str, Counter[str]] = {}
-        for name, weight in self.quantised.items():
-            places = re.sub(r"\.\d+(?=\.)", ".*", name.removesuffix(".weight")).split(".*.")
-            # In which layer is left out, and what all layers have in common before their numbers.
-            kinds.setdefault(weight.label, Counter())[".*.".join(places[1:]) or places[0]] += 1
-        return "; ".join(
-            f"{label}: " + ", ".join(f"{place} ({count})" for place, count in sorted(found.items()))
-            for label, found in sorted(kinds.items())
-        )
+        return by_place((weight.label, name) for name, weight in self.quantised.items())
+
+
+def by_place(quantised: Iterable[tuple[str, str]]) -> str:
+    """Which weights are quantised in which way, in words: pairs of a way and a weight's name, all layers together."""
+    kinds: dict[str, Counter[str]] = {}
+    for label, name in quantised:
+        places = re.sub(r"\.\d+(?=\.)", ".*", name.removesuffix(".weight")).split(".*.")
+        # In which layer is left out, and what all layers have in common before their numbers.
+        kinds.setdefault(label, Counter())[".*.".join(places[1:]) or places[0]] += 1
+    return "; ".join(
+        f"{label}: " + ", ".join(f"{place} ({count})" for place, count in sorted(found.items()))
+        for label, found in sorted(kinds.items())
+    )
 
 
 def _read(tensors: Tensors, name: str, how: Quantisation | None) -> tuple[str, StoredWeight] | None:

@@ -5,7 +5,15 @@ from functools import partial
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import dispatch
-from kernels_pallas.grouped_matmul import native, pallas_gpu, pallas_tpu, quantised, quantised_tpu, xla
+from kernels_pallas.grouped_matmul import (
+    native,
+    pallas_gpu,
+    pallas_tpu,
+    quantised,
+    quantised_native,
+    quantised_tpu,
+    xla,
+)
 from kernels_pallas.quantised import Quantised
 from kernels_pallas.shape_check import shapes_checked
 
@@ -20,6 +28,7 @@ QUANTISED = (
     dispatch.Implementation(
         "pallas_tpu_codes", partial(quantised_tpu.grouped_matmul, codes=True), quantised_tpu.unsupported, "tpu"
     ),
+    dispatch.Implementation("native", quantised_native.grouped_matmul, quantised_native.unsupported, "cpu"),
     dispatch.Implementation("xla", quantised.grouped_matmul),
 )
 

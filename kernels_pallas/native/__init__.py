@@ -36,6 +36,14 @@ WHY_MISSING = _register()
 """Why this installation has no native operations; None if it has them."""
 
 
+def why_not(dtype: str) -> str | None:
+    """Why the operations cannot read weights of a dtype; None if they can. The library may be an earlier one."""
+    if WHY_MISSING is not None:
+        return WHY_MISSING
+    known = getattr(importlib.import_module(_MODULE), "DTYPES", "float32 bfloat16").split()
+    return None if dtype in known else f"built before it knew {dtype}: install the package again"
+
+
 @functools.cache
 def fingerprint() -> str:
     """What programs compiled here depend on beside their text: the library that they call, or why there is none."""

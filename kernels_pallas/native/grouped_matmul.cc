@@ -19,6 +19,7 @@ constexpr int64_t kPiece = 64;  // outputs that one thread computes at a time
   }
 NATIVE_PRODUCT(by_outputs_float32, product, Float32)
 NATIVE_PRODUCT(by_outputs_bfloat16, product, BFloat16)
+NATIVE_PRODUCT(by_outputs_int8, product, Int8)
 NATIVE_PRODUCT(by_inputs_float32, product_transposed, Float32)
 NATIVE_PRODUCT(by_inputs_bfloat16, product_transposed, BFloat16)
 #undef NATIVE_PRODUCT
@@ -61,8 +62,11 @@ ffi::Error run(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer w, ffi::Buffer<ffi
       const auto* weights = static_cast<const uint16_t*>(w.untyped_data());
       return by_inputs ? call(weights, by_inputs_bfloat16) : call(weights, by_outputs_bfloat16);
     }
+    case ffi::S8:
+      if (by_inputs) return ffi::Error::InvalidArgument("grouped_matmul: weights in int8 are stored by outputs");
+      return call(static_cast<const int8_t*>(w.untyped_data()), by_outputs_int8);
     default:
-      return ffi::Error::InvalidArgument("grouped_matmul: weights must be float32 or bfloat16");
+      return ffi::Error::InvalidArgument("grouped_matmul: weights must be float32, bfloat16 or int8");
   }
 }
 

@@ -18,6 +18,11 @@ NATIVE_HOT void product_bfloat16(const float* x, const uint16_t* w, float* y, in
   product<BFloat16>(x, w, y, rows, inputs, outputs, begin, end);
 }
 
+NATIVE_HOT void product_int8(const float* x, const int8_t* w, float* y, int64_t rows, int64_t inputs, int64_t outputs,
+                             int64_t begin, int64_t end) {
+  product<Int8>(x, w, y, rows, inputs, outputs, begin, end);
+}
+
 ffi::Error run(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer w, ffi::Result<Matrix> y) {
   const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1], outputs = w.dimensions()[0];
   auto call = [&](const auto* weight, const auto& part) {
@@ -33,8 +38,10 @@ ffi::Error run(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer w, ffi::Result<Mat
       return call(static_cast<const float*>(w.untyped_data()), product_float32);
     case ffi::BF16:
       return call(static_cast<const uint16_t*>(w.untyped_data()), product_bfloat16);
+    case ffi::S8:
+      return call(static_cast<const int8_t*>(w.untyped_data()), product_int8);
     default:
-      return ffi::Error::InvalidArgument("linear: weights must be float32 or bfloat16");
+      return ffi::Error::InvalidArgument("linear: weights must be float32, bfloat16 or int8");
   }
 }
 

@@ -24,7 +24,8 @@ PyMODINIT_FUNC PyInit__handlers(void) {
   if (module == nullptr) return nullptr;
   if (add(module, "grouped_matmul", grouped_matmul) && add(module, "linear", linear) &&
       add(module, "state_update", state_update)) {
-    return module;
+    // Of weights; an earlier library has no such line, and knows float32 and bfloat16.
+    if (PyModule_AddStringConstant(module, "DTYPES", "float32 bfloat16 int8") == 0) return module;
   }
   Py_DECREF(module);
   return nullptr;

@@ -27,6 +27,14 @@ NATIVE_INLINE void load(const uint16_t* from, Vector& value) {
   std::memcpy(&value, &bits, sizeof value);
 }
 
+NATIVE_INLINE void load(const int8_t* from, Vector& value) {
+  typedef int8_t Narrow __attribute__((vector_size(kLanes * sizeof(int8_t))));
+  typedef int32_t Wide __attribute__((vector_size(kLanes * sizeof(int32_t))));
+  Narrow stored;
+  std::memcpy(&stored, from, sizeof stored);
+  value = __builtin_convertvector(__builtin_convertvector(stored, Wide), Vector);
+}
+
 NATIVE_INLINE float total(const Vector& value) {
   float sum = 0;
   for (int64_t lane = 0; lane < kLanes; ++lane) sum += value[lane];

@@ -1,6 +1,7 @@
 """Public forms of attention. A cache is one array per attention layer, [pages, page_size, 2 * kv_heads, head_dim], with
 the key of head h at index 2h and its value at 2h + 1 (the layout of JAX's ragged paged attention kernel). Query head i
-uses kv head i // (q_heads / kv_heads). Page 0 is nowhere: it may hold anything, is never read and never written.
+uses kv head i // (q_heads / kv_heads). Page 0 is nowhere: it may hold anything, is never read and never written. A
+cache may be narrower than the queries: keys and values are rounded once, when they are written.
 """
 
 from jaxtyping import Array, Float, Int
@@ -30,6 +31,8 @@ def write_kv(
     implementation: str | None = None,
 ) -> Float[Array, "pages page_size kv_entries head_dim"]:
     """Puts each token's key and value at (page, offset); those for page 0 are dropped. Donate kv: updated in place.
+
+    Numbers too large for a cache in 8 bits become the largest that it can hold.
 
     Raises:
         ValueError: shapes that do not fit together.

@@ -57,6 +57,8 @@ def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key
         jnp.append(0, ends).astype(jnp.int32),
         jnp.array([blocks], jnp.int32),
         sm_scale=scale,
+        # The kernel widens keys and values only where it is given a factor for them.
+        **({"k_scale": 1.0, "v_scale": 1.0} if kv.dtype != q.dtype else {}),
         num_kv_pages_per_block=min(page_table.shape[1], max(1, KEYS // kv.shape[1])),
         num_queries_per_block=min(blocks * q_len, QUERIES),
     )

@@ -15,10 +15,18 @@ QUERIES = 128  # queries, and keys, per piece of `attention_sequence`
 def write_kv(kv, k, v, *, page, offset):
     """See `api.write_kv`."""
     tokens, kv_heads, head_dim = k.shape
-    entries = jnp.stack([k, v], axis=2).reshape(tokens, 2 * kv_heads, head_dim).astype(kv.dtype)
+    entries = _narrowed(jnp.stack([k, v], axis=2).reshape(tokens, 2 * kv_heads, head_dim), kv.dtype)
     pages, size = kv.shape[:2]
     flat = jnp.where(page > 0, page * size + offset, 0)
     return write_slots(kv.reshape(pages * size, *kv.shape[2:]), entries, flat).reshape(kv.shape)
+
+
+def _narrowed(x, dtype):
+    """In the cache's dtype. What 8 bits cannot hold becomes the largest that they can: converted, it would be NaN."""
+    if dtype.itemsize == 1:
+        most = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x, -most, most)
+    return x.astype(dtype)
 
 
 def copy_pages(kv, *, source, target):

@@ -58,6 +58,8 @@ class AttentionConfig(MixerConfig):
     bias: bool = False
     rope: RopeConfig | None = None
     qk_norm: QKNormConfig | None = None
+    kv_scales: bool = False
+    """The checkpoint says by what keys and values are divided where they are kept in 8 bits."""
     output_gate: bool = False
     """What attention gives is multiplied by the sigmoid of a gate. It comes from the projection of queries, where each
     head has its query, then its gate."""
@@ -88,6 +90,8 @@ class AttentionConfig(MixerConfig):
         if self.qk_norm is not None:
             whole = not self.qk_norm.all_heads
             found |= {"q_norm.weight": WHOLE if whole else heads, "k_norm.weight": WHOLE if whole else kv_heads}
+        if self.kv_scales:
+            found |= {"k_scale": WHOLE, "v_scale": WHOLE}
         if self.bias:
             found |= {"q_proj.bias": heads, "k_proj.bias": kv_heads, "v_proj.bias": kv_heads, "o_proj.bias": ADDED_ONCE}
         return found

@@ -113,11 +113,13 @@ def weight_names(config: HybridConfig) -> dict[str, HFSource]:
 
 
 def as_stored(config: HybridConfig, available: Container[str]) -> HybridConfig:
-    """The config of what a checkpoint has, where only its tensors tell: parts of the multi-token-prediction layer.
+    """The config of what a checkpoint has, where only its tensors tell: parts of the multi-token-prediction layer, and
+    scales of keys and values.
 
     transformers drops that layer's tensors when it saves a model, but keeps the config fields that ask for it. And the
     layer may come with an embedding and a head of its own.
     """
+    config = _with_kv_scales(config, available)
     if not config.mtp_pattern:
         return config
     full = dataclasses.replace(config, own_mtp_embedding=True, own_mtp_head=True)
@@ -127,3 +129,11 @@ def as_stored(config: HybridConfig, available: Container[str]) -> HybridConfig:
     return dataclasses.replace(
         config, own_mtp_embedding=OWN_DRAFT_EMBEDDING in there, own_mtp_head=OWN_DRAFT_HEAD in there
     )
+
+
+def _with_kv_scales(config: HybridConfig, available: Container[str]) -> HybridConfig:
+    if config.attention is None:
+        return config
+    full = dataclasses.replace(config, attention=dataclasses.replace(config.attention, kv_scales=True))
+    scales = [source for path, source in weight_names(full).items() if path.endswith((".k_scale", ".v_scale"))]
+    return full if any(source.find(available) for source in scales) else config

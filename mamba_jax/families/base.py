@@ -30,6 +30,8 @@ class HFSource:
     there are fewer tensors, which follow each other along the first axis."""
     alternatives: tuple[HFSource, ...] = ()
     """Other spellings, tried in order when a name is absent."""
+    default: float | None = None
+    """What the parameter is filled with where the file has none of the names; None: that is an error."""
     pieces: int = 1
     """The tensor's first axis has so many equal pieces one after the other, and `rows` are those of each piece."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from mamba_jax.config import AttentionConfig, HybridConfig, MambaConfig, ModelConfigError
 from mamba_jax.families.base import HFSource, tensor, with_prefix
@@ -98,6 +99,9 @@ def attention(path: str, name: str, config: AttentionConfig) -> dict[str, HFSour
     sources: dict[str, HFSource] = {}
     for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
         sources |= linear(f"{path}.{part}", f"{name}.{part}", bias=config.bias)
+    for part in ("k", "v") if config.kv_scales else ():
+        names = (f"{name}.{part}_proj.{part}_scale", f"{name}.{part}_scale", f"{name}.attn.{part}_scale")
+        sources[f"{path}.{part}_scale"] = replace(tensor(*names, shape=()), default=1.0)
     for part in ("q_norm", "k_norm") if config.qk_norm else ():
         sources[f"{path}.{part}.weight"] = tensor(f"{name}.{part}.weight")
     return sources

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from mamba_jax.config import AttentionConfig, RopeConfig, need
 from mamba_jax.layout import Layout
-from mamba_jax.modules.basic import Linear, RMSNorm, scaled
+from mamba_jax.modules.basic import Linear, RMSNorm, scaled, scaled_by
 from mamba_jax.sharding.axis import AXIS, axis_index
 
 
@@ -37,6 +37,8 @@ class Attention(nnx.Module):
         self.v_proj = project(config.num_kv_heads)
         self.q_norm, self.k_norm = norm(config.num_heads), norm(config.num_kv_heads)
         self.o_proj = Linear(config.num_heads * config.head_dim, hidden_size, bias=config.bias, rngs=rngs, dtype=dtype)
+        self.k_scale = nnx.Param(jnp.ones((), jnp.float32)) if config.kv_scales else None
+        self.v_scale = nnx.Param(jnp.ones((), jnp.float32)) if config.kv_scales else None
 
     def __call__(
         self,
@@ -71,10 +73,21 @@ class Attention(nnx.Module):
         if config.rope is not None:
             cos, sin = _rotations(layout.positions - first_key, config.rope)
             q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        scales = self._scales(state)
+        if scales is not None:  # (q k_scale) (k / k_scale), and v likewise
+            q, k, v = scaled_by(q, scales[0]), scaled_by(k, 1 / scales[0]), scaled_by(v, 1 / scales[1])
         out, state = layout.attend(q, k, v, state, scale=config.scale, first_key=first_key)
+        if scales is not None:
+            out = scaled_by(out, scales[1])
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
         return scaled(self.o_proj(out.reshape(x.shape[0], -1)), config.output_multiplier), state
+
+    def _scales(self, kv: Array | None) -> tuple[Array, Array] | None:
+        """What keys and values are divided by in a cache of 8 bits; None where they are kept as they are."""
+        if self.k_scale is None or self.v_scale is None or kv is None or kv.dtype.itemsize > 1:
+            return None
+        return self.k_scale[...], self.v_scale[...]
 
     def _norm_all_heads(self, x: Float[Array, "T channels"], norm: RMSNorm, heads: int) -> Float[Array, "T channels"]:
         """The norm of all heads together, which devices that have some of them add up their squares for."""

@@ -121,6 +121,11 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     return (_INIT_SCALE * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
 
 
+def scaled_by(x: Array, factor: Array) -> Array:
+    """x * factor, computed in float32 and rounded once to x's dtype."""
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
 def scaled(x: Array, factor: float) -> Array:
     """x * factor, nothing at all for a factor of 1."""
     return x if factor == 1.0 else x * factor

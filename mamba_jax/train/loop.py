@@ -22,6 +22,7 @@ from jaxtyping import Int32
 
 from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.model import HybridModel, parameters
+from mamba_jax.modules.quantised import weight_of
 from mamba_jax.train.config import TrainConfig
 from mamba_jax.train.loss import Parameters, training_loss
 from mamba_jax.train.optimizer import learning_rate, make_optimizer
@@ -55,6 +56,14 @@ def initial_values(config: HybridConfig, seed: int) -> Parameters:
     return {path: leaf.get_value() for path, leaf in parameters(model).items()}
 
 
+def refuse_quantised(values: Mapping[str, Any]) -> None:
+    """Raises ModelConfigError where there are quantised weights among parameters: a gradient would leave their grid."""
+    if found := sorted({weight for path in values if (weight := weight_of(path))}):
+        raise ModelConfigError(
+            f"{len(found)} weights are quantized ({found[0]}, ...): training needs the wide checkpoint they are from"
+        )
+
+
 def train(
     settings: TrainConfig,
     config: HybridConfig,
@@ -80,8 +89,9 @@ def train(
         devices: to divide each batch among; all if None.
         progress: called with each record of the log.
     Raises:
-        ModelConfigError: settings that do not fit each other, the machine, or the run on disk.
+        ModelConfigError: settings that do not fit each other, the machine, or the run on disk; quantised weights.
     """
+    refuse_quantised(values or {})
     mesh = Mesh(np.array(devices or jax.devices()), ("batch",))
     if settings.batch_size // settings.drafts.every % mesh.size:
         raise ModelConfigError(

@@ -71,10 +71,12 @@ class Counter:
         parameters: Mapping[str, jax.ShapeDtypeStruct],
         *,
         ssm_dtype: Any,
+        kv_dtype: Any = None,
         lanes: int = 1,
     ) -> None:
         self.config, self.partition = config, partition
         self._dtype, self._ssm_dtype = parameters["final_norm.weight"].dtype, ssm_dtype
+        self._kv_dtype = self._dtype if kv_dtype is None else kv_dtype
         self._sizes = {
             path: _own(leaf, partition.parameter(path), partition.shards) for path, leaf in parameters.items()
         }
@@ -107,7 +109,7 @@ class Counter:
         slot = shape.bytes_per_slot(self._dtype, self._ssm_dtype)
         # Pages of draft layers are read in the drafts' own steps.
         per_key = sum(array.size() for array in shape.pages[: config.num_attention_uses])
-        kv = load.keys_read * per_key * self._dtype.itemsize
+        kv = load.keys_read * per_key * self._kv_dtype.itemsize
         return int(weights + slot * (load.states_read + load.states_written) + kv)
 
     def _flops(self, load: Workload) -> int:

@@ -74,6 +74,7 @@ class _Planner:
     def __init__(self, config: EngineConfig, target: Target, model: HybridConfig, source: DraftSource | None) -> None:
         self.config, self.target, self.model, self.source = config, target, model, source
         self.dtype = jnp.dtype("bfloat16" if config.dtype == "auto" else config.dtype)
+        self.kv_dtype = jnp.dtype(config.kv_dtype(self.dtype))
         self.policy: ResolvedCaching = resolve_caching(config)
         with_mtp = source is not None and source.stores_kv
         self.stored = model if with_mtp else dataclasses.replace(model, mtp_pattern="")
@@ -84,9 +85,14 @@ class _Planner:
 
     @property
     def _dtype_name(self) -> str:
-        """Of the model, with that of its quantised weights."""
+        """Of the model, with what is narrower."""
         narrow = {leaf.dtype.name for path, leaf in self.shapes.items() if weight_of(path) and path.endswith(".values")}
-        return self.dtype.name + (f", weights in {' and '.join(sorted(narrow))}" if narrow else "")
+        pages = self.kv_dtype.name if self.kv_dtype != self.dtype else ""
+        return (
+            self.dtype.name
+            + (f", weights in {' and '.join(sorted(narrow))}" if narrow else "")
+            + (f", keys and values in {pages}" if pages else "")
+        )
 
     def _weights(self, shards: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Every parameter as it would be loaded for as many devices."""
@@ -176,7 +182,9 @@ class _Planner:
             raise ConfigError(f"{self.target.name}: {error}") from None
         lanes = lanes_of(self.target.device.platform)
         ssm_dtype = jnp.dtype(self.config.ssm_dtype)
-        return partition, Counter(self.model, partition, self.shapes, ssm_dtype=ssm_dtype, lanes=lanes)
+        return partition, Counter(
+            self.model, partition, self.shapes, ssm_dtype=ssm_dtype, kv_dtype=self.kv_dtype, lanes=lanes
+        )
 
     def _workspace(self, partition: Partition) -> int:
         return workspace_bytes(
@@ -211,7 +219,7 @@ class _Planner:
         slots = 1 + (width if self.policy.mode == "none" else 2 * width)
         pages = 1 - (-(config.state_block_size + 2 * width) // config.page_size)
         least = slots * shape.bytes_per_slot(self.dtype, config.ssm_dtype)
-        least += pages * shape.bytes_per_page(config.page_size, self.dtype)
+        least += pages * shape.bytes_per_page(config.page_size, self.kv_dtype)
         usable = int(self.target.device.memory * config.memory_utilization)
         notes = [f"{config.memory_utilization:.0%} of the memory is used (memory_utilization)"]
         if weights < usable - workspace - config.reserved_bytes:
@@ -291,6 +299,7 @@ class _Planner:
                 page_size=config.page_size,
                 dtype=self.dtype,
                 ssm_dtype=jnp.dtype(config.ssm_dtype),
+                kv_dtype=self.kv_dtype,
             )
         )
         try:

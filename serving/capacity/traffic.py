@@ -13,8 +13,11 @@ import math
 import re
 from dataclasses import dataclass
 
-_SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}
-_ARRAY = re.compile(r"\b(pred|s8|u8|bf16|f16|s16|u16|f32|s32|u32)\[([\d,]*)\](\{[^}]*\})?")
+_BITS = {
+    "s4": 4, "u4": 4, "f4e2m1fn": 4, "pred": 8, "s8": 8, "u8": 8, "f8e4m3fn": 8, "f8e5m2": 8, "f8e8m0fnu": 8,
+    "bf16": 16, "f16": 16, "s16": 16, "u16": 16, "f32": 32, "s32": 32, "u32": 32,
+}  # fmt: skip
+_ARRAY = re.compile(rf"\b({'|'.join(_BITS)})\[([\d,]*)\](\{{[^}}]*\}})?")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (.*)$")
 _OPERATION = re.compile(r"^(.*?) ([a-z][\w-]*)\(")
 _FREE = {
@@ -141,7 +144,7 @@ def _arrays(kind: str) -> list[_Array]:
     found = []
     for dtype, sizes, layout in _ARRAY.findall(kind):
         count = math.prod(int(size) for size in sizes.split(",") if size)
-        found.append(_Array(count * _SIZES[dtype], re.search(r"S\([1-9]", layout) is not None))
+        found.append(_Array(count * _BITS[dtype] // 8, re.search(r"S\([1-9]", layout) is not None))
     return found
 
 

@@ -89,18 +89,28 @@ def generate(
 
 def convert(
     source: Annotated[Path, typer.Argument(help="Hugging Face directory.")],
-    target: Annotated[Path, typer.Argument(help="Orbax directory to create.")],
+    target: Annotated[Path, typer.Argument(help="Directory to create.")],
+    form: Annotated[
+        str, typer.Option(help="orbax, or hugging-face: with --quantization, tensors as compressed-tensors has them.")
+    ] = "orbax",
     dtype: Annotated[str, typer.Option(help="Data type of the stored weights; auto keeps the checkpoint's.")] = "auto",
     quantization: Annotated[str | None, typer.Option(help="Quantize the weights: int8, fp8, int4 or nvfp4.")] = None,
     quantization_exclude: Annotated[
         list[str] | None, typer.Option(help="Module to leave wide, by name with wildcards; repeatable.")
     ] = None,
 ) -> None:
-    """Convert a Hugging Face checkpoint to a sharded Orbax checkpoint."""
+    """Convert a Hugging Face checkpoint to a sharded Orbax checkpoint, or to one with quantized weights."""
     import checkpoints
 
     exclude = quantization_exclude or ()
-    checkpoints.convert(source, target, dtype=dtype, quantization=quantization, quantization_exclude=exclude)
+    checkpoints.convert(
+        source,
+        target,
+        form=form,  # type: ignore[arg-type]
+        dtype=dtype,
+        quantization=quantization,
+        quantization_exclude=exclude,
+    )
     Console(stderr=True, soft_wrap=True).print(f"{source} -> {target}", markup=False, highlight=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +29,16 @@ def evaluate(
     table_problems: Annotated[int, typer.Option(help="Number of problems for the table.")] = 50,
     prompts: Annotated[int, typer.Option(help="Number of text prompts to measure draft acceptance on.")] = 40,
     max_num_seqs: Annotated[int, typer.Option(help="Maximum number of sequences that run at once.")] = 16,
+    quantization: Annotated[
+        str | None, typer.Option(help="Quantize the model's weights first: int8, fp8, int4 or nvfp4.")
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(help="Only compare the model's predictions on a text with this one's, its wide original."),
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="With --against: a text file. Unset: the held-out text of --data.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="JSON file to write all figures to.")] = None,
 ) -> None:
     """Evaluate a model trained with `train` on held-out text and problems. Downloads nothing."""
@@ -38,13 +49,22 @@ def evaluate(
 
     console = Console(soft_wrap=True, highlight=False)
     directory = data or resolve(model).files
+    if against is not None:
+        _compare(model, quantization, against, text or directory / SAMPLE_TEXT, output, console)
+        return
+    if text is not None:
+        raise ConfigError("--text has no effect without --against")
     for name in (SAMPLE_PROBLEMS, SAMPLE_TEXT):
         if not (directory / name).is_file():
             raise ConfigError(f"no {name} in {directory}; give a directory with held-out text and problems as --data")
     texts = evaluation.read_some(directory / SAMPLE_TEXT, None)
     tasks = evaluation.read_some(directory / SAMPLE_PROBLEMS, problems)
-    tokenizer, loaded = require_tokenizer(model), load_model(model, dtype="float32", progress=False)
-    flags = {"max_num_seqs": max_num_seqs, "max_model_len": 2048, "warmup": False, "state_block_size": 128}
+    tokenizer, loaded = (
+        require_tokenizer(model),
+        load_model(model, dtype="float32", quantization=quantization, progress=False),
+    )
+    flags: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_model_len": 2048, "warmup": False}
+    flags |= {"state_block_size": 128, "quantization": quantization}
     figures: dict[str, Any] = {"model": model, "bits_per_byte": {}}
 
     sources = sorted({document["id"].split(":")[0] for document in texts})
@@ -68,6 +88,38 @@ def evaluate(
         output.write_text(json.dumps(figures, indent=1) + "\n")
     if any(row["sure_of_another"] for row in figures.get("table", ())):
         raise typer.Exit(1)
+
+
+def _compare(
+    model: str, quantization: str | None, against: str, text: Path, output: Path | None, console: Console
+) -> None:
+    """How far the model's predictions are from the other's; both compute in float32."""
+    from checkpoints.load import load_model, require_tokenizer
+    from mamba_jax.train.corpus import text_of
+    from serving.cli import evaluation
+    from serving.cli.comparison import compare
+
+    if not text.is_file():
+        raise ConfigError(f"no text to compare on at {text}; give a file as --text")
+    tokenizer = require_tokenizer(against)
+    documents = (
+        [text_of(document) for document in evaluation.read_some(text, None)]
+        if text.suffix == ".jsonl"
+        else [text.read_text(encoding="utf-8")]
+    )
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    tokens = [token for each in documents for token in (*bos, *tokenizer.encode(each, add_special_tokens=False))]
+    own = load_model(model, dtype="float32", quantization=quantization, progress=False)
+    try:
+        found = compare(own, load_model(against, dtype="float32", progress=False), tokens)
+    except ValueError as error:
+        raise ConfigError(f"{model} against {against}: {error}") from None
+    console.print(f"{found.tokens:,} tokens of {text.name}", markup=False)
+    console.print(f"KL divergence: {found.kl:.5f} nats per token, {found.largest_kl:.3f} at most")
+    console.print(f"the same likeliest token: {found.agreement:.2%}")
+    console.print(f"nats per token: {found.nats:.4f}, and {found.reference_nats:.4f} by {against}", markup=False)
+    if output is not None:
+        output.write_text(json.dumps(dataclasses.asdict(found), indent=1) + "\n")
 
 
 def _acceptance(

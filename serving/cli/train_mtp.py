@@ -48,7 +48,7 @@ def train_mtp(
     from mamba_jax.model import parameters
     from mamba_jax.train.config import DataSettings, DraftSettings, OptimizerSettings, TrainConfig
     from mamba_jax.train.data import Batches, read_streams, save_streams
-    from mamba_jax.train.loop import train
+    from mamba_jax.train.loop import refuse_quantised, train
     from mamba_jax.train.loss import DRAFT_LAYER
     from serving.cli.own_text import own_text
 
@@ -60,6 +60,10 @@ def train_mtp(
     tokenizer = require_tokenizer(model)
     raw, config = with_draft_layer(model, pattern or load_config(model).mtp_pattern or "*-")
     values: dict[str, Any] = {path: leaf.get_value() for path, leaf in parameters(load_model(model)).items()}
+    try:
+        refuse_quantised(values)
+    except ModelConfigError as error:
+        raise ConfigError(f"{model}: {error}") from error
     start = begun_draft_layer(config, values, seed)
     if not anew:
         start |= {path: value for path, value in values.items() if path in start}

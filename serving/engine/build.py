@@ -183,6 +183,7 @@ def _assemble(
         page_size=config.page_size,
         dtype=dtype,
         ssm_dtype=jnp.dtype(config.ssm_dtype),
+        kv_dtype=jnp.dtype(config.kv_dtype(dtype)),
         debug_state=config.debug_state,
     )
 

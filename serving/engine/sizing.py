@@ -99,7 +99,7 @@ def size_store(
     """
     notices: list[str] = []
     slot_bytes = shape.bytes_per_slot(dtype, config.ssm_dtype, debug_state=config.debug_state)
-    page_bytes = shape.bytes_per_page(config.page_size, dtype)
+    page_bytes = shape.bytes_per_page(config.page_size, config.kv_dtype(dtype))
     width = 1 + config.num_speculative_tokens
     per_row = width if mode == "none" else 2 * width
     max_len = _max_model_len(config, model_max_len)

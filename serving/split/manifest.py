@@ -13,7 +13,7 @@ from mamba_jax.config import HybridConfig, Role
 from mamba_jax.store import Store
 from serving.points.arrangement import Arrangement
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Of the messages between workers."""
 LAYOUT = "state[layer]; kv[layer, token, K even V odd, head_dim]"
 """Of the arrays that travel."""
@@ -35,7 +35,9 @@ class Manifest(BaseModel):
     model: str
     """* Hash of config, weight names and shapes, and a sample of every weight."""
     dtype: str
-    """* Of keys, values, and of all of a state but what accumulates."""
+    """* Of all of a state but what accumulates."""
+    kv_dtype: str
+    """* Of keys and values."""
     ssm_dtype: str
     """* Of the recurrent states, which accumulate; unless the decode side was asked to convert."""
     state: dict[str, tuple[int, ...]]
@@ -82,6 +84,7 @@ def describe(
         layout=LAYOUT,
         model=model,
         dtype=str(store.hidden.dtype),
+        kv_dtype=str(store.kv[0].dtype) if store.kv else "none",
         ssm_dtype=accumulated[0] if accumulated else "none",
         state={name: tuple(spec.shape) for name, spec in state.items()},
         attention_layers=min(layers, len(store.kv)),
@@ -107,6 +110,7 @@ def check(prefill: Manifest, decode: Manifest) -> list[str]:
         "protocol": (prefill.protocol, decode.protocol, "run the same version of mamba-jax on both"),
         "layout": (prefill.layout, decode.layout, "run the same version of mamba-jax on both"),
         "dtype": (prefill.dtype, decode.dtype, "give both the same --dtype"),
+        "kv_cache_dtype": (prefill.kv_dtype, decode.kv_dtype, "give both the same --kv-cache-dtype"),
         "model": (prefill.model, decode.model, "give both the same --model, the same weights"),
         "state": (prefill.state, decode.state, "give both the same --model"),
         "attention layers": (prefill.attention_layers, decode.attention_layers, "give both the same --model"),

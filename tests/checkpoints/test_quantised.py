@@ -151,7 +151,20 @@ def test_experts_of_one_layer_must_agree(changeable):
 def test_scales_of_cached_keys_and_values_may_be_there(changeable):
     tensors, write = changeable
     name = "backbone.layers.3.mixer.k_proj.k_scale"
-    assert load(write(tensors | {name: np.ones((), np.float32)})).num_parameters
+    few = values(load(write(tensors | {name: np.asarray([0.5], np.float32)})))
+    assert few["blocks.3.mixer.k_scale"] == 0.5
+    # What is not said is 1: of values here, and of the draft layer.
+    assert few["blocks.3.mixer.v_scale"] == few["mtp.blocks.0.mixer.k_scale"] == 1
+    with pytest.raises(CheckpointError, match=r"k_scale is \[2\], expected \[\]"):
+        load(write(tensors | {name: np.ones(2, np.float32)}))
+
+
+def test_scales_of_cached_keys_and_values_come_back_from_orbax(changeable, tmp_path_factory):
+    tensors, write = changeable
+    directory = write(tensors | {"backbone.layers.3.mixer.v_scale": np.asarray(0.25, np.float32)})
+    target = tmp_path_factory.mktemp("scales") / "orbax"
+    checkpoints.convert(directory, target, dtype="float32", progress=False)
+    assert values(load(target))["blocks.3.mixer.v_scale"] == 0.25
 
 
 def test_narrow_weights_need_a_description(changeable):

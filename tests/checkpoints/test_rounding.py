@@ -1,5 +1,7 @@
 """Wide checkpoints quantised while they are read: nearest values, the weights meant, and shapes known beforehand."""
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from mamba_jax.model import parameters
 from mamba_jax.modules.quantised import quantised_weights
 from serving.capacity.plan import make_plan
 from serving.capacity.targets import target
+from serving.cli.main import run
 from serving.config import ConfigError, EngineConfig
 from tests.support.quantised_checkpoints import config_of, write_mixed
 
@@ -103,6 +106,43 @@ def test_convert_writes_what_loading_makes(wide, tmp_path):
         load(tmp_path / "orbax", quantization="int8")
 
 
+@pytest.mark.parametrize("kind", QUANTIZATIONS)
+@pytest.mark.parametrize("model", ["latent", "granite", "falcon"])
+def test_hugging_face_form_says_what_loading_makes(model, kind, tmp_path):
+    source = write_random(tmp_path / "source", config_of(model), seed=4)
+    # Granite's experts are tensors of three dimensions, which packed integers are not.
+    exclude = ["block_sparse_moe"] if (model, kind) == ("granite", "int4") else []
+    flags = {"quantization": kind, "quantization_exclude": exclude}
+    checkpoints.convert(source, tmp_path / "narrow", form="hugging-face", **flags)
+    description = json.loads((tmp_path / "narrow/config.json").read_text())["quantization_config"]
+    assert description["quant_method"] == "compressed-tensors"
+    assert "lm_head" in description["ignore"] or "tie" in str(config_of(model))
+    expected, got = values(load(source, **flags)), values(load(tmp_path / "narrow"))
+    stands_for = [{path: np.asarray(weight.dequantise()) for path, weight in quantised_weights(v).items()}
+                  for v in (expected, got)]  # fmt: skip
+    assert stands_for[0].keys() == stands_for[1].keys() != set()
+    for path, weight in stands_for[0].items():
+        np.testing.assert_array_equal(stands_for[1][path], weight, err_msg=path)
+    for path in expected.keys() & got.keys():
+        np.testing.assert_array_equal(np.asarray(expected[path]), np.asarray(got[path]), err_msg=path)
+
+
+def test_what_hugging_face_form_cannot_be_written_from(wide, tmp_path):
+    def message(source, target="x", **flags):
+        with pytest.raises(CheckpointError) as error:
+            checkpoints.convert(source, tmp_path / target, form="hugging-face", **flags)
+        return str(error.value)
+
+    assert "quantized weights only" in message(wide)
+    assert "whole words" in message(
+        write_random(tmp_path / "granite", config_of("granite"), seed=4), quantization="int4"
+    )
+    assert "exclude all" in message(wide, quantization="int8", quantization_exclude=["in_proj_dt"])
+    assert "is not empty" in message(wide, "granite", quantization="int8")
+    narrow, _ = write_mixed(tmp_path)
+    assert "is quantized already" in message(narrow, quantization="int8")
+
+
 def test_dummy_weights_can_be_quantised(wide):
     few = values(load(wide, load_format="dummy", quantization="nvfp4"))
     dense = values(load(wide, load_format="dummy"))
@@ -116,6 +156,8 @@ def test_quantised_checkpoints_are_described_and_not_quantised_again(tmp_path):
     assert "NVFP4, groups of 16: mixer.experts.*.down_proj (16), mixer.experts.*.up_proj (16)" in text
     assert "FP8, a scale per tensor: mixer.in_proj (2), mixer.out_proj (2)" in text
     assert quantised_as(wide) == ""
+    checkpoints.convert(narrow, tmp_path / "orbax", progress=False)
+    assert "float8_e4m3fn: mixer.in_proj_bc (2), mixer.in_proj_dt (2)" in quantised_as(tmp_path / "orbax")
     with pytest.raises(CheckpointError, match="is quantized already"):
         load(narrow, quantization="int8")
     loaded = values(load(narrow))
@@ -123,6 +165,14 @@ def test_quantised_checkpoints_are_described_and_not_quantised_again(tmp_path):
     assert {path: (v.shape, v.dtype) for path, v in loaded.items()} == {
         path: (v.shape, v.dtype) for path, v in shapes.items()
     }
+
+
+def test_inspect_prints_what_is_quantised_and_how(tmp_path, capsys):
+    assert run(["inspect", "--model", str(write_mixed(tmp_path)[0])]) == 0
+    said = capsys.readouterr().out
+    assert "quantized weights" in said
+    assert "NVFP4, groups of 16: mixer.experts.*.down_proj (16)" in said
+    assert "FP8, a scale per tensor: mixer.in_proj (2)" in said
 
 
 def plan(**flags):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
@@ -111,6 +112,14 @@ def test_a_platform_gets_its_own_kernels():
     hidden = [dataclasses.replace(kernels[0], automatic=False), kernels[1]]
     with dispatch.KernelChoice(platform="tpu").applied():
         assert (dispatch.call("op", hidden, None, array) == 0).all()
+
+
+def test_types_of_numbers_are_no_arrays_when_a_kernel_is_tried():
+    """`out_dtype` may be a type, which has a dtype of its own."""
+    kernels = [on("tpu", lambda x, out_dtype: x.astype(out_dtype), lambda x, out_dtype: None)]
+    with dispatch.KernelChoice(platform="tpu").applied():
+        for dtype in (jnp.bfloat16, np.float32, jnp.dtype("float32")):
+            assert dispatch.call("op", kernels, None, jnp.ones(2), out_dtype=dtype).dtype == dtype
 
 
 def test_a_kernel_that_fails_to_compile_costs_a_warning(caplog):

@@ -39,6 +39,15 @@ def table(draw, shape, lengths, width, spare=()):
     return ints(rows), sum(counts) + 1
 
 
+def test_what_8_bits_cannot_hold_becomes_the_largest():
+    kv = jnp.zeros((3, 4, 2, 8), jnp.float8_e4m3fn)
+    k, v = jnp.full((1, 1, 8), 1e4), jnp.full((1, 1, 8), -0.3)
+    out = write_kv(kv, k, v, page=jnp.asarray([2]), offset=jnp.asarray([1])).astype(np.float32)
+    assert (out[2, 1, 0] == 448).all()
+    assert (out[2, 1, 1] == -0.3125).all()
+    assert (out[:2] == 0).all()
+
+
 class Attention:
     """Every implementation of `paged_attention`."""
 

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 from operation_checks import Draw, assert_close, jitted
 
+from kernels_pallas.dispatch import KernelChoice, UnsupportedError
 from kernels_pallas.grouped_matmul import grouped_matmul, quantised_tpu
 from kernels_pallas.grouped_matmul import reference as grouped_reference
 from kernels_pallas.linear import linear
 from kernels_pallas.linear import reference as linear_reference
+from kernels_pallas.native import why_not
 from kernels_pallas.quantised import Quantised
 
+needs_native = pytest.mark.skipif(why_not("int8") is not None, reason=f"native operations: {why_not('int8')}")
 DTYPES = [jnp.int8, jnp.int4, jnp.float8_e4m3fn, jnp.float4_e2m1fn]
 
 
@@ -114,6 +117,54 @@ def test_kernel_over_several_blocks(groups):
     sizes = np.asarray([170, 90], np.int32)
     run = jitted(grouped_matmul, implementation="pallas_tpu_interpreted")
     assert_close(run(x, weight, sizes), jitted(grouped_matmul, implementation="xla")(x, weight, sizes))
+
+
+@needs_native
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 24), (1040, 5), (77, 131), (16, 1), (3, 2)])
+def test_native_linear(rows, inputs, outputs):
+    weight, x = quantised(outputs, inputs), Draw().normal(rows, inputs)
+    out = jitted(linear, implementation="native")(x, weight)
+    np.testing.assert_allclose(out, linear_reference.linear(x, by_definition(weight)), atol=2e-6 * inputs, rtol=1e-5)
+
+
+@needs_native
+def test_native_grouped():
+    weight, x = quantised(5, 131, 77), Draw().normal(10, 77)
+    run = jitted(grouped_matmul, implementation="native")
+    for sizes in ([3, 0, 2, 1, 4], [3, 0, 2, 1, 2], [0, 0, 0, 0, 0]):
+        out = run(x, weight, np.asarray(sizes, np.int32))
+        assert_close(out, grouped_reference.grouped_matmul(x, by_definition(weight), sizes))
+
+
+@needs_native
+def test_native_gradients_are_those_of_plain_jax():
+    x, dense, experts = Draw().normal(3, 48), quantised(31, 48), quantised(2, 31, 48)
+    sizes = jnp.asarray([1, 2])
+
+    def gradient(implementation):
+        def loss(x):
+            one = linear(x, dense, implementation=implementation)
+            return jnp.sin(one + grouped_matmul(x, experts, sizes, implementation=implementation)).sum()
+
+        return jax.grad(loss)(x)
+
+    assert_close(gradient("native"), gradient("xla"))
+
+
+@needs_native
+def test_native_runs_where_it_is_faster():
+    choice = KernelChoice(platform="cpu")
+    with choice.applied():
+        linear(jnp.ones((4, 12)), quantised(5, 12))
+    assert list(choice.chosen["quantised_linear"]) == ["native"]
+    for x, weight, why in [
+        (jnp.ones((4, 12)), quantised(5, 12, dtype=jnp.float8_e4m3fn), "weights are not in int8"),
+        (jnp.ones((4, 12)), quantised(5, 12, groups=3), "weights are not in int8"),
+        (jnp.ones((5, 12)), quantised(5, 12), "5 rows, not 1 to 4"),
+    ]:
+        with pytest.raises(UnsupportedError, match=why):
+            linear(x, weight, implementation="native")
 
 
 def test_parts_that_do_not_fit_are_refused_by_name():

@@ -144,6 +144,20 @@ def test_paged_attention(slice_name, model, blocks, q_len):
     assert compiled.memory_analysis().temp_size_in_bytes <= max(8 * nbytes(call[0]), 1 << 20)
 
 
+@pytest.mark.parametrize("slice_name", ["v5e", pytest.param("v6e", marks=slow), pytest.param("tpu7x", marks=slow)])
+def test_paged_attention_over_a_cache_in_8_bits(slice_name):
+    q, kv, *places = attention_call(NEMOTRON, 64, 1)
+    kv = shape(*kv.shape, dtype=jnp.float8_e4m3fn)
+
+    def attend(q, kv, positions, page_table, block_row):
+        places = {"positions": positions, "page_table": page_table, "block_row": block_row}
+        return paged_attention(q, kv, **places, scale=0.1, implementation="pallas_tpu")
+
+    compiled = compile_for_tpu(slice_name, attend, q, kv, *places)
+    assert "tpu_custom_call" in compiled.as_text()
+    assert compiled.memory_analysis().temp_size_in_bytes <= max(8 * nbytes(q), 1 << 20)
+
+
 def test_convolution_copies_no_store():
     rows, steps, channels = 64, 4, 8192
     store, index = shape(400, 3, channels, dtype=BF16), functools.partial(shape, dtype=jnp.int32)

@@ -260,7 +260,7 @@ def write_quantised(
     description: Mapping[str, Any],
     *,
     seed: int = 3,
-    kv_scales: bool = False,
+    kv_scales: float | None = None,
 ) -> tuple[Path, Path]:
     """A checkpoint with some modules quantised, and the wide one that it stands for (float32).
 
@@ -270,21 +270,21 @@ def write_quantised(
         formats: by regular expression (full match) of a module's name; other modules stay wide.
         description: quantization_config.
         seed: of the weights.
-        kv_scales: attention has scales of its cached keys and values.
+        kv_scales: what attention's scales of cached keys and values are; None: it has none.
     """
     tensors = RandomTensors(hf_config, seed)
     stored: Tensors = {}
     wide: Tensors = {}
     for name in sorted(tensors.names):
         module, value = name.removesuffix(".weight"), tensors.view(name)
+        if kv_scales is not None and module.endswith(("k_proj", "v_proj")):
+            stored[f"{module}.{module[-6]}_scale"] = np.asarray(kv_scales, F32)
         kind = next((one for pattern, one in formats.items() if re.fullmatch(pattern, module)), None)
         if kind is None or (value.ndim == 3 and kind in (gptq, awq)):
             stored[name] = wide[name] = value
             continue
         parts, wide[name] = kind(value)
         stored |= {f"{module}.{suffix}": part for suffix, part in parts.items()}
-        if kv_scales and module.endswith(("k_proj", "v_proj")):
-            stored[f"{module}.{module[-6]}_scale"] = np.asarray(1.0, F32)
     for kind_of, content, extra in (
         ("narrow", stored, {"quantization_config": dict(description)}),
         ("wide", wide, {}),

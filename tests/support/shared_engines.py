@@ -7,6 +7,7 @@ All of a new store is NaN: whatever a step uses of a slot or page that nobody ha
 """
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -56,6 +57,27 @@ PROGRAMS = {name: 2 + 2 * len(kinds) for name, kinds in TAGGED.items()}
 for each kind of store."""
 
 
+@dataclass(frozen=True)
+class Variant:
+    """A model whose engines keep their state in fewer bits."""
+
+    model: str
+    flags: dict[str, str]
+    tolerance: float
+    """Of log-probabilities: by how much they may depend on what was reused, and on how prompts were cut."""
+    of_whole: float
+    """Likewise, compared with the whole sequence at once, without a store."""
+
+
+VARIANTS = {
+    "fp8 pages": Variant("falconh1", {"kv_cache_dtype": "fp8"}, 5e-3, 0.3),
+    "bfloat16 states": Variant("falconh1", {"ssm_dtype": "bfloat16"}, 2e-2, 5e-2),
+    "float16 states": Variant("falconh1", {"ssm_dtype": "float16"}, 4e-3, 1e-2),
+}
+TOLERANCE = 1e-4
+"""Of log-probabilities, where nothing is kept in fewer bits."""
+
+
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "penalised": {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.4},
@@ -70,7 +92,9 @@ class SharedEngines:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.model = long_memory_model(FOR_ENGINES[name], near_ties=name == "nemotronh")
+        variant = VARIANTS.get(name, Variant(name, {}, TOLERANCE, TOLERANCE))
+        self.flags, self.tolerance, self.of_whole = variant.flags, variant.tolerance, variant.of_whole
+        self.model = long_memory_model(FOR_ENGINES[variant.model], near_ties=name == "nemotronh")
         self.programs = self.compile_anew()
         self._alone: dict[tuple, list[Continuation]] = {}
         self._full = None
@@ -81,7 +105,7 @@ class SharedEngines:
 
     def engine(self, mode: str | None, *, programs=None, eos_token_ids=(), **flags):
         """An engine whose steps all have one shape for decoding and one for prefill."""
-        config = EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | flags))
+        config = EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | self.flags | flags))
         with mock.patch.object(build, "init_laid_out", _poisoned):
             programs = programs or self.programs
             built = build.assemble(
@@ -132,7 +156,7 @@ class SharedEngines:
 
 @functools.cache
 def engines_of(name: str) -> SharedEngines:
-    """Those of each model: a name in `tiny_configs.FOR_ENGINES`."""
+    """Those of each model: a name in `tiny_configs.FOR_ENGINES`, or in `VARIANTS`."""
     return SharedEngines(name)
 
 

@@ -119,3 +119,9 @@ def test_a_run_of_another_model_is_refused(whole, tmp_path):
 
 def test_tokens_are_counted(whole):
     assert whole[1][-1]["tokens"] == 12 * settings().batch_size * LENGTH
+
+
+def test_quantised_weights_are_refused(tmp_path):
+    values = {"blocks.0.mixer.out_proj.weight.values": jax.numpy.ones((2, 2), "int8")}
+    with pytest.raises(ModelConfigError, match=r"1 weights are quantized \(blocks.0.mixer.out_proj.weight, ...\)"):
+        train(settings(), CONFIG, batches(), tmp_path, values=values)

@@ -58,6 +58,15 @@ def test_the_bound_of_a_decode_step_is_what_it_must_read():
     assert decode.tokens_per_second == pytest.approx(8 / decode.bound_ms * 1e3)
 
 
+def test_keys_and_values_in_8_bits_leave_room_for_more_tokens():
+    wide, narrow = (plan("nemotron-h-8b", "v5e-8", max_num_seqs=16, kv_cache_dtype=kind) for kind in ("auto", "fp8"))
+    assert 2 * narrow.size.bytes_per_page == wide.size.bytes_per_page
+    assert narrow.size.num_pages * narrow.size.num_slots > wide.size.num_pages * wide.size.num_slots
+    assert "keys and values in float8_e4m3fn" in narrow.dtype
+    (few, many) = (made.steps[-1].work.bytes for made in (narrow, wide))
+    assert many - few == 16 * wide.context * wide.size.bytes_per_page // 32 // 2
+
+
 def test_experts_that_nobody_chose_are_not_read():
     config = load_config("nemotron-3-nano-30b-a3b")
     shapes = parameters(HybridModel.abstract(config, dtype=jnp.bfloat16))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import yaml
 
+import checkpoints
 from serving import LLM, SamplingParams
 from serving.cli.evaluation import is_correct, plain_number, prompts_of, result_of
 from serving.cli.main import run
@@ -122,6 +123,16 @@ def test_what_is_wrong_is_one_line(trained, capsys, monkeypatch, arguments, mess
     assert run([one.format(run="run.yaml") for one in arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_quantised_checkpoint_is_not_trained(trained, tmp_path, capsys):
+    narrow = checkpoints.convert(trained / "run/model", tmp_path / "q", form="hugging-face", quantization="int8")
+    line = ["train-mtp", "--model", str(narrow), "--data", str(trained / "corpus/train/text.jsonl")]
+    assert run([*line, "--output", str(tmp_path / "x")]) == 2
+    error = capsys.readouterr().err
+    assert "weights are quantized" in error
+    assert "training needs the wide checkpoint" in error
     assert error.count("\n") == 1
 
 

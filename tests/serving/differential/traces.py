@@ -72,16 +72,17 @@ class Trace:
     met: Counter = field(default_factory=Counter)
 
 
-def draw(seed: int, *, drafts: bool = False, split: bool = False) -> Trace:
+def draw(seed: int, *, drafts: bool = False, split: bool = False, model: str | None = None) -> Trace:
     """The trace of a seed; makes reference outputs that nobody has asked for before."""
     rng = random.Random(seed)
-    model = rng.choice(DRAFTING_MODELS if drafts else MODELS)
+    drawn = rng.choice(DRAFTING_MODELS if drafts else MODELS)
+    model = model or drawn
     on = engines_of(model)
     block = rng.choice([TILE, 2 * TILE, 2 * TILE, 4 * TILE])
     flags = {
         "state_block_size": block,
         "max_num_batched_tokens": rng.choice([12, 16, 24, 40, 64, MAX_LEN]),
-        "debug_state": (drafts and model == "nemotronh") or (not drafts and rng.choice(TAGGED[model])),
+        "debug_state": (drafts and model == "nemotronh") or (not drafts and rng.choice(TAGGED.get(model, (False,)))),
     }
     if rng.random() < 0.1:
         flags["enable_chunked_prefill"] = False
@@ -178,9 +179,9 @@ def _ask(rng: random.Random, on: SharedEngines, name: str, prompt: tuple[int, ..
     )
 
 
-def run_trace(seed: int, *, drafts: bool = False, split: bool = False) -> Counter:
+def run_trace(seed: int, *, drafts: bool = False, split: bool = False, model: str | None = None) -> Counter:
     """Run the trace of a seed; returns what it met, `cut` (comparisons cut short by a near-tie) among it."""
-    trace = draw(seed, drafts=drafts, split=split)
+    trace = draw(seed, drafts=drafts, split=split, model=model)
     engine = _engine(trace, trace.mode, trace.drafting, **trace.flags)
     watch = Watch(drafters(trace.model), trace.drafting) if trace.drafting is not None else None
     other = None

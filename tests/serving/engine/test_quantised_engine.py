@@ -1,11 +1,14 @@
 """A mixed checkpoint (NVFP4 experts, FP8 Mamba projections, the rest wide) in every arrangement: the same tokens."""
 
+import dataclasses
 import functools
 import random
+import shutil
 from functools import partial
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from checkpoints.load import load_model
 from mamba_jax.model import parameters
@@ -15,7 +18,7 @@ from serving import LLM, SamplingParams
 from tests.support import split_pair
 from tests.support.engines import QUICK_COMPILE
 from tests.support.golden_case import full_log_probs
-from tests.support.quantised_checkpoints import write_mixed
+from tests.support.quantised_checkpoints import METHODS, config_of, write_mixed, write_quantised
 
 FLAGS = {
     "tile_size": 16,
@@ -82,6 +85,55 @@ def test_chooses_what_the_wide_weights_choose(mixed, name):
         for i, token in enumerate(chosen.token_ids):
             assert expected[i].max() - expected[i, token] < 1e-3
             assert chosen.logprobs[i][token].logprob == pytest.approx(expected[i, token], abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def large_keys(tmp_path_factory):
+    """A checkpoint whose keys and values are too large for 8 bits, wide, and what says by what to divide them."""
+    config = config_of("granite")
+    description, _ = METHODS["compressed FP8 channel"]
+    directory, _ = write_quantised(tmp_path_factory.mktemp("keys"), config, {}, description, kv_scales=64.0)
+    tensors = {name: np.array(view) for name, view in load_file(directory / "model.safetensors").items()}
+    for name, value in tensors.items():
+        for part, factor in (("q_proj", 2.0**-12), ("k_proj", 2.0**12), ("v_proj", 2.0**12), ("o_proj", 2.0**-12)):
+            if f"self_attn.{part}.weight" in name:
+                tensors[name] = (value.astype(np.float32) * factor).astype(value.dtype)
+    return directory, tensors
+
+
+def said(directory, **flags):
+    """Log-probabilities of a prompt's tokens by the engine, which reads keys and values from pages."""
+    llm = LLM(directory, **(FLAGS | {"max_num_batched_tokens": 32} | flags))
+    params = dataclasses.replace(GREEDY, max_tokens=1, prompt_logprobs=0)
+    (output,) = llm.generate({"prompt_token_ids": prompts()[0]}, params, use_tqdm=False)
+    return np.array([next(iter(each.values())).logprob for each in output.prompt_logprobs[1:]])
+
+
+def test_keys_and_values_in_8_bits_are_divided_by_the_checkpoints_scales(large_keys, tmp_path):
+    directory, tensors = large_keys
+    save_file(tensors, directory / "model.safetensors")
+    wide = said(directory)
+    narrow = np.abs(said(directory, kv_cache_dtype="fp8") - wide).max()
+    assert 1e-4 < narrow < 0.2
+    shutil.copytree(directory, tmp_path / "unscaled")
+    left = {name: value for name, value in tensors.items() if not name.endswith(("k_scale", "v_scale"))}
+    save_file(left, tmp_path / "unscaled" / "model.safetensors")
+    np.testing.assert_allclose(said(tmp_path / "unscaled"), wide, atol=1e-5)
+    assert np.abs(said(tmp_path / "unscaled", kv_cache_dtype="fp8") - wide).max() > 5 * narrow
+
+
+def test_keys_and_values_in_8_bits_in_every_arrangement(mixed):
+    outputs = {}
+    for name in ("no cache", "all, drafts", "all, drafts, two devices"):
+        llm = LLM(mixed[0], **(FLAGS | ARRANGEMENTS[name] | {"kv_cache_dtype": "fp8"}))
+        outputs[name] = [llm.generate({"prompt_token_ids": ids}, GREEDY, use_tqdm=False)[0] for ids in prompts()]
+        assert {kv.dtype.name for kv in llm.engine.loop.store.kv} == {"float8_e4m3fn"}
+    for name, found in outputs.items():
+        for got, expected in zip(found, outputs["no cache"], strict=True):
+            assert got.outputs[0].token_ids == expected.outputs[0].token_ids, name
+            for ours, theirs in zip(got.outputs[0].logprobs, expected.outputs[0].logprobs, strict=True):
+                for token in ours.keys() & theirs.keys():
+                    assert ours[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-3), name
 
 
 def test_scales_lie_where_their_values_lie(mixed):

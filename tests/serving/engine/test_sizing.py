@@ -59,6 +59,18 @@ def test_the_bytes_are_those_of_the_arrays():
     assert store_bytes(store) == found.total_bytes
 
 
+def test_keys_and_values_in_8_bits_and_states_in_16_take_so_much_less():
+    wide, narrow = (
+        size(4 * MIB, max_num_seqs=2),
+        size(4 * MIB, max_num_seqs=2, kv_cache_dtype="fp8", ssm_dtype="float16"),
+    )
+    assert 4 * narrow.bytes_per_page == wide.bytes_per_page
+    assert narrow.bytes_per_slot < 0.6 * wide.bytes_per_slot
+    types = {"dtype": jnp.float32, "kv_dtype": "float8_e4m3fn", "ssm_dtype": jnp.float16}
+    store = init_store(SHAPE, num_slots=narrow.num_slots, num_pages=narrow.num_pages, page_size=32, **types)
+    assert store_bytes(store) == narrow.total_bytes <= 4 * MIB
+
+
 def test_clamped_limits_are_said():
     found = size(8 * MIB)
     assert found.max_num_seqs < 64

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.support.split_pair import B, Pair, assert_as_alone, tokens
+from tests.support.engines import finish
+from tests.support.split_pair import GREEDY, B, Pair, assert_as_alone, build, tokens
 
 LENGTHS = (1, 2, B - 1, B, B + 1, 3 * B + 5)
 
@@ -23,3 +24,18 @@ def test_tokens_are_those_of_one_engine(mode, source):
                 assert pair.prefill_side.stats.sent_bytes == warm, (*what, "nothing left to send")
             pair.assert_idle()
             assert pair.decode_side.stats.failed == 0
+
+
+def test_keys_and_values_in_8_bits_travel_as_they_are():
+    narrow = {"kv_cache_dtype": "fp8"}
+    pair = Pair("all", "mtp", prefill=narrow, decode=narrow)
+    for length in (B - 1, 2 * B + 3):
+        prompt = tokens(length, length)
+        engine = build("none", **narrow).engine
+        alone = engine.add_request("alone", {"prompt_token_ids": prompt}, GREEDY)
+        finish(engine)
+        for handoff in ("full", "recompute-last"):
+            got = pair.run(prompt, handoff)
+            assert got.outputs[0].token_ids == alone.outputs[0].token_ids
+    pair.assert_idle()
+    assert pair.decode_side.stats.failed == 0

@@ -1,0 +1,48 @@
+"""What loading narrow weights takes on the host: the narrow model and one tensor, counted in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from checkpoints.random import write_random
+from tests.support.quantised_checkpoints import METHODS, config_of, write_quantised
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counts memory as Linux does")
+
+SIZES = {"hidden_size": 512, "n_routed_experts": 32, "moe_intermediate_size": 768, "vocab_size": 1024}
+SLACK = 8e6
+"""Of the allocator, and of a bar, threads and the like."""
+MEASURE = """
+import sys, jax, checkpoints
+from mamba_jax.model import parameters
+def status(field):
+    line = next(l for l in open("/proc/self/status") if l.startswith(field))
+    return int(line.split()[1]) * 1024
+kind = sys.argv[2] or None
+checkpoints.load_model("demo", quantization=kind, progress=False)
+before = status("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")
+model = checkpoints.load_model(sys.argv[1], quantization=kind, progress=False)
+sizes = [leaf.get_value().nbytes for leaf in parameters(model).values()]
+print(sum(sizes), max(sizes), status("VmHWM") - before)
+"""
+
+
+@pytest.mark.parametrize("kind", ["modelopt FP8", "int8"])
+def test_peak_is_the_narrow_model_and_one_tensor(kind, tmp_path):
+    config = config_of("moe") | SIZES
+    if kind in METHODS:
+        description, formats = METHODS[kind]
+        directory, quantization = write_quantised(tmp_path, config, formats, description)[0], ""
+    else:
+        directory, quantization = write_random(tmp_path / "wide", config, dtype="bfloat16"), kind
+    command = [sys.executable, "-c", MEASURE, str(directory), quantization]
+    # Tensors of a real model are so large that the allocator gives them back as soon as they are freed.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    model, largest, peak = map(int, run.stdout.split())
+    assert 4 * largest < model
+    assert peak < model + largest + SLACK, f"{peak / 1e6:.1f} MB for {model / 1e6:.1f} and {largest / 1e6:.1f}"

@@ -1,0 +1,62 @@
+"""How far one model's predictions are from another's."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from checkpoints import load_model
+from serving.cli.comparison import compare
+from serving.cli.main import run
+
+TOKENS = np.random.default_rng(0).integers(4, 500, 150).tolist()
+
+
+def demo(quantization=None):
+    return load_model("demo", dtype="float32", quantization=quantization, progress=False)
+
+
+def test_is_what_it_is_defined_as():
+    model, reference = demo("int4"), demo()
+    found = compare(model, reference, TOKENS, window=64, batch=2)
+    kl, agree, own, other = [], [], [], []
+    for start in range(0, len(TOKENS), 64):
+        piece = np.array(TOKENS[start : start + 64])
+        p, q = (np.asarray(jax.nn.log_softmax(m(piece[None])[0]), np.float64) for m in (reference, model))
+        kl += (np.exp(p) * (p - q)).sum(-1).tolist()
+        agree += (p.argmax(-1) == q.argmax(-1)).tolist()
+        own += (-q[np.arange(len(piece) - 1), piece[1:]]).tolist()
+        other += (-p[np.arange(len(piece) - 1), piece[1:]]).tolist()
+    assert found.tokens == 150
+    assert found.kl == pytest.approx(np.mean(kl), rel=1e-3)
+    assert found.largest_kl == pytest.approx(np.max(kl), rel=1e-3)
+    assert found.agreement == pytest.approx(np.mean(agree))
+    assert found.nats == pytest.approx(np.mean(own), rel=1e-4)
+    assert found.reference_nats == pytest.approx(np.mean(other), rel=1e-4)
+    assert found.kl > 1e-3
+
+
+def test_a_model_is_itself_and_fewer_bits_are_farther_away():
+    reference = demo()
+    same = compare(reference, reference, TOKENS)
+    assert (same.kl, same.agreement) == (pytest.approx(0, abs=1e-9), 1.0)
+    eight, four = (compare(demo(kind), reference, TOKENS) for kind in ("int8", "int4"))
+    assert 1e-7 < eight.kl < four.kl / 10
+    assert four.agreement < eight.agreement
+    with pytest.raises(ValueError, match="at least 2"):
+        compare(reference, reference, [1])
+
+
+def test_command(tmp_path, capsys):
+    text, figures = tmp_path / "text.txt", tmp_path / "figures.json"
+    text.write_text("It is a truth universally acknowledged, that a single man in possession of a good fortune")
+    given = ["eval", "--against", "demo", "--quantization", "int8"]
+    assert run([*given, "--text", str(text), "--output", str(figures)]) == 0
+    said, found = capsys.readouterr().out, json.loads(figures.read_text())
+    assert f"KL divergence: {found['kl']:.5f} nats per token" in said
+    assert 0 < found["kl"] < 0.01
+    assert run([*given, "--text", str(tmp_path / "none.txt")]) == 2
+    assert "no text to compare on" in capsys.readouterr().err
+    assert run(["eval", "--text", str(text)]) == 2
+    assert "--text has no effect without --against" in capsys.readouterr().err
