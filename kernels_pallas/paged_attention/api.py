@@ -7,13 +7,14 @@ cache may be narrower than the queries: keys and values are rounded once, when t
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import dispatch
-from kernels_pallas.paged_attention import pallas_tpu, xla
+from kernels_pallas.paged_attention import pallas_gpu, pallas_tpu, xla
 from kernels_pallas.shape_check import check_groups, shapes_checked
 
 WRITE = (dispatch.Implementation("xla", xla.write_kv),)
 COPY = (dispatch.Implementation("xla", xla.copy_pages),)
 PAGED = (
     dispatch.Implementation("pallas_tpu", pallas_tpu.paged_attention, pallas_tpu.unsupported, platform="tpu"),
+    *dispatch.kernels("gpu", pallas_gpu, "paged_attention"),
     dispatch.Implementation("xla", xla.paged_attention),
     dispatch.Implementation("xla_all_blocks", xla.all_blocks),
 )

@@ -1,27 +1,32 @@
-"""The scan as one Triton kernel: each program takes some channels of one head through all tiles of one row.
+"""The scan as three Triton kernels, so that the tiles of one prompt fill a GPU as those of many do: what each tile adds
+to a state; the states passed on from tile to tile; each tile's outputs from the state that it starts with (Dao and Gu,
+2024, section 6). The first and the last take some channels of one head through one tile, all tiles side by side. What
+lies between only adds, and goes through all tiles in order.
 
-The state stays in registers from a row's first tile to its last; it comes from its slot once and goes out after tiles
-that ask for it, in place. Programs whose tile does not start a row have nothing to do and end at once. Accesses to slot
-0 are masked: nothing is read, nothing is written.
+States come from their slots once and go out after tiles that ask for it, in place. Accesses to slot 0 are masked:
+nothing is read, nothing is written. Channels go side by side and rows one after the other; still, as everywhere, no row
+may write a slot that another row reads (`kernels_pallas.slots`).
 
-A tile is worked off in blocks of `tokens` tokens (Dao and Gu, 2024, section 6), by products of operands in x's dtype,
-summed in float32; with float32 inputs products keep full precision.
-
-Rows run side by side, which is why no row may write a slot that another row reads (`kernels_pallas.slots`).
+A tile is worked off in blocks of `tokens` tokens, by products of operands in x's dtype, summed in float32; with float32
+inputs products keep full precision.
 """
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from jaxtyping import Array
 
 from kernels_pallas.triton_blocks import is_power_of_two, load_if, offsets_overflow, power_of_two_in, store_if
 
 F32 = jnp.float32
 LEAST = 16  # what Triton's products ask of every dimension
+SLICE = 16  # channels of a head that are passed on by one program
 
 
 def unsupported(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot):
@@ -39,94 +44,149 @@ def unsupported(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot):
 
 
 def ssd_scan(
-    x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot, interpret=False, tokens=64, channels=64, warps=4,
-    stages=2,
+    x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot, interpret=False, tokens=64, channels=32, warps=4,
+    stages=1,
 ):  # fmt: skip
     """See `api.ssd_scan`. `channels` (at most, of a head) go into one program of `warps` warps, `tokens` (at most) into
     one product; `stages` is Triton's depth of prefetching.
     """
     tiles, size, heads, head_dim = x.shape
     block, part = power_of_two_in(size, tokens), power_of_two_in(head_dim, channels)
+    sizes = {"block": block, "part": part, "repeats": heads // b.shape[2]}
     dt = dt.astype(F32)
     # The log of the decay from a block's start.
     by_block = (dt * a.astype(F32)).reshape(tiles, size // block, block, heads)
-    decay = jnp.cumsum(by_block, axis=2).reshape(tiles, size, heads)
+    decay = jnp.cumsum(by_block, axis=2).reshape(tiles, size, heads).swapaxes(1, 2)
+    # Which tokens are real is decided over all heads; a program sees one.
+    real, dt = (dt != 0).any(axis=2), dt.swapaxes(1, 2)
+    call = functools.partial(
+        pl.pallas_call, compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages), interpret=interpret
+    )
+    states = jax.ShapeDtypeStruct((tiles, *store.shape[1:]), F32)
+    by_tile = (heads, head_dim // part, tiles)
+    added = call(
+        functools.partial(_added, **sizes), grid=by_tile, out_shape=states, name="ssd_scan_added"
+    )(real, x, dt, decay, b)  # fmt: skip
 
     # Without a row to carry on, the first tile starts from zeros.
-    starts = tile_first.at[0].set(True)
-    number = jnp.arange(tiles)
-    following = lax.cummin(jnp.where(starts, number, tiles), reverse=True)  # the next start, from each tile on
-    end = jnp.where(starts, jnp.append(following[1:], tiles), number)
-    y, store = pl.pallas_call(
-        functools.partial(_kernel, block=block, part=part, repeats=heads // b.shape[2]),
-        grid=(heads, head_dim // part, tiles),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(store.shape, store.dtype)],
-        input_output_aliases={10: 1},
-        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
-        interpret=interpret,
-        name="ssd_scan",
+    first = tile_first.at[0].set(True)
+    across = by_block.sum(axis=(1, 2))  # [tiles, heads], the log of the decay over a tile
+    begun, store = call(
+        functools.partial(_passed_on, part=SLICE),
+        grid=(heads, head_dim // SLICE),
+        out_shape=[states, jax.ShapeDtypeStruct(store.shape, store.dtype)],
+        input_output_aliases={4: 0, 5: 1},
+        name="ssd_scan_passed_on",
     )(
-        end.astype(jnp.int32),
+        first.astype(jnp.int32),
         jnp.where(tile_first, read_slot, 0).astype(jnp.int32),
         write_slot.astype(jnp.int32),
-        # Which tokens are real is decided over all heads; a program sees one.
-        (dt != 0).any(axis=2),
-        x,
-        dt.swapaxes(1, 2),
-        decay.swapaxes(1, 2),
-        b,
-        c,
-        d.astype(F32),
+        across,
+        added,
         store,
     )
+    y = call(
+        functools.partial(_outputs, **sizes),
+        grid=by_tile,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        name="ssd_scan_outputs",
+    )(real, x, dt, decay, b, c, d.astype(F32), begun)
     return y, store
 
 
-def _kernel(
-    end, read_slot, write_slot, real, x, dt, decay, b, c, d, state_in, y, state_out, *, block: int, part: int,
-    repeats: int,
-):  # fmt: skip
+def _added(real, x, dt, decay, b, out, *, block: int, part: int, repeats: int):
+    """What a tile adds to the state that it starts with."""
+    state = jnp.zeros((part, b.shape[3]), F32)
     head, channels, tile = (pl.program_id(axis) for axis in range(3))
-    group = lax.div(head, repeats)
-    size, state_size = x.shape[1], state_in.shape[3]
     here = pl.ds(channels * part, part)
-    skip = plt.load(d.at[head])
+    for place in range(x.shape[1] // block):
+        tokens = _Tokens(tile, head, here, part, place * block, block)
+        state = tokens.carry(state, tokens.values(real, x), tokens.inner(real, b, repeats), dt, decay)
+    plt.store(out.at[tile, head, here, :], state)
+
+
+def _passed_on(first, read_slot, write_slot, across, added, store_in, begun, store_out, *, part: int):
+    """The state that each tile starts with, in the place of what it adds, and the states that go to slots."""
+    head, channels = pl.program_id(0), pl.program_id(1)
+    here = pl.ds(channels * part, part)
+    shape = (part, added.shape[3])
+
+    def one_tile(tile, state):
+        source, fresh = plt.load(read_slot.at[tile]), plt.load(first.at[tile]) > 0
+        slot = load_if(source > 0, store_in.at[source, head, here, :], *shape).astype(F32)
+        state = jnp.where(fresh, slot, state)
+        gained = plt.load(added.at[tile, head, here, :])
+        plt.store(begun.at[tile, head, here, :], state)
+        # Rounded as it could be stored, so that cutting a row between tiles into several calls changes nothing.
+        stored = (state * jnp.exp(plt.load(across.at[tile, head])) + gained).astype(store_out.dtype)
+        target = plt.load(write_slot.at[tile])
+        store_if(target > 0, store_out.at[target, head, here, :], stored)
+        return stored.astype(F32)
+
+    lax.fori_loop(0, added.shape[0], one_tile, jnp.zeros(shape, F32))
+
+
+def _outputs(real, x, dt, decay, b, c, d, begun, y, *, block: int, part: int, repeats: int):
+    """A tile's outputs, from the state that it starts with."""
+    head, channels, tile = (pl.program_id(axis) for axis in range(3))
+    here = pl.ds(channels * part, part)
+    state, skip = plt.load(begun.at[tile, head, here, :]), plt.load(d.at[head])
     dot = functools.partial(_dot, dtype=x.dtype)
     row, column = (lax.broadcasted_iota(jnp.int32, (block, block), axis) for axis in (0, 1))
-
-    def tokens(i, place, state):
-        span = pl.ds(place * block, block)
-        # Padding may hold NaN, and 0 * NaN is NaN: its values are not looked at.
-        live = plt.load(real.at[i, span])[:, None]
-        values = load_if(live, x.at[i, span, head, here], block, part)
-        bt, ct = (load_if(live, v.at[i, span, group, :], block, state_size) for v in (b, c))
-        steps, sums = plt.load(dt.at[i, head, span]), plt.load(decay.at[i, head, span])
-        last = plt.load(decay.at[i, head, jnp.int32(place * block + block - 1)])
+    blocks = x.shape[1] // block
+    for place in range(blocks):
+        tokens = _Tokens(tile, head, here, part, place * block, block)
+        values, bt, ct = tokens.values(real, x), *(tokens.inner(real, v, repeats) for v in (b, c))
+        steps, sums = tokens.column(dt), tokens.column(decay)
         # Masked before exp: above the diagonal it could overflow.
         within = jnp.exp(jnp.where(row >= column, sums[:, None] - sums[None, :], -jnp.inf))
         inside = dot(dot(ct, bt.T) * within * steps[None, :], values)
         before = dot(ct, state.T) * jnp.exp(sums)[:, None]
         out = inside + before + values.astype(F32) * skip
-        plt.store(y.at[i, span, head, here], out.astype(y.dtype))
+        plt.store(y.at[tile, tokens.span, head, here], out.astype(y.dtype))
+        if place + 1 < blocks:
+            state = tokens.carry(state, values, bt, dt, decay)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tokens:
+    """A block of a tile's tokens, as one head sees them."""
+
+    tile: Array
+    head: Array
+    channels: Any
+    """A slice of `width`."""
+    width: int
+    start: int
+    count: int
+
+    @property
+    def span(self) -> Any:
+        return pl.ds(self.start, self.count)
+
+    def _live(self, real):
+        # Padding may hold NaN, and 0 * NaN is NaN: its values are not looked at.
+        return plt.load(real.at[self.tile, self.span])[:, None]
+
+    def values(self, real, x):
+        """[count, channels]"""
+        return load_if(self._live(real), x.at[self.tile, self.span, self.head, self.channels], self.count, self.width)
+
+    def inner(self, real, v, repeats):
+        """B or C of the head's group, [count, state]."""
+        group = lax.div(self.head, repeats)
+        return load_if(self._live(real), v.at[self.tile, self.span, group, :], self.count, v.shape[3])
+
+    def column(self, v):
+        """[count], of dt or the decay."""
+        return plt.load(v.at[self.tile, self.head, self.span])
+
+    def carry(self, state, values, bt, dt, decay):
+        """The state after these tokens."""
+        steps, sums = self.column(dt), self.column(decay)
+        last = plt.load(decay.at[self.tile, self.head, jnp.int32(self.start + self.count - 1)])
         to_end = values.astype(F32) * (steps * jnp.exp(last - sums))[:, None]
-        return state * jnp.exp(last) + dot(to_end.T, bt)
-
-    def one_tile(i, state):
-        for place in range(size // block):
-            state = tokens(i, place, state)
-        # Rounded as it could be stored, so that cutting a row between tiles into several calls changes nothing.
-        stored = state.astype(state_out.dtype)
-        target = plt.load(write_slot.at[i])
-        store_if(target > 0, state_out.at[target, head, here, :], stored)
-        return stored.astype(F32)
-
-    last_tile = plt.load(end.at[tile])
-
-    @pl.when(last_tile > tile)
-    def _():
-        source = plt.load(read_slot.at[tile])
-        state = load_if(source > 0, state_in.at[source, head, here, :], part, state_size).astype(F32)
-        lax.fori_loop(tile, last_tile, one_tile, state)
+        return state * jnp.exp(last) + _dot(to_end.T, bt, values.dtype)
 
 
 def _dot(left, right, dtype):

@@ -33,6 +33,7 @@ from serving.capacity.targets import Target, larger
 from serving.config import ConfigError, EngineConfig, ResolvedCaching, resolve_caching
 from serving.engine.batching import BatchBuilder, PrefillShape
 from serving.engine.drafting import draft_source
+from serving.engine.gpu_memory import jax_share, share_notices
 from serving.engine.sizing import StoreSize, scheduler_config, size_store, workspace_bytes
 
 DEFAULT_CONTEXT = 2048
@@ -76,6 +77,8 @@ class _Planner:
         self.dtype = jnp.dtype("bfloat16" if config.dtype == "auto" else config.dtype)
         self.kv_dtype = jnp.dtype(config.kv_dtype(self.dtype))
         self.policy: ResolvedCaching = resolve_caching(config)
+        self.memory = int(target.device.memory * jax_share(target.device.platform))
+        """Of one device, as far as JAX gives it out."""
         with_mtp = source is not None and source.stores_kv
         self.stored = model if with_mtp else dataclasses.replace(model, mtp_pattern="")
         self.lookahead = max(1, config.num_speculative_tokens) if with_mtp else 0
@@ -110,7 +113,7 @@ class _Planner:
             raise ConfigError(str(error)) from None
 
     def plan(self, compile: bool, full: bool, context: int | None, progress: Callable[[str], None]) -> CapacityPlan:
-        target, limit = self.target, self.target.device.memory
+        target, limit = self.target, self.memory
         weights, workspace = self.counter.weight_bytes, self._workspace(self.partition)
         try:
             size = self._size(self.partition, weights, workspace)
@@ -137,7 +140,7 @@ class _Planner:
         steps = [self._prefill_step(shape) for shape in shapes[0]]
         steps += [self._decode_step(count, context) for count in shapes[1]]
         programs: tuple[Program, ...] = ()
-        kernels, notes, begin = "", list(size.notices), time.perf_counter()
+        kernels, notes, begin = "", [*size.notices, *share_notices(target.device.platform)], time.perf_counter()
         if compile:
             try:
                 programs, kernels = self._compile(size, rows, shapes, progress)
@@ -201,7 +204,7 @@ class _Planner:
 
     def _size(self, partition: Partition, weights: int, workspace: int) -> StoreSize:
         """As the engine will do it on the machine itself."""
-        usable = int(self.target.device.memory * self.config.memory_utilization)
+        usable = int(self.memory * self.config.memory_utilization)
         return size_store(
             self.config,
             self._shape(partition),
@@ -220,8 +223,9 @@ class _Planner:
         pages = 1 - (-(config.state_block_size + 2 * width) // config.page_size)
         least = slots * shape.bytes_per_slot(self.dtype, config.ssm_dtype)
         least += pages * shape.bytes_per_page(config.page_size, self.kv_dtype)
-        usable = int(self.target.device.memory * config.memory_utilization)
+        usable = int(self.memory * config.memory_utilization)
         notes = [f"{config.memory_utilization:.0%} of the memory is used (memory_utilization)"]
+        notes += share_notices(self.target.device.platform)
         if weights < usable - workspace - config.reserved_bytes:
             notes.append(reason)
         if enough := self._enough():

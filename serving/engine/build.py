@@ -31,6 +31,7 @@ from serving.engine.devices import describe, device_mesh, least_of_all_processes
 from serving.engine.draft_policy import draft_policy
 from serving.engine.drafting import draft_source
 from serving.engine.engine import Engine
+from serving.engine.gpu_memory import share_notices
 from serving.engine.grammars import Grammars
 from serving.engine.loop import StepLoop
 from serving.engine.row_inputs import RowInputs
@@ -158,7 +159,7 @@ def _assemble(
     stored = model.config if with_mtp else dataclasses.replace(model.config, mtp_pattern="")
     model = on_mesh(model, mesh)
     size = _size(config, policy, stored, dtype, mesh)
-    for notice in (*policy.notices, *size.notices):
+    for notice in (*policy.notices, *size.notices, *share_notices(jax.default_backend())):
         log.warning(notice)
     log.info("running on %s", describe(mesh))
     for line in size.report().splitlines():

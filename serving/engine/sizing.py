@@ -211,6 +211,11 @@ def store_memory(config: EngineConfig, *, workspace: int, devices: Iterable[jax.
     if limits:
         free = min(int(s["bytes_limit"] * config.memory_utilization) - s.get("bytes_in_use", 0) for s in limits)
         free -= workspace + config.reserved_bytes
+    elif any(device.platform == "gpu" for device in found):
+        raise ConfigError(
+            "this GPU's allocator does not say how much memory it has (XLA_PYTHON_CLIENT_ALLOCATOR=platform?): "
+            "the store cannot be sized; unset the variable"
+        )
     else:
         # Host devices share the machine's memory.
         free = int(available_ram() * config.memory_utilization) - workspace * len(found) - config.reserved_bytes

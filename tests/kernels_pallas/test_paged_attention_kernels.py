@@ -1,13 +1,16 @@
-"""How the kernel that JAX keeps for TPU is called.
+"""How the kernel that JAX keeps for TPU is called, and our own for GPU, interpreted.
 
-Pallas' interpreter cannot run that kernel (it has no reshaped references), so our definition stands in for it. That the
-kernel compiles is checked in test_tpu_compile.py.
+Pallas' interpreter cannot run the kernel for TPU (it has no reshaped references), so our definition stands in for it.
+That kernels compile is checked in test_tpu_compile.py and test_gpu_compile.py.
 """
+
+import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from operation_checks import Draw, assert_close, on_device
+from test_paged_attention import DTYPES, PLAIN, Attention
 
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.paged_attention import paged_attention, pallas_tpu, reference
@@ -80,3 +83,39 @@ def test_says_what_it_cannot_run(changed, static, reason):
     args, kwargs = call(Draw(), [[3]], [0], rows=1, **changed)
     with pytest.raises(UnsupportedError, match=reason):
         paged_attention(*on_device(args), **on_device(kwargs), **static, scale=0.1, implementation="pallas_tpu")
+
+
+class TestGpu(Attention):
+    """Triton's blocks are powers of two of at least 16."""
+
+    implementation = "pallas_gpu_interpreted"
+    test_holds_no_copy_of_the_cache = None  # the interpreter copies; the compiled kernel is looked at instead
+    test_a_query_without_keys_gives_zero = None
+
+    def check(self, shape, *args, **kwargs):
+        even = dataclasses.replace(shape, page_size=max(16, shape.page_size), head_dim=16)
+        super().check(even, *args, **kwargs)
+
+    @DTYPES
+    def test_rows_of_very_different_lengths(self, dtype):
+        # The first is split over programs, of which the others leave most idle.
+        self.check(PLAIN, 1, [[2100], [3], [-1], [700]], [2101, 4, 1, 701], range(4), dtype)
+
+    def test_hidden_keys_of_a_row_without_others(self):
+        self.check(PLAIN, 2, [[0, -1], [1, 2]], [1, 3], [0, 1], first_key=1)
+
+    def test_several_parts_of_queries(self):
+        self.check(PLAIN, 48, [[*range(500, 548)], [*range(48)]], [548, 48], [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"head_dim": 96}, "heads have a size of 96, not a power of two"),
+        ({}, "pages hold 8 keys, not a multiple of 16"),
+    ],
+)
+def test_says_what_it_cannot_run_on_gpu(changed, reason):
+    args, kwargs = call(Draw(), [[3]], [0], rows=1, **changed)
+    with pytest.raises(UnsupportedError, match=reason):
+        paged_attention(*on_device(args), **on_device(kwargs), scale=0.1, implementation="pallas_gpu_interpreted")

@@ -9,11 +9,17 @@ import contextlib
 import functools
 import importlib.util
 import os
+import re
+import subprocess
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+
+from serving.capacity.compiling import check_compiler, slice_mesh
+from serving.capacity.targets import target
+from serving.config import ConfigError
 
 SETTINGS = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -45,6 +51,44 @@ def compile_for_tpu(name: str, operation, *arguments, donate: int | None = None)
     # Some of Pallas' lowering asks for the kind of TPU: of the mesh, or else of the machine at hand.
     with jax.set_mesh(Mesh(np.array([device]), ("device",), axis_types=(AxisType.Auto,))):
         return jax.jit(operation, donate_argnums=() if donate is None else donate).lower(*placed).compile()
+
+
+@functools.cache
+def gpu_device(name: str):
+    """A GPU called `name`, described to XLA's compiler; skips the test where that is not installed."""
+    machine = target(f"{name}-1")
+    try:
+        check_compiler(machine)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    return slice_mesh(machine).devices.flat[0]
+
+
+def compile_for_gpu(name: str, operation, *arguments, donate: int | None = None, **options) -> jax.stages.Compiled:
+    """`operation` compiled for one GPU, as `compile_for_tpu`; `options` are the compiler's."""
+    device = gpu_device(name)
+    place = SingleDeviceSharding(device)
+    placed = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=place), arguments)
+    with jax.set_mesh(Mesh(np.array([device]), ("device",), axis_types=(AxisType.Auto,))):
+        lowered = jax.jit(operation, donate_argnums=() if donate is None else donate).lower(*placed)
+        # Library kernels cannot be tried out without the device.
+        return lowered.compile({"xla_gpu_autotune_level": 0, **options})
+
+
+def registers_of_kernels(folder) -> dict[str, tuple[int, int]]:
+    """Registers and bytes of spilled stores of every kernel that XLA wrote to `folder` (`xla_dump_to`), by name."""
+    (nvcc,) = importlib.util.find_spec("nvidia.cuda_nvcc").submodule_search_locations
+    found = {}
+    for ptx in folder.glob("*.ptx"):
+        if ".version" not in ptx.read_text():
+            continue  # a module without kernels
+        command = [f"{nvcc}/bin/ptxas", "-v", "--gpu-name", "sm_90a", "-o", os.devnull, str(ptx)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        names = re.findall(r"Compiling entry function '(\w+)'", said)
+        spilled = re.findall(r"(\d+) bytes spill stores", said)
+        used = re.findall(r"Used (\d+) registers", said)
+        found |= {name: (int(u), int(s)) for name, u, s in zip(names, used, spilled, strict=True)}
+    return found
 
 
 def lower_for_gpu(operation, *arguments, donate: int | None = None) -> str:

@@ -1,0 +1,133 @@
+"""Paged attention as one Triton kernel: each program takes some queries of one block and kv head over some of its keys.
+
+The keys of a row are split over programs, so that a few long rows fill a GPU as many short ones do; a program reads its
+row's length and ends at once where it has no keys. What the programs of a row found is joined afterwards ("Flash-
+Decoding": Dao et al., 2023). Keys and values are read where they lie: a piece of keys is a page, or a part of one.
+
+Queries of a block that share a kv head are the rows of one product: those of its query heads, at all its positions.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from kernels_pallas.triton_blocks import is_power_of_two, load_if, offsets_overflow, power_of_two_in, store_if
+
+F32 = jnp.float32
+LEAST = 16  # what Triton's products ask of every dimension
+QUERIES, KEYS = 64, 64
+"""At most, in one product."""
+SPLIT_KEYS = 256
+"""A row's keys are not divided further."""
+PROGRAMS, SPLITS = 1024, 32
+"""Keys are split until there are so many programs, into so many parts at most."""
+
+
+def unsupported(q, kv, *, positions, page_table, block_row, scale, first_key=0):
+    """Why this call cannot run, or None."""
+    if 0 in (*q.shape, *page_table.shape):
+        return "it is empty"
+    if q.dtype != kv.dtype or q.dtype not in (jnp.bfloat16, jnp.float16, F32):
+        return f"queries are {q.dtype}, keys and values {kv.dtype}"
+    if offsets_overflow(kv):
+        return "offsets into the cache do not fit in 32 bits"
+    if not is_power_of_two(q.shape[3]) or q.shape[3] < LEAST:
+        return f"heads have a size of {q.shape[3]}, not a power of two of at least {LEAST}"
+    if power_of_two_in(kv.shape[1], LEAST) < LEAST:
+        return f"pages hold {kv.shape[1]} keys, not a multiple of {LEAST}"
+    return None
+
+
+def paged_attention(
+    q, kv, *, positions, page_table, block_row, scale, first_key=0, interpret=False, warps=4, stages=2
+):  # fmt: skip
+    """See `api.paged_attention`. `warps` make one program; `stages` is Triton's depth of prefetching."""
+    blocks, q_len, q_heads, head_dim = q.shape
+    kv_heads = kv.shape[2] // 2
+    repeats = q_heads // kv_heads
+    queries = q.reshape(blocks, q_len, kv_heads, repeats, head_dim).transpose(0, 2, 3, 1, 4)
+    queries = queries.reshape(blocks, kv_heads, repeats * q_len, head_dim)
+    places = jnp.tile(positions, repeats)
+    count, part = repeats * q_len, _part(repeats * q_len)
+    padding = -count % part
+    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    places = jnp.pad(places, ((0, 0), (0, padding)), constant_values=-1).astype(jnp.int32)
+
+    parts = (count + padding) // part
+    splits = _splits(blocks * kv_heads * parts, page_table.shape[1] * kv.shape[1])
+    found = (blocks, kv_heads, splits, count + padding)
+    out, highest, total = pl.pallas_call(
+        functools.partial(_kernel, scale=scale, first_key=first_key, splits=splits, part=part),
+        # The programs of one part of a row's keys follow each other: its heads share pages.
+        grid=(parts * kv_heads, splits, blocks),
+        out_shape=[jax.ShapeDtypeStruct((*found, head_dim), F32), *[jax.ShapeDtypeStruct(found, F32)] * 2],
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=interpret,
+        name="paged_attention",
+    )(block_row.astype(jnp.int32), page_table.astype(jnp.int32), places, queries, kv)
+
+    shrink = jnp.exp(highest - jnp.maximum(highest.max(axis=2, keepdims=True), jnp.finfo(F32).min))
+    whole = (shrink * total).sum(axis=2)
+    # Where a program saw no key it has written nothing.
+    out = jnp.where((total > 0)[..., None], shrink[..., None] * out, 0).sum(axis=2)
+    out = out / jnp.where(whole > 0, whole, 1)[..., None]
+    out = out[:, :, :count].reshape(blocks, kv_heads, repeats, q_len, head_dim).transpose(0, 3, 1, 2, 4)
+    return out.reshape(q.shape).astype(q.dtype)
+
+
+def _part(queries):
+    """How many of the queries that share a kv head one program takes: a power of two."""
+    return min(QUERIES, max(LEAST, pl.next_power_of_2(queries)))
+
+
+def _splits(programs, keys):
+    """Parts that a row's keys are divided into."""
+    most = min(SPLITS, max(1, PROGRAMS // programs), -(-keys // SPLIT_KEYS))
+    return 1 << (most.bit_length() - 1)
+
+
+def _kernel(
+    block_row, page_table, positions, q, kv, out, highest, total, *, scale: float, first_key: int, splits: int,
+    part: int,
+):  # fmt: skip
+    which, split, block = (pl.program_id(axis) for axis in range(3))
+    head_dim, page_size, kv_heads = kv.shape[3], kv.shape[1], kv.shape[2] // 2
+    piece = power_of_two_in(page_size, KEYS)
+    head, here = lax.rem(which, kv_heads), pl.ds(lax.div(which, kv_heads) * part, part)
+    place = plt.load(positions.at[block, here])
+    last, row = jnp.max(place), plt.load(block_row.at[block])
+    pieces = lax.div(last + piece, piece)
+    each = jnp.maximum(lax.div(pieces + splits - 1, splits), SPLIT_KEYS // piece)
+    queries = plt.load(q.at[block, head, here, :])
+    dot = functools.partial(
+        jnp.dot,
+        precision=lax.Precision.HIGHEST if queries.dtype == F32 else lax.Precision.DEFAULT,
+        preferred_element_type=F32,
+    )
+
+    def attend(i, carry):
+        peak, weight, sums = carry
+        page = plt.load(page_table.at[row, lax.div(i * piece, page_size)])
+        span = pl.ds(lax.rem(i * piece, page_size), piece)
+        key = i * piece + lax.broadcasted_iota(jnp.int32, (1, piece), 1)
+        # Values that no query sees may be NaN (a page's tail), and 0 * NaN is NaN: they are not looked at.
+        used = (key >= first_key) & (key <= last)
+        k, v = (load_if(used.T, kv.at[page, span, 2 * head + n, :], piece, head_dim) for n in (0, 1))
+        seen = (key >= first_key) & (key <= place[:, None])
+        scores = jnp.where(seen, scale * dot(queries, k.T), -jnp.inf)
+        higher = jnp.maximum(peak, jnp.max(scores, axis=1))
+        base = jnp.where(higher == -jnp.inf, 0.0, higher)  # no key seen yet: avoids inf - inf
+        weights, shrink = jnp.exp(scores - base[:, None]), jnp.exp(peak - base)
+        sums = sums * shrink[:, None] + dot(weights.astype(v.dtype), v)
+        return higher, weight * shrink + jnp.sum(weights, axis=1), sums
+
+    start = (jnp.full(part, -jnp.inf, F32), jnp.zeros(part, F32), jnp.zeros((part, head_dim), F32))
+    end = jnp.minimum((split + 1) * each, pieces)
+    peak, weight, sums = lax.fori_loop(split * each, end, attend, start)
+    store_if(weight[:, None] > 0, out.at[block, head, split, here, :], sums)
+    plt.store(highest.at[block, head, split, here], peak)
+    plt.store(total.at[block, head, split, here], weight)

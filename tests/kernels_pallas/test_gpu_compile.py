@@ -1,0 +1,74 @@
+"""Kernels compiled by XLA's compiler for an H200 that is not at hand, at the sizes of real models: it takes them,
+stores are updated in place, caches are not copied, and registers are not spilled.
+
+A few by default; all with --slow.
+"""
+
+import pytest
+from real_shapes import MODELS, OTHERS, attention_call, nbytes, scan_call, update_call
+from test_gpu_lower import scan, update
+from topology import compile_for_gpu, registers_of_kernels
+
+from kernels_pallas.paged_attention import paged_attention
+
+pytestmark = pytest.mark.gpu_compile
+
+NEMOTRON, NANO, *_ = MODELS
+STORE = 6
+slow = pytest.mark.slow
+
+
+def compiled(tmp_path, operation, call, donate=None):
+    """The program, and registers and spilled bytes of its Triton kernels."""
+    done = compile_for_gpu("h200", operation, *call, donate=donate, xla_dump_to=str(tmp_path))
+    return done, registers_of_kernels(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "steps"), [(NEMOTRON, 1), (NANO, 4), *(pytest.param(m, 4, marks=slow) for m in OTHERS)]
+)
+def test_state_update(model, steps, tmp_path):
+    call = update_call(model, 64, steps)
+    program, registers = compiled(tmp_path, update, call, donate=STORE)
+    assert program.memory_analysis().alias_size_in_bytes == nbytes(call[STORE])
+    used, spilled = registers["state_update"]
+    assert used <= 168
+    assert spilled == 0
+
+
+@pytest.mark.parametrize("model", [NEMOTRON, *(pytest.param(m, marks=slow) for m in (NANO, *OTHERS))])
+def test_ssd_scan(model, tmp_path):
+    call = scan_call(model, 16)
+    program, registers = compiled(tmp_path, scan, call, donate=STORE)
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes == nbytes(call[STORE])
+    # A state for each tile, and steps and decays by head.
+    assert memory.temp_size_in_bytes < 1.1 * 16 * nbytes(call[STORE]) // call[STORE].shape[0] + 4e6
+    for kernel in ("ssd_scan_added", "ssd_scan_passed_on", "ssd_scan_outputs"):
+        used, spilled = registers[kernel]
+        if model.state <= 128:
+            assert 128 * used <= 65536 // 2, f"two programs of 128 threads do not fit beside each other: {kernel}"
+        assert spilled <= (0 if model.state <= 128 else 256)
+
+
+ATTENDING = [(NANO, 64, 4), (NEMOTRON, 18, 128)]
+MORE = [(m, *blocks) for m in (*MODELS[:3], *OTHERS) for blocks in ((1, 1), (64, 1), (256, 4), (18, 128))]
+
+
+@pytest.mark.parametrize(
+    ("model", "blocks", "q_len"), [*ATTENDING, *(pytest.param(*c, marks=slow) for c in MORE if c not in ATTENDING)]
+)
+def test_paged_attention(model, blocks, q_len, tmp_path):
+    call = attention_call(model, blocks, q_len)
+
+    def attend(q, kv, positions, page_table, block_row):
+        places = {"positions": positions, "page_table": page_table, "block_row": block_row}
+        return paged_attention(q, kv, **places, scale=0.1, first_key=1, implementation="pallas_gpu")
+
+    program, registers = compiled(tmp_path, attend, call)
+    used, spilled = registers["paged_attention"]
+    assert used <= 255
+    assert spilled == 0
+    # Queries by kv head, and what programs found of each: no cache, no scores.
+    assert program.memory_analysis().temp_size_in_bytes < 100e6
+    assert not program.as_text().count("while(")
