@@ -30,20 +30,24 @@ class DecodeBatch:
     length: Int[Array, " rows"]
     """Tokens committed before the step."""
     read_slot: Int[Array, " rows"]
+    """Where S(length) is, or the row's anchor."""
     num_tokens: Int[Array, " rows"]
     """Tokens fed, drafts included; 0 samples from the hidden state in the row's slot and feeds nothing."""
     num_drafts: Int[Array, " rows"]
-    write_slot: Int[Array, "rows steps"]
-    """Where the state after each token goes; 0 = nowhere."""
+    write_slot: Int[Array, "rows writes"]
+    """Where the state after each token goes, one place a step; 0 = nowhere. Under replay one place: for the state at
+    the next multiple of the interval."""
     page_table: Int[Array, "rows pages"]
     page_copy: Int[Array, "rows 2"]
     """A page to copy before anything is written, as (source, target); (0, 0) = none."""
     sample: Bool[Array, " rows"]
     """Whether the row emits tokens."""
+    anchor: Int[Array, " rows"] | None = None
+    """Under replay: how many tokens the state in `read_slot` has absorbed."""
 
     @classmethod
-    def empty(cls, *, rows: int, num_speculative_tokens: int, pages_per_row: int) -> Self:
-        """A batch of padding, as numpy arrays to be filled in place."""
+    def empty(cls, *, rows: int, num_speculative_tokens: int, pages_per_row: int, replay: bool = False) -> Self:
+        """A batch of padding, as numpy arrays to be filled in place. `replay`: for a store with tails."""
         steps = 1 + num_speculative_tokens
         return cls(
             row_id=_zeros(rows, np.int32),
@@ -53,10 +57,11 @@ class DecodeBatch:
             read_slot=_zeros(rows, np.int32),
             num_tokens=_zeros(rows, np.int32),
             num_drafts=_zeros(rows, np.int32),
-            write_slot=_zeros((rows, steps), np.int32),
+            write_slot=_zeros((rows, 1 if replay else steps), np.int32),
             page_table=_zeros((rows, pages_per_row), np.int32),
             page_copy=_zeros((rows, 2), np.int32),
             sample=_zeros(rows, bool),
+            anchor=_zeros(rows, np.int32) if replay else None,
         )
 
 

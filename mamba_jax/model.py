@@ -14,14 +14,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mamba_jax.config import MLP, SHARED, HybridConfig, Per
-from mamba_jax.layout import Layout, SequenceLayout
+from mamba_jax.layout import Layout, ReplayLayout, SequenceLayout
 from mamba_jax.modules.basic import Table, normal, scaled
 from mamba_jax.modules.blocks import Block, model_norm
 from mamba_jax.modules.mtp import MTP
 from mamba_jax.modules.quantised import quantise_in_place, quantised_weights, weight_of
 from mamba_jax.modules.shared import SharedBlock, SharedUse
 from mamba_jax.sharding.axis import keep_whole, split_last
-from mamba_jax.store import SlotArrays, Store
+from mamba_jax.store import SlotArrays, Store, StoreShape
+from mamba_jax.tails import TailArrays
 
 
 class HybridModel(nnx.Module):
@@ -100,7 +101,7 @@ class HybridModel(nnx.Module):
         """
         embedded = self.embedded(tokens)
         x = embedded.astype(jnp.float32) if self.config.residual_in_fp32 else embedded
-        pieces = _Pieces(self.config, store)
+        pieces = _Pieces(self.config, store, with_tails=isinstance(layout, ReplayLayout))
         uses = 0
         for kind, block in zip(self.config.pattern, self.blocks, strict=True):
             state = pieces.take(kind)
@@ -223,17 +224,24 @@ def parameters(model: nnx.Module) -> dict[str, nnx.Param]:
 
 
 class _Pieces:
-    """Hands each sublayer its piece of the store, in model order, and collects what comes back."""
+    """Hands each sublayer its piece of the store, in model order, and collects what comes back.
 
-    def __init__(self, config: HybridConfig, store: Store | None) -> None:
+    `with_tails`: each array in slots comes with the tails of its inputs, as a pair (array, tails by name).
+    """
+
+    def __init__(self, config: HybridConfig, store: Store | None, *, with_tails: bool) -> None:
         self._config, self._store = config, store
         self._slots: list[SlotArrays] = []
         self._kv: list[Array] = []
+        self._tails: list[TailArrays] = []
+        self._tails_of = StoreShape.of(config).tails if with_tails else None
 
     def take(self, kind: str) -> Any:
         """A sublayer's state: its part of the slots, its keys and values, the pair of them, or None."""
         in_slots, in_pages = self._keeps(kind)
-        slots = self._store.slots[len(self._slots)] if self._store and in_slots else None
+        slots: Any = self._store.slots[len(self._slots)] if self._store and in_slots else None
+        if slots is not None and self._tails_of is not None:
+            slots = self._paired(slots)
         kv = self._store.kv[len(self._kv)] if self._store and in_pages else None
         if in_slots and in_pages:
             return slots, kv
@@ -243,7 +251,10 @@ class _Pieces:
         """What became of the state that the sublayer took."""
         in_slots, in_pages = self._keeps(kind)
         slots, kv = state if in_slots and in_pages else (state, state)
-        if in_slots:
+        if in_slots and self._tails_of is not None:
+            self._slots.append({name: array for name, (array, _) in slots.items()})
+            self._tails.append({name: ring for _, tails in slots.values() for name, ring in tails.items()})
+        elif in_slots:
             self._slots.append(slots)
         if in_pages:
             self._kv.append(kv)
@@ -253,7 +264,21 @@ class _Pieces:
         if self._store is None:
             return None
         rest = self._store.kv[len(self._kv) :]
-        return dataclasses.replace(self._store, slots=tuple(self._slots), kv=(*self._kv, *rest))
+        tails = self._store.tails
+        if tails is not None and self._tails_of is not None:
+            tails = dataclasses.replace(tails, layers=tuple(self._tails))
+        return dataclasses.replace(self._store, slots=tuple(self._slots), kv=(*self._kv, *rest), tails=tails)
+
+    def _paired(self, slots: SlotArrays) -> dict[str, tuple[Array, TailArrays]]:
+        assert self._store is not None
+        assert self._store.tails is not None
+        assert self._tails_of is not None
+        index = len(self._slots)
+        rings, declared = self._store.tails.layers[index], self._tails_of[index]
+        return {
+            name: (array, {tail.name: rings[tail.name] for tail in declared if tail.of == name})
+            for name, array in slots.items()
+        }
 
     def _keeps(self, kind: str) -> tuple[bool, bool]:
         """Whether such a sublayer keeps something in slots, and in pages."""

@@ -27,11 +27,11 @@ class Rows:
     """One entry for each seat; seat 0 is padding's. Donated to every step."""
 
     length: Int[Array, " seats"]
-    """Tokens committed, that is, absorbed by `slot`."""
+    """Tokens committed, that is, absorbed by `slot` (and, under replay, the tail)."""
     last_token: Int[Array, " seats"]
     """The token sampled last: emitted, not yet fed to the model."""
     slot: Int[Array, " seats"]
-    """Where the state after `length` tokens is."""
+    """Where the state after `length` tokens is, or the row's anchor."""
     drafts: Int[Array, "seats drafts"]
     """Guesses at what follows `last_token`; -1 for none."""
     sampling: SamplingTable
@@ -41,6 +41,8 @@ class Rows:
     """Which tokens the prompt has; kept for rows with penalties only."""
     source: Any = None
     """What the draft source remembers of each seat; see `DraftSource`."""
+    anchor: Int[Array, " seats"] | None = None
+    """Under replay: how many tokens `slot` has absorbed. The inputs of those from there on are in the seat's tail."""
     masks: Masks | None = None
     """Which tokens each seat may choose; None where structured outputs are off."""
 
@@ -53,11 +55,12 @@ def init_rows(
     source: DraftSource | None = None,
     max_len: int = 0,
     masks: bool = False,
+    replay: bool = False,
 ) -> Rows:
     """Empty seats 0..max_num_seqs. `config` is the model's config or its vocabulary size.
 
     `source` makes the drafts, of sequences of up to `max_len` tokens; without one, drafts are put there by hand.
-    `masks` makes room for masks of allowed tokens.
+    `masks` makes room for masks of allowed tokens. `replay`: rows have anchors; the store has tails then.
     """
     vocab_size = config if isinstance(config, int) else config.vocab_size
     seats = max_num_seqs + 1
@@ -70,5 +73,6 @@ def init_rows(
         output_counts=jnp.zeros((seats, vocab_size), jnp.int32),
         prompt_seen=jnp.zeros((seats, vocab_size), bool),
         source=None if source is None else source.init(seats=seats, max_len=max_len),
+        anchor=jnp.zeros(seats, jnp.int32) if replay else None,
         masks=init_masks(seats, 1 + num_speculative_tokens, vocab_size) if masks else None,
     )

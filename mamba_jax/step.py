@@ -22,10 +22,12 @@ from mamba_jax.batch import DecodeBatch, PrefillBatch, PromptLogprobs, SeatBatch
 from mamba_jax.drafts import DraftModel, DraftSource, StepFacts
 from mamba_jax.layout.decode import DecodeLayout
 from mamba_jax.layout.prefill import PrefillLayout
+from mamba_jax.layout.replay import ReplayLayout
 from mamba_jax.rows import Rows
 from mamba_jax.sampling import Emission, choose, has_penalties, report_logprobs
 from mamba_jax.sampling.masks import MaskBatch, write_masks
 from mamba_jax.store import Store
+from mamba_jax.tails import read_ring
 
 _PROMPT_PIECE = 64  # prompt tokens that go through the head at once when their log-probabilities are asked for
 
@@ -72,6 +74,7 @@ def seat(rows: Rows, batch: SeatBatch, source: DraftSource | None = None) -> Row
         length=put(rows.length, 0),
         last_token=put(rows.last_token, 0),
         slot=put(rows.slot, 0),
+        anchor=None if rows.anchor is None else put(rows.anchor, 0),
         drafts=put(rows.drafts, -1),
         sampling=jax.tree.map(put, rows.sampling, batch.sampling),
         source=rows.source if source is None else source.seat(rows.source, batch.row_id, batch.tokens),
@@ -102,25 +105,50 @@ def _decode(
         made = jnp.cumprod(own[:, 1:] >= 0, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
         num_drafts = jnp.where(batch.continues, jnp.minimum(num_drafts, made), num_drafts)
         num_tokens = certain + num_drafts
-    layout = DecodeLayout.of(
-        length=length,
-        num_tokens=num_tokens,
-        read_slot=read_slot,
-        write_slot=batch.write_slot,
-        page_table=batch.page_table,
-    )
-    writer = jnp.repeat(jnp.arange(batch.row_id.shape[0]), width)
-    wrong = _wrong_tags(store, batch.row_id, length, read_slot)
-    wrong |= _shared_writes(store, layout.read_slot, layout.write_slot.reshape(-1), writer)
+    layout: DecodeLayout
+    if store.tails is None:
+        layout = DecodeLayout.of(
+            length=length,
+            num_tokens=num_tokens,
+            read_slot=read_slot,
+            write_slot=batch.write_slot,
+            page_table=batch.page_table,
+        )
+        writer = jnp.repeat(jnp.arange(batch.row_id.shape[0]), width)
+        wrong = _wrong_tags(store, batch.row_id, length, read_slot)
+        wrong |= _shared_writes(store, layout.read_slot, layout.write_slot.reshape(-1), writer)
+    else:
+        assert rows.anchor is not None
+        assert batch.anchor is not None
+        layout = ReplayLayout.from_anchor(
+            length=length,
+            num_tokens=num_tokens,
+            read_slot=read_slot,
+            anchor=jnp.where(batch.continues, rows.anchor[batch.row_id], batch.anchor),
+            tail_id=batch.row_id,
+            write_slot=batch.write_slot,
+            page_table=batch.page_table,
+            steps=width,
+            interval=store.tails.interval,
+        )
+        wrong = _wrong_tags(store, batch.row_id, layout.anchor, read_slot) | _wrong_tails(store, layout)
+        wrong |= _shared_writes(store, layout.read_slot, layout.due_slot, jnp.arange(batch.row_id.shape[0]))
     # A source wants the hidden state before every row's first token.
     resumed = read_slots(store.hidden, jnp.where(num_tokens == 0, read_slot, 0) if source is None else read_slot)
+    if isinstance(layout, ReplayLayout) and source is not None:
+        assert store.tails is not None
+        last = read_ring(store.tails.hidden, layout.tail_id, length[:, None] - 1)[:, 0]
+        resumed = jnp.where((length > layout.anchor)[:, None], last, resumed)
     store = _copy_pages(store, batch.page_copy)
     hidden, store = model.hidden(jnp.maximum(tokens, 0).reshape(-1), layout, store)
     # A row without tokens finds its slot's hidden state where its first token's would be. (All padding gets it, so that
     # what is written depends on what was read. Without an order between the two the compiler would copy the store.)
     hidden = jnp.where(layout.valid[:, None], hidden, jnp.repeat(resumed, width, axis=0).astype(hidden.dtype))
-    held = jnp.where(jnp.repeat(wrong, width), -1, layout.positions + 1)
-    store = _write_hidden(store, hidden, layout.write_slot.reshape(-1), held)
+    if isinstance(layout, ReplayLayout):
+        store = _write_replayed(store, hidden, layout, wrong, last_hidden=source is not None)
+    else:
+        held = jnp.where(jnp.repeat(wrong, width), -1, layout.positions + 1)
+        store = _write_hidden(store, hidden, layout.write_slot.reshape(-1), held)
 
     # Head j follows the last certain token and j drafts.
     heads = jnp.arange(width)
@@ -133,8 +161,15 @@ def _decode(
     )
 
     kept = jnp.where(num_tokens > 0, certain + emission.accepted, 0)
-    landed = jnp.take_along_axis(layout.write_slot, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0]
-    rows = _commit(rows, batch.row_id, length + kept, jnp.where(kept > 0, landed, read_slot), emission)
+    if isinstance(layout, ReplayLayout):
+        # The anchor moves on where what is kept has reached a multiple of the interval.
+        moved = (kept > 0) & (layout.next_multiple <= length + kept)
+        slot = jnp.where(moved, layout.write_slot[:, 0], read_slot)
+        anchor = jnp.where(moved, layout.next_multiple, layout.anchor)
+        rows = _commit(rows, batch.row_id, length + kept, slot, emission, anchor)
+    else:
+        landed = jnp.take_along_axis(layout.write_slot, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0]
+        rows = _commit(rows, batch.row_id, length + kept, jnp.where(kept > 0, landed, read_slot), emission)
     if source is not None:
         store, rows = _propose(
             source,
@@ -201,7 +236,7 @@ def _prefill(
     end_tile = (layout.tile_end == batch.num_tokens[layout.tile_row]) & (layout.tile_end > 0)
     end_row = jnp.where(end_tile, layout.tile_row, batch.row_id.shape[0])
     landed = jnp.asarray(batch.read_slot).at[end_row].set(layout.tile_write_slot, mode="drop")
-    rows_after = _commit(rows, batch.row_id, after, landed, emission)
+    rows_after = _commit(rows, batch.row_id, after, landed, emission, None if rows.anchor is None else after)
     if source is not None:
         store, rows_after = _propose(
             source,
@@ -266,7 +301,12 @@ def _emit(
 
 
 def _commit(
-    rows: Rows, row_id: Int[Array, " rows"], length: Int[Array, " rows"], slot: Int[Array, " rows"], emission: Emission
+    rows: Rows,
+    row_id: Int[Array, " rows"],
+    length: Int[Array, " rows"],
+    slot: Int[Array, " rows"],
+    emission: Emission,
+    anchor: Int[Array, " rows"] | None = None,
 ) -> Rows:
     """The seats' new truth. Padding rows change nothing, not even seat 0."""
     outside = rows.length.shape[0]
@@ -279,6 +319,7 @@ def _commit(
         rows,
         length=rows.length.at[seat_of].set(length, mode="drop"),
         slot=rows.slot.at[seat_of].set(slot, mode="drop"),
+        anchor=None if rows.anchor is None or anchor is None else rows.anchor.at[seat_of].set(anchor, mode="drop"),
         last_token=rows.last_token.at[emitting].set(newest, mode="drop"),
         output_counts=rows.output_counts.at[counted, emission.tokens].add(1, mode="drop"),
     )
@@ -345,6 +386,40 @@ def _write_hidden(
         times = read_slots(tags, write_slot)[:, 0] + 1
         tags = write_slots(tags, jnp.stack([times, length], axis=1), write_slot)
     return dataclasses.replace(store, hidden=write_slots(store.hidden, hidden, write_slot), tags=tags)
+
+
+def _write_replayed(
+    store: Store,
+    hidden: Float[Array, "T hidden"],
+    layout: ReplayLayout,
+    wrong: Bool[Array, " rows"],
+    *,
+    last_hidden: bool,
+) -> Store:
+    """The hidden state of each state that is due, and (`last_hidden`) those of the step's tokens into the tails.
+
+    The debugging tags beside both.
+    """
+    tails = store.tails
+    assert tails is not None
+    by_row = hidden.reshape(*layout.shape, -1)
+    nth = jnp.minimum(layout.next_multiple - layout.length - 1, by_row.shape[1] - 1)
+    due = jnp.take_along_axis(by_row, nth[:, None, None], axis=1)[:, 0]
+    store = _write_hidden(store, due, layout.due_slot, jnp.where(wrong, -1, layout.next_multiple))
+    if last_hidden:
+        tails = dataclasses.replace(tails, hidden=layout.append(tails.hidden, by_row.astype(tails.hidden.dtype)))
+    if tails.tags is not None:
+        held = jnp.where(jnp.repeat(wrong, by_row.shape[1]), -1, layout.positions).reshape(layout.shape)
+        tails = dataclasses.replace(tails, tags=layout.append(tails.tags, held))
+    return dataclasses.replace(store, tails=tails)
+
+
+def _wrong_tails(store: Store, layout: ReplayLayout) -> Bool[Array, " rows"]:
+    """With `debug_state`: rows whose tail is not what came since their anchor, or that have nowhere to go on from."""
+    if store.tails is None or store.tails.tags is None:
+        return jnp.zeros(layout.length.shape, bool)
+    lost = (layout.next_multiple <= layout.length + layout.num_tokens) & (layout.write_slot[:, 0] == 0)
+    return (layout.tail_id > 0) & (layout.num_tokens > 0) & (lost | ~layout.is_tail_right(store.tails.tags))
 
 
 def _wrong_tags(

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kernels_pallas.slots import load, put, read_slots, take, write_slots
 from mamba_jax.config import HybridConfig, ModelConfigError, Per, Role, StateArray
+from mamba_jax.tails import Replay, Tails
 
 __all__ = [
     "SlotArrays", "Store", "StoreShape", "init_store", "load", "put", "read_slots", "store_bytes", "take",
@@ -43,6 +44,8 @@ class Store:
     """The hidden state, after the final norm, of the last token each slot has absorbed."""
     tags: Int[Array, "slots 2"] | None
     """Debugging only: how often each slot has been written, and how many tokens it holds."""
+    tails: Tails | None = None
+    """Where rows are held by replay: the inputs since their anchors."""
 
     @property
     def num_slots(self) -> int:
@@ -69,6 +72,8 @@ class StoreShape:
     pages: tuple[StateArray, ...]
     """For each use of attention, the draft layers' included."""
     hidden: StateArray
+    tails: tuple[tuple[StateArray, ...], ...] = ()
+    """What replay keeps of each token, for each sublayer that keeps something in slots."""
     lanes: int = 1
     """A device pads some arrays to a multiple of this: see `store_layout`. Only counting looks at it."""
 
@@ -84,9 +89,10 @@ class StoreShape:
             slots=tuple(arrays for kind in kinds if (arrays := config.state(kind, Per.SLOT))),
             pages=tuple(array for kind in kinds for array in config.state(kind, Per.TOKEN)),
             hidden=StateArray("hidden", (config.hidden_size,), Role.ACTIVATION, None),
+            tails=tuple(_tails(config, kind) for kind in kinds if config.state(kind, Per.SLOT)),
         )
-        for array in (*(array for arrays in shape.slots for array in arrays), *shape.pages):
-            if shape.arrays[array.name] != array:
+        for array in (*(array for arrays in (*shape.slots, *shape.tails) for array in arrays), *shape.pages):
+            if shape.arrays_and_tails[array.name] != array:
                 raise ModelConfigError(f"mixers of this model declare different states under the name {array.name!r}")
         if len({array.name for array in shape.pages}) > 1:
             raise ModelConfigError("mixers of this model declare different arrays in pages")
@@ -98,6 +104,12 @@ class StoreShape:
         every = (*(array for arrays in self.slots for array in arrays), *self.pages, self.hidden)
         return MappingProxyType({array.name: array for array in every})
 
+    @cached_property
+    def arrays_and_tails(self) -> Mapping[str, StateArray]:
+        """The same with what replay keeps beside them."""
+        tails = {array.name: array for arrays in self.tails for array in arrays}
+        return MappingProxyType({**self.arrays, **tails})
+
     def map(self, change: Callable[[StateArray], StateArray]) -> StoreShape:
         """The shape with every array changed."""
         return replace(
@@ -105,7 +117,28 @@ class StoreShape:
             slots=tuple(tuple(map(change, arrays)) for arrays in self.slots),
             pages=tuple(map(change, self.pages)),
             hidden=change(self.hidden),
+            tails=tuple(tuple(map(change, arrays)) for arrays in self.tails),
         )
+
+    @property
+    def last_hidden(self) -> StateArray:
+        """What tails keep of the hidden state."""
+        return replace(self.hidden, per=Per.TAIL, of=self.hidden.name, last=1)
+
+    @property
+    def without_replay(self) -> str | None:
+        """The name of a state that cannot be computed again from inputs; None where all can."""
+        for arrays, tails in zip(self.slots, self.tails, strict=True):
+            for array in arrays:
+                if array.name not in {tail.of for tail in tails}:
+                    return array.name
+        return None
+
+    def bytes_per_tail(self, dtype: Any, ssm_dtype: Any, replay: Replay, *, debug_state: bool = False) -> int:
+        """Bytes of one row's tail over all layers."""
+        arrays = (*(array for tails in self.tails for array in tails), self.last_hidden)
+        kept = sum(replay.entries(array) * self._bytes(array, dtype, ssm_dtype) for array in arrays)
+        return kept + (4 * replay.longest if debug_state else 0)
 
     def bytes_per_slot(self, dtype: Any, ssm_dtype: Any = jnp.float32, *, debug_state: bool = False) -> int:
         """Bytes of one slot over all layers. `ssm_dtype` is that of recurrent states, `dtype` that of all else."""
@@ -130,6 +163,8 @@ def init_store(
     ssm_dtype: Any = jnp.float32,
     kv_dtype: Any = None,
     debug_state: bool = False,
+    replay: Replay | None = None,
+    num_tails: int = 0,
 ) -> Store:
     """A store of zeros.
 
@@ -142,18 +177,25 @@ def init_store(
         kv_dtype: of keys and values, if another.
         ssm_dtype: of the recurrent states; anything below float32 trades accuracy for memory.
         debug_state: also tag each slot with what was written to it, and check the tag at each read.
+        replay: hold running rows by anchors and tails; None = by states alone.
+        num_tails: tails, the null tail included: one for each seat.
 
     Raises:
-        ValueError: fewer than two slots or pages, or an empty page.
+        ValueError: fewer than two slots or pages, an empty page, or a state that replay cannot compute.
     """
     shape = config if isinstance(config, StoreShape) else StoreShape.of(config)
     if num_slots < 2:
         raise ValueError(f"num_slots is {num_slots}: at least 2 are needed, the null slot and one more")
     if shape.pages and (num_pages < 2 or page_size < 1):
         raise ValueError(f"{num_pages} pages of {page_size} tokens: at least the null page and one more are needed")
+    if replay is not None and (shape.without_replay or num_tails < 2):
+        raise ValueError(f"replay with {num_tails} tails (at least 2 are needed) and no way for {shape.without_replay}")
 
     # Every array is its own allocation: donation cannot alias two outputs to one buffer.
     def zeros(array: StateArray) -> Array:
+        if array.per is Per.TAIL:
+            assert replay is not None
+            return jnp.zeros((num_tails, replay.entries(array), *array.shape), array.dtype(dtype, ssm_dtype))
         if array.per is Per.SLOT:
             return jnp.zeros((num_slots, *array.shape), array.dtype(dtype, ssm_dtype))
         return jnp.zeros((num_pages, page_size, *array.shape), dtype if kv_dtype is None else kv_dtype)
@@ -163,7 +205,21 @@ def init_store(
         kv=tuple(zeros(array) for array in shape.pages),
         hidden=zeros(shape.hidden),
         tags=jnp.zeros((num_slots, 2), jnp.int32) if debug_state else None,
+        tails=None
+        if replay is None
+        else Tails(
+            layers=tuple({array.name: zeros(array) for array in arrays} for arrays in shape.tails),
+            hidden=zeros(shape.last_hidden),
+            tags=jnp.full((num_tails, replay.longest), -1, jnp.int32) if debug_state else None,
+            interval=replay.interval,
+        ),
     )
+
+
+def _tails(config: HybridConfig, kind: str) -> tuple[StateArray, ...]:
+    """What replay keeps of each token of such a sublayer: what its mixer declares, and its windows' inputs."""
+    windows = [array for array in config.state(kind, Per.SLOT) if array.role is Role.WINDOW]
+    return (*config.state(kind, Per.TAIL), *(window.inputs() for window in windows))
 
 
 def store_bytes(store: Store) -> int:

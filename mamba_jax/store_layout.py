@@ -48,6 +48,7 @@ def placed(shape: StoreShape, store: Store, shardings: Store) -> Store:
         kv=tuple(of(shape.pages[0], leaf, where) for leaf, where in zip(store.kv, shardings.kv, strict=True)),
         hidden=of(shape.hidden, store.hidden, shardings.hidden),
         tags=shardings.tags,
+        tails=shardings.tails,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from serving.core import CacheMode, ConfigError
+from serving.core import CacheMode, ConfigError, check_replay_interval
 
 __all__ = ["CacheMode", "ConfigError", "EngineConfig", "ResolvedCaching", "read_config_file", "resolve_caching"]
 
@@ -95,6 +95,13 @@ class EngineConfig(BaseModel):
         description="Tokens between two cached states. Must be a multiple of the tile size and of the page size.",
     )
     tile_size: int = Field(128, ge=1, description="Tokens per tile of the prefill scan.")
+    replay_interval: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens between two states that a decoding sequence writes (R); in between, a step replays the "
+        "inputs since the last one. More than 1 saves memory and its bandwidth, most of all with draft tokens. Must "
+        "divide the tile size and be at least 2 * (1 + num_speculative_tokens). 1: a state for each token. Unset: 1.",
+    )
     speculative_method: SpeculativeMethod | None = Field(
         None,
         description="Where draft tokens come from: mtp (the model's multi-token-prediction layer) or ngram "
@@ -213,6 +220,8 @@ class EngineConfig(BaseModel):
                 f"state_block_size {block} is less than 1 + num_speculative_tokens = {1 + drafts}: "
                 "a step may cross only one block boundary"
             )
+        if (self.replay_interval or 1) > 1:
+            check_replay_interval(self.replay_interval or 1, drafts, tile_size=tile)
         low, high = self.ngram_bounds
         if low > high:
             raise ValueError(f"prompt_lookup_min {low} is greater than prompt_lookup_max {high}")

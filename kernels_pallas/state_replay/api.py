@@ -65,9 +65,10 @@ def state_replay(
     looked at. So rejected drafts are given back by not advancing `length`, and a tail needs no reset: with
     anchor_length = length nothing of it is read.
 
-    Slots are used as `kernels_pallas.slots` says: no row writes a slot that another row reads, and here neither the one
-    that it reads itself. Two rows never have one tail, except for tail 0. States are computed in float32 and rounded to
-    their dtype where they are written; products take operands in x's dtype.
+    Slots are used as `kernels_pallas.slots` says: no row writes a slot that another row reads; a row may write the one
+    that it reads itself (it does so where no other slot is left). Two rows never have one tail, except for tail 0.
+    States are computed in float32 and rounded to their dtype where they are written; products take operands in x's
+    dtype.
 
     Args:
         states: float32 or bfloat16. Donate it, and the tail: they are updated in place.

@@ -46,6 +46,11 @@ class Division:
     rank: int = 2
     """Axes of a weight matrix; its outputs and inputs are the last two. Asked where it is quantised."""
 
+    def moved(self, axes: int) -> Division:
+        """The same units so many axes further back."""
+        otherwise = self.otherwise.moved(axes) if isinstance(self.otherwise, Division) else self.otherwise
+        return replace(self, axis=self.axis + axes, otherwise=otherwise)
+
     def over(self, shards: int) -> Division | None:
         """The division over so many devices; None if every device has all of the array.
 
@@ -92,6 +97,8 @@ class Role(enum.Enum):
     """The last few inputs as they came."""
     ACTIVATION = "activation"
     """What the model computed of one token."""
+    STEERING = "steering"
+    """What steers a recurrence: always float32."""
 
 
 class Per(enum.Enum):
@@ -100,6 +107,8 @@ class Per(enum.Enum):
     SLOT = "slot"
     TOKEN = "token"
     """Of a page."""
+    TAIL = "tail"
+    """A token of a tail: the inputs since a running row's anchor; see `mamba_jax.tails`."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +118,27 @@ class StateArray:
     name: str
     """The same name is the same array in all sublayers of a model that have it."""
     shape: tuple[int, ...]
-    """Of one slot, or of one token in a page."""
+    """Of one slot, or of one token in a page or a tail."""
     role: Role
     division: Division | None
     """None: every device has all of it."""
     per: Per = Per.SLOT
+    of: str = ""
+    """Of a tail: the name of the array in slots that its tokens are inputs of."""
+    last: int | None = None
+    """Of a tail: how many tokens before a step count; None: all since the anchor."""
+
+    def inputs(self) -> StateArray:
+        """Of a window: the tail of what goes into it."""
+        return StateArray(
+            f"{self.name}_inputs",
+            self.shape[1:],
+            Role.WINDOW,
+            self.division and self.division.moved(-1),
+            Per.TAIL,
+            of=self.name,
+            last=self.shape[0],
+        )
 
     @property
     def padded(self) -> bool:
@@ -128,7 +153,9 @@ class StateArray:
         return math.prod(rest) * (-(-last // lanes) * lanes)
 
     def dtype(self, dtype: Any, ssm_dtype: Any) -> Any:
-        """`ssm_dtype` for what accumulates, `dtype` for all else."""
+        """`ssm_dtype` for what accumulates, float32 for what steers, `dtype` for all else."""
+        if self.role is Role.STEERING:
+            return "float32"
         return ssm_dtype if self.role is Role.ACCUMULATED else dtype
 
     def over(self, shards: int) -> StateArray:
@@ -161,7 +188,11 @@ class MixerConfig:
     """What the mixer of a sublayer is: a frozen dataclass that says, beside its sizes, what it keeps and computes."""
 
     def state(self) -> tuple[StateArray, ...]:
-        """The arrays that it keeps of each sequence."""
+        """The arrays that it keeps of each sequence.
+
+        Those per slot and per token of a page are all that there is of one. For replay, what accumulates has tails
+        beside it: the inputs from which `Operation.replay` computes it again. Windows have theirs without being asked.
+        """
         return ()
 
     def parameters(self) -> Mapping[str, Placement]:

@@ -12,6 +12,7 @@ from mamba_jax.config.declaration import (
     Division,
     MixerConfig,
     Otherwise,
+    Per,
     Placement,
     Role,
     StateArray,
@@ -63,13 +64,20 @@ class MambaConfig(MixerConfig):
         return self.num_groups * self.state_size
 
     def state(self) -> tuple[StateArray, ...]:
-        """The recurrent state, and the windows of raw convolution inputs, oldest first: of x, and of B and C."""
+        """The recurrent state, and the windows of raw convolution inputs, oldest first: of x, and of B and C.
+
+        The tail of the recurrent state: x, B and the step size, as `kernels_pallas.state_replay.Tail` has them.
+        """
         window = self.conv_width - 1
         recurrent = (self.num_heads, self.head_dim, self.state_size)
         return (
             StateArray("ssm", recurrent, Role.ACCUMULATED, self._heads(0)),
             StateArray("conv_x", (window, self.inner_size), Role.WINDOW, self._heads(1)),
             StateArray("conv_bc", (window, 2 * self.group_size), Role.WINDOW, self._groups(1, parts=2)),
+            StateArray("ssm_x", (self.inner_size,), Role.ACTIVATION, self._heads(0), Per.TAIL, of="ssm"),
+            # A device keeps the group that its heads need, though it has computed all.
+            StateArray("ssm_b", (self.group_size,), Role.ACTIVATION, self._own_groups(), Per.TAIL, of="ssm"),
+            StateArray("ssm_dt", (self.num_heads,), Role.STEERING, self._heads(0), Per.TAIL, of="ssm"),
         )
 
     def parameters(self) -> Mapping[str, Placement]:
@@ -108,6 +116,9 @@ class MambaConfig(MixerConfig):
 
     def _heads(self, axis: int, *, rank: int = 2) -> Division:
         return Division(axis, self.num_heads, "Mamba heads", rank=rank)
+
+    def _own_groups(self) -> Division:
+        return Division(0, self.num_groups, "Mamba groups", otherwise=Otherwise.REPEAT)
 
     def _groups(self, axis: int, *, parts: int = 1, rank: int = 2) -> Division:
         return Division(axis, self.num_groups, "Mamba groups", parts=parts, otherwise=Otherwise.SHARE, rank=rank)

@@ -4,6 +4,7 @@ from mamba_jax.layout.base import Layout
 from mamba_jax.layout.decode import DecodeLayout
 from mamba_jax.layout.operation import Operation
 from mamba_jax.layout.prefill import PrefillLayout
+from mamba_jax.layout.replay import ReplayLayout
 from mamba_jax.layout.sequence import SequenceLayout
 
-__all__ = ["DecodeLayout", "Layout", "Operation", "PrefillLayout", "SequenceLayout"]
+__all__ = ["DecodeLayout", "Layout", "Operation", "PrefillLayout", "ReplayLayout", "SequenceLayout"]

@@ -21,8 +21,8 @@ class DecodeLayout:
     valid: Bool[Array, " T"]
     read_slot: Int[Array, " rows"]
     """0 for rows that have nothing to read."""
-    write_slot: Int[Array, "rows steps"]
-    """0 for padding."""
+    write_slot: Int[Array, "rows writes"]
+    """0 for padding. One for each step."""
     page_table: Int[Array, "rows pages"]
 
     @classmethod
@@ -47,6 +47,12 @@ class DecodeLayout:
             page_table=page_table,
         )
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and steps."""
+        rows = self.read_slot.shape[0]
+        return rows, self.positions.shape[0] // rows
+
     def run(
         self, operation: Operation, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Array
     ) -> tuple[Array, Array]:
@@ -62,10 +68,9 @@ class DecodeLayout:
         scale: float,
         first_key: int = 0,
     ) -> tuple[Float[Array, "T heads head_dim"], Float[Array, "pages page_size kv2 head_dim"]]:
-        rows = jnp.arange(self.write_slot.shape[0])
-        page, offset = page_of(
-            self.page_table, jnp.repeat(rows, self.write_slot.shape[1]), self.positions, page_size=kv.shape[1]
-        )
+        count, steps = self.shape
+        rows = jnp.arange(count)
+        page, offset = page_of(self.page_table, jnp.repeat(rows, steps), self.positions, page_size=kv.shape[1])
         kv = write_kv(kv, k, v, page=page, offset=offset)
         out = paged_attention(
             self._rows(q),
@@ -88,7 +93,7 @@ class DecodeLayout:
         return rows.reshape(-1, *rows.shape[2:])
 
     def _rows(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "rows steps ..."]:
-        return x.reshape(*self.write_slot.shape, *x.shape[1:])
+        return x.reshape(*self.shape, *x.shape[1:])
 
 
 def page_of(

@@ -27,3 +27,7 @@ class Operation:
     rows: Callable[[Any, tuple[Array, ...], tuple[Any, ...], Array], tuple[Array, Array]]
     """Rows of a few tokens each: (`DecodeLayout`, inputs, parameters, state) -> y [T, ...] and the state, with what it
     is after each token written."""
+    replay: Callable[[Any, tuple[Array, ...], tuple[Any, ...], Any], tuple[Array, Any]] | None = None
+    """The same from an anchor and a tail: (`ReplayLayout`, inputs, parameters, (state, tail arrays by name)) -> y and
+    the two, with the inputs appended and the state at the next multiple of the interval written if it is reached.
+    None: the recurrence has no such form."""

@@ -11,7 +11,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels_pallas.causal_conv1d import causal_conv1d_prefill, causal_conv1d_sequence, causal_conv1d_update
-from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, SequenceLayout
+from kernels_pallas.slots import write_slots
+from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, ReplayLayout, SequenceLayout
 from mamba_jax.modules.basic import normal
 from mamba_jax.sharding.axis import axis_index
 
@@ -69,6 +70,25 @@ def _rows(
     return layout.by_token(y), state
 
 
+def _replay(
+    layout: ReplayLayout,
+    inputs: tuple[Array, ...],
+    parameters: tuple[Any, ...],
+    state: tuple[Array, dict[str, Array]],
+    *,
+    activation: str | None,
+) -> tuple[Array, tuple[Array, dict[str, Array]]]:
+    ((x,), (weight, bias)), (window, tail) = (inputs, parameters), state
+    ((name, ring),) = tail.items()
+    x, keep = layout.by_row(x), window.shape[1]
+    seen = jnp.concatenate([layout.before(window, ring).astype(x.dtype), x], axis=1)
+    y = causal_conv1d_sequence(seen, weight, bias, activation=activation)[:, keep:]
+    # The window at the next multiple of the interval, where the step reaches it.
+    at = (layout.next_multiple - layout.length)[:, None] + jnp.arange(keep)
+    due = jnp.take_along_axis(seen, jnp.minimum(at, seen.shape[1] - 1)[..., None], axis=1)
+    return layout.by_token(y), (write_slots(window, due, layout.due_slot), {name: layout.append(ring, x)})
+
+
 @cache
 def convolution(activation: str | None) -> Operation:
     """The operation: input [T, channels]; parameters weight [channels, width] and bias [channels] or None.
@@ -79,6 +99,7 @@ def convolution(activation: str | None) -> Operation:
         partial(_sequences, activation=activation),
         partial(_tiles, activation=activation),
         partial(_rows, activation=activation),
+        partial(_replay, activation=activation),
     )
 
 

@@ -13,9 +13,10 @@ from jaxtyping import Array, Float
 
 from kernels_pallas.gated_norm import gated_rms_norm
 from kernels_pallas.ssd_scan import ssd_scan, ssd_scan_sequence
+from kernels_pallas.state_replay import Tail, state_replay
 from kernels_pallas.state_update import state_update
 from mamba_jax.config import MambaConfig, need
-from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, SequenceLayout
+from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, ReplayLayout, SequenceLayout
 from mamba_jax.modules.basic import Linear, Weight, scaled
 from mamba_jax.modules.conv import Conv
 from mamba_jax.sharding.axis import AXIS, axis_index
@@ -60,7 +61,35 @@ def _rows(
     return layout.by_token(y), state
 
 
-SSD = Operation(_sequences, _tiles, _rows)
+def _replay(
+    layout: ReplayLayout,
+    inputs: tuple[Array, ...],
+    parameters: tuple[Any, ...],
+    state: tuple[Array, dict[str, Array]],
+) -> tuple[Array, tuple[Array, dict[str, Array]]]:
+    x, dt, b, c = map(layout.by_row, inputs)
+    (a, d), (states, tail) = parameters, state
+    y, states, new = state_replay(
+        states,
+        Tail(tail["ssm_x"], tail["ssm_b"], tail["ssm_dt"]),
+        x,
+        dt,
+        a,
+        b,
+        c,
+        d,
+        anchor_slot=layout.read_slot,
+        tail_id=layout.tail_id,
+        anchor_length=layout.anchor,
+        length=layout.length,
+        num_tokens=layout.num_tokens,
+        write_slot=layout.due_slot,
+        interval=layout.interval,
+    )
+    return layout.by_token(y), (states, {"ssm_x": new.x, "ssm_b": new.b, "ssm_dt": new.dt})
+
+
+SSD = Operation(_sequences, _tiles, _rows, _replay)
 """The Mamba2 recurrence. Inputs: x [T, heads, head_dim], dt [T, heads], B and C [T, groups, state]; parameters: a and d
 [heads]; state: [slots, heads, head_dim, state]. With dt = 0 a token of padding is exactly a no-op."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +14,7 @@ from mamba_jax.config import Division, HybridConfig, ModelConfigError, Per, Plac
 from mamba_jax.sharding.axis import AXIS
 from mamba_jax.sharding.parameters import placement, placements
 from mamba_jax.store import Store, StoreShape
+from mamba_jax.tails import Tails
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,11 @@ class Partition:
             return declared[StoreShape.of(self.config).pages[0].name]
         if unknown := state.keys() - declared.keys():
             raise ModelConfigError(f"no mixer declares the state {', '.join(sorted(unknown))}")
-        return {name: declared[name] for name in state}
+        # Under replay each comes with its tails.
+        return {
+            name: (declared[name], self.state(part[1])) if isinstance(part, tuple) else declared[name]
+            for name, part in state.items()
+        }
 
     def store(self, store: Store) -> Store:
         """The division of the whole store, in its structure."""
@@ -71,7 +76,14 @@ class Partition:
             kv=self.state(store.kv),
             hidden=P(),  # type: ignore[arg-type]
             tags=None if store.tags is None else P(),  # type: ignore[arg-type]
+            tails=self._tails(store.tails),
         )
+
+    def _tails(self, tails: Tails | None) -> Any:
+        if tails is None:
+            return None
+        whole: Any = P()
+        return replace(tails, layers=self.state(tails.layers), hidden=whole, tags=None if tails.tags is None else whole)
 
     def store_shape(self, shape: StoreShape) -> StoreShape:
         """The state of the whole model as all devices keep it: some of it may be there several times."""
@@ -98,7 +110,7 @@ def _parameters(config: HybridConfig) -> Mapping[str, Placement]:
 
 @lru_cache(maxsize=64)
 def _states(partition: Partition) -> Mapping[str, P]:
-    arrays = StoreShape.of(partition.config).arrays
+    arrays = StoreShape.of(partition.config).arrays_and_tails
     return MappingProxyType({name: _state_spec(array.over(partition.shards)) for name, array in arrays.items()})
 
 

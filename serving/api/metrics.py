@@ -138,6 +138,7 @@ class _EngineCollector:
             ("pages_evicted", "pages_evicted", "Cached pages given up."),
             ("states_evicted", "states_evicted", "Cached states given up."),
             ("states_published", "states_published", "States that became findable."),
+            ("anchors", "anchors", "Under replay: states that decoding sequences have written and gone on from."),
         ):
             yield _counter(name, text, {(): stats[key]})
         yield _counter(

@@ -17,6 +17,7 @@ from mamba_jax.config import SHARED, HybridConfig, need
 from mamba_jax.modules.quantised import bits_of, weight_of
 from mamba_jax.sharding import AXIS, Partition
 from mamba_jax.store import StoreShape
+from mamba_jax.tails import Replay
 
 
 @dataclass(frozen=True)
@@ -40,17 +41,23 @@ class Workload:
     heads: int
     """Positions that go through the output head."""
     states_read: int
-    states_written: int
+    states_written: float
     context: int
     """Tokens that each fed token attends to, on average."""
     keys_read: int
     """Keys read from pages, over all rows."""
+    replay: Replay | None = None
+    """How rows are held, where not by a state after each token."""
 
 
-def decode_workload(*, rows: int, drafts: int, context: int) -> Workload:
-    """A decode step of full rows: each reads one state, and writes one after each token."""
+def decode_workload(*, rows: int, drafts: int, context: int, replay: Replay | None = None) -> Workload:
+    """A decode step of full rows: each reads one state, and writes one after each token.
+
+    Under replay, one after every so many tokens; a row's tail is half full on average, and read as far.
+    """
     width = 1 + drafts
-    return Workload(rows * width, rows, rows * width, rows, rows * width, context, rows * context)
+    written = rows * width if replay is None else rows * width / replay.interval
+    return Workload(rows * width, rows, rows * width, rows, written, context, rows * context, replay)
 
 
 def prefill_workload(*, tokens: int, rows: int, tile_size: int) -> Workload:
@@ -110,7 +117,11 @@ class Counter:
         # Pages of draft layers are read in the drafts' own steps.
         per_key = sum(array.size() for array in shape.pages[: config.num_attention_uses])
         kv = load.keys_read * per_key * self._kv_dtype.itemsize
-        return int(weights + slot * (load.states_read + load.states_written) + kv)
+        tails = 0.0
+        if load.replay is not None:
+            token = shape.bytes_per_tail(self._dtype, self._ssm_dtype, load.replay) / load.replay.longest
+            tails = token * (load.rows * load.replay.interval / 2 + load.tokens)
+        return int(weights + slot * (load.states_read + load.states_written) + kv + tails)
 
     def _flops(self, load: Workload) -> int:
         config, shards = self.config, self.partition.shards

@@ -34,6 +34,7 @@ from serving.config import ConfigError, EngineConfig, ResolvedCaching, resolve_c
 from serving.engine.batching import BatchBuilder, PrefillShape
 from serving.engine.drafting import draft_source
 from serving.engine.gpu_memory import jax_share, share_notices
+from serving.engine.replay import resolve_replay
 from serving.engine.sizing import StoreSize, scheduler_config, size_store, workspace_bytes
 
 DEFAULT_CONTEXT = 2048
@@ -81,6 +82,8 @@ class _Planner:
         """Of one device, as far as JAX gives it out."""
         with_mtp = source is not None and source.stores_kv
         self.stored = model if with_mtp else dataclasses.replace(model, mtp_pattern="")
+        self.resolved = resolve_replay(config, StoreShape.of(model))
+        self.replay = self.resolved.replay
         self.lookahead = max(1, config.num_speculative_tokens) if with_mtp else 0
         self.shapes = self._weights(target.count)
         self.abstract = HybridModel.from_parameters(model, cast(Mapping[str, jax.Array], self.shapes))
@@ -134,6 +137,7 @@ class _Planner:
                 num_speculative_tokens=self.config.num_speculative_tokens,
                 source=self.source,
                 max_len=size.max_model_len,
+                replay=self.replay is not None,
             )
         )
         context = min(context or DEFAULT_CONTEXT, size.max_model_len)
@@ -213,16 +217,20 @@ class _Planner:
             model_max_len=self.model.max_position_embeddings,
             memory=usable - weights - workspace - self.config.reserved_bytes,
             most_tokens=sys.maxsize,
+            replay=self.replay,
         )
 
     def _too_small(self, weights: int, workspace: int, reason: str) -> CapacityPlan:
         """Not even one sequence fits: by how much, and where it would."""
         shape = self._shape(self.partition)
         config, width = self.config, 1 + self.config.num_speculative_tokens
-        slots = 1 + (width if self.policy.mode == "none" else 2 * width)
+        per_row = width if self.policy.mode == "none" else 2 * width
+        slots = 1 + (per_row if self.replay is None else 2)
         pages = 1 - (-(config.state_block_size + 2 * width) // config.page_size)
         least = slots * shape.bytes_per_slot(self.dtype, config.ssm_dtype)
         least += pages * shape.bytes_per_page(config.page_size, self.kv_dtype)
+        if self.replay is not None:
+            least += 2 * shape.bytes_per_tail(self.dtype, config.ssm_dtype, self.replay)
         usable = int(self.memory * config.memory_utilization)
         notes = [f"{config.memory_utilization:.0%} of the memory is used (memory_utilization)"]
         notes += share_notices(self.target.device.platform)
@@ -279,7 +287,9 @@ class _Planner:
         )
 
     def _decode_step(self, rows: int, context: int) -> Step:
-        load = decode_workload(rows=rows, drafts=self.config.num_speculative_tokens, context=context)
+        load = decode_workload(
+            rows=rows, drafts=self.config.num_speculative_tokens, context=context, replay=self.replay
+        )
         return self._step(decode_name(rows), load, rows, rows)
 
     def _prefill_step(self, shape: PrefillShape) -> Step:
@@ -304,6 +314,8 @@ class _Planner:
                 dtype=self.dtype,
                 ssm_dtype=jnp.dtype(config.ssm_dtype),
                 kv_dtype=self.kv_dtype,
+                replay=self.replay,
+                num_tails=rows.length.shape[0] if self.replay is not None else 0,
             )
         )
         try:
@@ -321,7 +333,12 @@ class _Planner:
         batches: list[tuple[str, DecodeBatch | PrefillBatch]] = []
         for count in shapes[1]:
             drafts = config.num_speculative_tokens
-            decode = DecodeBatch.empty(rows=count, num_speculative_tokens=drafts, pages_per_row=size.pages_per_row)
+            decode = DecodeBatch.empty(
+                rows=count,
+                num_speculative_tokens=drafts,
+                pages_per_row=size.pages_per_row,
+                replay=self.replay is not None,
+            )
             batches.append((decode_name(count), decode))
         for shape in shapes[0]:
             prefill = PrefillBatch.empty(

@@ -110,6 +110,11 @@ def _capacity(plan: CapacityPlan) -> Table:
         f"{size.num_slots - 1:,} of {gib(size.bytes_per_slot)}: {size.slots_per_row} for each sequence, "
         f"{slots_for_reuse(plan):,} for reuse",
     )
+    if size.replay_interval > 1:
+        table.add_row(
+            "replay",
+            f"a state every {size.replay_interval} tokens; {gib(size.bytes_per_tail)} of inputs for each sequence",
+        )
     if size.num_pages:
         table.add_row(
             "pages", f"{size.num_pages - 1:,} of {gib(size.bytes_per_page)} = {tokens_in_pages(plan):,} tokens"

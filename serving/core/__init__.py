@@ -3,8 +3,9 @@
 from serving.core.cache.pools import Pool, Use
 from serving.core.cache.prefix_tree import CheckpointKind
 from serving.core.cache.retention import RetentionPolicy
+from serving.core.cache.row_replay import ReplayAccess
 from serving.core.cache.row_state import StateAccess
-from serving.core.config import CacheMode, SchedulerConfig
+from serving.core.config import CacheMode, SchedulerConfig, check_replay_interval
 from serving.core.planning.plan import DecodeRow, Emitted, PrefillRow, Row, StepPlan, StepResult
 from serving.core.planning.remote import Hold
 from serving.core.reasons import (
@@ -36,6 +37,7 @@ __all__ = [
     "PromptTooLong",
     "RemoteLoad",
     "RemoteState",
+    "ReplayAccess",
     "Request",
     "RequestRefused",
     "RetentionPolicy",
@@ -48,4 +50,5 @@ __all__ = [
     "StepResult",
     "Use",
     "check_prompt_length",
+    "check_replay_interval",
 ]

@@ -11,7 +11,7 @@ import numpy as np
 from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, num_tiles
 from mamba_jax.sampling.masks import MaskBatch
 from mamba_jax.sampling.table import sampling_row
-from serving.core import DecodeRow, PrefillRow, SchedulerConfig
+from serving.core import DecodeRow, PrefillRow, ReplayAccess, SchedulerConfig
 from serving.engine.sampling_params import SamplingParams
 
 _FEW_ROWS = 2
@@ -129,12 +129,19 @@ class BatchBuilder:
         if drafts:
             batch.tokens[:] = -1  # a draft that the host has not filled in is rejected
             for i, row in enumerate(rows):
-                batch.write_slot[i, : len(row.access.writes)] = row.access.writes
                 batch.tokens[i, : len(row.tokens)] = row.tokens
         else:
-            # One token a row at most: no ragged rows to fill.
-            batch.write_slot[:count, 0] = [r.access.writes[0] if r.num_tokens else 0 for r in rows]
             batch.tokens[:count, 0] = [r.tokens[0] if r.tokens else 0 for r in rows]
+        if batch.anchor is not None:
+            # A row that only samples reads a state of all its tokens.
+            anchors = [r.access.anchor if isinstance(r.access, ReplayAccess) else r.length for r in rows]
+            batch.anchor[:count] = anchors
+        if drafts and batch.anchor is None:
+            for i, row in enumerate(rows):
+                batch.write_slot[i, : len(row.access.writes)] = row.access.writes
+        else:
+            # One place a row: no ragged rows to fill.
+            batch.write_slot[:count, 0] = [r.access.writes[0] if r.access.writes else 0 for r in rows]
         self._fill_pages(batch, rows, numbers[:, 0])
         return batch
 
@@ -236,7 +243,12 @@ class BatchBuilder:
         return MaskBatch.empty(rows=rows, heads=self.heads, vocab_size=vocab_size)
 
     def _empty_decode(self, rows: int, drafts: int) -> DecodeBatch:
-        return DecodeBatch.empty(rows=rows, num_speculative_tokens=drafts, pages_per_row=self._pages_per_row)
+        return DecodeBatch.empty(
+            rows=rows,
+            num_speculative_tokens=drafts,
+            pages_per_row=self._pages_per_row,
+            replay=self._config.replay_interval > 1,
+        )
 
     def _empty_prefill(self, shape: PrefillShape) -> PrefillBatch:
         return PrefillBatch.empty(

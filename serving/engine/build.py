@@ -23,6 +23,7 @@ from mamba_jax.rows import Rows, init_rows
 from mamba_jax.sharding import Partition, parameter_shardings, replicate, sharded_store
 from mamba_jax.store import StoreShape
 from mamba_jax.store_layout import init_laid_out, lanes_of
+from mamba_jax.tails import Replay
 from serving.config import ConfigError, EngineConfig, ResolvedCaching, resolve_caching
 from serving.core import Scheduler
 from serving.engine.batching import BatchBuilder
@@ -34,6 +35,7 @@ from serving.engine.engine import Engine
 from serving.engine.gpu_memory import share_notices
 from serving.engine.grammars import Grammars
 from serving.engine.loop import StepLoop
+from serving.engine.replay import ResolvedReplay, resolve_replay
 from serving.engine.row_inputs import RowInputs
 from serving.engine.sizing import (
     CPU_STORE_TOKENS,
@@ -136,11 +138,17 @@ class _Resolved:
     caching: ResolvedCaching
     source: DraftSource | None
     mesh: Mesh | None
+    replay: ResolvedReplay
 
     @classmethod
     def of(cls, config: EngineConfig, model: HybridConfig) -> _Resolved:
         """Raises ConfigError: flags that do not fit together or the model."""
-        return cls(resolve_caching(config), draft_source(config, model), device_mesh(config, model))
+        return cls(
+            resolve_caching(config),
+            draft_source(config, model),
+            device_mesh(config, model),
+            resolve_replay(config, StoreShape.of(model)),
+        )
 
 
 def _assemble(
@@ -158,10 +166,12 @@ def _assemble(
     with_mtp = source is not None and source.stores_kv
     stored = model.config if with_mtp else dataclasses.replace(model.config, mtp_pattern="")
     model = on_mesh(model, mesh)
-    size = _size(config, policy, stored, dtype, mesh)
+    replay = resolved.replay.replay
+    size = _size(config, policy, stored, dtype, mesh, replay)
     for notice in (*policy.notices, *size.notices, *share_notices(jax.default_backend())):
         log.warning(notice)
     log.info("running on %s", describe(mesh))
+    log.info("decoding keeps %s", resolved.replay.notice)
     for line in size.report().splitlines():
         log.info(line)
     settings = scheduler_config(
@@ -186,6 +196,8 @@ def _assemble(
         ssm_dtype=jnp.dtype(config.ssm_dtype),
         kv_dtype=jnp.dtype(config.kv_dtype(dtype)),
         debug_state=config.debug_state,
+        replay=replay,
+        num_tails=0 if replay is None else 1 + settings.num_rows,
     )
 
     def make_rows() -> Rows:
@@ -196,6 +208,7 @@ def _assemble(
             source=source,
             max_len=settings.max_model_len,
             masks=grammars is not None,
+            replay=replay is not None,
         )
         return rows if mesh is None else replicate(rows, mesh)
 
@@ -203,7 +216,7 @@ def _assemble(
         model, tile_size=config.tile_size, source=source, mesh=mesh, kernels=kernel_choice(config)
     )
     loop = StepLoop(
-        Scheduler(settings, drafts=draft_policy(config, model, bytes_per_slot=size.bytes_per_slot)),
+        Scheduler(settings, drafts=draft_policy(config, model, bytes_per_token=size.bytes_per_token)),
         programs,
         batches,
         RowInputs(batches, vocab_size=model.config.vocab_size, masks=grammars is not None),
@@ -240,7 +253,12 @@ def kernel_choice(config: EngineConfig) -> KernelChoice:
 
 
 def _size(
-    config: EngineConfig, policy: ResolvedCaching, stored: HybridConfig, dtype: jnp.dtype, mesh: Mesh | None
+    config: EngineConfig,
+    policy: ResolvedCaching,
+    stored: HybridConfig,
+    dtype: jnp.dtype,
+    mesh: Mesh | None,
+    replay: Replay | None,
 ) -> StoreSize:
     """All bytes are those of one device."""
     shape = Partition.of(stored, config.tensor_parallel_size).device_shape(StoreShape.of(stored))
@@ -258,5 +276,6 @@ def _size(
         dtype=dtype,
         model_max_len=stored.max_position_embeddings,
         memory=least_of_all_processes(store_memory(config, workspace=workspace, devices=own_devices(mesh))),
+        replay=replay,
         most_tokens=CPU_STORE_TOKENS if jax.default_backend() == "cpu" else sys.maxsize,
     )

@@ -25,18 +25,18 @@ _ACCELERATOR = _Machine(250.0, 1e9)
 """Arithmetic over memory bandwidth, in 16 bits, is 200 to 560 on the usual GPUs and TPUs; 0.3 ms at 3 TB/s."""
 
 
-def draft_policy(config: EngineConfig, model: HybridModel, *, bytes_per_slot: int) -> DraftPolicy:
+def draft_policy(config: EngineConfig, model: HybridModel, *, bytes_per_token: float) -> DraftPolicy:
     """Always K drafts, or as many as are worth it.
 
     Args:
         config: `num_speculative_tokens` and `adaptive_drafts`.
         model: of which the weights' bytes are taken.
-        bytes_per_slot: what each token that is fed writes beside what it computes.
+        bytes_per_token: what each token that is fed writes beside what it computes.
     """
     drafts = config.num_speculative_tokens
     if not config.adaptive_drafts or not drafts:
         return DraftPolicy(drafts)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     machine = _CPU if jax.default_backend() == "cpu" else _ACCELERATOR
-    token = weights / machine.tokens_per_pass + bytes_per_slot
+    token = weights / machine.tokens_per_pass + bytes_per_token
     return AdaptiveDrafts(drafts, knee=(weights + machine.overhead) / token)

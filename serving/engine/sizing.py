@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from mamba_jax.store import StoreShape
+from mamba_jax.tails import Replay
 from serving.config import CacheMode, ConfigError, EngineConfig, ResolvedCaching
 from serving.core import SchedulerConfig
 
@@ -43,11 +44,27 @@ class StoreSize:
     state_block_size: int
     mode: CacheMode
     notices: tuple[str, ...] = ()
+    replay_interval: int = 1
+    """Tokens between the states that decoding writes; 1 = snapshots."""
+    bytes_per_tail: int = 0
+    """Of what each running sequence has beside its slots under replay."""
+
+    @property
+    def tail_bytes(self) -> int:
+        """Of all tails, the null one included."""
+        return (1 + self.max_num_seqs) * self.bytes_per_tail
 
     @property
     def total_bytes(self) -> int:
         """Of the whole store."""
-        return self.num_slots * self.bytes_per_slot + self.num_pages * self.bytes_per_page
+        return self.num_slots * self.bytes_per_slot + self.num_pages * self.bytes_per_page + self.tail_bytes
+
+    @property
+    def bytes_per_token(self) -> float:
+        """State that each token fed to a decoding sequence writes."""
+        if self.replay_interval == 1:
+            return self.bytes_per_slot
+        return (self.bytes_per_slot + self.bytes_per_tail) / self.replay_interval
 
     def report(self) -> str:
         """What fits, in words."""
@@ -58,6 +75,12 @@ class StoreSize:
             f"  slots: {self.num_slots - 1:,} of {_bytes(self.bytes_per_slot)} "
             f"({self.max_num_seqs} x {self.slots_per_row} for running sequences, {max(checkpoints, 0):,} for reuse)",
         ]
+        if self.replay_interval > 1:
+            lines.append(
+                f"  replay: a running sequence has an anchor, a spare only while it nears the next of every "
+                f"{self.replay_interval} tokens, and {_bytes(self.bytes_per_tail)} of inputs "
+                f"({_bytes(self.tail_bytes)} in all)"
+            )
         if self.num_pages:
             tokens = (self.num_pages - 1) * self.page_size
             lines.append(
@@ -85,12 +108,14 @@ def size_store(
     model_max_len: int | None,
     memory: int,
     most_tokens: int = CPU_STORE_TOKENS,
+    replay: Replay | None = None,
 ) -> StoreSize:
     """Fit the store into `memory` bytes.
 
     A running sequence needs 1 + K slots of its own, and as many again where the step in flight may contain a state
-    block's end whose slot is then published. Its pages may reach 2(1 + K) tokens past `max_model_len`: the step in
-    flight and the one being planned are both given room for all their drafts.
+    block's end whose slot is then published; under `replay` an anchor and a spare, and a tail. Its pages may reach
+    2(1 + K) tokens past `max_model_len`: the step in flight and the one being planned are both given room for all their
+    drafts.
 
     What remains is divided so that pages and checkpoints of the same number of tokens fit, up to `most_tokens`.
 
@@ -101,7 +126,14 @@ def size_store(
     slot_bytes = shape.bytes_per_slot(dtype, config.ssm_dtype, debug_state=config.debug_state)
     page_bytes = shape.bytes_per_page(config.page_size, config.kv_dtype(dtype))
     width = 1 + config.num_speculative_tokens
-    per_row = width if mode == "none" else 2 * width
+    tail_bytes = 0
+    if replay is not None:
+        tail_bytes = shape.bytes_per_tail(dtype, config.ssm_dtype, replay, debug_state=config.debug_state)
+        memory -= tail_bytes  # the null tail
+        per_row = 2
+    else:
+        per_row = width if mode == "none" else 2 * width
+    row_bytes = per_row * slot_bytes + tail_bytes
     max_len = _max_model_len(config, model_max_len)
     seqs = config.max_num_seqs
 
@@ -110,7 +142,7 @@ def size_store(
 
     # One sequence must fit, whatever is left for others.
     if config.num_pages is None and page_bytes:
-        room = memory - slot_bytes * (1 + per_row) - page_bytes
+        room = memory - slot_bytes - row_bytes - page_bytes
         fits = max(room, 0) // page_bytes * config.page_size - 2 * width
         if fits < min(max_len, config.state_block_size):
             raise ConfigError(_too_small(memory, slot_bytes, page_bytes, config))
@@ -133,21 +165,21 @@ def size_store(
             max_len = fits
 
     if config.num_slots is not None:
-        slot_room = config.num_slots
-    else:
-        room = (memory - (pages_for(max_len) + 1) * page_bytes) // slot_bytes - 1
-        # Where memory is scarce, half of it is for running sequences: the rest is for their pages, and for reuse.
-        slot_room = max(room // 2, min(room, per_row))
-    if slot_room < per_row:
-        if config.num_slots is not None:
+        most_seqs = config.num_slots // per_row
+        if not most_seqs:
             raise ConfigError(f"num_slots={config.num_slots} cannot hold one sequence: at least {per_row} are needed")
-        raise ConfigError(_too_small(memory, slot_bytes, page_bytes, config))
-    if seqs * per_row > slot_room:
-        notices.append(f"max_num_seqs is {slot_room // per_row} instead of {seqs}: more state slots do not fit")
-        seqs = slot_room // per_row
+    else:
+        room = memory - (pages_for(max_len) + 1) * page_bytes - slot_bytes
+        # Where memory is scarce, half of it is for running sequences: the rest is for their pages, and for reuse.
+        most_seqs = max(room // 2, min(room, row_bytes)) // row_bytes
+        if most_seqs < 1:
+            raise ConfigError(_too_small(memory, slot_bytes, page_bytes, config))
+    if seqs > most_seqs:
+        notices.append(f"max_num_seqs is {most_seqs} instead of {seqs}: more state slots do not fit")
+        seqs = most_seqs
 
     private = seqs * per_row
-    left = memory - slot_bytes * (1 + private) - page_bytes
+    left = memory - slot_bytes - seqs * row_bytes - page_bytes
     tokens = _tokens_for(left, config, slot_bytes if mode != "none" else 0, page_bytes)
     usable = seqs * (max_len + 2 * width) if mode == "none" else most_tokens  # nothing outlives its request
     tokens = max(min(tokens, most_tokens, usable), max_len + 2 * width)
@@ -174,6 +206,8 @@ def size_store(
         state_block_size=config.state_block_size,
         mode=mode,
         notices=tuple(notices),
+        replay_interval=1 if replay is None else replay.interval,
+        bytes_per_tail=tail_bytes,
     )
 
 
@@ -271,6 +305,7 @@ def scheduler_config(
         tile_size=config.tile_size,
         cache_mode=policy.mode,
         num_speculative_tokens=config.num_speculative_tokens,
+        replay_interval=size.replay_interval,
         num_lookahead_tokens=lookahead,
         max_prefill_rows=min(MAX_PREFILL_ROWS, size.max_num_seqs),
         max_waiting=config.max_num_waiting,

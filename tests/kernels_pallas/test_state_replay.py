@@ -143,6 +143,11 @@ class Replay:
         rows = [row(1, 1, 8, 8 + far, 2, 4), row(2, 2, 16, 16 + far, 1, 5), row(3, 3, 7, 7 + far, 2, 0)]
         self.check(replay, shape, rows, entries=16)
 
+    def test_a_row_may_write_over_its_anchor(self, replay):
+        # Where no other slot is left: everything that needs the anchor is read before.
+        rows = [row(1 + i, 1 + i, 8, 14 + i, 2 - i, 1 + i) for i in range(2)]
+        self.check(replay, self.odd, [*rows, row(3, 3, 8, 12, 1, 3)])
+
     def test_a_full_ring(self, replay):
         shape = self.odd
         rows = [row(1 + i, 1 + i, 13 + i, 13 + i + 14, 2, 4 + i) for i in range(3)]

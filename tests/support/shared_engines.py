@@ -96,18 +96,25 @@ class SharedEngines:
         self.flags, self.tolerance, self.of_whole = variant.flags, variant.tolerance, variant.of_whole
         self.model = long_memory_model(FOR_ENGINES[variant.model], near_ties=name == "nemotronh")
         self.programs = self.compile_anew()
+        self._programs = {TILE: self.programs}
         self._alone: dict[tuple, list[Continuation]] = {}
         self._full = None
 
-    def compile_anew(self) -> StepPrograms:
+    def compile_anew(self, tile_size: int = TILE) -> StepPrograms:
         """Programs that nobody shares."""
-        return StepPrograms(self.model, tile_size=TILE, compiler_options=QUICK_COMPILE)
+        return StepPrograms(self.model, tile_size=tile_size, compiler_options=QUICK_COMPILE)
+
+    def programs_of(self, tile_size: int) -> StepPrograms:
+        """Those that engines of such tiles share."""
+        if tile_size not in self._programs:
+            self._programs[tile_size] = self.compile_anew(tile_size)
+        return self._programs[tile_size]
 
     def engine(self, mode: str | None, *, programs=None, eos_token_ids=(), **flags):
         """An engine whose steps all have one shape for decoding and one for prefill."""
         config = EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | self.flags | flags))
         with mock.patch.object(build, "init_laid_out", _poisoned):
-            programs = programs or self.programs
+            programs = programs or self.programs_of(config.tile_size)
             built = build.assemble(
                 config, self.model, tokenizer=letters(), eos_token_ids=eos_token_ids, programs=programs
             )

@@ -16,6 +16,7 @@ from mamba_jax.programs import StepPrograms
 from mamba_jax.rows import init_rows
 from mamba_jax.sampling import sampling_row
 from mamba_jax.store import init_store
+from mamba_jax.tails import Replay
 from tests.support.engines import QUICK_COMPILE
 from tests.support.random_models import decisive_model
 from tests.support.tiny_configs import STEP
@@ -54,19 +55,38 @@ def greedy(tokens, count, config=STEP):
 class Host:
     """Store, rows and programs."""
 
-    def __init__(self, config=STEP, *, num_drafts=3, debug_state=True, slots=500, pages=500, source=None):
+    def __init__(
+        self, config=STEP, *, num_drafts=3, debug_state=True, slots=500, pages=500, source=None, interval=None
+    ):
+        """`interval`: rows are held by replay."""
         self.config, self.num_drafts = config, num_drafts
+        self.replay = None if interval is None else Replay(interval, num_drafts)
         self.programs = programs_of(config, source)
         store = init_store(
-            config, num_slots=slots, num_pages=pages, page_size=PAGE, dtype=jnp.float32, debug_state=debug_state
+            config,
+            num_slots=slots,
+            num_pages=pages,
+            page_size=PAGE,
+            dtype=jnp.float32,
+            debug_state=debug_state,
+            replay=self.replay,
+            num_tails=0 if interval is None else 9,
         )
         # Everything is garbage until it is written; the null slot and page are the worst garbage, for good.
         spoil = functools.partial(jax.tree.map, lambda leaf: jnp.full_like(leaf, jnp.nan))
+        tails = store.tails and dataclasses.replace(
+            store.tails, layers=spoil(store.tails.layers), hidden=spoil(store.tails.hidden)
+        )
         self.store = dataclasses.replace(
-            store, slots=spoil(store.slots), kv=spoil(store.kv), hidden=spoil(store.hidden)
+            store, slots=spoil(store.slots), kv=spoil(store.kv), hidden=spoil(store.hidden), tails=tails
         )
         self.rows = init_rows(
-            config, max_num_seqs=8, num_speculative_tokens=num_drafts, source=source, max_len=PREFILL_TOKENS
+            config,
+            max_num_seqs=8,
+            num_speculative_tokens=num_drafts,
+            source=source,
+            max_len=PREFILL_TOKENS,
+            replay=interval is not None,
         )
         self.pages_per_row = PAGES_PER_ROW if store.kv else 0
 
@@ -106,9 +126,14 @@ class Host:
         return self._checked(output)
 
     def decode(self, *rows):
-        """Each row is a dict: row_id, continues, tokens (certain, then drafts), drafts (how many), c, read, writes."""
+        """Each row is a dict: row_id, continues, tokens (certain, then drafts), drafts (how many), c, read, writes; and
+        anchor (how much of c is in the slot read) under replay.
+        """
         batch = DecodeBatch.empty(
-            rows=DECODE_ROWS, num_speculative_tokens=self.num_drafts, pages_per_row=self.pages_per_row
+            rows=DECODE_ROWS,
+            num_speculative_tokens=self.num_drafts,
+            pages_per_row=self.pages_per_row,
+            replay=self.replay is not None,
         )
         for i, row in enumerate(rows):
             tokens, drafts = row.get("tokens", []), row.get("drafts", 0)
@@ -117,6 +142,8 @@ class Host:
             batch.length[i], batch.read_slot[i] = row.get("c", 0), row.get("read", 0)
             batch.num_tokens[i] = 1 + drafts if batch.continues[i] else len(tokens)
             batch.num_drafts[i] = drafts
+            if batch.anchor is not None:
+                batch.anchor[i] = row.get("anchor", row.get("c", 0))
             batch.write_slot[i, : len(row["writes"])] = row["writes"]
             batch.page_table[i] = row.get("table", self.table(i))
             batch.page_copy[i] = row.get("page_copy", (0, 0))

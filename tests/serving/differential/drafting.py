@@ -118,12 +118,23 @@ class Drafters:
         self.on, self.most = on, most
         self.source = MixedDrafts(mtp=layer)
         self.sources = SOURCES if self.source.mtp else SOURCES[1:]
-        self.programs = self.compile_anew()
+        self._programs: dict[int, StepPrograms] = {}
         self._layer: Any = None
 
-    def compile_anew(self) -> StepPrograms:
+    def compile_anew(self, tile_size: int = TILE) -> StepPrograms:
         """Programs that nobody shares."""
-        return StepPrograms(self.on.model, tile_size=TILE, source=self.source, compiler_options=QUICK_COMPILE)
+        return StepPrograms(self.on.model, tile_size=tile_size, source=self.source, compiler_options=QUICK_COMPILE)
+
+    @property
+    def programs(self) -> StepPrograms:
+        """Those that engines of the usual tiles share."""
+        return self.programs_of(TILE)
+
+    def programs_of(self, tile_size: int) -> StepPrograms:
+        """Those that engines of such tiles share."""
+        if tile_size not in self._programs:
+            self._programs[tile_size] = self.compile_anew(tile_size)
+        return self._programs[tile_size]
 
     def engine(
         self, mode: str, drafting: dict[str, Drafting], scripts: dict[str, np.ndarray], *, programs=None, **flags
@@ -135,7 +146,8 @@ class Drafters:
                 "num_slots": 1 + ROWS * 2 * (1 + self.most),
                 "num_pages": 13,
             }
-            engine = self.on.engine(mode, programs=programs or self.programs, **(sizes | flags))
+            programs = programs or self.programs_of(flags.get("tile_size", TILE))
+            engine = self.on.engine(mode, programs=programs, **(sizes | flags))
         loop = engine.loop
         policy = loop.scheduler.drafts.wanted
         seat_batch, rngs = loop.inputs.seat, {name: random.Random(each.seed) for name, each in drafting.items()}
@@ -151,7 +163,7 @@ class Drafters:
             count = drafting[asked(request)].count
             if isinstance(count, str):
                 return policy(request)
-            return rngs[asked(request)].randrange(self.most + 1) if count is None else count
+            return rngs[asked(request)].randrange(self.most + 1) if count is None else min(count, self.most)
 
         loop.inputs.seat = with_script
         loop.scheduler.drafts.wanted = wanted

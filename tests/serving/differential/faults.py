@@ -39,13 +39,17 @@ DRAFTS: dict[int, Fault] = {}
 """Those that need drafts to be seen: see `draft_faults`."""
 LAYER: dict[int, Fault] = {}
 """Those that need a draft layer."""
+REPLAY: dict[int, Fault] = {}
+"""Those of rows held by anchors, which draft too: see `replay_faults`."""
+REPLAY_LAYER: dict[int, Fault] = {}
+"""Those that also need a draft layer."""
 
 
 def fault(number: int, text: str, cases: str, compiles: str | None = None, *, table: dict[int, Fault] = DEVICE):
     """Register a fault under its number."""
 
     def register(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        assert number not in DEVICE | DRAFTS | LAYER
+        assert number not in DEVICE | DRAFTS | LAYER | REPLAY | REPLAY_LAYER
         table[number] = Fault(number, text, cases, compiles, plant)
         return plant
 

@@ -24,15 +24,20 @@ FORMS = (
 )
 
 
-@pytest.fixture(scope="module", params=[0, 2])
+@pytest.fixture(scope="module", params=[(0, 1), (2, 1), (2, TILE)], ids=["no drafts", "drafts", "drafts, replay"])
 def make(request):
-    """Engines with so many drafts."""
-    on = engines_of(SMALLEST)
-    source = NGramDrafts(1, 3) if request.param else None
+    """Engines with so many drafts; those that cache hold rows by anchors so far apart."""
+    on, (count, interval) = engines_of(SMALLEST), request.param
+    source = NGramDrafts(1, 3) if count else None
     programs = StepPrograms(on.model, tile_size=TILE, source=source, compiler_options=QUICK_COMPILE)
-    drafts = {"num_speculative_tokens": request.param, "speculative_method": "ngram"} if request.param else {}
+    drafts = {"num_speculative_tokens": count, "speculative_method": "ngram"} if count else {}
     flags = {"num_slots": 40, "enable_structured_outputs": True} | drafts
-    return lambda mode: on.engine(mode, programs=programs, eos_token_ids=(EOS,), **flags)
+
+    def engine(mode):
+        replay = {"replay_interval": interval if mode == "all" else 1}
+        return on.engine(mode, programs=programs, eos_token_ids=(EOS,), **flags, **replay)
+
+    return engine
 
 
 def ask(seed: int) -> tuple[dict, SamplingParams]:

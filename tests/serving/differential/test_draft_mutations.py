@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from serving.engine.sampling_params import SamplingParams
-from tests.serving.differential import draft_faults  # noqa: F401 - fills the table
+from tests.serving.differential import draft_faults, replay_faults  # noqa: F401 - fill the tables
 from tests.serving.differential.drafting import Drafters, Drafting, Watch, drafters
-from tests.serving.differential.faults import DRAFTS, LAYER, Fault
+from tests.serving.differential.faults import DRAFTS, LAYER, REPLAY, REPLAY_LAYER, Fault
 from tests.serving.differential.judging import TOLERANCE, Divergence, compare_alternatives
 from tests.support.engines import Continuation, finish
 from tests.support.shared_engines import MAX_LEN, SMALLEST, TILE, engines_of
@@ -68,10 +68,14 @@ class _Programs:
         self.compilations = 0
 
 
-def run(compiles: str | None = None, *, layer: bool) -> None:
-    """All waves; every output must be what it is without drafts, and the draft layer's drafts what they should be."""
+def run(compiles: str | None = None, *, layer: bool, replay: bool = False) -> None:
+    """All waves; every output must be what it is without drafts, and the draft layer's drafts what they should be.
+
+    `replay`: rows are held by anchors.
+    """
     scripts = {name: DRAFTING[name].script(ASKS[name][0], line) for name, line in expected().items()}
     flags = {"state_block_size": TILE, "max_num_batched_tokens": 28, "adaptive_drafts": False}
+    flags["replay_interval"] = TILE if replay else 1
     programs = _Programs(compiles, layer)
     engine = the_drafters(layer).engine("all", DRAFTING, scripts, programs=programs, **flags)
     watch = Watch(the_drafters(layer), DRAFTING)
@@ -112,13 +116,17 @@ def run(compiles: str | None = None, *, layer: bool) -> None:
     assert 20 < stats["accepted_tokens"] < stats["drafted_tokens"] - 20
 
 
+@pytest.mark.parametrize("replay", [False, True])
 @pytest.mark.parametrize("layer", [False, True])
-def test_sound_programs_pass(layer: bool) -> None:
-    run(layer=layer)
+def test_sound_programs_pass(layer: bool, replay: bool) -> None:
+    run(layer=layer, replay=replay)
 
 
-SLOW = (18, 20, 22, 23, 25, 28)
+SLOW = (18, 20, 22, 23, 25, 28, 35, 41, 43, 46, 48)
 """Faults much like others here, each of which takes seconds to compile."""
+
+
+ALL = DRAFTS | LAYER | REPLAY | REPLAY_LAYER
 
 
 def _parameter(fault: Fault):
@@ -126,18 +134,18 @@ def _parameter(fault: Fault):
     return pytest.param(fault, marks=marks, id=f"D{fault.number}-{fault.plant.__name__}")
 
 
-@pytest.mark.parametrize("fault", [_parameter(fault) for fault in (DRAFTS | LAYER).values()])
+@pytest.mark.parametrize("fault", [_parameter(fault) for fault in ALL.values()])
 def test_fault_shows(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = fault.number in LAYER
-    run(layer=layer)  # the sound programs are compiled before anything is planted
+    layer, replay = fault.number in LAYER | REPLAY_LAYER, fault.number in REPLAY | REPLAY_LAYER
+    run(layer=layer, replay=replay)  # the sound programs are compiled before anything is planted
     fault.plant(monkeypatch)
     with pytest.raises(Divergence):
-        run(fault.compiles, layer=layer)
+        run(fault.compiles, layer=layer, replay=replay)
 
 
 def test_table_is_complete() -> None:
     table = (Path(__file__).parents[3] / "docs" / "mutations.md").read_text()
-    for number, fault in (DRAFTS | LAYER).items():
+    for number, fault in ALL.items():
         assert re.search(rf"^\| D{number} \| {re.escape(fault.fault)} \| {fault.cases} \|", table, re.MULTILINE), (
             f"D{number} is not listed"
         )

@@ -7,16 +7,27 @@ request is aborted, and which steps fail. `run_trace(seed)` raises `Divergence` 
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from serving.engine.sampling_params import SamplingParams
-from tests.serving.differential.drafting import COUNTS, SPARE_SLOTS, Drafting, Watch, drafters, tally
+from tests.serving.differential.drafting import COUNTS, MOST, SPARE_SLOTS, Drafters, Drafting, Watch, drafters, tally
 from tests.serving.differential.judging import Divergence, judge
 from tests.serving.differential.splitting import OtherSide, Split, draw_split
 from tests.support.engines import Continuation
 from tests.support.letter_tokens import WORDS
-from tests.support.shared_engines import LONGEST, MAX_LEN, SAMPLINGS, TAGGED, TILE, SharedEngines, engines_of
+from tests.support.shared_engines import (
+    FLAGS,
+    LONGEST,
+    MAX_LEN,
+    ROWS,
+    SAMPLINGS,
+    TAGGED,
+    TILE,
+    SharedEngines,
+    engines_of,
+)
 from tests.support.tiny_configs import ENGINE_VOCAB
 
 PREFIXES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 48, 49)
@@ -24,7 +35,7 @@ TAILS = (0, 0, 1, 3, 10)
 MODELS = ("nemotronh", "nemotronh", "mamba2", "falconh1", "delta", "short_conv")
 COUNTED = (
     "preemptions", "withdrawn", "states_evicted", "pages_evicted", "page_copies", "full_hits", "cached_tokens",
-    "drafts_cut",
+    "drafts_cut", "anchors",
 )  # fmt: skip
 DRAFTING_MODELS = ("nemotronh", "nemotronh", "falconh1", "delta")
 
@@ -69,11 +80,18 @@ class Trace:
     """Slots that nobody can have, so that second sets and checkpoints run short."""
     split: Split | None = None
     """Which prompts another engine computes; None: all is done by one."""
+    drafters: Drafters | None = None
+    """What makes engines whose requests draft."""
     met: Counter = field(default_factory=Counter)
 
 
-def draw(seed: int, *, drafts: bool = False, split: bool = False, model: str | None = None) -> Trace:
-    """The trace of a seed; makes reference outputs that nobody has asked for before."""
+def draw(
+    seed: int, *, drafts: bool = False, split: bool = False, replay: int | None = None, model: str | None = None
+) -> Trace:
+    """The trace of a seed; makes reference outputs that nobody has asked for before.
+
+    `replay`: rows are held by anchors with this interval, in a store with two slots for each. `model`: this one only.
+    """
     rng = random.Random(seed)
     drawn = rng.choice(DRAFTING_MODELS if drafts else MODELS)
     model = model or drawn
@@ -111,6 +129,13 @@ def draw(seed: int, *, drafts: bool = False, split: bool = False, model: str | N
             ask.name: Drafting(rng.choice(sources), rng.choice(COUNTS), rng.randrange(1 << 30)) for ask in asks
         }
         trace.lost_slots = rng.choice([0, SPARE_SLOTS // 2, SPARE_SLOTS - 6])
+        trace.drafters = drafters(model, MOST if replay is None else min(MOST, replay // 2 - 1))
+    if replay is not None:
+        tile = max(TILE, replay)
+        slots = ROWS * 2
+        sizes = {"state_block_size": max(block, tile), "num_slots": slots, "num_pages": FLAGS["num_pages"]}
+        trace.flags |= {"replay_interval": replay, "tile_size": tile, **sizes}
+        trace.lost_slots = rng.choice([0, slots - ROWS, slots - 3])
     if split:
         # Last of all: with and without, everything else is the same.
         trace.split = draw_split(rng, [ask.name for ask in asks if ask.params.prompt_logprobs is None])
@@ -179,15 +204,22 @@ def _ask(rng: random.Random, on: SharedEngines, name: str, prompt: tuple[int, ..
     )
 
 
-def run_trace(seed: int, *, drafts: bool = False, split: bool = False, model: str | None = None) -> Counter:
-    """Run the trace of a seed; returns what it met, `cut` (comparisons cut short by a near-tie) among it."""
-    trace = draw(seed, drafts=drafts, split=split, model=model)
+def run_trace(seed: int, **how: Any) -> Counter:
+    """Run the trace of a seed; returns what it met, `cut` (comparisons cut short by a near-tie) among it.
+
+    `how`: see `draw`.
+    """
+    trace = draw(seed, **how)
     engine = _engine(trace, trace.mode, trace.drafting, **trace.flags)
-    watch = Watch(drafters(trace.model), trace.drafting) if trace.drafting is not None else None
+    watch = Watch(trace.drafters, trace.drafting) if trace.drafters is not None and trace.drafting is not None else None
     other = None
     if trace.split is not None:
         never = trace.drafting and {ask.name: Drafting("ngram", 0, 0) for ask in trace.asks}
         flags = trace.flags | trace.split.flags
+        if how.get("replay") is not None:
+            # The other side has an interval of its own, and blocks of whole tiles.
+            flags["state_block_size"] = max(flags["state_block_size"], flags["tile_size"])
+            flags["replay_interval"] = random.Random(seed).choice([1, how["replay"]])
         prefill = _engine(trace, trace.split.mode, never, **flags)
         other = OtherSide(engines_of(trace.model), trace.split, prefill, flags, engine, trace.flags)
     loop = engine.loop
@@ -248,9 +280,9 @@ def run_trace(seed: int, *, drafts: bool = False, split: bool = False, model: st
 
 
 def _engine(trace: Trace, mode: str, drafting: dict[str, Drafting] | None, **flags):
-    if drafting is None:
+    if drafting is None or trace.drafters is None:
         return engines_of(trace.model).engine(mode, **flags)
-    return drafters(trace.model).engine(mode, drafting, _scripts(trace), **flags)
+    return trace.drafters.engine(mode, drafting, _scripts(trace), **flags)
 
 
 def _scripts(trace: Trace) -> dict[str, np.ndarray]:

@@ -94,9 +94,11 @@ def test_every_family_on_two_devices(name, tmp_path):
     assert_lean(llm)
 
 
-def test_eight_devices_share_heads_groups_and_keys(tmp_path):
+@pytest.mark.parametrize("interval", [1, 8])
+def test_eight_devices_share_heads_groups_and_keys(interval, tmp_path):
+    """Also by replay, of whose inputs each device has those of its own heads and of the group that they share."""
     directory = write_checkpoint(tmp_path, EIGHT)
-    llm = engine(directory, EIGHT, 8)
+    llm = engine(directory, EIGHT, 8, replay_interval=interval)
     assert_greedy(answers(llm), directory)
     assert_divided(llm, 8)
     assert_lean(llm)

@@ -1,0 +1,80 @@
+"""What a running row holds beside its anchor under replay: the inputs of its last tokens, on the device.
+
+A row that has absorbed c tokens is then a slot with S(a), a <= c, and a tail with the inputs of the tokens a .. c-1;
+its next step computes what it needs of S(c) from both. Each seat has a tail: rings in which token n lies at entry n
+modulo their length. Tail 0 is nowhere, as slot 0 is. Nothing is ever cleared: what lies in a ring counts only at the
+positions that the row's own numbers name, and these begin anew with every prefill.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from kernels_pallas.slots import read_slots, write_slots
+from mamba_jax.config import StateArray
+
+TailArrays = dict[str, Shaped[Array, "tails entries ..."]]
+"""One sublayer's part of every tail, by name."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """How running rows are held, where not by a state after each token."""
+
+    interval: int
+    """R: a decode step writes a state where it reaches a multiple of it."""
+    num_drafts: int
+    """K, the most drafts of a step."""
+
+    def entries(self, array: StateArray) -> int:
+        """Length of a ring: the tokens that count before a step, and those of one step; a power of two."""
+        before = self.interval if array.last is None else array.last
+        return 1 << (before + self.num_drafts - 1).bit_length()
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest rings."""
+        return 1 << (self.interval + self.num_drafts - 1).bit_length()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tails:
+    """The tails of all seats."""
+
+    layers: tuple[TailArrays, ...]
+    """One for each sublayer that keeps something in slots, in model order."""
+    hidden: Float[Array, "tails entries hidden"]
+    """The hidden states, after the final norm, of each seat's last tokens."""
+    tags: Int[Array, "tails entries"] | None
+    """Debugging only: which token of its sequence each entry of the longest rings is; -1 = wrong."""
+    interval: int = field(metadata={"static": True})
+
+
+def read_ring(
+    ring: Shaped[Array, "tails entries *shape"], tail_id: Int[Array, " rows"], position: Int[Array, "rows n"]
+) -> Shaped[Array, "rows n *shape"]:
+    """What lies where the tokens at these positions would; it is for the caller to know whether they are there."""
+    entries = ring.shape[1]
+    places = tail_id[:, None] * entries + position % entries
+    found = read_slots(ring.reshape(-1, *ring.shape[2:]), places.reshape(-1))
+    return found.reshape(*position.shape, *ring.shape[2:])
+
+
+def write_ring(
+    ring: Shaped[Array, "tails entries *shape"],
+    values: Shaped[Array, "rows n *shape"],
+    tail_id: Int[Array, " rows"],
+    position: Int[Array, "rows n"],
+    valid: Bool[Array, "rows n"],
+) -> Shaped[Array, "tails entries *shape"]:
+    """The ring with values at these positions; those that are not valid, and those of tail 0, go nowhere."""
+    entries = ring.shape[1]
+    there = valid & (tail_id > 0)[:, None]
+    places = jnp.where(there, tail_id[:, None] * entries + position % entries, 0)
+    flat = write_slots(ring.reshape(-1, *ring.shape[2:]), values.reshape(-1, *ring.shape[2:]), places.reshape(-1))
+    return flat.reshape(ring.shape)

@@ -1,0 +1,215 @@
+"""Planted faults of rows that are held by an anchor and the inputs since. See `faults`."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+
+from mamba_jax.layout import replay
+from mamba_jax.layout.replay import ReplayLayout
+from mamba_jax.modules import conv as conv_module
+from mamba_jax.modules import mamba
+from mamba_jax.tails import Replay
+from tests.serving.differential.faults import REPLAY, REPLAY_LAYER, Patch, after_filling, step
+from tests.serving.differential.faults import fault as _fault
+
+fault = partial(_fault, table=REPLAY)
+
+
+def _commit(patch: Patch, change) -> None:
+    """`change(rows, row_id, length, slot, anchor)` gives slot and anchor as they are noted."""
+    sound = step._commit
+
+    def commit(rows, row_id, length, slot, emission, anchor=None):
+        return sound(rows, row_id, length, slot=slot, emission=emission, anchor=anchor)
+
+    def changed(rows, row_id, length, slot, emission, anchor=None):
+        slot, anchor = change(rows, row_id, length, slot, anchor)
+        return commit(rows, row_id, length, slot, emission, anchor)
+
+    patch.setattr(step, "_commit", changed)
+
+
+def _replayed(patch: Patch, change) -> None:
+    """`change(places)` gives what the operation is told."""
+    sound = mamba.state_replay
+    patch.setattr(mamba, "state_replay", lambda *arrays, **places: sound(*arrays, **(places | change(places))))
+
+
+def _laid_out(patch: Patch, change) -> None:
+    """`change(rows)` gives what a layout is made of."""
+    sound = ReplayLayout.from_anchor
+    patch.setattr(ReplayLayout, "from_anchor", lambda **rows: sound(**(rows | change(rows))))
+
+
+# -- anchors --
+
+
+@fault(34, "the anchor's slot moves on and its position does not", "replay: stale anchor", "decode")
+def position_stays(patch: Patch) -> None:
+    _commit(patch, lambda rows, row_id, length, slot, anchor: (slot, rows.anchor[row_id]))
+
+
+@fault(35, "the anchor's position moves on and its slot does not", "replay: stale anchor", "decode")
+def slot_stays(patch: Patch) -> None:
+    _commit(patch, lambda rows, row_id, length, slot, anchor: (rows.slot[row_id], anchor))
+
+
+@fault(36, "the anchor moves to a state that rejected drafts are part of", "replay: rejected drafts", "decode")
+def anchored_in_rejected_drafts(patch: Patch) -> None:
+    sound = step._decode
+
+    def decode(model, store, rows, batch, source):
+        store, after, output = sound(model, store, rows, batch, source)
+        length = jnp.where(batch.continues, rows.length[batch.row_id], batch.length)
+        interval = store.tails.interval
+        multiple = (length // interval + 1) * interval
+        reached = multiple <= length + batch.num_tokens - batch.num_drafts + output.num_drafts
+        seats = jnp.where(reached & (batch.row_id > 0), batch.row_id, rows.length.shape[0])
+        slot = after.slot.at[seats].set(batch.write_slot[:, 0], mode="drop")
+        anchor = after.anchor.at[seats].set(multiple, mode="drop")
+        return store, dataclasses.replace(after, slot=slot, anchor=anchor), output
+
+    patch.setattr(step, "_decode", decode)
+
+
+@fault(37, "a row keeps the last tenant's anchor when it has been prefilled", "replay: last tenant", "prefill")
+def anchor_of_the_last_tenant(patch: Patch) -> None:
+    _commit(patch, lambda rows, row_id, length, slot, anchor: (slot, jnp.minimum(rows.anchor[row_id], length)))
+
+
+@fault(38, "a row that stands on a multiple of R has it before itself", "replay: a == c", "decode")
+def multiple_at_the_row_itself(patch: Patch) -> None:
+    rounded = property(lambda self: -(-self.length // self.interval) * self.interval)
+    patch.setattr(ReplayLayout, "next_multiple", rounded)
+
+
+@fault(39, "a multiple of R that drafts reach is not written", "replay: boundaries", "decode")
+def multiples_of_drafts_are_missed(patch: Patch) -> None:
+    reached = property(lambda self: jnp.where(self.next_multiple <= self.length + 1, self.write_slot[:, 0], 0))
+    patch.setattr(ReplayLayout, "due_slot", reached)
+
+
+# -- tails --
+
+
+@fault(
+    40,
+    "the entry before the anchor counts: the last tenant's, or one that the anchor has absorbed",
+    "replay: range",
+    "decode",
+)
+def one_entry_too_many(patch: Patch) -> None:
+    _replayed(patch, lambda places: {"anchor_length": jnp.maximum(places["anchor_length"] - 1, 0)})
+
+
+@fault(41, "the first entry since the anchor does not count", "replay: range", "decode")
+def one_entry_too_few(patch: Patch) -> None:
+    def change(places):
+        return {"anchor_length": jnp.minimum(places["anchor_length"] + 1, places["length"])}
+
+    _replayed(patch, change)
+
+
+@fault(42, "the rings of windows have no room for rejected drafts", "replay: wrong modulus", "decode")
+def rings_too_short(patch: Patch) -> None:
+    sound = Replay.entries
+
+    def entries(self: Any, array: Any) -> int:
+        return sound(self, array) if array.last is None else 1 << (array.last - 1).bit_length()
+
+    patch.setattr(Replay, "entries", entries)
+
+
+@fault(43, "inputs are appended one place too far", "replay: wrong modulus", "decode")
+def appended_too_far(patch: Patch) -> None:
+    sound = replay.write_ring
+
+    def write(ring, values, tail_id, position, valid):
+        return sound(ring, values, tail_id, position + 1, valid)
+
+    patch.setattr(replay, "write_ring", write)
+
+
+@fault(44, "all rows have one tail", "replay: two owners", "decode")
+def one_tail_for_all(patch: Patch) -> None:
+    _laid_out(patch, lambda rows: {"tail_id": jnp.minimum(rows["tail_id"], 1)})
+
+
+@fault(45, "a tail goes by a row's place in the batch, not by its seat", "replay: two owners", "decode")
+def tails_by_place(patch: Patch) -> None:
+    _laid_out(patch, lambda rows: {"tail_id": 1 + jnp.arange(len(rows["tail_id"]))})
+
+
+@fault(46, "accepted drafts are not appended", "replay: stale entries", "decode")
+def drafts_are_not_appended(patch: Patch) -> None:
+    sound = replay.write_ring
+
+    def write(ring, values, tail_id, position, valid):
+        return sound(ring, values, tail_id, position, valid & (jnp.arange(valid.shape[1]) == 0))
+
+    patch.setattr(replay, "write_ring", write)
+
+
+# -- windows --
+
+
+@fault(47, "a window is read from the tail alone, across the anchor", "replay: window across the anchor", "decode")
+def window_across_the_anchor(patch: Patch) -> None:
+    def before(self, window, ring):
+        position = self.length[:, None] - window.shape[1] + jnp.arange(window.shape[1])
+        return replay.read_ring(ring, self.tail_id, position)
+
+    patch.setattr(ReplayLayout, "before", before)
+
+
+@fault(48, "a window is read from the anchor's slot, whatever came since", "replay: window across the anchor", "decode")
+def window_of_the_anchor(patch: Patch) -> None:
+    patch.setattr(ReplayLayout, "before", lambda self, window, ring: replay.read_slots(window, self.read_slot))
+
+
+@fault(49, "the window is not written with the state", "replay: complete slots", "decode")
+def window_is_not_written(patch: Patch) -> None:
+    patch.setattr(conv_module, "write_slots", lambda store, values, index: store)
+
+
+# -- what the host fills in --
+
+
+@fault(50, "rows get each other's spares", "replay: two owners")
+def spares_swapped(patch: Patch) -> None:
+    def swap(builder, batch, rows) -> None:
+        batch.write_slot[: len(rows)] = batch.write_slot[: len(rows)][::-1].copy()
+
+    after_filling(patch, "decode", swap)
+
+
+@fault(51, "a spare is named a step late", "replay: leased late")
+def spare_named_late(patch: Patch) -> None:
+    last: dict[int, int] = {}
+
+    def hold_back(builder, batch, rows) -> None:
+        for i, row in enumerate(rows):
+            now = int(batch.write_slot[i, 0])
+            batch.write_slot[i, 0] = now if last.get(row.row_id) == now else 0
+            last[row.row_id] = now
+
+    after_filling(patch, "decode", hold_back)
+
+
+# -- the draft layer --
+
+
+@_fault(
+    52,
+    "the draft layer sees the anchor's hidden state, not the last token's",
+    "replay: hidden",
+    "decode",
+    table=REPLAY_LAYER,
+)
+def hidden_of_the_anchor(patch: Patch) -> None:
+    def read(ring, tail_id, position):
+        return jnp.zeros((*position.shape, *ring.shape[2:]), ring.dtype)
+
+    patch.setattr(step, "read_ring", read)

@@ -1,0 +1,79 @@
+"""The same traffic, its rows held by an anchor and the inputs since, says what greedy decoding says.
+
+Intervals, drafts, cache modes, preemption, slots that run short, aborts, failing steps, and a prefill side that holds
+its own rows otherwise. See `traces.draw`.
+"""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.serving.differential.splitting import impatient
+from tests.serving.differential.traces import run_trace
+
+REACHED = (
+    "none", "align", "all", "aborted", "withdrawn", "failures", "preemptions", "states_evicted", "pages_evicted",
+    "page_copies", "full_hits", "cached_tokens", "anchors",
+)  # fmt: skip
+MODELS = ("nemotronh", "mamba2", "falconh1", "short_conv")
+
+
+def run(first: int, count: int, **how: Any) -> Counter[str]:
+    print(f"seeds {first} to {first + count - 1}, {how}")
+    met: Counter[str] = Counter()
+    with impatient():
+        for seed in range(first, first + count):
+            met += run_trace(seed, **how)
+    print(dict(sorted(met.items())))
+    missing = [name for name in REACHED if not met[name]]
+    assert not missing, f"never met: {missing}"
+    assert met["cut"] <= 1 + met["comparisons"] // 200, "too many comparisons were cut short by near-ties"
+    assert met["accepted wrong"] == 0
+    return met
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("model", ["nemotronh", "short_conv"])
+def test_traces(model: str) -> None:
+    run(0, 60, replay=8, model=model)
+
+
+@pytest.mark.fuzz
+def test_traces_with_drafts() -> None:
+    met = run(50_000_000, 40, drafts=True, replay=8, model="nemotronh")
+    assert met["drafts_cut"]
+    assert met["layer"]
+
+
+@pytest.mark.fuzz
+def test_traces_with_split() -> None:
+    """The prefill side has rows of either form."""
+    met = run(0, 40, split=True, replay=8, model="nemotronh")
+    assert met["full"]
+    assert met["recompute-last"]
+    assert met["arrived"]
+
+
+@pytest.mark.slow
+@pytest.mark.fuzz
+@pytest.mark.parametrize("replay", [2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("model", MODELS)
+def test_more_traces(model: str, replay: int) -> None:
+    run(1_000, 150, replay=replay, model=model)
+
+
+@pytest.mark.slow
+@pytest.mark.fuzz
+@pytest.mark.parametrize("replay", [4, 8, 16, 32, 64])
+@pytest.mark.parametrize("model", ["nemotronh", "falconh1"])
+def test_more_traces_with_drafts(model: str, replay: int) -> None:
+    """Up to R / 2 - 1 drafts, and never more than 5; requests have 0, 1, 3 and 5 of them and other numbers."""
+    run(50_001_000, 100, drafts=True, replay=replay, model=model)
+
+
+@pytest.mark.slow
+@pytest.mark.fuzz
+@pytest.mark.parametrize("replay", [8, 32])
+def test_more_traces_with_drafts_and_split(replay: int) -> None:
+    run(50_002_000, 100, drafts=True, split=True, replay=replay, model="nemotronh")

@@ -1,0 +1,156 @@
+"""`replay_interval`: what is allowed and chosen, what it takes, and that nobody can tell the difference."""
+
+import logging
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mamba_jax.programs import StepPrograms
+from mamba_jax.store import StoreShape, init_store, store_bytes
+from mamba_jax.tails import Replay
+from serving import LLM, SamplingParams
+from serving.config import ConfigError, EngineConfig
+from serving.core import DecodeRow, ReplayAccess, Request, SchedulerConfig
+from serving.engine import batching, build
+from serving.engine.batching import BatchBuilder, PrefillShape
+from serving.engine.replay import resolve_replay
+from serving.engine.sizing import size_store
+from tests.support.engines import QUICK_COMPILE
+from tests.support.tiny_configs import FOR_ENGINES
+
+SHAPE = StoreShape.of(FOR_ENGINES["nemotronh"])
+DEMO = {
+    "max_model_len": 192,
+    "max_num_seqs": 4,
+    "num_slots": 14,
+    "num_pages": 24,
+    "page_size": 16,
+    "tile_size": 16,
+    "state_block_size": 32,
+    "max_num_batched_tokens": 64,
+    "adaptive_drafts": False,
+    "debug_state": True,
+    "warmup": False,
+}
+
+
+@pytest.fixture(scope="module")
+def few_programs():
+    """All engines of the demo model share their programs, and each kind of step has one shape."""
+    made = []
+
+    def shared(model, **settings):
+        if not made:
+            made.append(StepPrograms(model, compiler_options=QUICK_COMPILE, **settings))
+        return made[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "StepPrograms", shared)
+        patch.setattr(batching, "decode_buckets", lambda most: [most])
+        patch.setattr(batching, "prefill_buckets", lambda config: [PrefillShape(64, 4, config.tiles)])
+        yield
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"replay_interval": 0}, "replay_interval: must be greater than or equal to 1, got 0"),
+        ({"replay_interval": 24}, "must divide tile_size (128) and be at least 2 * (1 + num_speculative_tokens) = 2"),
+        ({"replay_interval": 4, "num_speculative_tokens": 3}, "= 8; allowed are 1, 8, 16, 32, 64, 128"),
+        ({"replay_interval": 32, "tile_size": 16}, "allowed are 1, 2, 4, 8, 16"),
+        ({"replay_interval": 2, "tile_size": 2, "num_speculative_tokens": 1}, "allowed are 1"),
+    ],
+)
+def test_intervals_that_cannot_work_are_one_clear_line(flags, said):
+    with pytest.raises(ConfigError) as error:
+        EngineConfig.create(**flags)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_state_that_cannot_be_replayed_refuses_and_is_not_chosen():
+    shape = StoreShape.of(FOR_ENGINES["delta"])
+    with pytest.raises(ConfigError, match="this model's state 'delta' cannot be replayed; allowed is 1"):
+        resolve_replay(EngineConfig.create(replay_interval=16), shape)
+    assert resolve_replay(EngineConfig.create(), shape).replay is None
+    assert resolve_replay(EngineConfig.create(replay_interval=16, num_speculative_tokens=3), SHAPE).replay == Replay(
+        16, 3
+    )
+    assert StoreShape.of(FOR_ENGINES["short_conv"]).without_replay is None  # windows alone always can
+
+
+@pytest.mark.parametrize("mode", ["none", "all"])
+@pytest.mark.parametrize("memory", [1 << 20, 64 << 20])
+def test_two_slots_and_a_tail_for_each_sequence(mode, memory):
+    def size(**flags):
+        config = EngineConfig.create(num_speculative_tokens=3, debug_state=True, tile_size=16, **flags)
+        return size_store(
+            config, SHAPE, mode=mode, dtype=jnp.float32, model_max_len=512, memory=memory, most_tokens=sys.maxsize,
+            replay=resolve_replay(config, SHAPE).replay,
+        )  # fmt: skip
+
+    found, snapshots = size(replay_interval=16), size(replay_interval=1)
+    assert found.total_bytes <= memory
+    assert found.slots_per_row == 2
+    assert snapshots.slots_per_row == (4 if mode == "none" else 8)
+    assert f"x {found.slots_per_row} for running sequences" in found.report()
+    assert "the next of every 16 tokens" in found.report()
+    store = init_store(
+        SHAPE, num_slots=found.num_slots, num_pages=found.num_pages, page_size=32, dtype=jnp.float32, debug_state=True,
+        replay=Replay(16, 3), num_tails=1 + found.max_num_seqs,
+    )  # fmt: skip
+    assert store_bytes(store) == found.total_bytes
+
+
+def test_plans_as_arrays():
+    config = SchedulerConfig(
+        num_slots=20, num_pages=0, max_num_seqs=4, tile_size=16, state_block_size=64, num_speculative_tokens=2,
+        replay_interval=16,
+    )  # fmt: skip
+
+    def row(row_id, access, **fields):
+        given = {
+            "request": Request(f"r{row_id}", [1, 2]), "row_id": row_id, "continues": True, "tokens": (), "length": 30,
+            "num_tokens": 3, "num_drafts": 2, "access": access, "pages": [], "page_copy": None, "sample": True,
+            "is_prefill": False, "step": 1,
+        }  # fmt: skip
+        return DecodeRow(**(given | fields))
+
+    batch = BatchBuilder(config).decode(
+        [
+            row(1, ReplayAccess(0, 0, 3, spare=7, reaches=32)),
+            row(2, ReplayAccess(0, 0, 3)),
+            row(3, ReplayAccess(5, 16, 2, spare=6, reaches=32), continues=False, tokens=(8, 9), num_tokens=2),
+        ]
+    )
+    assert batch.write_slot.tolist() == [[7], [0], [6], [0]]
+    assert batch.read_slot.tolist() == [0, 0, 5, 0]
+    assert batch.anchor.tolist() == [0, 0, 16, 0]
+
+
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+def test_the_demo_model_says_the_same(mode, caplog, few_programs):
+    """Four at a time of more prompts than there is room for: hits, preemption, drafts of the model's own layer."""
+    prompts = ["Tom has 5 apples.", "Once upon a time", "Tom has 5 apples. He eats 2 of them, and then", "def main():"]
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=1)
+    said = {}
+    for interval in (1, 16):
+        with caplog.at_level(logging.INFO):
+            llm = LLM("demo", mamba_cache_mode=mode, num_speculative_tokens=3, replay_interval=interval, **DEMO)
+        outputs = llm.generate([*prompts, *prompts], params, use_tqdm=False)
+        outputs += llm.generate(prompts, params, use_tqdm=False)
+        llm.engine.loop.scheduler.check(idle=True)
+        said[interval] = [output.outputs[0] for output in outputs]
+        stats = llm.engine.loop.scheduler.stats()
+        assert (stats["anchors"] > 0) == (interval > 1)
+    assert "a state every 16 tokens, replayed in between" in caplog.text
+    assert "x 2 for running sequences" in caplog.text
+    for one, other in zip(said[1], said[16], strict=True):
+        for at, (token, wanted) in enumerate(zip(one.token_ids, other.token_ids, strict=True)):
+            chances = sorted((entry.logprob for entry in one.logprobs[at].values()), reverse=True)
+            if token != wanted:
+                assert chances[0] - chances[1] < 1e-3, (at, one.text, other.text)
+                break
+            np.testing.assert_allclose(one.logprobs[at][token].logprob, other.logprobs[at][token].logprob, atol=1e-3)
