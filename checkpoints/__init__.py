@@ -1,7 +1,7 @@
 """Weights, configurations, tokenizers and sampling defaults: from Hugging Face and Orbax directories, and to Orbax."""
 
 from checkpoints.chat import ChatTemplateError
-from checkpoints.convert import convert
+from checkpoints.conversion import convert
 from checkpoints.errors import CheckpointError
 from checkpoints.generation import GenerationConfig
 from checkpoints.load import generation_config, load_config, load_model, load_tokenizer, require_tokenizer
