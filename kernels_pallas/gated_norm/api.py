@@ -13,7 +13,10 @@ from kernels_pallas import dispatch
 from kernels_pallas.gated_norm import xla
 from kernels_pallas.shape_check import check_groups, shapes_checked
 
-NORM = (dispatch.Implementation("xla", xla.gated_rms_norm),)
+NORM = (
+    dispatch.Implementation("xla", xla.gated_rms_norm),
+    dispatch.Implementation("xla_by_selection", xla.by_selection),
+)
 
 
 @shapes_checked

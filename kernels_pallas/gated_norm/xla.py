@@ -1,16 +1,51 @@
-"""The gated norm in plain JAX."""
+"""The gated norm in plain JAX. The form is chosen by the platform compiled for, not the one at hand."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 F32 = jnp.float32
 
 
 def gated_rms_norm(y, z, weight, *, groups, eps, norm_before_gate=False):
     """See `api.gated_rms_norm`."""
+    tpu, default = (
+        partial(_norm, scaled=scaled, groups=groups, eps=eps, norm_before_gate=norm_before_gate)
+        for scaled in (_by_selection, _by_groups)
+    )
+    return lax.platform_dependent(y, z, weight, tpu=tpu, default=default) if groups > 1 else default(y, z, weight)
+
+
+def by_selection(y, z, weight, *, groups, eps, norm_before_gate=False):
+    """The form for TPU."""
+    options = {"groups": groups, "eps": eps, "norm_before_gate": norm_before_gate}
+    return _norm(y, z, weight, scaled=_by_selection, **options)
+
+
+def _norm(y, z, weight, *, scaled, groups, eps, norm_before_gate):
     gate = jax.nn.silu(z.astype(F32))
     value = y.astype(F32) if norm_before_gate else y.astype(F32) * gate
-    grouped = value.reshape(*y.shape[:-1], groups, -1)
-    scale = jax.lax.rsqrt(jnp.square(grouped).mean(-1, keepdims=True) + eps)
-    out = (grouped * scale).reshape(y.shape) * weight.astype(F32)
+    out = scaled(value, groups, eps) * weight.astype(F32)
     return (out * gate if norm_before_gate else out).astype(y.dtype)
+
+
+def _by_groups(value, groups, eps):
+    """Each group of channels over its root mean square."""
+    grouped = value.reshape(*value.shape[:-1], groups, -1)
+    scale = lax.rsqrt(jnp.square(grouped).mean(-1, keepdims=True) + eps)
+    return (grouped * scale).reshape(value.shape)
+
+
+def _by_selection(value, groups, eps):
+    """The same without an axis of groups, for which a TPU lays out all values anew, and back: 709 MB moved for 2048
+    tokens of 8192 channels in 8 groups, instead of 269 (v6e, its compiler's count).
+    """
+    size = value.shape[-1] // groups
+    group = lax.broadcasted_iota(jnp.int32, (value.shape[-1],), 0) // size
+    squares, scale = jnp.square(value), jnp.zeros_like(value)
+    for n in range(groups):
+        mean = jnp.where(group == n, squares, 0).sum(-1, keepdims=True) / size
+        scale = jnp.where(group == n, lax.rsqrt(mean + eps), scale)
+    return value * scale

@@ -1,5 +1,6 @@
 """The tokens of a prefill step: ragged rows packed one after the other; scan and attention see them as tiles."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -138,8 +139,18 @@ class PrefillLayout:
     def by_tile(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "tiles tile_size ..."]:
         """Packed tokens as tiles, zeros where there is none."""
         valid = self.tile_valid.reshape(*self.tile_valid.shape, *[1] * (x.ndim - 1))
-        return jnp.where(valid, x[self.tile_tokens], 0)
+        return jnp.where(valid, self.with_any_padding(x), 0)
+
+    def with_any_padding(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "tiles tile_size ..."]:
+        """Packed tokens as tiles, some token of the step where there is none: for those who do not look."""
+        return _flat(x)[self.tile_tokens].reshape(*self.tile_tokens.shape, *x.shape[1:])
 
     def by_token(self, tiles: Shaped[Array, "tiles tile_size ..."]) -> Shaped[Array, "T ..."]:
         """Back from tiles to packed tokens."""
-        return tiles.reshape(-1, *tiles.shape[2:])[self.token_in_tiles]
+        last = tiles.shape[2:]
+        return _flat(tiles.reshape(-1, *last))[self.token_in_tiles].reshape(-1, *last)
+
+
+def _flat(x: Shaped[Array, "T ..."]) -> Shaped[Array, "T channels"]:
+    """One row a token, to gather by: a TPU would pad rows of heads with fewer than 128 channels to that."""
+    return x.reshape(len(x), math.prod(x.shape[1:]))

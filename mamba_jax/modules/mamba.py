@@ -35,7 +35,10 @@ def _sequences(layout: SequenceLayout, inputs: tuple[Array, ...], parameters: tu
 def _tiles(
     layout: PrefillLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Array
 ) -> tuple[Array, Array]:
-    x, dt, b, c = map(layout.by_tile, inputs)
+    x, dt, b, c = inputs
+    # The scan sees padding by its steps of 0, whatever else it holds: a mask would be one more pass over x.
+    x, b, c = map(layout.with_any_padding, (x, b, c))
+    dt = layout.by_tile(dt)
     a, d = parameters
     y, state = ssd_scan(
         x,
@@ -133,7 +136,10 @@ class Mamba(nnx.Module):
         x = scaled(x, config.input_multiplier)
         zx, bc = self.in_proj_zx(x), self.in_proj_bc(x)
         dt = scaled(self.in_proj_dt(x, out_dtype=jnp.float32), times_dt)
-        z, inner = scaled(zx[:, 0], times_z), scaled(zx[:, 1], times_x)
+        # With a store, flat: a TPU would lay out [T, 2, inner] anew for each half. Without one the compiler divides the
+        # layer over devices, each axis for itself.
+        z, inner = (zx[:, 0], zx[:, 1]) if state is None else jnp.split(zx.reshape(tokens, -1), 2, axis=1)
+        z, inner = scaled(z, times_z), scaled(inner, times_x)
         if times_b != 1.0 or times_c != 1.0:
             bc = bc * jnp.asarray([times_b, times_c], bc.dtype)[:, None]
         inner, conv_x = self.conv_x(inner, layout, old["conv_x"])

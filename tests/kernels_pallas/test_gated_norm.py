@@ -49,6 +49,12 @@ class TestXla(Norm):
     implementation = "xla"
 
 
+class TestXlaBySelection(Norm):
+    """The form for TPU."""
+
+    implementation = "xla_by_selection"
+
+
 def test_refuses_groups_that_do_not_divide():
     y = jnp.ones((2, 10))
     with pytest.raises(ValueError, match="10 heads do not divide into 3 groups"):
