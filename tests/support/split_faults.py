@@ -1,0 +1,172 @@
+"""A small fleet of processes under load, and what may go wrong in it."""
+
+import random
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import openai
+
+from serving.split.seal import Seal
+from tests.support.processes import Process, router, streamed, worker
+from tests.support.stoppable_worker import Stages
+
+SECRET = "known to this fleet alone"
+DEADLINE = 45.0
+"""Seconds in which the router has to have begun an answer."""
+_SLACK = 60.0
+"""Seconds beyond it for the rest of the answer, on a machine that does other things too."""
+PROMPTS = [f"{word} {'and so on ' * (3 + i % 5)}" for i, word in enumerate("abcdefgh")]
+LENGTHS = (4, 24)
+
+
+@dataclass
+class Outcomes:
+    """What became of requests."""
+
+    right: int = 0
+    errors: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    late: list[float] = field(default_factory=list)
+    """Seconds of those that took too long."""
+
+
+class Fleet:
+    """Two prefill workers, one decode worker, and a router, with leases and deadlines of seconds. A context."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.stages = folder, Stages(folder)
+        self.prefill = [self.start("prefill") for _ in range(2)]
+        self.decode = self.start("decode")
+        self.front = self.route(SECRET)
+        self._right: dict[tuple[str, int], list[int]] = {}
+
+    def __enter__(self) -> "Fleet":
+        try:
+            for each in (*self.prefill, self.decode, self.front):
+                each.wait_until_ready()
+            for prompt in PROMPTS:
+                for length in LENGTHS:
+                    self._right[prompt, length] = streamed(self.decode, prompt, length)
+            # What the prefill workers compile first is in nobody's deadline.
+            patient = self.route(SECRET, seconds=600.0)
+            try:
+                patient.wait_until_ready()
+                for at_once in (1, 6):
+                    assert not self.ask(3 * len(PROMPTS), at_once, front=patient, seed=-at_once).errors
+            finally:
+                patient.close()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End everything, also what is stopped."""
+        for each in (self.front, self.decode, *self.prefill):
+            if each.process.poll() is None:
+                each.process.send_signal(signal.SIGCONT)
+            each.close()
+
+    def start(self, role: str, port: int | None = None) -> Process:
+        """A worker of this fleet."""
+        own = {"prefill": ("--lease=4", "--max-lease=30", "--max-kept=4"), "decode": ("--fetch-timeout=3",)}[role]
+        return worker(
+            role, self.folder, "--transport=tcp", f"--split-secret={SECRET}", *own, port=port, stages=self.folder
+        )
+
+    def route(self, secret: str, *more: str, seconds: float = DEADLINE) -> Process:
+        """A router in front of the fleet; `more` are further workers of its, `seconds` how long a request may wait."""
+        return router(
+            self.prefill,
+            [self.decode],
+            self.folder,
+            "--check-timeout=2",
+            f"--first-token-timeout={seconds:g}",
+            f"--split-secret={secret}",
+            *more,
+        )
+
+    def ask(self, count: int, at_once: int, *, front: Process | None = None, seed: int = 0) -> Outcomes:
+        """Sends requests, so many at once; none of their prompts is in a cache."""
+        outcomes, lock = Outcomes(), threading.Lock()
+
+        def one(number: int) -> None:
+            prompt, length = random.Random(f"{seed} {number}").choice(list(self._right))
+            begin = time.monotonic()
+            found, error = None, ""
+            try:
+                found = streamed(front or self.front, prompt, length, salt=f"{seed} {number}")
+            except openai.APIError as failure:
+                error = str(failure)
+            seconds = time.monotonic() - begin
+            with lock:
+                if found is None:
+                    outcomes.errors.append(error)
+                elif found != self._right[prompt, length]:
+                    outcomes.wrong.append(f"{prompt!r}: {found}")
+                else:
+                    outcomes.right += 1
+                if seconds > DEADLINE + _SLACK:
+                    outcomes.late.append(seconds)
+
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(one, range(count)))
+        return outcomes
+
+    def leave(self, count: int, seed: int = 0) -> None:
+        """Requests of clients that go away at some moment."""
+
+        def one(number: int) -> None:
+            rng = random.Random(f"{seed} {number}")
+            body = {"prompt": rng.choice(PROMPTS), "max_tokens": 200, "stream": True, "cache_salt": f"{seed} {number}"}
+            try:
+                with httpx.Client(timeout=rng.uniform(0.005, 0.3)) as client:
+                    with client.stream("POST", f"{self.front.url}/v1/completions", json=body) as answer:
+                        for _ in zip(range(rng.randrange(4)), answer.iter_lines(), strict=False):
+                            pass
+            except httpx.HTTPError:
+                pass
+
+        with ThreadPoolExecutor(12) as pool:
+            list(pool.map(one, range(count)))
+
+    def split(self) -> int:
+        """Requests so far of which the prompt was computed by a prefill worker."""
+        return self.front.get("/status")["relay"]["split"]
+
+    def fetched(self) -> dict[str, int]:
+        """The decode worker's counters."""
+        return sealed_status(self.decode)
+
+    def assert_at_rest(self, seconds: float = 60.0) -> None:
+        """No place, slot or page is taken on any worker any more, and every worker is up again."""
+        for each in (*self.prefill, self.decode):
+            assert at_rest(each, seconds), (each.url, sealed_status(each), each.get("/status")["stats"], each.log())
+        self.front.wait_until_ready()
+
+
+def sealed_status(process: Process) -> dict:
+    """What a worker says at /split/status, to one of its fleet."""
+    headers = Seal(SECRET).headers("/split/status", b"")
+    return httpx.get(f"{process.url}/split/status", headers=headers, timeout=30).json()
+
+
+def at_rest(process: Process, seconds: float) -> bool:
+    """Whether a worker comes to have nothing in use."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        stats, split = process.get("/status")["stats"], sealed_status(process)
+        used = stats["slots"]["used"] + stats["pages"]["used"]
+        kept = split.get("kept", 0) + split.get("copies", 0) + split.get("copied_bytes", 0)
+        if not (stats["running"] or stats["waiting"] or used or kept):
+            return True
+        time.sleep(0.1)
+    return False
