@@ -147,6 +147,15 @@ class EngineConfig(BaseModel):
     num_pages: int | None = Field(
         None, ge=1, description="Number of key and value pages. Unset: as many as fit in memory."
     )
+    host_cache_gib: float | None = Field(
+        None,
+        gt=0,
+        description="GiB of the host's memory for states and pages that no longer fit on the device. Unset: none.",
+    )
+    disk_cache: str | None = Field(
+        None, description="Folder for states and pages that outlast this process. Unset: none."
+    )
+    disk_cache_gib: float = Field(16.0, gt=0, description="GiB that disk_cache may hold.")
     enable_structured_outputs: bool = Field(
         False, description="Support outputs constrained by a JSON schema, regex or grammar. Always on in `serve`."
     )

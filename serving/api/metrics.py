@@ -149,6 +149,7 @@ class _EngineCollector:
             if pool in stats:
                 sizes = {(("state", state),): stats[pool][state] for state in ("free", "used", "cached")}
                 yield _gauge(pool, f"State {pool} by what they are." if pool == "slots" else "Pages.", sizes)
+        yield from _tiers(stats.get("tiers", {}))
         drafts = loop["drafts"]
         for name, key, text in (
             ("draft_tokens", "drafted_at", "Draft tokens that were verified, by their place in the step."),
@@ -170,6 +171,32 @@ class _EngineCollector:
             {(("part", part),): loop[f"{part}_seconds"] for part in ("plan", "dispatch", "wait", "settle")},
         )  # fmt: skip
         yield _counter("compilations", "Programs compiled; must not grow once ready.", {(): stats["compilations"]})
+
+
+def _tiers(tiers: Mapping[str, Mapping[str, float]]) -> Iterator[Metric]:
+    """What is held below the device, if anything is."""
+    if not tiers:
+        return
+
+    def by_tier(key: str) -> dict[Any, float]:
+        return {(("tier", name),): tier[key] for name, tier in tiers.items()}
+
+    yield _gauge("tier_checkpoints", "Checkpoints that a tier below the device holds.", by_tier("units"))
+    yield _gauge("tier_bytes", "Bytes that it holds.", by_tier("used_bytes"))
+    yield _gauge("tier_capacity_bytes", "Bytes that it may hold.", by_tier("capacity_bytes"))
+    for name, key, text in (
+        ("tier_stored", "stored", "Checkpoints that came to a tier."),
+        ("tier_evicted", "evicted", "Checkpoints that went for others."),
+        ("tier_lost", "lost", "Checkpoints that were damaged, or could not be written or read."),
+        ("tier_not_kept", "not_kept", "Checkpoints not taken in: too large, or too many on their way."),
+        ("tier_fetches", "hits", "Fetches that were begun."),
+        ("tier_fetches_arrived", "arrived", "Fetches that a request went on from."),
+        ("tier_fetches_dearer", "dearer", "Times that computing was expected to take less time than fetching."),
+        ("tier_fetched_tokens", "hit_tokens", "Tokens that the states that arrived had absorbed."),
+        ("tier_stored_bytes", "stored_bytes", "Bytes that came to a tier."),
+        ("tier_fetched_bytes", "fetched_bytes", "Bytes fetched from it."),
+    ):
+        yield _counter(name, text, by_tier(key))
 
 
 def _gauge(name: str, text: str, values: Mapping[Any, float]) -> Metric:

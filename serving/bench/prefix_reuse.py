@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from serving.bench.traffic import ORDERS, Turn, arrivals, conversations, load_material
-from serving.core import PlannedRow, Request, Scheduler, SchedulerConfig, StepPlan, StepResult
+from serving.core import PlannedRow, RemoteLoad, Request, Scheduler, SchedulerConfig, StepPlan, StepResult
+from serving.core.tiers.tiers import Tiers
 
 PAGE = 16
 TILE = 128
@@ -83,8 +84,19 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
-def replay(turns: Sequence[Turn], setting: Setting, num_slots: int, *, num_pages: int | None = None) -> Reuse:
-    """Lets the scheduler serve the requests in order. `num_slots` and `num_pages` count the null one."""
+def replay(
+    turns: Sequence[Turn],
+    setting: Setting,
+    num_slots: int,
+    *,
+    num_pages: int | None = None,
+    tiers: Tiers | None = None,
+    fetch_steps: int = 0,
+) -> Reuse:
+    """Lets the scheduler serve the requests in order. `num_slots` and `num_pages` count the null one.
+
+    What `tiers` hold comes back `fetch_steps` steps after it was asked for.
+    """
     longest = max(len(turn.prompt) + len(turn.answer) for turn in turns)
     ample = 1 + sum(-(-(len(turn.prompt) + len(turn.answer)) // PAGE) + 1 for turn in turns)
     config = SchedulerConfig(
@@ -99,6 +111,10 @@ def replay(turns: Sequence[Turn], setting: Setting, num_slots: int, *, num_pages
         cache_mode=setting.mode,  # type: ignore[arg-type]
     )
     scheduler = Scheduler(config)
+    if tiers is not None:
+        scheduler.use_tiers(tiers)
+    fetching: list[tuple[int, RemoteLoad]] = []
+    now = 0
     slots = scheduler.pools[0]
     queue = list(reversed(turns))
     requests: list[Request] = []
@@ -115,7 +131,18 @@ def replay(turns: Sequence[Turn], setting: Setting, num_slots: int, *, num_pages
             request.user = turn
             scheduler.add(request)
             requests.append(request)
+        now += 1
+        while fetching and fetching[0][0] <= now:
+            _, load = fetching.pop(0)
+            if load.valid:
+                _fetched(tiers, load)
+                scheduler.arrived(load)
         plan = scheduler.schedule()
+        if tiers is not None:
+            for departure in tiers.take_departures():
+                tiers.moved(departure.change.bytes)
+            tiers.take_gone()
+            fetching += [(now + fetch_steps, load) for load in scheduler.take_fetches()]
         if plan is not None:
             most = max(most, config.num_slots - 1 - len(slots.free))
             scheduler.dispatched(plan)
@@ -127,6 +154,14 @@ def replay(turns: Sequence[Turn], setting: Setting, num_slots: int, *, num_pages
                     talking.discard(emitted.request.user.conversation)
     scheduler.check(idle=True)
     return Reuse([request.num_cached_tokens for request in requests], most, scheduler.stats())
+
+
+def _fetched(tiers: Tiers | None, load: RemoteLoad) -> None:
+    held = load.remote.held
+    assert tiers is not None
+    assert held is not None
+    held.tier.stats.arrived += 1
+    held.tier.stats.fetched_bytes += tiers.size(held.tier, held.unit, load.start)
 
 
 def _emitted(row: PlannedRow, fed: dict[Request, int]) -> list[int]:

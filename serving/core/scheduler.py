@@ -41,11 +41,10 @@ class Scheduler:
         *,
         policy: RetentionPolicy | None = None,
         drafts: DraftPolicy | None = None,
-        tiers: Tiers | None = None,
     ) -> None:
         self.config = config
         drafts = drafts if drafts is not None else DraftPolicy(config.num_speculative_tokens)
-        self._host = HostState(config, policy if policy is not None else RetentionPolicy(config), drafts, tiers)
+        self._host = HostState(config, policy if policy is not None else RetentionPolicy(config), drafts)
         self._arrivals = 0
         self._steps = 0
 
@@ -319,6 +318,11 @@ class Scheduler:
     def drafts(self) -> DraftPolicy:
         """Decides how many drafts a row gets."""
         return self._host.drafts
+
+    def use_tiers(self, tiers: Tiers) -> None:
+        """Before the first step: have evicted checkpoints go to these tiers, and requests fetch from them."""
+        self._host.tiers = tiers
+        self._host.cache.leaving_to(tiers.left)
 
     @property
     def tiers(self) -> Tiers | None:

@@ -224,7 +224,7 @@ class AsyncEngine:
         for stream in self._streams.values():
             stream.put(reason)
         self._streams.clear()
-        self._engine.abort_all()
+        self._engine.close()
 
     def _take_commands(self) -> bool:
         """Does what tasks have asked for; sleeps while there is nothing to do. False: shut down."""

@@ -46,6 +46,7 @@ from serving.engine.sizing import (
     store_memory,
     workspace_bytes,
 )
+from serving.engine.tiering import check_tiers, connect_tiers
 from serving.engine.warmup import warm_up
 
 log = logging.getLogger(__name__)
@@ -143,6 +144,7 @@ class _Resolved:
     @classmethod
     def of(cls, config: EngineConfig, model: HybridConfig) -> _Resolved:
         """Raises ConfigError: flags that do not fit together or the model."""
+        check_tiers(config)
         return cls(
             resolve_caching(config),
             draft_source(config, model),
@@ -232,9 +234,12 @@ def _assemble(
         seed=config.seed,
         grammars=grammars,
     )
+    connect_tiers(config, loop, model)
     at_start = config.warmup if config.warmup is not None else jax.default_backend() != "cpu"
     if at_start:
         terminal = progress and sys.stderr.isatty()
+        if loop.mover is not None and loop.store is not None:
+            loop.mover.warm_up(loop.store)
         warm_up(engine.loop, model.config.vocab_size, progress=terminal, keep=config.compilation_cache)
         log.info(programs.kernels.report())
     return Built(engine, config, size, model, tokenizer)

@@ -48,6 +48,16 @@ class LLM:
         self._tokenizer = built.tokenizer
         self._ids = itertools.count()
 
+    def close(self) -> None:
+        """Saves what `disk_cache` is to have. Nothing can be generated afterwards. Also the end of a `with` block."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     @property
     def tokenizer(self) -> Tokenizer | None:
         """None for a model without tokenizer files: it takes and gives token ids only."""

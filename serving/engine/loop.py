@@ -22,6 +22,7 @@ from serving.core import DecodeRow, Emitted, PrefillRow, RemoteState, Request, S
 from serving.engine.batching import BatchBuilder
 from serving.engine.draft_stats import DraftStats
 from serving.engine.row_inputs import RowInputs
+from serving.tiers.mover import Mover
 
 log = logging.getLogger(__name__)
 
@@ -190,6 +191,8 @@ class StepLoop:
         """For tests: called after a step's programs have been dispatched; may raise as a failing device would."""
         self.connector: StateConnector | None = None
         """For the split of prefill and decode over workers; see `connect`."""
+        self.mover: Mover | None = None
+        """Moves checkpoints between the store and the tiers below the device, if there are any."""
         self._make_store, self._make_rows = make_store, make_rows
         self._store: Store | None = make_store()
         self._rows: Rows | None = make_rows()
@@ -221,6 +224,11 @@ class StepLoop:
     def store(self) -> Store | None:
         """The store as it is now; the next step takes it. None after a failure, until the next step."""
         return self._store
+
+    def close(self) -> None:
+        """When no step will follow: what the device holds goes to the disk tier, if there is one."""
+        if self.mover is not None:
+            self.mover.close(self)
 
     def replace_store(self, change: Callable[[Store], Store]) -> None:
         """Dispatch a program over the store that no step knows of. If it raises, the store counts as lost."""
@@ -265,13 +273,11 @@ class StepLoop:
         before, self._flight = self._flight, None
         self._settling = before is not None
         try:
-            if self.connector is not None:
-                self.connector.exchange(self)
+            self._exchange()
             plan = self._plan()
             if plan is not None:
                 self._flight = self._dispatch(plan)
-            if self.connector is not None:
-                self.connector.exchange(self)
+            self._exchange()
             self._settling = False
             settled = None if before is None else self._settle(before)
             self._failed_in_a_row = 0 if settled else self._failed_in_a_row
@@ -287,11 +293,21 @@ class StepLoop:
             log.warning("a step failed; everything that ran is computed again: %s", text)
             return None
 
+    def _exchange(self) -> None:
+        """Take in what has come from elsewhere, and begin what is newly waited for."""
+        if self.connector is not None:
+            self.connector.exchange(self)
+        if self.mover is not None:
+            self.mover.exchange(self)
+
     def _plan(self) -> StepPlan | None:
         begin = time.perf_counter()
         lockstep = self.scheduler.needs_settle_before_schedule()
         self.stats.lockstep_steps += lockstep
         plan = None if lockstep else self.scheduler.schedule()
+        if self.mover is not None:
+            # What was evicted for this plan is still where it was, until the plan or an arrival is dispatched.
+            self.mover.copy_out(self._store)
         self.stats.plan_seconds += time.perf_counter() - begin
         return plan
 

@@ -70,9 +70,9 @@ class StoreSize:
         """What fits, in words."""
         checkpoints = self.num_slots - 1 - self.max_num_seqs * self.slots_per_row
         lines = [
-            f"state store: {_bytes(self.total_bytes)}, {self.max_num_seqs} sequences at once of up to "
+            f"state store: {show_bytes(self.total_bytes)}, {self.max_num_seqs} sequences at once of up to "
             f"{self.max_model_len:,} tokens",
-            f"  slots: {self.num_slots - 1:,} of {_bytes(self.bytes_per_slot)} "
+            f"  slots: {self.num_slots - 1:,} of {show_bytes(self.bytes_per_slot)} "
             f"({self.max_num_seqs} x {self.slots_per_row} for running sequences, {max(checkpoints, 0):,} for reuse)",
         ]
         if self.replay_interval > 1:
@@ -84,7 +84,7 @@ class StoreSize:
         if self.num_pages:
             tokens = (self.num_pages - 1) * self.page_size
             lines.append(
-                f"  pages: {self.num_pages - 1:,} of {_bytes(self.bytes_per_page)} = {tokens:,} tokens "
+                f"  pages: {self.num_pages - 1:,} of {show_bytes(self.bytes_per_page)} = {tokens:,} tokens "
                 f"({self.page_size} tokens a page)"
             )
         else:
@@ -149,7 +149,7 @@ def size_store(
         if fits < max_len:
             if config.max_model_len is not None:
                 raise ConfigError(
-                    f"max_model_len {max_len:,} does not fit: {_bytes(memory)} hold pages for {fits:,} tokens "
+                    f"max_model_len {max_len:,} does not fit: {show_bytes(memory)} hold pages for {fits:,} tokens "
                     "(lower max_model_len or raise memory_utilization)"
                 )
             notices.append(f"max_model_len is {fits:,} instead of {max_len:,}: more pages do not fit")
@@ -227,7 +227,7 @@ def check_weights_fit(num_bytes: int, *, devices: Iterable[jax.Device] | None = 
     free = len(limits) * min(limits) if limits else available_ram()
     if num_bytes > free:
         raise ConfigError(
-            f"the weights take {_bytes(num_bytes)} and {_bytes(free)} of memory are free: a smaller dtype, "
+            f"the weights take {show_bytes(num_bytes)} and {show_bytes(free)} of memory are free: a smaller dtype, "
             "tensor_parallel_size or a larger machine"
         )
 
@@ -255,10 +255,10 @@ def store_memory(config: EngineConfig, *, workspace: int, devices: Iterable[jax.
         free = int(available_ram() * config.memory_utilization) - workspace * len(found) - config.reserved_bytes
         free = min(free, CPU_STORE_BYTES) // len(found)
     if free <= 0:
-        reserved = f", {_bytes(config.reserved_bytes)} are reserved" if config.reserved_bytes else ""
+        reserved = f", {show_bytes(config.reserved_bytes)} are reserved" if config.reserved_bytes else ""
         raise ConfigError(
             f"no memory is left for the state store at memory_utilization {config.memory_utilization:g}: "
-            f"the weights are loaded and a step needs {_bytes(workspace)}{reserved}"
+            f"the weights are loaded and a step needs {show_bytes(workspace)}{reserved}"
         )
     return free
 
@@ -329,14 +329,14 @@ def _tokens_for(left: int, config: EngineConfig, slot_bytes: int, page_bytes: in
 
 
 def _too_small(memory: int, slot_bytes: int, page_bytes: int, config: EngineConfig) -> str:
-    pages = f" and pages of {_bytes(page_bytes)} for {config.page_size} tokens" if page_bytes else ""
+    pages = f" and pages of {show_bytes(page_bytes)} for {config.page_size} tokens" if page_bytes else ""
     return (
-        f"{_bytes(memory)} of memory do not hold one sequence: a state slot takes {_bytes(slot_bytes)}{pages} "
+        f"{show_bytes(memory)} of memory do not hold one sequence: a state slot takes {show_bytes(slot_bytes)}{pages} "
         "(raise memory_utilization, or lower num_speculative_tokens)"
     )
 
 
-def _bytes(count: int) -> str:
+def show_bytes(count: int) -> str:
     """1536 -> '1.5 KiB'."""
     size = float(count)
     for unit in ("bytes", "KiB", "MiB", "GiB"):

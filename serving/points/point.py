@@ -97,15 +97,23 @@ class PointPrograms:
         return self._run(self._write_piece, (store, _for_store(store, piece), np.asarray(pages, np.int32)))
 
     def warm_up(
-        self, store: Store, *, unit: int, layers: int, reading: bool, state: dict[str, jax.ShapeDtypeStruct]
+        self,
+        store: Store,
+        *,
+        unit: int,
+        layers: int,
+        reading: bool,
+        state: dict[str, jax.ShapeDtypeStruct],
+        sizes: Sequence[int] = SIZES,
     ) -> None:
-        """Compile all that one role needs; nothing is run. `state` are the arrays of a state as they come."""
-        zero, whole = np.int32(0), _whole(store)
+        """Compile all that one role needs; nothing is run. `state` are the arrays of a state as they come, `sizes` the
+        pieces that there will be, in units."""
+        zero, place = np.int32(0), whole(store)
 
         def there(spec: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=whole)
+            return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=place)
 
-        for size in SIZES if store.kv else ():
+        for size in sizes if store.kv else ():
             table = np.zeros(size * unit // store.page_size, np.int32)
             if reading:
                 self._find(self._read_piece(layers), (store, table, zero))
@@ -130,7 +138,7 @@ class PointPrograms:
         sharding = store.hidden.sharding
         options: dict[str, Any] = {"donate_argnums": (0,)} if program.donates else {}
         if isinstance(sharding, NamedSharding) or is_pinned(self.arrangement.shape, store):
-            options["out_shardings"] = places(self.arrangement.shape, store) if program.donates else _whole(store)
+            options["out_shardings"] = places(self.arrangement.shape, store) if program.donates else whole(store)
         return jax.jit(program.run, **options).lower(*arguments).compile()
 
     @property
@@ -229,18 +237,18 @@ def _write_piece(arrangement: Arrangement, store: Store, piece: Array, pages: In
     return replace(store, kv=tuple(written))
 
 
-def _whole(store: Store) -> jax.sharding.Sharding:
+def whole(store: Store) -> jax.sharding.Sharding:
     """Where whole arrays lie for this store: on each device of its mesh, or on its only device."""
     sharding = store.hidden.sharding
     return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
 
 
 def _for_store(store: Store, tree: Any) -> Any:
-    whole = _whole(store)
+    place = whole(store)
 
     def move(leaf: Any) -> Array:
         # What lies there already, as what the transfer engine brings does, is not worth the call.
-        return leaf if getattr(leaf, "sharding", None) == whole else jax.device_put(leaf, whole)
+        return leaf if getattr(leaf, "sharding", None) == place else jax.device_put(leaf, place)
 
     return jax.tree.map(move, tree)
 

@@ -15,7 +15,6 @@ class Cache:
     """What all rows share. `index` is None where nothing is published, `pages` for a model without attention.
 
     `slots_wanted(admitting)`: slots that those who wait could take at once; of whom `admitting` (0 or 1) have theirs.
-    `leaving`: told of evicted checkpoints, as `PrefixIndex.leaving` is.
     """
 
     def __init__(
@@ -24,10 +23,10 @@ class Cache:
         policy: RetentionPolicy,
         stats: Stats,
         slots_wanted: Callable[[int], int],
-        leaving: Callable[[Checkpoint, bool], None] | None = None,
     ) -> None:
         self.config, self.policy, self.stats = config, policy, stats
-        self._slots_wanted, self._leaving = slots_wanted, leaving
+        self._slots_wanted = slots_wanted
+        self._leaving: Callable[[Checkpoint, bool], None] | None = None
         self.width = 1 + config.num_speculative_tokens
         """Slots that a decoding row needs."""
         self.block = config.state_block_size if config.caching else sys.maxsize
@@ -48,6 +47,12 @@ class Cache:
         self.index = PrefixIndex(self.slots, self.pages, self.policy, unit, self.stats) if config.caching else None
         if self.index is not None and self._leaving is not None:
             self.index.leaving = self._leaving
+
+    def leaving_to(self, leaving: Callable[[Checkpoint, bool], None]) -> None:
+        """Tell somebody of evicted checkpoints; see `PrefixIndex.leaving`."""
+        self._leaving = leaving
+        if self.index is not None:
+            self.index.leaving = leaving
 
     def scope(self, salt: str | None) -> Scope:
         """Under what a request finds prefixes, and publishes its own, as long as the weights stay as they are."""

@@ -17,15 +17,13 @@ from serving.core.tiers.tiers import Tiers
 class HostState:
     """What the parts of planning share."""
 
-    def __init__(
-        self, config: SchedulerConfig, policy: RetentionPolicy, drafts: DraftPolicy, tiers: Tiers | None
-    ) -> None:
-        self.config, self.policy, self.drafts, self.tiers = config, policy, drafts, tiers
+    def __init__(self, config: SchedulerConfig, policy: RetentionPolicy, drafts: DraftPolicy) -> None:
+        self.config, self.policy, self.drafts = config, policy, drafts
+        self.tiers: Tiers | None = None
         self.stats = Stats()
         self.queues = Queues(config.num_rows)
         self.fairness = Fairness(config)
-        leaving = tiers.left if tiers is not None else None
-        self.cache = Cache(config, policy, self.stats, self.queues.could_be_admitted, leaving)
+        self.cache = Cache(config, policy, self.stats, self.queues.could_be_admitted)
         self.pending: StepPlan | None = None
         """Planned, or being planned, and not yet dispatched."""
         self.unsettled: deque[StepPlan] = deque()

@@ -88,7 +88,7 @@ class TierStats:
     arrived: int = 0
     """Fetches that a request went on from."""
     hit_tokens: int = 0
-    """Tokens of those that the device did not have."""
+    """Tokens that those states had absorbed."""
     dearer: int = 0
     """Times that computing was expected to take less time than fetching."""
     not_kept: int = 0
@@ -195,6 +195,10 @@ class Tier:
             else:
                 del self._spare[name]
                 self._order[name] = None
+
+    def worth_spilling(self) -> list[Unit]:
+        """Units that a slower tier may have, too; the last used first."""
+        return [self.units[name] for name in reversed(self._order)]
 
     def drop(self, name: Name) -> list[Name]:
         """A unit is damaged, or must not be used: what may go now."""

@@ -69,9 +69,16 @@ class Tiers:
     def left(self, entry: Checkpoint, spare: bool) -> None:
         """The index is about to drop a checkpoint that lies whole on the device. `spare`: one of little worth."""
         replaced = _scope(entry).weights > 0
-        if entry.stale or (replaced and self.host is None):
+        if entry.stale:
             return
-        unit, first = _unit(entry, self.block), self.tiers[0]
+        unit = _unit(entry, self.block)
+        fitting = [tier for tier in self.tiers if tier.sizes.unit(unit) <= tier.capacity]
+        if not fitting:
+            self.tiers[0].stats.not_kept += 1
+            return
+        first, spare = fitting[0], spare or replaced
+        if replaced and first is self.disk:
+            return
         if unit.name in first.units:
             first.touch(unit.name, spare=spare)
             return
@@ -88,7 +95,7 @@ class Tiers:
         self.leaving += change.bytes
         first.stats.stored_bytes += change.bytes
         pages = _pages(entry) if sizes.page else []
-        self._departures.append(Departure(unit, first, entry.slot, pages, change, spare or replaced))
+        self._departures.append(Departure(unit, first, entry.slot, pages, change, spare))
 
     def take_departures(self) -> list[Departure]:
         """What is to be copied now, before anything else is dispatched."""

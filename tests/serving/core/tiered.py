@@ -59,7 +59,8 @@ class TieredRun(Run):
         self.loads: list[RemoteLoad] = []
 
         def make(settings, **rest):
-            scheduler = TieredScheduler(settings, tiers=self.tiers, **rest)
+            scheduler = TieredScheduler(settings, **rest)
+            scheduler.use_tiers(self.tiers)
             scheduler.run = self
             return scheduler
 
@@ -157,6 +158,7 @@ def run_tiered(seed: int):
     try:
         run = TieredRun(seed)
         run.run()
+        run.copy_out()
         run.tiers.check()
         assert run.tiers.leaving == run.tiers.spilling == 0
         for tier in run.tiers.tiers:

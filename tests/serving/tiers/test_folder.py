@@ -1,0 +1,243 @@
+"""The folder of the disk tier: what is read is what was written, or nothing; and it never grows beyond its cap."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from serving.core import CheckpointKind
+from serving.core.cache.prefix_tree import Scope
+from serving.core.tiers.content import Chain, state_name
+from serving.core.tiers.tier import Sizes, Tier, Unit
+from serving.tiers.folder import Damaged, Folder, make_room
+
+B, PAGE = 4, 2
+SIZES = Sizes(state=48, page=16, page_size=PAGE, block=B, overhead=4096)
+CAP = 60_000
+
+
+def unit(tokens) -> Unit:
+    links = tuple(Chain(Scope(None), B).reach(tokens))
+    tail = tokens[len(tokens) // B * B :]
+    return Unit(state_name(links[-1], tail), links, len(tail), len(tokens), CheckpointKind.PROMPT_END)
+
+
+def arrays_of(name: bytes, tail: int | None) -> dict[str, np.ndarray]:
+    """What a part must hold: it follows from its name. `tail`: of a unit's own part; None for a block."""
+    rng = np.random.default_rng(int.from_bytes(name[:8], "little"))
+    if tail is None:
+        return {"kv": rng.standard_normal((1, B, 4)).astype(ml_dtypes.bfloat16)}
+    found = {"state": rng.standard_normal((2, 5)).astype(np.float32)}
+    found["hidden"] = rng.standard_normal(4).astype(ml_dtypes.bfloat16)
+    if tail:
+        found["kv"] = rng.standard_normal((1, -(-tail // PAGE) * PAGE, 4)).astype(ml_dtypes.bfloat16)
+    return found
+
+
+def specs_of(arrays: dict[str, np.ndarray]) -> dict[str, SimpleNamespace]:
+    return {key: SimpleNamespace(shape=array.shape, dtype=array.dtype) for key, array in arrays.items()}
+
+
+class Disk:
+    """Books and files together, as the mover has them, for one process's life."""
+
+    def __init__(self, path: Path) -> None:
+        self.folder, self.tier = Folder(path), Tier("disk", CAP, SIZES)
+        for found in self.folder.scan(B, with_blocks=True):
+            self.tier.add(found)
+        self.folder.keep_only(name for each in self.tier.units.values() for name in (each.name, *each.blocks))
+
+    def store(self, new: Unit) -> None:
+        change = self.tier.add(new)
+        if change is None:
+            return
+        self.folder.remove(change.gone)
+        try:
+            for name in change.blocks:
+                self.folder.write(name, arrays_of(name, None))
+            self.folder.write(new.name, arrays_of(new.name, new.tail), new)
+        except OSError:
+            self.folder.remove(self.tier.drop(new.name))
+            for name in change.blocks:
+                if self.tier.has_block(name) and not self.folder.has(name):
+                    self.folder.remove(self.tier.drop_block(name))
+
+    def fetch(self, tokens) -> str:
+        """`hit`, `miss`, or `dropped` where files were damaged or gone; wrong arrays fail."""
+        found = self.tier.find(Chain(Scope(None), B), tokens, 0)
+        if found is None:
+            return "miss"
+        assert found.name == unit(tokens[: found.position]).name
+        for name, tail in [*((block, None) for block in found.blocks), (found.name, found.tail)]:
+            want = arrays_of(name, tail)
+            try:
+                got = self.folder.read(name, specs_of(want))
+            except (OSError, Damaged):
+                gone = self.tier.drop_block(name) if tail is None else self.tier.drop(name)
+                self.folder.remove(gone)
+                return "dropped"
+            for key in want:
+                assert got[key].dtype == want[key].dtype
+                assert got[key].tobytes() == want[key].tobytes()
+        return "hit"
+
+    def check(self) -> None:
+        self.tier.check()
+        assert sum(path.stat().st_size for path in self.folder.path.iterdir()) <= CAP + 2 * 4096
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+def test_a_part_comes_back_as_it_was(tmp_path):
+    disk = Disk(tmp_path)
+    tokens = list(range(11))
+    disk.store(unit(tokens))
+    assert disk.fetch([*tokens, 99]) == "hit"
+    again = Disk(tmp_path)
+    assert list(again.tier.units.values()) == [unit(tokens)]
+    assert again.fetch(tokens) == "hit"
+
+
+def test_what_was_used_last_stays_longest_over_a_restart(tmp_path):
+    disk = Disk(tmp_path)
+    for first in range(3):
+        disk.store(unit([first] * 5))
+        os.utime(disk.folder._file(unit([first] * 5).name), (first, first))
+    disk.folder.used(unit([0] * 5).name)
+    assert [each.name for each in Disk(tmp_path).tier.units.values()] == [unit([n] * 5).name for n in (1, 2, 0)]
+
+
+def test_a_smaller_cap_is_kept_at_the_next_start(tmp_path, monkeypatch):
+    disk = Disk(tmp_path)
+    for first in range(6):
+        disk.store(unit([first] * 5))
+    monkeypatch.setattr(sys.modules[__name__], "CAP", 20_000)
+    again = Disk(tmp_path)
+    assert 0 < len(again.tier) < 6
+    again.check()
+    assert len(list(tmp_path.iterdir())) == 2 * len(again.tier)
+
+
+def test_a_file_under_another_name_is_not_used(tmp_path):
+    disk = Disk(tmp_path)
+    one, other = unit([1] * 3), unit([2] * 3)
+    disk.store(one)
+    disk.folder._file(one.name).rename(disk.folder._file(other.name))
+    assert Disk(tmp_path).fetch([2] * 3) == "miss"
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_models_folders_make_room(tmp_path):
+    for number, name in enumerate(["a" * 32, "b" * 32, "c" * 32, "notes"]):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(bytes(1000))
+        os.utime(tmp_path / name / "file", (number, number))
+    make_room(tmp_path, tmp_path / ("a" * 32), 3500)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a" * 32, "c" * 32, "notes"]
+
+
+@pytest.mark.parametrize("shard", range(2))
+def test_a_thousand_random_faults(shard, tmp_path, monkeypatch):
+    """Full and read-only disks, kills in the middle of a file, files cut short, changed, swapped and removed."""
+    rng = random.Random(shard)
+    disk, put = Disk(tmp_path), Folder._put
+    sequences = [[rng.randrange(3) for _ in range(20)] for _ in range(8)]
+    met = {"hit": 0, "miss": 0, "dropped": 0, "killed": 0}
+    for _ in range(500):
+        for _ in range(3):
+            disk.store(unit(rng.choice(sequences)[: rng.randrange(1, 20)]))
+        files = sorted(tmp_path.glob("*.safetensors"))
+        path = rng.choice(files) if files else None
+        match rng.randrange(8):
+            case 0 if path:
+                os.truncate(path, rng.randrange(path.stat().st_size))
+            case 1 | 2 if path:
+                data = bytearray(path.read_bytes())
+                if data:
+                    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+                path.write_bytes(data)
+            case 3 if path:
+                path.unlink()
+            case 4 if len(files) > 1 and path:
+                path.write_bytes(rng.choice(files).read_bytes())
+            case 5:
+                at = rng.randrange(200)
+
+                def full(self, path, data, at=at):
+                    path.write_bytes(data[:at])
+                    raise OSError(28, "No space left on device")
+
+                monkeypatch.setattr(Folder, "_put", full)
+                disk.store(unit([rng.randrange(9) for _ in range(7)]))
+            case 6:
+
+                def read_only(self, path, data):
+                    raise OSError(30, "Read-only file system")
+
+                monkeypatch.setattr(Folder, "_put", read_only)
+                disk.store(unit([rng.randrange(9) for _ in range(7)]))
+            case 7:
+                at = rng.randrange(200)
+
+                def killed(self, path, data, at=at):
+                    path.with_name(path.name.replace(str(os.getpid()), "4194999")).write_bytes(data[:at])
+                    raise Killed
+
+                monkeypatch.setattr(Folder, "_put", killed)
+                try:
+                    disk.store(unit([rng.randrange(9) for _ in range(7)]))
+                except Killed:
+                    met["killed"] += 1
+                    disk = Disk(tmp_path)
+        monkeypatch.setattr(Folder, "_put", put)
+        for _ in range(3):
+            met[disk.fetch(rng.choice(sequences)[: rng.randrange(1, 20)])] += 1
+        if rng.random() < 0.1:
+            disk = Disk(tmp_path)
+        disk.check()
+    assert all(count > 10 for count in met.values()), met
+
+
+WRITER = """
+import sys
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+from tests.serving.tiers.test_folder import Disk, unit
+disk = Disk(Path(sys.argv[1]))
+print("ready", flush=True)
+number = 0
+while True:
+    number += 1
+    disk.store(unit([number % 50] * (number % 13 + 1)))
+"""
+
+
+def test_kill_9_in_the_middle_of_writing(tmp_path):
+    rng = random.Random(1)
+    root = str(Path(__file__).parents[3])
+    for _ in range(2):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path), root], stdout=subprocess.PIPE, text=True
+        )
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+        time.sleep(rng.random() * 0.2)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        disk = Disk(tmp_path)
+        disk.check()
+        assert not list(tmp_path.glob("*.unfinished"))
+        assert len(disk.tier) > 0
+        for number in range(50):
+            assert disk.fetch([number] * 13) in ("hit", "miss")

@@ -1,0 +1,200 @@
+"""Units leave a store and come back into other slots and pages, through memory or files, bit by bit as they were."""
+
+import time
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mamba_jax.store import Store, StoreShape, init_store
+from serving.core import CheckpointKind, RemoteLoad, RemoteState
+from serving.core.cache.prefix_tree import Scope
+from serving.core.tiers.content import Chain, state_name
+from serving.core.tiers.prices import Prices
+from serving.core.tiers.tier import Tier, Unit
+from serving.core.tiers.tiers import Departure, Held, Tiers
+from serving.points.arrangement import Arrangement
+from serving.points.point import PointPrograms
+from serving.tiers.folder import Folder
+from serving.tiers.layout import Layout
+from serving.tiers.mover import Mover
+from tests.support.tiny_configs import FOR_ENGINES
+
+B, PAGE = 8, 4
+TOKENS = list(range(19))
+SOURCE, TARGET = [1, 3, 5, 7, 2], [4, 6, 8, 10, 9]
+PROGRAMS: dict[str, PointPrograms] = {}
+
+
+def stores(model: str) -> tuple[Layout, Store, Store]:
+    """The layout of a model, a store of random numbers, and one of zeros."""
+    config = FOR_ENGINES[model]
+    empty = init_store(config, num_slots=6, num_pages=12, page_size=PAGE, dtype=jnp.float32)
+    rng = np.random.default_rng(0)
+    full = jax.tree.map(lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype), empty)
+    return Layout.of(Arrangement(StoreShape.of(config)), empty, B), full, empty
+
+
+class Loop:
+    """As much of a step loop as a mover sees."""
+
+    in_flight = False
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.fetches, self.done, self.failed = store, [], [], []
+        self.scheduler = SimpleNamespace(
+            take_fetches=self._take, arrived=self.done.append, lost=self.failed.append, index=None
+        )
+
+    def _take(self):
+        found, self.fetches = self.fetches, []
+        return found
+
+    def replace_store(self, change) -> None:
+        self.store = change(self.store)
+
+    def fetch(self, mover: Mover, held: Held, start: int = 0, pages=TARGET):
+        """A request that waits for a unit, until it has it or not."""
+        request = SimpleNamespace(transfer=SimpleNamespace(load=None))
+        remote = RemoteState(held.unit.position, held=held)
+        load = RemoteLoad(request, remote, start, 4, pages[start // PAGE :])
+        request.transfer.load = load
+        self.fetches.append(load)
+        until = time.monotonic() + 60
+        while not (self.done or self.failed):
+            mover.exchange(self)
+            assert time.monotonic() < until
+        return load
+
+
+def depart(mover: Mover, tier: Tier, store: Store, tokens=TOKENS) -> Unit:
+    """An eviction of the state in slot 2 and the pages of `SOURCE`."""
+    links = tuple(Chain(Scope(None), B).reach(tokens))
+    tail = tokens[len(tokens) // B * B :]
+    unit = Unit(state_name(links[-1], tail), links, len(tail), len(tokens), CheckpointKind.PROMPT_END)
+    change = tier.add(unit)
+    assert change is not None
+    pages = SOURCE[: -(-len(tokens) // PAGE)] if mover.layout.kv is not None else []
+    mover.tiers._departures.append(Departure(unit, tier, 2, pages, change, False))
+    mover.tiers.leaving += change.bytes
+    mover.copy_out(store)
+    return unit
+
+
+@pytest.fixture
+def movers(tmp_path):
+    made = []
+
+    def make(model: str, layout: Layout, kind: str) -> Mover:
+        host = Tier("host", 1 << 30, layout.sizes(in_files=False)) if "host" in kind else None
+        disk = Tier("disk", 1 << 30, layout.sizes(in_files=True)) if "disk" in kind else None
+        tiers = Tiers(host, disk, prices=Prices(), max_leaving=1 << 30)
+        programs = PROGRAMS.setdefault(model, PointPrograms(layout.arrangement))
+        folder = Folder(tmp_path / layout.fingerprint("model")) if disk is not None else None
+        made.append(Mover(tiers, layout, programs, folder))
+        return made[-1]
+
+    yield make
+    for mover in made:
+        mover.close()
+
+
+def same(model: str, layout: Layout, before: Store, after: Store, start: int = 0) -> None:
+    """Slot 4 holds what slot 2 held, pages of `TARGET` what those of `SOURCE` held; nothing else has changed."""
+    programs = PROGRAMS[model]
+    was, now = programs.read_state(before, 2), programs.read_state(after, 4)
+    assert was.keys() == now.keys()
+    for name in was:
+        np.testing.assert_array_equal(was[name], now[name], err_msg=name)
+    for old, new in zip(before.kv, after.kv, strict=True):
+        old, new = np.asarray(old), np.asarray(new)
+        for at, (source, target) in enumerate(zip(SOURCE, TARGET, strict=True)):
+            tokens = min(PAGE, len(TOKENS) - at * PAGE)
+            if at * PAGE >= start:
+                np.testing.assert_array_equal(old[source][:tokens], new[target][:tokens])
+            else:
+                assert not new[target].any()
+        others = [page for page in range(1, len(new)) if page not in TARGET]
+        assert not new[others].any(), "pages were written that are somebody else's"
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+@pytest.mark.parametrize("model", ["nemotronh", "mamba2"])
+def test_a_unit_comes_back_as_it_was(movers, model, kind):
+    layout, full, empty = stores(model)
+    mover = movers(model, layout, kind)
+    (tier,) = mover.tiers.tiers
+    unit = depart(mover, tier, full)
+    mover.settle()
+    assert mover.tiers.leaving == 0
+    loop = Loop(empty)
+    loop.fetch(mover, Held(tier, unit), pages=TARGET if layout.kv is not None else [])
+    assert len(loop.done) == 1
+    same(model, layout, full, loop.store)
+    assert mover.tiers.fetching == 0
+    assert tier.stats.arrived == 1
+    assert mover.tiers.prices.per_byte[tier.name] > 0
+
+
+def test_only_what_the_device_lacks_is_written(movers):
+    layout, full, empty = stores("nemotronh")
+    mover = movers("nemotronh", layout, "host")
+    unit = depart(mover, mover.tiers.host, full)
+    loop = Loop(empty)
+    loop.fetch(mover, Held(mover.tiers.host, unit), start=3 * PAGE)
+    same("nemotronh", layout, full, loop.store, start=3 * PAGE)
+
+
+def test_memory_spills_to_the_disk_and_a_new_process_finds_it(movers):
+    layout, full, empty = stores("nemotronh")
+    mover = movers("nemotronh", layout, "host disk")
+    long = depart(mover, mover.tiers.host, full)
+    short = depart(mover, mover.tiers.host, full, TOKENS[:10])
+    mover.settle()
+    assert mover.tiers.spilling == 0
+    assert set(mover.tiers.disk.units) == {long.name, short.name}
+    again = movers("nemotronh", layout, "disk")
+    assert set(again.tiers.disk.units) == {long.name, short.name}
+    loop = Loop(empty)
+    loop.fetch(again, Held(again.tiers.disk, long))
+    same("nemotronh", layout, full, loop.store)
+
+
+def test_sizes_are_those_of_the_files(movers):
+    layout, full, _ = stores("nemotronh")
+    mover = movers("nemotronh", layout, "disk")
+    depart(mover, mover.tiers.disk, full)
+    depart(mover, mover.tiers.disk, full, TOKENS[:10])
+    mover.settle()
+    found = sum(path.stat().st_size for path in mover.folder.path.iterdir())
+    assert found <= mover.tiers.disk.used < found + 4 * 4096
+
+
+@pytest.mark.parametrize("which", ["own", "block"])
+def test_what_is_damaged_is_dropped_and_the_request_told(movers, which):
+    layout, full, empty = stores("nemotronh")
+    mover = movers("nemotronh", layout, "disk")
+    unit = depart(mover, mover.tiers.disk, full)
+    mover.settle()
+    path = mover.folder._file(unit.name if which == "own" else unit.blocks[1])
+    path.write_bytes(path.read_bytes()[:-3])
+    loop = Loop(empty)
+    loop.fetch(mover, Held(mover.tiers.disk, unit))
+    assert (loop.done, len(loop.failed)) == ([], 1)
+    mover.settle()
+    assert not mover.tiers.disk.units
+    assert not list(mover.folder.path.iterdir())
+
+
+def test_what_memory_has_dropped_meanwhile_is_not_waited_for(movers):
+    layout, full, empty = stores("nemotronh")
+    mover = movers("nemotronh", layout, "host")
+    unit = depart(mover, mover.tiers.host, full)
+    mover.tiers.lost(Held(mover.tiers.host, unit))
+    mover.settle()
+    assert not mover._parts
+    loop = Loop(empty)
+    loop.fetch(mover, Held(mover.tiers.host, unit))
+    assert (loop.done, len(loop.failed)) == ([], 1)
