@@ -97,7 +97,6 @@ def run(compiles: str | None = None, *, layer: bool, replay: bool = False) -> No
         while lost and wave > 1:
             pages.release(lost.pop())
     assert not engine.loop.busy
-    assert any(outputs[name].metrics.num_preemptions for name, ask in ASKS.items() if ask[1] is REWARDED)
     for name, output in outputs.items():
         line, choice = expected()[name], output.outputs[0]
         if choice.token_ids != line.tokens:
@@ -110,6 +109,7 @@ def run(compiles: str | None = None, *, layer: bool, replay: bool = False) -> No
             raise Divergence(f"{name}: log-probabilities {said} instead of {line.logprobs}")
     if wrong := watch.wrong():
         raise Divergence(wrong[0])
+    assert any(outputs[name].metrics.num_preemptions for name, ask in ASKS.items() if ask[1] is REWARDED)
     assert (watch.count > 20) == layer
     stats = engine.loop.scheduler.stats()
     assert stats["full_hits"]
@@ -122,7 +122,7 @@ def test_sound_programs_pass(layer: bool, replay: bool) -> None:
     run(layer=layer, replay=replay)
 
 
-SLOW = (18, 20, 22, 23, 25, 28, 35, 41, 43, 46, 48)
+SLOW = (18, 20, 22, 23, 25, 28, 35, 39, 41, 42, 43, 45, 46, 48)
 """Faults much like others here, each of which takes seconds to compile."""
 
 
