@@ -12,19 +12,20 @@ from pathlib import Path
 import jax
 
 _MODULE = "kernels_pallas.native._handlers"
-_OPERATIONS = ("grouped_matmul", "linear", "state_update")
+_OPERATIONS = ("grouped_matmul", "linear", "state_replay", "state_update")
 
 
-def _register() -> str | None:
-    """Makes the handlers known to XLA; returns why there are none, or None."""
+def _register() -> tuple[str | None, frozenset[str]]:
+    """Makes the handlers known to XLA; returns why there are none, or None, and which there are."""
     try:
         handlers = importlib.import_module(_MODULE)
     except ImportError as error:
         absent = isinstance(error, ModuleNotFoundError) and error.name == _MODULE
-        return "not built when the package was installed" if absent else f"cannot be loaded: {error}"
-    for name in _OPERATIONS:
+        return "not built when the package was installed" if absent else f"cannot be loaded: {error}", frozenset()
+    there = frozenset(name for name in _OPERATIONS if hasattr(handlers, name))
+    for name in there:
         jax.ffi.register_ffi_target(target(name), getattr(handlers, name), platform="cpu")
-    return None
+    return None, there
 
 
 def target(operation: str) -> str:
@@ -32,7 +33,7 @@ def target(operation: str) -> str:
     return f"mamba_jax_{operation}"
 
 
-WHY_MISSING = _register()
+WHY_MISSING, _REGISTERED = _register()
 """Why this installation has no native operations; None if it has them."""
 
 
@@ -42,6 +43,11 @@ def why_not(dtype: str) -> str | None:
         return WHY_MISSING
     known = getattr(importlib.import_module(_MODULE), "DTYPES", "float32 bfloat16").split()
     return None if dtype in known else f"built before it knew {dtype}: install the package again"
+
+
+def why_missing(operation: str) -> str | None:
+    """Why there is no native form of this operation, or None if there is."""
+    return WHY_MISSING or (None if operation in _REGISTERED else "not in the library, which is older: install again")
 
 
 @functools.cache

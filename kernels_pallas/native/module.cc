@@ -5,6 +5,7 @@
 
 extern "C" XLA_FFI_Error* grouped_matmul(XLA_FFI_CallFrame* frame);
 extern "C" XLA_FFI_Error* linear(XLA_FFI_CallFrame* frame);
+extern "C" XLA_FFI_Error* state_replay(XLA_FFI_CallFrame* frame);
 extern "C" XLA_FFI_Error* state_update(XLA_FFI_CallFrame* frame);
 
 namespace {
@@ -23,7 +24,7 @@ PyMODINIT_FUNC PyInit__handlers(void) {
   PyObject* module = PyModule_Create(&definition);
   if (module == nullptr) return nullptr;
   if (add(module, "grouped_matmul", grouped_matmul) && add(module, "linear", linear) &&
-      add(module, "state_update", state_update)) {
+      add(module, "state_replay", state_replay) && add(module, "state_update", state_update)) {
     // Of weights; an earlier library has no such line, and knows float32 and bfloat16.
     if (PyModule_AddStringConstant(module, "DTYPES", "float32 bfloat16 int8") == 0) return module;
   }

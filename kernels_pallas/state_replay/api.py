@@ -10,10 +10,14 @@ from typing import NamedTuple
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import dispatch
-from kernels_pallas.shape_check import check_groups, check_shapes, shapes_checked
-from kernels_pallas.state_replay import xla
+from kernels_pallas.shape_check import check_groups, shapes_checked
+from kernels_pallas.state_replay import native, pallas_gpu, pallas_tpu, xla
+from kernels_pallas.tails import check_tail
 
 REPLAY = (
+    *dispatch.kernels("tpu", pallas_tpu, "state_replay"),
+    *dispatch.kernels("gpu", pallas_gpu, "state_replay"),
+    dispatch.Implementation("native", native.state_replay, native.unsupported, "cpu"),
     dispatch.Implementation("xla", xla.state_replay),
     dispatch.Implementation("xla_row_blocks", xla.row_blocks),
     dispatch.Implementation("xla_all_rows", xla.all_rows),
@@ -89,28 +93,13 @@ def state_replay(
         ValueError: shapes that do not fit together, or an impossible interval or number of entries.
         UnsupportedError: the implementation named does not exist or cannot run this call.
     """
+    (_, steps, heads, head_dim), (groups, state) = x.shape, b.shape[2:]
+    check_groups("state_replay", heads, groups)
     tail = Tail(*tail)
-    _check(tail, x, b, interval)
+    channels = {"x": heads * head_dim, "b": groups * state, "dt": heads}
+    check_tail("state_replay", tail._asdict(), channels, interval=interval, steps=steps)
     return dispatch.call(
         "state_replay", REPLAY, implementation, states, tail, x, dt, a, b, c, d,
         anchor_slot=anchor_slot, tail_id=tail_id, anchor_length=anchor_length, length=length, num_tokens=num_tokens,
         write_slot=write_slot, interval=interval,
     )  # fmt: skip
-
-
-def _check(tail, x, b, interval: int) -> None:
-    (_, steps, heads, head_dim), (groups, state) = x.shape, b.shape[2:]
-    check_groups("state_replay", heads, groups)
-    channels = {"x": heads * head_dim, "b": groups * state, "dt": heads}
-    parts = {name: (getattr(tail, name), f"tails entries n_{name}") for name in channels}
-    sizes = check_shapes("state_replay: tail", **parts)
-    for name, expected in channels.items():
-        if sizes[f"n_{name}"] != expected:
-            shape = tuple(getattr(tail, name).shape)
-            raise ValueError(f"state_replay: tail.{name} has shape {shape}, expected {expected} channels")
-    entries = sizes["entries"]
-    if interval < 1:
-        raise ValueError(f"state_replay: the interval is {interval}, expected at least 1")
-    if entries & (entries - 1) or entries < interval + steps - 1:
-        least = f"a power of two of at least {interval + steps - 1} (interval + steps - 1)"
-        raise ValueError(f"state_replay: tails have {entries} entries, expected {least}")

@@ -14,9 +14,8 @@ import math
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.row_loop import head_axes
+from kernels_pallas import tails
 from kernels_pallas.slots import load, read_slots, take, write_slot_if, write_slots
-from kernels_pallas.state_replay import ring
 
 F32 = jnp.float32
 
@@ -50,59 +49,31 @@ def _replay(
 ):  # fmt: skip
     dtype = x.dtype
     steps = x.shape[1]
-    order = ring.Order.of(anchor_length, length, num_tokens, entries=tail[0].shape[1], steps=steps)
-    tail = _append(tail, (x, b, dt), order, tail_id)
-    old_x, old_b, old_dt = _entries(tail, order, tail_id, (x.shape[2:], b.shape[2:], dt.shape[2:]))
+    order = tails.Order.of(anchor_length, length, num_tokens, entries=tail[0].shape[1], steps=steps)
+    tail = type(tail)(*tails.append(tail, (x, b, dt), order, tail_id))
+    fed_x, fed_b, fed_dt = (
+        tails.in_order(v, order, tail_id, *new.shape[2:]) for v, new in zip(tail, (x, b, dt), strict=True)
+    )
     real = order.is_new[:, :, None, None]
     # What padding holds is masked: 0 * NaN is NaN.
     x, c = (jnp.where(real, v, 0).astype(F32) for v in (x, c))
     a, d = a.astype(F32), d.astype(F32)
 
-    sums = jnp.cumsum(old_dt * a, axis=1)  # the log of the decay since the anchor, [rows, entries, heads]
-    now = _at(sums, order.index_of_new)
+    sums = jnp.cumsum(fed_dt * a, axis=1)  # the log of the decay since the anchor, [rows, entries, heads]
+    now = tails.at(sums, order.index_of_new)
     # Masked before exp: of what comes later it could overflow.
     later = jnp.where(order.seen, 0, -jnp.inf)[..., None]
-    weights = jnp.exp(now[:, :, None] - sums[:, None] + later) * old_dt[:, None]  # [rows, steps, entries, heads]
-    due = ring.next_boundary(length, num_tokens, interval)
-    at_boundary = _at(sums, (due.position - anchor_length - 1)[:, None])[:, 0]
+    weights = jnp.exp(now[:, :, None] - sums[:, None] + later) * fed_dt[:, None]  # [rows, steps, entries, heads]
+    due = tails.next_boundary(length, num_tokens, interval)
+    at_boundary = tails.at(sums, (due.position - anchor_length - 1)[:, None])[:, 0]
     taken = jnp.where((order.position < due.position[:, None])[..., None], at_boundary[:, None] - sums, -jnp.inf)
-    fed = old_x * (jnp.exp(taken) * old_dt)[..., None]
+    fed = fed_x * (jnp.exp(taken) * fed_dt)[..., None]
     write = jnp.where(due.reached, write_slot, 0)
     before, states = anchors(
-        states, c, jnp.exp(at_boundary), fed, old_b, anchor_slot, write, precision=_precision(dtype)
+        states, c, jnp.exp(at_boundary), fed, fed_b, anchor_slot, write, precision=_precision(dtype)
     )
-    y = _inside(c, old_b, weights, old_x, _precision(dtype)) + before * jnp.exp(now)[..., None] + x * d[:, None]
-    return jnp.where(real, y, 0).astype(dtype), states, type(tail)(*tail)
-
-
-def _append(tail, new, order, tail_id):
-    """The tail with the new tokens' inputs."""
-    entries = tail[0].shape[1]
-    # All entries of all tails in a row: entry 0 of tail 0 is nowhere, as slot 0 is.
-    places = jnp.where(order.is_new, tail_id[:, None] * entries + order.new_position % entries, 0).reshape(-1)
-
-    def append(old, values):
-        flat = write_slots(old.reshape(-1, old.shape[2]), values.reshape(len(places), -1), places)
-        return flat.reshape(old.shape)
-
-    return type(tail)(*map(append, tail, new))
-
-
-def _entries(tail, order, tail_id, shapes):
-    """The tails' inputs from the anchor on, in float32; zeros where there is none."""
-    entries = tail[0].shape[1]
-    places = tail_id[:, None] * entries + order.position % entries
-
-    def read(kept, shape):
-        found = take(kept.reshape(-1, kept.shape[2]), places)
-        return jnp.where(order.valid[..., None], found, 0).astype(F32).reshape(*found.shape[:2], *shape)
-
-    return map(read, tail, shapes)
-
-
-def _at(sums, index):
-    """sums [rows, entries, heads] at index [rows, n]; any value where the index is out of bounds."""
-    return jnp.take_along_axis(sums, jnp.clip(index, 0, sums.shape[1] - 1)[..., None], axis=1)
+    y = _inside(c, fed_b, weights, fed_x, _precision(dtype)) + before * jnp.exp(now)[..., None] + x * d[:, None]
+    return jnp.where(real, y, 0).astype(dtype), states, tail
 
 
 def _inside(c, b, weights, x, precision):
@@ -145,11 +116,11 @@ def _by_row_blocks(states, c, decay, fed, b, anchor_slot, write, *, precision):
         def read(states, due):
             there = (slots > 0).reshape(few, 1, 1, 1)
             anchor = jnp.where(there, take(states, slots), zero).astype(F32)
-            out = jnp.stack([_read(anchor, queries[:, t]) for t in range(steps)], axis=1)
+            out = jnp.stack([tails.read(anchor, queries[:, t]) for t in range(steps)], axis=1)
 
             def compute(k):
                 anchor = jnp.where(slots[k] > 0, load(states, slots[k]), zero).astype(F32)
-                return _boundary(anchor, here(decay)[k], here(fed)[k], here(b)[k]).astype(states.dtype)
+                return tails.state_after(anchor, here(decay)[k], here(fed)[k], here(b)[k]).astype(states.dtype)
 
             return out, [
                 lax.cond(writes[k] > 0, functools.partial(compute, k), lambda old=old: old) for k, old in enumerate(due)
@@ -170,24 +141,6 @@ def _by_row_blocks(states, c, decay, fed, b, anchor_slot, write, *, precision):
     carry = jnp.zeros((rows, steps, heads, head_dim), F32), states, none
     before, states, _ = lax.fori_loop(0, rows // few, body, carry)
     return before, states
-
-
-def _read(anchor, c):
-    """C times state without a product (`dot`), which would make XLA:CPU lay out the store differently."""
-    split, shared = head_axes(anchor.shape[1], c.shape[1])
-    grouped = anchor.reshape(len(anchor), *split, *anchor.shape[2:])
-    return (grouped * c.reshape(len(c), *shared, 1, -1)).sum(-1).reshape(anchor.shape[:3])
-
-
-def _boundary(anchor, decay, fed, b):
-    """One row's state that is due: anchor [heads, head_dim, state], fed [entries, heads, head_dim]."""
-    split, shared = head_axes(anchor.shape[0], b.shape[1])
-    state = (anchor * decay[:, None, None]).reshape(*split, *anchor.shape[1:])
-
-    def add(n, state):
-        return state + fed[n].reshape(*split, -1, 1) * b[n].reshape(*shared, 1, -1)
-
-    return lax.fori_loop(0, len(fed), add, state).reshape(anchor.shape)
 
 
 def _precision(dtype):

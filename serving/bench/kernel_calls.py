@@ -18,6 +18,7 @@ from kernels_pallas import (
     linear,
     paged_attention,
     ssd_scan,
+    state_replay,
     state_update,
 )
 from kernels_pallas.causal_conv1d import api as conv_api
@@ -37,6 +38,8 @@ from kernels_pallas.paged_attention import api as attention_api
 from kernels_pallas.paged_attention import shapes as attention_shapes
 from kernels_pallas.ssd_scan import api as scan_api
 from kernels_pallas.ssd_scan import shapes as scan_shapes
+from kernels_pallas.state_replay import api as replay_api
+from kernels_pallas.state_replay import shapes as replay_shapes
 from kernels_pallas.state_update import api as update_api
 from kernels_pallas.state_update import shapes as update_shapes
 
@@ -48,7 +51,8 @@ ROWS, CONTEXT = 8, 1024
 
 @dataclass(frozen=True)
 class Call:
-    """One operation with arguments; `store` is what is donated and comes back last, None where there is none."""
+    """One operation with arguments; `store` is what is donated and comes back last, None where there is none. It may be
+    several arrays."""
 
     run: Callable[..., Any]
     args: tuple[Any, ...]
@@ -114,6 +118,41 @@ def _a_slot_for_each_step(shape: Any) -> tuple[dict[str, Any], int]:
     """Where rows read and write, and how many slots that takes."""
     write = 1 + np.arange(shape.rows * shape.steps).reshape(shape.rows, shape.steps)
     return {"read_slot": _i32(write[:, 0]), "write_slot": _i32(write)}, write.size + 1
+
+
+def _replay(draw: Draw, shape: Any) -> Call:
+    """Rows at every place between two boundaries, so that as many reach theirs as in the long run."""
+    lead, inner = (shape.rows, shape.steps), (shape.groups, shape.state)
+    x, b, c = draw(*lead, shape.heads, shape.head_dim), draw(*lead, *inner), draw(*lead, *inner)
+    dt, a, d = draw.positive(*lead, shape.heads), -draw.positive(shape.heads), draw.positive(shape.heads)
+    states, ring = _state(draw, shape, 2 * shape.rows + 1), (shape.rows + 1, shape.entries)
+    tail = state_replay.Tail(
+        draw(*ring, shape.heads * shape.head_dim),
+        draw(*ring, shape.groups * shape.state),
+        draw.positive(*ring, shape.heads),
+    )
+    row, interval = np.arange(shape.rows), shape.interval
+    since = row * interval // shape.rows
+    places = {
+        "anchor_slot": _i32(1 + row),
+        "tail_id": _i32(1 + row),
+        "anchor_length": _i32(interval + 0 * row),
+        "length": _i32(interval + since),
+        "num_tokens": _i32(shape.steps + 0 * row),
+        "write_slot": _i32(1 + shape.rows + row),
+        "interval": interval,
+    }
+    due = int((since + shape.steps >= interval).sum())
+    of_token = sum(one[0, 0].nbytes for one in tail)
+    moved = _bytes(x, x, dt, b, c) + _bytes(states[0]) * (shape.rows + due)
+    moved += of_token * int((since + shape.steps).sum())
+
+    def run(*args: Any, **options: Any) -> Any:
+        *inputs, store = args
+        y, *new = state_replay.state_replay(*store, *inputs, **options)
+        return y, tuple(new)
+
+    return Call(run, (x, dt, a, b, c, d), (states, tail), places, moved)
 
 
 def _delta_scan(draw: Draw, shape: Any) -> Call:
@@ -191,6 +230,7 @@ class Operation:
 OPERATIONS = {
     "ssd_scan": Operation(_scan, scan_api.SCAN, scan_shapes.SHAPES),
     "state_update": Operation(_update, update_api.UPDATE, update_shapes.SHAPES),
+    "state_replay": Operation(_replay, replay_api.REPLAY, replay_shapes.SHAPES),
     "delta_scan": Operation(_delta_scan, delta_scan_api.SCAN, delta_scan_shapes.SHAPES),
     "delta_update": Operation(_delta_update, delta_update_api.UPDATE, delta_update_shapes.SHAPES),
     "causal_conv1d_update": Operation(_conv, conv_api.UPDATE, conv_shapes.SHAPES),

@@ -2,9 +2,11 @@
 
     mamba-jax bench kernels                                    # everything this machine can run
     mamba-jax bench kernels --operations ssd_scan --shapes nemotron --dtype bfloat16
+    mamba-jax bench kernels --operations state_update,state_replay     # every state kept, and replayed, side by side
 
-`gb_per_s` is the bytes that must move at least, over the time: the machine's bandwidth says how good that is. An
-implementation that cannot run a shape is named with its reason. Times are medians of `--reps` runs of several calls.
+`gb_per_s` is the bytes that must move at least (`moved_mb`), over the time: the machine's bandwidth says how good that
+is. An implementation that cannot run a shape is named with its reason. Times are medians of `--reps` runs of several
+calls.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ def measure(name: str, wanted: Sequence[str], options: argparse.Namespace) -> An
                 continue
             each = [round(one * 1e6, 2) for one in times]
             speed = round(call.moved / median(times) / 1e9, 2)
-            yield line | {"v": median(each), "each_us": each, "spread": spread(each), "gb_per_s": speed}
+            found = {"v": median(each), "each_us": each, "spread": spread(each), "gb_per_s": speed}
+            yield line | found | {"moved_mb": round(call.moved / 1e6, 3)}
 
 
 def time_call(call: Call, implementation: str, *, reps: int, seconds: float) -> list[float]:
@@ -85,7 +88,7 @@ def time_call(call: Call, implementation: str, *, reps: int, seconds: float) -> 
     arrays = {key: value for key, value in call.options.items() if isinstance(value, jax.Array)}
     static = {key: value for key, value in call.options.items() if key not in arrays}
     compiled: Callable[..., Any] = jax.jit(run, donate_argnums=0)
-    store = None if call.store is None else jnp.copy(call.store)  # the call's own is for the next implementation
+    store = jax.tree.map(jnp.copy, call.store)  # the call's own is for the next implementation
 
     def calls(count: int, store: Any) -> tuple[float, Any]:
         begin = time.perf_counter()

@@ -67,6 +67,21 @@ def update_call(model: Model, rows: int, steps: int, *, slots: int | None = None
     )
 
 
+def replay_call(model: Model, rows: int, steps: int, interval: int, *, slots: int | None = None, dtype=BF16, store=F32):
+    """Arguments of `state_replay`: states, the tail's arrays, x, dt, a, b, c, d, then six arrays by row."""
+    entries = 1 << (interval + steps - 2).bit_length()
+    x, dt, a, b, c, d, states, *_ = update_call(
+        model, rows, steps, slots=slots or 2 * rows + 1, dtype=dtype, store=store
+    )
+    ring = (rows + 1, entries)
+    tail = (
+        shape(*ring, model.heads * model.head_dim, dtype=dtype),
+        shape(*ring, model.groups * model.state, dtype=dtype),
+        shape(*ring, model.heads),
+    )
+    return states, *tail, x, dt, a, b, c, d, *(shape(rows, dtype=I32) for _ in range(6))
+
+
 def scan_call(model: Model, tiles: int, *, tile_size: int = 128, slots: int = 64, dtype=BF16, store=F32):
     """Arguments of `ssd_scan`, the store seventh, then tile_first, read and write slots."""
     tokens, inner = (tiles, tile_size), (model.groups, model.state)

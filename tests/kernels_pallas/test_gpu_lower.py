@@ -5,10 +5,11 @@ That ptxas takes them, and that they are right on a GPU, is for `pytest -m gpu` 
 
 import jax.numpy as jnp
 import pytest
-from real_shapes import BF16, F32, MODELS, OTHERS, scan_call, update_call
+from real_shapes import BF16, F32, MODELS, OTHERS, replay_call, scan_call, update_call
 from topology import lower_for_gpu
 
 from kernels_pallas.ssd_scan import ssd_scan
+from kernels_pallas.state_replay import Tail, state_replay
 from kernels_pallas.state_update import state_update
 
 STORE = 6
@@ -26,8 +27,17 @@ def scan(x, dt, a, b, c, d, store, first, read, write):
     )
 
 
-def check(operation, call):
-    text = lower_for_gpu(operation, *call, donate=STORE)
+def replay(states, x_tail, b_tail, dt_tail, *args):
+    *inputs, anchor, tail_id, anchor_length, length, count, write = args
+    places = {"anchor_slot": anchor, "tail_id": tail_id, "anchor_length": anchor_length, "length": length}
+    return state_replay(
+        states, Tail(x_tail, b_tail, dt_tail), *inputs, **places, num_tokens=count, write_slot=write, interval=16,
+        implementation="pallas_gpu",
+    )  # fmt: skip
+
+
+def check(operation, call, donate=STORE):
+    text = lower_for_gpu(operation, *call, donate=donate)
     assert "__gpu$xla.gpu.triton" in text or "triton_kernel_call" in text
     assert "output_operand_alias" in text
 
@@ -37,9 +47,11 @@ def check(operation, call):
 def test_kernels_lower(model, dtype, store):
     check(update, update_call(model, 64, 4, dtype=dtype, store=store))
     check(scan, scan_call(model, 16, dtype=dtype, store=store))
+    check(replay, replay_call(model, 64, 4, 16, dtype=dtype, store=store), donate=(0, 1, 2, 3))
 
 
 @pytest.mark.parametrize(("rows", "steps", "tile_size"), [(1, 1, 16), (256, 1, 256)])
 def test_other_batches(rows, steps, tile_size):
     check(update, update_call(MODELS[0], rows, steps))
+    check(replay, replay_call(MODELS[0], rows, steps, 16), donate=(0, 1, 2, 3))
     check(scan, scan_call(MODELS[0], max(1, rows // 16), tile_size=tile_size))

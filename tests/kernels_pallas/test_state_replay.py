@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
 
-from kernels_pallas import state_update
+from kernels_pallas import native, state_update
 from kernels_pallas.state_replay import Tail, reference, shapes, state_replay
 
 SHAPES = [s.small() for s in shapes.SHAPES]
@@ -45,14 +45,14 @@ def tails(draw, shape, count, entries=None, dtype=np.float32):
     )
 
 
-def fill(draw, tail, places):
+def fill(draw, tail, places, last=lambda draw, heads: draw.positive(heads, scale=0.3)):
     """Inputs of the tokens between each row's anchor and its length."""
-    entries = tail.x.shape[1]
+    entries = tail[0].shape[1]
     for which, a, c in zip(*(places[key] for key in ("tail_id", "anchor_length", "length")), strict=True):
         for n in range(a, c):
-            tail.x[which, n % entries] = draw.normal(tail.x.shape[2], dtype=tail.x.dtype)
-            tail.b[which, n % entries] = draw.normal(tail.b.shape[2], dtype=tail.b.dtype)
-            tail.dt[which, n % entries] = draw.positive(tail.dt.shape[2], scale=0.3)
+            for kept in tail[:2]:
+                kept[which, n % entries] = draw.normal(kept.shape[2], dtype=kept.dtype)
+            tail[2][which, n % entries] = last(draw, tail[2].shape[2])
     return tail
 
 
@@ -68,9 +68,16 @@ def where(rows):
 
 
 class Replay:
-    """Every implementation of `state_replay`."""
+    """Every implementation of a replay."""
 
     implementation: str
+    operation = staticmethod(state_replay)
+    reference = staticmethod(reference.state_replay)
+    layer = staticmethod(layer)
+    tails = staticmethod(tails)
+    fill = staticmethod(fill)
+    by_token = (0, 1, 3, 4)
+    """Which of a layer's inputs belong to tokens."""
     odd = ODD
     """Sizes for the tests of everything else than sizes."""
 
@@ -79,28 +86,31 @@ class Replay:
         return self.run
 
     def run(self, *args, interval, **kwargs):
-        return jitted(state_replay, implementation=self.implementation, interval=interval)(*args, **kwargs)
+        return jitted(self.operation, implementation=self.implementation, interval=interval)(*args, **kwargs)
 
     def check(self, replay, shape, rows, *, dtype=np.float32, store=None, steps=None, slots=8, entries=None, seed=0):
         """Runs a call on rows that are given by `row`; returns what came out of it and what went in."""
         draw, places = Draw(seed), where(rows)
-        inputs = layer(draw, shape, len(rows), steps or shape.steps, dtype)
-        for v in (inputs[0], inputs[1], inputs[3], inputs[4]):
+        inputs = self.layer(draw, shape, len(rows), steps or shape.steps, dtype)
+        for v in (inputs[i] for i in self.by_token):
             for i, count in enumerate(places["num_tokens"]):
                 v[i, count:] = np.nan
         old = states(draw, shape, slots, dtype if store is None else store)
-        tail = fill(draw, tails(draw, shape, len(rows) + 2, entries, dtype), places)
+        tail = self.fill(draw, self.tails(draw, shape, len(rows) + 2, entries, dtype), places)
         y, new, new_tail = replay(old, tail, *inputs, **places, interval=shape.interval)
-        want_y, want, want_tail = reference.state_replay(old, tail, *inputs, **places, interval=shape.interval)
+        want_y, want, want_tail = self.reference(old, tail, *inputs, **places, interval=shape.interval)
         assert y.dtype == dtype
         assert_close(y, want_y, dtype)
         written = [r[5] for r in rows if r[5] and r[4] and (r[3] // shape.interval + 1) * shape.interval <= r[3] + r[4]]
         assert_close(new[written], want[written], old.dtype)
         untouched = np.setdiff1d(np.arange(1, slots), written)
         assert_same_bits(new[untouched], old[untouched])
-        for ours, theirs in zip(new_tail, want_tail, strict=True):
-            assert_same_bits(ours[1:], theirs[1:])
+        self.check_tail(new_tail, want_tail, dtype)
         return y, new, new_tail
+
+    def check_tail(self, tail, expected, dtype):
+        for ours, theirs in zip(tail, expected, strict=True):
+            assert_same_bits(ours[1:], theirs[1:])
 
     def rows_of(self, shape, rows):
         """Rows at any place between two boundaries, with and without one ahead, a fresh one and padding among them."""
@@ -221,15 +231,15 @@ class Replay:
     @pytest.mark.parametrize("shape", [SHAPES[0], ODD, SHAPES[-2]], ids=lambda s: s.name)
     def test_in_place(self, shape, rows, dtype):
         draw = Draw()
-        inputs = layer(draw, shape, rows, 2, dtype)
+        inputs = self.layer(draw, shape, rows, 2, dtype)
         one = states(draw, shape, 1, dtype)
         store = np.zeros((4_000_000 // one.size, *one.shape[1:]), one.dtype)
         entries = 2 * shape.entries
-        tail = jax.tree.map(np.nan_to_num, tails(draw, shape, 40, entries, dtype))
+        tail = jax.tree.map(np.nan_to_num, self.tails(draw, shape, 40, entries, dtype))
         places = where([row(1 + i, 1 + i, 8, 9, 2, 1 + rows + i) for i in range(rows)])
 
         def run(donated, inputs, places):
-            return state_replay(
+            return self.operation(
                 *donated, *inputs, **places, interval=shape.interval, implementation=self.implementation
             )[::-1]
 
@@ -240,6 +250,14 @@ class Replay:
     def test_real_sizes(self, replay, shape):
         shape = dataclasses.replace(shape, rows=min(shape.rows, 3))
         self.check(replay, shape, self.rows_of(shape, shape.rows), slots=2 * shape.rows + 1)
+
+
+missing = native.why_missing("state_replay")
+
+
+@pytest.mark.skipif(missing is not None, reason=f"native operations: {missing}")
+class TestNative(Replay):
+    implementation = "native"
 
 
 class TestXla(Replay):

@@ -43,14 +43,14 @@ def tpu_devices(name: str):
     return topologies.get_topology_desc(platform="tpu", topology_name=SLICES[name]).devices
 
 
-def compile_for_tpu(name: str, operation, *arguments, donate: int | None = None) -> jax.stages.Compiled:
-    """`operation` compiled for one TPU, for arguments of these shapes; `donate` is the number of the donated one."""
+def compile_for_tpu(name: str, operation, *arguments, donate: int | tuple[int, ...] = ()) -> jax.stages.Compiled:
+    """`operation` compiled for one TPU, for arguments of these shapes; `donate` are the numbers of the donated ones."""
     device = tpu_devices(name)[0]
     place = SingleDeviceSharding(device)
     placed = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=place), arguments)
     # Some of Pallas' lowering asks for the kind of TPU: of the mesh, or else of the machine at hand.
     with jax.set_mesh(Mesh(np.array([device]), ("device",), axis_types=(AxisType.Auto,))):
-        return jax.jit(operation, donate_argnums=() if donate is None else donate).lower(*placed).compile()
+        return jax.jit(operation, donate_argnums=donate).lower(*placed).compile()
 
 
 @functools.cache
@@ -64,13 +64,15 @@ def gpu_device(name: str):
     return slice_mesh(machine).devices.flat[0]
 
 
-def compile_for_gpu(name: str, operation, *arguments, donate: int | None = None, **options) -> jax.stages.Compiled:
+def compile_for_gpu(
+    name: str, operation, *arguments, donate: int | tuple[int, ...] = (), **options
+) -> jax.stages.Compiled:
     """`operation` compiled for one GPU, as `compile_for_tpu`; `options` are the compiler's."""
     device = gpu_device(name)
     place = SingleDeviceSharding(device)
     placed = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=place), arguments)
     with jax.set_mesh(Mesh(np.array([device]), ("device",), axis_types=(AxisType.Auto,))):
-        lowered = jax.jit(operation, donate_argnums=() if donate is None else donate).lower(*placed)
+        lowered = jax.jit(operation, donate_argnums=donate).lower(*placed)
         # Library kernels cannot be tried out without the device.
         return lowered.compile({"xla_gpu_autotune_level": 0, **options})
 
@@ -91,10 +93,10 @@ def registers_of_kernels(folder) -> dict[str, tuple[int, int]]:
     return found
 
 
-def lower_for_gpu(operation, *arguments, donate: int | None = None) -> str:
+def lower_for_gpu(operation, *arguments, donate: int | tuple[int, ...] = ()) -> str:
     """`operation` lowered for CUDA, as text."""
     with _pretend_gpu():
-        traced = jax.jit(operation, donate_argnums=() if donate is None else donate).trace(*arguments)
+        traced = jax.jit(operation, donate_argnums=donate).trace(*arguments)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 

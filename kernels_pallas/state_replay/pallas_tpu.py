@@ -1,0 +1,287 @@
+"""The replay as one TPU kernel: a row's anchor goes through VMEM once, and the matrix unit reads it.
+
+The grid is (rows, blocks of heads). The blocks that the pipeline fetches and writes back are named by prefetched
+numbers of slots and tails; states and tails are input and output in one buffer. A block moves only when its name
+changes, so a row that needs none (no anchor, no state due, padding) names the one that lies there already.
+
+With the form of `kernels_pallas.state_replay.xla`, all new tokens' outputs are three products: C with the anchor, C
+with B of the tail, and the decayed scores with x of the tail. A tail is used as it lies, a ring: the sums over the
+tokens before each are a product with a mask of their positions. Operands are of x's dtype, sums float32; what makes
+the state that is written keeps twice those digits, since it is carried on. With float32 inputs products keep full
+precision.
+
+The next row's anchor is fetched while this one's state is written, which is why no row may write a slot that another
+row reads (`kernels_pallas.slots`).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas import tails
+from kernels_pallas.heads import HeadBlocks, head_blocks
+
+F32 = jnp.float32
+LANES = 128
+BLOCK_BYTES = 1 << 20  # of the state that is moved at a time: large enough to hide a grid step's fixed cost
+
+
+def unsupported(states, tail, x, dt, a, b, c, d, **places):
+    """Why this call cannot run, or None."""
+    return "it is empty" if 0 in (*x.shape, *b.shape) else None
+
+
+def state_replay(
+    states, tail, x, dt, a, b, c, d, *, anchor_slot, tail_id, anchor_length, length, num_tokens, write_slot, interval,
+    interpret=False,
+):  # fmt: skip
+    """See `api.state_replay`."""
+    rows, steps, heads, head_dim = x.shape
+    groups, state = b.shape[2:]
+    entries = tail.x.shape[1]
+    blocks = _blocks(states, heads, groups)
+    due = tails.next_boundary(length, num_tokens, interval)
+    live = num_tokens > 0
+    write = jnp.where(due.reached & live, write_slot, 0)
+    anchor = jnp.where(live, anchor_slot, 0)
+    named = (*_named(anchor, anchor > 0, blocks), *_named(tail_id, live, blocks), *_named(write, write > 0, blocks))
+    scalars = anchor, anchor_length, length, num_tokens, write, due.position, *named
+
+    def block(h, i, place):
+        return jnp.where(place[i] < 0, h, place[i])
+
+    def group_block(h):
+        return h if blocks.heads >= blocks.repeats else blocks.first_group(h)
+
+    # An index map gets the grid's indices and all scalars; the last six are names and places.
+    def of_slots(number):
+        return lambda i, h, *s: (s[number][i], block(h, i, s[number + 1]), 0, 0)
+
+    def of_tails(pick):
+        return lambda i, h, *s: (s[8][i], 0, pick(block(h, i, s[9])))
+
+    slot, inner, channels = (1, blocks.heads, head_dim, state), blocks.heads * head_dim, blocks.groups * state
+    tail_specs = [
+        pl.BlockSpec((1, entries, inner), of_tails(lambda h: h)),
+        pl.BlockSpec((1, entries, channels), of_tails(group_block)),
+        pl.BlockSpec((1, entries, heads), of_tails(lambda h: 0)),
+    ]
+    per_head = pl.BlockSpec((1, steps, inner), lambda i, h, *_: (i, 0, h))
+    per_group = pl.BlockSpec((1, steps, channels), lambda i, h, *_: (i, 0, group_block(h)))
+    all_heads = pl.BlockSpec((1, heads), lambda i, h, *_: (0, 0))
+    count = len(scalars)
+    tail_shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in tail]
+    y, states, *new_tail = pl.pallas_call(
+        functools.partial(_kernel, blocks=blocks, head_dim=head_dim),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=count,
+            grid=(rows, blocks.count),
+            in_specs=[
+                per_head,
+                pl.BlockSpec((1, steps, heads), lambda i, h, *_: (i, 0, 0)),
+                all_heads,
+                per_group,
+                per_group,
+                pl.BlockSpec((1, inner), lambda i, h, *_: (0, h)),
+                pl.BlockSpec(slot, of_slots(6)),
+                *tail_specs,
+            ],
+            out_specs=[per_head, pl.BlockSpec(slot, of_slots(10)), *tail_specs],
+            scratch_shapes=[
+                pltpu.VMEM((blocks.count, steps, blocks.heads), F32),
+                pltpu.VMEM((blocks.count, blocks.heads, entries), F32),
+                pltpu.VMEM((blocks.count, blocks.heads, 1), F32),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((rows, steps, heads * head_dim), x.dtype),
+            jax.ShapeDtypeStruct(states.shape, states.dtype),
+            *tail_shapes,
+        ],
+        input_output_aliases={count + 6 + i: 1 + i for i in range(4)},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
+        cost_estimate=_cost(states, tail, x, b, interval),
+        interpret=interpret,
+        name="state_replay",
+    )(
+        *(v.astype(jnp.int32) for v in scalars),
+        x.reshape(rows, steps, -1),
+        dt.astype(F32),
+        a.astype(F32)[None],
+        b.reshape(rows, steps, -1),
+        c.reshape(rows, steps, -1),
+        jnp.repeat(d.astype(F32), head_dim)[None],
+        states,
+        *tail,
+    )
+    return y.reshape(x.shape), states, type(tail)(*new_tail)
+
+
+def _named(index, wanted, blocks: HeadBlocks):
+    """Of which slot or tail a row's blocks are: its own, or the last one's before it that wants any, or the next one's.
+
+    Returns the index, and the place of the block that lies there already, -1 where the row's own are wanted.
+    """
+    number = jnp.arange(len(index))
+    before = lax.cummax(jnp.where(wanted, number, -1))
+    source = jnp.where(before >= 0, before, jnp.argmax(wanted))
+    place = jnp.where(wanted, -1, jnp.where(before >= 0, blocks.count - 1, 0))
+    return jnp.where(wanted.any(), index[source], 0), place
+
+
+def _kernel(
+    anchor, anchor_length, length, num_tokens, write, boundary, _slot, _slot_place, _tail, _tail_place, _due,
+    _due_place, x, dt, a, b, c, d, state_in, tail_x, tail_b, tail_dt, y, state_out, new_x, new_b, new_dt, now, taken,
+    at_end, *, blocks: HeadBlocks, head_dim: int,
+):  # fmt: skip
+    row, block = (pl.program_id(axis) for axis in range(2))
+    steps, entries = x.shape[1], tail_x.shape[1]
+    start, count = length[row], num_tokens[row]
+
+    @pl.when(count == 0)
+    def _():
+        y[...] = jnp.zeros(y.shape, y.dtype)
+
+    @pl.when(count > 0)
+    def _():
+        def position(axis):  # of the token at each entry, along one axis
+            first = anchor_length[row]
+            entry = lax.broadcasted_iota(jnp.int32, (entries, 1) if axis == 0 else (1, entries), axis)
+            return first + ((entry - first) & (entries - 1))
+
+        along, across = position(0), position(1)
+        valid = along < start + count
+        step = lax.broadcasted_iota(jnp.int32, (steps, 1), 0)
+
+        def append(old, new, target):
+            """A tail's entries with the new ones in float32, zeros where there is none."""
+            merged = old[0].astype(F32)
+            for t in range(steps):
+                here = (along == start + t) & (t < count)
+                merged = jnp.where(here, new[0, t : t + 1].astype(F32), merged)
+            target[0] = merged.astype(target.dtype)
+            return jnp.where(valid, merged, 0)
+
+        @pl.when(block == 0)
+        def _():
+            dts = append(tail_dt, dt, new_dt)
+            decay = dts * a[...]
+            sums = _dot((across <= along).astype(F32), decay, (1, 0), F32)
+            rest = (sums - jnp.log(dts)).T
+            of_new = _dot((across <= start + step).astype(F32), decay, (1, 0), F32)
+            of_due = jnp.sum(jnp.where(along < boundary[row], decay, 0), axis=0, keepdims=True)
+            for k in range(blocks.count):
+                heads = slice(k * blocks.heads, (k + 1) * blocks.heads)
+                now[k], taken[k] = of_new[:, heads], rest[heads]
+                at_end[k] = jnp.broadcast_to(of_due[:, heads], (8, blocks.heads)).T[:, :1]
+
+        values, keys = append(tail_x, x, new_x), append(tail_b, b, new_b)
+        queries = jnp.where(step < count, c[0].astype(F32), 0)
+        skipped = jnp.where(step < count, x[0].astype(F32), 0) * d[...]
+        later = jnp.where(across <= start + step, 0.0, -jnp.inf)
+        sizes = _Sizes(blocks, head_dim, keys.shape[1] // blocks.groups, x.dtype)
+        sums, rest = now[block], taken[block]
+        has_anchor = anchor[row] > 0
+        for group, heads, lanes in sizes.together():
+            here = slice(group * sizes.state, (group + 1) * sizes.state)
+            scores = sizes.dot(queries[:, here], keys[:, here], (1, 1))
+            inside, from_anchor = [], []
+            for head in range(heads.start, heads.stop):
+                so_far = sums[:, head : head + 1]
+                # Masked before exp: of later tokens it could overflow.
+                weights = scores * jnp.exp(so_far - rest[head : head + 1] + later)
+                inside.append(sizes.dot(weights, values[:, lanes], (1, 0)))
+                from_anchor.append(jnp.broadcast_to(jnp.exp(so_far), (steps, lanes.stop - lanes.start)))
+            read = sizes.dot(queries[:, here], state_in[0, heads].reshape(-1, sizes.state), (1, 1))
+            # A select, not a product: the null slot may hold NaN.
+            before = jnp.where(has_anchor, read * sizes.join(from_anchor, 1), 0)
+            out = sizes.join(inside, 1) + before + skipped[:, lanes]
+            y[0, :, lanes] = jnp.where(step < count, out, 0).astype(y.dtype)
+
+        @pl.when(write[row] > 0)
+        def _():
+            ends = at_end[block]
+            for group, heads, lanes in sizes.together():
+                here = slice(group * sizes.state, (group + 1) * sizes.state)
+                # The decay from each token to the boundary; masked before exp.
+                kept = [
+                    jnp.exp(jnp.where(across < boundary[row], ends[head : head + 1] - rest[head : head + 1], -jnp.inf))
+                    for head in range(heads.start, heads.stop)
+                ]
+                weights = sizes.join([jnp.broadcast_to(v, (lanes.stop - lanes.start, entries)) for v in kept], 0)
+                added = sizes.fine_dot(values[:, lanes].T * weights, keys[:, here], (1, 0))
+                old = jnp.where(has_anchor, state_in[0, heads].astype(F32), 0) * jnp.exp(ends[heads])[:, :, None]
+                state_out[0, heads] = (old + added.reshape(old.shape)).astype(state_out.dtype)
+
+
+class _Sizes:
+    """How a block's heads go into products together, so that their channels fill the lanes of a register."""
+
+    def __init__(self, blocks: HeadBlocks, head_dim: int, state: int, dtype) -> None:
+        self.state, self._blocks, self._head_dim, self._dtype = state, blocks, head_dim, dtype
+        self.dot = functools.partial(_dot, dtype=dtype)
+
+    def together(self):
+        """Groups, and the heads and lanes of each product."""
+        repeats = self._blocks.heads // self._blocks.groups
+        several = LANES // self._head_dim if LANES % self._head_dim == 0 else 1
+        several = several if repeats % several == 0 else 1
+        for first in range(0, self._blocks.heads, several):
+            last = first + several
+            yield first // repeats, slice(first, last), slice(first * self._head_dim, last * self._head_dim)
+
+    def join(self, parts, axis: int):
+        """Each head's channels from its part."""
+        out = parts[0]
+        which = lax.div(lax.broadcasted_iota(jnp.int32, out.shape, axis), self._head_dim)
+        for i in range(1, len(parts)):
+            out = jnp.where(which == i, parts[i], out)
+        return out
+
+    def fine_dot(self, left, right, contract):
+        """A product with a left side of float32, of which two parts in the dtype keep twice its digits."""
+        if self._dtype == F32:
+            return self.dot(left, right, contract)
+        coarse = left.astype(self._dtype)
+        return self.dot(coarse, right, contract) + self.dot(left - coarse.astype(F32), right, contract)
+
+
+def _dot(left, right, contract, dtype):
+    """A product summed in float32, of operands rounded to the dtype; with float32 in full precision."""
+    precision = lax.Precision.HIGHEST if dtype == F32 else lax.Precision.DEFAULT
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(
+        left.astype(dtype), right.astype(dtype), dims, precision=precision, preferred_element_type=F32
+    )
+
+
+def _blocks(states, heads, groups) -> HeadBlocks:
+    """Blocks whose channels, groups and heads are whole numbers of registers, unless there is one block only."""
+    head_dim, state = states.shape[2:]
+    lanes = -(-state // LANES) * LANES  # as a block lies in VMEM
+    head_bytes = head_dim * lanes * states.dtype.itemsize
+    lanes_of_heads = next(n for n in range(8, 8 * LANES + 1, 8) if n * head_dim % LANES == 0)
+    lanes_of_groups = next(n for n in range(1, LANES + 1) if n * state % LANES == 0)
+    return head_blocks(
+        heads, groups, most=max(1, BLOCK_BYTES // head_bytes), multiple=lanes_of_heads, group_multiple=lanes_of_groups
+    )
+
+
+def _cost(states, tail, x, b, interval) -> pl.CostEstimate:
+    rows, steps, heads, head_dim = x.shape
+    size, entries = b.shape[3], tail.x.shape[1]
+    channels = heads * head_dim
+    tail_bytes = sum(v.nbytes if hasattr(v, "nbytes") else v.size * v.dtype.itemsize for v in tail) // len(tail.x)
+    token_bytes = 2 * channels * x.dtype.itemsize + 4 * heads + 2 * b.shape[2] * size * b.dtype.itemsize
+    state_bytes = channels * size * states.dtype.itemsize
+    # A state is due once in an interval; drafts of several steps may reach it.
+    written = min(rows, -(-rows * steps // interval))
+    return pl.CostEstimate(
+        flops=2 * rows * steps * channels * (size + entries) + 2 * written * channels * size * entries,
+        transcendentals=rows * heads * steps * entries,
+        bytes_accessed=(rows + written) * state_bytes + 2 * rows * tail_bytes + rows * steps * token_bytes,
+    )

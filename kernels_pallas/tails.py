@@ -1,0 +1,143 @@
+"""Tails: rings of a row's inputs since its anchor, a state that was stored. Tail 0 is nowhere.
+
+Token n lies at entry n % entries. What a tail holds counts only for the tokens from the anchor on; anything else, NaN
+included, is masked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from kernels_pallas.row_loop import head_axes
+from kernels_pallas.shape_check import check_shapes
+from kernels_pallas.slots import take, write_slots
+
+F32 = jnp.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """The tokens since the anchor in their order; entry i of a tail holds those whose position is i modulo entries."""
+
+    position: Int[Array, "rows entries"]
+    """The anchor's length, and so on."""
+    valid: Bool[Array, "rows entries"]
+    """Whether there is a token of that position, the new ones included."""
+    new_position: Int[Array, "rows steps"]
+    is_new: Bool[Array, "rows steps"]
+    """Whether a new token is no padding."""
+    index_of_new: Int[Array, "rows steps"]
+    """Where new tokens are in the order."""
+    seen: Bool[Array, "rows steps entries"]
+    """Whether a new token comes after that one, or is it."""
+
+    @classmethod
+    def of(cls, anchor_length, length, num_tokens, *, entries: int, steps: int) -> Order:
+        count, step = jnp.arange(entries), jnp.arange(steps)
+        position = anchor_length[:, None] + count
+        new_position = length[:, None] + step
+        valid = (position < (length + num_tokens)[:, None]) & (num_tokens > 0)[:, None]
+        index_of_new = new_position - anchor_length[:, None]
+        return cls(
+            position,
+            valid,
+            new_position,
+            step < num_tokens[:, None],
+            index_of_new,
+            valid[:, None] & (count <= index_of_new[..., None]),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Boundary:
+    """The next multiple of the interval after each row's length."""
+
+    position: Int[Array, " rows"]
+    reached: Bool[Array, " rows"]
+
+
+def next_boundary(length, num_tokens, interval: int) -> Boundary:
+    """Where it is, and whether the new tokens reach it."""
+    position = (length // interval + 1) * interval
+    return Boundary(position, position <= length + num_tokens)
+
+
+def append(
+    tail: Sequence[Shaped[Array, "tails entries channels"]],
+    new: Iterable[Shaped[Array, "rows steps ..."]],
+    order: Order,
+    tail_id: Int[Array, " rows"],
+) -> list[Shaped[Array, "tails entries channels"]]:
+    """The tail's arrays with what belongs to the new tokens."""
+    entries = tail[0].shape[1]
+    # All entries of all tails in a row: entry 0 of tail 0 is nowhere, as slot 0 is.
+    places = jnp.where(order.is_new, tail_id[:, None] * entries + order.new_position % entries, 0).reshape(-1)
+
+    def one(old, values):
+        flat = write_slots(old.reshape(-1, old.shape[2]), values.reshape(len(places), -1), places)
+        return flat.reshape(old.shape)
+
+    return list(map(one, tail, new))
+
+
+def in_order(
+    kept: Shaped[Array, "tails entries channels"], order: Order, tail_id: Int[Array, " rows"], *shape: int
+) -> Float[Array, "rows entries *shape"]:
+    """What a tail holds from the anchor on, float32; zeros where there is no token."""
+    entries = kept.shape[1]
+    found = take(kept.reshape(-1, kept.shape[2]), tail_id[:, None] * entries + order.position % entries)
+    return jnp.where(order.valid[..., None], found, 0).astype(F32).reshape(*found.shape[:2], *shape)
+
+
+def at(values: Float[Array, "rows entries heads"], index: Int[Array, "rows n"]) -> Float[Array, "rows n heads"]:
+    """values[row, index]; any value where the index is out of bounds."""
+    return jnp.take_along_axis(values, jnp.clip(index, 0, values.shape[1] - 1)[..., None], axis=1)
+
+
+def read(
+    anchor: Float[Array, "rows heads head_dim state"], query: Float[Array, "rows groups state"]
+) -> Float[Array, "rows heads head_dim"]:
+    """State times query without a product (`dot`), which would make XLA:CPU lay out the whole store differently."""
+    split, shared = head_axes(anchor.shape[1], query.shape[1])
+    grouped = anchor.reshape(len(anchor), *split, *anchor.shape[2:])
+    return (grouped * query.reshape(len(query), *shared, 1, -1)).sum(-1).reshape(anchor.shape[:3])
+
+
+def state_after(
+    anchor: Float[Array, "heads head_dim state"],
+    decay: Float[Array, " heads"],
+    fed: Float[Array, "entries heads head_dim"],
+    keys: Float[Array, "entries groups state"],
+) -> Float[Array, "heads head_dim state"]:
+    """One row's state: the anchor's part, and what each token's input (decayed) adds by its key. Without `dot`, too."""
+    split, shared = head_axes(anchor.shape[0], keys.shape[1])
+    state = (anchor * decay[:, None, None]).reshape(*split, *anchor.shape[1:])
+
+    def add(n, state):
+        return state + fed[n].reshape(*split, -1, 1) * keys[n].reshape(*shared, 1, -1)
+
+    return lax.fori_loop(0, len(fed), add, state).reshape(anchor.shape)
+
+
+def check_tail(
+    operation: str, tail: Mapping[str, Any], channels: Mapping[str, int], *, interval: int, steps: int
+) -> None:
+    """Raises ValueError unless the arrays of a tail have these channels, and it has room for an interval and a step."""
+    described = {name: (array, f"tails entries n_{name}") for name, array in tail.items()}
+    sizes = check_shapes(f"{operation}: tail", **described)
+    for name, expected in channels.items():
+        if sizes[f"n_{name}"] != expected:
+            shape = tuple(tail[name].shape)
+            raise ValueError(f"{operation}: tail.{name} has shape {shape}, expected {expected} channels")
+    if interval < 1:
+        raise ValueError(f"{operation}: the interval is {interval}, expected at least 1")
+    entries, least = sizes["entries"], interval + steps - 1
+    if entries & (entries - 1) or entries < least:
+        wanted = f"a power of two of at least {least} (interval + steps - 1)"
+        raise ValueError(f"{operation}: tails have {entries} entries, expected {wanted}")
