@@ -1,0 +1,79 @@
+"""Public form of the delta rule's replay. What anchor and tail are, `kernels_pallas.state_replay` says.
+
+The rule (Yang et al., 2024) adds u[n] k[n] to the decayed state, where u[n] = beta (v - S k) is what was not remembered
+of a token's value. A tail keeps u as it was found when its token was absorbed: replaying it is then linear, as Mamba2
+is. Only the new tokens' u have to be found, one after the other, and all that they ask of the anchor, their k and q, is
+known beforehand: it is read once.
+"""
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas import dispatch
+from kernels_pallas.delta_replay import xla
+from kernels_pallas.shape_check import check_groups, shapes_checked
+from kernels_pallas.tails import check_tail
+
+REPLAY = (
+    dispatch.Implementation("xla", xla.delta_replay),
+    dispatch.Implementation("xla_row_blocks", xla.row_blocks),
+    dispatch.Implementation("xla_all_rows", xla.all_rows),
+)
+
+
+class DeltaTail(NamedTuple):
+    """The tails of one layer: of a row's token n at entry n % L. Tail 0 is nowhere."""
+
+    u: Float[Array, "tails entries inner"]
+    """[.., heads * head_dim]: what a token added to the state, by its k. Any float dtype; float32 loses nothing."""
+    k: Float[Array, "tails entries channels"]
+    """[.., groups * state], in the precision that the layer computes in."""
+    log_decay: Float[Array, "tails entries heads"]
+    """float32."""
+
+
+@shapes_checked
+def delta_replay(
+    states: Float[Array, "slots heads head_dim state"],
+    tail: DeltaTail,
+    q: Float[Array, "rows steps groups state"],
+    k: Float[Array, "rows steps groups state"],
+    v: Float[Array, "rows steps heads head_dim"],
+    log_decay: Float[Array, "rows steps heads"],
+    beta: Float[Array, "rows steps heads"],
+    *,
+    anchor_slot: Int[Array, " rows"],
+    tail_id: Int[Array, " rows"],
+    anchor_length: Int[Array, " rows"],
+    length: Int[Array, " rows"],
+    num_tokens: Int[Array, " rows"],
+    write_slot: Int[Array, " rows"],
+    interval: int,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "rows steps heads head_dim"], Float[Array, "slots heads head_dim state"], DeltaTail]:
+    """y of `num_tokens` new tokens of each row, from S(anchor_length) and the tail's tokens since then.
+
+    Slots, tails, lengths and the interval are as in `kernels_pallas.state_replay`, and what is promised and asked of
+    them too.
+
+    Args:
+        states: float32 or bfloat16. Donate it, and the tail: they are updated in place.
+        q: any float dtype; so are k and v. Tokens beyond num_tokens may hold NaN; their y is 0.
+        log_decay: at most 0.
+    Returns:
+        y in v's dtype, states and tail.
+    Raises:
+        ValueError: shapes that do not fit together, or an impossible interval or number of entries.
+        UnsupportedError: the implementation named does not exist or cannot run this call.
+    """
+    (_, steps, heads, head_dim), (groups, state) = v.shape, q.shape[2:]
+    check_groups("delta_replay", heads, groups)
+    tail = DeltaTail(*tail)
+    channels = {"u": heads * head_dim, "k": groups * state, "log_decay": heads}
+    check_tail("delta_replay", tail._asdict(), channels, interval=interval, steps=steps)
+    return dispatch.call(
+        "delta_replay", REPLAY, implementation, states, tail, q, k, v, log_decay, beta,
+        anchor_slot=anchor_slot, tail_id=tail_id, anchor_length=anchor_length, length=length, num_tokens=num_tokens,
+        write_slot=write_slot, interval=interval,
+    )  # fmt: skip
