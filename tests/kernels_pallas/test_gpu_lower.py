@@ -1,6 +1,6 @@
 """Triton kernels lowered for CUDA without a GPU: every operation in them exists there, and the store is one buffer.
 
-That ptxas takes them, and that they are right on a GPU, is for `pytest -m gpu` and benchmarks/gpu_check.py.
+That ptxas takes them, and that they are right on a GPU, is for `pytest -m gpu` and benchmarks/gpu_check.
 """
 
 import jax.numpy as jnp

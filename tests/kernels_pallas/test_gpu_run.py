@@ -1,4 +1,4 @@
-"""Triton kernels on a GPU: `JAX_PLATFORMS=cuda pytest -m gpu`. (benchmarks/gpu_check.py checks and times them.)"""
+"""Triton kernels on a GPU: `JAX_PLATFORMS=cuda pytest -m gpu`. (benchmarks/gpu_check checks and times them.)"""
 
 import dataclasses
 

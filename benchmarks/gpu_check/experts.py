@@ -1,0 +1,41 @@
+"""The products of a layer of experts, up and down."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu_check.sizes import BF16, CLOSE, F32, I32, Sizes
+from benchmarks.gpu_timing import difference, seconds
+from kernels_pallas.grouped_matmul import grouped_matmul
+from serving.bench.report import emit
+
+CHECKED = 32
+"""Tokens whose products are computed one by one."""
+
+
+def check_experts(sizes: Sizes, copy: float) -> bool:
+    """Decode of every number of rows, and a prompt. JAX's kernel for GPU has no interpreter: elsewhere, `xla` runs."""
+    ok, (experts, size, width, chosen) = True, sizes.experts
+    name = "xla" if sizes.interpret else "pallas_gpu"
+    for tokens in (*(rows * chosen for rows in sizes.rows), sizes.prompt * chosen):
+        expert = np.sort(np.random.default_rng(0).integers(0, experts, tokens))
+        groups = jnp.asarray(np.bincount(expert, minlength=experts), I32)
+        for outputs, inputs in ((size, width), (width, size)):
+            keys = jax.random.split(jax.random.key(0), 2)
+            x = jax.random.normal(keys[0], (tokens, inputs), BF16)
+            w = jax.random.normal(keys[1], (experts, outputs, inputs), BF16) / inputs**0.5
+            run = jax.jit(lambda w, x, groups: (w, grouped_matmul(x, w, groups, implementation=name)), donate_argnums=0)
+            some = np.linspace(0, tokens - 1, min(tokens, CHECKED)).astype(int)
+            want = jnp.stack([w[expert[t]].astype(F32) @ x[t].astype(F32) for t in some])
+            w, out = run(w, x, groups)
+            error = difference(out[some], want)
+            ok &= error < CLOSE["bfloat16"]
+            timed = seconds(run, w, x, groups, calls=sizes.calls)
+            moved = len(np.unique(expert)) * outputs * inputs * 2
+            emit(
+                metric="experts", by=name, tokens=tokens, outputs=outputs, inputs=inputs, us=round(timed * 1e6, 1),
+                of_copy=round(moved / timed / copy, 3), error=error, ok=error < CLOSE["bfloat16"],
+            )  # fmt: skip
+    return ok
