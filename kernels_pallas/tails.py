@@ -69,11 +69,11 @@ def next_boundary(length, num_tokens, interval: int) -> Boundary:
 
 
 def append(
-    tail: Sequence[Shaped[Array, "tails entries channels"]],
+    tail: Sequence[Shaped[Array, "tails entries ..."]],
     new: Iterable[Shaped[Array, "rows steps ..."]],
     order: Order,
     tail_id: Int[Array, " rows"],
-) -> list[Shaped[Array, "tails entries channels"]]:
+) -> list[Shaped[Array, "tails entries ..."]]:
     """The tail's arrays with what belongs to the new tokens."""
     entries = tail[0].shape[1]
     # All entries of all tails in a row: entry 0 of tail 0 is nowhere, as slot 0 is.
