@@ -61,6 +61,8 @@ class Tiers:
         """Bytes on their way from memory to the disk."""
         self.fetching = 0
         """Bytes on their way back."""
+        self._weights_replaced = False
+        """From then on nothing goes to the disk: how often they were means nothing to another process."""
         self._departures: list[Departure] = []
         self._gone: list[tuple[Tier, list[Name]]] = []
 
@@ -112,7 +114,7 @@ class Tiers:
         What is evicted from memory later is there already, and what a process had when it was killed is, too.
         """
         disk = self.disk
-        if disk is None or disk is self.tiers[0]:
+        if disk is None or disk is self.tiers[0] or self._weights_replaced:
             return None
         if unit.name in disk.units:
             disk.touch(unit.name)
@@ -143,6 +145,7 @@ class Tiers:
 
         What the disk has belongs to the weights that the process was started with, and to its next start.
         """
+        self._weights_replaced = True
         for tier in self.tiers:
             if tier is self.host:
                 self._gone += [(tier, tier.drop(name)) for name in list(tier.units)]

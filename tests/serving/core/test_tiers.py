@@ -10,6 +10,7 @@ from serving.core.cache.prefix_tree import Scope
 from serving.core.tiers.content import Chain, link, root, state_name
 from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Sizes, Tier, Unit
+from serving.core.tiers.tiers import Tiers
 from tests.serving.core.test_fuzz import SHARDS, examples
 from tests.serving.core.tiered import run_tiered
 
@@ -128,6 +129,21 @@ def test_fetching_is_tried_until_it_is_known_to_be_dearer_and_again_after_a_whil
     while not prices.worth_fetching("disk", 1000, 500):
         refused += 1
     assert 10 < refused < 200
+
+
+def test_what_other_weights_computed_never_goes_to_the_disk():
+    disk = Tier("disk", 1000, SIZES)
+    tiers = Tiers(Tier("host", 1000, SIZES), disk, prices=Prices(), max_leaving=1000)
+    before, after = unit([1] * 5), unit([2] * 5)
+    assert tiers.host is not None
+    tiers.host.add(before)
+    assert tiers.spill(before) is not None
+    tiers.outdate()
+    assert not tiers.host.units
+    tiers.host.add(after)
+    tiers.host.touch(after.name)
+    assert tiers.spill(after) is None
+    assert list(disk.units) == [before.name]
 
 
 REACHED = (

@@ -1,0 +1,200 @@
+"""A whole engine with tiers, but for its programs: these emit one token for ever and leave the store as it is."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from serving.config import ConfigError, EngineConfig
+from serving.core.tiers.prices import Prices
+from serving.engine.build import assemble
+from serving.engine.sampling_params import SamplingParams
+from tests.support.engines import finish
+from tests.support.split_pair import FLAGS, model, tokens
+
+SMALL = FLAGS | {"debug_state": False, "max_num_seqs": 2, "num_slots": 8, "num_pages": 26, "max_num_batched_tokens": 40}
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+GIB = 1 << 30
+HOST, DISK = {"host_cache_gib": 0.004}, {"disk_cache_gib": 0.1}
+
+
+class NoPrograms:
+    """In the place of step programs."""
+
+    compilations = 0
+
+    def seat(self, rows, seat):
+        return rows
+
+    def decode(self, store, rows, batch):
+        emitted = jnp.asarray(np.where(np.asarray(batch.sample), 5, -1)[:, None].astype(np.int32))
+        finite = jnp.ones(len(emitted), bool)
+        return store, rows, SimpleNamespace(tokens=emitted, finite=finite, num_drafts=None, prompt_logprobs=None)
+
+    prefill = decode
+
+
+class Free(Prices):
+    """Computing nothing takes no time."""
+
+    def worth_fetching(self, tier: str, num_bytes: int, tokens: int) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return model()
+
+
+@pytest.fixture
+def start(tiny, tmp_path):
+    """Makes engines, and closes them."""
+    made = []
+
+    def make(**flags):
+        if "disk_cache_gib" in flags:
+            flags = {"disk_cache": str(tmp_path / "disk")} | flags
+        config = EngineConfig.create(mamba_cache_mode="all", **(SMALL | flags))
+        engine = assemble(config, tiny, programs=NoPrograms()).engine
+        engine.loop.scheduler.tiers.prices = Free()
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def ask(engine, name, prompt, **more):
+    """A request from beginning to end; prompt tokens that it found."""
+    output = engine.add_request(name, {"prompt_token_ids": list(prompt)}, PARAMS, **more)
+    finish(engine)
+    return output.num_cached_tokens
+
+
+def fill(engine, numbers=range(1, 7), **more):
+    """So many prompts that the first are evicted."""
+    for number in numbers:
+        assert ask(engine, f"first {number}", tokens(number, 61), **more) == 0
+
+
+def stats(engine) -> dict:
+    return engine.stats()["tiers"]
+
+
+@pytest.mark.parametrize("flags", [HOST, DISK, HOST | DISK])
+def test_a_prompt_that_was_evicted_is_not_computed_again(start, flags):
+    engine = start(**flags)
+    fill(engine)
+    computed = engine.stats()["prefill_tokens"]
+    assert ask(engine, "again", tokens(1, 61)) == 61
+    assert engine.stats()["prefill_tokens"] == computed
+    assert sum(tier["arrived"] for tier in stats(engine).values()) == 1
+    engine.loop.scheduler.check(idle=True)
+
+
+def test_a_restart_finds_what_was_on_the_device_and_in_memory(start):
+    engine = start(**HOST, **DISK)
+    fill(engine)
+    engine.close()
+    engine = start(**DISK)
+    for number in (6, 1, 3):
+        assert ask(engine, f"again {number}", tokens(number, 61)) == 61
+    assert stats(engine)["disk"]["arrived"] == 3
+
+
+def test_memory_of_no_size_leaves_everything_to_the_disk(start):
+    engine = start(host_cache_gib=1 / GIB, **DISK)
+    fill(engine)
+    assert ask(engine, "again", tokens(1, 61)) == 61
+    assert (stats(engine)["host"]["units"], stats(engine)["disk"]["arrived"]) == (0, 1)
+
+
+def test_another_layout_finds_nothing_of_it(start, tmp_path):
+    engine = start(**DISK)
+    fill(engine)
+    engine.close()
+    fill(start(state_block_size=32, **DISK), numbers=[1])
+    assert len(list((tmp_path / "disk").iterdir())) == 2
+
+
+def test_salts_are_kept_apart(start):
+    engine = start(**HOST)
+    fill(engine, cache_salt="a")
+    for salt, found in ((None, 0), ("b", 0), ("a", 61)):
+        assert ask(engine, f"again {salt}", tokens(1, 61), cache_salt=salt) == found
+
+
+def test_what_is_damaged_is_computed_again(start, tmp_path):
+    engine = start(**DISK)
+    fill(engine)
+    engine.close()
+    for number, path in enumerate(sorted((tmp_path / "disk").rglob("*.safetensors"))):
+        data = bytearray(path.read_bytes())
+        data[-1 - number % 8] ^= 16
+        path.write_bytes(data)
+    engine = start(**DISK)
+    fill(engine)
+    found = stats(engine)["disk"]
+    assert found["hits"] >= 6
+    assert found["arrived"] == 0
+    assert found["lost"] >= 6
+
+
+def test_a_lost_store_takes_nothing_from_the_tiers(start):
+    engine = start(**HOST)
+    fill(engine)
+    engine.loop._forget()
+    assert ask(engine, "again", tokens(1, 61)) == 61
+
+
+def test_replaced_weights_find_nothing_below_the_device(start):
+    engine = start(**HOST, **DISK)
+    fill(engine)
+    engine.loop.scheduler.change_weights()
+    assert ask(engine, "again", tokens(1, 61)) == 0
+    assert stats(engine)["host"]["lost"] > 0
+
+
+def test_a_full_disk_leaves_everything_else_as_it_was(start, monkeypatch):
+    engine = start(**DISK)
+
+    def full(path, data):
+        path.write_bytes(data[: len(data) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(engine.loop.mover.folder, "_put", full)
+    fill(engine)
+    engine.loop.mover.settle()
+    assert stats(engine)["disk"]["units"] == 0
+    assert not list(engine.loop.mover.folder.path.iterdir())
+
+
+def test_others_run_while_a_request_waits(start):
+    engine = start(**HOST)
+    fill(engine)
+    fetching, begun = engine.loop.mover._fetching, []
+    submit, fetching.submit = fetching.submit, lambda *job: begun.append(job)
+    engine.add_request("again", {"prompt_token_ids": tokens(1, 61)}, PARAMS)
+    other = engine.add_request("other", {"prompt_token_ids": tokens(9, 30)}, PARAMS)
+    while not other.finished:
+        engine.step()
+    assert begun
+    assert engine.num_unfinished == 1
+    for job in begun:
+        submit(*job)
+    finish(engine)
+    assert engine.num_unfinished == 0
+
+
+def test_folders_that_cannot_be_used_are_clear(tiny, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is not a folder"):
+        assemble(EngineConfig.create(**SMALL, disk_cache=str(tmp_path / "file")), tiny, programs=NoPrograms())
+    below = tmp_path / "file" / "below"
+    built = assemble(EngineConfig.create(**SMALL, disk_cache=str(below)), tiny, programs=NoPrograms())
+    assert built.engine.loop.mover is None
+    assert "cannot be used" in caplog.text
+    with pytest.raises(ConfigError, match="does not fit"):
+        assemble(EngineConfig.create(**SMALL, host_cache_gib=1 << 20), tiny, programs=NoPrograms())
