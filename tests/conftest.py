@@ -35,6 +35,7 @@ _hooks = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--examples", type=int, default=20_000, help="how many schedules the fuzz tests draw in all")
+    parser.addoption("--minutes", type=float, default=60.0, help="how long the soak test of the split's faults runs")
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
 
 

@@ -7,10 +7,12 @@ the sender takes it itself.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -18,6 +20,10 @@ import jax.numpy as jnp
 
 from serving.split.transport.base import TransportError
 
+log = logging.getLogger(__name__)
+
+_DISCARDING = 10.0
+"""Seconds after which what is being drained is no longer waited for."""
 _GLANCE = 0.0005, 0.01  # seconds between two looks at whether arrays have arrived: at least, at most
 
 
@@ -45,6 +51,7 @@ class JaxTransport:
         self._connections: dict[str, Any] = {}
         self._offered: dict[int, list[jax.ShapeDtypeStruct]] = {}
         self._lock = threading.Lock()
+        self._drains = ThreadPoolExecutor(1, thread_name_prefix="drain")
 
     def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
         # An array without elements would never arrive.
@@ -57,7 +64,7 @@ class JaxTransport:
         with self._lock:
             specs = self._offered.pop(key, None)
         if specs is not None and not taken:
-            self._pull(self.address, key, specs)
+            self._drains.submit(self._discard, key, specs)
 
     def fetch(self, address: str, key: int, specs: Sequence[jax.ShapeDtypeStruct], timeout: float) -> list[Any]:
         placed = [
@@ -72,7 +79,8 @@ class JaxTransport:
                 while not array.is_ready():
                     waited = time.monotonic() - begin
                     if waited > timeout:
-                        self._forget(address)
+                        # The connection stays: a new one takes four descriptors, and this one keeps its own as long as
+                        # something may still come over it.
                         raise TransportError(f"nothing came from {address} in {timeout:g} s")
                     # Nothing is noticed much later than it came, and long waits cost few looks.
                     time.sleep(min(max(waited / 8, _GLANCE[0]), _GLANCE[1]))
@@ -92,6 +100,17 @@ class JaxTransport:
             self._connections.clear()
         for key in keys:
             self.drain(key)
+        self._drains.shutdown(wait=False)
+
+    def _discard(self, key: int, specs: Sequence[jax.ShapeDtypeStruct]) -> None:
+        """One after the other: what is pulled takes as much memory as what is offered, until it is there."""
+        until = time.monotonic() + _DISCARDING
+        try:
+            arrays: list[Any] = self._pull(self.address, key, specs)
+            while not all(array.is_ready() for array in arrays) and time.monotonic() < until:
+                time.sleep(_GLANCE[0])
+        except RuntimeError as error:
+            log.warning("an offer could not be taken back: %s", " ".join(str(error).split())[:200])
 
     def _pull(self, address: str, key: int, specs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
         with self._lock:

@@ -1,6 +1,7 @@
 """Arrays go from one server to another, or it is said in time that they do not."""
 
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,18 @@ def test_nothing_offered_is_an_error_in_time(pair):
     assert len(receiver.fetch(sender.address, 78, SPECS, 20.0)) == len(ARRAYS)
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux's /proc")
+def test_what_never_comes_takes_no_descriptors(pair):
+    sender, receiver = pair
+    before = None
+    for key in range(100, 112):
+        with pytest.raises(TransportError):
+            receiver.fetch(sender.address, key, SPECS, 0.02)
+        if key == 103:
+            before = len(list(Path("/proc/self/fd").iterdir()))
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 4
+
+
 def test_what_was_drained_is_gone(pair):
     sender, receiver = pair
     sender.offer(5, ARRAYS)
@@ -54,6 +67,32 @@ def test_what_was_drained_is_gone(pair):
     time.sleep(0.5)
     with pytest.raises(TransportError):
         receiver.fetch(sender.address, 5, SPECS, 0.3)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_draining_takes_no_memory(pair):
+    """Offers of 4 MiB, of which 60 would be 240 MiB, and as much again where they are drained all at once."""
+    sender, _ = pair
+    block = jnp.zeros((1 << 20,))
+
+    def drain(first: int, count: int) -> None:
+        for key in range(first, first + count):
+            sender.offer(key, [block + key])
+            sender.drain(key)
+
+    drain(1000, 3)
+    time.sleep(0.5)
+    before = _resident()
+    drain(2000, 60)
+    end = time.monotonic() + 30
+    while _resident() - before > 100 << 20:
+        assert time.monotonic() < end, f"{(_resident() - before) >> 20} MiB more"
+        time.sleep(0.1)
+
+
+def _resident() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
 
 
 def test_unknown_transports_are_one_line():
