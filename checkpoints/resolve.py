@@ -67,7 +67,7 @@ def resolve(ref: str | Path) -> Reference:
         raise CheckpointError(f"{name}: is a file; give the directory that holds config.json and the weights")
     expected = f"a Hugging Face or Orbax directory, {DEMO!r}, or a published size"
     presets = listing(preset_names(), 3)
-    raise CheckpointError(f"{name}: no such model; expected {expected} ({presets}); nothing is downloaded")
+    raise CheckpointError(f"{name}: no such model; expected {expected} ({presets}); nothing is downloaded here")
 
 
 def _directory_kind(path: Path) -> ReferenceKind:

@@ -29,8 +29,18 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    model: str = Field("demo", description="A Hugging Face directory, an Orbax directory, or 'demo'.")
-    tokenizer: str | None = Field(None, description="A directory whose tokenizer to use. Unset: the model's own.")
+    model: str = Field(
+        "demo", description="A Hugging Face directory, an Orbax directory, 'demo', or a hub's name as in org/name."
+    )
+    revision: str | None = Field(
+        None, description="Branch, tag or commit of a model that comes from a hub. Unset: its main branch."
+    )
+    download_dir: str | None = Field(
+        None, description="Where models from a hub are kept. Unset: the usual cache (HF_HOME)."
+    )
+    tokenizer: str | None = Field(
+        None, description="A directory, or a hub's name, whose tokenizer to use. Unset: the model's own."
+    )
     chat_template: str | None = Field(
         None, description="A chat template instead of the checkpoint's: a file, or the template itself."
     )

@@ -187,15 +187,13 @@ def _generate_file(source: Path, target: Path, given: dict[str, Any], flags: dic
 
 
 def _generate_one(prompt: str, chat: bool, given: dict[str, Any], flags: dict[str, Any]) -> None:
-    from checkpoints.load import require_tokenizer
+    from serving.engine.fetch import fetched, tokenizer_of
     from serving.engine.llm import LLM
 
     flags.setdefault("max_num_seqs", 1)
-    config = EngineConfig.create(**flags)
+    config = fetched(EngineConfig.create(**flags))
     params = SamplingParams.of({"max_tokens": 128, "temperature": 0.0} | given)
-    require_tokenizer(
-        config.tokenizer or config.model, chat_template=config.chat_template
-    )  # before spending minutes on loading weights
+    tokenizer_of(config)
     llm = LLM(**flags)
     if chat:
         stream = llm.stream({"prompt_token_ids": llm.encode_chat([{"role": "user", "content": prompt}])}, params)

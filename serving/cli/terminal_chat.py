@@ -94,14 +94,14 @@ def converse(console: Console, answer: Answer, beginning: Messages, ask: Callabl
 
 def local(flags: dict[str, Any], sampling: dict[str, Any]) -> Answer:
     """Answers by a model loaded into this process."""
-    from checkpoints.load import require_tokenizer
+    from serving.engine.fetch import fetched, tokenizer_of
     from serving.engine.llm import LLM
 
     flags.setdefault("max_num_seqs", 1)
     flags.setdefault("warmup", False)
-    config = EngineConfig.create(**flags)
+    config = fetched(EngineConfig.create(**flags))
     params = SamplingParams.of(sampling)
-    if not require_tokenizer(config.tokenizer or config.model, chat_template=config.chat_template).has_chat_template:
+    if not tokenizer_of(config).has_chat_template:
         raise ConfigError(f"{config.model} has no chat template; `mamba-jax generate` continues plain texts")
     llm = LLM(**flags)
 

@@ -32,6 +32,7 @@ from serving.engine.devices import describe, device_mesh, least_of_all_processes
 from serving.engine.draft_policy import draft_policy
 from serving.engine.drafting import draft_source
 from serving.engine.engine import Engine
+from serving.engine.fetch import fetched
 from serving.engine.gpu_memory import share_notices
 from serving.engine.grammars import Grammars
 from serving.engine.loop import StepLoop
@@ -74,6 +75,7 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Built:
         ConfigError: flags that do not fit together, the model, or the memory.
         CheckpointError: the model cannot be loaded.
     """
+    config = fetched(config)
     described = load_config(config.model)
     resolved = _Resolved.of(config, described)  # errors come before minutes are spent on loading
     if config.compilation_cache:

@@ -29,7 +29,7 @@ class LLM:
             print(output.outputs[0].text)
 
     Args:
-        model: a Hugging Face directory, an Orbax directory, or `demo`.
+        model: a Hugging Face directory, an Orbax directory, `demo`, or a hub's name.
         **flags: the engine's flags; see `EngineConfig`.
 
     Raises:

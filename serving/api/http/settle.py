@@ -41,11 +41,15 @@ def settle(
         ConfigError: a bad value, or a model that does not exist.
     """
     from checkpoints import generation_config
+    from checkpoints.hub import is_hub_name
+    from serving.engine.fetch import fetched
 
     file = {name: flags.pop(name) for name in list(flags) if name in ServerSettings.model_fields}
     config = EngineConfig.create(**(_DEFAULTS | flags))
     values = file | {name: value for name, value in given.items() if value is not None}
-    values.setdefault("served_model_name", (config.model if config.model == "demo" else Path(config.model).name,))
+    whole = config.model == "demo" or is_hub_name(config.model)
+    values.setdefault("served_model_name", (config.model if whole else Path(config.model).name,))
+    config = fetched(config)
     for setting, variable in _KEY_VARIABLES.items():
         if variable in os.environ:
             values.setdefault(setting, (os.environ[variable],))

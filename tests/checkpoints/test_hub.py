@@ -1,0 +1,120 @@
+"""Models by their name on a hub (a stand-in on loopback): downloaded once, then taken from the cache, or refused.
+
+In processes of their own: the library reads its variables when it is imported.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from checkpoints.hub import is_hub_name, local
+from checkpoints.resolve import DEMO_DIRECTORY
+from tests.support.hub_stand_in import COMMIT, HubStandIn
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "made-up/Demo-1.0"
+PROGRAM = """
+import json, sys
+from checkpoints import CheckpointError
+from checkpoints.hub import local
+told = []
+for ref, options in json.loads(sys.argv[1]):
+    try:
+        told.append(local(ref, **options))
+    except CheckpointError as error:
+        told.append(f"error: {error}")
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture
+def hub(tmp_path):
+    folder = tmp_path / "repository"
+    shutil.copytree(DEMO_DIRECTORY, folder)
+    (folder / "original").mkdir()
+    (folder / "original" / "model.safetensors").write_bytes(b"another form")
+    (folder / "pytorch_model.bin").write_bytes(b"another form")
+    stand_in = HubStandIn({NAME: folder, "made-up/gated": folder}, gated=("made-up/gated",))
+    yield stand_in
+    stand_in.close()
+
+
+def variables(hub, home, **more):
+    return {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), **more}
+
+
+def told(hub, home, *calls, **more):
+    """What `local` gives for each call, in a process with these variables."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(calls)],
+        capture_output=True, text=True, cwd=ROOT, env=variables(hub, home, **more), check=True,
+    )  # fmt: skip
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_what_is_a_hubs_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_name(NAME)
+    (tmp_path / NAME).mkdir(parents=True)
+    assert not is_hub_name(NAME)  # a folder of that name comes first
+    for other in ("demo", "./made/up", "a/b/c", "/a/b", "nemotron-h-8b", "~/x", "a/", "../x"):
+        assert not is_hub_name(other), other
+        assert local(other) == other
+
+
+def test_downloads_and_refusals(hub, tmp_path):
+    home, elsewhere = tmp_path / "home", str(tmp_path / "elsewhere")
+    first, again, by_commit, small, *refused = told(
+        hub, home,
+        [NAME, {}], [NAME, {}], [NAME, {"revision": COMMIT}], [NAME, {"weights": False, "download_dir": elsewhere}],
+        ["made-up/none", {}], [NAME, {"revision": "v9"}], ["made-up/gated", {}],
+    )  # fmt: skip
+    folder = Path(first)
+    assert folder.is_relative_to(home)
+    assert (folder / "model.safetensors").read_bytes() == (DEMO_DIRECTORY / "model.safetensors").read_bytes()
+    assert (folder / "tokenizer.json").is_file()
+    assert not (folder / "pytorch_model.bin").exists()
+    assert not (folder / "original").exists()
+    assert first == again == by_commit
+    assert hub.asked.count("model.safetensors") == 1
+    assert Path(small).is_relative_to(elsewhere)
+    assert not Path(small, "model.safetensors").exists()
+    for line, says in zip(
+        refused, ("no such model on the hub", "has no revision 'v9' of it", "asks for consent first"), strict=True
+    ):
+        assert says in line
+        assert line.startswith("error:")
+        assert "\n" not in line
+    before = len(hub.asked)
+    kept, unknown = told(hub, home, [NAME, {}], ["made-up/other", {}], HF_HUB_OFFLINE="1")
+    assert kept == first
+    assert "not in the cache, and HF_HUB_OFFLINE is set" in unknown
+    assert len(hub.asked) == before
+    hub.close()
+    kept, unknown = told(hub, home, [NAME, {}], ["made-up/other", {}])
+    assert kept == first
+    assert f"not in the cache, and {hub.url} cannot be reached" in unknown
+
+
+def test_the_program(hub, tmp_path):
+    """A prompt is continued by a model from the hub; a server would have the hub's name for it."""
+    line = [sys.executable, "-m", "serving.cli", "generate", "Tom has", "--model", NAME, "--revision", "main"]
+    few = ["--max-tokens", "4", "--max-model-len", "128"]
+    environment = variables(hub, tmp_path / "home")
+    done = subprocess.run([*line, *few], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Tom has")
+    program = (
+        "from serving.api.http.settle import settle\n"
+        f"settings, config = settle({{'model': {NAME!r}}}, {{}})\n"
+        "print(settings.served_model_name[0], config.model)"
+    )
+    named = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=environment)
+    name, folder = named.stdout.split()
+    assert name == NAME
+    assert Path(folder, "config.json").is_file()
