@@ -62,6 +62,13 @@ def main(arguments: list[str] | None = None) -> int:
     assert formed.choices[0].finish_reason == "stop"
     print(f"of a form   {json.loads(formed.choices[0].message.content or '')}")
 
+    first = client.responses.create(model=model, input="What is a state?", max_output_tokens=16, temperature=0)
+    then = client.responses.create(
+        model=model, input="And then?", previous_response_id=first.id, max_output_tokens=16, temperature=0
+    )
+    assert then.usage is not None
+    print(f"went on     {then.output_text!r}, {then.usage.input_tokens} tokens of a conversation that the server kept")
+
     try:
         client.completions.create(model=model, prompt="x", temperature=-1)
     except openai.BadRequestError as error:

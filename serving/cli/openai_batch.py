@@ -15,7 +15,8 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
 from checkpoints.tokenizer import Tokenizer
-from serving.api.http.chat import ChatWriter, template_options
+from serving.api.http.chat import ChatWriter
+from serving.api.http.chat_turn import ChatTurn, messages_of, template_options
 from serving.api.http.completions import CompletionWriter
 from serving.api.http.errors import as_api_error
 from serving.api.http.generation import ResponseContext
@@ -80,8 +81,8 @@ class BatchLines:
         return {"id": _new_id(), "custom_id": custom_id, "response": None, "error": told}
 
     def _chat(self, body: ChatRequest) -> ChatWriter:
-        messages = [message.model_dump(exclude_unset=True) for message in body.messages]
-        return ChatWriter(self._responses, body, self._require().encode_chat(messages, **template_options(body, {})))
+        prompt = self._require().encode_chat(messages_of(body), **template_options(body, {}))
+        return ChatWriter(self._responses, body, ChatTurn(self._responses, body, prompt))
 
     def _completion(self, body: CompletionRequest) -> CompletionWriter:
         if len(body.prompts) != 1:

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from checkpoints.tokenizer import Tokenizer
+from mamba_jax.sampling.masks import mask_words
 from serving.core import (
     Emitted,
     FinishReason,
@@ -23,6 +24,7 @@ from serving.core import (
 from serving.engine.grammars import Grammars
 from serving.engine.loop import HostOutput, PlanError, Settled, StepLoop
 from serving.engine.output import Choice, CompletionOutput, RequestMetrics, RequestOutput, token_logprobs
+from serving.engine.reasoning import ReasoningConstraint
 from serving.engine.request_error import RequestError, RequestFailed
 from serving.engine.sampling_params import SamplingParams
 from serving.engine.structured import Constraint
@@ -284,12 +286,18 @@ class Engine:
         parent.members.append(request)
         output.outputs.append(request.user.choice.output)
 
-    def _constraint(self, params: SamplingParams) -> Constraint | None:
-        if params.structured_outputs is None:
+    def _constraint(self, params: SamplingParams) -> Constraint | ReasoningConstraint | None:
+        form, reasoning = params.structured_outputs, params.reasoning
+        if form is None and (reasoning is None or reasoning.budget is None):
             return None
-        if self.grammars is None:
-            raise RequestError("structured outputs need a tokenizer, and the flag enable_structured_outputs")
-        return self.grammars.start(params.structured_outputs)
+        if self.grammars is None or self.tokenizer is None:
+            what = "structured outputs need" if form is not None else "reasoning: a budget needs"
+            raise RequestError(f"{what} a tokenizer, and the flag enable_structured_outputs")
+        answer = None if form is None else self.grammars.start(form)
+        if reasoning is None:
+            return answer
+        words, ends = mask_words(self.vocab_size), frozenset(self.eos_token_ids)
+        return ReasoningConstraint(reasoning, answer, self.tokenizer, words, ends)
 
     # -- taking results --
 

@@ -16,6 +16,7 @@ from mamba_jax.sampling.table import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from serving.engine.request_error import RequestError
 
 if TYPE_CHECKING:
+    from serving.engine.reasoning import Reasoning
     from serving.engine.structured import StructuredOutputs
 
 MAX_STOP_IDS = 32
@@ -75,6 +76,8 @@ class SamplingParams:
     """Leave special tokens out of the text."""
     structured_outputs: StructuredOutputs | None = None
     """The form that the output must have. The engine must have been made with `enable_structured_outputs`."""
+    reasoning: Reasoning | None = None
+    """Reasoning may come first: it has a budget, and the form begins after it. (The same flag is needed.)"""
 
     def __post_init__(self) -> None:
         self._integer("n", 1, MAX_CHOICES)
@@ -111,6 +114,10 @@ class SamplingParams:
             from serving.engine.structured import StructuredOutputs
 
             object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
+        if self.reasoning is not None:
+            from serving.engine.reasoning import Reasoning
+
+            object.__setattr__(self, "reasoning", Reasoning.of(self.reasoning))
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SamplingParams:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from serving.core import Request
 from serving.engine.output import Choice, RequestOutput
+from serving.engine.reasoning import ReasoningConstraint
 from serving.engine.sampling_params import SamplingParams
 from serving.engine.structured import Constraint
 
@@ -23,5 +24,7 @@ class Member:
 
     __slots__ = ("choice", "constraint", "parent", "seed")
 
-    def __init__(self, parent: UserRequest, choice: Choice, seed: int, constraint: Constraint | None) -> None:
+    def __init__(
+        self, parent: UserRequest, choice: Choice, seed: int, constraint: Constraint | ReasoningConstraint | None
+    ) -> None:
         self.parent, self.choice, self.seed, self.constraint = parent, choice, seed, constraint

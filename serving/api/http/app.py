@@ -24,10 +24,12 @@ from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse
 
-from serving.api.http import admin, chat, completions, errors, tokenization
+from serving.api.http import absent, admin, chat, completions, errors, messages, tokenization
 from serving.api.http.context import Context
 from serving.api.http.limits import Limits
 from serving.api.http.profiling import profiling_router
+from serving.api.http.response_store import ResponseStore
+from serving.api.http.responses import responses_router
 from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
 from serving.api.metrics import Metrics
@@ -93,7 +95,9 @@ def create_app(
         )
     errors.install(app)
     profiling = profiling_router(settings.profile_dir, settings.profile_timeout)
-    for router in (completions.router, chat.router, tokenization.router, admin.router, profiling, *routers):
+    stored = responses_router(ResponseStore(settings.max_stored_responses, settings.max_stored_bytes))
+    texts = (completions.router, chat.router, stored, messages.router, tokenization.router)
+    for router in (*texts, admin.router, profiling, absent.router, *routers):
         app.include_router(router)
     page = files("serving.api").joinpath("static/index.html").read_text(encoding="utf-8")
     headers = page_headers(page)

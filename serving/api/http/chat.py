@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from serving.api.http.answer import AnswerPiece, AnswerReader
+from serving.api.http.call_pieces import CallPiece, whole_calls
+from serving.api.http.chat_turn import ChatTurn
 from serving.api.http.context import Context
 from serving.api.http.endpoint import respond
-from serving.api.http.generation import (
-    ChoiceDelta,
-    Job,
-    ResponseContext,
-    Tally,
-    check_choices,
-    check_form,
-    check_logprobs,
-    check_size,
-    stream,
-)
+from serving.api.http.generation import ChoiceDelta, ResponseContext, stream
 from serving.api.http.logprobs import LogprobWriter
 from serving.api.http.protocol.chat import (
     ChatAnswer,
@@ -33,16 +24,12 @@ from serving.api.http.protocol.chat import (
     ChatRequest,
     ChatResponse,
     Delta,
-    Tool,
-    ToolCall,
+    FunctionDelta,
     ToolCallDelta,
 )
 from serving.api.http.protocol.common import ErrorResponse, StreamOptions
-from serving.api.http.sampling import sampling_params
 from serving.api.http.streaming import DONE, event
-from serving.api.http.tool_calls import ToolCallReader, opening_mark
-from serving.engine.grammars import Grammar
-from serving.engine.output import RequestOutput
+from serving.engine.output import CompletionOutput, RequestOutput
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -51,22 +38,6 @@ router = APIRouter(tags=["OpenAI"])
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation; with `stream` as server-sent events."""
     return await respond(body, request, ChatWriter.of)
-
-
-def offered_tools(body: ChatRequest) -> list[Tool]:
-    """The functions that the model may ask for."""
-    return [] if body.tool_choice == "none" else body.tools or []
-
-
-def template_options(body: ChatRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """What the chat template gets beside the messages; `defaults` are variables that requests may leave out."""
-    return {
-        **defaults,
-        **(body.chat_template_kwargs or {}),
-        "tools": [tool.model_dump(exclude_unset=True) for tool in offered_tools(body)] or None,
-        "documents": body.documents,
-        "add_generation_prompt": body.add_generation_prompt,
-    }
 
 
 def finish_reason(reason: str | None, called: bool) -> str | None:
@@ -80,27 +51,12 @@ class ChatWriter:
     Args:
         responses: what it is written with.
         body: the request.
-        prompt: token ids of the conversation.
+        turn: what the engine is asked for.
     """
 
-    def __init__(self, responses: ResponseContext, body: ChatRequest, prompt: list[int]) -> None:
-        self._responses, self._body = responses, body
-        tools = offered_tools(body)
-        form = responses.tool_calls if tools else None
-        self._reader = partial(ToolCallReader, form, tools) if form else None
-        params = sampling_params(body, responses.defaults)
-        if form:
-            params = responses.codec.showing(params, opening_mark(form))
-        self.job = Job(
-            f"chatcmpl-{uuid.uuid4().hex}",
-            [prompt],
-            params,
-            body.priority,
-            body.cache_salt,
-        )
-        self.grammar: Grammar | None = None
-        """Held here, it is compiled when the engine asks for it."""
-        self.tally = Tally(self.job)
+    def __init__(self, responses: ResponseContext, body: ChatRequest, turn: ChatTurn) -> None:
+        self._responses, self._body, self._turn = responses, body, turn
+        self.job, self.tally = turn.job, turn.tally
         self._created = int(time.time())
         self._logprobs = LogprobWriter(
             responses.codec, top=body.top_logprobs or 0, as_ids=body.return_tokens_as_token_ids
@@ -108,50 +64,43 @@ class ChatWriter:
 
     @classmethod
     async def of(cls, context: Context, body: ChatRequest) -> ChatWriter:
-        """Renders, tokenises and checks everything that can be checked beforehand."""
-        check_choices(context, body, 1)
-        check_logprobs(context, body.top_logprobs, "top_logprobs")
-        messages = [message.model_dump(exclude_unset=True) for message in body.messages]
-        special = body.add_special_tokens is True
-        options = template_options(body, context.settings.default_chat_template_kwargs)
-        prompt = await context.codec.encode_chat(messages, add_special_tokens=special, **options)
-        check_size(context, [prompt], "messages")
-        writer = cls(ResponseContext.of(context), body, prompt)
-        writer.grammar = await check_form(context, writer.job.params)
-        return writer
+        """Checks everything that can be checked beforehand."""
+        return cls(ResponseContext.of(context), body, await ChatTurn.of(context, body))
 
     def response(self, outputs: Sequence[RequestOutput]) -> ChatResponse:
         """The whole answer, from the finished output."""
         (output,) = outputs
         self.tally.latest[0] = output
-        choices = []
-        for each in output.outputs:
-            message = ChatAnswer(role="assistant", content=each.text)
-            calls: list[ToolCall] = []
-            if self._reader is not None:
-                shown, calls = self._reader().push(each.text, last=True)
-                if calls:
-                    message = ChatAnswer(role="assistant", content=shown or None, tool_calls=calls)
-            reason = finish_reason(each.finish_reason, bool(calls))
-            choice = ChatChoice(index=each.index, message=message, logprobs=None, finish_reason=reason)
-            if each.logprobs is not None:
-                choice.logprobs = self._logprobs.chat(each.token_ids, each.logprobs)
-            if each.stop_reason is not None:
-                choice.stop_reason = each.stop_reason
-            if self._body.return_token_ids:
-                choice.token_ids = each.token_ids
-            choices.append(choice)
         response = ChatResponse(
             id=self.job.id, object="chat.completion", created=self._created, model=self._responses.model,
-            choices=choices, usage=self.tally.usage(),
+            choices=[self._whole(each) for each in output.outputs], usage=self.tally.usage(),
         )  # fmt: skip
         if self._body.return_token_ids:
             response.prompt_token_ids = list(self.job.prompts[0])
         return response
 
+    def _whole(self, output: CompletionOutput) -> ChatChoice:
+        reader = self._turn.new_reader()
+        said = reader.push(output.text, last=True)
+        # What is nothing but reasoning or calls has no content; an answer of no words has an empty one.
+        message = ChatAnswer(role="assistant", content=said.text or (None if said else ""))
+        if said.reasoning and self._body.include_reasoning:
+            message.reasoning_content = message.reasoning = said.reasoning
+        if said.calls:
+            message.tool_calls = whole_calls(said.calls)
+        reason = finish_reason(output.finish_reason, reader.called)
+        choice = ChatChoice(index=output.index, message=message, logprobs=None, finish_reason=reason)
+        if output.logprobs is not None:
+            choice.logprobs = self._logprobs.chat(output.token_ids, output.logprobs)
+        if output.stop_reason is not None:
+            choice.stop_reason = output.stop_reason
+        if self._body.return_token_ids:
+            choice.token_ids = output.token_ids
+        return choice
+
     async def events(self, context: Context) -> AsyncGenerator[bytes, None]:
         """The answer as events: the role first, then what is new, then why it ended."""
-        tally, seen, readers = self.tally, set[int](), dict[int, ToolCallReader]()
+        tally, readers = self.tally, dict[int, AnswerReader]()
         options = self._body.stream_options or StreamOptions()
 
         def chunk(choices: list[ChatChunkChoice]) -> ChatChunk:
@@ -164,17 +113,15 @@ class ChatWriter:
             return made
 
         async for piece in stream(context, self.job, tally):
-            if piece.choice not in seen:
+            if piece.choice not in readers:
                 begin = chunk(
                     [ChatChunkChoice(index=piece.choice, delta=Delta(role="assistant", content=""), finish_reason=None)]
                 )
-                if self._body.return_token_ids and not seen:
+                if self._body.return_token_ids and not readers:
                     begin.prompt_token_ids = list(self.job.prompts[0])
-                seen.add(piece.choice)
-                if self._reader is not None:
-                    readers[piece.choice] = self._reader()
+                readers[piece.choice] = self._turn.new_reader()
                 yield event(begin)
-            shown = self._choice(piece, readers.get(piece.choice))
+            shown = self._choice(piece, readers[piece.choice])
             if shown.delta.model_fields_set or piece.finish_reason or piece.logprobs or self._body.return_token_ids:
                 yield event(chunk([shown]))
         if options.include_usage:
@@ -183,17 +130,10 @@ class ChatWriter:
             yield event(last)
         yield DONE
 
-    def _choice(self, piece: ChoiceDelta, reader: ToolCallReader | None) -> ChatChunkChoice:
-        text, calls = piece.text, list[ToolCall]()
-        if reader is not None:
-            text, calls = reader.push(text, last=piece.finish_reason is not None)
-        # With nothing new to say the delta is empty, as in OpenAI's last event of a choice.
-        delta = Delta(content=text) if text else Delta()
-        if calls and reader is not None:
-            first = reader.count - len(calls)
-            delta.tool_calls = [ToolCallDelta(index=first + i, **dict(call)) for i, call in enumerate(calls)]
-        reason = finish_reason(piece.finish_reason, reader is not None and reader.count > 0)
-        choice = ChatChunkChoice(index=piece.choice, delta=delta, finish_reason=reason)
+    def _choice(self, piece: ChoiceDelta, reader: AnswerReader) -> ChatChunkChoice:
+        said = reader.push(piece.text, last=piece.finish_reason is not None)
+        reason = finish_reason(piece.finish_reason, reader.called)
+        choice = ChatChunkChoice(index=piece.choice, delta=self._delta(said), finish_reason=reason)
         if piece.logprobs:
             choice.logprobs = self._logprobs.chat(piece.token_ids, piece.logprobs)
         if piece.stop_reason is not None:
@@ -201,3 +141,21 @@ class ChatWriter:
         if self._body.return_token_ids:
             choice.token_ids = piece.token_ids
         return choice
+
+    def _delta(self, said: AnswerPiece) -> Delta:
+        """With nothing new to say it is empty, as in OpenAI's last event of a choice."""
+        given: dict[str, Any] = {}
+        if said.reasoning and self._body.include_reasoning:
+            given["reasoning_content"] = given["reasoning"] = said.reasoning
+        if said.text:
+            given["content"] = said.text
+        if said.calls:
+            given["tool_calls"] = [_call_delta(call) for call in said.calls]
+        return Delta(**given)
+
+
+def _call_delta(piece: CallPiece) -> ToolCallDelta:
+    if piece.name is None:
+        return ToolCallDelta(index=piece.index, function=FunctionDelta(arguments=piece.arguments))
+    function = FunctionDelta(name=piece.name, arguments=piece.arguments)
+    return ToolCallDelta(index=piece.index, id=piece.id, type="function", function=function)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from fastapi import Request
 
 from serving.api.http.errors import ApiError
+from serving.api.http.reasoning import THINK, ReasoningMarks, marks_of
 from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
 from serving.api.http.tool_calls import ToolCallForm, form_of
@@ -45,6 +46,14 @@ class Context:
         if named == "none":
             return None
         return form_of(self.codec.tokenizer) if named == "auto" else named
+
+    @functools.cached_property
+    def reasoning(self) -> ReasoningMarks | None:
+        """Marks around reasoning."""
+        named = self.settings.reasoning_parser
+        if named == "none":
+            return None
+        return marks_of(self.codec.tokenizer) if named == "auto" else THINK
 
     def close(self) -> None:
         """Stop the threads."""

@@ -11,12 +11,31 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from serving.api.http.context import Context, context_of
+from serving.api.http.errors import ApiError
 from serving.api.http.generation import Job, Tally, run
-from serving.api.http.protocol.common import GenerationRequest, RequestModel
-from serving.api.http.streaming import EventStream, start, until_gone
+from serving.api.http.protocol.common import WholeAnswer
+from serving.api.http.streaming import EventStream, openai_failure, start, until_gone
 from serving.engine.output import RequestOutput
 
-Body = TypeVar("Body", bound=GenerationRequest)
+
+class HasIgnored(Protocol):
+    """What every request has: names of fields without effect."""
+
+    @property
+    def ignored(self) -> list[str]: ...
+
+
+class Asked(HasIgnored, Protocol):
+    """What every request for text has."""
+
+    @property
+    def model(self) -> str | None: ...
+
+    @property
+    def stream(self) -> bool: ...
+
+
+Body = TypeVar("Body", bound=Asked)
 
 IGNORED = "x-ignored-fields"
 _NAMES = 16
@@ -34,9 +53,14 @@ class Writer(Protocol):
 
 
 async def respond(
-    body: Body, request: Request, writer_of: Callable[[Context, Body], Coroutine[Any, Any, Writer]]
+    body: Body,
+    request: Request,
+    writer_of: Callable[[Context, Body], Coroutine[Any, Any, Writer]],
+    failure: Callable[[ApiError], bytes] = openai_failure,
 ) -> Response:
     """Generates what `body` asks for; gives up as soon as the client has left.
+
+    `failure` writes the event of an error that comes too late for a status.
 
     Raises:
         ApiError, RequestError: the request cannot be served.
@@ -48,17 +72,18 @@ async def respond(
     headers, request.state.tally = ignored_header(body), writer.tally
     with context.traces.under(request.headers):
         if body.stream:
-            return EventStream(await until_gone(request.receive, start(writer.events(context))), headers)
+            return EventStream(await until_gone(request.receive, start(writer.events(context))), headers, failure)
         outputs = await until_gone(request.receive, run(context, writer.job))
     return answer(writer.response(outputs), headers)
 
 
 def answer(model: BaseModel, headers: Mapping[str, str] | None = None) -> Response:
-    """A model as JSON, with the fields that were set."""
-    return Response(model.model_dump_json(exclude_unset=True), headers=headers, media_type="application/json")
+    """A model as JSON, with the fields that were set, or with all of a `WholeAnswer`'s."""
+    content = model.model_dump_json(exclude_unset=not isinstance(model, WholeAnswer), by_alias=True)
+    return Response(content, headers=headers, media_type="application/json")
 
 
-def ignored_header(request: RequestModel) -> dict[str, str]:
+def ignored_header(request: HasIgnored) -> dict[str, str]:
     """A header with the fields of a request that had no effect: those with harmless names, as clients choose them."""
     names = [name for name in request.ignored if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name)]
     return {IGNORED: ",".join(names[:_NAMES])} if names else {}

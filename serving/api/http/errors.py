@@ -27,7 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from checkpoints.errors import CheckpointError
-from serving.api.http.protocol.common import MAX_STOP_TEXTS, ErrorBody, ErrorResponse
+from serving.api.http.protocol.common import MAX_STOP_TEXTS, ErrorBody
 from serving.engine.async_engine import EngineStopped
 from serving.engine.request_error import RequestError, RequestFailed
 from serving.engine.sampling_params import SamplingParams
@@ -43,10 +43,13 @@ _TYPES = {
 }
 _ALTERNATIVES = {
     "prompt": "a text, a list of texts, a list of token ids, or a list of lists of token ids",
+    "tool_choice": "none, auto, required, or an object of type function or allowed_tools that names tools",
     "stop": f"a string or a list of at most {MAX_STOP_TEXTS} strings",
 }
 """What fields of several types take: pydantic would complain of each type by itself."""
 _PARAMETERS = frozenset(field.name for field in fields(SamplingParams))
+ANTHROPICS = "/v1/messages"
+"""What their paths begin with."""
 _LONGEST = 500  # characters of a message: it may quote what the client sent
 
 
@@ -66,16 +69,23 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
 
-    def body(self) -> bytes:
-        """The error object. Escapes everything beyond ASCII: a client may have sent half a surrogate pair."""
+    def fields(self) -> dict[str, Any]:
+        """What the error object holds."""
         kind = _TYPES.get(self.status, "unavailable_error" if self.status > 500 else "invalid_request_error")
         message = self.message if len(self.message) <= _LONGEST else self.message[:_LONGEST] + " ..."
-        error = ErrorBody.model_construct(message=message, type=kind, param=self.param, code=self.code)
-        return json.dumps(ErrorResponse.model_construct(error=error), default=lambda model: dict(model)).encode()
+        return dict(ErrorBody.model_construct(message=message, type=kind, param=self.param, code=self.code))
 
-    def response(self) -> Response:
-        """The same as a response."""
-        return Response(self.body(), self.status, self.headers, media_type="application/json")
+    def body(self, path: str = "") -> bytes:
+        """The error object. Escapes everything beyond ASCII: a client may have sent half a surrogate pair.
+
+        On Anthropic's paths it has their `type`.
+        """
+        kind = {"type": "error"} if path.startswith(ANTHROPICS) else {}
+        return json.dumps({**kind, "error": self.fields()}).encode()
+
+    def response(self, path: str = "") -> Response:
+        """The same as a response to a request of that path."""
+        return Response(self.body(path), self.status, self.headers, media_type="application/json")
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -104,8 +114,8 @@ def as_api_error(error: Exception) -> ApiError:
 def install(app: FastAPI) -> None:
     """Make `app` answer every exception with an error object."""
 
-    async def answer(_: Request, error: Exception) -> Response:
-        return as_api_error(error).response()
+    async def answer(request: Request, error: Exception) -> Response:
+        return as_api_error(error).response(request.scope["path"].removeprefix(request.scope.get("root_path", "")))
 
     # Anything else is a bug, which `Limits` answers for.
     known = (ApiError, RequestError, RequestFailed, CheckpointError, EngineStopped, RequestValidationError)

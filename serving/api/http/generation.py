@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from serving.api.http.protocol.common import (
     PromptTokensDetails,
     Usage,
 )
+from serving.api.http.reasoning import ReasoningMarks
 from serving.api.http.streaming import gather, merge
 from serving.api.http.text import TextCodec, check_fits
 from serving.api.http.tool_calls import ToolCallForm
@@ -36,11 +37,15 @@ class ResponseContext:
     """Sampling parameters of requests that do not have them."""
     tool_calls: ToolCallForm | None = None
     """Tool-call format; None leaves them in the text."""
+    reasoning: ReasoningMarks | None = None
+    """Marks around reasoning; None leaves it in the text."""
 
     @classmethod
     def of(cls, context: Context) -> ResponseContext:
         """A server's."""
-        return cls(context.codec, context.model_name, context.settings.default_sampling, context.tool_calls)
+        return cls(
+            context.codec, context.model_name, context.settings.default_sampling, context.tool_calls, context.reasoning
+        )
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,8 @@ class Tally:
 
     job: Job
     with_output: bool = True
+    reasoning: Callable[[list[int]], int] | None = None
+    """Counts the tokens of reasoning among a choice's."""
     latest: dict[int, RequestOutput] = field(default_factory=dict)
 
     def usage(self) -> Usage:
@@ -116,11 +123,15 @@ class Tally:
             total_tokens=prompt + completion,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(o.num_cached_tokens for o in outputs)),
         )
+        details = CompletionTokensDetails()
+        if self.reasoning is not None:
+            choices = (choice for output in outputs for choice in output.outputs)
+            details.reasoning_tokens = sum(self.reasoning(choice.token_ids) for choice in choices)
         if any(each.drafted for each in drafts):
-            usage.completion_tokens_details = CompletionTokensDetails(
-                accepted_prediction_tokens=sum(each.accepted for each in drafts),
-                rejected_prediction_tokens=sum(each.wasted for each in drafts),
-            )
+            details.accepted_prediction_tokens = sum(each.accepted for each in drafts)
+            details.rejected_prediction_tokens = sum(each.wasted for each in drafts)
+        if details.model_fields_set:
+            usage.completion_tokens_details = details
         return usage
 
 

@@ -78,7 +78,7 @@ class Limits:
             except Exception as error:
                 if started:
                     raise
-                await as_api_error(error).response()(scope, receive, sending)
+                await as_api_error(error).response(_path(scope))(scope, receive, sending)
             finally:
                 self._buffered -= held
         # Only paths that exist: others are a client's invention, and each label value costs memory for ever.

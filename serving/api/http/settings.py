@@ -76,6 +76,10 @@ class ServerSettings(ConnectionBounds, RequestBounds):
         description="Marks around a model's reasoning: auto (detected from its chat template), none (left in the "
         "text) or think (<think> and </think>).",
     )
+    max_stored_responses: int = Field(
+        1024, ge=0, description="Maximum number of answers of /v1/responses that are kept for later turns."
+    )
+    max_stored_bytes: int = Field(64 << 20, ge=0, description="Maximum size in bytes of all of them.")
     step_timeout: float = Field(
         120.0, gt=0, description="Seconds after which an engine step counts as stuck: requests and probes get 503."
     )

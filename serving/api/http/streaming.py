@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
+from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serving.api.http.errors import as_api_error
+from serving.api.http.errors import ApiError, as_api_error
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,16 @@ class ClientGone(Exception):
 def event(model: BaseModel) -> bytes:
     """One event. Only fields that were set are written."""
     return b"data: " + model.model_dump_json(exclude_unset=True).encode() + b"\n\n"
+
+
+def named_event(name: str, fields: Mapping[str, Any]) -> bytes:
+    """One event with a name, which is its `type`, too."""
+    return f"event: {name}\n".encode() + b"data: " + to_json({"type": name, **fields}) + b"\n\n"
+
+
+def openai_failure(error: ApiError) -> bytes:
+    """The end of a stream that has failed, in OpenAI's form."""
+    return b"data: " + error.body() + b"\n\n" + DONE
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -60,16 +71,22 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 class EventStream(Response):
     """Sends events as they come, until they end or the client goes; either way `events` is closed.
 
-    An error after the first event can no longer change the status: it becomes an event of its own.
+    An error after the first event can no longer change the status: it becomes an event of its own, as `failure` writes
+    it.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str] | None = None,
+        failure: Callable[[ApiError], bytes] | None = None,
+    ) -> None:
         # Proxies must neither cache nor collect what is meant to arrive at once.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         del self.headers["content-length"]
-        self._events = events
+        self._events, self._failure = events, failure or openai_failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -87,7 +104,7 @@ class EventStream(Response):
         except OSError:
             raise
         except Exception as error:
-            body = b"data: " + as_api_error(error).body() + b"\n\n" + DONE
+            body = self._failure(as_api_error(error))
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -9,26 +9,30 @@
 
 from __future__ import annotations
 
-import json
-import re
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 from checkpoints.tokenizer import Tokenizer
-from serving.api.http.protocol.chat import CalledFunction, Tool, ToolCall
+from serving.api.http.call_pieces import CallParser, CallPiece, Numbering, may_begin
+from serving.api.http.json_calls import JsonCalls
+from serving.api.http.marked_calls import MarkedCalls
+from serving.api.http.protocol.chat import Tool
 
 ToolCallForm = Literal["hermes", "nemotron", "qwen3_coder"]
-Calls = Iterator[tuple[str, Any]]
-
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
 
 
-def opening_mark(form: ToolCallForm) -> str:
-    """What stands before a call."""
-    return _FORMS[form].begin
+class Marks(NamedTuple):
+    """What stands before and after calls."""
+
+    begin: str
+    end: str
+
+
+MARKS: dict[ToolCallForm, Marks] = {
+    "hermes": Marks("<tool_call>", "</tool_call>"),
+    "nemotron": Marks("<TOOLCALL>", "</TOOLCALL>"),
+    "qwen3_coder": Marks("<tool_call>", "</tool_call>"),
+}
 
 
 def form_of(tokenizer: Tokenizer | None) -> ToolCallForm | None:
@@ -39,117 +43,70 @@ def form_of(tokenizer: Tokenizer | None) -> ToolCallForm | None:
     return next((form for sign, form in signs.items() if tokenizer.chat_template_mentions(sign)), None)
 
 
-@dataclass(frozen=True)
-class _Form:
-    """What stands before and after the calls, and how they are read. `read` raises ValueError for what is none."""
-
-    begin: str
-    end: str
-    read: Callable[[str, Mapping[str, Any]], Calls]
-
-
 class ToolCallReader:
-    """Takes one choice's text as it comes; tells what of it is for people, and which calls are complete.
+    """Takes one choice's text as it comes; tells what of it is for people, and what is new of the calls.
 
-    A call comes out whole, when its end has come: half of its arguments are of no use to anybody. What only looks like
-    a call stays text.
+    A call's name comes out as soon as it is known, its arguments as they are written. What only looks like a call stays
+    text.
 
     Args:
         form: how calls are written.
         tools: those of the request; they say which parameters are texts.
+        most: calls beyond so many are left out.
     """
 
-    def __init__(self, form: ToolCallForm, tools: Sequence[Tool]) -> None:
-        self._form = _FORMS[form]
+    def __init__(self, form: ToolCallForm, tools: Sequence[Tool], *, most: int | None = None) -> None:
+        self._form, self._marks, self._most = form, MARKS[form], most
         self._parameters = {tool.function.name: tool.function.parameters or {} for tool in tools}
+        self._numbering = Numbering()
+        self._parser: CallParser | None = None
         self._text = ""
+        """What may become a call's mark; within calls, all since the mark, in case it is none."""
         self._space = ""
-        self.count = 0
-        """Calls so far."""
 
-    def push(self, text: str, *, last: bool = False) -> tuple[str, list[ToolCall]]:
-        """New text; `last` says that no more comes. Returns what to show, and the calls that have become complete."""
-        begin, end = self._form.begin, self._form.end
-        left, shown, calls = self._text + text, "", []
-        while (at := left.find(begin)) >= 0:
-            inside = at + len(begin)
-            until = left.find(end, inside)
-            if until < 0 and not last:
-                shown, left = shown + left[:at], left[at:]
+    @property
+    def count(self) -> int:
+        """Calls so far."""
+        return self._numbering.count
+
+    def push(self, text: str, *, last: bool = False) -> tuple[str, list[CallPiece]]:
+        """New text; `last` says that no more comes. Returns what to show, and the pieces of calls."""
+        shown, pieces = "", list[CallPiece]()
+        left = text
+        while True:
+            if self._parser is None:
+                left = self._text + left
+                before, mark, after = left.partition(self._marks.begin)
+                if not mark:
+                    held = 0 if last else may_begin(left, mark := self._marks.begin)
+                    shown, self._text = shown + left[: len(left) - held], left[len(left) - held :]
+                    break
+                shown, self._text, left, self._parser = shown + before, mark, after, self._new_parser()
+            parser = self._parser
+            if not parser.began:
+                self._text += left
+            pieces += parser.push(left, last=last)
+            if parser.began:
+                self._text = ""
+            if not parser.over:
                 break
-            # Models leave out the end of their last call, as nothing follows it.
-            until, after = (len(left), len(left)) if until < 0 else (until, until + len(end))
-            made = self._read(left[inside:until])
-            calls += made
-            shown += left[: at if made else after]
-            left = left[after:]
-        else:
-            might = 0 if last else _beginning(left, begin)
-            shown, left = shown + left[: len(left) - might], left[len(left) - might :]
-        self._text = left
-        self.count += len(calls)
-        return self._without_space_around_calls(shown, last), calls
+            self._parser = None
+            if parser.began:
+                left = parser.rest
+            else:  # no call: its mark is text, and what follows is looked at again
+                shown += self._marks.begin
+                left, self._text = self._text[len(self._marks.begin) :], ""
+        if self._most is not None:
+            pieces = [piece for piece in pieces if piece.index < self._most]
+        return self._without_space_around_calls(shown, last), pieces
+
+    def _new_parser(self) -> CallParser:
+        if self._form == "qwen3_coder":
+            return MarkedCalls(self._marks.end, self._numbering, self._parameters)
+        return JsonCalls(self._marks.end, self._numbering)
 
     def _without_space_around_calls(self, text: str, last: bool) -> str:
         whole = self._space + text
         shown = whole.rstrip()
         self._space = whole[len(shown) :]
         return whole if last and not self.count else shown
-
-    def _read(self, text: str) -> list[ToolCall]:
-        try:
-            found = list(self._form.read(text, self._parameters))
-        except ValueError:
-            return []
-        return [
-            ToolCall(
-                id=f"call_{uuid.uuid4().hex}",
-                type="function",
-                function=CalledFunction(name=name, arguments=json.dumps(arguments, ensure_ascii=False)),
-            )
-            for name, arguments in found
-        ]
-
-
-def _beginning(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that may be the beginning of `mark`."""
-    return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:size])), 0)
-
-
-def _json_calls(text: str, parameters: Mapping[str, Any]) -> Calls:
-    """One call or a list of them as JSON."""
-    found = json.loads(text)
-    for call in found if isinstance(found, list) else [found]:
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise ValueError("not a call")
-        arguments = call.get("arguments", call.get("parameters", {}))
-        if not isinstance(arguments, dict):
-            raise ValueError("arguments have names")
-        yield call["name"], arguments
-
-
-def _marked_calls(text: str, parameters: Mapping[str, Any]) -> Calls:
-    """Calls whose parameters stand between marks, as they are: the tool's schema says which of them are texts."""
-    found = _FUNCTION.findall(text)
-    if not found:
-        raise ValueError("not a call")
-    for name, body in found:
-        known = parameters.get(name.strip(), {}).get("properties") or {}
-        values = {key.strip(): value.removeprefix("\n").removesuffix("\n") for key, value in _PARAMETER.findall(body)}
-        yield name.strip(), {key: _value(value, known.get(key)) for key, value in values.items()}
-
-
-def _value(text: str, schema: Any) -> Any:
-    if isinstance(schema, Mapping) and schema.get("type") == "string":
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-_FORMS: dict[str, _Form] = {
-    "hermes": _Form("<tool_call>", "</tool_call>", _json_calls),
-    "nemotron": _Form("<TOOLCALL>", "</TOOLCALL>", _json_calls),
-    "qwen3_coder": _Form("<tool_call>", "</tool_call>", _marked_calls),
-}

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from fastapi import APIRouter, FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from serving.api.http.chat import template_options
+from serving.api.http.chat_turn import messages_of, template_options
 from serving.api.http.context import Context, context_of
 from serving.api.http.errors import ApiError
 from serving.api.http.generation import check_size
@@ -164,10 +164,9 @@ async def _prompt(context: Context, body: PrefillRequest) -> tuple[list[int], in
         raise ApiError(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     context.check(request.model)
     if isinstance(request, ChatRequest):
-        messages = [message.model_dump(exclude_unset=True) for message in request.messages]
         special = request.add_special_tokens is True
         options = template_options(request, context.settings.default_chat_template_kwargs)
-        prompt = await context.codec.encode_chat(messages, add_special_tokens=special, **options)
+        prompt = await context.codec.encode_chat(messages_of(request), add_special_tokens=special, **options)
     else:
         if len(request.prompts) != 1:
             raise ApiError(400, "one prompt at a time can be computed for another worker", param="prompt")

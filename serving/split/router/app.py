@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -16,13 +16,17 @@ import httpx
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from serving.api.http import errors
+from serving.api.http import absent, errors, messages_input, responses_input
+from serving.api.http.errors import ApiError
 from serving.api.http.limits import Limits
+from serving.api.http.messages import failure as anthropic_failure
 from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.protocol.completions import CompletionRequest
+from serving.api.http.protocol.messages import Conversation, MessagesRequest
+from serving.api.http.protocol.responses import ResponsesRequest
 from serving.api.http.protocol.tokenization import DetokenizeRequest, TokenizeRequest
 from serving.api.http.sampling import sampling_params
-from serving.api.http.streaming import EventStream, start, until_gone
+from serving.api.http.streaming import EventStream, openai_failure, start, until_gone
 from serving.api.metrics import Metrics
 from serving.split.http.peer import headers as own_key
 from serving.split.router.metrics import RelayCollector
@@ -30,7 +34,7 @@ from serving.split.router.relay import Asked, Relay
 from serving.split.router.workers import Fleet
 from serving.split.settings import RouterSettings
 
-_PASSED_ON = ("authorization", "x-request-id", "traceparent", "tracestate")
+_PASSED_ON = ("authorization", "x-api-key", "x-request-id", "traceparent", "tracestate")
 
 
 def create_router(settings: RouterSettings) -> FastAPI:
@@ -67,6 +71,32 @@ def create_router(settings: RouterSettings) -> FastAPI:
         sampling_params(body, {})
         return await _pass_on(relay, "chat/completions", request)
 
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        if body.previous_response_id is not None:
+            raise ApiError(
+                400, "behind a router nothing is kept of answers: send the whole conversation as input",
+                param="previous_response_id",
+            )  # fmt: skip
+        sampling_params(responses_input.chat_request(body, responses_input.messages_of_input(body.input)), {})
+        return await _pass_on(relay, "responses", request)
+
+    @app.get("/v1/responses/{response_id}")
+    @app.delete("/v1/responses/{response_id}")
+    async def stored_response(response_id: str) -> Response:
+        raise ApiError(404, "behind a router nothing is kept of answers", code="response_not_found")
+
+    @app.post("/v1/messages")
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        sampling_params(messages_input.chat_request(body), {})
+        return await _pass_on(relay, "messages", request, anthropic_failure)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(body: Conversation, request: Request) -> Response:
+        return await _ask(relay, "/v1/messages/count_tokens", request)
+
+    app.include_router(absent.router)
+
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         return await _ask(relay, "/tokenize", request)
@@ -97,11 +127,13 @@ def create_router(settings: RouterSettings) -> FastAPI:
     return app
 
 
-async def _pass_on(relay: Relay, kind: str, request: Request) -> Response:
+async def _pass_on(
+    relay: Relay, kind: str, request: Request, failure: Callable[[ApiError], bytes] = openai_failure
+) -> Response:
     asked = Asked(kind, await request.body(), await request.json(), _headers(request))
     answer = await until_gone(request.receive, relay.answer(asked))
     if asked.stream and answer.status == 200:
-        return EventStream(await start(answer.body), answer.headers)
+        return EventStream(await start(answer.body), answer.headers, failure)
     async with contextlib.aclosing(answer.body) as pieces:
         content = b"".join([piece async for piece in pieces])
     return Response(content, answer.status, answer.headers)

@@ -32,6 +32,13 @@ _BUSY = (429, 503)
 _EXPECT = 30.0
 """Seconds for telling a decode worker of a state; it can do without."""
 _RELEASE = 5.0
+_BEGINNINGS = {
+    "completions": ("prompt",),
+    "chat/completions": ("messages",),
+    "responses": ("instructions", "input"),
+    "messages": ("system", "messages"),
+}
+"""Fields that a prompt begins with."""
 _RETRY = {"Retry-After": "1"}
 
 
@@ -63,7 +70,7 @@ class Asked:
     """One request as it came."""
 
     kind: str
-    """`completions` or `chat/completions`."""
+    """The path below `/v1`: `completions`, `chat/completions`, `responses` or `messages`."""
     content: bytes
     """Passed on as it is."""
     body: dict[str, Any]
@@ -313,8 +320,8 @@ def splittable(kind: str, body: dict[str, Any]) -> bool:
     """Whether a prefill worker can do the prompt: there is one, and nothing is asked of its tokens."""
     if body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs") is not None):
         return False
-    if kind == "chat/completions":
-        return True
+    if kind != "completions":
+        return kind == "chat/completions"
     prompt = body.get("prompt")
     if isinstance(prompt, list):
         return bool(prompt) and isinstance(prompt[0], int)
@@ -323,7 +330,8 @@ def splittable(kind: str, body: dict[str, Any]) -> bool:
 
 def prompt_text(kind: str, body: dict[str, Any]) -> str:
     """What a prompt begins with, for choosing workers: equal beginnings of prompts are equal beginnings of it."""
-    given = body.get("messages") if kind == "chat/completions" else body.get("prompt")
+    given: Any = [body.get(name) for name in _BEGINNINGS[kind] if body.get(name) is not None]
+    given = given[0] if len(given) == 1 else given
     return given if isinstance(given, str) else json.dumps(given)
 
 

@@ -133,7 +133,7 @@ def test_what_completions_refuse(server, fields, param, says):
     ("fields", "says"),
     [
         ({"top_logprobs": 2}, "top_logprobs needs logprobs=true"),
-        ({"tool_choice": "required"}, "tool_choice must be none or auto"),
+        ({"tool_choice": "sometimes"}, "tool_choice must be none, auto, required"),
         ({"max_completion_tokens": 0}, "max_completion_tokens must be at least 1"),
     ],
 )

@@ -8,7 +8,9 @@ import pytest
 from checkpoints.load import load_tokenizer
 from checkpoints.tokenizer import Tokenizer
 from serving.api.http import ServerSettings, chat
+from serving.api.http.call_pieces import whole_calls
 from serving.api.http.chat import ChatWriter
+from serving.api.http.chat_turn import ChatTurn
 from serving.api.http.generation import ChoiceDelta, ResponseContext
 from serving.api.http.protocol.chat import ChatRequest, Tool
 from serving.api.http.text import TextCodec
@@ -44,22 +46,79 @@ ONE = ("add", {"a": 1, "note": "1"})
 @pytest.mark.parametrize("piece", [1, 5, 1000])
 def test_calls_are_found_however_the_text_is_cut(form, piece):
     text = f"I look <b>it</b> up.\n{WRITTEN[form]}\n{WRITTEN[form]}\n"
-    read, shown, calls = reader(form), "", []
+    read, shown, pieces = reader(form), "", []
     for at in range(0, len(text), piece):
         more, found = read.push(text[at : at + piece])
         shown += more
-        calls += found
+        pieces += found
         assert "<t" not in shown.lower()
     more, found = read.push("", last=True)
-    assert (shown + more, told(calls + found)) == ("I look <b>it</b> up.", [ONE, ONE])
+    calls = whole_calls(pieces + found)
+    assert (shown + more, told(calls)) == ("I look <b>it</b> up.", [ONE, ONE])
     assert read.count == 2
     assert len({call.id for call in calls}) == 2
+
+
+ODD = {
+    "hermes": [
+        ('<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', [("add", {"a": 1})]),
+        ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 2}"}</tool_call>', [("add", {"a": 2})]),
+        ('<tool_call>{"name": "add"}</tool_call>', [("add", {})]),
+        ('<tool_call>{"name": "add", "arguments": {"note": "</tool_call> {[\\""}, "id": 3}</tool_call>',
+         [("add", {"note": '</tool_call> {["'})]),
+        ('<tool_call>[{"name": "add", "arguments": {}}, {"parameters": {"a": 4}, "name": "add"}]</tool_call>',
+         [("add", {}), ("add", {"a": 4})]),
+        ('<tool_call>{"name": "add", "arguments": {"a": {"b": [1, {}]}}}', [("add", {"a": {"b": [1, {}]}})]),
+    ],
+    "qwen3_coder": [
+        ("<tool_call>\n<function=now>\n</function>\n</tool_call>", [("now", {})]),
+        ("<tool_call><function=add><parameter=note>a\n\n</parameter><parameter=x>null</parameter></tool_call>",
+         [("add", {"note": "a\n", "x": None})]),
+        ("<tool_call>\n<function=add>\n<parameter=note>\n<b> \"</tool_call>\n</param\n</parameter>\n</function>\n"
+         "<function=add>\nso\n<parameter=a>\n[1, 2]\n</parameter>\n</function></tool_call>",
+         [("add", {"note": '<b> "</tool_call>\n</param'}), ("add", {"a": [1, 2]})]),
+    ],
+}  # fmt: skip
+"""What models also write."""
+
+
+@pytest.mark.parametrize(("form", "text", "calls"), [(form, *case) for form, cases in ODD.items() for case in cases])
+@pytest.mark.parametrize("piece", [1, 3, 1000])
+def test_odd_calls_are_read_too(form, text, calls, piece):
+    read, shown, pieces = reader(form), "", []
+    for at in range(0, len(text), piece):
+        more, found = read.push(text[at : at + piece], last=at + piece >= len(text))
+        shown, pieces = shown + more, pieces + found
+    assert (shown, told(whole_calls(pieces))) == ("", calls)
+
+
+def test_text_after_a_call_that_lacks_its_end_is_shown():
+    text = "<tool_call>\n<function=now>\n</tool_call> So."
+    read = reader("qwen3_coder")
+    shown, pieces = read.push(text)
+    assert (shown + read.push("", last=True)[0], told(whole_calls(pieces))) == (" So.", [("now", {})])
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_arguments_come_piece_by_piece(form):
+    read, text = reader(form), WRITTEN[form]
+    pieces = [piece for letter in text for piece in read.push(letter)[1]]
+    assert pieces[0].name == "add"
+    assert not any(piece.name for piece in pieces[1:])
+    assert len(pieces) > 5
+    assert json.loads("".join(piece.arguments for piece in pieces)) == ONE[1]
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_only_the_first_call_where_one_is_wanted(form):
+    read = ToolCallReader(form, [Tool.model_validate(TOOL)], most=1)
+    assert told(whole_calls(read.push(WRITTEN[form] * 3, last=True)[1])) == [ONE]
 
 
 @pytest.mark.parametrize("form", WRITTEN)
 def test_the_last_call_may_lack_its_end(form):
     text = WRITTEN[form][: WRITTEN[form].rindex("</")]
-    assert told(reader(form).push(text, last=True)[1]) == [ONE]
+    assert told(whole_calls(reader(form).push(text, last=True)[1])) == [ONE]
 
 
 @pytest.mark.parametrize("form", WRITTEN)
@@ -86,7 +145,8 @@ def test_the_form_is_that_of_the_chat_template():
 def writer(**fields):
     body = {"messages": [{"role": "user", "content": "1 + 1?"}], "tools": [TOOL]} | fields
     responses = ResponseContext(TextCodec(load_tokenizer("demo"), 512), "demo", tool_calls="hermes")
-    return ChatWriter(responses, ChatRequest.model_validate(body), [1, 2])
+    request = ChatRequest.model_validate(body)
+    return ChatWriter(responses, request, ChatTurn(responses, request, [1, 2]))
 
 
 def output(text, reason="stop"):
@@ -124,6 +184,10 @@ def test_a_call_in_a_stream(monkeypatch):
     assert done == b"data: [DONE]\n\n"
     choices = [json.loads(chunk.removeprefix(b"data: "))["choices"][0] for chunk in chunks]
     assert "".join(choice["delta"].get("content", "") for choice in choices) == "So:"
-    (calls,) = [choice["delta"]["tool_calls"] for choice in choices if "tool_calls" in choice["delta"]]
-    assert [(call["index"], call["type"], call["function"]["name"]) for call in calls] == [(0, "function", "add")]
+    calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
+    assert {call["index"] for call in calls} == {0}
+    assert [(call["type"], call["function"]["name"]) for call in calls if "id" in call] == [("function", "add")]
+    arguments = [call["function"]["arguments"] for call in calls if call["function"]["arguments"]]
+    assert json.loads("".join(arguments)) == ONE[1]
+    assert len(arguments) > 2  # piece by piece
     assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"]

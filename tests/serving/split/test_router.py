@@ -340,6 +340,48 @@ def front(monkeypatch):
     return workers, httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
 
 
+OTHER_FORMS = {
+    "/v1/responses": {"input": "x", "instructions": "Be brief."},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5},
+}
+
+
+@pytest.mark.parametrize("path", OTHER_FORMS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_other_forms_go_to_a_decode_worker_alone(front, path, stream):
+    workers, client = front
+    answer = asyncio.run(client.post(path, json=OTHER_FORMS[path] | {"stream": stream}))
+    assert answer.status_code == 200
+    assert [path for _, path in workers.asked] == [path]
+    assert answer.text == ("data: 1\n\ndata: [DONE]\n\n" if stream else '{"from": "d1"}')
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", "/v1/responses", {"input": "x", "previous_response_id": "resp_1"}, 400),
+        ("POST", "/v1/responses", {"input": [{"type": "item_reference"}]}, 400),
+        ("POST", "/v1/messages", {"messages": [], "max_tokens": 5}, 400),
+        ("GET", "/v1/responses/resp_1", None, 404), ("DELETE", "/v1/responses/resp_1", None, 404),
+        ("POST", "/v1/embeddings", {"input": "x"}, 404),
+    ],
+)  # fmt: skip
+def test_what_no_worker_is_asked(front, method, path, body, status):
+    workers, client = front
+    answer = asyncio.run(client.request(method, path, json=body))
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"]
+    assert not workers.asked
+
+
+def test_beginnings_of_other_forms():
+    assert prompt_text("responses", {"input": "x"}) == "x"
+    one, other = ({"instructions": "i", "input": [{"content": text}]} for text in ("a", "b"))
+    assert prompt_text("responses", one) != prompt_text("responses", other)
+    assert prompt_text("messages", {"system": "s", "messages": []}).startswith('["s"')
+    assert not splittable("messages", {"messages": [], "prompt": "x"})
+
+
 HOSTILE = {
     "NaN": b'{"model": "m", "prompt": "x", "temperature": NaN}',
     "infinity": b'{"model": "m", "prompt": "x", "top_p": 1e999}',

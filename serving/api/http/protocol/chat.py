@@ -40,6 +40,41 @@ class Tool(BaseModel):
     function: Function
 
 
+class ToolName(BaseModel):
+    name: str
+
+
+class NamedTool(BaseModel):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    function: ToolName
+
+
+class AllowedFunction(BaseModel):
+    type: Literal["function"] = "function"
+    function: ToolName
+
+
+class ToolChoices(BaseModel):
+    mode: Literal["auto", "required"]
+    tools: Items[AllowedFunction] = Field(min_length=1)
+
+
+class AllowedTools(BaseModel):
+    """The functions, of those that are there, that may be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolChoices
+
+    @property
+    def names(self) -> set[str]:
+        """Of the functions."""
+        return {tool.function.name for tool in self.allowed_tools.tools}
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+
 _PARAMETERS = frozenset(
     {"self", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "add_special_tokens", "fits"}
 )
@@ -64,7 +99,17 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: Items[Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = Field(None, description="none or auto; others are not supported.")
+    tool_choice: ToolChoice | None = Field(
+        None, description="none, auto, required (some call must be made), or the function that must be called."
+    )
+    parallel_tool_calls: bool = Field(True, description="False: at most one call.")
+    include_reasoning: bool = Field(True, description="False: reasoning is left out of the answer.")
+    reasoning_effort: str | None = Field(
+        None, max_length=64, description="A variable of the chat template; none also sets enable_thinking to false."
+    )
+    thinking_token_budget: Count | None = Field(
+        None, description="Tokens of reasoning at most; then its end is written for the model."
+    )
     add_generation_prompt: bool = True
     chat_template_kwargs: TemplateVariables | None = Field(None, description="Variables of the chat template.")
     documents: Items[dict[str, Any]] | None = None
@@ -73,14 +118,21 @@ class ChatRequest(GenerationRequest):
     def _refuse(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise refusal("top_logprobs", "top_logprobs needs logprobs=true")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise refusal(
-                "tool_choice", "tool_choice must be none or auto: the model cannot be made to call a function"
-            )
+        self._check_tool_choice()
         if self.max_tokens == 0 or self.max_completion_tokens == 0:
             name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
             raise refusal(name, f"{name} must be at least 1")
         return self
+
+    def _check_tool_choice(self) -> None:
+        known = {tool.function.name for tool in self.tools or ()}
+        match self.tool_choice:
+            case "required" if not known:
+                raise refusal("tool_choice", "tool_choice is required, and there are no tools")
+            case NamedTool() as choice if choice.function.name not in known:
+                raise refusal("tool_choice", f"tool_choice: there is no tool {choice.function.name!r}")
+            case AllowedTools() as choice if not choice.names <= known:
+                raise refusal("tool_choice", f"tool_choice: there is no tool {min(choice.names - known)!r}")
 
 
 class TokenLogprob(BaseModel):
@@ -110,15 +162,25 @@ class ToolCall(BaseModel):
     function: CalledFunction
 
 
-class ToolCallDelta(ToolCall):
-    """In a stream; always a whole call."""
+class FunctionDelta(BaseModel):
+    name: str | None = None
+    arguments: str = ""
+
+
+class ToolCallDelta(BaseModel):
+    """What is new of a call; its first piece has the id and the name."""
 
     index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
 
 
 class ChatAnswer(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
+    reasoning_content: str | None = Field(default=None, description="What the model thought before its answer.")
+    reasoning: str | None = Field(default=None, description="The same by its other name.")
     tool_calls: list[ToolCall] | None = None
 
 
@@ -146,6 +208,8 @@ class ChatResponse(BaseModel):
 class Delta(BaseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
 

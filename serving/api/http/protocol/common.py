@@ -142,13 +142,18 @@ class GenerationRequest(RequestModel):
         return self
 
 
+class WholeAnswer(BaseModel):
+    """An answer that is written with all of its fields, those included that nobody has set."""
+
+
 class PromptTokensDetails(BaseModel):
     cached_tokens: int = Field(description="Prompt tokens whose computation the prefix cache saved.")
 
 
 class CompletionTokensDetails(BaseModel):
-    accepted_prediction_tokens: int = Field(description="Draft tokens that were right.")
-    rejected_prediction_tokens: int = Field(description="Draft tokens that were not.")
+    reasoning_tokens: int | None = Field(default=None, description="Tokens of reasoning, its marks included.")
+    accepted_prediction_tokens: int | None = Field(default=None, description="Draft tokens that were right.")
+    rejected_prediction_tokens: int | None = Field(default=None, description="Draft tokens that were not.")
 
 
 class Usage(BaseModel):

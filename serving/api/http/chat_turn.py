@@ -1,0 +1,158 @@
+"""One turn of a conversation, whatever API it came by: what the engine is asked for, and how its text is to be read."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from serving.api.http.answer import AnswerReader
+from serving.api.http.context import Context
+from serving.api.http.forced_calls import calls_grammar
+from serving.api.http.generation import (
+    Job,
+    ResponseContext,
+    Tally,
+    check_choices,
+    check_form,
+    check_logprobs,
+    check_size,
+)
+from serving.api.http.protocol.chat import AllowedTools, ChatRequest, NamedTool, Tool
+from serving.api.http.reasoning import Opening, ReasoningCount, ReasoningReader, opening_of
+from serving.api.http.sampling import sampling_params
+from serving.api.http.tool_calls import MARKS, ToolCallReader
+from serving.engine.grammars import Grammar
+from serving.engine.reasoning import Reasoning
+from serving.engine.request_error import RequestError
+from serving.engine.sampling_params import SamplingParams
+from serving.engine.structured import StructuredOutputs
+
+
+def offered_tools(body: ChatRequest) -> list[Tool]:
+    """The functions that the model is told about."""
+    tools: Sequence[Tool] = body.tools or ()
+    match body.tool_choice:
+        case "none":
+            return []
+        case AllowedTools() as choice:
+            return [tool for tool in tools if tool.function.name in choice.names]
+    return [*tools]
+
+
+def forced_tools(body: ChatRequest) -> list[Tool]:
+    """The functions of which the model must call one; none where it need not."""
+    match body.tool_choice:
+        case "required":
+            return offered_tools(body)
+        case AllowedTools() as choice if choice.allowed_tools.mode == "required":
+            return offered_tools(body)
+        case NamedTool() as choice:
+            return [tool for tool in body.tools or () if tool.function.name == choice.function.name]
+    return []
+
+
+def messages_of(body: ChatRequest) -> list[dict[str, Any]]:
+    """The conversation for the chat template. Reasoning of earlier turns goes by the name that templates know."""
+    messages = [message.model_dump(exclude_unset=True) for message in body.messages]
+    for message in messages:
+        if message.get("reasoning") is not None and message.get("reasoning_content") is None:
+            message["reasoning_content"] = message["reasoning"]
+    return messages
+
+
+def template_options(body: ChatRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """What the chat template gets beside the messages; `defaults` are variables that requests may leave out."""
+    effort: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        effort = {"reasoning_effort": body.reasoning_effort}
+        if body.reasoning_effort == "none":
+            effort["enable_thinking"] = False
+    return {
+        **defaults,
+        **effort,
+        **(body.chat_template_kwargs or {}),
+        "tools": [tool.model_dump(exclude_unset=True) for tool in offered_tools(body)] or None,
+        "documents": body.documents,
+        "add_generation_prompt": body.add_generation_prompt,
+    }
+
+
+class ChatTurn:
+    """The turn.
+
+    Args:
+        responses: what answers are written with.
+        body: the request, in the form of `/v1/chat/completions`.
+        prompt: token ids of the conversation.
+        prefix: of its id.
+
+    Raises:
+        RequestError: what it asks for does not go together.
+    """
+
+    def __init__(
+        self, responses: ResponseContext, body: ChatRequest, prompt: list[int], *, prefix: str = "chatcmpl-"
+    ) -> None:
+        self._tools = offered_tools(body)
+        forced = forced_tools(body)
+        self._form = responses.tool_calls if self._tools else None
+        self._most_calls = None if body.parallel_tool_calls else 1
+        params = sampling_params(body, responses.defaults)
+        if forced:
+            self._form = responses.tool_calls or "hermes"
+            if params.structured_outputs is not None:
+                raise RequestError("structured outputs cannot be combined with a tool_choice that wants a call")
+            named = isinstance(body.tool_choice, NamedTool)
+            grammar = calls_grammar(self._form, forced, parallel=body.parallel_tool_calls and not named)
+            params = dataclasses.replace(params, structured_outputs=StructuredOutputs(grammar=grammar))
+        if self._form is not None:
+            params = responses.codec.showing(params, MARKS[self._form].begin)
+        tokenizer, self._marks, self._opening = responses.codec.tokenizer, responses.reasoning, Opening(False, False)
+        count: ReasoningCount | None = None
+        if self._marks is not None and tokenizer is not None:
+            self._opening = opening_of(tokenizer, prompt, self._marks)
+            if not self._opening.ended:
+                params = self._with_reasoning(responses, params, body.thinking_token_budget)
+                count = ReasoningCount.of(tokenizer, self._marks, begun=self._opening.begun)
+        self.job = Job(f"{prefix}{uuid.uuid4().hex}", [prompt], params, body.priority, body.cache_salt)
+        self.grammar: Grammar | None = None
+        """Held here, it is compiled when the engine asks for it."""
+        self.tally = Tally(self.job, reasoning=count)
+
+    @classmethod
+    async def of(cls, context: Context, body: ChatRequest, *, prefix: str = "chatcmpl-") -> ChatTurn:
+        """Renders, tokenises and checks everything that can be checked beforehand.
+
+        Raises:
+            ApiError, RequestError: it cannot be served.
+        """
+        check_choices(context, body, 1)
+        check_logprobs(context, body.top_logprobs, "top_logprobs")
+        options = template_options(body, context.settings.default_chat_template_kwargs)
+        special = body.add_special_tokens is True
+        prompt = await context.codec.encode_chat(messages_of(body), add_special_tokens=special, **options)
+        check_size(context, [prompt], "messages")
+        turn = cls(ResponseContext.of(context), body, prompt, prefix=prefix)
+        turn.grammar = await check_form(context, turn.job.params)
+        return turn
+
+    def new_reader(self) -> AnswerReader:
+        """Reads the text of one choice."""
+        reasoning = None
+        if self._marks is not None and not self._opening.ended:
+            reasoning = ReasoningReader(self._marks, begun=self._opening.begun)
+        calls = None
+        if self._form is not None:
+            calls = ToolCallReader(self._form, self._tools, most=self._most_calls)
+        return AnswerReader(reasoning, calls)
+
+    def _with_reasoning(self, responses: ResponseContext, params: SamplingParams, budget: int | None) -> SamplingParams:
+        assert self._marks is not None
+        params = responses.codec.showing(params, self._marks.end)
+        if params.structured_outputs is None and budget is None:
+            return params  # nothing is held to anything: the engine need not know
+        begin, end = self._marks
+        reasoning = Reasoning(begin, end, begun=self._opening.begun, budget=budget)
+        return dataclasses.replace(params, reasoning=reasoning)

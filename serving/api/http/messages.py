@@ -1,0 +1,169 @@
+"""`/v1/messages`: Anthropic's API, over the same turns as `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from serving.api.http.blocks import Block, Blocks, Change
+from serving.api.http.chat_turn import ChatTurn, messages_of, template_options
+from serving.api.http.context import Context, context_of
+from serving.api.http.endpoint import answer, respond
+from serving.api.http.errors import ApiError
+from serving.api.http.generation import stream
+from serving.api.http.messages_input import chat_request
+from serving.api.http.protocol.messages import (
+    ContentBlock,
+    Conversation,
+    MessageObject,
+    MessagesRequest,
+    MessagesUsage,
+    StopReason,
+    TextBlock,
+    ThinkingBlock,
+    TokenCount,
+    ToolUseBlock,
+)
+from serving.api.http.streaming import named_event
+from serving.engine.output import RequestOutput
+
+router = APIRouter(tags=["Anthropic"])
+
+
+@router.post("/v1/messages", response_model=MessageObject)
+async def create_message(body: MessagesRequest, request: Request) -> Response:
+    """Answer a conversation; with `stream` as server-sent events."""
+    return await respond(body, request, MessageWriter.of, failure)
+
+
+@router.post("/v1/messages/count_tokens", response_model=TokenCount)
+async def count_tokens(body: Conversation, request: Request) -> Response:
+    """How many tokens a conversation has, tools included."""
+    context = context_of(request)
+    context.check(body.model)
+    chat = chat_request(body)
+    options = template_options(chat, context.settings.default_chat_template_kwargs)
+    return answer(
+        TokenCount(input_tokens=len(await context.codec.encode_chat(messages_of(chat), fits=False, **options)))
+    )
+
+
+def failure(error: ApiError) -> bytes:
+    """The end of a stream that has failed, in Anthropic's form."""
+    return named_event("error", {"error": error.fields()})
+
+
+class MessageWriter:
+    """Writes the answer to one request.
+
+    Args:
+        turn: what the engine is asked for.
+        model: what the model is called.
+    """
+
+    def __init__(self, turn: ChatTurn, model: str) -> None:
+        self._turn, self._model = turn, model
+        self.job, self.tally = turn.job, turn.tally
+        self._blocks = Blocks()
+
+    @classmethod
+    async def of(cls, context: Context, body: MessagesRequest) -> MessageWriter:
+        """Checks everything that can be checked beforehand.
+
+        Raises:
+            ApiError, RequestError: it cannot be served.
+        """
+        return cls(await ChatTurn.of(context, chat_request(body), prefix="msg_"), context.model_name)
+
+    def response(self, outputs: Sequence[RequestOutput]) -> MessageObject:
+        """The whole answer, from the finished output."""
+        (output,) = outputs
+        self.tally.latest[0] = output
+        choice, reader = output.outputs[0], self._turn.new_reader()
+        list(self._blocks.push(reader.push(choice.text, last=True)))
+        reason, stop = _stopped(choice.finish_reason, choice.stop_reason, reader.called)
+        return self._object([_content(block) for block in self._blocks.all], reason, stop)
+
+    async def events(self, context: Context) -> AsyncGenerator[bytes, None]:
+        """The answer as events."""
+        begun, reader = False, self._turn.new_reader()
+        async for piece in stream(context, self.job, self.tally):
+            if not begun:
+                begun = True
+                yield named_event("message_start", {"message": self._object([], None, None)})
+            last = piece.finish_reason is not None
+            changes = list(self._blocks.push(reader.push(piece.text, last=last)))
+            if last:
+                changes += self._blocks.close()
+            for change in changes:
+                for name, fields in _told(change):
+                    yield named_event(name, {"index": change.block.index, **fields})
+            if last:
+                reason, stop = _stopped(piece.finish_reason, piece.stop_reason, reader.called)
+                delta = {"stop_reason": reason, "stop_sequence": stop}
+                yield named_event("message_delta", {"delta": delta, "usage": self._usage()})
+        yield named_event("message_stop", {})
+
+    def _object(self, content: list[ContentBlock], reason: StopReason | None, stop: str | None) -> MessageObject:
+        return MessageObject(
+            id=self.job.id, type="message", role="assistant", model=self._model, content=content,
+            stop_reason=reason, stop_sequence=stop, usage=self._usage(),
+        )  # fmt: skip
+
+    def _usage(self) -> MessagesUsage:
+        usage = self.tally.usage()
+        cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+        return MessagesUsage(
+            input_tokens=usage.prompt_tokens - cached,
+            cache_creation_input_tokens=0,
+            cache_read_input_tokens=cached,
+            output_tokens=usage.completion_tokens,
+        )
+
+
+def _content(block: Block) -> ContentBlock:
+    match block.kind:
+        case "reasoning":
+            return ThinkingBlock(thinking=block.text)
+        case "text":
+            return TextBlock(text=block.text)
+    return ToolUseBlock(id=block.call_id, name=block.name, input=_arguments(block.text))
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """A call that has been cut off by its length has no arguments that could be told."""
+    try:
+        found = json.loads(text or "{}", strict=False)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _told(change: Change) -> list[tuple[str, dict[str, Any]]]:
+    """A change as events."""
+    block = change.block
+    match change.what:
+        case "begin":
+            empty = Block(block.kind, block.index, name=block.name, call_id=block.call_id)
+            return [("content_block_start", {"content_block": _content(empty)})]
+        case "more":
+            name, kind = {
+                "reasoning": ("thinking", "thinking_delta"),
+                "text": ("text", "text_delta"),
+                "call": ("partial_json", "input_json_delta"),
+            }[block.kind]
+            return [("content_block_delta", {"delta": {"type": kind, name: change.text}})]
+    return [("content_block_stop", {})]
+
+
+def _stopped(reason: str | None, stop: int | str | None, called: bool) -> tuple[StopReason | None, str | None]:
+    """Why an answer ended, in Anthropic's words."""
+    if reason == "length":
+        return "max_tokens", None
+    if called:
+        return "tool_use", None
+    return ("stop_sequence", stop) if isinstance(stop, str) else ("end_turn", None)

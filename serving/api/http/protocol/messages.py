@@ -1,0 +1,124 @@
+"""`/v1/messages`, Anthropic's API."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from serving.api.http.protocol.common import MAX_STOP_TEXTS, Count, Int32, Items, RequestModel, WholeAnswer
+
+Parts = Items[dict[str, Any]]
+
+
+class InputMessage(BaseModel):
+    role: Literal["user", "assistant", "system"]
+    content: str | Parts
+
+
+class ClientTool(BaseModel):
+    """A function that the model is told about."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+
+class ToolUse(BaseModel):
+    """Whether, and which, functions must be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(BaseModel):
+    """Whether the model reasons before it answers."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Count | None = None
+
+
+class OutputFormat(BaseModel):
+    model_config = ConfigDict(populate_by_name=True, protected_namespaces=())
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+
+
+class OutputConfig(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    format: OutputFormat | None = None
+
+
+class Conversation(RequestModel):
+    """What a model is asked."""
+
+    model: str | None = None
+    messages: Items[InputMessage] = Field(min_length=1)
+    system: str | Parts | None = None
+    tools: Items[ClientTool] | None = None
+    tool_choice: ToolUse | None = None
+    thinking: Thinking | None = None
+
+
+class MessagesRequest(Conversation):
+    """Answer a conversation. Fields beyond these are those of `/v1/chat/completions`, where that has them."""
+
+    max_tokens: Count = Field(ge=1)
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: Int32 | None = None
+    stop_sequences: Annotated[Items[str], Field(max_length=MAX_STOP_TEXTS)] | None = None
+    stream: bool = False
+    output_config: OutputConfig | None = None
+
+
+class TextBlock(BaseModel):
+    type: Literal["text"] = "text"
+    text: str
+    citations: None = None
+
+
+class ThinkingBlock(BaseModel):
+    type: Literal["thinking"] = "thinking"
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(BaseModel):
+    type: Literal["tool_use"] = "tool_use"
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class MessagesUsage(BaseModel):
+    """Tokens; those that the prefix cache saved are not among `input_tokens`."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageObject(WholeAnswer):
+    """An answer."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[ContentBlock]
+    stop_reason: StopReason | None = None
+    stop_sequence: str | None = None
+    usage: MessagesUsage
+
+
+class TokenCount(WholeAnswer):
+    input_tokens: int

@@ -1,0 +1,185 @@
+"""`/v1/responses`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from serving.api.http.protocol.common import Count, Items, RequestModel, WholeAnswer, refusal
+
+
+class FunctionTool(BaseModel):
+    """A function that the model is told about."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(BaseModel):
+    type: Literal["function"]
+    name: str
+
+
+class AllowedFunctions(BaseModel):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Items[NamedFunction] = Field(min_length=1)
+
+
+class TextFormat(BaseModel):
+    """The form that the answer must have."""
+
+    model_config = ConfigDict(populate_by_name=True, protected_namespaces=())
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(BaseModel):
+    format: TextFormat = Field(default_factory=lambda: TextFormat.model_validate({}))
+
+
+class ReasoningOptions(BaseModel):
+    effort: str | None = Field(None, max_length=64)
+    summary: str | None = None
+
+
+_NOT_THERE = ("background", "conversation", "prompt")
+
+
+class ResponsesRequest(RequestModel):
+    """Answer a conversation. Fields beyond these are those of `/v1/chat/completions`, where that has them."""
+
+    model: str | None = None
+    input: str | Items[dict[str, Any]] = Field(min_length=1)
+    instructions: str | None = None
+    previous_response_id: str | None = Field(
+        None, max_length=128, description="An answer of this process that has been stored; the conversation goes on."
+    )
+    store: bool = Field(True, description="Keep the answer in memory, within bounds, until the process ends.")
+    stream: bool = False
+    max_output_tokens: Count | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    tools: Items[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = None
+    parallel_tool_calls: bool = True
+    text: TextOptions = Field(default_factory=TextOptions)
+    reasoning: ReasoningOptions | None = None
+    metadata: dict[str, str] | None = None
+
+    @model_validator(mode="after")
+    def _refuse(self) -> ResponsesRequest:
+        for name in _NOT_THERE:
+            if (self.model_extra or {}).get(name):
+                raise refusal(name, f"{name} is not supported")
+        if self.text.format.type == "json_schema" and self.text.format.schema_ is None:
+            raise refusal("text", "text.format of type json_schema needs a schema")
+        return self
+
+
+class OutputText(BaseModel):
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Any] = Field(default_factory=list)
+
+
+class ReasoningText(BaseModel):
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputMessage(BaseModel):
+    """What the model says."""
+
+    type: Literal["message"] = "message"
+    id: str
+    role: Literal["assistant"] = "assistant"
+    status: Status
+    content: list[OutputText]
+
+
+class OutputReasoning(BaseModel):
+    """What it thought before."""
+
+    type: Literal["reasoning"] = "reasoning"
+    id: str
+    summary: list[Any] = Field(default_factory=list)
+    content: list[ReasoningText]
+    status: Status
+
+
+class OutputCall(BaseModel):
+    """A function that it wants to have called."""
+
+    type: Literal["function_call"] = "function_call"
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Status
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall
+
+
+class InputDetails(BaseModel):
+    cached_tokens: int
+
+
+class OutputDetails(BaseModel):
+    reasoning_tokens: int
+
+
+class ResponsesUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Incomplete(BaseModel):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseObject(WholeAnswer):
+    """An answer."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Status
+    error: None = None
+    incomplete_details: Incomplete | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None = None
+    reasoning: ReasoningOptions | None = None
+    store: bool
+    temperature: float | None = None
+    text: TextOptions
+    tool_choice: Any
+    tools: list[FunctionTool]
+    top_p: float | None = None
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponsesUsage | None = None
+
+
+class DeletedResponse(BaseModel):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True

@@ -1,0 +1,257 @@
+"""`/v1/responses`: OpenAI's newer API, over the same turns as `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from serving.api.http.answer import AnswerPiece
+from serving.api.http.blocks import Block, Blocks, Change
+from serving.api.http.chat_turn import ChatTurn
+from serving.api.http.context import Context
+from serving.api.http.endpoint import answer, respond
+from serving.api.http.errors import ApiError
+from serving.api.http.generation import stream
+from serving.api.http.keys import sent_key
+from serving.api.http.protocol.common import ErrorResponse
+from serving.api.http.protocol.responses import (
+    DeletedResponse,
+    Incomplete,
+    InputDetails,
+    OutputCall,
+    OutputDetails,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    ReasoningText,
+    ResponseObject,
+    ResponsesRequest,
+    ResponsesUsage,
+    Status,
+)
+from serving.api.http.response_store import ResponseStore, Stored, owner_of
+from serving.api.http.responses_input import chat_request, items_as_input, messages_of_input
+from serving.api.http.streaming import named_event
+from serving.engine.output import RequestOutput
+
+_PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
+
+
+def responses_router(store: ResponseStore) -> APIRouter:
+    """The paths, over answers that are kept in `store`."""
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.post("/v1/responses", response_model=ResponseObject, responses={400: {"model": ErrorResponse}})
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a conversation, or go on with one; with `stream` as server-sent events."""
+        key = sent_key(request.headers)
+
+        async def writer_of(context: Context, body: ResponsesRequest) -> ResponseWriter:
+            return await ResponseWriter.of(context, body, store, key)
+
+        return await respond(body, request, writer_of)
+
+    @router.get("/v1/responses/{response_id}", response_model=ResponseObject)
+    async def get_response(response_id: str, request: Request) -> Response:
+        """An answer that was stored."""
+        found = store.get(response_id, sent_key(request.headers))
+        if found is None:
+            raise _unknown(response_id, "response_id")
+        return Response(found.response, media_type="application/json")
+
+    @router.delete("/v1/responses/{response_id}", response_model=DeletedResponse)
+    async def delete_response(response_id: str, request: Request) -> Response:
+        """Forget an answer."""
+        if not store.delete(response_id, sent_key(request.headers)):
+            raise _unknown(response_id, "response_id")
+        return answer(DeletedResponse(id=response_id, object="response", deleted=True))
+
+    return router
+
+
+def _unknown(response_id: str, param: str) -> ApiError:
+    return ApiError(
+        404, f"there is no stored response {response_id[:64]!r}: they are kept in memory, within bounds, until the "
+        "server ends", param=param, code="response_not_found",
+    )  # fmt: skip
+
+
+class ResponseWriter:
+    """Writes the answer to one request.
+
+    Args:
+        body: the request.
+        turn: what the engine is asked for.
+        model: what the model is called.
+        messages: the conversation up to here, without instructions.
+        store: where the answer is kept.
+        key: the client's.
+    """
+
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        turn: ChatTurn,
+        model: str,
+        messages: Sequence[dict[str, Any]],
+        store: ResponseStore,
+        key: str | None,
+    ) -> None:
+        self._body, self._turn, self._model, self._messages = body, turn, model, messages
+        self._store, self._key = store, key
+        self.job, self.tally = turn.job, turn.tally
+        self._created = int(time.time())
+        self._blocks = Blocks()
+        self._ids: list[str] = []
+        """Of the blocks."""
+
+    @classmethod
+    async def of(
+        cls, context: Context, body: ResponsesRequest, store: ResponseStore, key: str | None
+    ) -> ResponseWriter:
+        """Checks everything that can be checked beforehand.
+
+        Raises:
+            ApiError, RequestError: it cannot be served.
+        """
+        messages: list[dict[str, Any]] = []
+        if body.previous_response_id is not None:
+            before = store.get(body.previous_response_id, key)
+            if before is None:
+                raise _unknown(body.previous_response_id, "previous_response_id")
+            messages += before.messages
+        messages += messages_of_input(body.input)
+        turn = await ChatTurn.of(context, chat_request(body, messages), prefix="resp_")
+        return cls(body, turn, context.model_name, messages, store, key)
+
+    def response(self, outputs: Sequence[RequestOutput]) -> ResponseObject:
+        """The whole answer, from the finished output."""
+        (output,) = outputs
+        self.tally.latest[0] = output
+        for change in self._changes(self._turn.new_reader().push(output.outputs[0].text, last=True), last=True):
+            self._note(change)
+        return self._finished(output.outputs[0].finish_reason)
+
+    async def events(self, context: Context) -> AsyncGenerator[bytes, None]:
+        """The answer as events, each with its number."""
+        number, reader, reason = 0, self._turn.new_reader(), None
+        begun = self._object("in_progress", [])
+        waiting = [("response.created", {"response": begun}), ("response.in_progress", {"response": begun})]
+        async for piece in stream(context, self.job, self.tally):
+            reason = piece.finish_reason
+            said = reader.push(piece.text, last=reason is not None)
+            for change in self._changes(said, last=reason is not None):
+                waiting += self._told(change)
+            for name, fields in waiting:
+                yield named_event(name, {"sequence_number": number, **fields})
+                number += 1
+            waiting = []
+        whole = self._finished(reason)
+        yield named_event(f"response.{whole.status}", {"sequence_number": number, "response": whole})
+
+    def _changes(self, piece: AnswerPiece, *, last: bool) -> Iterator[Change]:
+        yield from self._blocks.push(piece)
+        if last:
+            yield from self._blocks.close()
+
+    def _note(self, change: Change) -> None:
+        if change.what == "begin":
+            self._ids.append(_PREFIXES[change.block.kind] + uuid.uuid4().hex)
+
+    def _told(self, change: Change) -> list[tuple[str, dict[str, Any]]]:
+        """A change as events."""
+        self._note(change)
+        block = change.block
+        at = {"output_index": block.index}
+        within = at | {"item_id": self._ids[block.index]}
+        part = within if block.kind == "call" else within | {"content_index": 0}
+        kind = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}[block.kind]
+        content = {"part": OutputText(text=block.text) if block.kind == "text" else ReasoningText(text=block.text)}
+        match change.what:
+            case "begin":
+                told: list[tuple[str, dict[str, Any]]] = [
+                    ("response.output_item.added", at | {"item": self._item(block, "in_progress", empty=True)})
+                ]
+                if block.kind != "call":
+                    told.append(("response.content_part.added", part | content))
+                return told
+            case "more":
+                more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+                return [(f"response.{kind}.delta", part | {"delta": change.text} | more)]
+        if block.kind == "call":
+            done: list[tuple[str, dict[str, Any]]] = [
+                (f"response.{kind}.done", part | {"arguments": block.text, "name": block.name})
+            ]
+        else:
+            more = {"logprobs": []} if block.kind == "text" else {}
+            done = [(f"response.{kind}.done", part | {"text": block.text} | more)]
+            done.append(("response.content_part.done", part | content))
+        return [*done, ("response.output_item.done", at | {"item": self._item(block, "completed")})]
+
+    def _item(self, block: Block, status: Status, *, empty: bool = False) -> OutputItem:
+        name = self._ids[block.index]
+        match block.kind:
+            case "reasoning":
+                thought = [] if empty else [ReasoningText(text=block.text)]
+                return OutputReasoning(id=name, content=thought, status=status)
+            case "text":
+                said = [] if empty else [OutputText(text=block.text)]
+                return OutputMessage(id=name, status=status, content=said)
+        return OutputCall(id=name, call_id=block.call_id, name=block.name, arguments=block.text, status=status)
+
+    def _finished(self, reason: str | None) -> ResponseObject:
+        """The whole answer, which is stored if it is to be."""
+        status: Status = "incomplete" if reason == "length" else "completed"
+        items = [self._item(block, "completed") for block in self._blocks.all]
+        if status == "incomplete" and items:
+            items[-1].status = "incomplete"
+        whole = self._object(status, items)
+        if self._body.store:
+            messages = [*self._messages, *messages_of_input(items_as_input(items))]
+            stored = Stored(messages, whole.model_dump_json(by_alias=True).encode(), owner_of(self._key))
+            self._store.put(self.job.id, stored)
+        return whole
+
+    def _object(self, status: Status, items: list[OutputItem]) -> ResponseObject:
+        body = self._body
+        usage = self.tally.usage() if status != "in_progress" else None
+        details = usage.completion_tokens_details if usage is not None else None
+        cached = usage.prompt_tokens_details.cached_tokens if usage and usage.prompt_tokens_details else 0
+        return ResponseObject(
+            id=self.job.id,
+            object="response",
+            created_at=self._created,
+            status=status,
+            error=None,
+            incomplete_details=Incomplete(reason="max_output_tokens") if status == "incomplete" else None,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            model=self._model,
+            output=items,
+            parallel_tool_calls=body.parallel_tool_calls,
+            previous_response_id=body.previous_response_id,
+            reasoning=body.reasoning,
+            store=body.store,
+            temperature=body.temperature,
+            text=body.text,
+            tool_choice=body.tool_choice if body.tool_choice is not None else "auto",
+            tools=body.tools or [],
+            top_p=body.top_p,
+            truncation="disabled",
+            usage=None
+            if usage is None
+            else ResponsesUsage(
+                input_tokens=usage.prompt_tokens,
+                input_tokens_details=InputDetails(cached_tokens=cached),
+                output_tokens=usage.completion_tokens,
+                output_tokens_details=OutputDetails(reasoning_tokens=(details and details.reasoning_tokens) or 0),
+                total_tokens=usage.total_tokens,
+            ),
+        )

@@ -1,0 +1,126 @@
+"""A request to `/v1/responses` as one to `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from serving.api.http.errors import ApiError
+from serving.api.http.protocol.chat import ChatRequest
+from serving.api.http.protocol.responses import AllowedFunctions, NamedFunction, OutputItem, ResponsesRequest
+
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+def chat_request(body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> ChatRequest:
+    """The chat request, for a conversation that is in its form already.
+
+    Raises:
+        RequestValidationError: something about it is not right.
+    """
+    try:
+        return ChatRequest.model_validate(chat_fields(body, messages))
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None
+
+
+def chat_fields(body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Its fields."""
+    fields: dict[str, Any] = {
+        name: value for name, value in (body.model_extra or {}).items() if name in ChatRequest.model_fields
+    }
+    if body.instructions is not None:
+        messages = [{"role": "system", "content": body.instructions}, *messages]
+    fields |= {"model": body.model, "messages": list(messages), "stream": body.stream}
+    fields["max_completion_tokens"] = body.max_output_tokens
+    fields |= {"temperature": body.temperature, "top_p": body.top_p, "parallel_tool_calls": body.parallel_tool_calls}
+    fields["tools"] = [
+        {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_unset=True)}
+        for tool in body.tools or ()
+    ] or None
+    fields["tool_choice"] = _tool_choice(body.tool_choice)
+    form = body.text.format
+    if form.type == "json_schema":
+        fields["response_format"] = {"type": form.type, "json_schema": {"name": form.name, "schema": form.schema_}}
+    elif form.type == "json_object":
+        fields["response_format"] = {"type": form.type}
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def messages_of_input(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Items of input as messages. A reasoning item and calls join the assistant's message that they belong to.
+
+    Raises:
+        ApiError: an item of a kind that cannot be used.
+    """
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[dict[str, Any]] = []
+    for i, item in enumerate(given):
+        match item.get("type", "message"):
+            case "message":
+                role = item.get("role")
+                if not isinstance(role, str):
+                    raise _wrong(i, "a message needs a role")
+                content = _text(i, item.get("content"))
+                if role == "assistant":
+                    _assistant(messages)["content"] += content
+                else:
+                    messages.append({"role": "system" if role == "developer" else role, "content": content})
+            case "reasoning":
+                parts = item.get("content") or item.get("summary") or ()
+                thought = "\n".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
+                _assistant(messages, new=True)["reasoning_content"] = thought
+            case "function_call":
+                function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+                call = {"id": item.get("call_id"), "type": "function", "function": function}
+                _assistant(messages).setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                content = _text(i, item.get("output"))
+                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+            case other:
+                raise _wrong(i, f"items of type {str(other)[:40]!r} are not supported")
+    return messages
+
+
+def items_as_input(items: Sequence[OutputItem]) -> list[dict[str, Any]]:
+    """What the model has said, to be said to it again."""
+    return [item.model_dump() for item in items]
+
+
+def _assistant(messages: list[dict[str, Any]], *, new: bool = False) -> dict[str, Any]:
+    """The assistant's message at the end of the conversation, which is begun if there is none."""
+    if new or not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _text(i: int, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    parts = []
+    for part in content or ():
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise _wrong(i, f"content may hold text only, not {str(kind)[:40]!r}")
+        parts.append(part["text"])
+    return "\n".join(parts)
+
+
+def _wrong(i: int, why: str) -> ApiError:
+    return ApiError(400, f"input.{i}: {why}", param="input")
+
+
+def _tool_choice(given: Any) -> Any:
+    match given:
+        case NamedFunction():
+            return {"type": "function", "function": {"name": given.name}}
+        case AllowedFunctions():
+            tools = [{"type": "function", "function": {"name": tool.name}} for tool in given.tools]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": given.mode, "tools": tools}}
+    return given

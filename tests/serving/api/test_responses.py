@@ -1,0 +1,218 @@
+"""`/v1/responses`, asked by the openai SDK: answers, events, calls, conversations that go on, and what is kept."""
+
+import json
+
+import openai
+import pytest
+
+from serving.api.http.protocol.responses import ResponsesRequest
+from serving.api.http.response_store import ResponseStore, Stored, owner_of
+from serving.api.http.responses_input import chat_fields, messages_of_input
+from tests.serving.api.test_reasoning_answers import thinking  # noqa: F401 - a fixture
+
+LOOK = {
+    "type": "function", "name": "look", "description": "Looks.", "strict": True,
+    "parameters": {"type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"],
+                   "additionalProperties": False},
+}  # fmt: skip
+TURNS = [
+    {"role": "user", "content": [{"type": "input_text", "text": "Is it there?"}]},
+    {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+    {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"deep": true}'},
+    {"type": "function_call", "call_id": "c2", "name": "look", "arguments": '{"deep": false}'},
+    {"type": "function_call_output", "call_id": "c1", "output": "nothing"},
+    {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "less"}]},
+    {"role": "developer", "content": "Be brief."},
+]
+
+
+def ask(server, **fields):
+    body = {"model": "demo", "input": "What is a state?", "max_output_tokens": 12, "temperature": 0} | fields
+    return server.openai().responses.create(**body)
+
+
+def test_an_answer(server):
+    answer = ask(server, instructions="Be brief.")
+    (item,) = answer.output
+    assert (item.type, item.role) == ("message", "assistant")
+    assert answer.output_text == item.content[0].text
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.usage.output_tokens == 12
+    assert answer.usage.total_tokens == answer.usage.input_tokens + 12
+    chat = server.openai().chat.completions.create(
+        model="demo", max_completion_tokens=12, temperature=0,
+        messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a state?"}],
+    )  # fmt: skip
+    assert chat.choices[0].message.content == answer.output_text
+    assert chat.usage.prompt_tokens == answer.usage.input_tokens
+
+
+def test_items_as_messages():
+    call = {"type": "function", "function": {"name": "look", "arguments": '{"deep": true}'}}
+    other = {"type": "function", "function": {"name": "look", "arguments": '{"deep": false}'}}
+    assert messages_of_input(TURNS) == [
+        {"role": "user", "content": "Is it there?"},
+        {"role": "assistant", "reasoning_content": "hm", "content": "I look.",
+         "tool_calls": [{"id": "c1"} | call, {"id": "c2"} | other]},
+        {"role": "tool", "tool_call_id": "c1", "content": "nothing"},
+        {"role": "tool", "tool_call_id": "c2", "content": "less"},
+        {"role": "system", "content": "Be brief."},
+    ]  # fmt: skip
+
+
+def test_fields_of_a_chat():
+    body = ResponsesRequest.model_validate(
+        {"input": "x", "tools": [LOOK], "tool_choice": {"type": "function", "name": "look"}, "top_k": 3, "user": "me",
+         "reasoning": {"effort": "low"}, "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}}}
+    )  # fmt: skip
+    fields = chat_fields(body, [])
+    assert fields["tool_choice"] == {"type": "function", "function": {"name": "look"}}
+    assert fields["tools"][0]["function"]["name"] == "look"
+    assert fields["response_format"]["json_schema"]["schema"] == {}
+    assert (fields["top_k"], fields["reasoning_effort"]) == (3, "low")
+    assert "user" not in fields
+
+
+def test_events_build_the_answer(server):
+    whole = ask(server)
+    events = list(ask(server, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:4]] == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+    ]  # fmt: skip
+    assert [event.type for event in events[-4:]] == [
+        "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.incomplete",
+    ]  # fmt: skip
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert len(deltas) > 3
+    last = events[-1].response
+    assert "".join(deltas) == last.output_text == whole.output_text
+    assert last.usage.output_tokens == 12
+    assert events[0].response.id == last.id
+
+
+def test_the_sdks_own_stream(server):
+    with server.openai().responses.stream(model="demo", input="Hello", max_output_tokens=5, temperature=0) as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_response().output_text == ask(server, input="Hello", max_output_tokens=5).output_text
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_call_and_what_it_gave(server, streamed):
+    fields = {"tools": [LOOK], "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 200}
+    answer = ask(server, **fields)
+    if streamed:
+        events = list(ask(server, stream=True, **fields))
+        deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+        (done,) = [event for event in events if event.type == "response.function_call_arguments.done"]
+        assert "".join(deltas) == done.arguments == answer.output[0].arguments
+        answer = events[-1].response
+    (call,) = answer.output
+    assert (call.type, call.name, answer.status) == ("function_call", "look", "completed")
+    assert isinstance(json.loads(call.arguments)["deep"], bool)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "nothing"}
+    after = ask(server, tools=[LOOK], previous_response_id=answer.id, input=[result])
+    assert after.output_text
+    by_hand = [{"role": "user", "content": "What is a state?"}, call.model_dump(), result]
+    assert ask(server, tools=[LOOK], input=by_hand).usage.input_tokens == after.usage.input_tokens
+
+
+def test_a_form(server):
+    schema = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"],
+              "additionalProperties": False}  # fmt: skip
+    form = {"format": {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}}
+    answer = ask(server, text=form, max_output_tokens=60)
+    assert isinstance(json.loads(answer.output_text)["sure"], bool)
+    assert answer.text.format.schema_ == schema
+
+
+def test_reasoning_is_an_item_of_its_own(thinking):  # noqa: F811
+    answer = ask(thinking, extra_body={"thinking_token_budget": 4}, max_output_tokens=30)
+    assert [item.type for item in answer.output] == ["reasoning", "message"]
+    assert answer.output[0].content[0].text
+    events = list(ask(thinking, stream=True, extra_body={"thinking_token_budget": 4}, max_output_tokens=30))
+    assert "".join(e.delta for e in events if e.type == "response.reasoning_text.delta") == (
+        answer.output[0].content[0].text
+    )
+    off = ask(thinking, reasoning={"effort": "none"})
+    assert [item.type for item in off.output] == ["message"]
+
+
+def test_conversations_go_on(server):
+    client = server.openai()
+    first = ask(server, instructions="Only for this turn, not for the next one.")
+    second = ask(server, input="And then?", previous_response_id=first.id)
+    turns = [
+        {"role": "user", "content": "What is a state?"},
+        {"role": "assistant", "content": first.output_text}, {"role": "user", "content": "And then?"},
+    ]  # fmt: skip
+    assert ask(server, input=turns).output_text == second.output_text
+    third = ask(server, input="So?", previous_response_id=second.id)
+    assert third.usage.input_tokens > second.usage.input_tokens
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match="no stored response"):
+        client.responses.retrieve(first.id)
+    with pytest.raises(openai.NotFoundError):
+        ask(server, previous_response_id=first.id)
+    assert ask(server, input="So?", previous_response_id=second.id).output_text == third.output_text
+    unstored = ask(server, store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(unstored.id)
+
+
+def test_other_keys_find_nothing(server):
+    made = server.openai(api_key="mine").responses.create(model="demo", input="x", max_output_tokens=1)
+    assert server.openai(api_key="mine").responses.retrieve(made.id).id == made.id
+    for call in (
+        lambda client: client.responses.retrieve(made.id),
+        lambda client: client.responses.delete(made.id),
+        lambda client: client.responses.create(model="demo", input="y", previous_response_id=made.id),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            call(server.openai(api_key="theirs"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"), ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        ({"input": [{"content": "x"}]}, "input"), ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"tools": [{"type": "web_search"}]}, "tools"), ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"), ({"temperature": -1}, "temperature"),
+        ({"tool_choice": "required"}, "tool_choice"), ({"text": {"format": {"type": "json_schema"}}}, "text"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(server, fields, param):
+    answer = server.http.post("/v1/responses", json={"model": "demo", "input": "x"} | fields)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def stored(text, key=None):
+    return Stored([{"role": "user", "content": text}], b"{}", owner_of(key))
+
+
+def test_what_is_kept_is_bounded():
+    store = ResponseStore(3, 10_000)
+    for name in "abcd":
+        store.put(name, stored("x"))
+    assert [bool(store.get(name, None)) for name in "abcd"] == [False, True, True, True]
+    store.get("b", None)
+    store.put("e", stored("x"))
+    assert [bool(store.get(name, None)) for name in "bcde"] == [True, False, True, True]  # the least recently used goes
+    store.put("large", stored("x" * 20_000))
+    assert store.get("large", None) is None
+    assert len(store) == 3
+    store.put("wide", stored("x" * 9_900))
+    assert len(store) == 1
+    assert store.num_bytes <= 10_000
+    assert store.delete("wide", None)
+    assert (len(store), store.num_bytes) == (0, 0)
+    nothing = ResponseStore(0, 10_000)
+    nothing.put("a", stored("x"))
+    assert nothing.get("a", None) is None

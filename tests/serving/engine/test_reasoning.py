@@ -1,0 +1,208 @@
+"""Reasoning before an answer: where it ends, what it may cost, and that the answer's form begins right there."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import tokenizers
+
+from checkpoints.load import load_tokenizer
+from checkpoints.tokenizer import Tokenizer
+from mamba_jax.drafts import NGramDrafts
+from mamba_jax.programs import StepPrograms
+from mamba_jax.sampling.masks import mask_words
+from serving import SamplingParams
+from serving.engine.grammars import Grammars
+from serving.engine.reasoning import Reasoning, ReasoningConstraint
+from serving.engine.request_error import RequestError
+from serving.engine.structured import StructuredOutputs
+from tests.support.engines import QUICK_COMPILE, finish
+from tests.support.letter_tokens import EOS, ID, WORDS
+from tests.support.shared_engines import SMALLEST, TILE, engines_of
+
+
+def with_marks() -> Tokenizer:
+    """The demo model's tokenizer, with tokens for the two marks."""
+    fields = json.loads(load_tokenizer("demo").to_json())
+    size = len(fields["model"]["vocab"])
+    for i, mark in enumerate(("<think>", "</think>")):
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        fields["added_tokens"].append({"id": size + i, "content": mark, "special": True, **flags})
+    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(fields)))
+
+
+TOKENIZERS = {"tokens": with_marks(), "texts": load_tokenizer("demo")}
+"""Marks that are tokens of their own, and marks that are spelled."""
+GRAMMARS = {name: Grammars(each, each.vocab_size, (2,)) for name, each in TOKENIZERS.items()}
+EOS_OF_DEMO = 2
+
+
+def constraint(kind, reasoning, **form):
+    tokenizer = TOKENIZERS[kind]
+    answer = GRAMMARS[kind].start(StructuredOutputs(**form)) if form else None
+    return ReasoningConstraint(
+        reasoning, answer, tokenizer, mask_words(tokenizer.vocab_size), frozenset((EOS_OF_DEMO,))
+    )  # fmt: skip
+
+
+def allowed(mask, size):
+    return {i for i in range(size) if mask[i // 32] >> np.uint32(i % 32) & 1}
+
+
+def ids_of(kind, text):
+    return TOKENIZERS[kind].encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("begun", [True, False])
+def test_the_form_begins_after_the_mark(kind, begun):
+    if kind == "texts" and not begun:
+        pytest.skip("below")
+    follow, size = constraint(kind, Reasoning(begun=begun), regex="[0-9]+x"), TOKENIZERS[kind].vocab_size
+    text = ("" if begun else "<think>") + "\nSo <b>7</b>? No.\n</think>"
+    for token in ids_of(kind, text):
+        assert token in allowed(follow.masks((), 1)[0], size)
+        assert not follow.finished
+        assert follow.advance([token]) == 1
+    (digit,) = ids_of(kind, "4")
+    now = allowed(follow.masks((), 1)[0], size)
+    assert digit in now
+    assert not now & {*ids_of(kind, "So"), EOS_OF_DEMO}
+    assert follow.advance([*ids_of(kind, "42x"), digit]) == 3
+    assert follow.finished
+    assert follow.error is None
+
+
+def test_reasoning_cannot_end_an_output_that_must_have_an_answer():
+    size = TOKENIZERS["tokens"].vocab_size
+    assert EOS_OF_DEMO not in allowed(constraint("tokens", Reasoning(begun=True), regex="a").masks((), 1)[0], size)
+    assert EOS_OF_DEMO in allowed(constraint("tokens", Reasoning(begun=True, budget=9)).masks((), 1)[0], size)
+
+
+def test_an_answer_may_begin_at_once():
+    follow, size = constraint("tokens", Reasoning(), regex="[0-9]x"), TOKENIZERS["tokens"].vocab_size
+    (mark,), (digit,) = ids_of("tokens", "<think>"), ids_of("tokens", "5")
+    assert {mark, digit} <= allowed(follow.masks((), 1)[0], size)
+    assert follow.advance([digit]) == 1
+    assert allowed(follow.masks((), 1)[0], size) == set(ids_of("tokens", "x"))
+    # A mark of several tokens is not offered: its first token may be the answer's, too.
+    spelled = constraint("texts", Reasoning(), regex="[0-9]x")
+    assert allowed(spelled.masks((), 1)[0], TOKENIZERS["texts"].vocab_size) <= set(ids_of("texts", "0123456789"))
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("budget", [0, 1, 5])
+@pytest.mark.parametrize("form", [{}, {"regex": "ab"}])
+def test_a_budget_ends_it(kind, budget, form):
+    follow, size = constraint(kind, Reasoning(begun=True, budget=budget), **form), TOKENIZERS[kind].vocab_size
+    (word,) = ids_of(kind, "a")
+    for _ in range(budget):
+        assert word in allowed(follow.masks((), 1)[0], size)
+        follow.advance([word])
+    for token in ids_of(kind, "</think>"):
+        assert allowed(follow.masks((), 1)[0], size) == {token}
+        follow.advance([token])
+    after = allowed(follow.masks((), 1)[0], size)
+    assert after == (set(ids_of(kind, "ab")) if form else set(range(size)))
+
+
+def test_a_budget_of_reasoning_that_may_not_come():
+    free = constraint("texts", Reasoning(budget=2))
+    for token in ids_of("texts", "The answer is long and has no reasoning"):
+        assert allowed(free.masks((), 1)[0], 8) == set(range(8))
+        assert free.advance([token]) == 1
+    bound = constraint("texts", Reasoning(budget=2))
+    for token in ids_of("texts", "\n<think> a b"):
+        bound.advance([token])
+    assert allowed(bound.masks((), 1)[0], TOKENIZERS["texts"].vocab_size) == set(ids_of("texts", "</think>")[:1])
+
+
+def test_an_answer_that_begins_within_a_token():
+    fields = json.loads(load_tokenizer("demo").to_json())
+    size = len(fields["model"]["vocab"])
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    fields["added_tokens"].append({"id": size, "content": "</think>\n4", **flags})
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(fields)))
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, (2,))
+    answer = grammars.start(StructuredOutputs(regex="[0-9]x"))
+    follow = ReasoningConstraint(
+        Reasoning(begun=True), answer, tokenizer, mask_words(tokenizer.vocab_size), frozenset((2,))
+    )  # fmt: skip
+    (x,) = tokenizer.encode("x", add_special_tokens=False)
+    assert allowed(follow.masks([size], 2)[1], size) == {x}
+    follow.advance([size])
+    assert allowed(follow.masks((), 1)[0], size) == {x}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("form", [{}, {"regex": "[0-9]{2}[a-c]"}])
+@pytest.mark.parametrize("begun", [True, False])
+def test_masks_along_drafts_are_those_without(kind, form, begun):
+    """Whatever is drafted: each head allows what a constraint allows that has followed the drafts before it."""
+    rng = random.Random(f"{kind}{form}{begun}")
+    size = TOKENIZERS[kind].vocab_size
+    texts = ["<think>a</think>12a", "<think>abc</think>", "</think>7", "12c", "x</think>33b", "<think>", "9"]
+    for _ in range(40):
+        reasoning = Reasoning(begun=begun, budget=rng.choice([None, 0, 2, 4]))
+        one, other = constraint(kind, reasoning, **form), constraint(kind, reasoning, **form)
+        before = ids_of(kind, rng.choice(texts))[: rng.randrange(4)]
+        for follow in (one, other):
+            for token in before:
+                if token in allowed(follow.masks((), 1)[0], size):
+                    follow.advance([token])
+        drafts = ids_of(kind, rng.choice(texts))[:3]
+        for head, mask in enumerate(one.masks(drafts, 1 + len(drafts))):
+            assert (mask == other.masks((), 1)[0]).all()
+            if head == len(drafts) or drafts[head] not in allowed(mask, size) or other.finished:
+                break
+            other.advance([drafts[head]])
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_an_engine(drafts):
+    """Marks of letters: the reasoning is at most so long, and the answer has its form; with drafts the same."""
+    on = engines_of(SMALLEST)
+    source = NGramDrafts(1, 3) if drafts else None
+    programs = StepPrograms(on.model, tile_size=TILE, source=source, compiler_options=QUICK_COMPILE)
+    flags = {"num_speculative_tokens": drafts, "speculative_method": "ngram"} if drafts else {}
+    said = {}
+    for mode in ("none", "all"):
+        engine = on.engine(mode, programs=programs, eos_token_ids=(EOS,), enable_structured_outputs=True, **flags)
+        for budget in (0, 3, 9):
+            reasoning = {"begin": "(", "end": ")", "begun": True, "budget": budget}
+            params = SamplingParams(
+                temperature=1.0,
+                seed=budget,
+                max_tokens=30,
+                reasoning=reasoning,
+                structured_outputs={"regex": "[xyz]{2}"},
+            )
+            output = engine.add_request(f"{budget}", {"prompt_token_ids": [5, 6, 7]}, params)
+            finish(engine)
+            said[mode, budget] = [WORDS[token] for token in output.outputs[0].token_ids]
+            end = said[mode, budget].index(")")
+            assert end <= budget
+            assert "".join(said[mode, budget][end + 1 :]) in {a + b for a in "xyz" for b in "xyz"}
+            assert output.outputs[0].finish_reason == "stop"
+            assert ID[")"] == output.outputs[0].token_ids[end]
+    assert all(said["none", budget] == said["all", budget] for budget in (0, 3, 9))
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ({"budget": -1}, "budget must be"), ({"budget": 1.5}, "budget must be"), ({"budget": True}, "budget must be"),
+        ({"begin": ""}, "must be texts"), ({"begun": 1}, "must be texts"), ({"start": "x"}, "some of begin"),
+        (3, "some of"),
+    ],
+)  # fmt: skip
+def test_values_that_are_wrong(value, says):
+    with pytest.raises(RequestError, match=says):
+        SamplingParams(reasoning=value)
+
+
+def test_a_budget_needs_the_flag():
+    engine = engines_of(SMALLEST).engine("none")
+    with pytest.raises(RequestError, match="reasoning: a budget needs a tokenizer, and the flag"):
+        engine.add_request("a", {"prompt_token_ids": [5]}, SamplingParams(reasoning={"budget": 1}))
