@@ -78,8 +78,8 @@ class StoreSize:
         if self.replay_interval > 1:
             lines.append(
                 f"  replay: a running sequence has an anchor, a spare only while it nears the next of every "
-                f"{self.replay_interval} tokens, and {_bytes(self.bytes_per_tail)} of inputs "
-                f"({_bytes(self.tail_bytes)} in all)"
+                f"{self.replay_interval} tokens, and {show_bytes(self.bytes_per_tail)} of inputs "
+                f"({show_bytes(self.tail_bytes)} in all)"
             )
         if self.num_pages:
             tokens = (self.num_pages - 1) * self.page_size
