@@ -11,6 +11,8 @@ from serving.api.http.tool_calls import MARKS, ToolCallForm
 
 MOST_CALLS = 16
 """Calls of one answer."""
+_LONGEST = 1000
+"""Characters of texts whose lengths are held to; longer bounds cost more states than they are worth."""
 _WITHIN = ("$defs", "definitions")
 """What a schema's parts may refer to."""
 
@@ -63,7 +65,9 @@ def _parameter(rule: str, key: str, schema: Any, within: Mapping[str, Any]) -> l
         choices = schema.get("enum")
         if choices and all(isinstance(choice, str) for choice in choices):
             return [f"{rule}: {_text(begin)} ({' | '.join(map(_text, choices))}) {_text(end)}"]
-        return [f"{rule}: {_text(begin)} {rule}_value", f"{rule}_value[suffix={_text(end)}]: /(?s:.*)/"]
+        most = schema.get("maxLength")
+        letters = f".{{0,{most}}}" if isinstance(most, int) and 0 <= most <= _LONGEST else ".*"
+        return [f"{rule}: {_text(begin)} {rule}_value", f"{rule}_value[suffix={_text(end)}]: /(?s:{letters})/"]
     value = {**within, **schema} if isinstance(schema, Mapping) else schema
     return [f"{rule}: {_text(begin)} {rule}_value {_text(end)}", f"{rule}_value: %json {_schema(value)}"]
 

@@ -148,7 +148,8 @@ def test_a_budget(thinking, budget):
 
 
 def test_a_form_begins_after_the_reasoning(thinking):
-    schema = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
+    schema = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"],
+              "additionalProperties": False}  # fmt: skip
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     fields = {"response_format": form, "extra_body": {"thinking_token_budget": 5}, "max_completion_tokens": 100}
     answer = ask(thinking, **fields).choices[0]
