@@ -72,19 +72,19 @@ def read_parameters(
     Raises:
         CheckpointError: tensors are missing, left over, or of the wrong shape; one message lists them all.
     """
-    found = _match(where, tensors, parameters, sources, (*ignored, *ALWAYS_IGNORED))
+    found = match_sources(where, tensors, parameters, sources, (*ignored, *ALWAYS_IGNORED))
     if unused := sorted(tensors.names - {name for source in found.values() for name in source.names}):
         _log.info("%s: ignoring %d unused tensors: %s", where, len(unused), listing(unused))
     last_use = {name: path for path, source in found.items() for name in source.names}
-    readable = {
-        path: _readable(tensors, path, parameters[path], source, quantised or {}, selection, shardings)
+    parts_by_path = {
+        path: readable(tensors, path, parameters[path], source, quantised or {}, selection, shardings)
         for path, source in found.items()
     }
-    total = sum(nbytes(target) for parts in readable.values() for target, _ in parts.values())
+    total = sum(nbytes(target) for parts in parts_by_path.values() for target, _ in parts.values())
     result = {}
     with progress_bar(f"Loading {Path(where).name}", total, progress) as advance:
         for path, source in found.items():
-            parts = readable.pop(path)
+            parts = parts_by_path.pop(path)
             while parts:
                 part, (target, reader) = parts.popitem()
                 result[part] = place(target, reader, sharding_of(shardings, part))
@@ -95,7 +95,7 @@ def read_parameters(
     return result
 
 
-def _readable(
+def readable(
     tensors: Tensors,
     path: str,
     target: jax.ShapeDtypeStruct,
@@ -130,7 +130,7 @@ def parameter_shapes(
     found: dict[str, jax.ShapeDtypeStruct] = {}
     for path, target in parameters.items():
         source = sources[path].find(tensors.names) or sources[path]
-        parts = _readable(tensors, path, target, source, quantised, None, shardings)
+        parts = readable(tensors, path, target, source, quantised, None, shardings)
         found |= {part: own for part, (own, _) in parts.items()}
     return found
 
@@ -170,14 +170,18 @@ class _StoredParameter:
         return view.reshape(shape)
 
 
-def _match(
+def match_sources(
     where: str,
     tensors: Tensors,
     parameters: Mapping[str, jax.ShapeDtypeStruct],
     sources: Mapping[str, HFSource],
     ignored: Iterable[str],
 ) -> dict[str, HFSource]:
-    """For each parameter the source that the file has; every disagreement is collected before anything is raised."""
+    """For each parameter the source that the file has; every disagreement is collected before anything is raised.
+
+    Raises:
+        CheckpointError: see `read_parameters`.
+    """
     names = tensors.names
     found: dict[str, HFSource] = {}
     used: set[str] = set()

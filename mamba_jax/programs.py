@@ -56,24 +56,31 @@ class StepPrograms:
         compiler_options: Mapping[str, Any] | None = None,
         mesh: Mesh | None = None,
         kernels: KernelChoice | None = None,
+        processed_logprobs: bool = False,
     ) -> None:
         """`source` makes drafts. `compiler_options` are XLA's, as `jax.stages.Lowered.compile` takes them. `kernels`
-        says what operations run by, and can report it once programs have been compiled.
+        says what operations run by, and can report it once programs have been compiled. `processed_logprobs`: see
+        `mamba_jax.step.step`.
 
         With a `mesh`, the model's parameters and the stores passed in must lie on it as `mamba_jax.sharding` says. The
         model and the stores may also be abstract: programs can then be compiled, for devices that are not there too.
         """
         graphdef, state = nnx.split(model)
         # A plain tuple of arrays: flattening nnx's state for every call would cost more than dispatching the step.
-        weights, structure = jax.tree.flatten(state)
+        flat = nnx.to_flat_state(state)
+        weights = [leaf.get_value() for _, leaf in flat]
+        empty = [(path, leaf.replace(None)) for path, leaf in flat]
+        self._place_of = {".".join(map(str, path)): place for place, (path, _) in enumerate(flat)}
         self.tile_size, self.source, self.mesh = tile_size, source, mesh
         self.kernels = kernels or KernelChoice()
         self._weights = tuple(weights)
+        self._processed_logprobs = processed_logprobs
         self._compiler_options = dict(compiler_options or {})
 
         def run(weights: tuple[jax.Array, ...], store: Store, rows: Rows, batch: Any) -> tuple[Store, Rows, StepOutput]:
-            model: Any = nnx.merge(graphdef, jax.tree.unflatten(structure, weights))
-            return step(model, store, rows, batch, source)
+            filled = [(path, leaf.replace(value)) for (path, leaf), value in zip(empty, weights, strict=True)]
+            model: Any = nnx.merge(graphdef, nnx.from_flat_state(filled))
+            return step(model, store, rows, batch, source, processed_logprobs)
 
         self.kept: Kept | None = None
         """Asked before a program is compiled, and told of it after."""
@@ -84,6 +91,31 @@ class StepPrograms:
         self._seat = jax.jit(partial(seat, source=source), donate_argnums=(0,))
         self._mask = jax.jit(mask, donate_argnums=(0,))
         self.cache = ProgramCache()
+
+    @property
+    def weights(self) -> dict[str, jax.Array]:
+        """What the programs run on, by dotted path as in `mamba_jax.model.parameters`."""
+        return {path: self._weights[place] for path, place in self._place_of.items()}
+
+    def replace_weight(self, path: str, value: jax.Array | jax.ShapeDtypeStruct) -> None:
+        """Have all later steps use another value of one parameter, of the same shape and dtype, in the same place.
+
+        The programs stay as they are. An abstract value lets go of the one before; no step can run until it has a real
+        one again.
+
+        Raises:
+            ValueError: the value would need other programs.
+        """
+        place = self._place_of[path]
+        held = self._weights[place]
+        for what, new, old in (
+            ("shape", value.shape, held.shape),
+            ("dtype", value.dtype, held.dtype),
+            ("sharding", value.sharding, held.sharding),
+        ):
+            if new != old:
+                raise ValueError(f"{path} has {what} {new}, expected {old}")
+        self._weights = (*self._weights[:place], value, *self._weights[place + 1 :])
 
     @property
     def compilations(self) -> int:
@@ -105,6 +137,7 @@ class StepPrograms:
             self._compiler_options,
             self.mesh,
             self.kernels.description,
+            self._processed_logprobs,
         )
         # Functions among the model's attributes are named; where they lie in memory is chance.
         return re.sub(r" at 0x[0-9a-f]+", "", "\n".join(map(repr, parts)))

@@ -9,7 +9,7 @@ same one). Rejecting drafts is then a matter of which slot the row reads next.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from mamba_jax.layout.decode import DecodeLayout
 from mamba_jax.layout.prefill import PrefillLayout
 from mamba_jax.layout.replay import ReplayLayout
 from mamba_jax.rows import Rows
-from mamba_jax.sampling import Emission, choose, has_penalties, report_logprobs
+from mamba_jax.sampling import Asked, Emission, choose, has_penalties, report_logprobs
 from mamba_jax.sampling.masks import MaskBatch, write_masks
 from mamba_jax.store import Store
 from mamba_jax.tails import read_ring
@@ -46,15 +46,17 @@ def step(
     rows: Rows,
     batch: DecodeBatch | PrefillBatch,
     source: DraftSource | None = None,
+    processed_logprobs: bool = False,
 ) -> tuple[Store, Rows, StepOutput]:
     """Runs one decode or prefill step; see `DecodeBatch` and `PrefillBatch` for what the host says.
 
     Rows that have absorbed nothing read nothing, whatever their slot holds. Padding rows and tokens write nowhere.
     `source` makes the drafts that `continues` rows verify in their next step; `rows` must have been made for it.
+    Log-probabilities of output tokens are the model's own or, if `processed_logprobs`, of what they are drawn from.
     """
     if isinstance(batch, DecodeBatch):
-        return _decode(model, store, rows, batch, source)
-    return _prefill(model, store, rows, batch, source)
+        return _decode(model, store, rows, batch, source, processed_logprobs)
+    return _prefill(model, store, rows, batch, source, processed_logprobs)
 
 
 def seat(rows: Rows, batch: SeatBatch, source: DraftSource | None = None) -> Rows:
@@ -90,7 +92,12 @@ def mask(rows: Rows, batch: MaskBatch) -> Rows:
 
 
 def _decode(
-    model: Model, store: Store, rows: Rows, batch: DecodeBatch, source: DraftSource | None
+    model: Model,
+    store: Store,
+    rows: Rows,
+    batch: DecodeBatch,
+    source: DraftSource | None,
+    processed_logprobs: bool,
 ) -> tuple[Store, Rows, StepOutput]:
     width = batch.tokens.shape[1]
     # The seat's own truth wins where the host has not seen the last step's result yet.
@@ -157,7 +164,15 @@ def _decode(
     head_hidden = by_row if width == 1 else jnp.take_along_axis(by_row, at[..., None], axis=1)
     drafts = jnp.take_along_axis(tokens, jnp.clip(certain[:, None] + heads[:-1], 0, width - 1), axis=1)
     emission, reported, finite = _emit(
-        model, rows, head_hidden, batch.row_id, batch.sample, drafts, num_drafts, length + certain
+        model,
+        rows,
+        head_hidden,
+        batch.row_id,
+        batch.sample,
+        drafts,
+        num_drafts,
+        length + certain,
+        processed_logprobs,
     )
 
     kept = jnp.where(num_tokens > 0, certain + emission.accepted, 0)
@@ -205,7 +220,12 @@ def _decode(
 
 
 def _prefill(
-    model: Model, store: Store, rows: Rows, batch: PrefillBatch, source: DraftSource | None
+    model: Model,
+    store: Store,
+    rows: Rows,
+    batch: PrefillBatch,
+    source: DraftSource | None,
+    processed_logprobs: bool,
 ) -> tuple[Store, Rows, StepOutput]:
     layout = PrefillLayout.of(
         num_packed=batch.tokens.shape[0],
@@ -230,7 +250,15 @@ def _prefill(
     none = jnp.zeros((batch.row_id.shape[0], 0), jnp.int32)
     after = batch.length + batch.num_tokens
     emission, reported, finite = _emit(
-        model, rows, hidden[row_last][:, None], batch.row_id, batch.sample, none, jnp.zeros_like(after), after
+        model,
+        rows,
+        hidden[row_last][:, None],
+        batch.row_id,
+        batch.sample,
+        none,
+        jnp.zeros_like(after),
+        after,
+        processed_logprobs,
     )
     # The slot of a row's last tile; rows without tokens have no tile and keep what they read.
     end_tile = (layout.tile_end == batch.num_tokens[layout.tile_row]) & (layout.tile_end > 0)
@@ -278,26 +306,28 @@ def _emit(
     drafts: Int[Array, "rows H-1"],
     num_drafts: Int[Array, " rows"],
     length: Int[Array, " rows"],
+    processed_logprobs: bool,
 ) -> tuple[Emission, tuple[Array, Array, Array], Bool[Array, " rows"]]:
     """Logits at the heads, what comes out of them, and whether those that count are all finite."""
     count, width, _ = head_hidden.shape
     logits = model.logits(head_hidden.reshape(count * width, -1)).reshape(count, width, -1)
-    emission = choose(
-        logits,
-        drafts=drafts,
-        num_drafts=num_drafts,
-        length=length,
-        sample=sample & (row_id > 0),
-        row_id=row_id,
-        table=rows.sampling,
-        output_counts=rows.output_counts,
-        prompt_seen=rows.prompt_seen,
-        masks=rows.masks,
-    )
+    asked: dict[str, Any] = {
+        "drafts": drafts,
+        "num_drafts": num_drafts,
+        "length": length,
+        "sample": sample & (row_id > 0),
+        "row_id": row_id,
+        "table": rows.sampling,
+        "output_counts": rows.output_counts,
+        "prompt_seen": rows.prompt_seen,
+        "masks": rows.masks,
+    }
+    emission = choose(logits, **asked)
     wanted = jnp.where((emission.tokens >= 0) & (row_id > 0)[:, None], rows.sampling.logprobs[row_id][:, None], -1)
     unused = jnp.arange(width) > emission.accepted[:, None]
     finite = (jnp.isfinite(logits).all(axis=-1) | unused).all(axis=-1)
-    return emission, report_logprobs(logits, emission.tokens, wanted), finite
+    processed = Asked.of(**asked).processed if processed_logprobs else lambda logits: logits
+    return emission, report_logprobs(logits, emission.tokens, wanted, processed), finite
 
 
 def _commit(

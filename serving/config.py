@@ -174,6 +174,11 @@ class EngineConfig(BaseModel):
         gt=0,
         description="CPU seconds that compiling one grammar may take; grammars that take longer are refused.",
     )
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = Field(
+        "raw_logprobs",
+        description="Log-probabilities of output tokens. raw_logprobs: the model's own. processed_logprobs: of the "
+        "distribution that tokens are drawn from, after masks, biases, penalties, temperature, min_p, top_k and top_p.",
+    )
     seed: int = Field(0, description="Seed of requests that set none, and of dummy weights.")
     warmup: bool | None = Field(
         None,

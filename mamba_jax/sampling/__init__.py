@@ -1,6 +1,6 @@
 """Choosing the next tokens: greedy and random sampling, penalties, verification of drafts, log-probabilities."""
 
-from mamba_jax.sampling.choose import Emission, choose, report_logprobs
+from mamba_jax.sampling.choose import Asked, Emission, choose, report_logprobs
 from mamba_jax.sampling.logits import has_penalties
 from mamba_jax.sampling.table import (
     MAX_LOGIT_BIAS,
@@ -15,6 +15,7 @@ __all__ = [
     "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
     "MAX_STOP_IDS",
+    "Asked",
     "Emission",
     "SamplingTable",
     "choose",

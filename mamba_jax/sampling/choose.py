@@ -9,6 +9,7 @@ position, a seeded row says the same with whatever drafts, or none.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -35,6 +36,88 @@ class Emission:
     accepted: Int[Array, " rows"]
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a step's rows ask to be done with their logits. Arguments as for `choose`."""
+
+    drafts: Int[Array, "rows K"]
+    """-1 where there is none."""
+    length: Int[Array, " rows"]
+    row_id: Int[Array, " rows"]
+    table: SamplingTable
+    output_counts: Int[Array, "seats vocab"]
+    prompt_seen: Bool[Array, "seats vocab"]
+    masks: Masks | None
+    masked: Bool[Array, " rows"]
+    biased: Bool[Array, " rows"]
+    penalised: Bool[Array, " rows"]
+    random: Bool[Array, " rows"]
+
+    @classmethod
+    def of(
+        cls,
+        drafts: Int[Array, "rows K"],
+        num_drafts: Int[Array, " rows"],
+        length: Int[Array, " rows"],
+        sample: Bool[Array, " rows"],
+        row_id: Int[Array, " rows"],
+        table: SamplingTable,
+        output_counts: Int[Array, "seats vocab"],
+        prompt_seen: Bool[Array, "seats vocab"],
+        masks: Masks | None = None,
+    ) -> Asked:
+        """Looks at columns of a few bytes; the wide ones (stop ids, biases, counts) are for rows that need them."""
+        biased, penalised, random = (
+            sample & column[row_id] for column in (has_bias(table), has_penalties(table), table.temperature > 0)
+        )
+        return cls(
+            drafts=jnp.where(jnp.arange(drafts.shape[1]) < num_drafts[:, None], drafts, -1),
+            length=length,
+            row_id=row_id,
+            table=table,
+            output_counts=output_counts,
+            prompt_seen=prompt_seen,
+            masks=masks,
+            masked=jnp.zeros_like(sample) if masks is None else sample & masks.on[row_id],
+            biased=biased,
+            penalised=penalised,
+            random=random,
+        )
+
+    @property
+    def own(self) -> SamplingTable:
+        """The rows' entries."""
+        return self.table.take(self.row_id)
+
+    @property
+    def index(self) -> Int[Array, "rows H"]:
+        """Where each head's token comes in its row's output."""
+        prompt_length = self.table.prompt_length[self.row_id]
+        return self.length[:, None] + jnp.arange(self.drafts.shape[1] + 1) - prompt_length[:, None]
+
+    def adjusted(self, logits: Float[Array, "rows H vocab"]) -> Float[Array, "rows H vocab"]:
+        """After masks, biases and penalties: what greedy rows take the largest of."""
+        own, masks, row_id = self.own, self.masks, self.row_id
+        if masks is not None:
+            logits = once_if(self.masked.any(), lambda x: apply_masks(x, masks, row_id), logits)
+        logits = once_if(self.biased.any(), lambda x: add_bias(x, own, self.index), logits)
+        return once_if(
+            self.penalised.any(),
+            lambda x: penalise(x, own, self.output_counts[row_id], self.prompt_seen[row_id], self.drafts),
+            logits,
+        )
+
+    def weights(self, adjusted: Float[Array, "rows H vocab"]) -> Float[Array, "rows H vocab"]:
+        """By which random rows draw."""
+        own = self.own
+        return truncate(weights_of(adjusted, own.temperature), own)
+
+    def processed(self, logits: Float[Array, "rows H vocab"]) -> Float[Array, "rows H vocab"]:
+        """Those whose softmax tokens are drawn from: adjusted, tempered and truncated; of greedy rows, adjusted."""
+        adjusted = self.adjusted(logits)
+        return jnp.where(self.random[:, None, None], jnp.log(self.weights(adjusted)), adjusted)
+
+
 def choose(
     logits: Float[Array, "rows H vocab"],
     *,
@@ -59,38 +142,26 @@ def choose(
         row_id: the rows' seats in the tables.
         masks: what rows may choose at each head; a draft that is not allowed is never chosen, and so rejected.
     """
-    heads = jnp.arange(logits.shape[1])
-    drafts = jnp.where(heads[:-1] < num_drafts[:, None], drafts, -1)
-    # Columns of a few bytes; the wide ones (stop ids, biases, counts) are read only by rows that need them.
-    biased, penalised, random = (
-        sample & column[row_id] for column in (has_bias(table), has_penalties(table), table.temperature > 0)
-    )
-
-    masked = jnp.zeros_like(sample) if masks is None else sample & masks.on[row_id]
+    asked = Asked.of(drafts, num_drafts, length, sample, row_id, table, output_counts, prompt_seen, masks)
+    drafts, heads = asked.drafts, jnp.arange(logits.shape[1])
 
     def greedily(logits: Float[Array, "rows H vocab"]) -> Int[Array, "rows H"]:
         return _argmax(logits)
 
     def with_everything(logits: Float[Array, "rows H vocab"]) -> Int[Array, "rows H"]:
-        own = table.take(row_id)
-        index = length[:, None] + heads - own.prompt_length[:, None]
-        if masks is not None:
-            logits = once_if(masked.any(), lambda x: apply_masks(x, masks, row_id), logits)
-        logits = once_if(biased.any(), lambda x: add_bias(x, own, index), logits)
-        logits = once_if(
-            penalised.any(), lambda x: penalise(x, own, output_counts[row_id], prompt_seen[row_id], drafts), logits
-        )
+        logits = asked.adjusted(logits)
 
         def randomly(carry: tuple[Array, Array]) -> tuple[Array, Array]:
             logits, best = carry
-            weights = truncate(weights_of(logits, own.temperature), own)
-            drawn = draws.categorical(own.key, index, weights)
+            weights = asked.weights(logits)
+            drawn = draws.categorical(asked.own.key, asked.index, weights)
             # The weights take the place of the logits, which nothing needs any more.
-            return weights, jnp.where(random[:, None], drawn, best)
+            return weights, jnp.where(asked.random[:, None], drawn, best)
 
-        return once_if(random.any(), randomly, (logits, greedily(logits)))[1]
+        return once_if(asked.random.any(), randomly, (logits, greedily(logits)))[1]
 
-    tokens = lax.cond((masked | biased | penalised | random).any(), with_everything, greedily, logits)
+    anything = (asked.masked | asked.biased | asked.penalised | asked.random).any()
+    tokens = lax.cond(anything, with_everything, greedily, logits)
     accepted = jnp.cumprod(tokens[:, :-1] == drafts, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
     accepted = jnp.where(sample, accepted, 0)
     last = accepted[:, None]
@@ -128,7 +199,10 @@ def _in_blocks(logits: Float[Array, "*rows vocab"]) -> Float[Array, "*rows block
 
 
 def report_logprobs(
-    logits: Float[Array, "*rows vocab"], tokens: Int[Array, "*rows"], wanted: Int[Array, "*rows"]
+    logits: Float[Array, "*rows vocab"],
+    tokens: Int[Array, "*rows"],
+    wanted: Int[Array, "*rows"],
+    process: Callable[[Array], Array] = lambda logits: logits,
 ) -> tuple[Float[Array, "*rows"], Int[Array, "*rows top"], Float[Array, "*rows top"]]:
     """Log-probabilities of tokens and of the most likely alternatives, computed only where some row wants them.
 
@@ -136,6 +210,7 @@ def report_logprobs(
         logits: float32, as the model gave them.
         tokens: -1 for none.
         wanted: how many alternatives; -1 for nothing at all.
+        process: what is done with the logits first.
     Returns:
         token log-probabilities, ids of the alternatives, their log-probabilities.
     """
@@ -145,11 +220,12 @@ def report_logprobs(
         return jnp.zeros(tokens.shape), jnp.zeros((*tokens.shape, top), jnp.int32), jnp.zeros((*tokens.shape, top))
 
     def something():
-        normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        token = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[..., None], axis=-1) - normaliser
+        shown = process(logits)
+        normaliser = jax.nn.logsumexp(shown, axis=-1, keepdims=True)
+        token = jnp.take_along_axis(shown, jnp.maximum(tokens, 0)[..., None], axis=-1) - normaliser
 
         def alternatives():
-            best, ids = _top(logits, top)
+            best, ids = _top(shown, top)
             return ids, best - normaliser
 
         ids, best = lax.cond((wanted > 0).any(), alternatives, lambda: nothing()[1:])

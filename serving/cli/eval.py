@@ -39,6 +39,12 @@ def evaluate(
     text: Annotated[
         Path | None, typer.Option(help="With --against: a text file. Unset: the held-out text of --data.")
     ] = None,
+    consistency: Annotated[
+        bool,
+        typer.Option(
+            "--consistency", help="Only compare the engine's log-probabilities with those of the training forward."
+        ),
+    ] = False,
     output: Annotated[Path | None, typer.Option(help="JSON file to write all figures to.")] = None,
 ) -> None:
     """Evaluate a model trained with `train` on held-out text and problems. Downloads nothing."""
@@ -58,6 +64,11 @@ def evaluate(
         if not (directory / name).is_file():
             raise ConfigError(f"no {name} in {directory}; give a directory with held-out text and problems as --data")
     texts = evaluation.read_some(directory / SAMPLE_TEXT, None)
+    if consistency:
+        agreement = _consistency(model, texts, prompts, max_num_seqs, console)
+        if output is not None:
+            output.write_text(json.dumps(agreement, indent=1) + "\n")
+        return
     tasks = evaluation.read_some(directory / SAMPLE_PROBLEMS, problems)
     tokenizer, loaded = (
         require_tokenizer(model),
@@ -120,6 +131,32 @@ def _compare(
     console.print(f"nats per token: {found.nats:.4f}, and {found.reference_nats:.4f} by {against}", markup=False)
     if output is not None:
         output.write_text(json.dumps(dataclasses.asdict(found), indent=1) + "\n")
+
+
+def _consistency(model: str, texts: Any, count: int, max_num_seqs: int, console: Console) -> dict[str, Any]:
+    """Tables of how far serving and training are apart, in float32 and bfloat16."""
+    from checkpoints.load import load_model, require_tokenizer
+    from serving.cli import consistency, evaluation
+
+    prompts = evaluation.text_prompts(require_tokenizer(model), texts, count)
+    figures: dict[str, Any] = {"model": model}
+    for dtype in ("float32", "bfloat16"):
+        loaded = load_model(model, dtype=dtype, progress=False)
+        flags = {
+            "dtype": dtype, "max_num_seqs": max_num_seqs, "max_model_len": 512, "warmup": False, "tile_size": 32,
+            "state_block_size": 64,
+        }  # fmt: skip
+        table = Table(title=f"{model}, {dtype}: serving against training, per token")
+        for heading in ("arrangement", "tokens", "cached tokens", "KL (nats)", "largest difference"):
+            table.add_column(heading, justify="left" if heading == "arrangement" else "right")
+        found = consistency.agreements(model, loaded, prompts, max_tokens=64, flags=flags)
+        for one in found:
+            table.add_row(
+                one.arrangement, f"{one.tokens}", f"{one.cached_tokens}", f"{one.kl:.1e}", f"{one.largest:.1e}"
+            )
+        console.print(table)
+        figures[dtype] = [dataclasses.asdict(one) for one in found]
+    return figures
 
 
 def _acceptance(

@@ -22,6 +22,7 @@ from serving.cli.serve import PANEL, serve
 from serving.cli.settings_options import with_options
 from serving.cli.terminal_chat import chat
 from serving.cli.train import train
+from serving.cli.train_grpo import train_grpo
 from serving.cli.train_mtp import train_mtp
 from serving.cli.vllm.command import translate
 from serving.config import ConfigError
@@ -49,6 +50,7 @@ app.command()(with_engine_options(plan))
 app.add_typer(bench)
 app.command()(train)
 app.command()(train_mtp)
+app.command()(train_grpo)
 app.command("eval")(evaluate)
 
 

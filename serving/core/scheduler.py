@@ -85,6 +85,19 @@ class Scheduler:
                 self.tiers.forget(request.tokens, scope)
         return request
 
+    def hold_new(self) -> None:
+        """Admit none of the requests that are added from now on, until `release_new`."""
+        self._host.admits_until = self._arrivals
+
+    def release_new(self) -> None:
+        """Admit all again."""
+        self._host.admits_until = None
+
+    @property
+    def has_unheld(self) -> bool:
+        """Whether anything is left to do but what `hold_new` holds back."""
+        return any(not self._host.holds_back(request) for request in self._host.queues.unfinished.values())
+
     @property
     def waiting(self) -> list[Request]:
         """The queue, first come first."""

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from serving.engine.control import PauseMode
 from serving.engine.engine import Engine, Prompt
 from serving.engine.output import RequestOutput
 from serving.engine.request_error import RequestError
@@ -20,6 +21,8 @@ from serving.engine.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
+_PAUSE_LOOK = 0.02
+"""Seconds after which a pause looks again whether the last request has ended."""
 _STATS_EVERY = 0.25
 """Seconds after which a busy engine counts anew."""
 
@@ -158,6 +161,12 @@ class AsyncEngine:
 
         self._submit(run)
         return await result
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Hold the engine (see `Control.pause`); returns when no step is dispatched any more."""
+        await self.call(lambda engine: engine.control.pause(mode))
+        while not self._engine.control.paused and self.running:
+            await asyncio.sleep(_PAUSE_LOOK)
 
     def tell(self, function: Callable[[Engine], Any]) -> None:
         """Like `call`, and nobody waits for it: it runs after whatever was asked before, unless the engine stops."""
@@ -298,6 +307,7 @@ def _copy(output: RequestOutput) -> RequestOutput:
             choice,
             token_ids=list(choice.token_ids),
             logprobs=None if choice.logprobs is None else list(choice.logprobs),
+            weights_versions=list(choice.weights_versions),
         )
         for choice in output.outputs
     ]

@@ -49,6 +49,7 @@ from serving.engine.sizing import (
 )
 from serving.engine.tiering import check_tiers, connect_tiers
 from serving.engine.warmup import warm_up
+from serving.engine.weights import Weights
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +218,12 @@ def _assemble(
         return rows if mesh is None else replicate(rows, mesh)
 
     programs = programs or StepPrograms(
-        model, tile_size=config.tile_size, source=source, mesh=mesh, kernels=kernel_choice(config)
+        model,
+        tile_size=config.tile_size,
+        source=source,
+        mesh=mesh,
+        kernels=kernel_choice(config),
+        processed_logprobs=config.logprobs_mode == "processed_logprobs",
     )
     loop = StepLoop(
         Scheduler(settings, drafts=draft_policy(config, model, bytes_per_token=size.bytes_per_token)),
@@ -227,9 +233,16 @@ def _assemble(
         make_store=make_store,
         make_rows=make_rows,
     )
+    weights = Weights(
+        model,
+        programs,
+        quantization=config.quantization,
+        quantization_exclude=config.excluded_from_quantization,
+    )
     engine = Engine(
         loop,
         tokenizer=tokenizer,
+        weights=weights,
         vocab_size=model.config.vocab_size,
         eos_token_ids=eos_token_ids,
         max_model_len=size.max_model_len,

@@ -21,6 +21,7 @@ from serving.core import (
     StepPlan,
     check_prompt_length,
 )
+from serving.engine.control import Control
 from serving.engine.grammars import Grammars
 from serving.engine.loop import HostOutput, PlanError, Settled, StepLoop
 from serving.engine.output import Choice, CompletionOutput, RequestMetrics, RequestOutput, token_logprobs
@@ -29,6 +30,7 @@ from serving.engine.request_error import RequestError, RequestFailed
 from serving.engine.sampling_params import SamplingParams
 from serving.engine.structured import Constraint
 from serving.engine.user_request import Member, UserRequest
+from serving.engine.weights import Weights
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class Engine:
     Args:
         loop: runs the steps.
         tokenizer: None serves token ids only.
+        weights: what the loop's programs run on.
         vocab_size: of the model; larger ids are refused.
         eos_token_ids: what ends a text.
         max_model_len: prompt and output together.
@@ -54,6 +57,7 @@ class Engine:
         loop: StepLoop,
         *,
         tokenizer: Tokenizer | None,
+        weights: Weights,
         vocab_size: int,
         eos_token_ids: Sequence[int],
         max_model_len: int,
@@ -63,14 +67,17 @@ class Engine:
         self.loop, self.grammars = loop, grammars
         self.tokenizer, self.vocab_size, self.max_model_len = tokenizer, vocab_size, max_model_len
         self.eos_token_ids = tuple(eos_token_ids)
+        self.control = Control(self, weights)
+        """Pauses, sleep and new weights."""
         self._seeds = random.Random(seed)
         self._parents: dict[str, UserRequest] = {}
-        self._ended: list[RequestOutput] = []
+        self._unsaid: dict[str, RequestOutput] = {}
+        """Changed since the last step returned."""
 
     @property
     def busy(self) -> bool:
         """Whether `step` has something to do, or to say."""
-        return self.loop.busy or bool(self._ended)
+        return bool(self._unsaid) or (self.loop.in_flight if self.control.held else self.loop.busy)
 
     @property
     def num_unfinished(self) -> int:
@@ -163,7 +170,7 @@ class Engine:
             request.user.choice.finish("error", reason)
         parent.output.failure = RequestError(reason) if refused else RequestFailed(reason)
         self._finish(parent)
-        self._ended.append(parent.output)
+        self._unsaid[request_id] = parent.output
 
     def stats(self) -> dict[str, Any]:
         """Everything that is counted: requests and pools, steps and their times, compiled programs."""
@@ -172,6 +179,8 @@ class Engine:
             "loop": asdict(self.loop.stats),
             "drafts": self.loop.stats.drafts.summary(),
             "compilations": self.loop.programs.compilations,
+            "weights": {"version": self.control.weights.version, "updates": self.control.weights.updates},
+            "held": self.control.why_held,
         }
 
     def close(self) -> None:
@@ -180,9 +189,11 @@ class Engine:
         self.loop.close()
 
     def abort_all(self) -> None:
-        """Ends every request."""
+        """Ends every request; `step` will return what there is of them."""
         for request_id in list(self._parents):
-            self.abort(request_id)
+            output = self.abort(request_id)
+            if output is not None:
+                self._unsaid[request_id] = output
 
     def step(self) -> list[RequestOutput]:
         """One step of the loop; returns the outputs that it changed, finished ones included.
@@ -191,7 +202,7 @@ class Engine:
         """
         changed: dict[str, UserRequest] = {}
         try:
-            settled = self.loop.step()
+            settled = self.loop.drain() if self.control.held else self.loop.step()
         except PlanError as error:
             log.exception("a step has been withdrawn")
             for request in error.requests:
@@ -200,10 +211,17 @@ class Engine:
         if settled is not None:
             self._settle(settled, changed)
         # Whatever has ended meanwhile, by whatever way, is answered now: there may be no other step.
-        ended, self._ended = self._ended, []
-        for output in ended:
-            changed.pop(output.request_id, None)
-        return ended + [parent.output for parent in changed.values()]
+        unsaid, self._unsaid = self._unsaid, {}
+        self.control.stepped()
+        return list((unsaid | {name: parent.output for name, parent in changed.items()}).values())
+
+    def drain(self) -> None:
+        """Settle the step that is in flight, and dispatch none. What it changes, the next `step` returns."""
+        changed: dict[str, UserRequest] = {}
+        settled = self.loop.drain()
+        if settled is not None:
+            self._settle(settled, changed)
+        self._unsaid |= {name: parent.output for name, parent in changed.items()}
 
     def _settle(self, settled: Settled, changed: dict[str, UserRequest]) -> None:
         begin = time.perf_counter()
@@ -320,7 +338,7 @@ class Engine:
             lines, at = settled.place(emitted.row)
             tables = _tables(lines, at, tokens, parent.params.logprobs)
         by_token = request.finish_reason is FinishReason.STOP and len(tokens) == len(emitted.tokens)
-        if choice.append(tokens, tables, ended=by_token):
+        if choice.append(tokens, tables, ended=by_token, version=self.control.weights.version):
             if not request.finished:
                 self.loop.scheduler.finish(request.request_id, FinishReason.STOP)
         elif complete and not by_token:

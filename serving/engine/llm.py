@@ -10,9 +10,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from checkpoints.replacement import NewWeights
 from checkpoints.tokenizer import Tokenizer
 from serving.config import EngineConfig
 from serving.engine.build import build_engine
+from serving.engine.control import PauseMode
 from serving.engine.engine import Engine, Prompt
 from serving.engine.output import RequestOutput
 from serving.engine.request_error import RequestError
@@ -89,6 +91,8 @@ class LLM:
         Raises:
             RequestError: one of the requests cannot be served as asked; none has been started then.
         """
+        if self.engine.control.why_held is not None:
+            raise RequestError(self.engine.control.why_held)
         many: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         params = _one_each(sampling_params, len(many), "sampling_params")
         priorities = [priority] * len(many) if isinstance(priority, int) else list(priority)
@@ -138,6 +142,33 @@ class LLM:
                     yield output
         finally:
             self.engine.abort(request_id)
+
+    @property
+    def weights_version(self) -> str:
+        """What the weights are called in outputs (`weights_versions`)."""
+        return self.engine.control.weights.version
+
+    def update_weights(self, weights: NewWeights, *, version: str | int | None = None, partial: bool = False) -> str:
+        """Replace the model's weights in place, without compiling anything; see `Control.update_weights`."""
+        return self.engine.control.update_weights(weights, version=version, partial=partial)
+
+    def pause(self, mode: PauseMode = "abort") -> None:
+        """Dispatch no step until `resume`; see `Control.pause`. With `wait`, all requests run to their ends first."""
+        self.engine.control.pause(mode)
+        while not self.engine.control.paused:
+            self.engine.step()
+
+    def resume(self) -> None:
+        """End a pause."""
+        self.engine.control.resume()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of states and pages back, on level 2 also that of the weights; see `Control.sleep`."""
+        self.engine.control.sleep(level)
+
+    def wake_up(self) -> None:
+        """Take the memory for states and pages again."""
+        self.engine.control.wake_up()
 
     def encode_chat(self, messages: Messages, **template: Any) -> list[int]:
         """Token ids of a conversation, up to where the model's turn begins."""

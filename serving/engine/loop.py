@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import jax
 import numpy as np
 
 from mamba_jax.batch import DecodeBatch, PrefillBatch, PromptLogprobs, SeatBatch, StepOutput
@@ -232,10 +233,26 @@ class StepLoop:
 
     def replace_store(self, change: Callable[[Store], Store]) -> None:
         """Dispatch a program over the store that no step knows of. If it raises, the store counts as lost."""
-        if self._store is None or self._rows is None:
-            self._store, self._rows = self._make_store(), self._make_rows()
+        self.take_store()
+        assert self._store is not None
         store, self._store = self._store, None
         self._store = change(store)
+
+    def free_store(self) -> None:
+        """Give the memory of states and pages back. Nothing may be in flight; what runs will be computed again.
+
+        The next step, or `take_store`, takes it anew.
+        """
+        assert not self.in_flight, "a step in flight needs the store"
+        for leaf in jax.tree.leaves((self._store, self._rows)):
+            leaf.delete()
+        self._store = self._rows = None
+        self.scheduler.reset()
+
+    def take_store(self) -> None:
+        """Make an empty store now, if there is none."""
+        if self._store is None or self._rows is None:
+            self._store, self._rows = self._make_store(), self._make_rows()
 
     def warm_up(self, vocab_size: int, progress: Callable[[], None] | None = None) -> None:
         """Compile every program that any later step can need.
@@ -270,11 +287,18 @@ class StepLoop:
             Exception: steps keep failing, or a bug or an interrupt came between: nothing is under way any more, and all
                 requests are queued to be computed again.
         """
+        return self._turn(self._plan)
+
+    def drain(self) -> Settled | None:
+        """Settle the step that is in flight, if there is one, and dispatch none. Raises what `step` does."""
+        return self._turn(lambda: None)
+
+    def _turn(self, make_plan: Callable[[], StepPlan | None]) -> Settled | None:
         before, self._flight = self._flight, None
         self._settling = before is not None
         try:
             self._exchange()
-            plan = self._plan()
+            plan = make_plan()
             if plan is not None:
                 self._flight = self._dispatch(plan)
             self._exchange()
@@ -326,8 +350,9 @@ class StepLoop:
         self._unplanned_in_a_row = 0
         built = time.perf_counter()
         decode = prefill = None
-        if self._store is None or self._rows is None:
-            self._store, self._rows = self._make_store(), self._make_rows()
+        self.take_store()
+        assert self._store is not None
+        assert self._rows is not None
         for seat in arrays.seats:
             self._rows = self.programs.seat(self._rows, seat)
         for mask in arrays.masks:

@@ -17,7 +17,8 @@ _PIECE = 64  # tokens decoded at once: a decoder looks at all of a piece to find
 
 
 class Logprob(NamedTuple):
-    """Log-probability of one token under the model's own distribution (before temperature and penalties)."""
+    """Log-probability of one token: under the model's own distribution or, for output tokens where the engine was told
+    so (`logprobs_mode`), under the one that tokens are drawn from."""
 
     logprob: float
     rank: int | None
@@ -60,6 +61,8 @@ class CompletionOutput:
     """`stop`, `length`, `abort`, or None while it runs."""
     stop_reason: int | str | None = None
     """The stop id or stop text that ended it; None for end-of-sequence."""
+    weights_versions: list[tuple[str, int]] = field(default_factory=list)
+    """Which weights the tokens come from: (version, number of tokens), in order. One entry unless they changed."""
 
     @property
     def finished(self) -> bool:
@@ -119,13 +122,26 @@ class Choice:
         self._hidden = False  # the last token ends the output and is not shown
 
     def append(
-        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None, *, ended: bool = False
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprobs] | None = None,
+        *,
+        ended: bool = False,
+        version: str = "",
     ) -> bool:
         """New tokens, in order. Returns whether a stop text ended the choice; tokens after it are left out.
 
         `ended` says that the last one ends the output: it is one of the output's tokens, but its text is left out like
         that of a stop text. Text is made at once only where a stop text may be in it: otherwise nobody may ever look.
+        `version` is that of the weights.
         """
+        before, output = len(self.output.token_ids), self.output
+        try:
+            return self._append(tokens, logprobs, ended)
+        finally:
+            _count(output.weights_versions, version, len(output.token_ids) - before)
+
+    def _append(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, ended: bool) -> bool:
         output = self.output
         self._hidden = ended and not self._params.include_stop_str_in_output
         for i, token in enumerate(tokens):
@@ -163,3 +179,12 @@ class Choice:
             piece = self.output.token_ids[self._decoded : min(end, self._decoded + _PIECE)]
             self._decoded += len(piece)
             self.output.text += self._stops.push(self._stream.push(piece))
+
+
+def _count(runs: list[tuple[str, int]], version: str, tokens: int) -> None:
+    """Adds tokens of a version to the runs so far."""
+    if not tokens:
+        return
+    if runs and runs[-1][0] == version:
+        tokens += runs.pop()[1]
+    runs.append((version, tokens))

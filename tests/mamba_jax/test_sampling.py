@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mamba_jax.sampling import MAX_LOGIT_BIAS, choose, init_sampling_table, report_logprobs, sampling_row
+from mamba_jax.sampling import MAX_LOGIT_BIAS, Asked, choose, init_sampling_table, report_logprobs, sampling_row
 from mamba_jax.sampling.draws import categorical
 from mamba_jax.sampling.logits import add_bias, penalise, truncate, weights_of
 
@@ -271,3 +271,31 @@ def test_rows_have_room_for_so_much():
         sampling_row(min_tokens=1, stop_ids=range(65))
     with pytest.raises(ValueError, match=r"21 logprobs: at most 20"):
         sampling_row(logprobs=21)
+
+
+def test_processed_log_probabilities_are_of_what_tokens_are_drawn_from():
+    rng = np.random.default_rng(5)
+    logits, counts = rng.normal(size=(3, 1, VOCAB)).astype(np.float32), rng.integers(0, 2, VOCAB)
+    rows = [
+        {"temperature": 0.6, "top_k": 7},
+        {"temperature": 1.3, "top_p": 0.7, "presence_penalty": 1.0, "logit_bias": {3: 4.0}},
+        {"presence_penalty": 2.0, "frequency_penalty": 0.5},
+    ]
+    asked = Asked.of(
+        drafts=jnp.zeros((3, 0), jnp.int32),
+        num_drafts=jnp.zeros(3, jnp.int32),
+        length=jnp.zeros(3, jnp.int32),
+        sample=jnp.ones(3, bool),
+        row_id=jnp.arange(1, 4),
+        table=table_of(*rows),
+        output_counts=jnp.asarray(np.tile(counts, (4, 1)), jnp.int32),
+        prompt_seen=jnp.zeros((4, VOCAB), bool),
+    )
+    for row, parameters in enumerate(rows):
+        left = reference(logits[row, 0], counts=counts, **parameters)
+        token = int(left.argmax())
+        given = report_logprobs(logits, np.full((3, 1), token, np.int32), np.full((3, 1), 5), asked.processed)
+        with np.errstate(divide="ignore"):
+            wanted = np.log(probabilities(left))
+        np.testing.assert_allclose(given[0][row, 0], wanted[token], atol=1e-4)
+        np.testing.assert_allclose(given[2][row, 0, :5], np.sort(wanted)[::-1][:5], atol=1e-4)

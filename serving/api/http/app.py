@@ -24,7 +24,7 @@ from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse
 
-from serving.api.http import absent, admin, chat, completions, errors, messages, tokenization
+from serving.api.http import absent, admin, chat, completions, errors, messages, rollouts, tokenization
 from serving.api.http.context import Context
 from serving.api.http.limits import Limits
 from serving.api.http.profiling import profiling_router
@@ -97,7 +97,7 @@ def create_app(
     profiling = profiling_router(settings.profile_dir, settings.profile_timeout)
     stored = responses_router(ResponseStore(settings.max_stored_responses, settings.max_stored_bytes))
     texts = (completions.router, chat.router, stored, messages.router, tokenization.router)
-    for router in (*texts, admin.router, profiling, absent.router, *routers):
+    for router in (*texts, admin.router, rollouts.router, profiling, absent.router, *routers):
         app.include_router(router)
     page = files("serving.api").joinpath("static/index.html").read_text(encoding="utf-8")
     headers = page_headers(page)

@@ -95,7 +95,7 @@ class ChatWriter:
         if output.stop_reason is not None:
             choice.stop_reason = output.stop_reason
         if self._body.return_token_ids:
-            choice.token_ids = output.token_ids
+            choice.token_ids, choice.weights_versions = output.token_ids, output.weights_versions
         return choice
 
     async def events(self, context: Context) -> AsyncGenerator[bytes, None]:
@@ -140,6 +140,8 @@ class ChatWriter:
             choice.stop_reason = piece.stop_reason
         if self._body.return_token_ids:
             choice.token_ids = piece.token_ids
+            if piece.finish_reason is not None:
+                choice.weights_versions = piece.output.outputs[piece.choice].weights_versions
         return choice
 
     def _delta(self, said: AnswerPiece) -> Delta:

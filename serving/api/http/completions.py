@@ -158,6 +158,8 @@ class CompletionWriter:
             choice.stop_reason = piece.stop_reason
         if self._body.return_token_ids:
             choice.token_ids = tokens
+            if piece.finish_reason is not None:
+                choice.weights_versions = piece.output.outputs[piece.choice].weights_versions
             if first:
                 choice.prompt_token_ids = list(self.job.prompts[piece.prompt])
         return choice

@@ -46,7 +46,7 @@ def admit(host: HostState, plan: StepPlan, budget: Budget) -> None:
     while not plan.preempted and host.queues.free_row_ids and at < len(host.queues.waiting):
         request = host.queues.waiting[at]
         long = host.fairness.is_long(request)
-        if _waits_for_sibling(host, request):
+        if _waits_for_sibling(host, request) or host.holds_back(request):
             at += 1
         elif long and room <= 0:
             at, overtaken = at + 1, overtaken + 1
@@ -63,6 +63,8 @@ def admit_short(host: HostState, plan: StepPlan, budget: Budget) -> None:
     for request in host.fairness.overtaking(host.queues.waiting):
         if plan.preempted or not host.queues.free_row_ids:
             return
+        if host.holds_back(request):
+            continue
         if not _waits_for_sibling(host, request) and not _admit_one(host, request, plan, budget):
             return
 

@@ -26,6 +26,8 @@ class HostState:
         self.cache = Cache(config, policy, self.stats, self.queues.could_be_admitted)
         self.pending: StepPlan | None = None
         """Planned, or being planned, and not yet dispatched."""
+        self.admits_until: int | None = None
+        """The arrival after which requests are not admitted for now; None: all are."""
         self.unsettled: deque[StepPlan] = deque()
         """Dispatched, oldest first."""
         self.loads: list[RemoteLoad] = []
@@ -34,6 +36,10 @@ class HostState:
         """The same from the tiers."""
         self.unneeded_remotes: list[RemoteState] = []
         """No longer wanted by their requests, since the engine last asked."""
+
+    def holds_back(self, request: Request) -> bool:
+        """Whether a request came after those that may be admitted now."""
+        return self.admits_until is not None and request.arrival > self.admits_until
 
     def reach(self, request: Request, end: int) -> int:
         """How many tokens must have a page for a step that feeds tokens up to `end`.

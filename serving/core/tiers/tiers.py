@@ -146,6 +146,7 @@ class Tiers:
         What the disk has belongs to the weights that the process was started with, and to its next start.
         """
         self._weights_replaced = True
+        self.reset()
         for tier in self.tiers:
             if tier is self.host:
                 self._gone += [(tier, tier.drop(name)) for name in list(tier.units)]
@@ -156,7 +157,7 @@ class Tiers:
         self._gone += [(tier, tier.forget(chain, tokens)) for tier in self.tiers]
 
     def reset(self) -> None:
-        """The store is lost: what was about to be copied from it will not be."""
+        """The store is lost, or of no use: what was about to be copied from it will not be."""
         for departure in self.take_departures():
             self.moved(departure.change.bytes)
             self._gone.append((departure.tier, departure.change.gone))

@@ -104,9 +104,9 @@ def accepted_behind_a_wrong_one(patch: Patch) -> None:
 def missing_drafts_are_accepted(patch: Patch) -> None:
     whole_step, sound, missing = step._decode, step.choose, 1 << 20
 
-    def decode(model, store, rows, batch, source):
+    def decode(model, store, rows, *rest):
         rows = dataclasses.replace(rows, drafts=jnp.where(rows.drafts < 0, missing, rows.drafts))
-        return whole_step(model, store, rows, batch, source)
+        return whole_step(model, store, rows, *rest)
 
     def choose(logits, *, drafts, num_drafts, **rest):
         said = sound(logits, drafts=drafts, num_drafts=num_drafts, **rest)

@@ -191,6 +191,7 @@ class ChatChoice(BaseModel):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    weights_versions: list[tuple[str, int]] | None = None
 
 
 class ChatResponse(BaseModel):
@@ -220,6 +221,7 @@ class ChatChunkChoice(BaseModel):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    weights_versions: list[tuple[str, int]] | None = None
 
 
 class ChatChunk(BaseModel):

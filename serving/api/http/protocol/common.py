@@ -130,7 +130,9 @@ class GenerationRequest(RequestModel):
         None, min_length=1, max_length=1024, description="Prefixes are shared between requests of equal salt only."
     )
     add_special_tokens: bool | None = None
-    return_token_ids: bool = Field(False, description="Also give the ids of prompt and output tokens.")
+    return_token_ids: bool = Field(
+        False, description="Also give the ids of prompt and output tokens, and the versions of the weights."
+    )
     return_tokens_as_token_ids: bool = Field(False, description='Name tokens "token_id:42" in log-probabilities.')
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

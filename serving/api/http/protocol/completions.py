@@ -62,6 +62,7 @@ class CompletionChoice(BaseModel):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    weights_versions: list[tuple[str, int]] | None = None
     prompt_token_ids: list[int] | None = None
 
 

@@ -1,0 +1,181 @@
+"""New values for the parameters of a model that is loaded, as a trainer has them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints.errors import CheckpointError, listing
+from checkpoints.hugging_face import ALWAYS_IGNORED, Tensors, match_sources, readable
+from checkpoints.placing import abstract_parameters, place
+from checkpoints.quantised.rounding import Selection
+from checkpoints.tensor_set import TensorSet
+from mamba_jax.config import HybridConfig
+from mamba_jax.families import family_of, weight_names
+from mamba_jax.families.base import HFSource
+from mamba_jax.modules.quantised import weight_of
+
+NewWeights = Mapping[str, Any] | Iterable[tuple[str, Any]] | str | Path
+"""Arrays by name (ours, the dotted paths of `mamba_jax.model.parameters`, or those of a Hugging Face checkpoint), pairs
+of a name and an array, or the path of a directory with safetensors files."""
+_WHERE = "the new weights"
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class GivenTensors:
+    """Arrays of NumPy or JAX by name."""
+
+    def __init__(self, arrays: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            CheckpointError: something that is no array of floating-point numbers, or a JAX array that has been donated.
+        """
+        wrong = [f"{name} is {_kind(array)}" for name, array in arrays.items() if _kind(array) not in _DTYPES]
+        if wrong:
+            raise CheckpointError(f"{_WHERE}: {len(wrong)} of the wrong dtype ({', '.join(_DTYPES)}): {listing(wrong)}")
+        self._arrays = dict(arrays)
+
+    @property
+    def names(self) -> set[str]:
+        """Every tensor there is."""
+        return set(self._arrays)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(self._arrays[name].shape)
+
+    def view(self, name: str) -> np.ndarray:
+        """Its values; brought to the host if they are not there."""
+        return np.asarray(self._arrays[name])
+
+    def on_device(self, name: str) -> jax.Array | None:
+        """The tensor, if it is an array of JAX."""
+        found = self._arrays[name]
+        return found if isinstance(found, jax.Array) else None
+
+    def release(self, name: str) -> None:
+        """The last use is over."""
+        self._arrays[name] = np.empty(0)
+
+
+def given_tensors(given: NewWeights) -> Tensors:
+    """What was given, by name. Pairs are collected first: nothing is replaced before all of them are known to fit.
+
+    Raises:
+        CheckpointError: a name that comes twice, no array, no safetensors files.
+    """
+    if isinstance(given, str | Path):
+        return TensorSet(Path(given))
+    if isinstance(given, Mapping):
+        return GivenTensors(given)
+    found: dict[str, Any] = {}
+    for name, array in given:
+        if name in found:
+            raise CheckpointError(f"{_WHERE}: {name} comes twice")
+        found[name] = array
+    return GivenTensors(found)
+
+
+def new_parameters(
+    config: HybridConfig,
+    held: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
+    tensors: Tensors,
+    *,
+    quantization: str | None = None,
+    quantization_exclude: Collection[str] = (),
+    partial: bool = False,
+) -> Iterator[tuple[str, jax.Array]]:
+    """The parameters that a model consists of, made of other tensors, one at a time, each a copy in its place.
+
+    Whatever is wrong with any of them is raised before the first. Floating-point numbers become those of the dtype that
+    the model holds, as when a checkpoint is loaded.
+
+    Args:
+        config: of the model.
+        held: its parameters as they are, or abstract, by dotted path.
+        tensors: by our names or by those of a Hugging Face checkpoint.
+        quantization, quantization_exclude: as the model was loaded with: new weights are rounded likewise.
+        partial: take what there is; otherwise none may be missing.
+    Raises:
+        CheckpointError: tensors that are missing, unknown, or of the wrong shape, all in one line; or the model's
+            weights are quantised as they were stored.
+    """
+    if quantization is None and any(weight_of(path) for path in held):
+        raise CheckpointError(
+            "weights that a checkpoint has stored quantized cannot be replaced: load a wide one, with quantization=..."
+        )
+    wide = abstract_parameters(config, jnp.float32)
+    sources, ignored = _sources(config, wide, tensors.names)
+    wide = {
+        path: jax.ShapeDtypeStruct(leaf.shape, getattr(held.get(path), "dtype", leaf.dtype))
+        for path, leaf in wide.items()
+    }
+    if partial:
+        wide = {path: leaf for path, leaf in wide.items() if _names(sources[path]) & tensors.names}
+    if not wide:
+        raise CheckpointError(f"{_WHERE}: there are none")
+    found = match_sources(_WHERE, tensors, wide, sources, ignored)
+    selection = Selection(config, weight_names(config), quantization, quantization_exclude) if quantization else None
+    return _place(found, wide, held, tensors, selection)
+
+
+def _place(
+    found: Mapping[str, HFSource],
+    wide: Mapping[str, jax.ShapeDtypeStruct],
+    held: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
+    tensors: Tensors,
+    selection: Selection | None,
+) -> Iterator[tuple[str, jax.Array]]:
+    last_use = {name: path for path, source in found.items() for name in source.names}
+
+    def shardings(path: str) -> Any:
+        return held[path].sharding
+
+    for path, source in found.items():
+        moved = _moved(path, source, held, tensors)
+        if moved is not None:
+            yield path, moved
+        else:
+            for part, (target, reader) in readable(tensors, path, wide[path], source, {}, selection, shardings).items():
+                yield part, place(target, reader, shardings(part))
+        for name in source.names:
+            if last_use[name] == path:
+                tensors.release(name)
+
+
+def _moved(
+    path: str, source: HFSource, held: Mapping[str, jax.Array | jax.ShapeDtypeStruct], tensors: Tensors
+) -> jax.Array | None:
+    """A parameter that is one whole array of JAX, from device to device. Always a copy: trainers donate theirs."""
+    if path not in held or source.rows is not None or source.stack or not isinstance(tensors, GivenTensors):
+        return None
+    given, target = tensors.on_device(source.names[0]), held[path]
+    if given is None:
+        return None
+    return jax.device_put(given.reshape(target.shape).astype(target.dtype), target.sharding, may_alias=False)
+
+
+def _sources(
+    config: HybridConfig, paths: Collection[str], names: Collection[str]
+) -> tuple[Mapping[str, HFSource], tuple[str, ...]]:
+    """Where each parameter is found, by whichever names there are; and what may be left over."""
+    if any(name in paths for name in names):
+        return {path: HFSource((path,)) for path in paths}, ()
+    return weight_names(config), (*family_of(config).ignored(config), *ALWAYS_IGNORED)
+
+
+def _names(source: HFSource) -> set[str]:
+    return {name for each in (source, *source.alternatives) for name in each.names}
+
+
+def _kind(array: Any) -> str:
+    """A dtype's name, or what else is wrong with what should be an array."""
+    if isinstance(array, jax.Array) and array.is_deleted():
+        return "deleted (donated to a computation)"
+    dtype = getattr(array, "dtype", None)
+    return type(array).__name__ if dtype is None else str(dtype)

@@ -1,0 +1,149 @@
+"""Learning from rewards: GRPO (Shao et al., 2024). Several answers to each prompt are compared with each other.
+
+The answers come from an engine that serves the same weights; what it says of their log-probabilities is taken as it is,
+so that training corrects for whatever lies between the two.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from mamba_jax.config import HybridConfig
+from mamba_jax.layout import SequenceLayout
+from mamba_jax.model import HybridModel
+from mamba_jax.train.loss import Parameters, build
+
+_EPSILON = 1e-4
+"""Added to a group's standard deviation: rewards that are all but equal teach nothing."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Answers:
+    """Sampled sequences with what was thought of them."""
+
+    tokens: Int[Array, "batch length"]
+    """Prompt and answer, then padding."""
+    lengths: Int[Array, " batch"]
+    answered: Bool[Array, "batch length_1"]
+    """Places whose next token is one of the answer's."""
+    logprobs: Float[Array, "batch length_1"]
+    """Of the next token at each place, as the engine gave them when it drew it (at temperature 1)."""
+    advantages: Float[Array, " batch"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PolicyState:
+    """What a run carries from step to step."""
+
+    values: Parameters
+    """Weights, float32, by dotted path."""
+    optimizer: optax.OptState
+
+
+def group_advantages(rewards: Float[Array, "prompts samples"]) -> Float[Array, "prompts samples"]:
+    """How much better each answer is than the others to the same prompt, in their standard deviations."""
+    mean, deviation = rewards.mean(axis=1, keepdims=True), rewards.std(axis=1, keepdims=True)
+    return (rewards - mean) / (deviation + _EPSILON)
+
+
+def sequence_logprobs(
+    model: HybridModel, tokens: Int[Array, "batch length"], lengths: Int[Array, " batch"]
+) -> Float[Array, "batch length_1"]:
+    """Log-probability (float32) of each token but the first, given all before it. The head takes them one by one."""
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    batch, length = inputs.shape
+    layout = SequenceLayout.of(batch, length, jnp.minimum(lengths, length))
+    flat, _ = model.hidden(inputs.reshape(-1), layout, None)
+
+    @jax.checkpoint
+    def of_one(args: tuple[Array, Array]) -> Array:
+        hidden, wanted = args
+        logits = model.logits(hidden)
+        return jnp.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
+
+    return lax.map(of_one, (flat.reshape(batch, length, -1), targets))
+
+
+def policy_loss(
+    values: Parameters, answers: Answers, *, config: HybridConfig, dtype: DTypeLike, clip: float
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """The clipped surrogate objective, a mean over the answers' tokens.
+
+    Args:
+        values: float32 weights.
+        answers: with advantages; those of weights a few steps older are allowed.
+        config: of the model.
+        dtype: of the products.
+        clip: how far the ratio of new to old probability may leave 1 before it stops counting.
+    Returns:
+        The loss; and `kl`, what lies between the probabilities that the answers were drawn by and those of these
+        weights (per token, by the estimator of Schulman, 2020), and `clipped`, the share of tokens that do not count.
+    """
+    model = build(config, values, dtype)
+    difference = sequence_logprobs(model, answers.tokens, answers.lengths) - answers.logprobs
+    difference = jnp.where(answers.answered, difference, 0.0)
+    ratio, advantage = jnp.exp(difference), answers.advantages[:, None]
+    bounded = jnp.clip(ratio, 1 - clip, 1 + clip)
+    gain = jnp.minimum(ratio * advantage, bounded * advantage)
+    count = jnp.maximum(answers.answered.sum(), 1)
+
+    def mean(x: Array) -> Array:
+        return jnp.where(answers.answered, x, 0.0).sum() / count
+
+    lost = jnp.where(advantage > 0, ratio > 1 + clip, ratio < 1 - clip)
+    parts = {"kl": mean(jnp.expm1(difference) - difference), "clipped": mean(lost.astype(jnp.float32))}
+    return -mean(gain), parts
+
+
+class PolicyTrainer:
+    """Steps of one model. Weights and optimiser state are donated: take `values` anew after each step.
+
+    Args:
+        config: of the model.
+        values: weights by dotted path; copied.
+        optimizer: of all of them.
+        dtype: of the products.
+        clip: see `policy_loss`.
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        values: Parameters,
+        optimizer: optax.GradientTransformation,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        clip: float = 0.2,
+    ) -> None:
+        own = {path: jnp.array(value, jnp.float32, copy=True) for path, value in values.items()}
+        self._state = PolicyState(own, optimizer.init(own))
+        loss = functools.partial(policy_loss, config=config, dtype=dtype, clip=clip)
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def update(state: PolicyState, answers: Answers) -> tuple[PolicyState, dict[str, Array]]:
+            (_, parts), gradient = jax.value_and_grad(loss, has_aux=True)(state.values, answers)
+            changes, moments = optimizer.update(gradient, state.optimizer, state.values)
+            parts["gradient_norm"] = optax.global_norm(gradient)
+            return PolicyState(optax.apply_updates(state.values, changes), moments), parts
+
+        self._update = update
+
+    @property
+    def values(self) -> Parameters:
+        """The weights as they are now; gone after the next step."""
+        return self._state.values
+
+    def step(self, answers: Answers) -> dict[str, float]:
+        """One step of the optimiser; returns figures (see `policy_loss`)."""
+        self._state, parts = self._update(self._state, answers)
+        return {name: float(value) for name, value in parts.items()}

@@ -1,0 +1,87 @@
+"""What a trainer asks of a server whose model it trains: pauses, sleep, and new weights. Operators only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from serving.api.http.context import context_of
+from serving.api.http.keys import admin_only
+from serving.engine.control import PauseMode
+from serving.engine.engine import Engine
+
+router = APIRouter(tags=["rollouts"], dependencies=[Depends(admin_only)])
+
+
+class NewWeightsRequest(BaseModel):
+    """Where the new weights lie, and what they are called from then on."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str = Field(min_length=1, description="A directory with safetensors files that the server can read.")
+    version: str | int | None = Field(None, description="Unset: the next number.")
+    partial: bool = Field(False, description="Replace only the weights that are there.")
+
+
+@router.post("/pause")
+async def pause(request: Request, mode: Annotated[PauseMode, Query()] = "abort") -> dict[str, Any]:
+    """Dispatch no step until /resume; answers once that is so. `mode`: what becomes of the requests that there are."""
+    engine = context_of(request).engine
+    await engine.pause(mode)
+    return await engine.call(_state)
+
+
+@router.post("/resume")
+async def resume(request: Request) -> dict[str, Any]:
+    """End a pause."""
+    return await _do(request, lambda engine: engine.control.resume())
+
+
+@router.post("/update_weights")
+async def update_weights(request: Request, body: NewWeightsRequest) -> dict[str, Any]:
+    """Replace the model's weights in place, between two steps. Requests that run go on from their tokens."""
+    return await _do(
+        request,
+        lambda engine: engine.control.update_weights(body.path, version=body.version, partial=body.partial),
+    )
+
+
+@router.post("/sleep")
+async def sleep(request: Request, level: Annotated[int, Query(ge=1, le=2)] = 1) -> dict[str, Any]:
+    """Give the memory of states and pages back; on level 2 that of the weights, too."""
+    return await _do(request, lambda engine: engine.control.sleep(level))
+
+
+@router.post("/wake_up")
+async def wake_up(request: Request) -> dict[str, Any]:
+    """Take the memory for states and pages again."""
+    return await _do(request, lambda engine: engine.control.wake_up())
+
+
+@router.get("/rollout_state")
+async def rollout_state(request: Request) -> dict[str, Any]:
+    """The version of the weights, and whether the engine is held."""
+    return await context_of(request).engine.call(_state)
+
+
+async def _do(request: Request, action: Callable[[Engine], Any]) -> dict[str, Any]:
+    def act(engine: Engine) -> dict[str, Any]:
+        action(engine)
+        return _state(engine)
+
+    return await context_of(request).engine.call(act)
+
+
+def _state(engine: Engine) -> dict[str, Any]:
+    control = engine.control
+    return {
+        "weights_version": control.weights.version,
+        "updates": control.weights.updates,
+        "update_seconds": control.weights.seconds,
+        "paused": control.paused,
+        "sleep_level": control.sleep_level,
+        "held": control.why_held,
+    }

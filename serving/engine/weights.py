@@ -1,0 +1,94 @@
+"""The weights that an engine runs on: which version they are, and how others take their place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+
+import jax
+
+from checkpoints.errors import CheckpointError
+from checkpoints.replacement import NewWeights, given_tensors, new_parameters
+from mamba_jax.model import HybridModel, parameters
+from mamba_jax.programs import StepPrograms
+from serving.engine.request_error import RequestError
+
+FIRST_VERSION = "0"
+
+
+class Weights:
+    """A model's weights in its programs.
+
+    Args:
+        model: what the programs were made of; its parameters are kept the same as theirs.
+        programs: compiled for weights of these shapes: new values need no others.
+        quantization, quantization_exclude: what the weights were rounded to when they were loaded.
+    """
+
+    def __init__(
+        self,
+        model: HybridModel,
+        programs: StepPrograms,
+        *,
+        quantization: str | None = None,
+        quantization_exclude: Collection[str] = (),
+    ) -> None:
+        self._model, self._programs = model, programs
+        self._quantization, self._exclude = quantization, quantization_exclude
+        self.version = FIRST_VERSION
+        """What the weights are called in outputs."""
+        self.updates = 0
+        """How often they have been replaced."""
+        self.whole = True
+        """Whether all of them are there, and of one version. If not, no step may run."""
+        self.seconds = 0.0
+        """How long the last replacement took."""
+
+    def next_version(self, wanted: str | int | None) -> str:
+        """The name of the version to come: what was asked for, or the next number.
+
+        Raises:
+            RequestError: it is what the present weights are called.
+        """
+        version = str(self.updates + 1 if wanted is None else wanted)
+        if version == self.version:
+            raise RequestError(f"weights version {version!r} is in use: two versions cannot have one name")
+        return version
+
+    def replace(self, given: NewWeights, *, version: str, partial: bool = False) -> None:
+        """Puts other weights in the place of those that there are, one parameter at a time.
+
+        Raises:
+            RequestError: they do not fit. Nothing has changed.
+        """
+        begin = time.perf_counter()
+        try:
+            if partial and not self.whole:
+                raise CheckpointError("the weights are not there as a whole: partial=True needs what it leaves alone")
+            stream = new_parameters(
+                self._model.config,
+                self._programs.weights,
+                given_tensors(given),
+                quantization=self._quantization,
+                quantization_exclude=self._exclude,
+                partial=partial,
+            )
+        except CheckpointError as error:
+            raise RequestError(str(error)) from None
+        held = parameters(self._model)
+        self.whole = False
+        for path, value in stream:
+            self._programs.replace_weight(path, value)
+            held[path].set_value(value)
+        self.version, self.whole = version, True
+        self.updates += 1
+        self.seconds = time.perf_counter() - begin
+
+    def drop(self) -> None:
+        """Gives their memory back. Steps can run again after `replace`."""
+        self.whole = False
+        held = parameters(self._model)
+        for path, value in self._programs.weights.items():
+            empty = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
+            self._programs.replace_weight(path, empty)
+            held[path].set_value(empty)

@@ -1,0 +1,78 @@
+"""GRPO: advantages, the loss and its gradient, by hand; and a reward that sees through wrong sums."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from mamba_jax.families import config_from_hf
+from mamba_jax.train.arithmetic import arithmetic_reward, equations
+from mamba_jax.train.loop import initial_values
+from mamba_jax.train.loss import build
+from mamba_jax.train.policy import Answers, PolicyTrainer, group_advantages, policy_loss, sequence_logprobs
+from tests.support.tiny_configs import TRAINABLE
+
+CONFIG = config_from_hf(TRAINABLE)
+
+
+@pytest.fixture(scope="module")
+def values():
+    return {path: 3 * value if value.ndim > 1 else value for path, value in initial_values(CONFIG, 1).items()}
+
+
+def answers(values, **changes):
+    rng = np.random.default_rng(0)
+    tokens, lengths = rng.integers(0, 40, (2, 9)).astype(np.int32), np.array([9, 6], np.int32)
+    answered = np.arange(8) >= 3
+    answered = np.stack([answered, answered & (np.arange(8) < 5)])
+    now = sequence_logprobs(build(CONFIG, values, jnp.float32), jnp.asarray(tokens), jnp.asarray(lengths))
+    made = {"tokens": tokens, "lengths": lengths, "answered": answered, "logprobs": np.asarray(now)}
+    return Answers(**jax.tree.map(jnp.asarray, made | {"advantages": np.array([1.0, -1.0], np.float32)} | changes))
+
+
+def test_advantages_compare_within_a_group():
+    found = group_advantages(jnp.array([[1.0, 0.0], [0.5, 0.5]]))
+    np.testing.assert_allclose(found, [[1, -1], [0, 0]], atol=1e-3)
+
+
+def test_log_probabilities_are_those_of_each_sequence_alone(values):
+    model, given = build(CONFIG, values, jnp.float32), answers(values)
+    for row, length in enumerate(given.lengths):
+        tokens = given.tokens[row : row + 1, :length]
+        alone = jax.nn.log_softmax(model(tokens))[0, jnp.arange(length - 1), tokens[0, 1:]]
+        np.testing.assert_allclose(given.logprobs[row, : length - 1], alone, atol=1e-5)
+
+
+def test_the_loss_by_hand(values):
+    given = answers(values)
+    loss, parts = policy_loss(values, given, config=CONFIG, dtype=jnp.float32, clip=0.2)
+    # All ratios are 1: the mean advantage of seven tokens, five of the first answer and two of the second.
+    np.testing.assert_allclose(loss, -(5 - 2) / 7, atol=1e-5)
+    assert abs(parts["kl"]) < 1e-9
+    far = answers(values, logprobs=given.logprobs - 1.0)  # the answers have become e times as likely
+    loss, parts = policy_loss(values, far, config=CONFIG, dtype=jnp.float32, clip=0.2)
+    np.testing.assert_allclose(loss, -(5 * 1.2 - 2 * np.e) / 7, rtol=1e-4)
+    np.testing.assert_allclose((parts["kl"], parts["clipped"]), (np.e - 2, 5 / 7), rtol=1e-4)
+
+
+def test_what_was_good_becomes_likelier(values):
+    trainer = PolicyTrainer(CONFIG, values, optax.sgd(0.05))
+    given = answers(values)
+    figures = trainer.step(given)
+    assert figures["gradient_norm"] > 0
+    after = sequence_logprobs(build(CONFIG, trainer.values, jnp.float32), given.tokens, given.lengths)
+    change = jnp.where(given.answered, after - given.logprobs, 0).sum(axis=1)
+    assert change[0] > 0 > change[1]
+    assert all(not value.is_deleted() for value in values.values())
+
+
+def test_sums_are_checked():
+    assert equations("16*3=48 ounces, then 48 * 8 = 385 and 10/4=2.5") == {
+        "16*3=48": True, "48 * 8 = 385": False, "10/4=2.5": True,
+    }  # fmt: skip
+    assert arithmetic_reward("1+1=2") == 0.375
+    assert arithmetic_reward("1+1=2 1+1=2 3-1=2\n#### 2") == 1
+    assert arithmetic_reward("1+1=2 1+2=4 1+3=4 1+4=6 #### 6") == 0.25 + 0.75 / 2
+    assert arithmetic_reward("5/0=1 and no sums 12=12") == 0
+    assert arithmetic_reward("#### nothing") == 0

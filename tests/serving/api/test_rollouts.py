@@ -1,0 +1,75 @@
+"""What a trainer does over HTTP: pauses, sleep and new weights, with an operator's key only."""
+
+import re
+
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+from safetensors.numpy import save_file
+
+from serving import AsyncEngine
+from serving.api.http import ServerSettings, create_app
+from tests.support.versioned_engine import VersionedEngine
+
+TRAINER, CLIENT = ({"authorization": f"Bearer {key}"} for key in ("trainer", "client"))
+
+
+@pytest.fixture(scope="module")
+def made():
+    return VersionedEngine(seed=1)
+
+
+@pytest.fixture(scope="module")
+def client(made):
+    settings = ServerSettings.create(admin_key="trainer", api_key="client", served_model_name="tiny")
+    with TestClient(create_app(AsyncEngine(made.engine), settings)) as client:
+        yield client
+
+
+def complete(client, **fields):
+    body = {"model": "tiny", "prompt": [5, 6, 7] * 6, "temperature": 0, "max_tokens": 4, "return_token_ids": True}
+    answer = client.post("/v1/completions", json=body | fields, headers=CLIENT)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_a_trainers_round(made, client, tmp_path):
+    (choice,) = complete(client)["choices"]
+    assert choice["weights_versions"] == [["0", 4]]
+    save_file({path: np.ascontiguousarray(v) for path, v in made.weights(1).items()}, tmp_path / "model.safetensors")
+    state = client.post("/pause?mode=keep", headers=TRAINER).json()
+    assert (state["paused"], state["held"]) == (True, "the engine is paused: call resume() first")
+    state = client.post("/update_weights", json={"path": str(tmp_path), "version": "7"}, headers=TRAINER).json()
+    assert (state["weights_version"], state["updates"]) == ("7", 1)
+    assert client.post("/resume", headers=TRAINER).json()["held"] is None
+    answer = complete(client)
+    assert answer["choices"][0]["weights_versions"] == [["7", 4]]
+    assert answer["choices"][0]["token_ids"] != choice["token_ids"]
+    assert complete(client)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+    assert client.post("/sleep?level=2", headers=TRAINER).json()["sleep_level"] == 2
+    assert "no weights" in client.post("/wake_up", headers=TRAINER).json()["held"]
+    client.post("/update_weights", json={"path": str(tmp_path)}, headers=TRAINER)
+    assert client.get("/rollout_state", headers=TRAINER).json()["weights_version"] == "2"
+    again = complete(client)["choices"][0]
+    assert (again["token_ids"], again["weights_versions"]) == (answer["choices"][0]["token_ids"], [["2", 4]])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/update_weights", {"path": "/nowhere"}, 400, "no \\*.safetensors"),
+        ("/update_weights", {"path": "x", "weights": 3}, 400, "weights"),
+        ("/sleep?level=3", None, 400, "level"),
+        ("/pause?mode=now", None, 400, "mode"),
+    ],
+)
+def test_what_cannot_be_done(client, path, body, status, message):
+    answer = client.post(path, json=body, headers=TRAINER)
+    assert answer.status_code == status
+    assert re.search(message, answer.json()["error"]["message"])
+
+
+@pytest.mark.parametrize("path", ["pause", "resume", "update_weights", "sleep", "wake_up"])
+def test_operators_only(client, path):
+    assert client.post(f"/{path}", json={"path": "x"}, headers=CLIENT).status_code == 403

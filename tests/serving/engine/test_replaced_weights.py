@@ -1,0 +1,294 @@
+"""Weights that change while an engine runs: what is said, by which of them, what is refused, and what is held."""
+
+import asyncio
+import random
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from checkpoints.load import load_model
+from checkpoints.random import RandomTensors, write_random
+from mamba_jax.model import parameters
+from mamba_jax.programs import StepPrograms
+from serving import LLM, AsyncEngine, RequestError, SamplingParams
+from serving.core.cache.cache import Cache
+from serving.core.cache.prefix_tree import Scope
+from serving.core.tiers.prices import Prices
+from tests.support.engines import QUICK_COMPILE, finish
+from tests.support.tiny_configs import TRAINABLE
+from tests.support.versioned_engine import VersionedEngine
+
+FLAGS = {
+    "tile_size": 16,
+    "state_block_size": 32,
+    "page_size": 8,
+    "max_model_len": 96,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 64,
+    "num_slots": 16,
+    "num_pages": 40,
+    "warmup": False,
+}
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=0)
+PROMPT = {"prompt_token_ids": [5, 9, 2, 33, 7] * 8}
+
+
+class AlwaysFetch(Prices):
+    """Whatever a tier has is worth fetching."""
+
+    def worth_fetching(self, tier: str, num_bytes: int, tokens: int) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation(monkeypatch):
+    """The programs' speed does not matter."""
+    monkeypatch.setattr("serving.engine.build.StepPrograms", partial(StepPrograms, compiler_options=QUICK_COMPILE))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A directory for each seed."""
+    return lambda seed: write_random(tmp_path_factory.getbasetemp() / f"weights-{seed}", TRAINABLE, seed=seed)
+
+
+def assert_says(llm, directory, *, version, tolerance=2e-4):
+    """The engine's next output is that of the model in a directory."""
+    (output,) = llm.generate(PROMPT, GREEDY, use_tqdm=False)
+    (choice,) = output.outputs
+    tokens = np.array([[*output.prompt_token_ids, *choice.token_ids]])
+    scores = jax.nn.log_softmax(load_model(directory, progress=False)(tokens))[0, len(output.prompt_token_ids) - 1 : -1]
+    told = [table[token].logprob for token, table in zip(choice.token_ids, choice.logprobs, strict=True)]
+    np.testing.assert_allclose(told, scores[np.arange(8), choice.token_ids], atol=tolerance)
+    assert choice.weights_versions == [(version, 8)]
+    return output
+
+
+def test_weights_come_by_either_names_from_memory_or_a_directory(checkpoint):
+    llm = LLM(checkpoint(0), **FLAGS)
+    assert_says(llm, checkpoint(0), version="0")
+    compiled = llm.compilations
+    by_path = {path: leaf.get_value() for path, leaf in parameters(load_model(checkpoint(1), progress=False)).items()}
+    assert llm.update_weights(by_path) == llm.weights_version == "1"
+    for value in by_path.values():
+        value.delete()  # as a trainer that donates its weights does
+    assert assert_says(llm, checkpoint(1), version="1").num_cached_tokens == 0
+    tensors = RandomTensors(TRAINABLE, 2)
+    llm.update_weights(((name, tensors.view(name).astype(np.float16)) for name in tensors.names), version="step 2")
+    assert_says(llm, checkpoint(2), version="step 2", tolerance=0.05)
+    llm.update_weights(checkpoint(3), version=3)
+    output = assert_says(llm, checkpoint(3), version="3")
+    assert output.miss_reason == "weights changed: the prefix was cached under the weights before"
+    assert assert_says(llm, checkpoint(3), version="3").num_cached_tokens == len(PROMPT["prompt_token_ids"])
+    own = {path: np.asarray(leaf.get_value()) for path, leaf in parameters(llm.model).items()}
+    held = {path: np.asarray(value) for path, value in llm.engine.loop.programs.weights.items()}
+    jax.tree.map(np.testing.assert_array_equal, own, held)
+    assert llm.compilations == compiled
+
+
+def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(checkpoint):
+    llm = LLM(checkpoint(0), **FLAGS)
+    tensors = RandomTensors(TRAINABLE, 1)
+    good = {name: tensors.view(name) for name in tensors.names}
+    name = "backbone.layers.0.mixer.D"
+    assert name in good
+    for change, message in (
+        ({name: np.zeros(3, np.float32)}, rf"{name} is \[3\], expected \[4\]"),
+        ({name: np.zeros(4, np.int32)}, f"{name} is int32"),
+        ({name: [1.0] * 4}, f"{name} is list"),
+        ({"backbone.layers.0.mixer.Q": np.zeros(4, np.float32)}, r"unexpected: backbone.layers.0.mixer.Q \[4\]"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            llm.update_weights(good | change)
+    with pytest.raises(RequestError, match=rf"missing: {name} \[4\]"):
+        llm.update_weights({other: value for other, value in good.items() if other != name})
+    with pytest.raises(RequestError, match=f"{name} comes twice"):
+        llm.update_weights([*good.items(), (name, good[name])])
+    with pytest.raises(RequestError, match="version '0' is in use"):
+        llm.update_weights(good, version=0)
+    with pytest.raises(RequestError, match="there are none"):
+        llm.update_weights({}, partial=True)
+    assert_says(llm, checkpoint(0), version="0")
+    # Some may be replaced alone, if that is what is asked for.
+    only = {name: good[name]}
+    llm.update_weights(only, partial=True)
+    np.testing.assert_array_equal(parameters(llm.model)["blocks.0.mixer.d"].get_value(), good[name])
+
+
+def test_divided_and_rounded_weights_stay_divided_and_rounded(checkpoint):
+    divided = LLM(checkpoint(0), tensor_parallel_size=2, **FLAGS)
+    places = {path: value.sharding for path, value in divided.engine.loop.programs.weights.items()}
+    divided.update_weights(checkpoint(1))
+    assert_says(divided, checkpoint(1), version="1")
+    assert {path: value.sharding for path, value in divided.engine.loop.programs.weights.items()} == places
+    rounded, other = (LLM(checkpoint(seed), quantization="int8", **FLAGS) for seed in (0, 1))
+    rounded.update_weights({name: RandomTensors(TRAINABLE, 1).view(name) for name in RandomTensors(TRAINABLE, 1).names})
+    held, wanted = (llm.engine.loop.programs.weights for llm in (rounded, other))
+    assert any(value.dtype == np.int8 for value in held.values())
+    jax.tree.map(np.testing.assert_array_equal, held, wanted)
+
+
+def test_five_hundred_requests_under_changing_weights():
+    made = VersionedEngine(seed=1)
+    compiled = made.compile()
+    outputs = made.run(requests=500, update_every=12)
+    assert made.engine.loop.programs.compilations == compiled
+    made.engine.loop.scheduler.check(idle=True)
+    assert made.engine.control.weights.updates > 20
+    assert sum(output.num_cached_tokens for output in outputs) > 1000
+    explained = made.explain(outputs)
+    assert explained.tokens > 3000
+    assert explained.worst < 2e-3
+    assert explained.by_another / explained.tokens < 0.05
+    assert sum(len(choice.weights_versions) > 1 for output in outputs for choice in output.outputs) > 50
+
+
+@pytest.mark.parametrize("beside", ["tiers", "replay"])
+def test_nothing_stale_comes_from_tiers_or_by_replay(beside, tmp_path):
+    flags = {
+        "tiers": {"host_cache_gib": 0.01, "disk_cache": str(tmp_path), "disk_cache_gib": 0.1},
+        "replay": {"replay_interval": 4},
+    }
+    made = VersionedEngine(seed=8, **flags[beside])
+    engine = made.engine
+    if beside == "tiers":
+        engine.loop.scheduler.tiers.prices = AlwaysFetch()
+    outputs = made.run(requests=120, update_every=40)
+    explained = made.explain(outputs)
+    assert explained.worst < 2e-3
+    assert engine.control.weights.updates >= 3
+    assert sum(output.num_cached_tokens for output in outputs) > 100
+    assert (engine.loop.store.tails is not None) == (beside == "replay")
+    if beside == "tiers":
+        assert engine.stats()["tiers"]["host"]["arrived"] > 5
+        host = engine.loop.scheduler.tiers.host
+        kept = len(host.units)
+        made.update()
+        assert kept > len(host.units) == 0
+    engine.loop.scheduler.check(idle=True)
+    engine.close()
+
+
+def test_a_stale_hit_would_be_seen(monkeypatch):
+    monkeypatch.setattr(Cache, "scope", lambda self, salt: Scope(salt))
+    made = VersionedEngine(seed=2)
+    explained = made.explain(made.run(requests=60, update_every=12))
+    assert explained.worst > 2e-3
+
+
+def test_samples_of_a_prompt_share_its_prefill():
+    made = VersionedEngine(seed=3)
+    prompt = list(range(40))
+    params = SamplingParams(n=5, max_tokens=4, temperature=1.0, seed=1, ignore_eos=True)
+    output = made.engine.add_request("five", {"prompt_token_ids": prompt}, params)
+    finish(made.engine)
+    assert len({tuple(choice.token_ids) for choice in output.outputs}) > 1
+    assert made.engine.loop.stats.prefill_tokens == len(prompt)
+
+
+def test_a_pause_keeps_aborts_or_waits():
+    made = VersionedEngine(seed=4)
+    engine, control = made.engine, made.engine.control
+    long = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, logprobs=0)
+    kept = engine.add_request("kept", {"prompt_token_ids": [1, 2, 3] * 5}, long)
+    for _ in range(6):
+        engine.step()
+    control.pause("keep")
+    said = len(kept.outputs[0].token_ids)
+    assert [output.request_id for output in engine.step()] == ["kept"]
+    assert (engine.busy, engine.step(), len(kept.outputs[0].token_ids)) == (False, [], said)
+    made.update()
+    control.resume()
+    finish(engine)
+    assert kept.outputs[0].weights_versions == [("0", said), ("1", 20 - said)]
+    assert made.explain([kept]).worst < 2e-3
+
+    aborted = engine.add_request("aborted", {"prompt_token_ids": [4, 5, 6] * 5}, long)
+    for _ in range(6):
+        engine.step()
+    control.pause("abort")
+    assert aborted in engine.step()
+    assert aborted.outputs[0].finish_reason == "abort"
+    control.resume()
+    rest = engine.add_request(
+        "rest", {"prompt_token_ids": [*aborted.prompt_token_ids, *aborted.outputs[0].token_ids]}, long
+    )
+    finish(engine)
+    assert rest.num_cached_tokens > 0
+
+    before = engine.add_request("before", {"prompt_token_ids": [7, 8] * 5}, long)
+    control.pause("wait")
+    after = engine.add_request("after", {"prompt_token_ids": [8, 7] * 5}, long)
+    while engine.busy:
+        engine.step()
+    assert (before.finished, control.paused, after.finished, after.outputs[0].token_ids) == (True, True, False, [])
+    control.resume()
+    finish(engine)
+    assert after.finished
+    with pytest.raises(RequestError, match="'now' is not known; allowed are wait, abort, keep"):
+        control.pause("now")
+
+
+def test_sleep_gives_memory_back_and_requests_go_on():
+    made = VersionedEngine(seed=5)
+    engine, control = made.engine, made.engine.control
+    compiled = made.compile()
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, logprobs=0)
+    output = engine.add_request("long", {"prompt_token_ids": [1, 2, 3] * 5}, params)
+    for _ in range(6):
+        engine.step()
+    store = sum(leaf.nbytes for leaf in jax.tree.leaves((engine.loop._store, engine.loop._rows)))
+    weights = sum(value.nbytes for value in engine.loop.programs.weights.values())
+
+    def held():
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    awake = held()
+    control.sleep(1)
+    assert awake - held() >= store
+    engine.step()  # says what the step in flight gave
+    assert (engine.busy, control.why_held) == (False, "the engine sleeps: call wake_up() first")
+    control.sleep(2)
+    assert awake - held() >= store + weights
+    control.wake_up()
+    assert control.why_held == "the engine has no weights: call update_weights(...) first"
+    with pytest.raises(RequestError, match="partial=True needs what it leaves alone"):
+        control.update_weights({"embed.weight": np.zeros((96, 24), np.float32)}, partial=True)
+    made.update()
+    finish(engine)
+    assert output.outputs[0].weights_versions[-1][0] == "1"
+    assert made.explain([output]).worst < 2e-3
+    assert engine.loop.programs.compilations == compiled
+    engine.loop.scheduler.check(idle=True)
+
+
+def test_an_engine_with_a_thread_of_its_own_pauses_between_steps():
+    made = VersionedEngine(seed=6)
+    made.compile()
+    rng = random.Random(6)
+    prompts = [{"prompt_token_ids": [rng.randrange(90) for _ in range(20)]} for _ in range(8)]
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, logprobs=0)
+
+    async def one(engine, prompt):
+        return [output async for output in engine.generate(prompt, params, live=False)][-1]
+
+    async def main():
+        engine = AsyncEngine(made.engine)
+        try:
+            asked = [asyncio.create_task(one(engine, prompt)) for prompt in prompts[:4]]
+            await asyncio.sleep(0)
+            await engine.pause("wait")
+            done = await asyncio.gather(*asked)
+            late = [asyncio.create_task(one(engine, prompt)) for prompt in prompts[4:]]
+            await engine.call(lambda _: made.update())
+            assert not any(task.done() for task in late)
+            await engine.call(lambda inner: inner.control.resume())
+            return done + await asyncio.gather(*late)
+        finally:
+            engine.shutdown()
+
+    outputs = asyncio.run(main())
+    assert [output.outputs[0].weights_versions for output in outputs] == [[("0", 20)]] * 4 + [[("1", 20)]] * 4
+    assert made.explain(outputs).worst < 2e-3
