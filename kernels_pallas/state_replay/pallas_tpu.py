@@ -93,7 +93,9 @@ def state_replay(
             out_specs=[per_head, pl.BlockSpec(slot, of_slots(10)), *tail_specs],
             scratch_shapes=[
                 pltpu.VMEM((blocks.count, steps, blocks.heads), F32),
+                pltpu.VMEM((blocks.count, steps, blocks.heads), F32),
                 pltpu.VMEM((blocks.count, blocks.heads, entries), F32),
+                pltpu.VMEM((blocks.count, blocks.heads, 1), F32),
                 pltpu.VMEM((blocks.count, blocks.heads, 1), F32),
             ],
         ),
@@ -135,8 +137,8 @@ def _named(index, wanted, blocks: HeadBlocks):
 
 def _kernel(
     anchor, anchor_length, length, num_tokens, write, boundary, _slot, _slot_place, _tail, _tail_place, _due,
-    _due_place, x, dt, a, b, c, d, state_in, tail_x, tail_b, tail_dt, y, state_out, new_x, new_b, new_dt, now, taken,
-    at_end, *, blocks: HeadBlocks, head_dim: int,
+    _due_place, x, dt, a, b, c, d, state_in, tail_x, tail_b, tail_dt, y, state_out, new_x, new_b, new_dt,
+    since_anchor, to_come, taken, due_since_anchor, due_to_come, *, blocks: HeadBlocks, head_dim: int,
 ):  # fmt: skip
     row, block = (pl.program_id(axis) for axis in range(2))
     steps, entries = x.shape[1], tail_x.shape[1]
@@ -166,36 +168,47 @@ def _kernel(
             target[0] = merged.astype(target.dtype)
             return jnp.where(valid, merged, 0)
 
+        def column(decays, heads):
+            """Sums over entries, as a column of heads."""
+            total = jnp.sum(decays, axis=0, keepdims=True)
+            return jnp.broadcast_to(total[:, heads], (8, blocks.heads)).T[:, :1]
+
         @pl.when(block == 0)
         def _():
             dts = append(tail_dt, dt, new_dt)
             decay = dts * a[...]
-            sums = _dot((across <= along).astype(F32), decay, (1, 0), F32)
-            rest = (sums - jnp.log(dts)).T
-            of_new = _dot((across <= start + step).astype(F32), decay, (1, 0), F32)
-            of_due = jnp.sum(jnp.where(along < boundary[row], decay, 0), axis=0, keepdims=True)
+
+            def sums(chosen):
+                return _dot(chosen.astype(F32), decay, (1, 0), F32)
+
+            # From one token to another the decay is a difference of sums over what follows each: those of tokens near
+            # each other are then of a few tokens, and keep their digits, however much the older ones have decayed.
+            rest = (-sums(across > along) - jnp.log(dts)).T
+            done, ahead = sums(across <= start + step), -sums(across > start + step)
+            before_due = jnp.where(along < boundary[row], decay, 0)
             for k in range(blocks.count):
                 heads = slice(k * blocks.heads, (k + 1) * blocks.heads)
-                now[k], taken[k] = of_new[:, heads], rest[heads]
-                at_end[k] = jnp.broadcast_to(of_due[:, heads], (8, blocks.heads)).T[:, :1]
+                since_anchor[k], to_come[k], taken[k] = done[:, heads], ahead[:, heads], rest[heads]
+                due_since_anchor[k] = column(before_due, heads)
+                due_to_come[k] = -column(decay - before_due, heads)
 
         values, keys = append(tail_x, x, new_x), append(tail_b, b, new_b)
         queries = jnp.where(step < count, c[0].astype(F32), 0)
         skipped = jnp.where(step < count, x[0].astype(F32), 0) * d[...]
         later = jnp.where(across <= start + step, 0.0, -jnp.inf)
         sizes = _Sizes(blocks, head_dim, keys.shape[1] // blocks.groups, x.dtype)
-        sums, rest = now[block], taken[block]
+        passed, ahead, rest = since_anchor[block], to_come[block], taken[block]
         has_anchor = anchor[row] > 0
         for group, heads, lanes in sizes.together():
             here = slice(group * sizes.state, (group + 1) * sizes.state)
             scores = sizes.dot(queries[:, here], keys[:, here], (1, 1))
             inside, from_anchor = [], []
             for head in range(heads.start, heads.stop):
-                so_far = sums[:, head : head + 1]
+                one = slice(head, head + 1)
                 # Masked before exp: of later tokens it could overflow.
-                weights = scores * jnp.exp(so_far - rest[head : head + 1] + later)
+                weights = scores * jnp.exp(ahead[:, one] - rest[one] + later)
                 inside.append(sizes.dot(weights, values[:, lanes], (1, 0)))
-                from_anchor.append(jnp.broadcast_to(jnp.exp(so_far), (steps, lanes.stop - lanes.start)))
+                from_anchor.append(jnp.broadcast_to(jnp.exp(passed[:, one]), (steps, lanes.stop - lanes.start)))
             read = sizes.dot(queries[:, here], state_in[0, heads].reshape(-1, sizes.state), (1, 1))
             # A select, not a product: the null slot may hold NaN.
             before = jnp.where(has_anchor, read * sizes.join(from_anchor, 1), 0)
@@ -204,17 +217,17 @@ def _kernel(
 
         @pl.when(write[row] > 0)
         def _():
-            ends = at_end[block]
+            passed, ahead = due_since_anchor[block], due_to_come[block]
             for group, heads, lanes in sizes.together():
                 here = slice(group * sizes.state, (group + 1) * sizes.state)
                 # The decay from each token to the boundary; masked before exp.
                 kept = [
-                    jnp.exp(jnp.where(across < boundary[row], ends[head : head + 1] - rest[head : head + 1], -jnp.inf))
+                    jnp.exp(jnp.where(across < boundary[row], ahead[head : head + 1] - rest[head : head + 1], -jnp.inf))
                     for head in range(heads.start, heads.stop)
                 ]
                 weights = sizes.join([jnp.broadcast_to(v, (lanes.stop - lanes.start, entries)) for v in kept], 0)
                 added = sizes.fine_dot(values[:, lanes].T * weights, keys[:, here], (1, 0))
-                old = jnp.where(has_anchor, state_in[0, heads].astype(F32), 0) * jnp.exp(ends[heads])[:, :, None]
+                old = jnp.where(has_anchor, state_in[0, heads].astype(F32), 0) * jnp.exp(passed[heads])[:, :, None]
                 state_out[0, heads] = (old + added.reshape(old.shape)).astype(state_out.dtype)
 
 
