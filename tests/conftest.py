@@ -23,8 +23,8 @@ from jaxtyping import install_import_hook
 import tests.support.array_annotations  # noqa: F401 - the hook below looks it up by name
 
 MAPS, STATUS = Path("/proc/self/maps"), Path("/proc/self/status")
-KEPT_BYTES, WORKER_BYTES = 1536 << 20, 3 << 30
-"""What a worker may carry from one file to the next, and what it may take at any time."""
+KEPT_BYTES, MOST_KEPT_BYTES, WORKER_BYTES = 1 << 30, 2 << 30, 3 << 30
+"""What a worker may carry from one file to the next, from one test to the next, and what it may take at any time."""
 
 # Every annotated array is checked for shape and dtype, in tests only.
 _hooks = (
@@ -66,12 +66,24 @@ def _bounded_memory() -> Iterator[None]:
                 for value in list(vars(module).values()):
                     if hasattr(value, "cache_clear"):
                         value.cache_clear()
-        gc.collect()
-        jax.clear_caches()
-        gc.collect()
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what is freed
+        _drop_programs()
     assert peak < WORKER_BYTES, f"the tests of this file took {peak >> 20:,} MiB"
+
+
+@pytest.fixture(autouse=True)
+def _bounded_memory_within_a_file(_bounded_memory: None) -> Iterator[None]:
+    """The same between tests that each compile much; what a file's own engines have stays."""
+    yield
+    if _memory("VmRSS") > MOST_KEPT_BYTES:
+        _drop_programs()
+
+
+def _drop_programs() -> None:
+    gc.collect()
+    jax.clear_caches()
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what is freed
 
 
 def _memory(field: str) -> int:
