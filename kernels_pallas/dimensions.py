@@ -26,6 +26,8 @@ DIMENSIONS = {
     "passes": "drafts in a row, in training",
     "more": "passes, and one",
     "documents": "of a training corpus",
+    "prompts": "of a training step by reinforcement",
+    "samples": "answers to each of its prompts",
     "windows": "stretches of a training corpus, each as long as a batch's sequences",
     # The store.
     "slots": "slots of the store, the null slot included",

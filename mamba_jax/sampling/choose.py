@@ -40,7 +40,7 @@ class Emission:
 class Asked:
     """What a step's rows ask to be done with their logits. Arguments as for `choose`."""
 
-    drafts: Int[Array, "rows K"]
+    drafts: Int[Array, "rows drafts"]
     """-1 where there is none."""
     length: Int[Array, " rows"]
     row_id: Int[Array, " rows"]
@@ -56,7 +56,7 @@ class Asked:
     @classmethod
     def of(
         cls,
-        drafts: Int[Array, "rows K"],
+        drafts: Int[Array, "rows drafts"],
         num_drafts: Int[Array, " rows"],
         length: Int[Array, " rows"],
         sample: Bool[Array, " rows"],

@@ -27,8 +27,8 @@ def _after_decode(patch: Patch, change: Callable) -> None:
     """`change(before, rows, batch, output)` gives what a decode step says to leave in the seats."""
     sound = step._decode
 
-    def decode(model, store, rows, batch, source):
-        store, after, output = sound(model, store, rows, batch, source)
+    def decode(model, store, rows, batch, *rest):
+        store, after, output = sound(model, store, rows, batch, *rest)
         return store, change(rows, after, batch, output), output
 
     patch.setattr(step, "_decode", decode)

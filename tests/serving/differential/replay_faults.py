@@ -60,8 +60,8 @@ def slot_stays(patch: Patch) -> None:
 def anchored_in_rejected_drafts(patch: Patch) -> None:
     sound = step._decode
 
-    def decode(model, store, rows, batch, source):
-        store, after, output = sound(model, store, rows, batch, source)
+    def decode(model, store, rows, batch, *rest):
+        store, after, output = sound(model, store, rows, batch, *rest)
         length = jnp.where(batch.continues, rows.length[batch.row_id], batch.length)
         interval = store.tails.interval
         multiple = (length // interval + 1) * interval
