@@ -1,4 +1,5 @@
 // The decode form of the Mamba2 recurrence from an anchor and a tail of inputs: see kernels_pallas/state_replay.
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -68,7 +69,7 @@ class Row {
     if (count <= 0) return;
     if (row != row_ || group != group_) gather_group(row, group);
     gather_head(row, head);
-    const int64_t before = in_.length[row] - in_.anchor_length[row], tokens = before + count;
+    const int64_t before = since_anchor(row), tokens = before + count;
     const int64_t size = n_.head_dim * n_.state;
     auto slot = [&](int32_t index) { return store_.states + (index * n_.heads + head) * size; };
     const typename State::Stored* anchor = in_.anchor_slot[row] > 0 ? slot(in_.anchor_slot[row]) : nullptr;
@@ -92,7 +93,7 @@ class Row {
     }
     const int64_t due = (in_.length[row] / n_.interval + 1) * n_.interval;
     if (in_.write_slot[row] > 0 && due <= in_.length[row] + count) {
-      write(anchor, slot(in_.write_slot[row]), due - in_.anchor_length[row]);
+      write(anchor, slot(in_.write_slot[row]), before + due - in_.length[row]);
     }
     append(row, head, group, before, count);
   }
@@ -102,6 +103,11 @@ class Row {
     return y + ((row * n_.steps + t) * n_.heads + head) * n_.head_dim;
   }
 
+  // Tokens of the tail that lie before the step's; no more than it has room for, whatever a caller says.
+  int64_t since_anchor(int64_t row) const {
+    return std::clamp<int64_t>(in_.length[row] - in_.anchor_length[row], 0, n_.entries);
+  }
+
   int64_t entry(int64_t row, int64_t position) const {
     return in_.tail_id[row] * n_.entries + (position & (n_.entries - 1));
   }
@@ -109,7 +115,7 @@ class Row {
   // B of all tokens since the anchor, C of the new ones, and the scores of each pair.
   void gather_group(int64_t row, int64_t group) {
     row_ = row, group_ = group;
-    const int64_t before = in_.length[row] - in_.anchor_length[row], count = in_.num_tokens[row];
+    const int64_t before = since_anchor(row), count = in_.num_tokens[row];
     for (int64_t i = 0; i < before; ++i) {
       const auto* from = store_.b + (entry(row, in_.anchor_length[row] + i) * n_.groups + group) * n_.state;
       for (int64_t k = 0; k < n_.state; ++k) keys_[i * n_.state + k] = Entry::load(from[k]);
@@ -124,7 +130,7 @@ class Row {
 
   // x, dt and decay of all tokens since the anchor.
   void gather_head(int64_t row, int64_t head) {
-    const int64_t before = in_.length[row] - in_.anchor_length[row], count = in_.num_tokens[row];
+    const int64_t before = since_anchor(row), count = in_.num_tokens[row];
     for (int64_t i = 0; i < before; ++i) {
       const int64_t at = entry(row, in_.anchor_length[row] + i) * n_.heads + head;
       for (int64_t p = 0; p < n_.head_dim; ++p) {
