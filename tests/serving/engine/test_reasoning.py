@@ -54,11 +54,9 @@ def ids_of(kind, text):
     return TOKENIZERS[kind].encode(text, add_special_tokens=False)
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("begun", [True, False])
+# A mark of several tokens cannot begin an output that has a form: its first token may be the answer's.
+@pytest.mark.parametrize(("kind", "begun"), [("tokens", True), ("tokens", False), ("texts", True)])
 def test_the_form_begins_after_the_mark(kind, begun):
-    if kind == "texts" and not begun:
-        pytest.skip("below")
     follow, size = constraint(kind, Reasoning(begun=begun), regex="[0-9]+x"), TOKENIZERS[kind].vocab_size
     text = ("" if begun else "<think>") + "\nSo <b>7</b>? No.\n</think>"
     for token in ids_of(kind, text):
