@@ -13,23 +13,22 @@ from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.paged_attention import copy_pages
 from kernels_pallas.slots import read_slots, write_slots
-from mamba_jax.batch import DecodeBatch, PrefillBatch, PromptLogprobs, SeatBatch, StepOutput
+from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, StepOutput
 from mamba_jax.drafts import DraftModel, DraftSource, StepFacts
 from mamba_jax.layout.decode import DecodeLayout
 from mamba_jax.layout.prefill import PrefillLayout
 from mamba_jax.layout.replay import ReplayLayout
+from mamba_jax.prompt_logprobs import prompt_logprobs
 from mamba_jax.rows import Rows
 from mamba_jax.sampling import Asked, Emission, choose, has_penalties, report_logprobs
 from mamba_jax.sampling.masks import MaskBatch, write_masks
+from mamba_jax.state_checks import shared_writes, wrong_tags, wrong_tails
 from mamba_jax.store import Store
 from mamba_jax.tails import read_ring
-
-_PROMPT_PIECE = 64  # prompt tokens that go through the head at once when their log-probabilities are asked for
 
 
 class Model(Protocol):
@@ -122,8 +121,8 @@ def _decode(
             page_table=batch.page_table,
         )
         writer = jnp.repeat(jnp.arange(batch.row_id.shape[0]), width)
-        wrong = _wrong_tags(store, batch.row_id, length, read_slot)
-        wrong |= _shared_writes(store, layout.read_slot, layout.write_slot.reshape(-1), writer)
+        wrong = wrong_tags(store, batch.row_id, length, read_slot)
+        wrong |= shared_writes(store, layout.read_slot, layout.write_slot.reshape(-1), writer)
     else:
         assert rows.anchor is not None
         assert batch.anchor is not None
@@ -138,8 +137,8 @@ def _decode(
             steps=width,
             interval=store.tails.interval,
         )
-        wrong = _wrong_tags(store, batch.row_id, layout.anchor, read_slot) | _wrong_tails(store, layout)
-        wrong |= _shared_writes(store, layout.read_slot, layout.due_slot, jnp.arange(batch.row_id.shape[0]))
+        wrong = wrong_tags(store, batch.row_id, layout.anchor, read_slot) | wrong_tails(store, layout)
+        wrong |= shared_writes(store, layout.read_slot, layout.due_slot, jnp.arange(batch.row_id.shape[0]))
     # A source wants the hidden state before every row's first token.
     resumed = read_slots(store.hidden, jnp.where(num_tokens == 0, read_slot, 0) if source is None else read_slot)
     if isinstance(layout, ReplayLayout) and source is not None:
@@ -236,8 +235,8 @@ def _prefill(
         tile_write_slot=batch.tile_write_slot,
         page_table=batch.page_table,
     )
-    wrong = _wrong_tags(store, batch.row_id, batch.length, batch.read_slot)
-    wrong |= _shared_writes(store, layout.read_slot, layout.tile_write_slot, layout.tile_row)
+    wrong = wrong_tags(store, batch.row_id, batch.length, batch.read_slot)
+    wrong |= shared_writes(store, layout.read_slot, layout.tile_write_slot, layout.tile_row)
     before = read_slots(store.hidden, layout.read_slot)
     store = _copy_pages(store, batch.page_copy)
     hidden, store = model.hidden(batch.tokens, layout, store)
@@ -292,7 +291,7 @@ def _prefill(
         top_logprobs=reported[2],
         tag_error=wrong.any(),
         finite=finite,
-        prompt_logprobs=_prompt_logprobs(model, rows, batch, layout, hidden, before),
+        prompt_logprobs=prompt_logprobs(model.logits, rows, batch, layout, hidden, before),
     )
     return store, rows_after, output
 
@@ -442,78 +441,3 @@ def _write_replayed(
         held = jnp.where(jnp.repeat(wrong, by_row.shape[1]), -1, layout.positions).reshape(layout.shape)
         tails = dataclasses.replace(tails, tags=layout.append(tails.tags, held))
     return dataclasses.replace(store, tails=tails)
-
-
-def _wrong_tails(store: Store, layout: ReplayLayout) -> Bool[Array, " rows"]:
-    """With `debug_state`: rows whose tail is not what came since their anchor, or that have nowhere to go on from."""
-    if store.tails is None or store.tails.tags is None:
-        return jnp.zeros(layout.length.shape, bool)
-    lost = (layout.next_multiple <= layout.length + layout.num_tokens) & (layout.write_slot[:, 0] == 0)
-    return (layout.tail_id > 0) & (layout.num_tokens > 0) & (lost | ~layout.is_tail_right(store.tails.tags))
-
-
-def _wrong_tags(
-    store: Store, row_id: Int[Array, " rows"], length: Int[Array, " rows"], read_slot: Int[Array, " rows"]
-) -> Bool[Array, " rows"]:
-    """Rows about to read a slot that does not hold exactly `length` tokens. What they write is tagged as wrong too."""
-    if store.tags is None:
-        return jnp.zeros(row_id.shape, bool)
-    held = read_slots(store.tags, read_slot)[:, 1]
-    return (row_id > 0) & (length > 0) & ((held != length) | (read_slot == 0))
-
-
-def _shared_writes(
-    store: Store, read_slot: Int[Array, " rows"], write_slot: Int[Array, " writes"], writer: Int[Array, " writes"]
-) -> Bool[Array, " rows"]:
-    """With `debug_state`: rows that read what another row writes, or write what is written twice.
-
-    Rows run in any order, so neither is allowed (`kernels_pallas.slots`).
-    """
-    if store.tags is None:
-        return jnp.zeros(read_slot.shape, bool)
-    rows, writes = jnp.arange(read_slot.shape[0]), jnp.arange(write_slot.shape[0])
-    real = write_slot > 0
-    by_another = real & (writer != rows[:, None]) & (write_slot == read_slot[:, None])
-    twice = real & (writes != writes[:, None]) & (write_slot == write_slot[:, None])
-    return by_another.any(axis=1) | jnp.zeros(read_slot.shape, bool).at[writer].max(twice.any(axis=0))
-
-
-def _prompt_logprobs(
-    model: Model,
-    rows: Rows,
-    batch: PrefillBatch,
-    layout: PrefillLayout,
-    hidden: Float[Array, "T hidden"],
-    before: Float[Array, "rows hidden"],
-) -> PromptLogprobs:
-    """Log-probability of every token given those before it, for rows that ask.
-
-    The hidden state before a row's first token is in the slot that the row has read, so that a chunk need not know
-    the token after its last one. Pieces of tokens go through the head one by one, and only those that are asked for.
-    """
-    count = batch.tokens.shape[0]
-    first = jnp.arange(count) == layout.row_start[layout.token_row]
-    previous = jnp.where(first[:, None], before[layout.token_row].astype(hidden.dtype), jnp.roll(hidden, 1, axis=0))
-    asked = jnp.where(batch.row_id > 0, rows.sampling.prompt_logprobs[batch.row_id], -1)
-    wanted = jnp.where(layout.valid, asked[layout.token_row], -1)
-
-    def piece(args: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        previous, tokens, wanted = args
-
-        def through_head() -> tuple[Array, Array, Array]:
-            return report_logprobs(model.logits(previous), tokens, wanted)
-
-        def nothing() -> tuple[Array, Array, Array]:
-            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(through_head))
-
-        return lax.cond((wanted >= 0).any(), through_head, nothing)
-
-    size = min(_PROMPT_PIECE, count)
-    pieces = -(-count // size)
-
-    def cut(x: Array) -> Array:
-        return jnp.pad(x, [(0, pieces * size - count)] + [(0, 0)] * (x.ndim - 1)).reshape(pieces, size, *x.shape[1:])
-
-    wanted = jnp.pad(wanted, (0, pieces * size - count), constant_values=-1).reshape(pieces, size)
-    token, ids, top = lax.map(piece, (cut(previous), cut(batch.tokens), wanted))
-    return PromptLogprobs(*(x.reshape(pieces * size, *x.shape[2:])[:count] for x in (token, ids, top)))
