@@ -16,10 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.delta_scan.inverse import unit_lower_inverse
-from kernels_pallas.heads import HeadBlocks, head_blocks
+from kernels_pallas.heads import HeadBlocks
+from kernels_pallas.tpu_blocks import blocks_in_lanes, dot
 
 F32 = jnp.float32
-LANES = 128
 BLOCK = 64  # tokens of a triangular system, where the tile is a multiple of it: the work grows with its square
 BLOCK_BYTES = 1 << 20  # of the state that a step of the grid holds
 
@@ -33,7 +33,7 @@ def delta_scan(q, k, v, log_decay, beta, store, *, tile_first, read_slot, write_
     """See `api.delta_scan`."""
     tiles, size, heads, head_dim = v.shape
     state = k.shape[3]
-    blocks = _blocks(v, k, store)
+    blocks = blocks_in_lanes(heads, k.shape[2], head_dim, state, F32, block_bytes=BLOCK_BYTES)
     real = (beta != 0).any(axis=2)
     # Without a row to carry on, the first tile starts from zeros.
     tile_first, read_slot = tile_first.at[0].set(True), jnp.where(tile_first, read_slot, 0)
@@ -121,7 +121,7 @@ def _kernel(
 def _scan_block(q, k, v, log_decay, beta, y, carry, tokens: slice, blocks: HeadBlocks, head_dim: int):
     """Some tokens of a tile: y [1, size, heads * head_dim] there, and `carry` [heads, head_dim, state] moves on."""
     size, state = tokens.stop - tokens.start, carry.shape[2]
-    dot, exact = functools.partial(_dot, dtype=v.dtype), functools.partial(_dot, dtype=F32)
+    product, exact = functools.partial(dot, dtype=v.dtype), functools.partial(dot, dtype=F32)
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
     # Inclusive sums over tokens, [heads, size]: the log of the decay from the block's start. A product: Mosaic has no
     # running sums.
@@ -132,7 +132,7 @@ def _scan_block(q, k, v, log_decay, beta, y, carry, tokens: slice, blocks: HeadB
     for group in range(blocks.groups):
         lanes = slice(group * state, (group + 1) * state)
         qt, kt = (one[0, tokens, lanes] for one in (q, k))
-        keys, scores = dot(kt, kt, (1, 1)), dot(qt, kt, (1, 1))
+        keys, scores = product(kt, kt, (1, 1)), product(qt, kt, (1, 1))
         for head in range(blocks.heads)[blocks.heads_of(group)]:
             lanes, here = slice(head * head_dim, (head + 1) * head_dim), slice(head, head + 1)
             # Masked before exp: above the diagonal it could overflow.
@@ -140,31 +140,11 @@ def _scan_block(q, k, v, log_decay, beta, y, carry, tokens: slice, blocks: HeadB
             below = jnp.where(row > column, keys * within * share[:, here], 0)
             inverse = unit_lower_inverse(below, lambda a, b: exact(a, b, (1, 0)))
             old, from_start = carry[head], jnp.exp(decay[:, here])
-            error = v[0, tokens, lanes].astype(F32) - from_start * dot(kt, old, (1, 1))
+            error = v[0, tokens, lanes].astype(F32) - from_start * product(kt, old, (1, 1))
             u = exact(inverse, share[:, here] * error, (1, 0))
-            out = from_start * dot(qt, old, (1, 1)) + dot(scores * within, u, (1, 0))
+            out = from_start * product(qt, old, (1, 1)) + product(scores * within, u, (1, 0))
             y[0, tokens, lanes] = out.astype(y.dtype)
-            carry[head] = old * jnp.exp(last[here]) + dot((u * to_end[:, here]).T, kt, (1, 0))
-
-
-def _dot(left, right, contract, dtype):
-    """A product summed in float32, of operands rounded to the dtype; with float32 in full precision."""
-    precision = lax.Precision.HIGHEST if dtype == F32 else lax.Precision.DEFAULT
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(
-        left.astype(dtype), right.astype(dtype), dims, precision=precision, preferred_element_type=F32
-    )
-
-
-def _blocks(v, k, store) -> HeadBlocks:
-    """Blocks whose channels, groups and heads are whole numbers of registers, unless there is one block only."""
-    head_bytes = v.shape[3] * k.shape[3] * 4
-    lanes_of_heads = next(n for n in range(8, 8 * LANES + 1, 8) if n * v.shape[3] % LANES == 0)
-    lanes_of_groups = next(n for n in range(1, LANES + 1) if n * k.shape[3] % LANES == 0)
-    return head_blocks(
-        v.shape[2], k.shape[2], most=max(1, BLOCK_BYTES // head_bytes), multiple=lanes_of_heads,
-        group_multiple=lanes_of_groups,
-    )  # fmt: skip
+            carry[head] = old * jnp.exp(last[here]) + product((u * to_end[:, here]).T, kt, (1, 0))
 
 
 def _cost(v, k, store, blocks: HeadBlocks) -> pl.CostEstimate:

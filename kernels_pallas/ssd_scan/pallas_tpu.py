@@ -20,10 +20,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.heads import HeadBlocks, head_blocks
+from kernels_pallas.heads import HeadBlocks
+from kernels_pallas.tpu_blocks import LANES, blocks_in_lanes, dot
 
 F32 = jnp.float32
-LANES = 128
 BLOCK_BYTES = 1 << 20  # of the state that a step of the grid holds
 
 
@@ -36,7 +36,7 @@ def ssd_scan(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot, int
     """See `api.ssd_scan`."""
     tiles, size, heads, head_dim = x.shape
     groups, state = b.shape[2:]
-    blocks = _blocks(x, b, store)
+    blocks = blocks_in_lanes(heads, groups, head_dim, state, F32, block_bytes=BLOCK_BYTES)
     real = (dt != 0).any(axis=2)
     # Without a row to carry on, the first tile starts from zeros.
     tile_first, read_slot = tile_first.at[0].set(True), jnp.where(tile_first, read_slot, 0)
@@ -126,11 +126,11 @@ def _kernel(
 def _scan_tile(x, dt, a, b, c, d, real, y, carry, stored, *, blocks: HeadBlocks, head_dim: int):
     """One tile: y [1, size, heads * head_dim], and `carry` [heads, head_dim, state] moves on by a tile."""
     size, state = x.shape[1], carry.shape[2]
-    dot = functools.partial(_dot, dtype=x.dtype)
+    product = functools.partial(dot, dtype=x.dtype)
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
     dt_rows = dt[0]
     # Inclusive sums over tokens, [heads, size]: the log of the decay from the tile's start.
-    decay_rows = _dot(dt_rows * a[...], (row <= column).astype(F32), (1, 0), F32)
+    decay_rows = dot(dt_rows * a[...], (row <= column).astype(F32), (1, 0), F32)
     last = decay_rows[:, size - 1 :]
     to_end, decay = dt_rows * jnp.exp(last - decay_rows), decay_rows.T
     # exp(decay[q] - taken[k]) is the decay from token k to token q, times dt[k].
@@ -155,7 +155,7 @@ def _scan_tile(x, dt, a, b, c, d, real, y, carry, stored, *, blocks: HeadBlocks,
     for group in range(blocks.groups):
         lanes = slice(group * state, (group + 1) * state)
         bt, ct = (jnp.where(mask, v[0, :, lanes].astype(F32), 0) for v in (b, c))
-        scores = dot(ct, bt, (1, 1))
+        scores = product(ct, bt, (1, 1))
         for first in range(group * repeats, (group + 1) * repeats, together):
             lanes, here = slice(first * head_dim, first * head_dim + width), slice(first, first + together)
             heads = [slice(first + i, first + i + 1) for i in range(together)]
@@ -165,11 +165,11 @@ def _scan_tile(x, dt, a, b, c, d, real, y, carry, stored, *, blocks: HeadBlocks,
                 decay_here = jnp.broadcast_to(decay[:, head], (size, max(size, width)))
                 # Masked before exp: above the diagonal it could overflow.
                 weights = jnp.exp(decay_here[:, :size] - taken[head] + above_diagonal)
-                inside.append(dot(scores * weights, values, (1, 0)))
+                inside.append(product(scores * weights, values, (1, 0)))
                 from_start.append(jnp.exp(decay_here[:, :width]))
-            before = dot(ct, carry[here].reshape(width, state), (1, 1)) * join(from_start, by_lane)
+            before = product(ct, carry[here].reshape(width, state), (1, 1)) * join(from_start, by_lane)
             y[0, :, lanes] = (join(inside, by_lane) + before + values * d[:, lanes]).astype(y.dtype)
-            added = dot(values.T * join([to_end[head] for head in heads], by_row), bt, (1, 0))
+            added = product(values.T * join([to_end[head] for head in heads], by_row), bt, (1, 0))
             new = carry[here] * jnp.exp(last[here])[:, :, None] + added.reshape(together, head_dim, state)
             # Rounded as it could be stored, so that cutting a row between tiles into several calls changes nothing.
             carry[here] = new.astype(stored).astype(F32)
@@ -179,26 +179,6 @@ def _heads_together(head_dim, repeats):
     """How many heads' channels fill the lanes of a register."""
     together = LANES // head_dim if LANES % head_dim == 0 else 1
     return together if repeats % together == 0 else 1
-
-
-def _dot(left, right, contract, dtype):
-    """A product summed in float32, of operands rounded to the dtype; with float32 in full precision."""
-    precision = lax.Precision.HIGHEST if dtype == F32 else lax.Precision.DEFAULT
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(
-        left.astype(dtype), right.astype(dtype), dims, precision=precision, preferred_element_type=F32
-    )
-
-
-def _blocks(x, b, store) -> HeadBlocks:
-    """Blocks whose channels, groups and heads are whole numbers of registers, unless there is one block only."""
-    head_bytes = x.shape[3] * b.shape[3] * 4
-    lanes_of_heads = next(n for n in range(8, 8 * LANES + 1, 8) if n * x.shape[3] % LANES == 0)
-    lanes_of_groups = next(n for n in range(1, LANES + 1) if n * b.shape[3] % LANES == 0)
-    return head_blocks(
-        x.shape[2], b.shape[2], most=max(1, BLOCK_BYTES // head_bytes), multiple=lanes_of_heads,
-        group_multiple=lanes_of_groups,
-    )  # fmt: skip
 
 
 def _cost(x, b, store, blocks: HeadBlocks) -> pl.CostEstimate:

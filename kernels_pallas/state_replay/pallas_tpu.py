@@ -23,10 +23,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import tails
-from kernels_pallas.heads import HeadBlocks, head_blocks
+from kernels_pallas.heads import HeadBlocks
+from kernels_pallas.tpu_blocks import LANES, blocks_in_lanes, dot
 
 F32 = jnp.float32
-LANES = 128
 BLOCK_BYTES = 1 << 20  # of the state that is moved at a time: large enough to hide a grid step's fixed cost
 
 
@@ -43,7 +43,7 @@ def state_replay(
     rows, steps, heads, head_dim = x.shape
     groups, state = b.shape[2:]
     entries = tail.x.shape[1]
-    blocks = _blocks(states, heads, groups)
+    blocks = blocks_in_lanes(heads, groups, head_dim, state, states.dtype, block_bytes=BLOCK_BYTES)
     due = tails.next_boundary(length, num_tokens, interval)
     live = num_tokens > 0
     write = jnp.where(due.reached & live, write_slot, 0)
@@ -179,7 +179,7 @@ def _kernel(
             decay = dts * a[...]
 
             def sums(chosen):
-                return _dot(chosen.astype(F32), decay, (1, 0), F32)
+                return dot(chosen.astype(F32), decay, (1, 0), F32)
 
             # From one token to another the decay is a difference of sums over what follows each: those of tokens near
             # each other are then of a few tokens, and keep their digits, however much the older ones have decayed.
@@ -236,7 +236,7 @@ class _Sizes:
 
     def __init__(self, blocks: HeadBlocks, head_dim: int, state: int, dtype) -> None:
         self.state, self._blocks, self._head_dim, self._dtype = state, blocks, head_dim, dtype
-        self.dot = functools.partial(_dot, dtype=dtype)
+        self.dot = functools.partial(dot, dtype=dtype)
 
     def together(self):
         """Groups, and the heads and lanes of each product."""
@@ -261,27 +261,6 @@ class _Sizes:
             return self.dot(left, right, contract)
         coarse = left.astype(self._dtype)
         return self.dot(coarse, right, contract) + self.dot(left - coarse.astype(F32), right, contract)
-
-
-def _dot(left, right, contract, dtype):
-    """A product summed in float32, of operands rounded to the dtype; with float32 in full precision."""
-    precision = lax.Precision.HIGHEST if dtype == F32 else lax.Precision.DEFAULT
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(
-        left.astype(dtype), right.astype(dtype), dims, precision=precision, preferred_element_type=F32
-    )
-
-
-def _blocks(states, heads, groups) -> HeadBlocks:
-    """Blocks whose channels, groups and heads are whole numbers of registers, unless there is one block only."""
-    head_dim, state = states.shape[2:]
-    lanes = -(-state // LANES) * LANES  # as a block lies in VMEM
-    head_bytes = head_dim * lanes * states.dtype.itemsize
-    lanes_of_heads = next(n for n in range(8, 8 * LANES + 1, 8) if n * head_dim % LANES == 0)
-    lanes_of_groups = next(n for n in range(1, LANES + 1) if n * state % LANES == 0)
-    return head_blocks(
-        heads, groups, most=max(1, BLOCK_BYTES // head_bytes), multiple=lanes_of_heads, group_multiple=lanes_of_groups
-    )
 
 
 def _cost(states, tail, x, b, interval) -> pl.CostEstimate:

@@ -17,7 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.heads import HeadBlocks, head_blocks
+from kernels_pallas.heads import HeadBlocks
+from kernels_pallas.tpu_blocks import blocks_in_rows
 
 F32 = jnp.float32
 BLOCK_BYTES = 1 << 20  # of the state that is moved at a time: large enough to hide a grid step's fixed cost
@@ -32,7 +33,7 @@ def state_update(x, dt, a, b, c, d, store, *, read_slot, write_slot, interpret=F
     """See `api.state_update`."""
     rows, steps, _, head_dim = x.shape
     groups, state = b.shape[2:]
-    blocks = _blocks(x, b, store)
+    blocks = blocks_in_rows(x, b.shape[2], store, block_bytes=BLOCK_BYTES)
     # Which steps are real is decided over all heads. What padding holds is then never looked at.
     real = (dt != 0).any(axis=2).astype(jnp.int32)
 
@@ -134,13 +135,6 @@ def _kernel(
     @pl.when((real[index] == 0) & (write_slot[index] > 0))
     def _():
         state_out[0] = before(slice(None)).astype(state_out.dtype)
-
-
-def _blocks(x, b, store) -> HeadBlocks:
-    lanes = -(-store.shape[3] // 128) * 128  # as a block lies in VMEM
-    slot_bytes = store.shape[2] * lanes * store.dtype.itemsize
-    rows_of_tile = 32 // min(x.dtype.itemsize, 4)  # 8 of 32 bits, 16 of 16
-    return head_blocks(x.shape[2], b.shape[2], most=max(1, BLOCK_BYTES // slot_bytes), multiple=rows_of_tile)
 
 
 def _cost(x, b, store) -> pl.CostEstimate:
