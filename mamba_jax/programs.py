@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
@@ -36,6 +37,8 @@ class Kept(Protocol):
     def save(
         self, arguments: tuple[Any, ...], compiled: jax.stages.Compiled, kernels: dict[str, dict[str, str]]
     ) -> None: ...
+
+    def compiling(self) -> AbstractContextManager[None]: ...
 
 
 class StepPrograms:
@@ -195,7 +198,8 @@ class StepPrograms:
 
     def _make(self, store: Store | None, rows: Rows, batch: Batch) -> jax.stages.Compiled:
         arguments = (rows, batch) if isinstance(batch, SeatBatch | MaskBatch) else (self._weights, store, rows, batch)
-        found = self.kept.load(arguments) if self.kept is not None else None
+        kept = self.kept
+        found = kept.load(arguments) if kept is not None else None
         if found is not None:
             compiled, kernels = found
             for operation, by in kernels.items():
@@ -203,9 +207,11 @@ class StepPrograms:
             return compiled
         with self.kernels.applied():
             lowered = self.lower(store, rows, batch)
-        compiled = lowered.compile(self._compiler_options)
-        if self.kept is not None:
-            self.kept.save(arguments, compiled, {name: dict(by) for name, by in list(self.kernels.chosen.items())})
+        if kept is None:
+            return lowered.compile(self._compiler_options)
+        with kept.compiling():
+            compiled = lowered.compile(self._compiler_options)
+        kept.save(arguments, compiled, {name: dict(by) for name, by in list(self.kernels.chosen.items())})
         return compiled
 
     def lower(self, store: Store | None, rows: Rows, batch: Batch) -> jax.stages.Lowered:
@@ -244,3 +250,15 @@ class StepPrograms:
             self.program(store, rows, batch)
             if progress is not None:
                 progress(batch)
+
+
+def abstract(tree: Any) -> Any:
+    """Arrays as a compiler sees them: for a program that is compiled while others use, and give away, the arrays."""
+
+    def of(leaf: Any) -> jax.ShapeDtypeStruct:
+        # On a TPU some arrays are pinned to an order of their axes.
+        pinned = next(iter(leaf.devices())).platform == "tpu"
+        lies = leaf.format if pinned else leaf.sharding
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies, weak_type=leaf.weak_type)
+
+    return jax.tree.map(of, tree)

@@ -190,7 +190,10 @@ def _generate_one(prompt: str, chat: bool, given: dict[str, Any], flags: dict[st
     from serving.engine.fetch import fetched, tokenizer_of
     from serving.engine.llm import LLM
 
+    # Nothing comes after it: a store for one sequence, and none for reuse.
     flags.setdefault("max_num_seqs", 1)
+    if "mamba_cache_mode" not in flags and "disk_cache" not in flags:
+        flags.setdefault("enable_prefix_caching", False)
     config = fetched(EngineConfig.create(**flags))
     params = SamplingParams.of({"max_tokens": 128, "temperature": 0.0} | given)
     tokenizer_of(config)

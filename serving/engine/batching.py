@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,18 @@ class PrefillShape:
     def holds(self, tokens: int, rows: int, tiles: int) -> bool:
         """Whether such a step fits."""
         return tokens <= self.tokens and rows <= self.rows and tiles <= self.tiles
+
+
+AnyBatch = DecodeBatch | PrefillBatch | SeatBatch | MaskBatch
+
+
+def _shape(batch: AnyBatch) -> tuple[int, ...]:
+    """What tells the programs of steps apart."""
+    if isinstance(batch, DecodeBatch):
+        return tuple(batch.tokens.shape)
+    if isinstance(batch, PrefillBatch):
+        return batch.tokens.shape[0], batch.row_id.shape[0], batch.tile_write_slot.shape[0]
+    return ()
 
 
 def decode_buckets(max_rows: int) -> list[int]:
@@ -90,35 +102,69 @@ class BatchBuilder:
         self._pages_per_row = config.pages_per_row
         self.decode_shapes = decode_buckets(config.decode_rows)
         self.prefill_shapes = prefill_buckets(config)
+        self._usable: set[tuple[int, ...]] | None = None
         # The page table of each seat as an array, and the list it was made from: most steps add no page.
         self._table = np.zeros((config.num_rows + 1, self._pages_per_row), np.int32)
         self._table_of: list[list[int]] = [[] for _ in range(config.num_rows + 1)]
 
-    def warm_up_batches(self, vocab_size: int) -> Iterator[DecodeBatch | PrefillBatch | SeatBatch | MaskBatch]:
-        """One batch of padding for each shape that can occur."""
+    def warm_up_batches(self, vocab_size: int) -> Iterator[AnyBatch]:
+        """One batch of padding for each shape that can occur.
+
+        First the `num_essential` without which some step could not run, then narrower ones, the cheapest first.
+        """
         yield self.seat(0, SamplingParams(), seed=0, choice=0, prompt=(), output=(), stop_ids=(), vocab_size=vocab_size)
         penalty = SamplingParams(presence_penalty=1.0)
         yield self.seat(0, penalty, seed=0, choice=0, prompt=(), output=(), stop_ids=(), vocab_size=vocab_size)
         if self._masks:
             yield self._empty_masks(vocab_size)
-        for rows in self.decode_shapes:
-            for drafts in self._widths:
+        yield self._empty_prefill(self.prefill_shapes[-1])
+        yield self._empty_decode(self.decode_shapes[-1], self._widths[-1])
+        narrow = [(rows, drafts) for rows in self.decode_shapes for drafts in self._widths][:-1]
+        for place in range(max(len(narrow), len(self.prefill_shapes) - 1)):
+            for rows, drafts in narrow[place : place + 1]:
                 yield self._empty_decode(rows, drafts)
-        for shape in self.prefill_shapes:
-            yield self._empty_prefill(shape)
+            for shape in self.prefill_shapes[:-1][place : place + 1]:
+                yield self._empty_prefill(shape)
 
     @property
     def num_programs(self) -> int:
         """How many batches `warm_up_batches` yields."""
         return 2 + self._masks + len(self.decode_shapes) * len(self._widths) + len(self.prefill_shapes)
 
+    @property
+    def num_essential(self) -> int:
+        """How many of them, from the first on, every step can do with: the widest of each kind."""
+        return 4 + self._masks
+
+    def use_only(self, batches: Iterable[AnyBatch]) -> None:
+        """Fill batches of these shapes alone: the programs of the others are not there yet."""
+        self._usable = {_shape(batch) for batch in batches}
+
+    def use_also(self, batch: AnyBatch) -> None:
+        """From the next step on, this shape too. May be called by any thread."""
+        if self._usable is not None:
+            self._usable = {*self._usable, _shape(batch)}
+
+    def use_all(self) -> None:
+        """All programs are there."""
+        self._usable = None
+
+    def _may(self, *shape: int) -> bool:
+        return self._usable is None or shape in self._usable
+
     def decode(self, rows: Sequence[DecodeRow]) -> DecodeBatch:
         """The rows in their order, then padding."""
         count = len(rows)
         # Rows of one token each need no room for more: all have it, or none.
         most = max(row.num_tokens for row in rows) - 1
-        drafts = next(width for width in self._widths if width >= most)
-        batch = self._empty_decode(next(size for size in self.decode_shapes if size >= count), drafts)
+        size, drafts = next(
+            (size, width)
+            for size in self.decode_shapes
+            if size >= count
+            for width in self._widths
+            if width >= most and self._may(size, 1 + width)
+        )
+        batch = self._empty_decode(size, drafts)
         numbers = np.array(
             [(r.row_id, r.length, r.access.read, r.num_tokens, r.num_drafts, r.continues, r.sample) for r in rows],
             np.int32,
@@ -150,7 +196,8 @@ class BatchBuilder:
         tile_size = self._config.tile_size
         tokens = sum(row.num_tokens for row in rows)
         tiles = sum(num_tiles(row.length, row.num_tokens, tile_size) for row in rows)
-        batch = self._empty_prefill(next(s for s in self.prefill_shapes if s.holds(tokens, len(rows), tiles)))
+        fit = (shape for shape in self.prefill_shapes if shape.holds(tokens, len(rows), tiles))
+        batch = self._empty_prefill(next(s for s in fit if self._may(s.tokens, s.rows, s.tiles)))
         at = tile = 0
         for i, row in enumerate(rows):
             batch.row_id[i], batch.length[i], batch.num_tokens[i] = row.row_id, row.length, row.num_tokens

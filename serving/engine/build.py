@@ -35,6 +35,7 @@ from serving.engine.engine import Engine
 from serving.engine.fetch import fetched
 from serving.engine.gpu_memory import share_notices
 from serving.engine.grammars import Grammars
+from serving.engine.kept_programs import keep_programs
 from serving.engine.loop import StepLoop
 from serving.engine.replay import ResolvedReplay, resolve_replay
 from serving.engine.row_inputs import RowInputs
@@ -106,7 +107,7 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Built:
         quantization=config.quantization,
         quantization_exclude=config.excluded_from_quantization,
     )
-    return _assemble(config, resolved, model, tokenizer, eos, None, progress)
+    return _assemble(config, resolved, model, tokenizer, eos, None, progress, keep=config.compilation_cache)
 
 
 def assemble(
@@ -164,6 +165,8 @@ def _assemble(
     eos_token_ids: Sequence[int],
     programs: StepPrograms | None,
     progress: bool,
+    *,
+    keep: bool = False,
 ) -> Built:
     policy, source, mesh = resolved.caching, resolved.source, resolved.mesh
     dtype = model.dtype
@@ -251,6 +254,8 @@ def _assemble(
     )
     connect_tiers(config, loop, model)
     at_start = config.warmup if config.warmup is not None else jax.default_backend() != "cpu"
+    if keep and not at_start:
+        keep_programs(programs)
     if at_start:
         terminal = progress and sys.stderr.isatty()
         if loop.mover is not None and loop.store is not None:

@@ -16,6 +16,7 @@ import pickle
 import platform
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -100,48 +101,62 @@ class KeptPrograms:
         except Exception as error:  # what a backend cannot write down is its own affair
             log.warning("a compiled program is not saved: %s", _line(error))
 
+    def compiling(self) -> contextlib.AbstractContextManager[None]:
+        """Within, programs come fresh from the compiler, so that they can be saved."""
+        return _jax_cache.off()
+
     def _path(self, arguments: tuple[Any, ...]) -> Path:
         whole = "\n".join([self._description, *map(str, look_of(arguments))])
         return self._folder / (hashlib.sha256(whole.encode()).hexdigest() + _ENDING)
 
 
-@contextlib.contextmanager
-def keep_programs(programs: StepPrograms) -> Iterator[KeptPrograms | None]:
-    """While it lasts, programs are taken from beside JAX's compilation cache, and those that are missing put there.
+def keep_programs(programs: StepPrograms) -> KeptPrograms | None:
+    """From now on, programs are taken from beside JAX's compilation cache, and those that are missing put there.
 
     Gives None where there is no place for them, or where several processes share the devices, which must compile alike.
     """
-    directory, kept = use_compilation_cache(), None
-    if directory is not None and directory.is_dir() and jax.process_count() == 1:
+    directory = use_compilation_cache()
+    if directory is None or not directory.is_dir() or jax.process_count() != 1:
+        return None
+    try:
+        programs.kept = kept = KeptPrograms(directory / "mamba-jax-programs", programs)
+    except OSError as error:
+        log.warning("compiled programs are not saved: %s", _line(error))
+        return None
+    return kept
+
+
+class _JaxCache:
+    """JAX's own cache, one for the whole process: off while anybody needs a program fresh from the compiler."""
+
+    def __init__(self) -> None:
+        self._lock, self._users, self._before = threading.Lock(), 0, True
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """On a CPU, a program that was read from it cannot be written down a second time.
+
+        (It can, but what is read then lacks functions: "Function ... not found".)
+        """
+        with self._lock:
+            if not self._users:
+                self._before = jax.config.values["jax_enable_compilation_cache"]
+                self._switch(False)
+            self._users += 1
         try:
-            kept = KeptPrograms(directory / "mamba-jax-programs", programs)
-        except OSError as error:
-            log.warning("compiled programs are not saved: %s", _line(error))
-    if kept is None:
-        yield None
-        return
-    programs.kept = kept
-    try:
-        with _fresh_from_the_compiler():
-            yield kept
-    finally:
-        programs.kept = None
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._switch(self._before)
+
+    def _switch(self, on: bool) -> None:
+        jax.config.update("jax_enable_compilation_cache", on)
+        compilation_cache.reset_cache()  # or JAX goes on as it did for the first program of the process
 
 
-@contextlib.contextmanager
-def _fresh_from_the_compiler() -> Iterator[None]:
-    """Without JAX's own cache: on a CPU, a program that was read from it cannot be written down a second time.
-
-    (It can, but what is read then lacks functions: "Function ... not found".)
-    """
-    before = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # or JAX goes on as it did for the first program of the process
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
+_jax_cache = _JaxCache()
 
 
 def _surroundings(devices: list[jax.Device]) -> Iterator[str]:

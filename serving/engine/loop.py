@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,12 +15,12 @@ import jax
 import numpy as np
 
 from mamba_jax.batch import DecodeBatch, PrefillBatch, PromptLogprobs, SeatBatch, StepOutput
-from mamba_jax.programs import StepPrograms
+from mamba_jax.programs import StepPrograms, abstract
 from mamba_jax.rows import Rows
 from mamba_jax.sampling.masks import MaskBatch
 from mamba_jax.store import Store
 from serving.core import DecodeRow, Emitted, PrefillRow, RemoteState, Request, Scheduler, StepPlan, StepResult
-from serving.engine.batching import BatchBuilder
+from serving.engine.batching import AnyBatch, BatchBuilder
 from serving.engine.draft_stats import DraftStats
 from serving.engine.row_inputs import RowInputs
 from serving.tiers.mover import Mover
@@ -254,8 +254,8 @@ class StepLoop:
         if self._store is None or self._rows is None:
             self._store, self._rows = self._make_store(), self._make_rows()
 
-    def warm_up(self, vocab_size: int, progress: Callable[[], None] | None = None) -> None:
-        """Compile every program that any later step can need.
+    def warm_up(self, batches: Iterable[AnyBatch], progress: Callable[[], None] | None = None) -> None:
+        """Compile the programs for batches of these shapes.
 
         Raises:
             WarmUpStopped: `leaving` has been set.
@@ -266,7 +266,6 @@ class StepLoop:
         # Tracing takes turns, but XLA compiles outside Python's lock: two programs at a time keep two cores busy.
         workers = min(4, os.cpu_count() or 1)
         with ThreadPoolExecutor(workers) as pool:
-            batches = self.batches.warm_up_batches(vocab_size)
             jobs = [pool.submit(self.programs.program, store, rows, batch) for batch in batches]
             try:
                 for job in as_completed(jobs):
@@ -278,6 +277,34 @@ class StepLoop:
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+
+    def warm_up_later(self, batches: Sequence[AnyBatch], done: Callable[[], None]) -> threading.Thread:
+        """Compile programs in a thread of their own while steps run; each is used from the step on after it is ready.
+
+        Until then a step takes the narrowest program that there is: it never waits for one, nor compiles any.
+
+        Args:
+            batches: those without which every step can run.
+            done: called from that thread once all are there.
+        """
+        store, rows = abstract(self._store), abstract(self._rows)
+
+        def compile_all() -> None:
+            for batch in batches:
+                if self.leaving.is_set():
+                    return
+                try:
+                    self.programs.program(store, rows, batch)
+                except Exception:
+                    log.exception("a program could not be compiled: steps go on with wider ones")
+                    return
+                self.batches.use_also(batch)
+            self.batches.use_all()
+            done()
+
+        thread = threading.Thread(target=compile_all, name="compiling")
+        thread.start()
+        return thread
 
     def step(self) -> Settled | None:
         """Dispatch the next step, then settle the one before it. None: nothing has been settled.

@@ -42,7 +42,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready", tags=["operation"])
 async def ready(request: Request) -> Response:
-    """200 once every program has been compiled: requests are taken and nothing compiles any more."""
+    """200 once requests are taken: every step has a program that it can run by."""
     context_of(request).check(None)
     return JSONResponse({"status": "ready"})
 

@@ -32,7 +32,7 @@ class Context:
     """Threads in which requests wait for their grammars."""
     started: float = field(default_factory=time.time)
     ready: bool = False
-    """Every program has been compiled: requests are taken."""
+    """The programs that no step can do without have been compiled: requests are taken."""
 
     @property
     def model_name(self) -> str:

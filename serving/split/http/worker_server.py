@@ -54,7 +54,9 @@ def make_server(
     def prepare(engine: Engine) -> None:
         if config.warmup:
             bar = progress and sys.stderr.isatty()
-            warm_up(engine.loop, engine.vocab_size, progress=bar, keep=config.compilation_cache)
+            # What a role compiles beside, it compiles for the store as it lies: nothing else may be under way.
+            alone = role.role is None
+            warm_up(engine.loop, engine.vocab_size, progress=bar, keep=config.compilation_cache, background=alone)
             opened.prepare()
 
     engine = AsyncEngine(built.engine)

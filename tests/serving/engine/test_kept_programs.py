@@ -1,6 +1,5 @@
 """Compiled programs that outlive the process: what is taken from them, and when they must not be."""
 
-import contextlib
 import dataclasses
 
 import jax
@@ -22,7 +21,7 @@ def engine(harness):
 
 @pytest.fixture
 def fresh():
-    with module._fresh_from_the_compiler():
+    with module._jax_cache.off():
         yield
 
 
@@ -104,9 +103,8 @@ def test_programs_that_jax_has_cached_are_kept_whole(harness, engine, tmp_path, 
         for keep in (False, True, True):
             programs = StepPrograms(harness.model, tile_size=16, compiler_options=QUICK_COMPILE)
             store, rows = copies(engine)
-            with keep_programs(programs) if keep else contextlib.nullcontext() as kept:
-                programs.program(store, rows, batch)
-            assert programs.kept is None
+            kept = keep_programs(programs) if keep else None
+            programs.program(store, rows, batch)
             results.append(jax.tree.map(np.asarray, programs.decode(store, rows, batch)))
         assert kept.loaded == 1
         assert any("cache" in path.name for path in tmp_path.iterdir() if path.is_file())

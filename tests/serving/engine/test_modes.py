@@ -41,7 +41,7 @@ def test_a_warm_up_can_be_left(harness):
     loop.leaving.set()
     compiled = loop.programs.compilations
     with pytest.raises(WarmUpStopped):
-        loop.warm_up(harness.vocab_size)
+        loop.warm_up(loop.batches.warm_up_batches(harness.vocab_size))
     assert loop.programs.compilations <= compiled + 4
 
 
@@ -96,7 +96,7 @@ def test_prompts_under_different_salts_share_nothing(harness):
 
 def test_nothing_compiles_after_the_warm_up(harness):
     engine = harness.engine("all")
-    engine.loop.warm_up(harness.vocab_size)
+    engine.loop.warm_up(engine.loop.batches.warm_up_batches(harness.vocab_size))
     compiled = engine.loop.programs.compilations
     rng = random.Random(3)
     prompts = [harness.prompt(rng, rng.choice(LENGTHS)) for _ in range(500)]

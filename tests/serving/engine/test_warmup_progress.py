@@ -10,9 +10,9 @@ def test_lines_of_the_log(monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("serving"), "propagate", True)
     monkeypatch.setattr(warmup, "LINE_EVERY", -1.0)
     loop = SimpleNamespace(
-        batches=SimpleNamespace(num_programs=2),
+        batches=SimpleNamespace(warm_up_batches=lambda vocab_size: [1, 2]),
         programs=SimpleNamespace(compilations=2),
-        warm_up=lambda vocab_size, advance: [advance(), advance()],
+        warm_up=lambda batches, advance: [advance() for _ in batches],
     )
     with caplog.at_level(logging.INFO):
         warmup.warm_up(loop, 10, progress=False)

@@ -1,0 +1,82 @@
+"""Requests are served as soon as the widest programs are there; narrower ones take over as they come."""
+
+import random
+import threading
+
+import pytest
+
+from serving.engine.sampling_params import SamplingParams
+from serving.engine.warmup import warm_up
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture
+def watched(harness, monkeypatch):
+    """An engine, the shapes that its steps run by, and what lets its compiling thread go on."""
+    engine = harness.engine("none")
+    programs, go_on, shapes = engine.loop.programs, threading.Event(), []
+    compile, decode, prefill = programs.program, programs.decode, programs.prefill
+
+    def compile_later(store, rows, batch):
+        if threading.current_thread().name == "compiling":
+            go_on.wait(300)
+        return compile(store, rows, batch)
+
+    def watching(run):
+        def watch(store, rows, batch):
+            shapes.append(batch.tokens.shape)
+            return run(store, rows, batch)
+
+        return watch
+
+    monkeypatch.setattr(programs, "program", compile_later)
+    monkeypatch.setattr(programs, "decode", watching(decode))
+    monkeypatch.setattr(programs, "prefill", watching(prefill))
+    yield engine, shapes, go_on
+    engine.loop.leaving.set()
+    go_on.set()
+    wait_for_programs()
+
+
+def wait_for_programs():
+    for thread in threading.enumerate():
+        if thread.name == "compiling":
+            thread.join(300)
+
+
+def test_steps_run_by_wider_programs_until_the_narrower_ones_are_there(harness, watched):
+    engine, shapes, go_on = watched
+    batches = engine.loop.batches
+    warm_up(engine.loop, harness.vocab_size, progress=False, background=True)
+    compiled = engine.loop.programs.compilations
+    prompt = harness.prompt(random.Random(1), 5)
+    (wide,) = harness.run(engine, [prompt], PARAMS)
+    widest = {(batches.prefill_shapes[-1].tokens,), (batches.decode_shapes[-1], 1)}
+    assert set(shapes) == widest
+    assert engine.loop.programs.compilations == compiled
+    go_on.set()
+    wait_for_programs()
+    compiled = engine.loop.programs.compilations
+    shapes.clear()
+    (narrow,) = harness.run(engine, [prompt], PARAMS)
+    assert set(shapes) == {(batches.prefill_shapes[0].tokens,), (1, 1)}
+    assert engine.loop.programs.compilations == compiled
+    assert narrow.outputs[0].token_ids == wide.outputs[0].token_ids
+
+
+def test_a_narrower_program_that_cannot_be_compiled_stops_nobody(harness, watched, monkeypatch):
+    engine, shapes, _ = watched
+    compile = engine.loop.programs.program
+
+    def failing(store, rows, batch):
+        if threading.current_thread().name == "compiling":
+            raise RuntimeError("no memory")
+        return compile(store, rows, batch)
+
+    monkeypatch.setattr(engine.loop.programs, "program", failing)
+    warm_up(engine.loop, harness.vocab_size, progress=False, background=True)
+    wait_for_programs()
+    (output,) = harness.run(engine, [harness.prompt(random.Random(2), 5)], PARAMS)
+    assert output.outputs[0].finish_reason == "length"
+    assert (engine.loop.batches.decode_shapes[-1], 1) in shapes
