@@ -7,6 +7,7 @@ once, and known by its identity afterwards.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -46,9 +47,10 @@ class _Program:
 
 
 class ProgramCache:
-    """Compiled programs, each under a name and the looks of its arguments."""
+    """Compiled programs, each under a name and the looks of its arguments. Several threads may look at once."""
 
     def __init__(self) -> None:
+        self._numbers = itertools.count()
         self._programs: dict[tuple[Hashable, ...], _Program] = {}
         self._looks: dict[Look, int] = {}
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -102,7 +104,9 @@ class ProgramCache:
         return known[1] if known is not None and known[0]() is tree else self._number(look_of(tree))
 
     def _number(self, look: Look) -> int:
-        return self._looks.setdefault(look, len(self._looks))
+        # Each number is given out once, so that two threads cannot give one to two looks.
+        number = self._looks.get(look)
+        return self._looks.setdefault(look, next(self._numbers)) if number is None else number
 
     def _know(self, tree: Any, number: int) -> None:
         place, known = id(tree), self._known

@@ -77,6 +77,8 @@ class StepPrograms:
         self.tile_size, self.source, self.mesh = tile_size, source, mesh
         self.kernels = kernels or KernelChoice()
         self._weights = tuple(weights)
+        # Compiled from, in place of the weights: a program that takes long must not keep replaced ones alive.
+        self._like_weights = abstract(self._weights)
         self._processed_logprobs = processed_logprobs
         self._compiler_options = dict(compiler_options or {})
 
@@ -197,7 +199,9 @@ class StepPrograms:
             raise ValueError(f"a batch with tiles of {batch.tile_size}: the programs have {self.tile_size}")
 
     def _make(self, store: Store | None, rows: Rows, batch: Batch) -> jax.stages.Compiled:
-        arguments = (rows, batch) if isinstance(batch, SeatBatch | MaskBatch) else (self._weights, store, rows, batch)
+        arguments = (
+            (rows, batch) if isinstance(batch, SeatBatch | MaskBatch) else (self._like_weights, store, rows, batch)
+        )
         kept = self.kept
         found = kept.load(arguments) if kept is not None else None
         if found is not None:
@@ -225,7 +229,7 @@ class StepPrograms:
             run = self._step
             if is_pinned(self._shape, store):
                 run = jax.jit(self._run, donate_argnums=(1, 2), out_shardings=(places(self._shape, store), None, None))
-            return run.lower(self._weights, store, rows, batch)
+            return run.lower(self._like_weights, store, rows, batch)
         whole = replicated(self.mesh)
         # What comes from the host is the same on all devices; the store comes out as it went in.
         batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=whole), batch)
@@ -237,7 +241,7 @@ class StepPrograms:
                 return jax.jit(mask, donate_argnums=(0,), out_shardings=whole).lower(rows, batch)
             assert store is not None
             run = jax.jit(self._run, donate_argnums=(1, 2), out_shardings=(places(self._shape, store), whole, whole))
-            return run.lower(self._weights, store, rows, batch)
+            return run.lower(self._like_weights, store, rows, batch)
 
     def warm_up(
         self, store: Store, rows: Rows, batches: Iterable[Batch], *, progress: Callable[[Batch], None] | None = None
@@ -255,7 +259,9 @@ class StepPrograms:
 def abstract(tree: Any) -> Any:
     """Arrays as a compiler sees them: for a program that is compiled while others use, and give away, the arrays."""
 
-    def of(leaf: Any) -> jax.ShapeDtypeStruct:
+    def of(leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
         # On a TPU some arrays are pinned to an order of their axes.
         pinned = next(iter(leaf.devices())).platform == "tpu"
         lies = leaf.format if pinned else leaf.sharding

@@ -43,6 +43,16 @@ def _shape(batch: AnyBatch) -> tuple[int, ...]:
     return ()
 
 
+def name_of(batch: AnyBatch) -> str:
+    """A batch's program, for the log."""
+    if isinstance(batch, DecodeBatch):
+        rows, width = batch.tokens.shape
+        return f"decode of {rows} x {width}"
+    if isinstance(batch, PrefillBatch):
+        return f"prefill of {batch.tokens.shape[0]} in {batch.row_id.shape[0]}"
+    return "masks" if isinstance(batch, MaskBatch) else "a seat"
+
+
 def decode_buckets(max_rows: int) -> list[int]:
     """1, 4, 8, 16, ... and `max_rows`. (2 rows cost hardly less than 4.)"""
     sizes, size = [1], 4
@@ -102,7 +112,7 @@ class BatchBuilder:
         self._pages_per_row = config.pages_per_row
         self.decode_shapes = decode_buckets(config.decode_rows)
         self.prefill_shapes = prefill_buckets(config)
-        self._usable: set[tuple[int, ...]] | None = None
+        self._usable: frozenset[tuple[int, ...]] | None = None
         # The page table of each seat as an array, and the list it was made from: most steps add no page.
         self._table = np.zeros((config.num_rows + 1, self._pages_per_row), np.int32)
         self._table_of: list[list[int]] = [[] for _ in range(config.num_rows + 1)]
@@ -138,16 +148,12 @@ class BatchBuilder:
 
     def use_only(self, batches: Iterable[AnyBatch]) -> None:
         """Fill batches of these shapes alone: the programs of the others are not there yet."""
-        self._usable = {_shape(batch) for batch in batches}
+        self._usable = frozenset(map(_shape, batches))
 
     def use_also(self, batch: AnyBatch) -> None:
-        """From the next step on, this shape too. May be called by any thread."""
+        """From the next step on, this shape too. May be called by one thread while another fills batches."""
         if self._usable is not None:
-            self._usable = {*self._usable, _shape(batch)}
-
-    def use_all(self) -> None:
-        """All programs are there."""
-        self._usable = None
+            self._usable |= {_shape(batch)}
 
     def _may(self, *shape: int) -> bool:
         return self._usable is None or shape in self._usable

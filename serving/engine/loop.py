@@ -254,6 +254,12 @@ class StepLoop:
         if self._store is None or self._rows is None:
             self._store, self._rows = self._make_store(), self._make_rows()
 
+    @property
+    def shapes(self) -> tuple[Store, Rows]:
+        """What steps run on, as a compiler sees it: the arrays themselves go from step to step. Needs a store."""
+        assert self._store is not None
+        return abstract(self._store), abstract(self._rows)
+
     def warm_up(self, batches: Iterable[AnyBatch], progress: Callable[[], None] | None = None) -> None:
         """Compile the programs for batches of these shapes.
 
@@ -277,34 +283,6 @@ class StepLoop:
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-
-    def warm_up_later(self, batches: Sequence[AnyBatch], done: Callable[[], None]) -> threading.Thread:
-        """Compile programs in a thread of their own while steps run; each is used from the step on after it is ready.
-
-        Until then a step takes the narrowest program that there is: it never waits for one, nor compiles any.
-
-        Args:
-            batches: those without which every step can run.
-            done: called from that thread once all are there.
-        """
-        store, rows = abstract(self._store), abstract(self._rows)
-
-        def compile_all() -> None:
-            for batch in batches:
-                if self.leaving.is_set():
-                    return
-                try:
-                    self.programs.program(store, rows, batch)
-                except Exception:
-                    log.exception("a program could not be compiled: steps go on with wider ones")
-                    return
-                self.batches.use_also(batch)
-            self.batches.use_all()
-            done()
-
-        thread = threading.Thread(target=compile_all, name="compiling")
-        thread.start()
-        return thread
 
     def step(self) -> Settled | None:
         """Dispatch the next step, then settle the one before it. None: nothing has been settled.

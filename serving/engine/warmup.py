@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from checkpoints.placing import LINE_EVERY
+from serving.engine.batching import AnyBatch, name_of
 from serving.engine.kept_programs import keep_programs
 from serving.engine.loop import StepLoop
 
@@ -53,6 +56,43 @@ def warm_up(loop: StepLoop, vocab_size: int, *, progress: bool, keep: bool = Fal
     report("programs ready")
     later = batches[len(now) :]
     if later:
-        log.info("%d narrower programs are being compiled; until they are ready, steps run by wider ones", len(later))
+        names = ", ".join(map(name_of, later))
+        log.info("%d narrower programs are still coming; until then steps run by wider ones: %s", len(later), names)
         loop.batches.use_only(now)
-        loop.warm_up_later(later, lambda: report("programs, all there are, ready"))
+        compile_later(loop, later, lambda: report("programs, all there are, ready"))
+
+
+def compile_later(loop: StepLoop, batches: Sequence[AnyBatch], done: Callable[[], None]) -> threading.Thread:
+    """Compile programs in a thread of their own while steps run; each is used from the step on after it is ready.
+
+    Until then a step takes the narrowest program that there is: it never waits for one, nor compiles any.
+
+    Args:
+        loop: whose programs.
+        batches: shapes without which every step can run.
+        done: called from that thread once all are there.
+    """
+    store, rows = loop.shapes
+
+    def compile_all() -> None:
+        last, missing = time.perf_counter(), 0
+        for place, batch in enumerate(batches):
+            if loop.leaving.is_set():
+                return
+            if time.perf_counter() - last > LINE_EVERY:
+                last = time.perf_counter()
+                log.info("compiling: %d narrower programs are still coming", len(batches) - place)
+            try:
+                loop.programs.program(store, rows, batch)
+            except Exception:
+                log.exception("a program cannot be compiled (%s): steps go on by wider ones", name_of(batch))
+                missing += 1
+                continue
+            loop.batches.use_also(batch)
+        if not missing:
+            done()
+
+    # Not a daemon: the compiler must not be running when the interpreter ends. `leaving` ends it after one program.
+    thread = threading.Thread(target=compile_all, name="compiling")
+    thread.start()
+    return thread

@@ -74,6 +74,16 @@ def test_leaving_early_aborts(harness, prompts):
     run(harness, body)
 
 
+def test_the_numbers_have_whatever_has_been_answered(harness, prompts):
+    async def body(served):
+        for count in range(1, 20):
+            async for output in served.generate(prompts[0], GREEDY):
+                if output.finished:
+                    assert served.latest_stats["finished"]["length"] == count
+
+    run(harness, body)
+
+
 def test_aborted_by_name(harness, prompts):
     async def body(served):
         outputs = []

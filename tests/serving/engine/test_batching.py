@@ -126,3 +126,24 @@ def test_seats_count_tokens_only_for_penalties():
     assert batch.output_counts.tolist() == [0, 0, 0, 0, 0, 2, 0, 0]
     assert np.flatnonzero(batch.prompt_seen).tolist() == [3, 4]
     assert batch.sampling.prompt_length == 3
+
+
+def test_a_batch_takes_the_narrowest_program_that_is_there():
+    batches = BatchBuilder(config(num_speculative_tokens=2), narrow_steps=True)
+    every = list(batches.warm_up_batches(vocab_size=32))
+    assert len(every) == batches.num_programs
+    batches.use_only(every[: batches.num_essential])
+    row = decode_row(1, [7])
+
+    def widths():
+        return batches.decode([row]).tokens.shape, batches.prefill([prefill_row(1, 0, 20, [9], [3])]).tokens.shape
+
+    assert widths() == ((16, 3), (512,))
+    for batch in reversed(every[batches.num_essential :]):  # wider ones first: each is taken at once
+        batches.use_also(batch)
+        if batch.tokens.ndim == 2:
+            assert widths()[0] == batch.tokens.shape
+        else:
+            assert widths()[1] == batch.tokens.shape
+    assert widths() == ((1, 1), (64,))
+    assert batches.decode([row] * 5).tokens.shape == (8, 1)

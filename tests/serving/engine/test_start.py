@@ -1,5 +1,6 @@
 """Requests are served as soon as the widest programs are there; narrower ones take over as they come."""
 
+import logging
 import random
 import threading
 
@@ -66,17 +67,43 @@ def test_steps_run_by_wider_programs_until_the_narrower_ones_are_there(harness, 
 
 
 def test_a_narrower_program_that_cannot_be_compiled_stops_nobody(harness, watched, monkeypatch):
-    engine, shapes, _ = watched
+    engine, shapes, go_on = watched
     compile = engine.loop.programs.program
 
     def failing(store, rows, batch):
-        if threading.current_thread().name == "compiling":
+        if threading.current_thread().name == "compiling" and batch.tokens.shape == (1, 1):
             raise RuntimeError("no memory")
         return compile(store, rows, batch)
 
     monkeypatch.setattr(engine.loop.programs, "program", failing)
+    go_on.set()
     warm_up(engine.loop, harness.vocab_size, progress=False, background=True)
     wait_for_programs()
+    compiled = engine.loop.programs.compilations
     (output,) = harness.run(engine, [harness.prompt(random.Random(2), 5)], PARAMS)
     assert output.outputs[0].finish_reason == "length"
-    assert (engine.loop.batches.decode_shapes[-1], 1) in shapes
+    assert (engine.loop.batches.decode_shapes[1], 1) in shapes
+    assert engine.loop.programs.compilations == compiled
+
+
+def test_compiling_ends_with_the_engine(harness, watched):
+    engine, shapes, go_on = watched
+    warm_up(engine.loop, harness.vocab_size, progress=False, background=True)
+    engine.loop.leaving.set()
+    go_on.set()
+    wait_for_programs()
+    harness.run(engine, [harness.prompt(random.Random(3), 5)], PARAMS)
+    assert (engine.loop.batches.prefill_shapes[-1].tokens,) in shapes
+
+
+def test_the_log_says_what_is_coming_and_when_it_is_there(harness, watched, monkeypatch, caplog):
+    engine, _, go_on = watched
+    monkeypatch.setattr(logging.getLogger("serving"), "propagate", True)
+    with caplog.at_level(logging.INFO):
+        warm_up(engine.loop, harness.vocab_size, progress=False, background=True)
+        (coming,) = [record.message for record in caplog.records if "still coming" in record.message]
+        assert "decode of 1 x 1" in coming
+        assert "all there are" not in caplog.text
+        go_on.set()
+        wait_for_programs()
+    assert "programs, all there are, ready" in caplog.text
