@@ -118,13 +118,19 @@ class Scheduler:
     def needs_settle_before_schedule(self) -> bool:
         """Whether the unsettled step must settle before the next one can be planned.
 
-        So it is without overlap, and when a running request needs the host to know its last tokens.
+        So it is without overlap, and where nobody can go on who does not need the host to know its last tokens. (A row
+        in lockstep sits out one step, beside others that go on. With drafts all wait: what was drafted for it is known
+        when the step has settled.)
         """
-        if not self._host.unsettled:
+        host = self._host
+        if not host.unsettled:
             return False
-        return not self.config.overlap or any(
-            request.lockstep and request.progress.unsettled for request in self._host.queues.running
-        )
+        if not self.config.overlap:
+            return True
+        running = host.queues.running
+        if self.config.num_speculative_tokens:
+            return any(request.lockstep and request.progress.unsettled for request in running)
+        return bool(running) and not host.queues.waiting and all(map(_sits_out, running))
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None if there is nothing to do before an unsettled step settles, or at all."""
@@ -137,14 +143,15 @@ class Scheduler:
         plan = host.pending = StepPlan(self._steps)
         budget = Budget(self.config)
         running = host.queues.running.copy()
-        decoding = [request for request in running if request.progress.num_sampling_steps]
+        decoding = [request for request in running if request.progress.num_sampling_steps and not _sits_out(request)]
         if decoding and self.config.num_speculative_tokens:
             host.drafts.begin(decoding)
         spare = budget.tokens - len(decoding)
         for request in decoding:
             if request.status is Status.RUNNING:
                 spare -= max(0, plan_decode(host, request, plan, budget, max(0, spare)))
-        if len(decoding) < len(running) or host.queues.waiting:
+        prefilling = any(not request.progress.num_sampling_steps for request in running)
+        if prefilling or host.queues.waiting:
             if plan.decode:
                 budget.tokens = min(budget.tokens, host.fairness.tokens_beside_decoding)
             budget.grant_share()
@@ -371,3 +378,8 @@ class Scheduler:
         if self.tiers is not None:
             found["tiers"] = self.tiers.snapshot()
         return found
+
+
+def _sits_out(request: Request) -> bool:
+    """Whether a request needs the host to know its last tokens, and they are still under way."""
+    return request.lockstep and any(row.sample for row in request.progress.unsettled)

@@ -193,6 +193,9 @@ class Run:
         plan = scheduler.schedule()
         if plan is None:
             return False
+        for row in plan.rows:
+            before = row.request.progress.unsettled[:-1]
+            expect(not row.request.lockstep or not any(other.sample for other in before), "planned too early", row)
         self.maybe_abort()
         if rng.random() < self.trouble:
             self.coverage["withdrawn"] += 1

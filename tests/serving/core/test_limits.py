@@ -190,6 +190,29 @@ def test_lockstep_settles_first() -> None:
     loop.finish()
 
 
+def test_a_row_in_lockstep_sits_out_beside_others_that_go_on() -> None:
+    loop = Loop()
+    plain, held = loop.add([1, 2, 3], max_tokens=12), loop.add([4, 5, 6], max_tokens=6, lockstep=True)
+    for _ in range(10):
+        assert not loop.scheduler.needs_settle_before_schedule()
+        loop.step()
+    rows = [[row.request for row in plan.rows] for plan in loop.plans]
+    assert all(plain in requests for requests in rows)
+    assert [held in requests for requests in rows] == [True, False] * 5
+    loop.finish()
+    loop.check_output(plain)
+    loop.check_output(held)
+
+
+def test_with_drafts_all_wait_for_a_row_in_lockstep() -> None:
+    loop = Loop(num_speculative_tokens=2)
+    loop.add([1, 2, 3], max_tokens=12)
+    loop.add([4, 5, 6], max_tokens=6, lockstep=True)
+    loop.step()
+    assert loop.scheduler.needs_settle_before_schedule()
+    loop.finish()
+
+
 def test_abort_everywhere() -> None:
     loop = Loop(num_speculative_tokens=2)
     waiting, running = loop.add([1, 2, 3], max_tokens=9), loop.add([4, 5, 6], max_tokens=9)
