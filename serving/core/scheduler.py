@@ -118,9 +118,9 @@ class Scheduler:
     def needs_settle_before_schedule(self) -> bool:
         """Whether the unsettled step must settle before the next one can be planned.
 
-        So it is without overlap, and where nobody can go on who does not need the host to know its last tokens. (A row
-        in lockstep sits out one step, beside others that go on. With drafts all wait: what was drafted for it is known
-        when the step has settled.)
+        So it is without overlap, and where most rows would have to sit out the next step, because the host must know
+        their last tokens first. (Where fewer do, they sit it out, and the others go on.) With drafts all wait for one
+        such row: what was drafted for it is known when the step has settled.
         """
         host = self._host
         if not host.unsettled:
@@ -130,7 +130,7 @@ class Scheduler:
         running = host.queues.running
         if self.config.num_speculative_tokens:
             return any(request.lockstep and request.progress.unsettled for request in running)
-        return bool(running) and not host.queues.waiting and all(map(_sits_out, running))
+        return any(map(_sits_out, running)) and 2 * sum(request.lockstep for request in running) > len(running)
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None if there is nothing to do before an unsettled step settles, or at all."""

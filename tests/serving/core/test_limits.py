@@ -204,6 +204,21 @@ def test_a_row_in_lockstep_sits_out_beside_others_that_go_on() -> None:
     loop.check_output(held)
 
 
+def test_all_wait_where_most_rows_are_in_lockstep() -> None:
+    loop = Loop()
+    requests = [loop.add([1, 2, n], max_tokens=9, lockstep=n > 3) for n in range(3, 6)]
+    while not all(request.output_token_ids for request in requests):
+        loop.step()
+    loop.plans.clear()
+    for _ in range(4):
+        assert loop.scheduler.needs_settle_before_schedule()
+        loop.step()
+    assert [len(plan.decode) for plan in loop.plans] == [3] * 4
+    loop.finish()
+    for request in requests:
+        loop.check_output(request)
+
+
 def test_with_drafts_all_wait_for_a_row_in_lockstep() -> None:
     loop = Loop(num_speculative_tokens=2)
     loop.add([1, 2, 3], max_tokens=12)

@@ -1,0 +1,87 @@
+"""What a row under a grammar costs its neighbours: 31 plain rows beside one structured row, against 31 plain rows.
+
+    python -m benchmarks.structured_rows --model demo --rows 31 --tokens 128 --turns 9
+
+Both run on one engine, in turns. The structured row has more to say than the others, so it is there all the time.
+Prints the plain rows' tokens per second of each turn, and the median of the turns' ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from typing import Any
+
+from serving.bench.report import emit, environment, spread
+
+_FORM = {"regex": "[a-z0-9 ]{9000}"}
+
+
+def plain_rate(engine: Any, prompts: list[list[int]], tokens: int, structured: bool) -> float:
+    """Tokens per second of plain rows, from the first step until the last of them has ended."""
+    from serving import SamplingParams
+
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    waiting = {f"plain-{i}" for i in range(len(prompts))}
+    for name, ids in zip(sorted(waiting), prompts, strict=True):
+        engine.add_request(name, {"prompt_token_ids": ids}, params)
+    if structured:
+        longer = SamplingParams(
+            max_tokens=2 * tokens, temperature=1.0, seed=0, ignore_eos=True, structured_outputs=_FORM
+        )
+        engine.add_request("structured", {"prompt_token_ids": prompts[0]}, longer)
+    begin = time.perf_counter()
+    while waiting:
+        waiting -= {output.request_id for output in engine.step() if output.finished}
+    seconds = time.perf_counter() - begin
+    if structured:
+        assert engine.abort("structured") is not None, "the structured row has ended before the others"
+    while engine.loop.busy:
+        engine.step()
+    return len(prompts) * tokens / seconds
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measures and prints; 0."""
+    from serving.config import EngineConfig
+    from serving.engine.build import build_engine
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--rows", type=int, default=31, help="plain rows")
+    parser.add_argument("--tokens", type=int, default=128, help="that each of them says")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
+    parser.add_argument("--turns", type=int, default=9)
+    options = parser.parse_args(arguments)
+    config = EngineConfig.create(
+        model=options.model, max_num_seqs=options.rows + 1, max_model_len=options.prompt + 2 * options.tokens + 1,
+        mamba_cache_mode="none", enable_structured_outputs=True, warmup=True,
+    )  # fmt: skip
+    built = build_engine(config, progress=False)
+    engine, rng = built.engine, random.Random(0)
+    vocab = built.model.config.vocab_size
+    prompts = [[rng.randrange(10, vocab) for _ in range(options.prompt)] for _ in range(options.rows)]
+    emit(**environment(options.model))
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    for turn in range(options.turns + 1):
+        for structured in (False, True) if turn % 2 else (True, False):
+            rate = plain_rate(engine, prompts, options.tokens, structured)
+            if turn:  # the first warms up caches
+                rates[structured].append(rate)
+    ratios = [beside / alone for alone, beside in zip(rates[False], rates[True], strict=True)]
+    for name, values in (("alone", rates[False]), ("beside_a_structured_row", rates[True])):
+        emit(
+            metric=f"tokens_per_second_{name}",
+            rows=options.rows,
+            v=round(statistics.median(values), 1),
+            spread=spread(values),
+        )
+    emit(metric="ratio", v=round(statistics.median(ratios), 3), least=round(min(ratios), 3), most=round(max(ratios), 3))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
