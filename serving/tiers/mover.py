@@ -1,18 +1,16 @@
-"""Moves what the policy says: copies out of the store before a step, to the disk behind it, and back for who waits.
+"""Moves checkpoints between the device, memory and disk: here the way back; the way there is `leaving`.
 
-Nothing here waits for the device or the disk in the engine's thread. What leaves is copied by a program that is in the
-device's queue before the step that writes over it; a thread reads the copy, another one writes files. What comes back
-is put onto the device by threads, and only then written into its slot and pages, between two steps.
+What comes back is put onto the device by threads, and only then written into its slot and pages, between two steps. So
+nothing here waits in the engine's thread.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -21,34 +19,23 @@ import jax
 import numpy as np
 
 from mamba_jax.store import Store
-from serving.core import RemoteLoad, Scheduler
+from serving.core import RemoteLoad
 from serving.core.tiers.content import Name
-from serving.core.tiers.tier import Change, Unit
-from serving.core.tiers.tiers import Departure, Held, Tiers
+from serving.core.tiers.tier import Unit
+from serving.core.tiers.tiers import Held, Tiers
 from serving.points.point import PointPrograms, whole
 from serving.tiers.folder import Arrays, Damaged, Folder
 from serving.tiers.layout import Layout
+from serving.tiers.leaving import KV, Leaving, Part, Stopped
 
 log = logging.getLogger(__name__)
 
 _PATIENCE = 0.002
 """Seconds that an idle engine waits for an arrival before it looks again."""
-_PAUSE = 30.0
-"""Seconds for which nothing is written to a disk that has refused a file."""
-KV = "kv"
-
-Part = Future[Arrays]
 
 
-class Loop(Protocol):
+class Loop(Stopped, Protocol):
     """What is needed of the step loop."""
-
-    scheduler: Scheduler
-
-    @property
-    def store(self) -> Store | None:
-        """As it is now."""
-        ...
 
     @property
     def in_flight(self) -> bool:
@@ -88,31 +75,10 @@ class Mover:
 
     def __init__(self, tiers: Tiers, layout: Layout, programs: PointPrograms, folder: Folder | None) -> None:
         self.tiers, self.layout, self.programs, self.folder = tiers, layout, programs, folder
-        self._parts: dict[Name, Part] = {}
-        """Of the host's memory. Changed by the engine's thread alone."""
-        self._copying = ThreadPoolExecutor(1, thread_name_prefix="tier-copy")
-        self._writing = ThreadPoolExecutor(1, thread_name_prefix="tier-write")
+        self.leaving = Leaving(tiers, layout, programs, folder)
         self._fetching = ThreadPoolExecutor(2, thread_name_prefix="tier-fetch")
-        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        """What other threads have to tell the engine's."""
         self._arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
         self._under_way = 0
-        self._pause_until = 0.0
-        self._closing = threading.Event()
-        self._jobs: set[Future[Any]] = set()
-        if folder is not None:
-            self._take_stock(folder)
-
-    def _take_stock(self, folder: Folder) -> None:
-        """What an earlier process has left on the disk."""
-        disk = self.tiers.disk
-        assert disk is not None
-        for unit in folder.scan(self.layout.block, with_blocks=self.layout.kv is not None):
-            disk.add(unit)
-        disk.stats.stored = disk.stats.evicted = 0
-        folder.keep_only(name for unit in disk.units.values() for name in (unit.name, *unit.blocks))
-        if disk.units:
-            log.info("disk cache: %d checkpoints found in %s", len(disk), folder.path)
 
     def warm_up(self, store: Store) -> None:
         """Compile what moving needs; nothing is run."""
@@ -131,24 +97,14 @@ class Mover:
 
     def copy_out(self, store: Store | None) -> None:
         """After a plan and before anything else is dispatched: copy what it has evicted."""
-        self._remove_gone()
-        for departure in self.tiers.take_departures():
-            if store is None or self._closing.is_set():
-                self._never_came(departure)
-            else:
-                self._depart(store, departure)
+        self.leaving.copy_out(store)
 
     def exchange(self, loop: Loop) -> None:
         """Before a step is planned, and once more after: begin what is newly waited for, take in what has come."""
         for load in loop.scheduler.take_fetches():
             if load.valid:
                 self._begin(loop, load)
-        while True:
-            try:
-                event = self._events.get_nowait()
-            except queue.Empty:
-                break
-            event()
+        self.leaving.take_in()
         patience = _PATIENCE if self._under_way and not loop.in_flight else 0.0
         while True:
             try:
@@ -159,165 +115,23 @@ class Mover:
             self._under_way -= 1
             self.tiers.fetching -= arrival.bytes
             self._take(loop, arrival)
-        self._remove_gone()
+        self.leaving.remove_gone()
 
-    def close(self, loop: Loop | None = None, *, seconds: float = 60.0) -> None:
+    def settle(self, seconds: float = 60.0) -> None:
+        """See `Leaving.settle`."""
+        self.leaving.settle(seconds)
+
+    def close(self, loop: Stopped | None = None, *, seconds: float = 60.0) -> None:
         """End all threads. With a loop that has stopped, what its device holds goes to the disk first, if there is one.
 
         seconds: for which files may still be written.
         """
-        if self._closing.is_set():
+        if self.leaving.closed:
             return
-        until = time.monotonic() + seconds
         if loop is not None and loop.store is not None and self.folder is not None:
-            self._save_all(loop, until)
-        self._closing.set()
-        for executor in (self._fetching, self._copying, self._writing):
-            executor.shutdown(wait=True, cancel_futures=True)
-
-    def settle(self, seconds: float = 60.0) -> None:
-        """Wait until everything that has left the device is where it is going: for the end, and for tests."""
-        until = time.monotonic() + seconds
-        while jobs := {job for job in self._jobs if not job.done()}:
-            if time.monotonic() > until:
-                return
-            wait(jobs, timeout=max(0.0, until - time.monotonic()))
-        self._jobs.clear()
-        while True:
-            try:
-                self._events.get_nowait()()
-            except queue.Empty:
-                break
-        self._remove_gone()
-
-    # -- away --
-
-    def _depart(self, store: Store, departure: Departure) -> None:
-        unit, layout, programs = departure.unit, self.layout, self.programs
-        per_block = layout.pages_per_block
-        parts: dict[Name, Part] = {}
-        for at, name in enumerate(unit.blocks) if layout.kv is not None else ():
-            if name in departure.change.blocks:
-                kv = programs.read_piece(store, departure.pages_of(at, per_block), layout.block, layout.layers)
-                parts[name] = self._copy({KV: kv}, layout.block)
-        arrays = dict(programs.read_state(store, departure.slot))
-        if layout.kv is not None and unit.tail:
-            pages = departure.tail_pages(per_block)
-            pages = pages + [0] * (per_block - len(pages))
-            arrays[KV] = programs.read_piece(store, pages, unit.tail, layout.layers)
-        parts[unit.name] = last = self._copy(arrays, -(-unit.tail // layout.page_size) * layout.page_size)
-        size = departure.change.bytes
-        last.add_done_callback(lambda part: self._events.put(lambda: self._copied(departure, part, size)))
-        if departure.tier is self.tiers.host:
-            for name in departure.change.gone:
-                self._parts.pop(name, None)
-            self._parts.update(parts)
-            change = self.tiers.spill(unit) if not departure.memory_only else None
-            if change is not None:
-                needed = {name: self._parts[name] for name in (*change.blocks, unit.name)}
-                self._write(unit, change, needed, spilled=True)
-        else:
-            self._write(unit, departure.change, parts, spilled=False)
-
-    def _copy(self, arrays: Mapping[str, Any], tokens: int) -> Part:
-        """Arrays of the device as arrays of the host; of keys and values, the first `tokens`."""
-        for array in arrays.values():
-            array.copy_to_host_async()
-
-        def copy() -> Arrays:
-            found = {name: np.asarray(array) for name, array in arrays.items()}
-            if KV in found and found[KV].shape[1] > tokens:
-                found[KV] = np.ascontiguousarray(found[KV][:, :tokens])
-            return found
-
-        return self._job(self._copying, copy)
-
-    def _copied(self, departure: Departure, part: Part, size: int) -> None:
-        self.tiers.moved(size)
-        if part.cancelled() or part.exception() is not None:
-            log.warning("a checkpoint did not leave the device: %s", "" if part.cancelled() else part.exception())
-            self.tiers.lost(Held(departure.tier, departure.unit))
-
-    def _never_came(self, departure: Departure) -> None:
-        self.tiers.moved(departure.change.bytes)
-        if departure.tier is self.tiers.host:
-            for name in departure.change.gone:
-                self._parts.pop(name, None)
-        elif self.folder is not None:
-            self._job(self._writing, self.folder.remove, departure.change.gone)
-        self.tiers.lost(Held(departure.tier, departure.unit))
-
-    def _write(self, unit: Unit, change: Change, parts: Mapping[Name, Part], *, spilled: bool) -> None:
-        disk, folder = self.tiers.disk, self.folder
-        assert disk is not None
-        assert folder is not None
-
-        def write() -> None:
-            error = ""
-            folder.remove(change.gone)
-            try:
-                if time.monotonic() < self._pause_until:
-                    raise OSError("the disk has refused a file lately")
-                for name in (*change.blocks, unit.name):
-                    folder.write(name, parts[name].result(), unit if name == unit.name else None)
-            except Exception as problem:  # whatever it is, the books must say that the unit is not there
-                if not isinstance(problem, OSError) or time.monotonic() >= self._pause_until:
-                    log.warning("the disk cache does not take a checkpoint: %s", problem)
-                    self._pause_until = time.monotonic() + _PAUSE
-                error = str(problem) or type(problem).__name__
-            self._events.put(lambda: written(error))
-
-        def written(error: str) -> None:
-            if spilled:
-                self.tiers.spilled(change.bytes)
-            if error:
-                self.tiers.lost(Held(disk, unit))
-                for name in change.blocks:
-                    # Other units may count on blocks that were to be written with this one.
-                    if disk.has_block(name) and not folder.has(name):
-                        self.tiers.lost_block(disk, name)
-
-        self._job(self._writing, write)
-
-    def _remove_gone(self) -> None:
-        for tier, names in self.tiers.take_gone():
-            if tier is self.tiers.host:
-                for name in names:
-                    self._parts.pop(name, None)
-            elif self.folder is not None and names and not self._closing.is_set():
-                self._job(self._writing, self.folder.remove, names)
-
-    def _save_all(self, loop: Loop, until: float) -> None:
-        """The most valuable first, as far as there is time."""
-        index = loop.scheduler.index
-        for entry in index.by_worth() if index is not None else ():
-            if time.monotonic() > until:
-                return
-            self.tiers.left(entry, False)
-            self.copy_out(loop.store)
-            self.settle(until - time.monotonic())
-        self._spill_all(until)
-
-    def _spill_all(self, until: float) -> None:
-        """What memory has and the disk has not, because too much was on its way at the time."""
-        host = self.tiers.host
-        for unit in host.worth_spilling() if host is not None else ():
-            change = self.tiers.spill(unit)
-            if change is not None:
-                parts = {name: self._parts[name] for name in (*change.blocks, unit.name)}
-                self._write(unit, change, parts, spilled=True)
-                self.settle(until - time.monotonic())
-            if time.monotonic() > until:
-                return
-
-    def _job(self, executor: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        if len(self._jobs) > 256:
-            self._jobs = {job for job in self._jobs if not job.done()}
-        job = executor.submit(function, *arguments)
-        self._jobs.add(job)
-        return job
-
-    # -- back --
+            self.leaving.save(loop, time.monotonic() + seconds)
+        self._fetching.shutdown(wait=True, cancel_futures=True)
+        self.leaving.close()
 
     def _begin(self, loop: Loop, load: RemoteLoad) -> None:
         held, store = load.remote.held, loop.store
@@ -333,7 +147,9 @@ class Mover:
         self.tiers.fetching += size
         self._under_way += 1
         known = (
-            {name: self._parts.get(name) for name in (*wanted.values(), unit.name)} if tier is self.tiers.host else None
+            {name: self.leaving.parts.get(name) for name in (*wanted.values(), unit.name)}
+            if tier is self.tiers.host
+            else None
         )
         sharding = whole(store) if store is not None else None  # lost: it is made again where it was
         self._fetching.submit(self._fetch, _Arrival(load, held, size), wanted, known, sharding)

@@ -194,7 +194,7 @@ def test_what_memory_has_dropped_meanwhile_is_not_waited_for(movers):
     unit = depart(mover, mover.tiers.host, full)
     mover.tiers.lost(Held(mover.tiers.host, unit))
     mover.settle()
-    assert not mover._parts
+    assert not mover.leaving.parts
     loop = Loop(empty)
     loop.fetch(mover, Held(mover.tiers.host, unit))
     assert (loop.done, len(loop.failed)) == ([], 1)
