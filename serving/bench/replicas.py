@@ -30,7 +30,7 @@ from typing import Any
 from serving.core import CheckpointKind
 from serving.core.cache.prefix_tree import Scope
 from serving.core.tiers.content import Chain, Name, state_name
-from serving.core.tiers.directory import Directory, Event
+from serving.core.tiers.directory import Directory
 from serving.core.tiers.tier import Sizes, Tier, Unit
 
 GRAIN = 16
@@ -129,11 +129,11 @@ class Replica:
         change = tier.add(unit)
         if change is None:
             return
-        self.directory.hear(Event(self.number, tier.name, unit, True))
+        self.directory.stored(self.number, tier.name, unit.state)
         for name in change.gone:
             left = held.get(name)
             if left is not None:
-                self.directory.hear(Event(self.number, tier.name, left, False))
+                self.directory.evicted(self.number, tier.name, left.name)
                 if tier is self.device and self.host is not None:
                     self._store(self.host, left)
 

@@ -29,6 +29,8 @@ from serving.core.planning.settlement import finish, settle
 from serving.core.reasons import FinishReason, RequestRefused
 from serving.core.requests.drafts import DraftPolicy
 from serving.core.requests.request import Fate, PlannedRow, RemoteLoad, RemoteState, Request, Status
+from serving.core.tiers.journal import Journal
+from serving.core.tiers.publishing import Publishing
 from serving.core.tiers.tiers import Tiers
 
 
@@ -285,6 +287,8 @@ class Scheduler:
         host.cache.outdate()
         if host.tiers is not None:
             host.tiers.outdate()
+        if host.journal is not None:
+            host.journal.outdate()
         for request in host.queues.unfinished.values():
             request.queueing.prompt_done = False
             host.forget(request)
@@ -343,6 +347,20 @@ class Scheduler:
         """Before the first step: have evicted checkpoints go to these tiers, and requests fetch from them."""
         self._host.tiers = tiers
         self._host.cache.leaving_to(tiers.left)
+
+    def tell(self, journal: Journal) -> None:
+        """Write down what can be gone on from, on the device and below it: what is there now, and all that changes."""
+        self._host.journal = journal
+        self._host.cache.watched_by(Publishing(journal))
+        for tier in self.tiers.tiers if self.tiers is not None else ():
+            tier.journal = journal
+            for unit in tier.units.values():
+                journal.stored(tier.name, unit.state)
+
+    @property
+    def journal(self) -> Journal | None:
+        """What `tell` was given."""
+        return self._host.journal
 
     @property
     def tiers(self) -> Tiers | None:

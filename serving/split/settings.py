@@ -113,6 +113,11 @@ class RouterSettings(_Settings, ConnectionBounds, RequestBounds):
         "recompute", description="If no prefill worker is available: recompute on the decode worker, or fail."
     )
     split_above: int = Field(0, ge=0, description="Prompts of up to this many characters skip the prefill workers.")
+    routing: Literal["events", "affinity"] = Field(
+        "events",
+        description="How workers are chosen. events: by the deepest state that a prompt could go on from there, as "
+        "workers tell, and by its text where nobody has one. affinity: by its text alone.",
+    )
     affinity: int = Field(
         2048,
         ge=0,

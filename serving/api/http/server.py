@@ -37,6 +37,8 @@ class Server(uvicorn.Server):
         self, app: FastAPI, bounds: ConnectionBounds, *, drain_timeout: float, leave: Callable[[], None], **options: Any
     ) -> None:
         self._drain_timeout, self._leave = drain_timeout, leave
+        app.state.ending = lambda: self.should_exit
+        """Whether streams without an end are to end now."""
         super().__init__(
             uvicorn.Config(
                 app,

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 
 from serving.core.cache.pools import PagePool, Pool, SlotPool
-from serving.core.cache.prefix_index import PrefixIndex
+from serving.core.cache.prefix_index import PrefixIndex, Watcher
 from serving.core.cache.prefix_tree import Checkpoint, Scope
 from serving.core.cache.retention import RetentionPolicy
 from serving.core.config import SchedulerConfig
@@ -27,6 +27,7 @@ class Cache:
         self.config, self.policy, self.stats = config, policy, stats
         self._slots_wanted = slots_wanted
         self._leaving: Callable[[Checkpoint, bool], None] | None = None
+        self._watcher: Watcher | None = None
         self.width = 1 + config.num_speculative_tokens
         """Slots that a decoding row needs."""
         self.block = config.state_block_size if config.caching else sys.maxsize
@@ -47,12 +48,23 @@ class Cache:
         self.index = PrefixIndex(self.slots, self.pages, self.policy, unit, self.stats) if config.caching else None
         if self.index is not None and self._leaving is not None:
             self.index.leaving = self._leaving
+        if self.index is not None and self._watcher is not None:
+            self.index.watcher = self._watcher
+            self._watcher.cleared()
 
     def leaving_to(self, leaving: Callable[[Checkpoint, bool], None]) -> None:
         """Tell somebody of evicted checkpoints; see `PrefixIndex.leaving`."""
         self._leaving = leaving
         if self.index is not None:
             self.index.leaving = leaving
+
+    def watched_by(self, watcher: Watcher) -> None:
+        """Tell somebody of all that can be found, now and from now on."""
+        self._watcher = watcher
+        if self.index is not None:
+            self.index.watcher = watcher
+            for entry in self.index.by_worth():
+                watcher.published(entry)
 
     def scope(self, salt: str | None) -> Scope:
         """Under what a request finds prefixes, and publishes its own, as long as the weights stay as they are."""

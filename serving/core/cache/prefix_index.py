@@ -12,6 +12,7 @@ cached page can be evicted, leaves first; a state goes with any page that it nee
 """
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from serving.core.cache.lazy_heap import LazyHeap
 from serving.core.cache.pools import PagePool, SlotPool
@@ -35,6 +36,22 @@ _GHOSTS = 16_384
 """How many dropped prefixes are remembered, so that a user can be told that one was evicted."""
 
 
+class Watcher(Protocol):
+    """Who wants to know what can be found."""
+
+    def published(self, entry: Checkpoint) -> None:
+        """From now on, with all pages that it needs."""
+        ...
+
+    def dropping(self, entry: Checkpoint) -> None:
+        """From now on no more; it still hangs where it did."""
+        ...
+
+    def cleared(self) -> None:
+        """Nothing can be found any more."""
+        ...
+
+
 class PrefixIndex:
     """The trie, and which of its entries goes when a pool runs dry. `pages` is None for a model without attention."""
 
@@ -44,6 +61,7 @@ class PrefixIndex:
         self.slots, self.pages, self.policy, self.unit, self.stats = slots, pages, policy, unit, stats
         self.leaving: Callable[[Checkpoint, bool], None] = _nobody_takes_it
         """Told of a state that is evicted while its slot and pages are whole, and whether it is one of little worth."""
+        self.watcher: Watcher | None = None
         self.roots: dict[Scope, Root] = {}
         self._clock = 0
         self._level = 0
@@ -170,6 +188,8 @@ class PrefixIndex:
             content.pages.shared = node.depth
         self._ghosts.pop(_state_digest(node, tail), None)
         self.stats.states_published += 1
+        if self.watcher is not None:
+            self.watcher.published(entry)
         return True
 
     def _root(self, scope: Scope) -> Root:
@@ -212,6 +232,8 @@ class PrefixIndex:
         """Forget a state and its tail's page. Rows that use them keep them, each for itself."""
         if trusted:
             self.leaving(entry, self.policy.rank(entry) == EvictionRank.INTERIOR)
+        if self.watcher is not None:
+            self.watcher.dropping(entry)
         node, above = entry.node, entry.above
         assert above is not None
         node.remove_state(entry)

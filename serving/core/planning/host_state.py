@@ -11,6 +11,7 @@ from serving.core.requests.drafts import DraftPolicy
 from serving.core.requests.queues import Queues
 from serving.core.requests.request import Fate, Progress, RemoteLoad, RemoteState, Request
 from serving.core.stats import Stats
+from serving.core.tiers.journal import Journal
 from serving.core.tiers.tiers import Tiers
 
 
@@ -20,6 +21,7 @@ class HostState:
     def __init__(self, config: SchedulerConfig, policy: RetentionPolicy, drafts: DraftPolicy) -> None:
         self.config, self.policy, self.drafts = config, policy, drafts
         self.tiers: Tiers | None = None
+        self.journal: Journal | None = None
         self.stats = Stats()
         self.queues = Queues(config.num_rows)
         self.fairness = Fairness(config)

@@ -9,11 +9,25 @@ two processes that agree on B call the same tokens the same, and other tokens ot
 import hashlib
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from serving.core.cache.prefix_tree import Scope
 
 Name = bytes
-_SIZE = 20
+SIZE = 20
+"""Bytes of a name."""
+
+
+class State(NamedTuple):
+    """A state by content: all that somebody needs who looks for it, and has the tokens."""
+
+    name: Name
+    link: Name
+    """The chain's last link before it."""
+    tail: int
+    """Tokens after that."""
+    position: int
+    """All its tokens."""
 
 
 def root(scope: Scope) -> Name:
@@ -36,7 +50,7 @@ def state_name(last: Name, tail: Sequence[int]) -> Name:
 
 
 def _hash(kind: bytes, before: bytes, tokens: Sequence[int]) -> Name:
-    found = hashlib.blake2b(before, digest_size=_SIZE, person=kind)
+    found = hashlib.blake2b(before, digest_size=SIZE, person=kind)
     found.update(array("q", tokens).tobytes())
     return found.digest()
 

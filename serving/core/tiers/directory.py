@@ -7,18 +7,7 @@ taken back when it cannot. So the deepest name that a router finds for a prompt 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from serving.core.tiers.content import Chain, Name, state_name
-from serving.core.tiers.tier import Unit
-
-
-class Event(NamedTuple):
-    """One replica has stored a unit in one of its tiers, or has it no more."""
-
-    replica: int
-    tier: str
-    """`device`, `host` or `disk`."""
-    unit: Unit
-    stored: bool
+from serving.core.tiers.content import Chain, Name, State, state_name
 
 
 class Resumable(NamedTuple):
@@ -29,40 +18,57 @@ class Resumable(NamedTuple):
     tiers: frozenset[str]
 
 
+class _Known(NamedTuple):
+    state: State
+    tiers: set[str]
+
+
 class Directory:
-    """What all replicas have told. Events may come twice, or for what is not known: the last one counts."""
+    """What all replicas have told. They may tell something twice, or take back what is not known."""
 
     def __init__(self, block: int) -> None:
         self.block = block
-        self._places: dict[Name, dict[int, set[str]]] = {}
+        self._told: dict[int, dict[Name, _Known]] = {}
+        """By replica."""
+        self._replicas: dict[Name, set[int]] = {}
+        """That have a state, by its name."""
         self._tails: dict[Name, dict[int, int]] = {}
-        """By a unit's last link: how many known units have a tail of each length."""
+        """By a state's last link: how many known states have a tail of each length."""
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._replicas)
 
-    def hear(self, event: Event) -> None:
-        """Take in one event."""
-        unit = event.unit
-        if event.stored:
-            if unit.name not in self._places:
-                tails = self._tails.setdefault(unit.links[-1], {})
-                tails[unit.tail] = tails.get(unit.tail, 0) + 1
-            self._places.setdefault(unit.name, {}).setdefault(event.replica, set()).add(event.tier)
+    def states_of(self, replica: int) -> int:
+        """How many states it has."""
+        return len(self._told.get(replica, ()))
+
+    def stored(self, replica: int, tier: str, state: State) -> None:
+        """A replica could go on from a state there."""
+        told = self._told.setdefault(replica, {})
+        known = told.get(state.name)
+        if known is None:
+            known = told[state.name] = _Known(state, set())
+            replicas = self._replicas.setdefault(state.name, set())
+            if not replicas:
+                tails = self._tails.setdefault(state.link, {})
+                tails[state.tail] = tails.get(state.tail, 0) + 1
+            replicas.add(replica)
+        known.tiers.add(tier)
+
+    def evicted(self, replica: int, tier: str, name: Name) -> None:
+        """It could not any more."""
+        known = self._told.get(replica, {}).get(name)
+        if known is None:
             return
-        places = self._places.get(unit.name, {})
-        tiers = places.get(event.replica, set())
-        tiers.discard(event.tier)
-        if not tiers:
-            places.pop(event.replica, None)
-            if not places and self._places.pop(unit.name, None) is not None:
-                self._forget_tail(unit)
+        known.tiers.discard(tier)
+        if not known.tiers:
+            del self._told[replica][name]
+            self._gone(replica, known.state)
 
     def forget(self, replica: int) -> None:
         """A replica has gone, or has begun anew: nothing that it told counts."""
-        for name in [name for name, places in self._places.items() if replica in places]:
-            # Names without places are found by nobody; their tails are looked up in vain until they are told again.
-            del self._places[name][replica]
+        for known in self._told.pop(replica, {}).values():
+            self._gone(replica, known.state)
 
     def find(self, chain: Chain, tokens: Sequence[int]) -> Iterator[Resumable]:
         """All that could go on from somewhere in these tokens: the deepest first, each replica once."""
@@ -74,16 +80,21 @@ class Directory:
                 position = begin + tail
                 if not 0 < position <= len(tokens):
                     continue
-                places = self._places.get(state_name(links[at], tokens[begin:position]), {})
-                for replica, tiers in places.items():
+                name = state_name(links[at], tokens[begin:position])
+                for replica in self._replicas.get(name, ()):
                     if replica not in seen:
                         seen.add(replica)
-                        yield Resumable(replica, position, frozenset(tiers))
+                        yield Resumable(replica, position, frozenset(self._told[replica][name].tiers))
 
-    def _forget_tail(self, unit: Unit) -> None:
-        tails = self._tails[unit.links[-1]]
-        tails[unit.tail] -= 1
-        if not tails[unit.tail]:
-            del tails[unit.tail]
+    def _gone(self, replica: int, state: State) -> None:
+        replicas = self._replicas[state.name]
+        replicas.discard(replica)
+        if replicas:
+            return
+        del self._replicas[state.name]
+        tails = self._tails[state.link]
+        tails[state.tail] -= 1
+        if not tails[state.tail]:
+            del tails[state.tail]
             if not tails:
-                del self._tails[unit.links[-1]]
+                del self._tails[state.link]

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from serving.core.cache.prefix_tree import CheckpointKind
-from serving.core.tiers.content import Chain, Name, state_name
+from serving.core.tiers.content import Chain, Name, State, state_name
+from serving.core.tiers.journal import Journal
 
 
 class Unit(NamedTuple):
@@ -31,6 +32,11 @@ class Unit(NamedTuple):
     def blocks(self) -> tuple[Name, ...]:
         """The whole blocks."""
         return self.links[1:]
+
+    @property
+    def state(self) -> State:
+        """Without what leads to it."""
+        return State(self.name, self.links[-1], self.tail, self.position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +127,8 @@ class Tier:
     _order: OrderedDict[Name, None] = field(default_factory=OrderedDict)
     _spare: OrderedDict[Name, None] = field(default_factory=OrderedDict)
     """Units of little worth."""
+    journal: Journal | None = None
+    """Told of every unit that comes or goes."""
 
     def __len__(self) -> int:
         return len(self.units)
@@ -152,10 +160,10 @@ class Tier:
                         return known._replace(links=tuple(links[: at + 1]), tail=tail, position=position)
         return None
 
-    def add(self, unit: Unit, *, spare: bool = False) -> Change | None:
+    def add(self, unit: Unit, *, spare: bool = False, counts: bool = True) -> Change | None:
         """Hold a unit from now on; None if it is held already, or larger than the tier.
 
-        `spare`: it is worth little, and goes before all that are not.
+        `spare`: it is worth little, and goes before all that are not. `counts`: as one that was stored now.
         """
         if unit.name in self.units:
             self.touch(unit.name, spare=spare)
@@ -182,7 +190,9 @@ class Tier:
             self.stats.evicted += 1
             gone += self._remove(next(iter(order)))
         (self._spare if spare else self._order)[unit.name] = None
-        self.stats.stored += 1
+        self.stats.stored += counts
+        if self.journal is not None:
+            self.journal.stored(self.name, unit.state)
         return Change(new, gone, self.sizes.own(unit) + len(new) * self.sizes.whole_block)
 
     def touch(self, name: Name, *, spare: bool = False) -> None:
@@ -207,6 +217,21 @@ class Tier:
         self.stats.lost += 1
         return self._remove(name)
 
+    def leave(self, name: Name) -> list[Name]:
+        """Somebody else has removed a unit's own part, or a block: what nobody can use any more.
+
+        Blocks are not among it: whoever removed the one has removed those that nobody else needs.
+        """
+        if name in self.units:
+            self.stats.evicted += 1
+            self._remove(name)
+            return []
+        found = [unit.name for unit in self.units.values() if name in unit.blocks] if name in self._blocks else []
+        for each in found:
+            self.stats.evicted += 1
+            self._remove(each)
+        return found
+
     def drop_block(self, name: Name) -> list[Name]:
         """A block is damaged: what may go now, all units that need it among it."""
         return [gone for unit in [unit for unit in self.units.values() if name in unit.blocks]
@@ -225,6 +250,8 @@ class Tier:
 
     def _remove(self, name: Name) -> list[Name]:
         unit = self.units.pop(name)
+        if self.journal is not None:
+            self.journal.evicted(self.name, name)
         self._order.pop(name, None)
         self._spare.pop(name, None)
         self.used -= self.sizes.own(unit)

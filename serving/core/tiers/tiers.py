@@ -6,11 +6,12 @@ device runs in order, so the copy is made before anything is written over. A req
 for a state of another worker (`planning.remote`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from serving.core.cache.prefix_tree import Checkpoint, Node, Root, Scope
-from serving.core.tiers.content import Chain, Name, link, root, state_name
+from serving.core.tiers.content import Chain, Name
+from serving.core.tiers.naming import scope_of, unit_of
 from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Change, Tier, Unit
 
@@ -70,10 +71,10 @@ class Tiers:
 
     def left(self, entry: Checkpoint, spare: bool) -> None:
         """The index is about to drop a checkpoint that lies whole on the device. `spare`: one of little worth."""
-        replaced = _scope(entry).weights > 0
+        replaced = scope_of(entry).weights > 0
         if entry.stale:
             return
-        unit = _unit(entry, self.block)
+        unit = unit_of(entry, self.block)
         fitting = [tier for tier in self.tiers if tier.sizes.unit(unit) <= tier.capacity]
         if not fitting:
             self.tiers[0].stats.not_kept += 1
@@ -131,6 +132,23 @@ class Tiers:
     def spilled(self, num_bytes: int) -> None:
         """So many bytes have come to the disk, or will not."""
         self.spilling -= num_bytes
+
+    def others_changed(self, gone: Collection[Name], new: Iterable[Unit], used: Iterable[Name]) -> None:
+        """What other processes have done to the disk: parts that have gone, units that came, units that were used.
+
+        What they brought counts like the process's own, so what has to go for it goes.
+        """
+        disk = self.disk
+        if disk is None or self._weights_replaced:
+            return
+        for name in gone:
+            self._gone.append((disk, disk.leave(name)))
+        for name in used:
+            disk.touch(name)
+        for unit in new:
+            change = disk.add(unit, counts=False)
+            if change is not None:
+                self._gone.append((disk, change.gone))
 
     def lost(self, held: Held) -> None:
         """A unit cannot be had from a tier, or never came there."""
@@ -206,54 +224,6 @@ class Tiers:
         """Raise `AssertionError` unless every tier's books are right."""
         for tier in self.tiers:
             tier.check()
-
-
-def _unit(entry: Checkpoint, block: int) -> Unit:
-    """What a checkpoint is by content. Links are noted at the nodes where blocks end, so that each is hashed once."""
-    links: list[Name] = []
-    tail: list[int] = list(entry.tail)
-    pending: list[Node] = []
-    node: Node | None = entry.node
-    begin = entry.position - len(tail)
-    # Down to the last whole block; what lies above it is the tail.
-    while begin % block:
-        assert node is not None
-        tail[:0] = node.key
-        begin -= len(node.key)
-        node = node.parent
-    # Every node at which a block ends, the deepest first.
-    walked: Node | None = node
-    while walked is not None and not isinstance(walked, Root):
-        if (walked.depth * len(walked.key)) % block == 0:
-            pending.append(walked)
-        walked = walked.parent
-    assert isinstance(walked, Root)
-    links.append(_link_of_root(walked))
-    for end in reversed(pending):
-        if not end.link:
-            tokens: list[int] = []
-            step: Node = end
-            while len(tokens) < block:
-                tokens[:0] = step.key
-                assert step.parent is not None
-                step = step.parent
-            end.link = link(links[-1], tokens)
-        links.append(end.link)
-    return Unit(state_name(links[-1], tail), tuple(links), len(tail), entry.position, entry.kind)
-
-
-def _scope(entry: Checkpoint) -> Scope:
-    node = entry.node
-    while not isinstance(node, Root):
-        assert node.parent is not None
-        node = node.parent
-    return node.scope
-
-
-def _link_of_root(node: Root) -> Name:
-    if not node.link:
-        node.link = root(node.scope)
-    return node.link
 
 
 def _pages(entry: Checkpoint) -> list[int]:

@@ -12,14 +12,10 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 from fastapi import APIRouter, FastAPI, Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from serving.api.http.chat_turn import messages_of, template_options
 from serving.api.http.context import Context, context_of
 from serving.api.http.errors import ApiError
-from serving.api.http.generation import check_size
-from serving.api.http.protocol.chat import ChatRequest
-from serving.api.http.protocol.completions import CompletionRequest
 from serving.api.http.streaming import until_gone
 from serving.engine.async_engine import AsyncEngine, EngineStopped
 from serving.engine.output import RequestOutput
@@ -113,7 +109,8 @@ def prefill_router(side: PrefillSide, url: str, *, seal: Seal | None = None) -> 
 
 
 async def _prefill(context: Context, side: PrefillSide, body: PrefillRequest, url: str) -> Ticket:
-    prompt, priority, salt = await _prompt(context, body)
+    found = await prompt_of(context, body.kind, body.body)
+    prompt, priority, salt = found.tokens, found.priority, found.salt
     fed = fed_tokens(prompt, body.handoff)
     if not fed:
         return ticket_of(side, None, prompt, body.handoff, worker=url)
@@ -149,35 +146,6 @@ async def _beat(engine: AsyncEngine, side: PrefillSide, id: str) -> None:
     while True:
         await asyncio.sleep(side.lease / 4)
         engine.tell(lambda _: side.renew([id]))
-
-
-async def _prompt(context: Context, body: PrefillRequest) -> tuple[list[int], int, str | None]:
-    """Token ids exactly as the decode worker will find them, priority and salt."""
-    request: ChatRequest | CompletionRequest
-    try:
-        if body.kind == "chat/completions":
-            request = ChatRequest.model_validate(body.body)
-        else:
-            request = CompletionRequest.model_validate(body.body)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ApiError(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    context.check(request.model)
-    if isinstance(request, ChatRequest):
-        special = request.add_special_tokens is True
-        options = template_options(request, context.settings.default_chat_template_kwargs)
-        prompt = await context.codec.encode_chat(messages_of(request), add_special_tokens=special, **options)
-    else:
-        if len(request.prompts) != 1:
-            raise ApiError(400, "one prompt at a time can be computed for another worker", param="prompt")
-        (given,) = request.prompts
-        special = request.add_special_tokens is not False
-        if isinstance(given, str):
-            (prompt,) = await context.codec.encode([given], add_special_tokens=special)
-        else:
-            prompt = given
-    check_size(context, [prompt], "messages" if isinstance(request, ChatRequest) else "prompt")
-    return list(prompt), request.priority, request.cache_salt
 
 
 async def _sweep(app: FastAPI, side: PrefillSide) -> None:

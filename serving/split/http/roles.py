@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from fastapi import APIRouter
 
 from serving.config import ConfigError
+from serving.core.tiers.journal import Journal
 from serving.engine.build import Built
 from serving.split.decode_side import DecodeSide
 from serving.split.http.decode_routes import decode_router
+from serving.split.http.events import events_router
 from serving.split.http.prefill_routes import prefill_router
 from serving.split.prefill_side import PrefillSide
-from serving.split.seal import SECRET_VARIABLE
+from serving.split.seal import SECRET_VARIABLE, Seal
 from serving.split.settings import SplitSettings
 from serving.split.transport import TransportError, open_transports
 from serving.split.worker import Worker
@@ -57,7 +59,7 @@ def open_role(settings: SplitSettings, built: Built, host: str, port: int, *, ke
         ConfigError: a transport is not available.
     """
     if settings.role is None:
-        return OpenRole([])
+        return OpenRole(_events(built, Worker.of(built, {}), settings.seal) if settings.seal.secret else [])
     if not settings.seal.secret and not _is_loopback(host):
         raise ConfigError(
             f"a {settings.role} worker on {host} can be reached by others: give the fleet a secret, by --split-secret "
@@ -71,6 +73,7 @@ def open_role(settings: SplitSettings, built: Built, host: str, port: int, *, ke
     except TransportError as error:
         raise ConfigError(str(error)) from None
     worker, seal = Worker.of(built, transports), settings.seal
+    events = _events(built, worker, seal)
     if settings.role == "prefill":
         side = PrefillSide(
             worker,
@@ -79,7 +82,8 @@ def open_role(settings: SplitSettings, built: Built, host: str, port: int, *, ke
             max_kept=settings.max_kept,
             max_copied_bytes=settings.max_transfer_bytes,
         )
-        return OpenRole([prefill_router(side, f"http://{reached}:{port}", seal=seal)], worker, reads=True)
+        routers = [prefill_router(side, f"http://{reached}:{port}", seal=seal), *events]
+        return OpenRole(routers, worker, reads=True)
     worker.manifest = worker.manifest.model_copy(update={"converts_state": settings.convert_state})
     decode = DecodeSide(
         worker,
@@ -89,7 +93,17 @@ def open_role(settings: SplitSettings, built: Built, host: str, port: int, *, ke
         max_arriving_bytes=settings.max_transfer_bytes,
         fail=built.engine.fail,
     )
-    return OpenRole([decode_router(decode, seal=seal, allowed=settings.peer, keys=keys)], worker)
+    return OpenRole([decode_router(decode, seal=seal, allowed=settings.peer, keys=keys), *events], worker)
+
+
+def _events(built: Built, worker: Worker, seal: Seal) -> list[APIRouter]:
+    """What routers follow; nothing where nothing is cached."""
+    scheduler = built.engine.loop.scheduler
+    if scheduler.index is None:
+        return []
+    journal = Journal(built.config.state_block_size)
+    scheduler.tell(journal)
+    return [events_router(journal, model=worker.manifest.model, seal=seal)]
 
 
 def _is_loopback(host: str) -> bool:

@@ -29,6 +29,7 @@ from serving.api.http.sampling import sampling_params
 from serving.api.http.streaming import EventStream, openai_failure, start, until_gone
 from serving.api.metrics import Metrics
 from serving.split.http.peer import headers as own_key
+from serving.split.router.following import Following
 from serving.split.router.metrics import RelayCollector
 from serving.split.router.relay import Asked, Relay
 from serving.split.router.workers import Fleet
@@ -44,16 +45,20 @@ def create_router(settings: RouterSettings) -> FastAPI:
     client = httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(max_connections=None))
     # The fleet's key is for what the router asks by itself. Clients' requests go on with the clients' own, or none.
     fleet = Fleet.of(settings.prefill, settings.decode, client, own_key(settings.api_key), settings.seal)
-    relay = Relay(fleet, settings)
+    following = Following(fleet) if settings.routing == "events" else None
+    relay = Relay(fleet, settings, following)
     metrics = Metrics("router")
     metrics.registry.register(RelayCollector(relay))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watching = asyncio.create_task(fleet.watch(settings.check_interval, settings.check_timeout))
+        tasks = [asyncio.create_task(fleet.watch(settings.check_interval, settings.check_timeout))]
+        if following is not None:
+            tasks.append(asyncio.create_task(following.follow(settings.check_interval)))
         yield
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await client.aclose()
 
     app = FastAPI(title="mamba-jax router", lifespan=lifespan)
@@ -122,7 +127,9 @@ def create_router(settings: RouterSettings) -> FastAPI:
 
     @app.get("/status")
     async def status() -> dict[str, Any]:
-        return fleet.status() | {"relay": asdict(relay.stats)}
+        known = {worker.url: following.states_of(worker) for worker in (*fleet.prefill, *fleet.decode)
+                 if following.has_stream(worker)} if following is not None else {}  # fmt: skip
+        return fleet.status() | {"relay": asdict(relay.stats), "placement": relay.placement.status(), "states": known}
 
     return app
 

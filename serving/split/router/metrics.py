@@ -30,6 +30,7 @@ class RelayCollector:
         """Called by the registry."""
         for name, value in asdict(self._relay.stats).items():
             yield CounterMetricFamily(f"{PREFIX}router_{name}", _COUNTED[name], value)
+        yield from self._placed()
         labels = ["role", "url"]
         up = GaugeMetricFamily(f"{PREFIX}worker_up", "Whether a worker answers.", labels=labels)
         load = GaugeMetricFamily(f"{PREFIX}worker_load", "Requests under way at a worker.", labels=labels)
@@ -40,3 +41,28 @@ class RelayCollector:
             load.add_metric(where, worker.load)
             failures.add_metric(where, worker.failures)
         yield from (up, load, failures)
+
+    def _placed(self) -> Iterator[Metric]:
+        placement = self._relay.placement
+        stats, following = placement.stats, placement.following
+        by = CounterMetricFamily(f"{PREFIX}router_placed", "Choices of a worker, by what decided.", labels=["by"])
+        by.add_metric(["state"], stats.by_state)
+        by.add_metric(["text"], stats.by_text)
+        yield by
+        text = "Choices by text because no worker said in time what the prompt's tokens are."
+        yield CounterMetricFamily(f"{PREFIX}router_untold", text, stats.untold)
+        text = "Prompt tokens that the chosen workers could go on from, by the fastest tier that had them."
+        found = CounterMetricFamily(f"{PREFIX}router_resumable_tokens", text, labels=["role", "tier"])
+        for where, count in stats.resumable.items():
+            found.add_metric(list(where), count)
+        yield found
+        text = "Of those, tokens that the worker chosen by text would have had to compute."
+        yield CounterMetricFamily(f"{PREFIX}router_saved_tokens", text, stats.saved)
+        if following is None:
+            return
+        text = "States that a worker's events tell of; none for one without a stream."
+        states = GaugeMetricFamily(f"{PREFIX}worker_states", text, labels=["role", "url"])
+        for worker in (*self._relay.fleet.prefill, *self._relay.fleet.decode):
+            if following.has_stream(worker):
+                states.add_metric([worker.role, worker.url], following.states_of(worker))
+        yield states

@@ -22,6 +22,8 @@ from pydantic import ValidationError
 
 from serving.api.http.errors import ApiError
 from serving.split.http.peer import said
+from serving.split.router.following import Following
+from serving.split.router.placement import Found, Placement
 from serving.split.router.workers import Fleet, Remote, choose
 from serving.split.settings import RouterSettings
 from serving.split.wire import Ticket
@@ -96,8 +98,9 @@ class Answer:
 class Relay:
     """Passes requests on."""
 
-    def __init__(self, fleet: Fleet, settings: RouterSettings) -> None:
+    def __init__(self, fleet: Fleet, settings: RouterSettings, following: Following | None = None) -> None:
         self.fleet, self.settings, self.stats = fleet, settings, RelayStats()
+        self.placement = Placement(fleet, settings, following)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._leaving = False
 
@@ -125,15 +128,16 @@ class Relay:
         key = text[: settings.affinity].encode(errors="replace")
         wanted = splittable(asked.kind, asked.body) and len(text) > settings.split_above and bool(self.fleet.prefill)
         ticket: Ticket | None = None
+        found = await self.placement.look(asked.kind, asked.content, asked.body, asked.headers)
         tried: list[Remote] = []
         try:
             while True:
-                worker = choose(self.fleet.decode, key, slack=settings.slack, without=tried)
+                worker = self.placement.choose(self.fleet.decode, key, found, without=tried, counts=not tried)
                 if worker is None:
                     raise ApiError(503, _nobody("decode", tried), code="no_worker", headers=_RETRY)
                 tried.append(worker)
                 if wanted and ticket is None:
-                    ticket = await self._prefill(asked, key, worker, until)
+                    ticket = await self._prefill(asked, key, found, worker, until)
                 try:
                     split = ticket is not None and await self._expect(worker, ticket, asked, until)
                     answer = await self._decode(worker, asked, until)
@@ -175,7 +179,7 @@ class Relay:
                 worker.failed(_why(error))
         raise ApiError(503, _nobody("decode", tried), code="no_worker", headers=_RETRY)
 
-    async def _prefill(self, asked: Asked, key: bytes, decode: Remote, until: float) -> Ticket | None:
+    async def _prefill(self, asked: Asked, key: bytes, found: Found, decode: Remote, until: float) -> Ticket | None:
         """A ticket from the first prefill worker that has one; None if a decode worker is to do without.
 
         Raises:
@@ -183,22 +187,23 @@ class Relay:
         """
         settings, fleet = self.settings, self.fleet
         tried = [one for one in fleet.prefill if (one.url, decode.url) in fleet.mismatched]
-        while (worker := choose(fleet.prefill, key, slack=settings.slack, without=tried)) is not None:
+        first = True
+        while (worker := self.placement.choose(fleet.prefill, key, found, without=tried, counts=first)) is not None:
             tried.append(worker)
-            left = until - time.monotonic()
+            first, left = False, until - time.monotonic()
             head = {"kind": asked.kind, "handoff": settings.handoff, "seconds": max(0.001, left)}
             message = json.dumps(head).encode()[:-1] + b', "body": ' + asked.content + b"}"
             try:
                 with worker.busy():
                     async with worker.attended(left):
-                        found = await self._post(worker.url, "/split/prefill", message, asked.headers)
-                if found.status_code == 200:
-                    ticket = Ticket.model_validate_json(found.content)
+                        answer = await self._post(worker.url, "/split/prefill", message, asked.headers)
+                if answer.status_code == 200:
+                    ticket = Ticket.model_validate_json(answer.content)
                     return ticket if ticket.position else None
-                if found.status_code < 500 and found.status_code not in _BUSY:
+                if answer.status_code < 500 and answer.status_code not in _BUSY:
                     # The request is wrong, or too long for this worker: the decode worker has the last word.
                     return None
-                log.warning("prefill worker %s: %s", worker.url, said(found.status_code, found.content))
+                log.warning("prefill worker %s: %s", worker.url, said(answer.status_code, answer.content))
             except TimeoutError:
                 self._check_time(worker, until)
             except (httpx.HTTPError, ValidationError) as error:

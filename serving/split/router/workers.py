@@ -83,12 +83,16 @@ def choose(workers: Iterable[Remote], key: bytes, *, slack: int, without: Iterab
     Rendezvous hashing: when a worker comes or goes, only its own keys move. With a bound on the load (Mirrokni et al.,
     2018): a worker may have `slack` requests more than the least busy one.
     """
+    found = able(workers, slack=slack, without=without)
+    return max(found, key=lambda worker: _weight(worker.url, key), default=None)
+
+
+def able(workers: Iterable[Remote], *, slack: int, without: Iterable[Remote] = ()) -> list[Remote]:
+    """Those that are up and not too busy: that have `slack` requests more than the least busy one, or fewer."""
     tried = list(without)
     up = [worker for worker in workers if worker.up and worker not in tried]
-    if not up:
-        return None
-    most = min(worker.load for worker in up) + slack
-    return max((worker for worker in up if worker.load <= most), key=lambda worker: _weight(worker.url, key))
+    most = min((worker.load for worker in up), default=0) + slack
+    return [worker for worker in up if worker.load <= most]
 
 
 def _weight(url: str, key: bytes) -> bytes:

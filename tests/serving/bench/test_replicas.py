@@ -9,7 +9,7 @@ from serving.bench.replicas import simulate
 from serving.core import CheckpointKind
 from serving.core.cache.prefix_tree import Scope
 from serving.core.tiers.content import Chain, state_name
-from serving.core.tiers.directory import Directory, Event
+from serving.core.tiers.directory import Directory
 from serving.core.tiers.tier import Unit
 
 B = 4
@@ -28,13 +28,13 @@ def found(directory: Directory, tokens) -> list[tuple[int, int]]:
 def test_each_replica_is_found_at_its_deepest_state():
     directory, tokens = Directory(B), list(range(12))
     for replica, length in ((0, 3), (1, 7), (0, 8), (2, 8)):
-        directory.hear(Event(replica, "device", unit(tokens[:length]), True))
+        directory.stored(replica, "device", unit(tokens[:length]).state)
     assert found(directory, tokens) == [(0, 8), (2, 8), (1, 7)]
     assert found(directory, tokens[:7]) == [(1, 7), (0, 3)]
-    directory.hear(Event(0, "host", unit(tokens[:8]), True))
-    directory.hear(Event(0, "device", unit(tokens[:8]), False))
+    directory.stored(0, "host", unit(tokens[:8]).state)
+    directory.evicted(0, "device", unit(tokens[:8]).name)
     assert found(directory, tokens)[0] == (2, 8) or found(directory, tokens)[0] == (0, 8)
-    directory.hear(Event(0, "host", unit(tokens[:8]), False))
+    directory.evicted(0, "host", unit(tokens[:8]).name)
     assert found(directory, tokens) == [(2, 8), (1, 7), (0, 3)]
     directory.forget(2)
     assert found(directory, tokens) == [(1, 7), (0, 3)]
@@ -47,14 +47,25 @@ def test_any_events_leave_what_a_plain_list_says():
     for _ in range(2000):
         tokens = tuple(rng.choice(sequences)[: rng.randrange(1, 12)])
         replica, tier, stored = rng.randrange(3), rng.choice(["device", "host"]), rng.random() < 0.5
-        directory.hear(Event(replica, tier, unit(list(tokens)), stored))
-        (told.add if stored else told.discard)((replica, tier, tokens))
+        state = unit(list(tokens)).state
+        if rng.random() < 0.01:
+            directory.forget(replica)
+            told = {each for each in told if each[0] != replica}
+        elif stored:
+            directory.stored(replica, tier, state)
+            told.add((replica, tier, tokens))
+        else:
+            directory.evicted(replica, tier, state.name)
+            told.discard((replica, tier, tokens))
         asked = rng.choice(sequences)
         want: dict[int, int] = {}
         for which, _, known in told:
             if tuple(asked[: len(known)]) == known:
                 want[which] = max(want.get(which, 0), len(known))
         assert dict(found(directory, asked)) == want
+    for replica in range(3):
+        directory.forget(replica)
+    assert (len(directory), directory._tails, directory._told) == (0, {}, {}), "something is kept for nobody"
 
 
 @pytest.mark.parametrize("count", [1, 8])

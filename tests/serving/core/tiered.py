@@ -9,6 +9,8 @@ from typing import Any
 
 from serving.core import RemoteLoad, Scheduler, StepPlan
 from serving.core.cache.prefix_tree import Scope
+from serving.core.tiers.journal import Journal
+from serving.core.tiers.naming import unit_of
 from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Sizes, Tier
 from serving.core.tiers.tiers import Tiers
@@ -54,13 +56,14 @@ class TieredRun(Run):
         host = Tier("host", apart.choice([20, 60, 1000]), sizes) if apart.random() < 0.8 else None
         disk = Tier("disk", apart.choice([60, 1000]), sizes) if host is None or apart.random() < 0.5 else None
         self.tiers = Tiers(host, disk, prices=Prices(), max_leaving=apart.choice([1, 40, 1000]))
-        self.apart = apart
+        self.apart, self.journal = apart, Journal(sizes.block)
         self.parts: dict[str, dict[bytes, Any]] = {tier.name: {} for tier in self.tiers.tiers}
         self.loads: list[RemoteLoad] = []
 
         def make(settings, **rest):
             scheduler = TieredScheduler(settings, **rest)
             scheduler.use_tiers(self.tiers)
+            scheduler.tell(self.journal)
             scheduler.run = self
             return scheduler
 
@@ -161,6 +164,7 @@ def run_tiered(seed: int):
         run.copy_out()
         run.tiers.check()
         assert run.tiers.leaving == run.tiers.spilling == 0
+        _check_journal(run)
         for tier in run.tiers.tiers:
             held = {name for unit in tier.units.values() for name in (unit.name, *unit.blocks)}
             assert run.parts[tier.name].keys() <= held, "bytes are kept that no unit needs"
@@ -169,3 +173,22 @@ def run_tiered(seed: int):
         error.add_note(f"seed {seed}")
         raise
     return run.coverage
+
+
+def _check_journal(run: TieredRun) -> None:
+    """What routers are told is what can be gone on from."""
+    found = run.journal.snapshot()
+    weights = run.device.weights
+    assert found.weights == weights
+    told: dict[str, set[bytes]] = {}
+    for tier, state in found.states:
+        told.setdefault(tier, set()).add(state.name)
+    index, block = run.scheduler.index, run.config.state_block_size
+    entries = [entry for entry in index.by_worth() if not entry.stale] if index is not None else []
+    expect(told.get("device", set()) == {unit_of(entry, block).name for entry in entries}, "the device's states", told)
+    for tier in run.tiers.tiers:
+        names = told.get(tier.name, set())
+        # What the disk has from before the weights were replaced is not told of: nobody finds it.
+        right = names <= tier.units.keys() if weights and tier is run.tiers.disk else names == tier.units.keys()
+        expect(right, "a tier's states", tier.name)
+    run.coverage["told of"] += len(found.states)

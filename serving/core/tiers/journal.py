@@ -1,0 +1,111 @@
+"""What this server could go on from, and what has lately become of it: the routing events that others follow.
+
+A state is stored in a tier (`device`, `host`, `disk`) when a request could go on from it there, keys and values and
+all, and evicted when none could any more. Pages by themselves are not told of: nobody can go on from them.
+
+The engine's thread writes; readers are others. A reader holds a number and nothing else: it takes what is there at the
+beginning, then all events after that. The log is short, so one that is too slow, or was there when everything changed,
+is told so, and begins anew.
+"""
+
+import secrets
+import threading
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import NamedTuple
+
+from serving.core.tiers.content import Name, State
+
+DEVICE = "device"
+
+
+class Event(NamedTuple):
+    """A state has come to a tier, or has gone from it."""
+
+    number: int
+    """One more than that of the event before it."""
+    tier: str
+    state: State
+    stored: bool
+
+
+class Snapshot(NamedTuple):
+    """All that is held after an event."""
+
+    number: int
+    weights: int
+    """How often the weights had been replaced: a part of every name."""
+    states: list[tuple[str, State]]
+    """With their tiers."""
+
+
+class Journal:
+    """One server's. `most`: events that are remembered."""
+
+    def __init__(self, block: int, most: int = 1 << 14) -> None:
+        self.block = block
+        self.id = secrets.token_hex(8)
+        """Another one after each start."""
+        self._held: dict[str, dict[Name, State]] = {}
+        self._log: deque[Event] = deque(maxlen=most)
+        self._number = self._began = self._weights = 0
+        self._lock = threading.Lock()
+
+    # -- the engine's thread --
+
+    def stored(self, tier: str, state: State) -> None:
+        """A request could go on from it there."""
+        with self._lock:
+            held = self._held.setdefault(tier, {})
+            if state.name not in held:
+                held[state.name] = state
+                self._tell(tier, state, True)
+
+    def evicted(self, tier: str, name: Name) -> None:
+        """No request could any more. Nothing happens if none could before."""
+        with self._lock:
+            state = self._held.get(tier, {}).pop(name, None)
+            if state is not None:
+                self._tell(tier, state, False)
+
+    def lost(self, tier: str) -> None:
+        """A tier has lost all that it held."""
+        with self._lock:
+            self._held.pop(tier, None)
+            self._begin_anew()
+
+    def outdate(self) -> None:
+        """The weights are others from now on: nothing that is held will be found."""
+        with self._lock:
+            self._held.clear()
+            self._weights += 1
+            self._begin_anew()
+
+    # -- any thread --
+
+    def snapshot(self) -> Snapshot:
+        """What is held now."""
+        with self._lock:
+            states = [(tier, state) for tier, held in self._held.items() for state in held.values()]
+            return Snapshot(self._number, self._weights, states)
+
+    def since(self, number: int, most: int = 512) -> list[Event] | None:
+        """The events after a number, at most so many; None: not all of them are known any more, begin anew."""
+        with self._lock:
+            first = self._log[0].number if self._log else self._number + 1
+            if number < max(self._began, first - 1) or number > self._number:
+                return None
+            return list(self._after(number - first + 1, most))
+
+    def _after(self, at: int, most: int) -> Iterator[Event]:
+        return islice(self._log, at, at + most)
+
+    def _tell(self, tier: str, state: State, stored: bool) -> None:
+        self._number += 1
+        self._log.append(Event(self._number, tier, state, stored))
+
+    def _begin_anew(self) -> None:
+        self._number += 1
+        self._began = self._number
+        self._log.clear()

@@ -1,0 +1,212 @@
+"""What workers could go on from, as their routing events tell (`serving.split.http.events`).
+
+Each worker's stream is read by a task of its own. A stream that ends, says nothing for a while or makes no sense is
+given up, with all that it told, and begun again with a snapshot; meanwhile the worker is one without a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from serving.core.cache.prefix_tree import Scope
+from serving.core.tiers.content import SIZE, Chain, Name, State
+from serving.core.tiers.directory import Directory, Resumable
+from serving.split.router.workers import Fleet, Remote
+
+log = logging.getLogger(__name__)
+
+_PATH = "/internal/events"
+_SILENCE = 20.0
+"""Seconds without a word after which a stream counts as broken; it says something every five."""
+_AGAIN = 2.0
+"""Seconds before a stream that has ended is begun again; twice as long after each time that it told nothing."""
+_RARELY = 60.0
+_LONGEST = 1 << 20
+"""Bytes of one message."""
+MOST_STATES = 1 << 19
+"""Of one worker."""
+
+
+class Nonsense(ValueError):
+    """A stream that is none."""
+
+
+@dataclass(eq=False)
+class Stream:
+    """One worker's, since its last snapshot."""
+
+    replica: int
+    directory: Directory
+    weights: int
+
+    def hear(self, kind: str, fields: dict[str, Any]) -> None:
+        """Take in one message.
+
+        Raises:
+            Nonsense: it is not what a server says.
+        """
+        try:
+            tier, states = str(fields["tier"])[:16], fields["states"]
+            if kind == "evicted":
+                for name in states:
+                    self.directory.evicted(self.replica, tier, _name(name))
+                return
+            for name, link, tail, position in states:
+                if not 0 <= int(tail) < self.directory.block:
+                    raise Nonsense(f"a tail of {tail} tokens")
+                self.directory.stored(self.replica, tier, State(_name(name), _name(link), int(tail), int(position)))
+        except (KeyError, TypeError, ValueError) as error:
+            raise Nonsense(f"a message that makes no sense: {error}") from None
+        if self.directory.states_of(self.replica) > MOST_STATES:
+            raise Nonsense(f"more than {MOST_STATES:,} states")
+
+
+class Following:
+    """All streams of a fleet."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._directories: dict[tuple[int, int], Directory] = {}
+        """By block size, and how often the weights had been replaced: what names are made of beside tokens and salt."""
+        self._streams: dict[Remote, Stream] = {}
+        self._tasks: dict[Remote, asyncio.Task[None]] = {}
+        self._numbers = itertools.count()
+
+    async def follow(self, interval: float) -> None:
+        """Read the streams of all workers that there are, until cancelled."""
+        try:
+            while True:
+                workers = {*self._fleet.prefill, *self._fleet.decode}
+                for worker in [worker for worker in self._tasks if worker not in workers]:
+                    self._tasks.pop(worker).cancel()
+                for worker in workers - self._tasks.keys():
+                    self._tasks[worker] = asyncio.create_task(self._keep_reading(worker))
+                await asyncio.sleep(interval)
+        finally:
+            tasks, self._tasks = [*self._tasks.values()], {}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def has_stream(self, worker: Remote) -> bool:
+        """Whether it tells what it holds."""
+        return worker in self._streams
+
+    def states_of(self, worker: Remote) -> int:
+        """How many states it has told of."""
+        stream = self._streams.get(worker)
+        return stream.directory.states_of(stream.replica) if stream is not None else 0
+
+    @property
+    def knows_any(self) -> bool:
+        """Whether anybody has told of a state."""
+        return any(self._directories.values())
+
+    def find(self, tokens: Sequence[int], salt: str | None) -> dict[Remote, Resumable]:
+        """For a prompt, the deepest state of each worker that has one."""
+        found: dict[Remote, Resumable] = {}
+        workers = {stream.replica: worker for worker, stream in self._streams.items()}
+        for (block, weights), directory in self._directories.items():
+            chain = Chain(Scope(salt, weights), block)
+            for state in directory.find(chain, tokens) if len(directory) else ():
+                worker = workers.get(state.replica)
+                if worker is not None:
+                    found[worker] = state
+        return found
+
+    # -- one worker's --
+
+    async def _keep_reading(self, worker: Remote) -> None:
+        pause = _AGAIN
+        while True:
+            why = "it has ended"
+            try:
+                if worker.up:
+                    await self._read(worker)
+            except (httpx.HTTPError, TimeoutError, ValueError) as error:
+                why = str(error) or type(error).__name__
+            finally:
+                told = self._forget(worker)
+            if told:
+                log.info("the events of %s: %s", worker.url, why)
+            pause = _AGAIN if told else min(2 * pause, _RARELY)
+            await asyncio.sleep(pause)
+
+    def _forget(self, worker: Remote) -> bool:
+        stream = self._streams.pop(worker, None)
+        if stream is None:
+            return False
+        stream.directory.forget(stream.replica)
+        in_use = {id(each.directory) for each in self._streams.values()}
+        self._directories = {key: each for key, each in self._directories.items() if id(each) in in_use}
+        return True
+
+    async def _read(self, worker: Remote) -> None:
+        fleet = self._fleet
+        headers = fleet.headers | fleet.seal.headers(_PATH, b"")
+        async with fleet.client.stream("GET", worker.url + _PATH, headers=headers) as answer:
+            if answer.status_code != 200:
+                log.debug("%s publishes no events: status %d", worker.url, answer.status_code)
+                return
+            async for kind, fields in _messages(answer):
+                if kind == "snapshot":
+                    self._begin(worker, fields)
+                elif kind == "behind":
+                    return
+                elif worker not in self._streams:
+                    raise Nonsense("events before a snapshot")
+                else:
+                    self._streams[worker].hear(kind, fields)
+
+    def _begin(self, worker: Remote, fields: dict[str, Any]) -> None:
+        try:
+            key = block, weights = int(fields["block"]), int(fields["weights"])
+        except (KeyError, TypeError, ValueError):
+            raise Nonsense("a snapshot that makes no sense") from None
+        if block < 1 or weights < 0:
+            raise Nonsense(f"blocks of {block} tokens")
+        self._forget(worker)
+        directory = self._directories.setdefault(key, Directory(block))
+        self._streams[worker] = Stream(next(self._numbers), directory, weights)
+
+
+async def _messages(answer: httpx.Response) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+    """Name and data of each message.
+
+    Raises:
+        TimeoutError: nothing came for too long.
+        Nonsense: they are none.
+    """
+    pieces, buffer = answer.aiter_bytes(), bytearray()
+    while True:
+        async with asyncio.timeout(_SILENCE):
+            piece = await anext(pieces, b"")
+        if not piece:
+            return
+        buffer += piece
+        *whole, rest = bytes(buffer).split(b"\n\n")
+        buffer = bytearray(rest)
+        if len(buffer) > _LONGEST:
+            raise Nonsense(f"a message of more than {_LONGEST:,} bytes")
+        for message in whole:
+            lines = dict(line.split(b": ", 1) for line in message.split(b"\n") if b": " in line)
+            if b"event" in lines:
+                fields = json.loads(lines.get(b"data", b"null"))
+                if not isinstance(fields, dict):
+                    raise Nonsense("a message without fields")
+                yield lines[b"event"].decode(errors="replace"), fields
+
+
+def _name(text: Any) -> Name:
+    name = bytes.fromhex(text)
+    if len(name) != SIZE:
+        raise Nonsense(f"a name of {len(name)} bytes")
+    return name

@@ -1,0 +1,167 @@
+"""Which worker a prompt goes to: one that could go on from the deepest state, or by the prompt's text.
+
+A prompt's names are hashes of its tokens, so somebody must tokenise it. A worker is asked to, which is exact whatever
+chat template and settings the fleet has; it gets a second for that, and the text decides where it takes longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from serving.core.tiers.directory import Resumable
+from serving.split.router.following import Following
+from serving.split.router.workers import Fleet, Remote, able, choose
+from serving.split.settings import RouterSettings
+
+log = logging.getLogger(__name__)
+
+_PATH = "/internal/tokens"
+_PATIENCE = 1.0
+"""Seconds for a prompt's tokens."""
+_LONGEST = 1 << 26
+"""Bytes of an answer."""
+_TIERS = ("device", "host", "disk")
+"""The fastest first."""
+
+
+class Tokens(BaseModel):
+    """What a prompt's names are made of."""
+
+    tokens: list[int]
+    salt: str | None = None
+
+
+@dataclass
+class PlacementStats:
+    """How workers were chosen, and what that found. Each request counts once for each role."""
+
+    by_state: int = 0
+    """By what workers hold."""
+    by_text: int = 0
+    """By the prompt's beginning: nobody had any of it, or told so."""
+    untold: int = 0
+    """Of those, because no worker said in time what the prompt's tokens are."""
+    resumable: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Prompt tokens that the chosen workers could go on from, by role and by the fastest tier that had them."""
+    saved: int = 0
+    """Of those, tokens that the worker chosen by text would have had to compute."""
+
+
+class Placement:
+    """Chooses workers."""
+
+    def __init__(self, fleet: Fleet, settings: RouterSettings, following: Following | None) -> None:
+        self.fleet, self.settings, self.following = fleet, settings, following
+        self.stats = PlacementStats()
+
+    async def look(self, kind: str, content: bytes, body: dict[str, Any], headers: Mapping[str, str]) -> Found:
+        """Who has how much of a request's prompt."""
+        following = self.following
+        if following is None or not following.knows_any or not self._has_choice:
+            return Found()
+        given = body.get("prompt")
+        if kind == "completions" and isinstance(given, list) and all(isinstance(each, int) for each in given):
+            prompt = Tokens(tokens=given, salt=body.get("cache_salt"))
+        else:
+            asked = await self._ask(kind, content, headers)
+            if asked is None:
+                return Found(untold=True)
+            prompt = asked
+        return Found(following.find(prompt.tokens, prompt.salt))
+
+    def choose(self, workers: Sequence[Remote], key: bytes, found: Found, *, without: Sequence[Remote] = (),
+               counts: bool = True) -> Remote | None:  # fmt: skip
+        """The worker for a prompt.
+
+        The deepest state decides, then the load, then the tier, then the text; but none has `slack` requests more than
+        the least busy one. Where nobody has a state, the text decides alone.
+
+        Args:
+            workers: of one role.
+            key: the prompt's beginning.
+            found: what `look` returned.
+            without: not these.
+            counts: in the statistics.
+        """
+        by_text = choose(workers, key, slack=self.settings.slack, without=without)
+        holding = [
+            worker for worker in able(workers, slack=self.settings.slack, without=without) if worker in found.states
+        ]
+        if by_text is None or not holding:
+            if counts and by_text is not None:
+                self.stats.by_text += 1
+                self.stats.untold += found.untold
+            return by_text
+        best = max(holding, key=lambda worker: (found.states[worker].position, -worker.load,
+                                                -_rank(found.states[worker]), worker is by_text))  # fmt: skip
+        if counts:
+            self._count(best, found.states[best], found.states.get(by_text))
+        return best
+
+    def status(self) -> dict[str, Any]:
+        """For the router's `/status`."""
+        stats = self.stats
+        return {
+            "by_state": stats.by_state,
+            "by_text": stats.by_text,
+            "untold": stats.untold,
+            "resumable_tokens": {f"{role} {tier}": count for (role, tier), count in stats.resumable.items()},
+            "saved_tokens": stats.saved,
+        }
+
+    @property
+    def _has_choice(self) -> bool:
+        return any(sum(worker.up for worker in workers) > 1 for workers in (self.fleet.prefill, self.fleet.decode))
+
+    def _count(self, worker: Remote, state: Resumable, other: Resumable | None) -> None:
+        stats, tier = self.stats, _TIERS[min(_rank(state), len(_TIERS) - 1)]
+        stats.by_state += 1
+        stats.resumable[worker.role, tier] = stats.resumable.get((worker.role, tier), 0) + state.position
+        stats.saved += max(0, state.position - (other.position if other is not None else 0))
+
+    async def _ask(self, kind: str, content: bytes, headers: Mapping[str, str]) -> Tokens | None:
+        following, fleet = self.following, self.fleet
+        assert following is not None
+        telling = [worker for worker in (*fleet.decode, *fleet.prefill) if worker.up and following.has_stream(worker)]
+        if not telling:
+            return None
+        worker = min(telling, key=lambda each: each.load)
+        message = json.dumps({"kind": kind}).encode()[:-1] + b', "body": ' + content + b"}"
+        sealed = {**headers, "content-type": "application/json"} | fleet.seal.headers(_PATH, message)
+        begin, answer = time.monotonic(), bytearray()
+        try:
+            async with (
+                asyncio.timeout(_PATIENCE),
+                fleet.client.stream("POST", worker.url + _PATH, content=message, headers=sealed) as response,
+            ):
+                async for piece in response.aiter_bytes():
+                    answer += piece
+                    if len(answer) > _LONGEST:
+                        raise ValueError(f"more than {_LONGEST:,} bytes")
+            return Tokens.model_validate_json(answer) if response.status_code == 200 else None
+        except (TimeoutError, httpx.HTTPError, ValidationError, ValueError) as error:
+            seconds = time.monotonic() - begin
+            log.debug("no tokens from %s in %.1f s: %s", worker.url, seconds, error or type(error).__name__)
+            return None
+
+
+@dataclass(frozen=True)
+class Found:
+    """Who has how much of one prompt."""
+
+    states: Mapping[Remote, Resumable] = field(default_factory=dict)
+    untold: bool = False
+    """Nobody said what its tokens are."""
+
+
+def _rank(state: Resumable) -> int:
+    return min((_TIERS.index(tier) for tier in state.tiers if tier in _TIERS), default=len(_TIERS))

@@ -1,0 +1,332 @@
+"""Following workers' events, and choosing workers by them; the workers are made up."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from serving.core.cache.prefix_tree import Scope
+from serving.core.tiers.content import Chain, State, state_name
+from serving.core.tiers.directory import Resumable
+from serving.core.tiers.journal import Journal
+from serving.split.http.events import follow
+from serving.split.router import following as following_module
+from serving.split.router.following import Following
+from serving.split.router.metrics import RelayCollector
+from serving.split.router.placement import Found, Placement
+from serving.split.router.relay import Asked, Relay
+from serving.split.router.workers import Fleet, choose
+from serving.split.settings import RouterSettings
+
+B = 4
+PROMPT = list(range(11))
+
+
+def state_of(tokens, salt=None, weights=0) -> State:
+    links = Chain(Scope(salt, weights), B).reach(tokens)
+    tail = len(tokens) % B
+    return State(state_name(links[-1], tokens[len(tokens) - tail :]), links[-1], tail, len(tokens))
+
+
+class Servers:
+    """Workers that publish their journals, and tokenise what they are given: a letter a token."""
+
+    def __init__(self, **journals) -> None:
+        self.journals, self.asked, self.streams = journals, [], {}
+        self.ending: set[str] = set()
+        self.tokens = None
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        host, path = request.url.host, request.url.path
+        self.asked.append((host, path))
+        if path == "/internal/events" and host in self.journals:
+            self.streams[host] = self.streams.get(host, 0) + 1
+            told = self.journals[host]
+            if isinstance(told, Journal):
+                told = follow(told, "digest", lambda: host in self.ending)
+            return httpx.Response(200, content=told)
+        if path == "/internal/tokens":
+            if self.tokens is not None:
+                return await self.tokens()
+            body = json.loads(request.content)["body"]
+            return httpx.Response(200, json={"tokens": [ord(each) for each in body["prompt"]], "salt": None})
+        if path.startswith("/v1/"):
+            return httpx.Response(200, json={"from": host})
+        return httpx.Response(404)
+
+
+def fleet_of(servers, decode=("a", "b", "c"), prefill=()):
+    client = httpx.AsyncClient(transport=httpx.MockTransport(servers))
+    return Fleet.of([f"http://{name}" for name in prefill], [f"http://{name}" for name in decode], client)
+
+
+async def until(condition, seconds=10.0):
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def run(servers, test, **options):
+    """`test(fleet, following)` while all streams are followed."""
+
+    async def all_of_it():
+        fleet = fleet_of(servers, **options)
+        following = Following(fleet)
+        task = asyncio.create_task(following.follow(0.05))
+        try:
+            await test(fleet, following)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(all_of_it())
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch):
+    monkeypatch.setattr(following_module, "_AGAIN", 0.05)
+    monkeypatch.setattr("serving.split.http.events._LOOK", 0.01)
+
+
+def by_host(found) -> dict[str, tuple[int, str]]:
+    return {worker.url[-1]: (state.position, min(state.tiers)) for worker, state in found.items()}
+
+
+def test_each_worker_is_known_by_what_it_holds_now():
+    a, b = Journal(B), Journal(B)
+    a.stored("device", state_of(PROMPT[:8]))
+    b.stored("host", state_of(PROMPT[:5]))
+
+    async def test(fleet, following):
+        await until(lambda: by_host(following.find(PROMPT, None)) == {"a": (8, "device"), "b": (5, "host")})
+        b.stored("disk", state_of(PROMPT))
+        a.evicted("device", state_of(PROMPT[:8]).name)
+        await until(lambda: by_host(following.find(PROMPT, None)) == {"b": (11, "disk")})
+        assert by_host(following.find(PROMPT[:7], None)) == {"b": (5, "host")}
+        assert [following.has_stream(worker) for worker in fleet.decode] == [True, True, False]
+
+    run(Servers(a=a, b=b), test)
+
+
+def test_salt_and_weights_are_a_part_of_every_name():
+    a = Journal(B)
+    a.stored("device", state_of(PROMPT, "secret"))
+
+    async def test(fleet, following):
+        await until(lambda: following.find(PROMPT, "secret"))
+        assert not following.find(PROMPT, None)
+        assert not following.find(PROMPT, "other")
+        a.outdate()
+        await until(lambda: not following.find(PROMPT, "secret"))
+        a.stored("device", state_of(PROMPT[:8], "secret", weights=1))
+        await until(lambda: by_host(following.find(PROMPT, "secret")) == {"a": (8, "device")})
+
+    run(Servers(a=a), test)
+
+
+def test_a_stream_that_ends_is_forgotten_and_begun_again():
+    a = Journal(B)
+    a.stored("device", state_of(PROMPT))
+    servers = Servers(a=a)
+
+    async def test(fleet, following):
+        await until(lambda: following.find(PROMPT, None))
+        servers.ending.add("a")
+        await until(lambda: not following.has_stream(fleet.decode[0]))
+        assert not following.find(PROMPT, None)
+        assert not following.knows_any
+        servers.ending.clear()
+        await until(lambda: following.find(PROMPT, None))
+        fleet.follow(prefill=[], decode=["http://b"])
+        await until(lambda: not following.find(PROMPT, None))
+
+    run(servers, test)
+    assert servers.streams["a"] > 1
+
+
+def message(kind, **fields) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps(fields)}\n\n".encode()
+
+
+HEAD = message("snapshot", block=B, weights=0)
+NAME = "0" * 40
+
+
+@pytest.mark.parametrize("said", [
+    b"event: snapshot\ndata: {\n\n", b"event: snapshot\ndata: []\n\n", message("snapshot"),
+    message("snapshot", block=0, weights=0), message("stored", tier="device", states=[]),
+    HEAD + message("stored", tier="device", states=[["0", NAME, 0, 0]]),
+    HEAD + message("stored", tier="device", states=[[NAME, NAME, B, 9]]),
+    HEAD + message("stored", tier="device", states=[[NAME, NAME]]),
+    HEAD + message("stored", tier="device", states=7), HEAD + message("evicted", tier="device", states=[3]),
+    HEAD + b"x" * (1 << 21),
+])  # fmt: skip
+def test_a_stream_of_nonsense_is_given_up(said):
+    async def talk():
+        yield said
+        await asyncio.sleep(60)
+
+    async def test(fleet, following):
+        await until(lambda: ("a", "/internal/events") in servers.asked)
+        await until(lambda: not following.has_stream(fleet.decode[0]))
+        await asyncio.sleep(0.1)
+        assert not following.has_stream(fleet.decode[0])
+
+    servers = Servers(a=talk())
+    run(servers, test)
+
+
+def test_more_states_than_a_worker_can_have_are_not_taken_in(monkeypatch):
+    monkeypatch.setattr(following_module, "MOST_STATES", 3)
+    a = Journal(B)
+    for length in range(1, 6):
+        a.stored("device", state_of(PROMPT[:length]))
+
+    async def test(fleet, following):
+        await until(lambda: servers.streams.get("a", 0) > 1)
+        assert following.states_of(fleet.decode[0]) <= 5
+
+    servers = Servers(a=a)
+    run(servers, test)
+
+
+def test_a_silent_stream_counts_as_broken(monkeypatch):
+    monkeypatch.setattr(following_module, "_SILENCE", 0.2)
+
+    async def talk():
+        yield HEAD
+        await asyncio.sleep(60)
+
+    async def test(fleet, following):
+        await until(lambda: following.has_stream(fleet.decode[0]))
+        await until(lambda: not following.has_stream(fleet.decode[0]))
+
+    run(Servers(a=talk()), test)
+
+
+# -- choosing --
+
+
+def placement(*names, prefill=(), **settings):
+    fleet = fleet_of(Servers(), decode=names, prefill=prefill)
+    return Placement(fleet, RouterSettings.create(decode=("http://a",), **settings), None)
+
+
+def found(place, **positions) -> Found:
+    workers = {worker.url[-1]: worker for worker in (*place.fleet.decode, *place.fleet.prefill)}
+    return Found({
+        workers[name]: Resumable(at, position, frozenset([tier]))
+        for at, (name, (position, tier)) in enumerate(positions.items())
+    })  # fmt: skip
+
+
+def test_the_deepest_state_decides_then_the_load_then_the_tier():
+    place = placement("a", "b", "c")
+    _, b, c = place.fleet.decode
+
+    def chosen(**positions):
+        return place.choose(place.fleet.decode, b"key", found(place, **positions)).url[-1]
+
+    assert chosen(a=(8, "device"), b=(11, "disk")) == "b"
+    assert chosen(a=(8, "host"), b=(8, "device"), c=(4, "device")) == "b"
+    b.load = 2
+    assert chosen(a=(8, "host"), b=(8, "device"), c=(4, "device")) == "a"
+    b.load = place.settings.slack + 1
+    assert chosen(b=(11, "device"), c=(4, "device")) == "c", "too busy for any depth"
+    c.up = False
+    by_text = choose(place.fleet.decode, b"key", slack=place.settings.slack)
+    assert chosen(b=(11, "device"), c=(4, "device")) == by_text.url[-1] == "a"
+    assert place.stats.by_state == 4
+    assert place.stats.by_text == 1
+    assert place.stats.resumable == {
+        ("decode", "disk"): 11, ("decode", "device"): 8 + 4, ("decode", "host"): 8,
+    }  # fmt: skip
+
+
+def test_what_is_saved_is_counted_against_the_choice_by_text():
+    place = placement("a", "b")
+    key = next(key for key in (str(n).encode() for n in range(99))
+               if choose(place.fleet.decode, key, slack=4).url == "http://a")  # fmt: skip
+    place.choose(place.fleet.decode, key, found(place, a=(3, "device"), b=(8, "host")))
+    assert place.stats.saved == 5
+    place.choose(place.fleet.decode, key, found(place, b=(8, "host")))
+    assert place.stats.saved == 13
+    place.choose(place.fleet.decode, key, found(place, a=(8, "host")))
+    assert place.stats.saved == 13
+    relay = SimpleNamespace(placement=place, stats=SimpleNamespace(), fleet=place.fleet)
+    lines = {sample.name: sample.value for each in RelayCollector(relay)._placed() for sample in each.samples}
+    assert lines["mamba_jax_router_saved_tokens_total"] == 13
+
+
+def ask(relay, body):
+    async def answer():
+        got = await relay.answer(Asked("completions", json.dumps(body).encode(), body, {}))
+        return json.loads(b"".join([piece async for piece in got.body]))["from"]
+
+    return answer()
+
+
+def test_requests_go_where_their_prompts_can_be_gone_on_from():
+    """Prompts of tokens and of text, and text affinity where nothing is known of them."""
+    texts = [f"{n} is how this prompt begins" for n in range(6)]
+    journals = {name: Journal(B) for name in "abc"}
+    for at, text in enumerate(texts):
+        journals["abc"[at % 3]].stored("device", state_of([ord(each) for each in text[:20]]))
+    servers = Servers(**journals)
+
+    async def test(fleet, following):
+        relay = Relay(fleet, RouterSettings.create(decode=("http://a",), slack=9), following)
+        await until(lambda: sum(map(following.states_of, fleet.decode)) == 6)
+        for at, text in enumerate(texts):
+            tokens = [ord(each) for each in text]
+            for body in ({"prompt": text}, {"prompt": tokens}, {"prompt": tokens[:21]}):
+                assert await ask(relay, body) == "abc"[at % 3]
+        assert relay.placement.stats.saved > 0
+        assert relay.placement.stats.resumable == {("decode", "device"): 3 * 6 * 20}
+        for body in ({"prompt": "something else"}, {"prompt": texts[0][:9]}, {"prompt": [1, 2, 3]}):
+            key = (body["prompt"] if isinstance(body["prompt"], str) else json.dumps(body["prompt"])).encode()
+            assert await ask(relay, body) == choose(fleet.decode, key, slack=9).url[-1]
+        assert relay.placement.stats.by_text == 3
+
+    run(servers, test)
+
+
+@pytest.mark.parametrize("trouble", ["refused", "late", "endless", "nonsense"])
+def test_where_nobody_says_what_the_tokens_are_the_text_decides(trouble, monkeypatch):
+    monkeypatch.setattr("serving.split.router.placement._PATIENCE", 0.3)
+    monkeypatch.setattr("serving.split.router.placement._LONGEST", 1000)
+    servers = Servers(a=Journal(B), b=Journal(B))
+    servers.journals["a"].stored("device", state_of([ord(each) for each in "some text"]))
+
+    async def tokens():
+        if trouble == "late":
+            await asyncio.sleep(60)
+        content = {"refused": b"{}", "endless": b"1" * 2000, "nonsense": b'{"tokens": "?"}'}[trouble]
+        return httpx.Response(400 if trouble == "refused" else 200, content=content)
+
+    servers.tokens = tokens
+
+    async def test(fleet, following):
+        relay = Relay(fleet, RouterSettings.create(decode=("http://a",)), following)
+        await until(lambda: following.knows_any)
+        async with asyncio.timeout(5):
+            chosen = await ask(relay, {"prompt": "some text"})
+        assert chosen == choose(fleet.decode, b"some text", slack=4).url[-1]
+        assert relay.placement.stats.untold == 1
+
+    run(servers, test, decode=("a", "b"))
+
+
+def test_nobody_is_asked_where_there_is_no_choice():
+    servers = Servers(a=Journal(B))
+    servers.journals["a"].stored("device", state_of(PROMPT))
+
+    async def test(fleet, following):
+        relay = Relay(fleet, RouterSettings.create(decode=("http://a",)), following)
+        await until(lambda: following.knows_any)
+        await ask(relay, {"prompt": "some text"})
+        assert ("a", "/internal/tokens") not in servers.asked
+
+    run(servers, test, decode=("a",))

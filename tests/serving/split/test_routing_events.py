@@ -1,0 +1,246 @@
+"""Servers that publish routing events, and a router that follows them, over HTTP; their engines compute nothing."""
+
+import json
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+from checkpoints.load import load_model, load_tokenizer
+from serving.api.http.server import Server
+from serving.config import EngineConfig
+from serving.core.cache.prefix_tree import Scope
+from serving.core.tiers.content import Chain, state_name
+from serving.core.tiers.journal import Journal
+from serving.engine.build import assemble
+from serving.split.http import events
+from serving.split.http.events import events_router
+from serving.split.router.app import create_router
+from serving.split.router.workers import choose
+from serving.split.seal import Seal
+from serving.split.settings import RouterSettings
+from tests.support.live_server import ENGINE, LiveServer
+from tests.support.no_programs import NoPrograms
+
+SECRET = "a secret of the fleet"
+SEAL = Seal(SECRET)
+B = ENGINE["state_block_size"]
+TEXT = "The first words of a conversation that somebody will go on with later. "
+PLAIN = {"speculative_method": None, "num_speculative_tokens": 0, "enable_structured_outputs": False}
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return load_model("demo", dtype="float32", progress=False), load_tokenizer("demo")
+
+
+@pytest.fixture
+def start(demo):
+    """Starts servers that publish events, and closes them."""
+    model, tokenizer = demo
+    running = []
+
+    def make(**flags) -> LiveServer:
+        config = EngineConfig.create(**(ENGINE | PLAIN | flags))
+        engine = assemble(config, model, tokenizer=tokenizer, programs=NoPrograms()).engine
+        journal = Journal(config.state_block_size)
+        engine.loop.scheduler.tell(journal)
+        server = LiveServer(engine, routers=[events_router(journal, model="demo", seal=SEAL)], prepare=False)
+        running.append(server)
+        server.wait_until_ready(60)
+        return server
+
+    yield make
+    for server in running:
+        if server.thread.is_alive():
+            server.close()
+
+
+class Front:
+    """A router in a thread."""
+
+    def __init__(self, servers, **settings) -> None:
+        chosen = RouterSettings.create(
+            decode=tuple(server.url for server in servers), split_secret=SECRET, check_interval=0.1, **settings
+        )
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        app = create_router(chosen)
+        self.relay = app.state.relay
+        self.server = Server(app, chosen, drain_timeout=1, leave=self.relay.leave)
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listening]}, daemon=True)
+        self.thread.start()
+
+    def post(self, path, **body) -> dict:
+        answer = httpx.post(self.url + path, json={"model": "demo", "max_tokens": 4} | body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def status(self) -> dict:
+        return httpx.get(f"{self.url}/status", timeout=60).json()
+
+    def wait_until(self, condition, seconds=20.0) -> None:
+        end = time.monotonic() + seconds
+        while not condition(self.status()["states"]):
+            assert time.monotonic() < end, self.status()
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(30)
+
+
+@pytest.fixture
+def front():
+    running = []
+
+    def make(*servers, **settings):
+        running.append(Front(servers, **settings))
+        return running[-1]
+
+    yield make
+    for each in running:
+        each.close()
+
+
+def messages(lines):
+    """(event, data) of each message, as they come."""
+    kind = ""
+    for line in lines:
+        name, _, value = line.partition(": ")
+        if name == "event":
+            kind = value
+        elif name == "data":
+            yield kind, json.loads(value)
+
+
+def stream(server):
+    headers = SEAL.headers("/internal/events", b"")
+    return httpx.stream("GET", f"{server.url}/internal/events", headers=headers, timeout=30)
+
+
+def name_of(tokens, salt=None) -> str:
+    links = Chain(Scope(salt), B).reach(tokens)
+    return state_name(links[-1], tokens[len(tokens) // B * B :]).hex()
+
+
+def test_strangers_are_told_nothing(start):
+    server = start()
+    assert httpx.get(f"{server.url}/internal/events").status_code == 401
+    answer = httpx.post(f"{server.url}/internal/tokens", json={"kind": "completions", "body": {"prompt": "a"}})
+    assert answer.status_code == 401
+
+
+def test_a_stream_tells_what_can_be_gone_on_from(start):
+    server = start()
+    prompt = list(range(1, 50))
+    server.complete(prompt)
+    with stream(server) as answer:
+        said = messages(answer.iter_lines())
+        kind, head = next(said)
+        assert (kind, head["block"], head["weights"], head["model"]) == ("snapshot", B, 0, "demo")
+        kind, held = next(said)
+        assert (kind, held["tier"]) == ("held", "device")
+        assert len(held["states"]) == head["states"]
+        (state,) = [each for each in held["states"] if each[0] == name_of(prompt)]
+        assert state[2:] == [49 % B, 49]
+        server.complete(prompt[:40], cache_salt="mine")
+        names: set[str] = set()
+        while name_of(prompt[:40], "mine") not in names:
+            kind, told = next(said)
+            assert (kind, told["tier"]) == ("stored", "device")
+            names |= {each[0] for each in told["states"]}
+        assert name_of(prompt[:40]) not in names
+        for first in range(50, 130):  # until something has to go
+            server.complete([first, *prompt])
+        while kind != "evicted":
+            kind, told = next(said)
+        assert all(len(name) == 40 for name in told["states"])
+
+
+def test_a_server_ends_although_somebody_listens(start):
+    server = start()
+    with stream(server) as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == "event: snapshot"
+        begin = time.monotonic()
+        server.close()
+        assert time.monotonic() - begin < 10
+
+
+def test_readers_are_counted(start, monkeypatch):
+    monkeypatch.setattr(events, "MOST_READERS", 1)
+    server = start()
+    with stream(server) as answer:
+        next(answer.iter_lines())
+        with stream(server) as second:
+            assert second.status_code == 503
+    end = time.monotonic() + 20
+    while True:  # the one that left is not counted any more
+        with stream(server) as again:
+            if again.status_code == 200:
+                break
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_conversations_go_where_they_can_be_gone_on_with(start, front):
+    """Wherever a prompt was computed, by whatever API it comes back: it goes there, and is not computed again."""
+    one, other = start(), start()
+    over = front(one, other)
+    texts = [f"{n}: {TEXT}" for n in range(4)]
+    for text, server in zip(texts, (one, other, one, other), strict=True):
+        server.complete(text)
+    chat = [{"role": "user", "content": TEXT}]
+    one.http.post("/v1/chat/completions", json={"model": "demo", "messages": chat, "max_tokens": 2})
+    over.wait_until(lambda states: len(states) == 2 and all(states.values()))
+    for text in texts:
+        answer = over.post("/v1/completions", prompt=text + "More of it.")
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(texts[0]) // 4
+    placement = over.status()["placement"]
+    assert (placement["by_state"], placement["by_text"]) == (4, 0)
+    workers = {worker["url"]: worker["requests"] for worker in over.status()["decode"]}
+    assert workers == {one.url: 2, other.url: 2}
+    answer = over.post("/v1/chat/completions", messages=chat)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    over.post("/v1/messages", messages=chat)
+    over.post("/v1/responses", input=TEXT)
+    status = over.status()
+    assert status["placement"]["by_state"] == 7
+    assert {worker["url"]: worker["requests"] for worker in status["decode"]}[one.url] == 5
+    assert status["placement"]["resumable_tokens"]["decode device"] > 100
+    metrics = httpx.get(f"{over.url}/metrics").text
+    assert 'mamba_jax_router_placed_total{by="state"} 7.0' in metrics
+    assert 'mamba_jax_router_resumable_tokens_total{role="decode",tier="device"}' in metrics
+    saved = sum(choose(over.relay.fleet.decode, text.encode()[:2048], slack=4).url == other.url for text in texts[::2])
+    assert (status["placement"]["saved_tokens"] > 0) or not saved
+    other.close()
+    over.wait_until(lambda states: list(states) == [one.url])
+    for text in texts:
+        over.post("/v1/completions", prompt=text)
+    assert over.status()["placement"]["by_text"] > 0
+
+
+def test_salts_are_kept_apart(start, front):
+    one, other = start(), start()
+    over = front(one, other)
+    for salt, server in (("a", one), ("b", other), ("c", one)):
+        server.complete(TEXT, cache_salt=salt)
+    over.wait_until(lambda states: len(states) == 2 and all(states.values()))
+    for salt in "abc":
+        answer = over.post("/v1/completions", prompt=TEXT, cache_salt=salt)
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    over.post("/v1/completions", prompt=TEXT)
+    placement = over.status()["placement"]
+    assert (placement["by_state"], placement["by_text"]) == (3, 1)
+
+
+def test_by_affinity_nobody_is_followed(start, front):
+    one, other = start(), start()
+    over = front(one, other, routing="affinity")
+    one.complete(TEXT)
+    over.post("/v1/completions", prompt=TEXT)
+    assert over.status()["states"] == {}
+    assert over.status()["placement"]["by_text"] == 1
