@@ -17,8 +17,9 @@ from serving.engine.sizing import GIB, available_ram, show_bytes
 from serving.points.arrangement import Arrangement
 from serving.points.digest import model_digest
 from serving.points.point import PointPrograms
-from serving.tiers.folder import Folder, make_room
+from serving.tiers.folder import Folder
 from serving.tiers.layout import Layout
+from serving.tiers.listing import make_room
 from serving.tiers.mover import Mover
 
 log = logging.getLogger(__name__)

@@ -13,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import socket
-import time
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -31,9 +29,7 @@ from serving.core.tiers.tier import Unit
 
 Arrays = dict[str, np.ndarray]
 
-_ENDING, _UNFINISHED = ".safetensors", ".unfinished"
-_ABANDONED = 3600.0
-"""Seconds after which another machine's unfinished file is nobody's."""
+ENDING, UNFINISHED = ".safetensors", ".unfinished"
 _MOST_HEADER = 1 << 24
 
 
@@ -58,7 +54,7 @@ class Folder:
 
     def try_out(self) -> None:
         """Raise OSError if nothing can be written here."""
-        file = self.path / f"{socket.gethostname()}-{os.getpid()}-0{_UNFINISHED}"
+        file = self.path / f"{socket.gethostname()}-{os.getpid()}-0{UNFINISHED}"
         self._put(file, b"")
         file.unlink()
 
@@ -78,8 +74,10 @@ class Folder:
         note["checksum"] = str(_checksum(note, raw))
         data = save(raw, note)
         self._count += 1
-        unfinished = self.path / f"{socket.gethostname()}-{os.getpid()}-{self._count}{_UNFINISHED}"
+        unfinished = self.path / f"{socket.gethostname()}-{os.getpid()}-{self._count}{UNFINISHED}"
         try:
+            # Another server that looks for room may have taken the folder for one that nobody uses.
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._put(unfinished, data)
             unfinished.replace(self._file(name))
         except OSError:
@@ -126,65 +124,12 @@ class Folder:
             with contextlib.suppress(OSError):
                 self._file(name).unlink()
 
-    def scan(self, block: int, *, with_blocks: bool) -> list[Unit]:
-        """The units that are there whole, as far as sizes tell: the one not used for longest first.
-
-        `block`: B. `with_blocks`: a unit needs its blocks' files.
-
-        Files that are damaged, or that nobody finished, are removed.
-        """
-        units: list[tuple[float, Unit]] = []
-        blocks: set[Name] = set()
-        for path in sorted(self.path.iterdir()):
-            try:
-                if path.name.endswith(_UNFINISHED):
-                    if _is_abandoned(path):
-                        path.unlink()
-                elif path.name.endswith(_ENDING):
-                    name = bytes.fromhex(path.name.removesuffix(_ENDING))
-                    unit = _unit_of(path, name, block)
-                    if unit is None:
-                        blocks.add(name)
-                    else:
-                        units.append((path.stat().st_mtime, unit))
-            except ValueError:
-                with contextlib.suppress(OSError):
-                    path.unlink()
-            except OSError:
-                continue
-        whole = [each for each in units if not with_blocks or blocks.issuperset(each[1].blocks)]
-        return [unit for _, unit in sorted(whole, key=lambda each: each[0])]
-
-    def keep_only(self, names: Iterable[Name]) -> None:
-        """Remove all finished files but these."""
-        kept = {name.hex() + _ENDING for name in names}
-        for path in list(self.path.glob("*" + _ENDING)):
-            if path.name not in kept:
-                with contextlib.suppress(OSError):
-                    path.unlink()
-
     def has(self, name: Name) -> bool:
         """Whether there is a file of this name."""
         return self._file(name).is_file()
 
     def _file(self, name: Name) -> Path:
-        return self.path / (name.hex() + _ENDING)
-
-
-def make_room(root: Path, own: Path, most: int) -> None:
-    """Remove other models' folders under `root`, the longest unused first, until all together hold `most` bytes."""
-    found = []
-    for path in root.iterdir():
-        with contextlib.suppress(OSError):
-            sizes = [file.stat() for file in path.iterdir()] if path.is_dir() else []
-            found.append((max((each.st_mtime for each in sizes), default=0.0), sum(s.st_size for s in sizes), path))
-    total = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found, key=lambda each: each[0]):
-        if total <= most:
-            return
-        if path != own and path.is_dir() and len(path.name) == len(own.name):
-            shutil.rmtree(path, ignore_errors=True)
-            total -= size
+        return self.path / (name.hex() + ENDING)
 
 
 def _raw(array: np.ndarray) -> np.ndarray:
@@ -201,14 +146,7 @@ def _checksum(note: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> int:
     return found
 
 
-def _note(data: bytes) -> dict[str, str]:
-    length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 + length or length > _MOST_HEADER:
-        raise ValueError("cut short")
-    return dict(json.loads(data[8 : 8 + length])["__metadata__"])
-
-
-def _unit_of(path: Path, name: Name, block: int) -> Unit | None:
+def unit_of(path: Path, name: Name, block: int) -> Unit | None:
     """What a file's header says; None for a block. Raises ValueError where that cannot be, or the file is cut short."""
     with path.open("rb") as file:
         head = file.read(8)
@@ -233,13 +171,8 @@ def _unit_of(path: Path, name: Name, block: int) -> Unit | None:
         raise ValueError(f"no header of a part: {error}") from None
 
 
-def _is_abandoned(path: Path) -> bool:
-    host, process, _ = path.name.removesuffix(_UNFINISHED).rsplit("-", 2)
-    if host == socket.gethostname() and process.isdigit() and int(process) != os.getpid():
-        try:
-            os.kill(int(process), 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            pass
-    return time.time() - path.stat().st_mtime > _ABANDONED
+def _note(data: bytes) -> dict[str, str]:
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 + length or length > _MOST_HEADER:
+        raise ValueError("cut short")
+    return dict(json.loads(data[8 : 8 + length])["__metadata__"])

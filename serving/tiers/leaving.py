@@ -24,11 +24,14 @@ from serving.core.tiers.tiers import Departure, Held, Tiers
 from serving.points.point import PointPrograms
 from serving.tiers.folder import Arrays, Folder
 from serving.tiers.layout import Layout
+from serving.tiers.listing import Changes, Listing
 
 log = logging.getLogger(__name__)
 
 _PAUSE = 30.0
 """Seconds for which nothing is written to a disk that has refused a file."""
+_LOOK = 1.0
+"""Seconds between two looks at a disk that others may write to, at least."""
 KV = "kv"
 
 Part = Future[Arrays]
@@ -66,19 +69,39 @@ class Leaving:
         self._pause_until = 0.0
         self._closing = threading.Event()
         self._jobs: set[Future[Any]] = set()
+        self._looked, self._changes = threading.Lock(), Changes()
+        """What the thread that looks at the folder has seen, and nobody has taken in."""
+        self._listing: Listing | None = None
         if folder is not None:
-            self._take_stock(folder)
+            self._listing = Listing(folder.path, layout.block, with_blocks=layout.kv is not None)
+            self._changes.add(self._listing.look())
+            self._take_in_others()
+            self.remove_gone()
+            if tiers.disk is not None and tiers.disk.units:
+                log.info("disk cache: %d checkpoints found in %s", len(tiers.disk), folder.path)
+            self._looking = threading.Thread(target=self._look, args=(self._listing,), name="tier-look", daemon=True)
+            self._looking.start()
 
-    def _take_stock(self, folder: Folder) -> None:
-        """What an earlier process has left on the disk."""
-        disk = self.tiers.disk
-        assert disk is not None
-        for unit in folder.scan(self.layout.block, with_blocks=self.layout.kv is not None):
-            disk.add(unit)
-        disk.stats.stored = disk.stats.evicted = 0
-        folder.keep_only(name for unit in disk.units.values() for name in (unit.name, *unit.blocks))
-        if disk.units:
-            log.info("disk cache: %d checkpoints found in %s", len(disk), folder.path)
+    def _take_in_others(self) -> None:
+        """What is on the disk and was not the last time: of an earlier process, or of others that share the folder."""
+        with self._looked:
+            changes, self._changes = self._changes, Changes()
+        if changes:
+            self.tiers.others_changed(changes.gone, changes.new.values(), changes.used)
+
+    def _look(self, listing: Listing) -> None:
+        """Until all ends. Between two looks there are twenty times as many seconds as one takes."""
+        pause = _LOOK
+        while not self._closing.wait(pause):
+            begin = time.monotonic()
+            try:
+                found = listing.look()
+            except OSError as error:
+                log.debug("the disk cache cannot be read: %s", error)
+                continue
+            with self._looked:
+                self._changes.add(found)
+            pause = max(_LOOK, 20 * (time.monotonic() - begin))
 
     def copy_out(self, store: Store | None) -> None:
         """After a plan and before anything else is dispatched: copy what it has evicted."""
@@ -90,7 +113,9 @@ class Leaving:
                 self._depart(store, departure)
 
     def take_in(self) -> None:
-        """Note what threads have done."""
+        """Note what threads have done, and what other processes have."""
+        if self._changes:
+            self._take_in_others()
         while True:
             try:
                 event = self._events.get_nowait()
@@ -115,6 +140,9 @@ class Leaving:
         self._closing.set()
         for executor in (self._copying, self._writing):
             executor.shutdown(wait=True, cancel_futures=True)
+        if self._listing is not None:
+            self._looking.join()
+            self._listing.close()
 
     @property
     def closed(self) -> bool:

@@ -17,7 +17,8 @@ from serving.core import CheckpointKind
 from serving.core.cache.prefix_tree import Scope
 from serving.core.tiers.content import Chain, state_name
 from serving.core.tiers.tier import Sizes, Tier, Unit
-from serving.tiers.folder import Damaged, Folder, make_room
+from serving.tiers.folder import Damaged, Folder
+from serving.tiers.listing import Changes, Listing, make_room
 
 B, PAGE = 4, 2
 SIZES = Sizes(state=48, page=16, page_size=PAGE, block=B, overhead=4096)
@@ -51,9 +52,25 @@ class Disk:
 
     def __init__(self, path: Path) -> None:
         self.folder, self.tier = Folder(path), Tier("disk", CAP, SIZES)
-        for found in self.folder.scan(B, with_blocks=True):
-            self.tier.add(found)
-        self.folder.keep_only(name for each in self.tier.units.values() for name in (each.name, *each.blocks))
+        self.listing = Listing(path, B, with_blocks=True)
+        self.look()
+
+    def look(self) -> None:
+        """Take in what is there, or has changed since the last time."""
+        changes = self.listing.look()
+        for name in changes.gone:
+            self.folder.remove(self.tier.leave(name))
+        for name in changes.used:
+            self.tier.touch(name)
+        for found in changes.new.values():
+            change = self.tier.add(found, counts=False)
+            if change is not None:
+                self.folder.remove(change.gone)
+
+    def restart(self) -> "Disk":
+        """The next process's; this one has ended."""
+        self.listing.close()
+        return Disk(self.folder.path)
 
     def store(self, new: Unit) -> None:
         change = self.tier.add(new)
@@ -103,7 +120,7 @@ def test_a_part_comes_back_as_it_was(tmp_path):
     tokens = list(range(11))
     disk.store(unit(tokens))
     assert disk.fetch([*tokens, 99]) == "hit"
-    again = Disk(tmp_path)
+    again = disk.restart()
     assert list(again.tier.units.values()) == [unit(tokens)]
     assert again.fetch(tokens) == "hit"
 
@@ -114,7 +131,7 @@ def test_what_was_used_last_stays_longest_over_a_restart(tmp_path):
         disk.store(unit([first] * 5))
         os.utime(disk.folder._file(unit([first] * 5).name), (first, first))
     disk.folder.used(unit([0] * 5).name)
-    assert [each.name for each in Disk(tmp_path).tier.units.values()] == [unit([n] * 5).name for n in (1, 2, 0)]
+    assert [each.name for each in disk.restart().tier.units.values()] == [unit([n] * 5).name for n in (1, 2, 0)]
 
 
 def test_a_smaller_cap_is_kept_at_the_next_start(tmp_path, monkeypatch):
@@ -122,10 +139,10 @@ def test_a_smaller_cap_is_kept_at_the_next_start(tmp_path, monkeypatch):
     for first in range(6):
         disk.store(unit([first] * 5))
     monkeypatch.setattr(sys.modules[__name__], "CAP", 20_000)
-    again = Disk(tmp_path)
+    again = disk.restart()
     assert 0 < len(again.tier) < 6
     again.check()
-    assert len(list(tmp_path.iterdir())) == 2 * len(again.tier)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2 * len(again.tier)
 
 
 def test_a_file_under_another_name_is_not_used(tmp_path):
@@ -133,17 +150,22 @@ def test_a_file_under_another_name_is_not_used(tmp_path):
     one, other = unit([1] * 3), unit([2] * 3)
     disk.store(one)
     disk.folder._file(one.name).rename(disk.folder._file(other.name))
-    assert Disk(tmp_path).fetch([2] * 3) == "miss"
-    assert not list(tmp_path.iterdir())
+    assert disk.restart().fetch([2] * 3) == "miss"
+    assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_other_models_folders_make_room(tmp_path):
-    for number, name in enumerate(["a" * 32, "b" * 32, "c" * 32, "notes"]):
+def test_other_models_folders_make_room_unless_they_are_used(tmp_path):
+    for number, name in enumerate(["a" * 32, "b" * 32, "c" * 32, "d" * 32, "notes"]):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_bytes(bytes(1000))
         os.utime(tmp_path / name / "file", (number, number))
+    other = Listing(tmp_path / ("b" * 32), B, with_blocks=True)
+    os.utime(tmp_path / ("b" * 32) / "in-use", (0, 0))
+    make_room(tmp_path, tmp_path / ("a" * 32), 4500)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a" * 32, "b" * 32, "d" * 32, "notes"]
+    other.close()
     make_room(tmp_path, tmp_path / ("a" * 32), 3500)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a" * 32, "c" * 32, "notes"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a" * 32, "d" * 32, "notes"]
 
 
 @pytest.mark.parametrize("shard", range(2))
@@ -198,12 +220,15 @@ def test_a_thousand_random_faults(shard, tmp_path, monkeypatch):
                     disk.store(unit([rng.randrange(9) for _ in range(7)]))
                 except Killed:
                     met["killed"] += 1
-                    disk = Disk(tmp_path)
+                    disk = disk.restart()
         monkeypatch.setattr(Folder, "_put", put)
         for _ in range(3):
             met[disk.fetch(rng.choice(sequences)[: rng.randrange(1, 20)])] += 1
-        if rng.random() < 0.1:
-            disk = Disk(tmp_path)
+        match rng.randrange(10):
+            case 0:
+                disk = disk.restart()
+            case 1:
+                disk.look()
         disk.check()
     assert all(count > 10 for count in met.values()), met
 
@@ -236,8 +261,139 @@ def test_kill_9_in_the_middle_of_writing(tmp_path):
         writer.wait()
         writer.stdout.close()
         disk = Disk(tmp_path)
+        disk.listing.close()
         disk.check()
         assert not list(tmp_path.glob("*.unfinished"))
         assert len(disk.tier) > 0
         for number in range(50):
             assert disk.fetch([number] * 13) in ("hit", "miss")
+
+
+# -- several processes --
+
+
+def test_what_another_process_brings_and_removes_is_seen(tmp_path):
+    one, other = Disk(tmp_path), Disk(tmp_path)
+    assert (one.listing.alone, other.listing.alone) == (True, False)
+    tokens = list(range(11))
+    one.store(unit(tokens))
+    assert other.fetch(tokens) == "miss"
+    other.look()
+    assert other.fetch(tokens) == "hit"
+    assert other.tier.stats.stored == 0, "it was another's"
+    one.folder.remove(one.tier.drop(unit(tokens).name))
+    other.look()
+    assert other.fetch(tokens) == "miss"
+    other.check()
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_a_block_that_another_process_has_removed_takes_its_units_along(tmp_path):
+    one, other = Disk(tmp_path), Disk(tmp_path)
+    one.store(unit([1] * 9))
+    other.look()
+    other.store(unit([1] * 10))
+    one.folder.remove(one.tier.drop(unit([1] * 9).name))  # it has not seen the longer one
+    other.look()
+    assert other.fetch([1] * 10) == "miss"
+    for disk in (one, other):
+        disk.look()
+        disk.look()
+        disk.check()
+        assert not disk.tier.units
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_a_unit_whose_blocks_never_came_is_removed(tmp_path):
+    disk = Disk(tmp_path)
+    lame = unit([1] * 6)
+    disk.folder.write(lame.name, arrays_of(lame.name, lame.tail), lame)
+    disk.look()
+    assert disk.fetch([1] * 6) == "miss"
+    assert disk.folder.has(lame.name), "its blocks may have come while it was looked for them"
+    disk.look()
+    assert not disk.folder.has(lame.name)
+
+
+def test_blocks_of_a_killed_writer_go_when_nobody_else_uses_the_folder(tmp_path):
+    killed, (block,) = Disk(tmp_path), unit([1] * 5).blocks
+    killed.folder.write(block, arrays_of(block, None))
+    time.sleep(0.02)
+    other = Disk(tmp_path)
+    assert other.folder.has(block), "it may still be writing"
+    killed.listing.close()
+    assert not other.restart().folder.has(block)
+
+
+def test_changes_that_nobody_takes_in_do_not_pile_up():
+    changes, number = Changes(), 0
+    for number in range(50):
+        changes.add(Changes(new={unit([number]).name: unit([number])}))
+        changes.add(Changes(gone={unit([number]).name}))
+    assert not changes, "what came and went while nobody looked is nothing"
+    changes.add(Changes(gone={b"known"}))
+    changes.add(Changes(new={b"known": unit([1])}))
+    assert (changes.gone, set(changes.new)) == ({b"known"}, {b"known"}), "it may be another's, of another size"
+
+
+SHARER = """
+import sys, time
+from pathlib import Path
+sys.path[:0] = sys.argv[3:]
+from tests.serving.tiers.test_folder import Disk, unit
+disk, first = Disk(Path(sys.argv[1])), int(sys.argv[2])
+print("ready", flush=True)
+sys.stdin.readline()
+met = {"hit": 0, "miss": 0, "dropped": 0}
+until = time.monotonic() + 2
+number = 0
+while time.monotonic() < until:
+    number += 1
+    disk.store(unit([(number * 7 + first) % 60] * (number % 13 + 1)))
+    if number % 5 == 0:
+        disk.look()
+    met[disk.fetch([(number * 3 + first) % 60] * 13)] += 1
+    disk.tier.check()
+print(met["hit"], met["miss"], met["dropped"], number, flush=True)
+"""
+
+
+def test_two_processes_share_a_folder_and_its_cap(tmp_path):
+    """Both store, fetch and evict at once, among them each other's: what is read is right, and the cap is kept but for
+    what both write between two looks."""
+    root = str(Path(__file__).parents[3])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SHARER, str(tmp_path), str(first), root],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for first in (0, 30)
+    ]  # fmt: skip
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    most = 0
+    while any(process.poll() is None for process in processes):
+        held = 0
+        for path in tmp_path.iterdir():
+            try:
+                held += path.stat().st_size
+            except FileNotFoundError:
+                continue
+        most = max(most, held)
+        time.sleep(0.01)
+    for process in processes:
+        hits, _, dropped, number = map(int, process.stdout.read().split())
+        assert hits > 20, "each finds what is there"
+        assert dropped < number / 4
+        process.stdin.close()
+        process.stdout.close()
+    assert 10_000 < most <= CAP + 2 * 8192, most
+    disk = Disk(tmp_path)
+    disk.look()
+    disk.check()
+    assert disk.listing.alone
+    for number in range(60):
+        assert disk.fetch([number] * 13) in ("hit", "miss")

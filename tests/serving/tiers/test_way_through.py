@@ -1,9 +1,7 @@
 """A whole engine with tiers, but for its programs: these emit one token for ever and leave the store as it is."""
 
-from types import SimpleNamespace
+import time
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from serving.config import ConfigError, EngineConfig
@@ -11,28 +9,13 @@ from serving.core.tiers.prices import Prices
 from serving.engine.build import assemble
 from serving.engine.sampling_params import SamplingParams
 from tests.support.engines import finish
+from tests.support.no_programs import NoPrograms
 from tests.support.split_pair import FLAGS, model, tokens
 
 SMALL = FLAGS | {"debug_state": False, "max_num_seqs": 2, "num_slots": 8, "num_pages": 26, "max_num_batched_tokens": 40}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 GIB = 1 << 30
 HOST, DISK = {"host_cache_gib": 0.004}, {"disk_cache_gib": 0.1}
-
-
-class NoPrograms:
-    """In the place of step programs."""
-
-    compilations = 0
-
-    def seat(self, rows, seat):
-        return rows
-
-    def decode(self, store, rows, batch):
-        emitted = jnp.asarray(np.where(np.asarray(batch.sample), 5, -1)[:, None].astype(np.int32))
-        finite = jnp.ones(len(emitted), bool)
-        return store, rows, SimpleNamespace(tokens=emitted, finite=finite, num_drafts=None, prompt_logprobs=None)
-
-    prefill = decode
 
 
 class Free(Prices):
@@ -104,6 +87,27 @@ def test_a_restart_finds_what_was_on_the_device_and_in_memory(start):
     assert stats(engine)["disk"]["arrived"] == 3
 
 
+def test_two_servers_share_a_folder(start, monkeypatch):
+    """What one has evicted, the other goes on from, although both were there before; and so the other way."""
+    monkeypatch.setattr("serving.tiers.leaving._LOOK", 0.02)
+    one, other = start(**DISK), start(**HOST, **DISK)
+    fill(one)
+    one.loop.mover.settle()
+    stored = stats(one)["disk"]["units"]
+    until = time.monotonic() + 30
+    while len(other.loop.mover.leaving._changes.new) < stored:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert ask(other, "again", tokens(1, 61)) == 61
+    assert (stats(other)["disk"]["arrived"], stats(other)["disk"]["stored"]) == (1, 0)
+    fill(other, numbers=range(11, 17))
+    other.loop.mover.settle()
+    while not one.loop.mover.leaving._changes.new:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert ask(one, "too", tokens(11, 61)) == 61
+
+
 def test_memory_of_no_size_leaves_everything_to_the_disk(start):
     engine = start(host_cache_gib=1 / GIB, **DISK)
     fill(engine)
@@ -168,7 +172,7 @@ def test_a_full_disk_leaves_everything_else_as_it_was(start, monkeypatch):
     fill(engine)
     engine.loop.mover.settle()
     assert stats(engine)["disk"]["units"] == 0
-    assert not list(engine.loop.mover.folder.path.iterdir())
+    assert not list(engine.loop.mover.folder.path.glob("*.*"))
 
 
 def test_others_run_while_a_request_waits(start):

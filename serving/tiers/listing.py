@@ -1,0 +1,235 @@
+"""Which units a folder holds, and what other processes have changed there since the last look.
+
+Several servers may share a folder: names follow from content, files come whole by a rename, and whoever reads checks.
+So nothing has to be agreed on. Each looks what the others have brought and removed, and counts all of it: then each
+keeps all of them to its cap. Whoever uses a folder holds a shared lock on a file in it, which the system takes back
+from those that die; so one that is alone knows that it is, and that what nobody finished is nobody's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import os
+import shutil
+import socket
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from serving.core.tiers.content import Name
+from serving.core.tiers.tier import Unit
+from serving.tiers.folder import ENDING, UNFINISHED, unit_of
+
+_LOCK = "in-use"
+_ABANDONED = 3600.0
+"""Seconds after which another machine's unfinished file, or a block that no unit needs, is nobody's."""
+_ALL = 60.0
+"""Seconds after which all files are looked at again, if only to see which were used."""
+
+
+@dataclass
+class Changes:
+    """Since the last look. What is in both has gone, and come again."""
+
+    gone: set[Name] = field(default_factory=set)
+    """Units' own parts, and blocks."""
+    new: dict[Name, Unit] = field(default_factory=dict)
+    """Whole, as far as sizes tell; those that were not used for longest first."""
+    used: list[Name] = field(default_factory=list)
+    """Units."""
+
+    def __bool__(self) -> bool:
+        return bool(self.gone or self.new or self.used)
+
+    def add(self, later: Changes) -> None:
+        """What has changed after that, too. Never more than what was known before, and what is there now."""
+        for name in later.gone:
+            if self.new.pop(name, None) is None:
+                self.gone.add(name)
+        self.new |= later.new
+        self.used = [*dict.fromkeys([*self.used, *later.used])]
+
+
+class Listing:
+    """One process's view of a folder. One thread at a time.
+
+    Args:
+        path: the folder. It is there.
+        block: B.
+        with_blocks: a unit needs its blocks' files.
+    """
+
+    def __init__(self, path: Path, block: int, *, with_blocks: bool) -> None:
+        self.path, self._block, self._with_blocks = path, block, with_blocks
+        self._began = time.time()
+        self._seen: dict[Name, int] = {}
+        """Blocks, and units that are whole: when they were last used, in nanoseconds."""
+        self._units: set[Name] = set()
+        self._broken: set[Name] = set()
+        """Own parts without all of their blocks, at the last look."""
+        self._folder_time = 0
+        self._all_at = self._swept_at = -math.inf
+        self.alone = False
+        """Whether nobody else used the folder when this began."""
+        self._lock = _locked(path)
+        with contextlib.suppress(OSError):
+            if self._lock is not None:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.alone = True
+        with contextlib.suppress(OSError):
+            if self._lock is not None:
+                fcntl.flock(self._lock, fcntl.LOCK_SH | (0 if self.alone else fcntl.LOCK_NB))
+
+    def close(self) -> None:
+        """Use the folder no longer."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def look(self) -> Changes:
+        """What has changed. Files that are damaged, or that nobody finished, are removed.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        changed = self.path.stat().st_mtime_ns
+        everything = time.monotonic() - self._all_at > _ALL
+        if changed == self._folder_time and not everything:
+            return Changes()
+        # Within the clock's grain more may change; then it is looked at once more.
+        self._folder_time = changed if time.time_ns() - changed > 2_000_000_000 else 0
+        if everything:
+            self._all_at = time.monotonic()
+        return self._compare(everything)
+
+    def _compare(self, everything: bool) -> Changes:
+        changes, there, found = Changes(), set[Name](), list[tuple[int, Unit]]()
+        used: list[tuple[int, Name]] = []
+        with os.scandir(self.path) as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                try:
+                    if path.name.endswith(UNFINISHED):
+                        self._remove_abandoned(path)
+                    elif path.name.endswith(ENDING):
+                        name = bytes.fromhex(path.name.removesuffix(ENDING))
+                        there.add(name)
+                        if name not in self._seen:
+                            unit, at = unit_of(path, name, self._block), entry.stat().st_mtime_ns
+                            if unit is None:
+                                self._seen[name] = at
+                            else:
+                                found.append((at, unit))
+                        elif everything and name in self._units:
+                            at = entry.stat().st_mtime_ns
+                            if at != self._seen[name]:
+                                self._seen[name] = at
+                                used.append((at, name))
+                except ValueError:
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+                except OSError:
+                    continue  # it has gone meanwhile
+        changes.gone = self._seen.keys() - there
+        for name in changes.gone:
+            del self._seen[name]
+        self._units -= changes.gone
+        changes.used = [name for _, name in sorted(used)]
+        self._take_in(found, changes)
+        if self._with_blocks and time.monotonic() - self._swept_at > _ABANDONED:
+            self._swept_at = time.monotonic()
+            self._remove_blocks_of_nobody(there - self._units - self._broken)
+        return changes
+
+    def _take_in(self, found: list[tuple[int, Unit]], changes: Changes) -> None:
+        broken, self._broken = self._broken, set()
+        for at, unit in sorted(found, key=lambda each: each[0]):
+            if not self._with_blocks or all(name in self._seen or self._has(name) for name in unit.blocks):
+                self._seen[unit.name] = at
+                self._units.add(unit.name)
+                changes.new[unit.name] = unit
+            elif unit.name in broken:
+                # Blocks come before it and go after it: the first time, the look itself may have been too early.
+                with contextlib.suppress(OSError):
+                    self._file(unit.name).unlink()
+            else:
+                self._broken.add(unit.name)
+                self._folder_time = 0
+
+    def _remove_blocks_of_nobody(self, loose: set[Name]) -> None:
+        """Of these blocks, those whose units never came: their writer was killed."""
+        for name in self._units | self._broken if loose else ():
+            with contextlib.suppress(OSError, ValueError):
+                unit = unit_of(self._file(name), name, self._block)
+                loose.difference_update(unit.blocks if unit is not None else ())
+        late = self._began if self.alone else time.time() - _ABANDONED
+        for name in loose:
+            with contextlib.suppress(OSError):
+                if self._file(name).stat().st_mtime < late:
+                    self._file(name).unlink()
+
+    def _remove_abandoned(self, path: Path) -> None:
+        host, process, _ = path.name.removesuffix(UNFINISHED).rsplit("-", 2)
+        own = host == socket.gethostname() and process == str(os.getpid())
+        late = time.time() - path.stat().st_mtime > _ABANDONED
+        if late or (not own and (_is_dead(host, process) or (self.alone and path.stat().st_mtime < self._began))):
+            path.unlink()
+
+    def _has(self, name: Name) -> bool:
+        return self._file(name).is_file()
+
+    def _file(self, name: Name) -> Path:
+        return self.path / (name.hex() + ENDING)
+
+
+def make_room(root: Path, own: Path, most: int) -> None:
+    """Remove other models' folders under `root` that nobody uses, the longest unused first, until all together hold
+    `most` bytes."""
+    found = []
+    for path in root.iterdir():
+        with contextlib.suppress(OSError):
+            sizes = [file.stat() for file in path.iterdir()] if path.is_dir() else []
+            found.append((max((each.st_mtime for each in sizes), default=0.0), sum(s.st_size for s in sizes), path))
+    total = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found, key=lambda each: each[0]):
+        if total <= most:
+            return
+        if path != own and path.is_dir() and len(path.name) == len(own.name) and not _in_use(path):
+            shutil.rmtree(path, ignore_errors=True)
+            total -= size
+
+
+def _locked(path: Path) -> int | None:
+    """A descriptor to lock; None where the folder allows none."""
+    try:
+        return os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+
+
+def _in_use(path: Path) -> bool:
+    try:
+        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+
+
+def _is_dead(host: str, process: str) -> bool:
+    if host != socket.gethostname() or not process.isdigit():
+        return False
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    return False
