@@ -30,6 +30,10 @@ def state_of(tokens, salt=None, weights=0) -> State:
     return State(state_name(links[-1], tokens[len(tokens) - tail :]), links[-1], tail, len(tokens))
 
 
+async def whole(content):
+    yield content
+
+
 class Servers:
     """Workers that publish their journals, and tokenise what they are given: a letter a token."""
 
@@ -53,7 +57,7 @@ class Servers:
             body = json.loads(request.content)["body"]
             return httpx.Response(200, json={"tokens": [ord(each) for each in body["prompt"]], "salt": None})
         if path.startswith("/v1/"):
-            return httpx.Response(200, json={"from": host})
+            return httpx.Response(200, content=whole(json.dumps({"from": host}).encode()))
         return httpx.Response(404)
 
 
