@@ -11,6 +11,8 @@ tier (`serving.core.tiers.tier`); with tiers, its host holds more. Policies:
 * `events`: the least expected time until the answer begins: work that waits there, plus tokens that it would have to
   compute, by what it has told of its states (`serving.core.tiers.directory`).
 * `tiers`: the same, where hosts hold what devices evict.
+* `router`: by the router's own rule (`serving.core.tiers.placing`), which knows tokens and no speeds: as `tiers`, but
+  by affinity where nobody has a state, and what fetching takes is not counted.
 
 A line of JSON each: `hits` (prompt tokens not computed, by those an infinite cache shared by all would find), `balance`
 (the largest replica's work by the mean), and the mean and 99th percentile of time to the first token.
@@ -31,6 +33,7 @@ from serving.core import CheckpointKind
 from serving.core.cache.prefix_tree import Scope
 from serving.core.tiers.content import Chain, Name, state_name
 from serving.core.tiers.directory import Directory
+from serving.core.tiers.placing import price
 from serving.core.tiers.tier import Sizes, Tier, Unit
 
 GRAIN = 16
@@ -48,7 +51,9 @@ LATELY = 60.0
 """Seconds after which work counts for a third of what it did."""
 EVENNESS = 0.8
 """Seconds that a replica must save for having had twice its share of work lately."""
-POLICIES = ("affinity", "events", "tiers")
+POLICIES = ("affinity", "events", "tiers", "router")
+SLACK = 4
+"""`router`: how many requests more than the least busy replica one may have for affinity."""
 SCOPE = Scope(None)
 
 
@@ -84,6 +89,17 @@ class Replica:
         self.host = Tier("host", host * STATE, sizes) if host else None
         self.free_at = self.work = 0.0
         self._recent = self._at = 0.0
+        self._ends: list[float] = []
+
+    def begun(self, end: float) -> None:
+        """A request that it has taken will end then."""
+        heapq.heappush(self._ends, end)
+
+    def load(self, now: float) -> int:
+        """Requests under way."""
+        while self._ends and self._ends[0] <= now:
+            heapq.heappop(self._ends)
+        return len(self._ends)
 
     def recent(self, now: float) -> float:
         """Seconds of work, those of long ago counted less."""
@@ -167,11 +183,32 @@ def sessions(seed: int, prompts: int = 200, zipf: float = 1.1) -> Iterator[Sessi
 
 
 def affine(session: Session, replicas: Sequence[Replica], now: float, slack: float) -> Replica:
-    """By the prompt's beginning, as the router does: by rendezvous among those not much busier than the least busy."""
-    key = repr(session.tokens[: 512 // GRAIN]).encode()
+    """By the prompt's beginning: by rendezvous among those not much busier than the least busy."""
     least = min(max(0.0, replica.free_at - now) for replica in replicas)
-    able = [replica for replica in replicas if max(0.0, replica.free_at - now) <= least + slack]
+    return _rendezvous(session, [each for each in replicas if max(0.0, each.free_at - now) <= least + slack])
+
+
+def _rendezvous(session: Session, able: Sequence[Replica]) -> Replica:
+    key = repr(session.tokens[: 512 // GRAIN]).encode()
     return max(able, key=lambda replica: hashlib.blake2b(key + replica.number.to_bytes(4, "little")).digest())
+
+
+def routed(session: Session, replicas: Sequence[Replica], directory: Directory, now: float) -> Replica:
+    """As `serving.split.router.placement` chooses."""
+    loads = [replica.load(now) for replica in replicas]
+    found = {each.replica: each.position for each in directory.find(session.chain, session.tokens)}
+    if not found:
+        return _rendezvous(session, [each for each in replicas if loads[each.number] <= min(loads) + SLACK])
+    speed = PREFILL * GRAIN
+    share = speed * sum(replica.recent(now) for replica in replicas) / len(replicas)
+
+    def cost(replica: Replica) -> float:
+        return price(
+            (len(session.tokens) - found.get(replica.number, 0)) * GRAIN, requests=loads[replica.number], share=share,
+            pending=speed * max(0.0, replica.free_at - now), recent=speed * replica.recent(now),
+        )  # fmt: skip
+
+    return min(replicas, key=lambda replica: (cost(replica), loads[replica.number]))
 
 
 def cheapest(session: Session, replicas: Sequence[Replica], directory: Directory, now: float) -> Replica:
@@ -199,7 +236,7 @@ def cheapest(session: Session, replicas: Sequence[Replica], directory: Directory
 def simulate(policy: str, count: int, options: argparse.Namespace) -> dict[str, Any]:
     """One line: `options.requests` for each of `count` replicas."""
     directory, infinite = Directory(B), Infinite()
-    host = options.host if policy == "tiers" else 0
+    host = options.host if policy in ("tiers", "router") else 0
     replicas = [Replica(number, options.room, host, directory) for number in range(count)]
     source = sessions(options.seed, options.prompts)
     arriving = random.Random(options.seed + 1)
@@ -213,6 +250,8 @@ def simulate(policy: str, count: int, options: argparse.Namespace) -> dict[str, 
         now, number, session = heapq.heappop(queue)
         if policy == "affinity":
             replica = affine(session, replicas, now, options.slack)
+        elif policy == "router":
+            replica = routed(session, replicas, directory, now)
         else:
             replica = cheapest(session, replicas, directory, now)
         possible += infinite.serve(session)
@@ -222,6 +261,7 @@ def simulate(policy: str, count: int, options: argparse.Namespace) -> dict[str, 
         waits.append(begin - now)
         session.served = len(session.tokens)
         answer = session.rng.randrange(40, 400)
+        replica.begun(begin + DECODE * answer)
         pause = session.answered(answer)
         if session.turns <= 0:
             session, number, begun = next(source), begun, begun + 1

@@ -47,6 +47,7 @@ class RelayCollector:
         stats, following = placement.stats, placement.following
         by = CounterMetricFamily(f"{PREFIX}router_placed", "Choices of a worker, by what decided.", labels=["by"])
         by.add_metric(["state"], stats.by_state)
+        by.add_metric(["load"], stats.by_load)
         by.add_metric(["text"], stats.by_text)
         yield by
         text = "Choices by text because no worker said in time what the prompt's tokens are."

@@ -1,4 +1,4 @@
-"""Which worker a prompt goes to: one that could go on from the deepest state, or by the prompt's text.
+"""Which worker a prompt goes to: the one that has the least to compute, by what workers hold; or by the prompt's text.
 
 A prompt's names are hashes of its tokens, so somebody must tokenise it. A worker is asked to, which is exact whatever
 chat template and settings the fleet has; it gets a second for that, and the text decides where it takes longer.
@@ -18,8 +18,9 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from serving.core.tiers.directory import Resumable
+from serving.core.tiers.placing import price
 from serving.split.router.following import Following
-from serving.split.router.workers import Fleet, Remote, able, choose
+from serving.split.router.workers import Fleet, Remote, choose
 from serving.split.settings import RouterSettings
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,9 @@ class PlacementStats:
     """How workers were chosen, and what that found. Each request counts once for each role."""
 
     by_state: int = 0
-    """By what workers hold."""
+    """To a worker that had some of the prompt."""
+    by_load: int = 0
+    """To one that had nothing of it, since those that had were too busy."""
     by_text: int = 0
     """By the prompt's beginning: nobody had any of it, or told so."""
     untold: int = 0
@@ -67,23 +70,30 @@ class Placement:
         """Who has how much of a request's prompt."""
         following = self.following
         if following is None or not following.knows_any or not self._has_choice:
-            return Found()
+            return Found(tokens=_guess(body))
         given = body.get("prompt")
         if kind == "completions" and isinstance(given, list) and all(isinstance(each, int) for each in given):
             prompt = Tokens(tokens=given, salt=body.get("cache_salt"))
         else:
             asked = await self._ask(kind, content, headers)
             if asked is None:
-                return Found(untold=True)
+                return Found(untold=True, tokens=_guess(body))
             prompt = asked
-        return Found(following.find(prompt.tokens, prompt.salt))
+        return Found(following.find(prompt.tokens, prompt.salt), len(prompt.tokens))
 
-    def choose(self, workers: Sequence[Remote], key: bytes, found: Found, *, without: Sequence[Remote] = (),
-               counts: bool = True) -> Remote | None:  # fmt: skip
-        """The worker for a prompt.
+    def choose(
+        self,
+        workers: Sequence[Remote],
+        key: bytes,
+        found: Found,
+        *,
+        without: Sequence[Remote] = (),
+        counts: bool = True,
+    ) -> Remote | None:
+        """The worker for a prompt: the one that has the least to compute before it can answer (`placing.price`).
 
-        The deepest state decides, then the load, then the tier, then the text; but none has `slack` requests more than
-        the least busy one. Where nobody has a state, the text decides alone.
+        Of those that are equal the one with the fewest requests, then with the state in the fastest tier. Where nobody
+        has a state, the text decides.
 
         Args:
             workers: of one role.
@@ -93,18 +103,23 @@ class Placement:
             counts: in the statistics.
         """
         by_text = choose(workers, key, slack=self.settings.slack, without=without)
-        holding = [
-            worker for worker in able(workers, slack=self.settings.slack, without=without) if worker in found.states
-        ]
-        if by_text is None or not holding:
+        up = [worker for worker in workers if worker.up and worker not in without]
+        if by_text is None or not any(worker in found.states for worker in up):
             if counts and by_text is not None:
                 self.stats.by_text += 1
                 self.stats.untold += found.untold
             return by_text
-        best = max(holding, key=lambda worker: (found.states[worker].position, -worker.load,
-                                                -_rank(found.states[worker]), worker is by_text))  # fmt: skip
+        now = time.monotonic()
+        share = sum(worker.work.recent(now) for worker in up) / len(up)
+
+        def cost(worker: Remote) -> tuple[float, int, int, bool]:
+            tokens, work = found.to_compute(worker), worker.work
+            whole = price(tokens, pending=work.pending, requests=worker.load, recent=work.recent(now), share=share)
+            return whole, worker.load, _rank(found.states.get(worker)), worker is not by_text
+
+        best = min(up, key=cost)
         if counts:
-            self._count(best, found.states[best], found.states.get(by_text))
+            self._count(best, found.states.get(best), found.states.get(by_text))
         return best
 
     def status(self) -> dict[str, Any]:
@@ -112,6 +127,7 @@ class Placement:
         stats = self.stats
         return {
             "by_state": stats.by_state,
+            "by_load": stats.by_load,
             "by_text": stats.by_text,
             "untold": stats.untold,
             "resumable_tokens": {f"{role} {tier}": count for (role, tier), count in stats.resumable.items()},
@@ -122,7 +138,10 @@ class Placement:
     def _has_choice(self) -> bool:
         return any(sum(worker.up for worker in workers) > 1 for workers in (self.fleet.prefill, self.fleet.decode))
 
-    def _count(self, worker: Remote, state: Resumable, other: Resumable | None) -> None:
+    def _count(self, worker: Remote, state: Resumable | None, other: Resumable | None) -> None:
+        if state is None:
+            self.stats.by_load += 1
+            return
         stats, tier = self.stats, _TIERS[min(_rank(state), len(_TIERS) - 1)]
         stats.by_state += 1
         stats.resumable[worker.role, tier] = stats.resumable.get((worker.role, tier), 0) + state.position
@@ -159,9 +178,27 @@ class Found:
     """Who has how much of one prompt."""
 
     states: Mapping[Remote, Resumable] = field(default_factory=dict)
+    tokens: int = 0
+    """Of the prompt; a guess where nobody said what they are."""
     untold: bool = False
     """Nobody said what its tokens are."""
 
+    def to_compute(self, worker: Remote) -> int:
+        """Tokens that a worker would have to."""
+        state = self.states.get(worker)
+        return self.tokens - (state.position if state is not None else 0)
 
-def _rank(state: Resumable) -> int:
+
+def _guess(body: Mapping[str, Any]) -> int:
+    """About how many tokens a prompt has."""
+    given = body.get("prompt")
+    if isinstance(given, list):
+        return len(given)
+    texts = [body.get(name) for name in ("prompt", "messages", "system", "instructions", "input")]
+    return sum(len(text if isinstance(text, str) else json.dumps(text)) for text in texts if text) // 4
+
+
+def _rank(state: Resumable | None) -> int:
+    if state is None:
+        return len(_TIERS)
     return min((_TIERS.index(tier) for tier in state.tiers if tier in _TIERS), default=len(_TIERS))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
@@ -34,6 +35,8 @@ _BUSY = (429, 503)
 _EXPECT = 30.0
 """Seconds for telling a decode worker of a state; it can do without."""
 _RELEASE = 5.0
+_COMPUTED = 2.0
+"""Seconds after which a prompt counts as computed where nothing says so, because its answer comes all at once."""
 _BEGINNINGS = {
     "completions": ("prompt",),
     "chat/completions": ("messages",),
@@ -140,7 +143,7 @@ class Relay:
                     ticket = await self._prefill(asked, key, found, worker, until)
                 try:
                     split = ticket is not None and await self._expect(worker, ticket, asked, until)
-                    answer = await self._decode(worker, asked, until)
+                    answer = await self._decode(worker, asked, 0 if split else found.to_compute(worker), until)
                     if ticket is not None and split and answer.status != 200:
                         await self._release(ticket)  # refused: nobody will fetch it
                     self.stats.split += split
@@ -194,7 +197,7 @@ class Relay:
             head = {"kind": asked.kind, "handoff": settings.handoff, "seconds": max(0.001, left)}
             message = json.dumps(head).encode()[:-1] + b', "body": ' + asked.content + b"}"
             try:
-                with worker.busy():
+                with worker.busy(), worker.computing(found.to_compute(worker)):
                     async with worker.attended(left):
                         answer = await self._post(worker.url, "/split/prefill", message, asked.headers)
                 if answer.status_code == 200:
@@ -241,8 +244,8 @@ class Relay:
         await self._release(ticket)
         return False
 
-    async def _decode(self, worker: Remote, asked: Asked, until: float) -> Answer:
-        """The beginning of the answer, up to its first piece.
+    async def _decode(self, worker: Remote, asked: Asked, tokens: int, until: float) -> Answer:
+        """The beginning of the answer, up to its first piece. `tokens` of the prompt are to be computed there.
 
         Raises:
             WorkerLost: there is none.
@@ -254,16 +257,17 @@ class Relay:
                 request = self.fleet.client.build_request(
                     "POST", f"{worker.url}/v1/{asked.kind}", content=asked.content, headers=_as_json(asked.headers)
                 )
-                async with worker.attended(until - time.monotonic()):
-                    found = await self.fleet.client.send(request, stream=True)
-                    stack.push_async_callback(found.aclose)
-                    if found.status_code in _BUSY:
-                        raise WorkerLost(f"it answers {found.status_code}", busy=True)
-                    pieces = found.aiter_raw()
-                    first = [piece] if asked.stream and (piece := await anext(pieces, b"")) else []
-                    if not asked.stream:
-                        # All of it: what breaks off half way can still be asked of another.
-                        first = [piece async for piece in pieces]
+                with worker.computing(tokens, math.inf if asked.stream else _COMPUTED):
+                    async with worker.attended(until - time.monotonic()):
+                        found = await self.fleet.client.send(request, stream=True)
+                        stack.push_async_callback(found.aclose)
+                        if found.status_code in _BUSY:
+                            raise WorkerLost(f"it answers {found.status_code}", busy=True)
+                        pieces = found.aiter_raw()
+                        first = [piece] if asked.stream and (piece := await anext(pieces, b"")) else []
+                        if not asked.stream:
+                            # All of it: what breaks off half way can still be asked of another.
+                            first = [piece async for piece in pieces]
             except TimeoutError:
                 self._check_time(worker, until)
                 raise WorkerLost("it has gone") from None

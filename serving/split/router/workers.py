@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
+import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +15,7 @@ from typing import Any
 import httpx
 from pydantic import ValidationError
 
+from serving.core.tiers.placing import Workload
 from serving.split.manifest import Manifest, ManifestMismatch, check
 from serving.split.seal import Seal
 
@@ -36,6 +39,8 @@ class Remote:
     missed: int = 0
     """Looks at its health, one after the other, that it has not answered in time."""
     manifest: Manifest | None = None
+    work: Workload = field(default_factory=Workload)
+    """Prompt tokens that this router has given it."""
     _attended: set[asyncio.Timeout] = field(default_factory=set)
 
     @asynccontextmanager
@@ -62,6 +67,24 @@ class Remote:
         finally:
             self.load -= 1
 
+    @contextmanager
+    def computing(self, tokens: int, seconds: float = math.inf) -> Iterator[None]:
+        """While it computes so many prompt tokens; it is believed to be done after so many seconds at the latest."""
+        left = [tokens]
+
+        def done() -> None:
+            if left:
+                self.work.computed(left.pop())
+
+        self.work.given(tokens, time.monotonic())
+        late = asyncio.get_running_loop().call_later(seconds, done) if math.isfinite(seconds) else None
+        try:
+            yield
+        finally:
+            done()
+            if late is not None:
+                late.cancel()
+
     def failed(self, why: str) -> None:
         """It did not answer: nothing goes there until a look at its health says otherwise, and nobody waits for it."""
         self.failures += 1
@@ -83,16 +106,12 @@ def choose(workers: Iterable[Remote], key: bytes, *, slack: int, without: Iterab
     Rendezvous hashing: when a worker comes or goes, only its own keys move. With a bound on the load (Mirrokni et al.,
     2018): a worker may have `slack` requests more than the least busy one.
     """
-    found = able(workers, slack=slack, without=without)
-    return max(found, key=lambda worker: _weight(worker.url, key), default=None)
-
-
-def able(workers: Iterable[Remote], *, slack: int, without: Iterable[Remote] = ()) -> list[Remote]:
-    """Those that are up and not too busy: that have `slack` requests more than the least busy one, or fewer."""
     tried = list(without)
     up = [worker for worker in workers if worker.up and worker not in tried]
-    most = min((worker.load for worker in up), default=0) + slack
-    return [worker for worker in up if worker.load <= most]
+    if not up:
+        return None
+    most = min(worker.load for worker in up) + slack
+    return max((worker for worker in up if worker.load <= most), key=lambda worker: _weight(worker.url, key))
 
 
 def _weight(url: str, key: bytes) -> bytes:

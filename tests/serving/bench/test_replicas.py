@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from serving.bench.replicas import simulate
+from serving.bench.replicas import POLICIES, simulate
 from serving.core import CheckpointKind
 from serving.core.cache.prefix_tree import Scope
 from serving.core.tiers.content import Chain, state_name
@@ -71,9 +71,12 @@ def test_any_events_leave_what_a_plain_list_says():
 @pytest.mark.parametrize("count", [1, 8])
 def test_events_balance_the_load_and_tiers_find_more(count):
     options = argparse.Namespace(host=256, room=16, seed=0, prompts=50, sessions=24, requests=40, slack=1.0)
-    lines = {policy: simulate(policy, count, options) for policy in ("affinity", "events", "tiers")}
+    lines = {policy: simulate(policy, count, options) for policy in POLICIES}
     assert 0.3 < lines["events"]["hits"] < lines["tiers"]["hits"] <= 1.0
+    assert lines["events"]["hits"] < lines["router"]["hits"] <= 1.0
     if count > 1:
+        assert lines["router"]["balance"] < lines["affinity"]["balance"]
+        assert lines["router"]["first_token_mean"] < lines["affinity"]["first_token_mean"]
         assert lines["events"]["balance"] < lines["affinity"]["balance"]
         assert lines["tiers"]["first_token_mean"] < lines["events"]["first_token_mean"]
         assert lines["events"]["first_token_mean"] < lines["affinity"]["first_token_mean"]

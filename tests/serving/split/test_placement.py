@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from types import SimpleNamespace
 
 import httpx
@@ -218,35 +219,87 @@ def placement(*names, prefill=(), **settings):
     return Placement(fleet, RouterSettings.create(decode=("http://a",), **settings), None)
 
 
-def found(place, **positions) -> Found:
+def found(place, tokens=100, **positions) -> Found:
     workers = {worker.url[-1]: worker for worker in (*place.fleet.decode, *place.fleet.prefill)}
     return Found({
         workers[name]: Resumable(at, position, frozenset([tier]))
         for at, (name, (position, tier)) in enumerate(positions.items())
-    })  # fmt: skip
+    }, tokens)  # fmt: skip
 
 
-def test_the_deepest_state_decides_then_the_load_then_the_tier():
+def test_who_has_the_least_to_compute_is_chosen():
     place = placement("a", "b", "c")
-    _, b, c = place.fleet.decode
+    a, b, c = place.fleet.decode
 
-    def chosen(**positions):
-        return place.choose(place.fleet.decode, b"key", found(place, **positions)).url[-1]
+    def chosen(tokens=2000, **positions):
+        return place.choose(place.fleet.decode, b"key", found(place, tokens, **positions)).url[-1]
 
-    assert chosen(a=(8, "device"), b=(11, "disk")) == "b"
-    assert chosen(a=(8, "host"), b=(8, "device"), c=(4, "device")) == "b"
+    assert chosen(a=(800, "device"), b=(1100, "disk")) == "b", "the deepest"
+    assert chosen(a=(800, "host"), b=(800, "device"), c=(400, "device")) == "b", "the faster tier"
     b.load = 2
-    assert chosen(a=(8, "host"), b=(8, "device"), c=(4, "device")) == "a"
-    b.load = place.settings.slack + 1
-    assert chosen(b=(11, "device"), c=(4, "device")) == "c", "too busy for any depth"
-    c.up = False
+    assert chosen(a=(800, "host"), b=(800, "device")) == "a", "the fewer requests"
+    b.load = 0
+    b.work.pending = 1000
+    assert chosen(b=(800, "device"), c=(400, "device")) == "c", "the first would have to compute something else first"
+    b.work.pending = 0
+    b.up = False
     by_text = choose(place.fleet.decode, b"key", slack=place.settings.slack)
-    assert chosen(b=(11, "device"), c=(4, "device")) == by_text.url[-1] == "a"
-    assert place.stats.by_state == 4
-    assert place.stats.by_text == 1
+    assert chosen(b=(1900, "device")) == by_text.url[-1], "nobody who is up has any of it"
+    b.up = True
+    b.work.given(60_000, time.monotonic())
+    b.work.computed(60_000)
+    assert chosen(b=(1900, "device")) in "ac", "it has had far more than its share"
+    assert chosen(tokens=50_000, b=(49_000, "device")) == "b", "but that would be a waste"
+    assert (place.stats.by_state, place.stats.by_load, place.stats.by_text) == (5, 1, 1)
     assert place.stats.resumable == {
-        ("decode", "disk"): 11, ("decode", "device"): 8 + 4, ("decode", "host"): 8,
+        ("decode", "disk"): 1100, ("decode", "device"): 800 + 400 + 49_000, ("decode", "host"): 800,
     }  # fmt: skip
+    assert a.work.pending == b.work.pending == c.work.pending == 0
+
+
+def test_a_popular_beginning_spreads_over_the_fleet():
+    """Many conversations begin alike; whoever has computed that has it. Nobody gets much more than a share."""
+    place, given = placement("a", "b", "c", "d"), {}
+    holding = {"a": (3000, "device")}
+    for _ in range(400):
+        worker = place.choose(place.fleet.decode, b"same", found(place, 4000, **holding))
+        name = worker.url[-1]
+        tokens = 4000 - holding.get(name, (0,))[0]
+        worker.work.given(tokens, time.monotonic())
+        worker.work.computed(tokens)
+        given[name] = given.get(name, 0) + tokens
+        holding[name] = (3000, "device")
+    assert len(given) == 4
+    assert max(given.values()) < 1.3 * sum(given.values()) / 4
+    assert sum(given.values()) < 1.1 * 400 * 1000
+
+
+def test_a_lone_conversation_stays_where_it_is():
+    place, length = placement("a", "b", "c"), 500
+    place.fleet.decode[0].work.given(length, time.monotonic())
+    place.fleet.decode[0].work.computed(length)
+    for _ in range(30):
+        worker = place.choose(place.fleet.decode, b"same", found(place, length + 300, a=(length, "device")))
+        assert worker.url == "http://a"
+        worker.work.given(300, time.monotonic())
+        worker.work.computed(300)
+        length += 300
+
+
+def test_what_is_being_computed_counts_until_it_is_or_should_be():
+    async def test():
+        (worker,) = fleet_of(Servers(), decode=("a",)).decode
+        with worker.computing(100):
+            assert worker.work.pending == 100
+            with worker.computing(50, seconds=0.05):
+                assert worker.work.pending == 150
+                await asyncio.sleep(0.2)
+                assert worker.work.pending == 100
+            assert worker.work.pending == 100
+        assert worker.work.pending == 0
+        assert 140 < worker.work.recent(time.monotonic()) <= 150
+
+    asyncio.run(test())
 
 
 def test_what_is_saved_is_counted_against_the_choice_by_text():
