@@ -24,12 +24,13 @@ from serving.core.planning.host_state import HostState
 from serving.core.planning.plan import Emitted, StepPlan, StepResult
 from serving.core.planning.prefill import plan_prefill
 from serving.core.planning.publication import after_dispatch
-from serving.core.planning.remote import Hold, arrived, hold, hold_is_valid, lost, release_hold
+from serving.core.planning.remote import Hold, arrived, hold, hold_cached, hold_is_valid, lost, release_hold
 from serving.core.planning.settlement import finish, settle
 from serving.core.reasons import FinishReason, RequestRefused
 from serving.core.requests.drafts import DraftPolicy
 from serving.core.requests.request import Fate, PlannedRow, RemoteLoad, RemoteState, Request, Status
 from serving.core.tiers.journal import Journal
+from serving.core.tiers.prices import Prices
 from serving.core.tiers.publishing import Publishing
 from serving.core.tiers.tiers import Tiers
 
@@ -190,8 +191,7 @@ class Scheduler:
         num_tokens = sum(row.num_tokens for row in plan.prefill)
         if num_tokens:
             self._host.fairness.observe(num_tokens, seconds)
-            if self._host.tiers is not None:
-                self._host.tiers.prices.computed(num_tokens, seconds)
+            self.prices.computed(num_tokens, seconds)
 
     def dispatched(self, plan: StepPlan) -> None:
         """The step is in the device's queue: what it computes of prompts may be found by later steps."""
@@ -328,6 +328,10 @@ class Scheduler:
         """Keep the state and the pages at the end of a row whose step was just dispatched, until `release_hold`."""
         return hold(self._host, row)
 
+    def hold_cached(self, tokens: Sequence[int], salt: str | None) -> Hold | None:
+        """Keep the deepest state of these tokens that the device has until `release_hold`; None if it has none."""
+        return hold_cached(self._host, tokens, salt)
+
     def hold_is_valid(self, held: Hold) -> bool:
         """Whether what is held is still there: it goes with the store."""
         return hold_is_valid(self._host, held)
@@ -356,6 +360,16 @@ class Scheduler:
             tier.journal = journal
             for unit in tier.units.values():
                 journal.stored(tier.name, unit.state)
+
+    @property
+    def prices(self) -> Prices:
+        """What computing and fetching take."""
+        return self._host.tiers.prices if self._host.tiers is not None else self._host.prices
+
+    @property
+    def weights_replaced(self) -> bool:
+        """Whether the weights are others than those that the process began with."""
+        return self._host.cache.weights > 0
 
     @property
     def journal(self) -> Journal | None:

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 
 from serving.core import RemoteLoad, RemoteState, StepPlan
+from serving.core.cache.prefix_tree import Scope
 from serving.engine.loop import StepLoop
 from serving.points.point import Piece, common_unit
 from serving.split.manifest import ManifestMismatch, check
@@ -41,6 +42,8 @@ _SHUNNED = 5.0
 """Seconds for which nothing is asked of a worker that has not answered."""
 _RETRY = 0.05
 """Seconds before a worker that has no room for a copy is asked again."""
+PEER = "peer"
+"""What other workers are called among the tiers that fetching from takes time."""
 MAX_EXPECTED = 4096
 """Requests that may be announced at once."""
 
@@ -62,6 +65,8 @@ class DecodeStats:
     arrived: int = 0
     failed: int = 0
     """Did not come, or came wrong."""
+    dearer: int = 0
+    """Shared states that computing was expected to be sooner than, or that were here already."""
     late: int = 0
     """Came when nobody waited any more."""
     spared: int = 0
@@ -135,6 +140,23 @@ class DecodeSide:
         if sum(map(len, self._expected.values())) >= MAX_EXPECTED:
             raise TooMany(f"{MAX_EXPECTED} requests are expected already")
         self._expected.setdefault(tuple(prompt), []).append((now + lease, remote))
+
+    def pays(self, ticket: Ticket) -> bool:
+        """Whether fetching a shared state is expected to take less time than computing its tokens here."""
+        worker, scheduler = self.worker, self.worker.scheduler
+        if scheduler.weights_replaced:
+            return False
+        index = scheduler.index
+        match = index.find(ticket.prompt_token_ids, Scope(None)) if index is not None else None
+        here = match.position if match is not None else 0
+        kv = math.prod(worker.kv.shape) * worker.kv.dtype.itemsize if worker.kv is not None else 0
+        layers = worker.manifest.attention_layers + worker.manifest.draft_layers
+        size = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in worker.state.values())
+        size += (ticket.position - here) * layers * kv
+        paid = ticket.position > here and scheduler.prices.worth_fetching(PEER, size + self._arriving,
+                                                                         ticket.position - here)  # fmt: skip
+        self.stats.dearer += not paid
+        return paid
 
     def find(self, prompt: Sequence[int]) -> RemoteState | None:
         """The state that `expect` announced for this prompt, if it has not expired."""
@@ -308,7 +330,7 @@ class DecodeSide:
             self.stats.failed += 1
             reason = arrival.error
             request = load.request
-            if self.policy == "fail" and self._fail is not None:
+            if self.policy == "fail" and self._fail is not None and not load.remote.source.ticket.shared:
                 self._fail(request.request_id, f"the prompt's state could not be fetched: {reason}")
             else:
                 log.warning("request %s computes its prompt here: %s", request.request_id, reason)
@@ -328,7 +350,9 @@ class DecodeSide:
             loop.replace_store(partial(programs.write_piece, pages=table, piece=array))
         self.stats.arrived += 1
         self.stats.fetch_seconds += arrival.seconds
-        self.stats.received_bytes += sum(array.nbytes for array in arrays)
+        received = sum(array.nbytes for array in arrays)
+        self.stats.received_bytes += received
+        loop.scheduler.prices.fetched(PEER, received, arrival.seconds)
         self.stats.pages += len(load.pages)
         self.stats.pages_spared += load.start // page_size if page_size else 0
         loop.scheduler.arrived(load)

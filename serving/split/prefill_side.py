@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from serving.core import Hold, StepPlan
 from serving.engine.loop import StepLoop
 from serving.points.point import common_unit
-from serving.split.wire import Offer, SplitError, Want
+from serving.split.wire import Offer, Share, SplitError, Ticket, Want
 from serving.split.worker import Worker, checksums, point_specs, shapes_of
 
 log = logging.getLogger(__name__)
@@ -79,6 +79,7 @@ class PrefillSide:
         max_kept: states that are kept at once, at most.
         max_copied_bytes: of copies that wait to be fetched, at most. One copy may always be made.
         clock: seconds.
+        computes: prompts for others, too; otherwise it only shares what it has (`share`).
     """
 
     def __init__(
@@ -90,13 +91,15 @@ class PrefillSide:
         max_kept: int = 64,
         max_copied_bytes: int = 1 << 30,
         clock: Callable[[], float] = time.monotonic,
+        computes: bool = True,
     ) -> None:
         self.worker, self.lease, self.max_lease = worker, lease, max_lease
         self.max_kept, self.max_copied_bytes = max_kept, max_copied_bytes
         self.stats = PrefillStats()
         self._clock = clock
         self._kept: dict[str, Export] = {}
-        worker.loop.connect(self)
+        if computes:
+            worker.loop.connect(self)
 
     # -- of the loop --
 
@@ -148,6 +151,35 @@ class PrefillSide:
         self._kept[export.id] = export
         self.stats.begun += 1
         return export
+
+    def share(self, asked: Share, *, url: str) -> Ticket:
+        """Hold the deepest state of a prompt that the device has. It stays findable here, too.
+
+        Raises:
+            TooMany: all places are taken.
+            SplitError: there is none so deep, or none of the weights that the manifest is of.
+        """
+        scheduler = self.worker.scheduler
+        if scheduler.weights_replaced:
+            raise SplitError("the weights have been replaced")
+        export = self.begin()
+        export.hold = hold = scheduler.hold_cached(asked.tokens, asked.salt)
+        if hold is not None:
+            self.stats.held += 1
+        if hold is None or hold.position <= asked.beyond:
+            self.release(export.id, wanted=False)
+            raise SplitError("there is no state so deep (any more)")
+        return Ticket(
+            id=export.id,
+            worker=url,
+            handoff="full",
+            prompt_token_ids=asked.tokens,
+            position=hold.position,
+            cached_tokens=hold.position,
+            lease=self.lease,
+            shared=True,
+            manifest=self.worker.manifest.digest,
+        )
 
     def renew(self, ids: Iterable[str]) -> None:
         """Somebody still waits for these states, or for their being computed: their leases begin anew."""

@@ -77,6 +77,10 @@ class SplitSettings(_Settings):
         "recompute", description="decode: whether to recompute or fail a request whose state does not arrive."
     )
     fetch_timeout: float = Field(30.0, gt=0, description="decode: seconds to wait for a state.")
+    share: bool = Field(
+        False,
+        description="decode: let other workers fetch states that this one holds. Takes --max-transfer-bytes once more.",
+    )
     convert_state: bool = Field(False, description="decode: accept recurrent states of another dtype and convert them.")
 
     @property
@@ -90,7 +94,10 @@ class SplitSettings(_Settings):
         states in transfer take beside the store."""
         if self.role is None:
             return {}
-        return {"reserved_bytes": self.max_transfer_bytes} | ({"keep_draft_kv": True} if self.role == "prefill" else {})
+        times = 2 if self.role == "decode" and self.share else 1
+        return {"reserved_bytes": times * self.max_transfer_bytes} | (
+            {"keep_draft_kv": True} if self.role == "prefill" else {}
+        )
 
 
 def _seal(secret: str | None) -> Seal:
@@ -112,6 +119,13 @@ class RouterSettings(_Settings, ConnectionBounds, RequestBounds):
     on_failure: FailurePolicy = Field(
         "recompute", description="If no prefill worker is available: recompute on the decode worker, or fail."
     )
+    share_above: int | None = Field(
+        None,
+        ge=0,
+        description="Have a decode worker fetch another one's state if that is so many tokens deeper than its own, and "
+        "the other one is too busy; workers need --share. Unset: never.",
+    )
+    share_timeout: float = Field(2.0, gt=0, description="Seconds to wait for such a state, then it is computed.")
     split_above: int = Field(0, ge=0, description="Prompts of up to this many characters skip the prefill workers.")
     routing: Literal["events", "affinity"] = Field(
         "events",

@@ -42,8 +42,22 @@ class Ticket(BaseModel):
     """Seconds for which it is kept, unless it is renewed."""
     patience: float = 0.0
     """Seconds for which its request may still wait, by the router's deadline; 0 = it has none."""
+    shared: bool = False
+    """The state is one that the other worker happens to have: the request can always do without it."""
     manifest: str = ""
     """Digest of the prefill worker's manifest: another one than at the handshake asks for a new handshake."""
+
+
+class Share(BaseModel):
+    """What a router asks a worker for whose state another one is to go on from."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    tokens: list[int]
+    """Of the whole prompt."""
+    salt: str | None = None
+    beyond: int = Field(0, ge=0)
+    """A state of no more than so many tokens is of no use."""
 
 
 class Want(BaseModel):

@@ -40,9 +40,9 @@ ENGINE = {
 class LiveServer:
     """Starts at once; `close` drains and stops it."""
 
-    def __init__(self, engine, *, drain_timeout=30.0, routers=(), prepare=True, **settings) -> None:
+    def __init__(self, engine, *, drain_timeout=30.0, routers=(), prepare=True, listening=None, **settings) -> None:
         self.async_engine = AsyncEngine(engine)
-        listening = socket.create_server(("127.0.0.1", 0))
+        listening = listening or socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         chosen = ServerSettings.create(**({"served_model_name": "demo", "log_requests": False} | settings))
         app = create_app(

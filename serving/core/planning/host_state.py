@@ -12,6 +12,7 @@ from serving.core.requests.queues import Queues
 from serving.core.requests.request import Fate, Progress, RemoteLoad, RemoteState, Request
 from serving.core.stats import Stats
 from serving.core.tiers.journal import Journal
+from serving.core.tiers.prices import Prices
 from serving.core.tiers.tiers import Tiers
 
 
@@ -22,6 +23,8 @@ class HostState:
         self.config, self.policy, self.drafts = config, policy, drafts
         self.tiers: Tiers | None = None
         self.journal: Journal | None = None
+        self.prices = Prices()
+        """Where there are no tiers, which have theirs."""
         self.stats = Stats()
         self.queues = Queues(config.num_rows)
         self.fairness = Fairness(config)

@@ -11,6 +11,7 @@ Prefill side. `hold` keeps the slot and the pages of a prompt's end, whatever be
 `release_hold`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from serving.core.cache.pools import PagePool, SlotPool
@@ -122,6 +123,23 @@ def hold(host: HostState, row: PlannedRow) -> Hold:
     progress = request.progress
     slot = progress.state.hand_off(row.access)
     return Hold(slot, progress.pages.hand_off(row.end), row.end, cache.slots, cache.pages)
+
+
+def hold_cached(host: HostState, tokens: Sequence[int], salt: str | None) -> Hold | None:
+    """Keep the deepest state of these tokens that the device has, and the pages that it needs; None if it has none."""
+    index, cache = host.cache.index, host.cache
+    match = index.find(tokens, cache.scope(salt)) if index is not None else None
+    if index is None or match is None or match.entry is None:
+        return None
+    entry, pages = match.entry, list[int]()
+    cache.slots.retain(entry.slot)
+    if cache.pages is not None:
+        pages = [node.page for node in match.path[: entry.position // index.unit]]
+        pages += [entry.page] if entry.page else []
+        for page in pages:
+            cache.pages.retain(page)
+    index.touch(entry)
+    return Hold(entry.slot, pages, entry.position, cache.slots, cache.pages)
 
 
 def hold_is_valid(host: HostState, held: Hold) -> bool:

@@ -16,10 +16,11 @@ from fastapi import APIRouter, FastAPI, Request
 from serving.api.http.context import Context, context_of
 from serving.api.http.errors import ApiError
 from serving.split.decode_side import DecodeSide
+from serving.split.http.offering import add_offering, sweep
 from serving.split.http.peer import HttpPeer
 from serving.split.http.sealed import sealed
 from serving.split.manifest import Manifest, ManifestMismatch
-from serving.split.prefill_side import TooMany
+from serving.split.prefill_side import PrefillSide, TooMany
 from serving.split.seal import Seal
 from serving.split.wire import SplitError, Ticket
 
@@ -33,7 +34,12 @@ _AGAIN = 2.0
 
 
 def decode_router(
-    side: DecodeSide, *, seal: Seal | None = None, allowed: Sequence[str] = (), keys: Sequence[str] = ()
+    side: DecodeSide,
+    *,
+    seal: Seal | None = None,
+    allowed: Sequence[str] = (),
+    keys: Sequence[str] = (),
+    sharing: tuple[PrefillSide, str] | None = None,
 ) -> APIRouter:
     """The endpoints of one decode worker.
 
@@ -42,19 +48,26 @@ def decode_router(
         seal: only messages with it count.
         allowed: URLs of the prefill workers that states may be fetched from; none = all that a sealed message names.
         keys: API keys of the fleet; the first is sent to prefill workers.
+        sharing: what lends its states to others, and the URL by which they reach it.
     """
     seal = seal or Seal()
     peers = _Peers(side, seal, allowed, keys)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        beating = asyncio.create_task(_beat(app, side))
+        tasks = [asyncio.create_task(_beat(app, side))]
+        if sharing is not None:
+            tasks.append(asyncio.create_task(sweep(app, sharing[0])))
         yield
-        beating.cancel()
+        for task in tasks:
+            task.cancel()
         await peers.close()
         side.worker.close()
 
     router = APIRouter(prefix="/split", tags=["split"], lifespan=lifespan, dependencies=[sealed(seal)])
+
+    if sharing is not None:
+        add_offering(router, *sharing)
 
     @router.get("/manifest", response_model=Manifest)
     async def manifest() -> Manifest:
@@ -76,6 +89,8 @@ def decode_router(
             return {"accepted": False}
         engine = context_of(request).engine
         try:
+            if ticket.shared and not await engine.call(lambda _: side.pays(ticket)):
+                return {"accepted": False}
             await engine.call(lambda _: side.expect(ticket.prompt_token_ids, remote, ticket.lease))
         except TooMany as error:
             raise ApiError(503, str(error), code="too_many_expected", headers={"Retry-After": "1"}) from None

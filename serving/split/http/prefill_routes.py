@@ -17,15 +17,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from serving.api.http.context import Context, context_of
 from serving.api.http.errors import ApiError
 from serving.api.http.streaming import until_gone
-from serving.engine.async_engine import AsyncEngine, EngineStopped
+from serving.engine.async_engine import AsyncEngine
 from serving.engine.output import RequestOutput
-from serving.split.http.peer import Hello, Release, Renew
+from serving.split.http.offering import add_offering, sweep
 from serving.split.http.sealed import sealed
-from serving.split.manifest import Manifest, ManifestMismatch, check
+from serving.split.manifest import Manifest
 from serving.split.prefill_side import Export, PrefillSide, TooMany
 from serving.split.prefilling import ONCE, fed_tokens, ticket_of
 from serving.split.seal import Seal
-from serving.split.wire import Handoff, Offer, SplitError, Ticket, Want
+from serving.split.wire import Handoff, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -47,56 +47,25 @@ def prefill_router(side: PrefillSide, url: str, *, seal: Seal | None = None) -> 
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        sweeping = asyncio.create_task(_sweep(app, side))
+        sweeping = asyncio.create_task(sweep(app, side))
         yield
         sweeping.cancel()
         side.worker.close()
 
     router = APIRouter(prefix="/split", tags=["split"], lifespan=lifespan, dependencies=[sealed(seal or Seal())])
 
-    @router.post("/hello", response_model=Manifest)
-    async def hello(body: Hello) -> Manifest:
-        """A decode worker's handshake: refused (409) where the two cannot exchange states."""
-        try:
-            for notice in check(side.worker.manifest, body.manifest):
-                log.warning("a decode worker: %s", notice)
-        except ManifestMismatch as error:
-            log.error("a decode worker was refused: %s", error)
-            raise ApiError(409, str(error), code="manifest_mismatch") from None
-        return side.worker.manifest
-
     @router.get("/manifest", response_model=Manifest)
     async def manifest() -> Manifest:
         """What this worker's states are like."""
         return side.worker.manifest
+
+    add_offering(router, side, url)
 
     @router.post("/prefill", response_model=Ticket)
     async def prefill(body: PrefillRequest, request: Request) -> Ticket:
         """Compute a prompt, and keep its state until it is fetched or its lease runs out."""
         context = context_of(request)
         return await until_gone(request.receive, _prefill(context, side, body, url))
-
-    @router.post("/offer", response_model=Offer)
-    async def offer(want: Want, request: Request) -> Offer:
-        """Copy what a decode worker lacks; it can then be fetched."""
-        try:
-            return await context_of(request).engine.call(lambda _: side.offer(want))
-        except TooMany as error:
-            raise ApiError(503, str(error), code="too_many_copies", headers={"Retry-After": "1"}) from None
-        except SplitError as error:
-            raise ApiError(410, str(error), code="state_gone") from None
-
-    @router.post("/renew")
-    async def renew(body: Renew, request: Request) -> dict[str, bool]:
-        """States are still waited for."""
-        await context_of(request).engine.call(lambda _: side.renew(body.ids))
-        return {"renewed": True}
-
-    @router.post("/release")
-    async def release(body: Release, request: Request) -> dict[str, bool]:
-        """A state has been fetched, or is not wanted."""
-        await context_of(request).engine.call(lambda _: side.release(body.id, wanted=body.wanted))
-        return {"released": True}
 
     @router.get("/status")
     async def status(request: Request) -> dict[str, Any]:
@@ -146,12 +115,3 @@ async def _beat(engine: AsyncEngine, side: PrefillSide, id: str) -> None:
     while True:
         await asyncio.sleep(side.lease / 4)
         engine.tell(lambda _: side.renew([id]))
-
-
-async def _sweep(app: FastAPI, side: PrefillSide) -> None:
-    """Leases run out also while nothing happens."""
-    context: Context = app.state.context
-    while True:
-        await asyncio.sleep(max(0.05, side.lease / 4))
-        with contextlib.suppress(EngineStopped):
-            await context.engine.call(lambda _: side.sweep())

@@ -36,7 +36,9 @@ class OpenRole:
     routers: list[APIRouter]
     worker: Worker | None = None
     reads: bool = False
-    """It takes states out of its store; otherwise it puts them in."""
+    """It takes states out of its store."""
+    writes: bool = False
+    """It puts them in."""
 
     def prepare(self) -> None:
         """Compile what the role needs, on the engine's thread; for peers with the same page size."""
@@ -46,10 +48,11 @@ class OpenRole:
         store, layers = worker.loop.store, worker.manifest.attention_layers
         assert store is not None
         # Those who go on from a prefill worker's states may want its draft layer's keys and values, or not.
-        for count in {layers + worker.manifest.draft_layers, layers if self.reads else len(store.kv)}:
-            worker.programs.warm_up(
-                store, unit=max(1, store.page_size), layers=count, reading=self.reads, state=worker.state
-            )
+        for reading in [reading for reading, does in ((True, self.reads), (False, self.writes)) if does]:
+            for count in {layers + worker.manifest.draft_layers, layers if reading else len(store.kv)}:
+                worker.programs.warm_up(
+                    store, unit=max(1, store.page_size), layers=count, reading=reading, state=worker.state
+                )
 
 
 def open_role(settings: SplitSettings, built: Built, host: str, port: int, *, keys: Sequence[str] = ()) -> OpenRole:
@@ -83,7 +86,7 @@ def open_role(settings: SplitSettings, built: Built, host: str, port: int, *, ke
             max_copied_bytes=settings.max_transfer_bytes,
         )
         routers = [prefill_router(side, f"http://{reached}:{port}", seal=seal), *events]
-        return OpenRole(routers, worker, reads=True)
+        return OpenRole(routers, worker, reads=True, writes=False)
     worker.manifest = worker.manifest.model_copy(update={"converts_state": settings.convert_state})
     decode = DecodeSide(
         worker,
@@ -93,7 +96,19 @@ def open_role(settings: SplitSettings, built: Built, host: str, port: int, *, ke
         max_arriving_bytes=settings.max_transfer_bytes,
         fail=built.engine.fail,
     )
-    return OpenRole([decode_router(decode, seal=seal, allowed=settings.peer, keys=keys), *events], worker)
+    sharing = None
+    if settings.share:
+        side = PrefillSide(
+            worker,
+            lease=settings.lease,
+            max_lease=settings.max_lease,
+            max_kept=settings.max_kept,
+            max_copied_bytes=settings.max_transfer_bytes,
+            computes=False,
+        )
+        sharing = side, f"http://{reached}:{port}"
+    router = decode_router(decode, seal=seal, allowed=settings.peer, keys=keys, sharing=sharing)
+    return OpenRole([router, *events], worker, reads=sharing is not None, writes=True)
 
 
 def _events(built: Built, worker: Worker, seal: Seal) -> list[APIRouter]:

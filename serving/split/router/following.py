@@ -46,6 +46,8 @@ class Stream:
     replica: int
     directory: Directory
     weights: int
+    model: str
+    """A digest of those that the server began with."""
 
     def hear(self, kind: str, fields: dict[str, Any]) -> None:
         """Take in one message.
@@ -104,6 +106,13 @@ class Following:
         """How many states it has told of."""
         stream = self._streams.get(worker)
         return stream.directory.states_of(stream.replica) if stream is not None else 0
+
+    def can_share(self, one: Remote, other: Remote) -> bool:
+        """Whether both have the weights that they began with, the same ones."""
+        found = [self._streams.get(worker) for worker in (one, other)]
+        return len({(each.model, each.weights) if each else None for each in found}) == 1 and all(
+            each is not None and not each.weights for each in found
+        )
 
     @property
     def knows_any(self) -> bool:
@@ -175,7 +184,7 @@ class Following:
             raise Nonsense(f"blocks of {block} tokens")
         self._forget(worker)
         directory = self._directories.setdefault(key, Directory(block))
-        self._streams[worker] = Stream(next(self._numbers), directory, weights)
+        self._streams[worker] = Stream(next(self._numbers), directory, weights, str(fields.get("model", ""))[:128])
 
 
 async def _messages(answer: httpx.Response) -> AsyncIterator[tuple[str, dict[str, Any]]]:

@@ -13,6 +13,7 @@ from serving.split.router.relay import Relay
 _COUNTED = {
     "requests": "Requests that were passed on.",
     "split": "Of those, with a prompt that a prefill worker had computed.",
+    "shared": "Requests whose worker was told of a state that another one held.",
     "alone": "Of those, computed by a decode worker alone.",
     "prefill_retries": "Times that another prefill worker had to be asked.",
     "decode_retries": "Times that another decode worker had to be asked.",

@@ -79,7 +79,7 @@ class Placement:
             if asked is None:
                 return Found(untold=True, tokens=_guess(body))
             prompt = asked
-        return Found(following.find(prompt.tokens, prompt.salt), len(prompt.tokens))
+        return Found(following.find(prompt.tokens, prompt.salt), len(prompt.tokens), prompt)
 
     def choose(
         self,
@@ -121,6 +121,20 @@ class Placement:
         if counts:
             self._count(best, found.states.get(best), found.states.get(by_text))
         return best
+
+    def lender(self, worker: Remote, found: Found) -> Remote | None:
+        """Who has so much more of a prompt on its device than the chosen worker that this one had better fetch it."""
+        following, above = self.following, self.settings.share_above
+        if following is None or above is None or found.prompt is None:
+            return None
+        own = found.states.get(worker)
+        deep = (own.position if own is not None else 0) + max(above, 1)
+        able = [
+            other for other, state in found.states.items()
+            if other is not worker and other.up and state.position >= deep and "device" in state.tiers
+            and following.can_share(worker, other)
+        ]  # fmt: skip
+        return max(able, key=lambda other: (found.states[other].position, -other.load), default=None)
 
     def status(self) -> dict[str, Any]:
         """For the router's `/status`."""
@@ -180,6 +194,7 @@ class Found:
     states: Mapping[Remote, Resumable] = field(default_factory=dict)
     tokens: int = 0
     """Of the prompt; a guess where nobody said what they are."""
+    prompt: Tokens | None = None
     untold: bool = False
     """Nobody said what its tokens are."""
 

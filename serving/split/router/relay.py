@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from serving.api.http.errors import ApiError
 from serving.split.http.peer import said
@@ -27,7 +27,7 @@ from serving.split.router.following import Following
 from serving.split.router.placement import Found, Placement
 from serving.split.router.workers import Fleet, Remote, choose
 from serving.split.settings import RouterSettings
-from serving.split.wire import Ticket
+from serving.split.wire import Share, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,8 @@ class RelayStats:
     requests: int = 0
     split: int = 0
     """With a prompt that a prefill worker had computed."""
+    shared: int = 0
+    """Told of a state that another decode worker held."""
     alone: int = 0
     """Computed by a decode worker alone."""
     prefill_retries: int = 0
@@ -96,6 +98,12 @@ class Answer:
     status: int
     headers: dict[str, str]
     body: AsyncGenerator[bytes, None]
+
+
+class Accepted(BaseModel):
+    """Whether a decode worker will fetch a state."""
+
+    accepted: bool = True
 
 
 class Relay:
@@ -141,11 +149,19 @@ class Relay:
                 tried.append(worker)
                 if wanted and ticket is None:
                     ticket = await self._prefill(asked, key, found, worker, until)
+                if ticket is None and (lender := self.placement.lender(worker, found)) is not None:
+                    ticket = await self._share(lender, worker, found, asked, until)
                 try:
                     split = ticket is not None and await self._expect(worker, ticket, asked, until)
-                    answer = await self._decode(worker, asked, 0 if split else found.to_compute(worker), until)
+                    left = found.to_compute(worker)
+                    if ticket is not None and split:
+                        left = max(0, found.tokens - ticket.position)
+                    answer = await self._decode(worker, asked, left, until)
                     if ticket is not None and split and answer.status != 200:
                         await self._release(ticket)  # refused: nobody will fetch it
+                    if ticket is not None and ticket.shared:
+                        self.stats.shared += split
+                        split = False
                     self.stats.split += split
                     self.stats.alone += not split
                     return answer
@@ -216,6 +232,24 @@ class Relay:
             raise ApiError(503, _nobody("prefill", tried), code="no_worker", headers=_RETRY)
         return None
 
+    async def _share(self, lender: Remote, worker: Remote, found: Found, asked: Asked, until: float) -> Ticket | None:
+        """A ticket for a state that another worker holds; None if it has none any more, or does not answer soon."""
+        assert found.prompt is not None
+        own, left = found.states.get(worker), min(until - time.monotonic(), self.settings.share_timeout)
+        share = Share(tokens=found.prompt.tokens, salt=found.prompt.salt, beyond=own.position if own is not None else 0)
+        try:
+            async with lender.attended(left):
+                message = share.model_dump_json().encode()
+                answer = await self._post(lender.url, "/split/share", message, asked.headers)
+            if answer.status_code == 200:
+                ticket = Ticket.model_validate_json(answer.content)
+                if ticket.shared and ticket.prompt_token_ids == found.prompt.tokens:
+                    return ticket
+            log.debug("%s does not share: status %d", lender.url, answer.status_code)
+        except (TimeoutError, httpx.HTTPError, ValidationError) as error:
+            log.debug("%s does not share: %s", lender.url, error or type(error).__name__)
+        return None
+
     async def _expect(self, worker: Remote, ticket: Ticket, asked: Asked, until: float) -> bool:
         """Tell a decode worker of the state; whether it can use it. If not, it does without.
 
@@ -224,14 +258,21 @@ class Relay:
             ApiError: it may not do without, or time is up.
         """
         left = until - time.monotonic()
+        if ticket.shared:
+            left = min(left, self.settings.share_timeout)
         message = ticket.model_copy(update={"patience": max(0.001, left)}).model_dump_json().encode()
         why = f"it has not answered in {_EXPECT:g} s"
         try:
             async with worker.attended(min(left, _EXPECT)):
                 found = await self._post(worker.url, "/split/expect", message, asked.headers)
             if found.status_code == 200:
-                return True
+                if not ticket.shared or Accepted.model_validate_json(found.content).accepted:
+                    return True
+                await self._release(ticket)  # computing is expected to be sooner
+                return False
             why = said(found.status_code, found.content)
+        except ValidationError:
+            why = "its answer makes no sense"
         except TimeoutError:
             self._check_time(worker, until)
             if not worker.up:
@@ -239,7 +280,7 @@ class Relay:
         except httpx.HTTPError as error:
             raise WorkerLost(_why(error)) from None
         log.warning("decode worker %s: %s", worker.url, why)
-        if self.settings.on_failure == "fail":
+        if self.settings.on_failure == "fail" and not ticket.shared:
             raise ApiError(503, why, code="state_not_fetched", headers=_RETRY)
         await self._release(ticket)
         return False

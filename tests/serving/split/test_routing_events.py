@@ -17,10 +17,11 @@ from serving.core.tiers.journal import Journal
 from serving.engine.build import assemble
 from serving.split.http import events
 from serving.split.http.events import events_router
+from serving.split.http.roles import open_role
 from serving.split.router.app import create_router
 from serving.split.router.workers import choose
 from serving.split.seal import Seal
-from serving.split.settings import RouterSettings
+from serving.split.settings import RouterSettings, SplitSettings
 from tests.support.live_server import ENGINE, LiveServer
 from tests.support.no_programs import NoPrograms
 
@@ -42,12 +43,17 @@ def start(demo):
     model, tokenizer = demo
     running = []
 
-    def make(**flags) -> LiveServer:
+    def make(role=None, **flags) -> LiveServer:
         config = EngineConfig.create(**(ENGINE | PLAIN | flags))
-        engine = assemble(config, model, tokenizer=tokenizer, programs=NoPrograms()).engine
-        journal = Journal(config.state_block_size)
-        engine.loop.scheduler.tell(journal)
-        server = LiveServer(engine, routers=[events_router(journal, model="demo", seal=SEAL)], prepare=False)
+        built = assemble(config, model, tokenizer=tokenizer, programs=NoPrograms())
+        listening = socket.create_server(("127.0.0.1", 0))
+        if role is None:
+            journal = Journal(config.state_block_size)
+            built.engine.loop.scheduler.tell(journal)
+            routers = [events_router(journal, model="demo", seal=SEAL)]
+        else:
+            routers = open_role(role, built, "127.0.0.1", listening.getsockname()[1]).routers
+        server = LiveServer(built.engine, routers=routers, prepare=False, listening=listening)
         running.append(server)
         server.wait_until_ready(60)
         return server
@@ -244,3 +250,23 @@ def test_by_affinity_nobody_is_followed(start, front):
     over.post("/v1/completions", prompt=TEXT)
     assert over.status()["states"] == {}
     assert over.status()["placement"]["by_text"] == 1
+
+
+def test_a_busy_workers_state_goes_to_another_one(start, front):
+    """Over HTTP and TCP: the one that lends has much to compute, so the other is chosen, and fetches."""
+    role = SplitSettings.create(role="decode", share=True, split_secret=SECRET, transport="tcp")
+    one, other = start(role), start(role)
+    over = front(one, other, share_above=16)
+    one.complete(TEXT)
+    over.wait_until(lambda states: len(states) == 2 and states[one.url] > 0)
+    (busy,) = [worker for worker in over.relay.fleet.decode if worker.url == one.url]
+    busy.work.pending += 5000
+    answer = over.post("/v1/completions", prompt=TEXT + "More of it.")
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(TEXT) // 4
+    status = over.status()
+    assert (status["relay"]["shared"], status["relay"]["alone"]) == (1, 1)
+    assert {worker["url"]: worker["requests"] for worker in status["decode"]}[other.url] == 1
+    headers = SEAL.headers("/split/status", b"")
+    assert other.http.get("/split/status", headers=headers).json()["arrived"] == 1
+    other.assert_idle()
+    one.assert_idle()

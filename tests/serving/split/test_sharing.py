@@ -1,0 +1,249 @@
+"""One decode worker goes on from a state that another one happens to hold."""
+
+import asyncio
+import json
+import time
+
+import httpx
+import pytest
+
+from serving.core.tiers.directory import Resumable
+from serving.split.decode_side import PEER, DecodeSide
+from serving.split.peer import DirectPeer
+from serving.split.prefill_side import PrefillSide, TooMany
+from serving.split.router.following import Following, Stream
+from serving.split.router.placement import Found, Tokens
+from serving.split.router.relay import Asked, Relay
+from serving.split.router.workers import Fleet
+from serving.split.settings import RouterSettings, SplitSettings
+from serving.split.wire import Share, SplitError, Ticket
+from tests.support.engines import finish
+from tests.support.split_pair import GREEDY, Pair, assert_as_alone, build, tokens, worker
+
+
+class Replicas:
+    """Two engines that do everything; the second goes on from what the first has."""
+
+    def __init__(self, mode="all", **flags):
+        self.engines = [build(mode, **flags).engine for _ in range(2)]
+        first, second = (worker(Pair._built(engine, mode, "none", flags)) for engine in self.engines)
+        self.lending = PrefillSide(first, computes=False, max_kept=2)
+        self.side = DecodeSide(second, fail=self.engines[1].fail)
+        self.count = 0
+
+    def ask(self, which, prompt, remote=None, **more):
+        self.count += 1
+        engine = self.engines[which]
+        output = engine.add_request(f"{self.count}", {"prompt_token_ids": prompt}, GREEDY, remote=remote, **more)
+        finish(engine)
+        return output
+
+    def lend(self, prompt, beyond=0, salt=None) -> Ticket:
+        return self.lending.share(Share(tokens=prompt, beyond=beyond, salt=salt), url="here")
+
+    def remote(self, ticket):
+        return self.side.accept(DirectPeer(self.lending), ticket)
+
+    def assert_idle(self):
+        for engine in self.engines:
+            engine.loop.scheduler.check(idle=True)
+        stats = self.lending.stats
+        assert (self.lending.kept, stats.held, stats.copies, stats.copied_bytes) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("mode", ["all", "align"])
+def test_what_another_replica_computed_is_not_computed_again(mode):
+    replicas = Replicas(mode)
+    for seed, length, more in ((1, 37, 9), (2, 48, 1), (3, 40, 0)):
+        replicas.ask(0, tokens(seed, length))
+        prompt = tokens(seed, length + more)
+        ticket = replicas.lend(prompt)
+        assert ticket.position == length
+        output = replicas.ask(1, prompt, replicas.remote(ticket))
+        assert output.num_cached_tokens == length
+        assert_as_alone(prompt, output, (mode, seed))
+        # The one that lent it still has it.
+        again = replicas.ask(0, prompt)
+        assert again.num_cached_tokens >= length
+        assert_as_alone(prompt, again, (mode, seed, "lender"))
+    assert replicas.side.stats.arrived == 3
+    assert replicas.engines[1].loop.scheduler.prices.per_byte[PEER] > 0
+    replicas.assert_idle()
+
+
+def test_what_is_gone_or_too_many_is_refused():
+    replicas = Replicas()
+    replicas.ask(0, tokens(1, 37), cache_salt="mine")
+    with pytest.raises(SplitError, match="no state so deep"):
+        replicas.lend(tokens(1, 40))
+    with pytest.raises(SplitError, match="no state so deep"):
+        replicas.lend(tokens(1, 40), salt="mine", beyond=37)
+    ticket = replicas.lend(tokens(1, 40), salt="mine")
+    replicas.lend(tokens(1, 40), salt="mine", beyond=36)
+    with pytest.raises(TooMany):
+        replicas.lend(tokens(1, 40), salt="mine")
+    replicas.lending.release(ticket.id, wanted=False)
+    replicas.engines[0].loop.scheduler.change_weights()
+    with pytest.raises(SplitError, match="weights"):
+        replicas.lend(tokens(1, 40), salt="mine")
+    replicas.lending.lease = 0.0
+    for export in replicas.lending._kept.values():
+        export.deadline = 0.0
+    assert replicas.lending.sweep() == 1
+    replicas.assert_idle()
+
+
+def test_a_state_that_does_not_come_costs_a_wait_and_no_more():
+    """Released meanwhile, and lost with the lender's store."""
+    replicas = Replicas()
+    replicas.side.policy = "fail"  # of prompts that somebody computed for this worker; this one it can do itself
+    for seed in (1, 2):
+        replicas.ask(0, tokens(seed, 37))
+        prompt = tokens(seed, 45)
+        ticket = replicas.lend(prompt)
+        if seed == 1:
+            replicas.lending.release(ticket.id, wanted=False)
+        else:
+            replicas.engines[0].loop._forget()
+        assert_as_alone(prompt, replicas.ask(1, prompt, replicas.remote(ticket)), seed)
+    assert replicas.side.stats.failed == 2
+    replicas.assert_idle()
+
+
+def test_it_is_fetched_only_where_that_is_cheaper():
+    replicas = Replicas()
+    replicas.ask(0, tokens(1, 37))
+    ticket = replicas.lend(tokens(1, 40))
+    assert replicas.side.pays(ticket), "nothing is known yet"
+    prices = replicas.engines[1].loop.scheduler.prices
+    prices.per_token = None
+    prices.computed(1000, 0.001)
+    prices.fetched(PEER, 1, 1.0)
+    assert not replicas.side.pays(ticket)
+    prices.per_byte[PEER] = 1e-12
+    assert replicas.side.pays(ticket)
+    replicas.ask(1, tokens(1, 37))
+    assert not replicas.side.pays(ticket), "it is here already"
+    replicas.engines[1].loop.scheduler.change_weights()
+    assert not replicas.side.pays(ticket)
+    assert replicas.side.stats.dearer == 2
+    replicas.lending.release(ticket.id, wanted=False)
+
+
+def test_lending_takes_memory_only_where_it_is_asked_for():
+    plain, lending = (SplitSettings.create(role="decode", share=share).engine_flags for share in (False, True))
+    assert lending["reserved_bytes"] == 2 * plain["reserved_bytes"]
+
+
+# -- the router's part --
+
+PROMPT = list(range(40))
+TICKET = Ticket(id="t", worker="http://a", handoff="full", prompt_token_ids=PROMPT, position=30, lease=9.0, shared=True)
+
+
+class Workers:
+    """Answers by (host, path)."""
+
+    def __init__(self, **answers):
+        self.answers, self.asked = answers, []
+
+    async def __call__(self, request):
+        path = request.url.path
+        self.asked.append((request.url.host, path, json.loads(request.content)))
+        answer = self.answers.get(path.rpartition("/")[2])
+        if answer is not None:
+            return await answer()
+        if path == "/split/share":
+            return httpx.Response(200, json=TICKET.model_dump())
+
+        async def content():
+            yield json.dumps({"from": request.url.host}).encode()
+
+        return httpx.Response(200, content=content()) if path.startswith("/v1/") else httpx.Response(
+            200, json={"accepted": True})  # fmt: skip
+
+    def paths(self):
+        return [(host, path) for host, path, _ in self.asked]
+
+
+def answered(workers, busy=9, states=((30, "device"), None), weights=(0, 0), **settings):
+    """A request where `a` has a deep state and is busy, and `b` has none; seconds that it took."""
+    chosen = {"share_above": 16, "share_timeout": 0.3, "decode": ("http://a",)} | settings
+
+    async def run():
+        client = httpx.AsyncClient(transport=httpx.MockTransport(workers))
+        fleet = Fleet.of([], ["http://a", "http://b"], client)
+        following = Following(fleet)
+        for number, each in enumerate(fleet.decode):
+            following._streams[each] = Stream(number, None, weights[number], "same")
+        relay = Relay(fleet, RouterSettings.create(**chosen), following)
+        known = {
+            each: Resumable(0, state[0], frozenset([state[1]]))
+            for each, state in zip(fleet.decode, states, strict=True) if state is not None
+        }  # fmt: skip
+
+        async def look(*_):
+            return Found(known, len(PROMPT), Tokens(tokens=PROMPT))
+
+        relay.placement.look = look
+        fleet.decode[0].load = busy
+        body = {"prompt": PROMPT}
+        begin = time.monotonic()
+        answer = await relay.answer(Asked("completions", json.dumps(body).encode(), body, {}))
+        content = b"".join([piece async for piece in answer.body])
+        return json.loads(content)["from"], relay.stats, time.monotonic() - begin
+
+    return asyncio.run(run())
+
+
+def test_a_busy_workers_state_is_fetched_by_another():
+    workers = Workers()
+    host, stats, _ = answered(workers)
+    assert workers.paths() == [("a", "/split/share"), ("b", "/split/expect"), ("b", "/v1/completions")]
+    assert workers.asked[0][2]["beyond"] == 0
+    assert 0 < workers.asked[1][2]["patience"] <= 0.3
+    assert (host, stats.shared, stats.split, stats.alone) == ("b", 1, 0, 1)
+
+
+@pytest.mark.parametrize("what", [
+    {"share_above": None}, {"share_above": 31}, {"busy": 0}, {"states": ((30, "host"), None)},
+    {"states": ((30, "device"), (20, "device"))}, {"weights": (0, 1)}, {"weights": (1, 1)},
+])  # fmt: skip
+def test_nobody_is_asked_to_lend_what_would_be_of_no_use(what):
+    workers = Workers()
+    answered(workers, **what)
+    assert "/split/share" not in [path for _, path in workers.paths()]
+
+
+async def _late():
+    await asyncio.sleep(60)
+
+
+async def _lying():
+    other = TICKET.model_copy(update={"prompt_token_ids": [1, 2]})
+    return httpx.Response(200, json=other.model_dump())
+
+
+async def _gone():
+    return httpx.Response(410, json={})
+
+
+async def _dearer():
+    return httpx.Response(200, json={"accepted": False})
+
+
+async def _mismatch():
+    return httpx.Response(409, json={})
+
+
+@pytest.mark.parametrize(("answers", "released"), [
+    ({"share": _late}, False), ({"share": _lying}, False), ({"share": _gone}, False),
+    ({"expect": _dearer}, True), ({"expect": _mismatch}, True), ({"expect": _late}, True),
+])  # fmt: skip
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_whatever_goes_wrong_the_worker_computes(answers, released, policy):
+    workers = Workers(**answers)
+    host, stats, seconds = answered(workers, on_failure=policy)
+    assert (host, stats.shared, stats.alone) == ("b", 0, 1)
+    assert seconds < 5
+    assert (("a", "/split/release") in workers.paths()) == released
