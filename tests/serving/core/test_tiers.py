@@ -146,6 +146,28 @@ def test_what_other_weights_computed_never_goes_to_the_disk():
     assert list(disk.units) == [before.name]
 
 
+def test_what_others_do_to_a_disk_counts_like_the_own():
+    disk = Tier("disk", 45, SIZES)
+    tiers = Tiers(None, disk, prices=Prices(), max_leaving=1000)
+    own, brought, more = unit([1] * 9), unit([1] * 10), unit([2] * 9)
+    disk.add(own)
+    tiers.others_changed([], [brought, own], [])
+    assert (set(disk.units), disk.stats.stored) == ({own.name, brought.name}, 1)
+    tiers.others_changed([], [], [own.name])
+    tiers.others_changed([], [more], [])
+    assert brought.name not in disk.units, "the one that was used for longest ago had to go"
+    assert brought.name in [name for _, names in tiers.take_gone() for name in names]
+    tiers.others_changed([own.blocks[0]], [], [])
+    assert set(disk.units) == {more.name}
+    assert [name for _, names in tiers.take_gone() for name in names] == [own.name], "blocks are for others to remove"
+    tiers.others_changed([more.name], [], [])
+    assert (len(disk), disk.used, tiers.take_gone()) == (0, 0, [(disk, [])])
+    tiers.outdate()
+    tiers.others_changed([], [more], [])
+    assert not disk.units, "nobody finds what other weights computed"
+    disk.check()
+
+
 REACHED = (
     "departed", "spilled", "fetched", "fetched from host", "fetched from disk", "fetched whole prompt", "fetched tail",
     "fetch failed", "late", "tier evictions", "preemptions", "reset", "withdrawn", "abort running", "weight_changes",
