@@ -127,9 +127,8 @@ def create_router(settings: RouterSettings) -> FastAPI:
 
     @app.get("/status")
     async def status() -> dict[str, Any]:
-        known = {worker.url: following.states_of(worker) for worker in (*fleet.prefill, *fleet.decode)
-                 if following.has_stream(worker)} if following is not None else {}  # fmt: skip
-        return fleet.status() | {"relay": asdict(relay.stats), "placement": relay.placement.status(), "states": known}
+        states = following.status() if following is not None else {}
+        return fleet.status() | {"relay": asdict(relay.stats), "placement": relay.placement.status(), "states": states}
 
     return app
 

@@ -107,6 +107,10 @@ class Following:
         stream = self._streams.get(worker)
         return stream.directory.states_of(stream.replica) if stream is not None else 0
 
+    def status(self) -> dict[str, int]:
+        """How many states each worker with a stream has told of, by its URL."""
+        return {worker.url: self.states_of(worker) for worker in self._streams}
+
     def can_share(self, one: Remote, other: Remote) -> bool:
         """Whether both have the weights that they began with, the same ones."""
         found = [self._streams.get(worker) for worker in (one, other)]
