@@ -149,8 +149,8 @@ class Relay:
                 tried.append(worker)
                 if wanted and ticket is None:
                     ticket = await self._prefill(asked, key, found, worker, until)
-                if ticket is None and (lender := self.placement.lender(worker, found)) is not None:
-                    ticket = await self._share(lender, worker, found, asked, until)
+                if ticket is None:
+                    ticket = await self._share(worker, found, asked, until)
                 try:
                     split = ticket is not None and await self._expect(worker, ticket, asked, until)
                     left = found.to_compute(worker)
@@ -232,9 +232,11 @@ class Relay:
             raise ApiError(503, _nobody("prefill", tried), code="no_worker", headers=_RETRY)
         return None
 
-    async def _share(self, lender: Remote, worker: Remote, found: Found, asked: Asked, until: float) -> Ticket | None:
-        """A ticket for a state that another worker holds; None if it has none any more, or does not answer soon."""
-        assert found.prompt is not None
+    async def _share(self, worker: Remote, found: Found, asked: Asked, until: float) -> Ticket | None:
+        """A ticket for a state that another worker holds; None if none does, or does not answer soon."""
+        lender = self.placement.lender(worker, found)
+        if lender is None or found.prompt is None or not skippable(asked.body):
+            return None
         own, left = found.states.get(worker), min(until - time.monotonic(), self.settings.share_timeout)
         share = Share(tokens=found.prompt.tokens, salt=found.prompt.salt, beyond=own.position if own is not None else 0)
         try:
@@ -366,9 +368,14 @@ class Relay:
             log.debug("a lease will have to run out: %s", error)
 
 
+def skippable(body: dict[str, Any]) -> bool:
+    """Whether nothing is asked of a prompt's tokens, so that whoever answers need not see them computed."""
+    return body.get("prompt_logprobs") is None and not (body.get("echo") and body.get("logprobs") is not None)
+
+
 def splittable(kind: str, body: dict[str, Any]) -> bool:
     """Whether a prefill worker can do the prompt: there is one, and nothing is asked of its tokens."""
-    if body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs") is not None):
+    if not skippable(body):
         return False
     if kind != "completions":
         return kind == "chat/completions"

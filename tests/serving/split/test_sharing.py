@@ -166,7 +166,7 @@ class Workers:
         return [(host, path) for host, path, _ in self.asked]
 
 
-def answered(workers, busy=9, states=((30, "device"), None), weights=(0, 0), **settings):
+def answered(workers, busy=9, states=((30, "device"), None), weights=(0, 0), more=None, **settings):
     """A request where `a` has a deep state and is busy, and `b` has none; seconds that it took."""
     chosen = {"share_above": 16, "share_timeout": 0.3, "decode": ("http://a",)} | settings
 
@@ -187,7 +187,7 @@ def answered(workers, busy=9, states=((30, "device"), None), weights=(0, 0), **s
 
         relay.placement.look = look
         fleet.decode[0].load = busy
-        body = {"prompt": PROMPT}
+        body = {"prompt": PROMPT} | (more or {})
         begin = time.monotonic()
         answer = await relay.answer(Asked("completions", json.dumps(body).encode(), body, {}))
         content = b"".join([piece async for piece in answer.body])
@@ -208,6 +208,7 @@ def test_a_busy_workers_state_is_fetched_by_another():
 @pytest.mark.parametrize("what", [
     {"share_above": None}, {"share_above": 31}, {"busy": 0}, {"states": ((30, "host"), None)},
     {"states": ((30, "device"), (20, "device"))}, {"weights": (0, 1)}, {"weights": (1, 1)},
+    {"more": {"prompt_logprobs": 1}},
 ])  # fmt: skip
 def test_nobody_is_asked_to_lend_what_would_be_of_no_use(what):
     workers = Workers()
