@@ -106,7 +106,7 @@ class Folder:
             whole = whole and typed.keys() == specs.keys()
             for key, spec in specs.items():
                 whole = whole and typed[key].shape == tuple(spec.shape) and note[f"dtype {key}"] == str(spec.dtype)
-        except (SafetensorError, ValueError, KeyError, TypeError, MemoryError):
+        except (SafetensorError, ValueError, LookupError, TypeError, OverflowError, MemoryError):
             whole = False
         if not whole:
             self.remove([name])
@@ -167,7 +167,7 @@ def unit_of(path: Path, name: Name, block: int) -> Unit | None:
         if not 0 <= tail < block:
             raise ValueError("a tail of another block size")
         return Unit(name, links, tail, (len(links) - 1) * block + tail, CheckpointKind(int(note["kind"])))
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"no header of a part: {error}") from None
 
 
