@@ -140,17 +140,19 @@ class Following:
     async def _keep_reading(self, worker: Remote) -> None:
         pause = _AGAIN
         while True:
-            why = "it has ended"
-            try:
-                if worker.up:
+            if not worker.up:
+                pause = _AGAIN
+            else:
+                why = "it has ended"
+                try:
                     await self._read(worker)
-            except (httpx.HTTPError, TimeoutError, ValueError) as error:
-                why = str(error) or type(error).__name__
-            finally:
-                told = self._forget(worker)
-            if told:
-                log.info("the events of %s: %s", worker.url, why)
-            pause = _AGAIN if told else min(2 * pause, _RARELY)
+                except (httpx.HTTPError, TimeoutError, ValueError) as error:
+                    why = str(error) or type(error).__name__
+                finally:
+                    told = self._forget(worker)
+                if told:
+                    log.info("the events of %s: %s", worker.url, why)
+                pause = _AGAIN if told else min(2 * pause, _RARELY)
             await asyncio.sleep(pause)
 
     def _forget(self, worker: Remote) -> bool:
