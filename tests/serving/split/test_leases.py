@@ -11,6 +11,7 @@ import pytest
 from serving.api.http.errors import ApiError
 from serving.split.http import prefill_routes
 from serving.split.http.prefill_routes import PrefillRequest
+from serving.split.http.prompts import Prompt
 from serving.split.prefill_side import PrefillSide, TooMany
 from tests.serving.split.test_manifest import BASE
 
@@ -60,10 +61,10 @@ def a_side(**settings):
 
 @pytest.fixture
 def no_prompt(monkeypatch):
-    async def prompt(context, body):
-        return [1, 2, 3], 0, None
+    async def prompt(context, kind, body):
+        return Prompt([1, 2, 3], 0, None)
 
-    monkeypatch.setattr(prefill_routes, "_prompt", prompt)
+    monkeypatch.setattr(prefill_routes, "prompt_of", prompt)
 
 
 def test_clients_that_leave_at_any_moment_leave_no_places_taken(no_prompt):
