@@ -20,6 +20,7 @@ from serving.api.http.streaming import until_gone
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.output import RequestOutput
 from serving.split.http.offering import add_offering, sweep
+from serving.split.http.prompts import prompt_of
 from serving.split.http.sealed import sealed
 from serving.split.manifest import Manifest
 from serving.split.prefill_side import Export, PrefillSide, TooMany
