@@ -145,6 +145,12 @@ class KernelChoice:
 _current: contextvars.ContextVar[KernelChoice | None] = contextvars.ContextVar("kernel_choice", default=None)
 
 
+def device_kind() -> str:
+    """What programs are being compiled for, as the device calls itself; empty where nobody has said."""
+    choice = _current.get() or KernelChoice()
+    return choice.device.device_kind if choice.device is not None else ""
+
+
 def call(operation: str, candidates: Sequence[Implementation], name: str | None, *args: Any, **kwargs: Any) -> Any:
     """Runs `operation` by the implementation called `name`, or, for None, by the first of `candidates` that can.
 

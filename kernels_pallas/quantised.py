@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
-PARTS = ("values", "channel_scale", "group_scale", "group_zero")
+PARTS = ("values", "channel_scale", "group_scale", "group_zero", "input_scale")
 """Names of the arrays that a quantised weight consists of."""
 
 
@@ -43,6 +43,8 @@ class Quantised:
     """[*lead, groups, outputs]: an accelerator pads the last axis to whole lanes, and groups are few."""
     group_zero: Any = None
     """[*lead, groups, outputs]."""
+    input_scale: Any = None
+    """[*lead, outputs]: not of the weight, but what its inputs may be divided by and rounded as it is."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,9 +63,10 @@ class Quantised:
             ValueError: they do not; the message begins with the name of the part that is wrong.
         """
         *lead, outputs, inputs = self.shape
-        scale = self.channel_scale
-        if scale is not None and scale.shape != (*lead, outputs):
-            raise ValueError(f"{name}.channel_scale has shape {scale.shape}, expected {(*lead, outputs)}")
+        for part in ("channel_scale", "input_scale"):
+            scale = getattr(self, part)
+            if scale is not None and scale.shape != (*lead, outputs):
+                raise ValueError(f"{name}.{part} has shape {scale.shape}, expected {(*lead, outputs)}")
         for part in ("group_scale", "group_zero"):
             found = getattr(self, part)
             if found is None:
@@ -79,11 +82,15 @@ class Quantised:
         def by_groups(v: Array | None) -> Array | None:
             return None if v is None else jnp.moveaxis(v, -2, lead).reshape(*first, -1, outputs)
 
+        def by_outputs(v: Array | None) -> Array | None:
+            return None if v is None else v.reshape(*first, outputs)
+
         return Quantised(
             self.values.reshape(*first, outputs, -1),
-            None if self.channel_scale is None else self.channel_scale.reshape(*first, outputs),
+            by_outputs(self.channel_scale),
             by_groups(self.group_scale),
             by_groups(self.group_zero),
+            by_outputs(self.input_scale),
         )
 
     def take(self, index: Array) -> Quantised:
@@ -97,6 +104,7 @@ class Quantised:
             taken(self.channel_scale, 0),
             taken(self.group_scale, 1),
             taken(self.group_zero, 1),
+            taken(self.input_scale, 0),
         )
 
     def widened(self, dtype: DTypeLike) -> Num[Array, "*lead outputs inputs"]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from checkpoints.quantised.description import Quantisation
 from checkpoints.quantised.packing import unpack_fp4
-from checkpoints.quantised.stored import BF16, F32, FP4, FP8, Module, Part, StoredWeight, Wrong
+from checkpoints.quantised.stored import BF16, F32, FP4, FP8, INPUT_SCALE, Module, Part, StoredWeight, Wrong
 
 NVFP4_GROUP, MXFP8_GROUP = 16, 32
 
@@ -28,19 +28,23 @@ def fp8(module: Module, how: Quantisation) -> StoredWeight:
     """
     shape = module.shape("weight")
     values = Part(FP8, lambda: module.view("weight"))
-    module.allow("input_scale", "input_global_scale")
+    module.allow("input_global_scale")
     if module.has("weight_scale_inv"):
+        module.allow(INPUT_SCALE)
         return _by_blocks(module, shape, "weight_scale_inv", values, how)
     scale = module.shape("weight_scale")
     *lead, outputs, inputs = shape
     if module.dtype("weight_scale") in ("U8", "F8_E8M0"):
+        module.allow(INPUT_SCALE)
         return _mxfp8(module, shape, values)
     blocks = tuple(-(-n // size) for n, size in zip((outputs, inputs), how.block, strict=True))
     if scale == (*lead, *blocks) and scale[-2:] not in ((outputs, 1), (1, 1)):
+        module.allow(INPUT_SCALE)
         return _by_blocks(module, shape, "weight_scale", values, how)
     part = module.scale_of_channels("weight_scale", shape)
     label = "FP8, a scale per tensor" if np.prod(scale) == 1 else "FP8, a scale per channel"
-    return StoredWeight(label, shape, {"values": values, "channel_scale": part}, tuple(module.uses))
+    parts = {"values": values, "channel_scale": part, **module.input_scale(shape)}
+    return StoredWeight(label, shape, parts, tuple(module.uses))
 
 
 def _by_blocks(module: Module, shape: tuple[int, ...], suffix: str, values: Part, how: Quantisation) -> StoredWeight:

@@ -18,7 +18,7 @@ import numpy as np
 
 from checkpoints.quantised.description import Quantisation
 from checkpoints.quantised.packing import unpack, unpack_awq
-from checkpoints.quantised.stored import BF16, F32, INT4, INT8, Module, Part, StoredWeight, Wrong
+from checkpoints.quantised.stored import BF16, F32, INPUT_SCALE, INT4, INT8, Module, Part, StoredWeight, Wrong
 
 
 def int8(module: Module, how: Quantisation) -> StoredWeight:
@@ -29,13 +29,17 @@ def int8(module: Module, how: Quantisation) -> StoredWeight:
     """
     shape = module.shape("weight")
     values = Part(INT8, lambda: module.view("weight"))
-    module.allow("input_scale", "input_zero_point")
+    symmetric = not module.has("input_zero_point") and not module.has("weight_zero_point")
+    module.allow("input_zero_point", *([] if symmetric else [INPUT_SCALE]))
     scale = module.shape("weight_scale")
     *lead, outputs, inputs = shape
     grouped = scale[:-1] == (*lead, outputs) and scale[-1] > 1
     if not grouped and not module.has("weight_zero_point"):
         parts = {"values": values, "channel_scale": module.scale_of_channels("weight_scale", shape)}
+        parts |= module.input_scale(shape) if symmetric else {}
         return StoredWeight("INT8, a scale per channel", shape, parts, tuple(module.uses))
+    if symmetric:
+        module.allow(INPUT_SCALE)
     groups = scale[-1] if grouped else 1
     _divides(module, "weight_scale", inputs, groups)
     parts = {"values": values, "group_scale": module.scale_of_groups("weight_scale", shape, groups, F32)}

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from checkpoints.errors import CheckpointError
 from checkpoints.placing import Index, Reader, Shardings, sharding_of
-from checkpoints.quantised.stored import Part, StoredWeight
+from checkpoints.quantised.stored import INPUT_SCALE, Part, StoredWeight
 from mamba_jax.families.base import HFSource
 
 Readable = tuple[jax.ShapeDtypeStruct, Reader]
@@ -45,11 +45,13 @@ def parts_of(
             raise CheckpointError(
                 f"{name} is {weight.label}, but {source.names[0]} is {first.label}: they are one weight"
             )
+    # Makers leave out the scale of inputs that their data has never met: then the weight does without.
+    parts = [part for part in first.parts if part != INPUT_SCALE or all(part in one.parts for one in stored)]
     return {
         f"{path}.{part}": _readable(
             f"{path}.{part}", part, shape, source, [one.parts[part] for one in stored], shardings, release
         )
-        for part in first.parts
+        for part in parts
     }
 
 
@@ -66,7 +68,7 @@ def _readable(
     groups = stored[0].groups
     if part == "values":
         own: tuple[int, ...] = tuple(shape)
-    elif part == "channel_scale":
+    elif part in ("channel_scale", "input_scale"):
         own = (*lead, outputs)
     else:
         groups = divisible_groups(path, groups, inputs, sharding_of(shardings, path), len(shape))

@@ -16,6 +16,8 @@ FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 F32 = np.dtype(np.float32)
 INT4 = np.dtype(ml_dtypes.int4)
 INT8 = np.dtype(np.int8)
+INPUT_SCALE = "input_scale"
+"""The part that says how inputs are rounded; it is none of the weight's."""
 
 
 class Wrong(Exception):
@@ -63,7 +65,8 @@ class StoredWeight:
     @property
     def form(self) -> tuple[str, tuple[tuple[str, Part], ...], bool]:
         """What must be equal among weights that become one parameter."""
-        return self.label, tuple(sorted(self.parts.items())), self.narrow
+        own = {name: part for name, part in self.parts.items() if name != INPUT_SCALE}
+        return self.label, tuple(sorted(own.items())), self.narrow
 
     def wide(self) -> np.ndarray:
         """The weight in float32."""
@@ -115,7 +118,7 @@ class Module:
             raise Wrong(f"{self.name}.{suffix} is {self.dtype(suffix)}, expected {' or '.join(dtypes)}")
 
     def allow(self, *suffixes: str) -> None:
-        """Tensors that may be there and are of no use here: scales of activations."""
+        """Tensors that may be there and are of no use here."""
         self.uses += [f"{self.name}.{suffix}" for suffix in suffixes if self.has(suffix)]
 
     def _full(self, suffix: str) -> str:
@@ -145,6 +148,12 @@ class Module:
             return np.broadcast_to(scale.reshape(-1, 1) if scale.size > 1 else scale.reshape(-1), channels)
 
         return Part(F32, read)
+
+    def input_scale(self, shape: tuple[int, ...]) -> dict[str, Part]:
+        """The part that says how inputs are rounded, if there is one."""
+        if not self.has(INPUT_SCALE):
+            return {}
+        return {INPUT_SCALE: self.scale_of_channels(INPUT_SCALE, shape)}
 
     def scale_of_groups(self, suffix: str, shape: tuple[int, ...], groups: int, dtype: np.dtype) -> Part:
         """A scale [*lead, outputs, groups] of each group of inputs."""

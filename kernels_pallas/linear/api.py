@@ -6,7 +6,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels_pallas import dispatch
-from kernels_pallas.linear import native, quantised, quantised_native, quantised_tpu, xla
+from kernels_pallas.linear import narrow_inputs, native, quantised, quantised_native, quantised_tpu, xla
 from kernels_pallas.quantised import Quantised
 from kernels_pallas.shape_check import shapes_checked
 
@@ -15,6 +15,9 @@ LINEAR = (
     dispatch.Implementation("xla", xla.linear),
 )
 QUANTISED = (
+    dispatch.Implementation("narrow_inputs", narrow_inputs.linear, narrow_inputs.undefined, automatic=False),
+    dispatch.Implementation("narrow_inputs", narrow_inputs.linear, narrow_inputs.unsupported_on_tpu, "tpu"),
+    dispatch.Implementation("narrow_inputs", narrow_inputs.linear, narrow_inputs.undefined, "gpu"),
     *dispatch.kernels("tpu", quantised_tpu, "linear"),
     dispatch.Implementation(
         "pallas_tpu_codes", partial(quantised_tpu.linear, codes=True), quantised_tpu.unsupported, "tpu"
@@ -35,7 +38,8 @@ def linear(
     """y = x W^T, accumulated in float32. Differentiable, in x only where the weight is quantised.
 
     Args:
-        weight: as Hugging Face checkpoints store it; a quantised one is widened to x's dtype inside of the product.
+        weight: as Hugging Face checkpoints store it; a quantised one is widened to x's dtype inside of the product. One
+            that has a scale for its inputs is multiplied by inputs as narrow as it is, where a device does so.
         out_dtype: of the result; x's own if None.
     Raises:
         ValueError: shapes that do not fit together.

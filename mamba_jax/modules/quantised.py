@@ -25,6 +25,7 @@ class QuantisedParam(nnx.Module):
         self.channel_scale = _param(weight.channel_scale)
         self.group_scale = _param(weight.group_scale)
         self.group_zero = _param(weight.group_zero)
+        self.input_scale = _param(weight.input_scale)
 
     def __getitem__(self, key: EllipsisType) -> Quantised:
         found = {part: getattr(self, part) for part in PARTS}

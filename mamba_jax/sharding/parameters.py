@@ -58,7 +58,7 @@ def _of_part(weight: Placement, part: str) -> Placement:
         found = _of_part(otherwise, part)
         otherwise = found if isinstance(found, Division) else Otherwise.KEEP_WHOLE
     outputs, inputs = weight.rank - 2, weight.rank - 1
-    if part == "channel_scale":  # [*lead, outputs]
+    if part in ("channel_scale", "input_scale"):  # [*lead, outputs]
         return WHOLE if weight.axis == inputs else replace(weight, otherwise=otherwise)
     swapped = {outputs: inputs, inputs: outputs}  # [*lead, groups, outputs]
     return replace(weight, axis=swapped.get(weight.axis, weight.axis), otherwise=otherwise)

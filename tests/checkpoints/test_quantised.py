@@ -89,6 +89,19 @@ def test_each_weight_of_a_mixed_checkpoint_keeps_its_format(mixed):
     assert few["mtp.blocks.1.mixer.experts.up"].dtype == np.float32
 
 
+def test_scales_of_inputs_come_with_weights_in_8_bits(mixed, changeable):
+    few = values(load(mixed[0]))
+    scale = few["blocks.0.mixer.in_proj_zx.weight.input_scale"]
+    assert scale.shape == (2, 128)  # one of each output, as with other scales: the weight was cut
+    np.testing.assert_array_equal(np.asarray(scale), np.float32(0.02))
+    four_bits = {path for path, value in few.items() if value.dtype == ml_dtypes.float4_e2m1fn}
+    assert four_bits
+    assert not {path.replace(".values", ".input_scale") for path in four_bits} & set(few)
+    tensors, write = changeable
+    del tensors["backbone.layers.0.mixer.in_proj.input_scale"]  # as of inputs that no calibration has met
+    assert "blocks.0.mixer.in_proj_zx.weight.input_scale" not in values(load(write(tensors)))
+
+
 def test_a_converted_checkpoint_stays_narrow(mixed, tmp_path):
     checkpoints.convert(mixed[0], tmp_path / "orbax", dtype="float32", progress=False)
     stored, again = values(load(mixed[0])), values(load(tmp_path / "orbax"))

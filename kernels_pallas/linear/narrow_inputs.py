@@ -1,0 +1,55 @@
+"""The dense product of inputs rounded to the weight's own 8 bits, by the scale that a checkpoint has for them.
+
+    q = round(x / input_scale), to int8 or float8_e4m3fn;    y = (q . values) * input_scale * channel_scale
+
+as the formats that have such scales define it. It is what their makers have measured, and the matrix unit multiplies
+both narrow: int8 on TPUs before TPU7x and on GPUs, float8 on TPU7x and on GPUs since Ada.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas import dispatch
+
+F32 = jnp.float32
+
+
+def undefined(x, weight, *, out_dtype):
+    """Why this call has no such form, or None."""
+    if weight.input_scale is None:
+        return "the checkpoint has no scale for its inputs"
+    if weight.group_scale is not None or weight.group_zero is not None:
+        return "scales of groups lie between values and product"
+    if weight.values.dtype not in (jnp.int8, jnp.float8_e4m3fn):
+        return f"weights are {weight.values.dtype}, neither int8 nor float8_e4m3fn"
+    return None
+
+
+def unsupported_on_tpu(x, weight, *, out_dtype):
+    """The same for a TPU at hand, or described."""
+    seventh, integers = "7" in dispatch.device_kind(), weight.values.dtype == jnp.int8
+    if weight.input_scale is not None and seventh == integers:
+        return f"{dispatch.device_kind() or 'this TPU'} does not multiply {weight.values.dtype}"
+    return undefined(x, weight, out_dtype=out_dtype)
+
+
+def linear(x, weight, *, out_dtype):
+    """See `api.linear`."""
+    rows = x.reshape(-1, x.shape[-1])
+    # One product computes all outputs: of weights that were joined, the largest scale serves all.
+    scale = weight.input_scale.astype(F32).max()
+    narrow = _rounded(rows.astype(F32) / scale, weight.values.dtype)
+    total = jnp.int32 if narrow.dtype == jnp.int8 else F32
+    product = lax.dot_general(narrow, weight.values, (((1,), (1,)), ((), ())), preferred_element_type=total)
+    product = product.astype(F32) * scale
+    if weight.channel_scale is not None:
+        product = product * weight.channel_scale.astype(F32)
+    return product.astype(out_dtype).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _rounded(x, dtype):
+    """To the nearest value, even ones of two; what is too large becomes the largest."""
+    if dtype == jnp.int8:
+        return jnp.clip(jnp.round(x), -128, 127).astype(dtype)
+    most = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -most, most).astype(dtype)

@@ -1,0 +1,104 @@
+"""Products whose inputs are rounded to the weight's own 8 bits: their definition, and what accelerators compile."""
+
+import dataclasses
+import functools
+import re
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from operation_checks import Draw, assert_close, jitted
+from real_shapes import BF16, F32, shape
+from topology import compile_for_gpu, compile_for_tpu
+
+from kernels_pallas.dispatch import KernelChoice, UnsupportedError
+from kernels_pallas.linear import linear
+from kernels_pallas.quantised import Quantised
+
+KINDS = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+SCALE = np.float32(0.017)
+
+
+def weight_of(kind, outputs=31, inputs=48):
+    random = np.random.default_rng(3)
+    values = (
+        random.integers(-128, 128, (outputs, inputs)) if kind == "int8" else 50 * random.normal(size=(outputs, inputs))
+    )
+    channels = jnp.asarray(0.1 * random.random(outputs) + 0.05, jnp.float32)
+    scales = jnp.full(outputs, SCALE).at[: outputs // 2].set(SCALE / 2)  # two weights were joined
+    return Quantised(jnp.asarray(values).astype(KINDS[kind]), channels, input_scale=scales)
+
+
+def by_definition(x, weight):
+    """In float64, element by element rounded by ml_dtypes' own conversions."""
+    x = np.asarray(x, np.float32) / SCALE
+    if weight.values.dtype == jnp.int8:
+        q = np.clip(np.rint(x), -128, 127)
+    else:
+        q = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    values = np.asarray(weight.values).astype(np.float64)
+    return q @ values.T * SCALE * np.asarray(weight.channel_scale).astype(np.float64)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_definition(kind, dtype):
+    weight, x = weight_of(kind), Draw().normal(5, 48, dtype=dtype) * 3
+    out = jitted(linear, implementation="narrow_inputs")(x, weight)
+    assert out.dtype == x.dtype
+    assert_close(out, by_definition(x, weight), dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_torch(kind):
+    """Its own rounding to int8 (`torch.round`) and to float8, and its product of what they stand for."""
+    torch = pytest.importorskip("torch", reason="torch is not installed: needs the parity extra")
+    weight, x = weight_of(kind), np.asarray(Draw().normal(7, 48)) * 5
+    scaled = torch.from_numpy(x) / float(SCALE)
+    if kind == "int8":
+        q = torch.clamp(torch.round(scaled), -128, 127).to(torch.int8).float()
+    else:
+        q = torch.clamp(scaled, -448, 448).to(torch.float8_e4m3fn).float()
+    values = torch.from_numpy(np.asarray(weight.values).astype(np.float32))
+    theirs = torch.nn.functional.linear(
+        q * float(SCALE), values * torch.from_numpy(np.asarray(weight.channel_scale))[:, None]
+    )
+    ours = linear(jnp.asarray(x), weight, implementation="narrow_inputs")
+    np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-4, atol=1e-3)
+
+
+def test_a_cpu_widens_unless_told_otherwise():
+    choice = KernelChoice(platform="cpu")
+    with choice.applied():
+        linear(jnp.ones((2, 48)), weight_of("int8"))
+    assert "narrow_inputs" not in choice.chosen["quantised_linear"]
+
+
+@pytest.mark.parametrize("without", ["input_scale", "values"])
+def test_what_has_no_such_form_is_refused(without):
+    weight = weight_of("int8")
+    changed = {"input_scale": None, "values": weight.values.astype(jnp.int4)}[without]
+    weight = dataclasses.replace(weight, **{without: changed})
+    with pytest.raises(UnsupportedError, match="no scale for its inputs" if without == "input_scale" else "int4"):
+        linear(jnp.ones((2, 48)), weight, implementation="narrow_inputs")
+
+
+CASES = [("v5e", "int8"), ("v6e", "int8"), ("tpu7x", "fp8"), ("h200", "fp8"), ("h200", "int8")]
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize(("device", "kind"), CASES)
+def test_the_compiled_product_is_narrow(device, kind):
+    weight = Quantised(shape(4096, 2048, dtype=KINDS[kind]), shape(4096, dtype=F32), input_scale=shape(4096, dtype=F32))
+    compile_for = compile_for_gpu if device == "h200" else compile_for_tpu
+    run = functools.partial(linear, implementation="narrow_inputs")
+    compiled = compile_for(device, run, shape(64, 2048, dtype=BF16), weight)
+    text = compiled.as_text()
+    (product,) = re.finditer(r"= (\w+)\[[\d,]*\]\S* (?:dot|convolution)\(%([\w.-]+), %([\w.-]+)\)", text)
+    operands = [
+        re.findall(rf"%{re.escape(name)} = (\w+)\[", text[: product.start()])[-1] for name in product.groups()[1:]
+    ]
+    assert operands == [{"int8": "s8", "fp8": "f8e4m3fn"}[kind]] * 2
+    assert product[1] == {"int8": "s32", "fp8": "f32"}[kind]
+    assert not re.search(r"(bf16|f16|f32|s32)\[4096,2048\]", text), "a wide weight"
