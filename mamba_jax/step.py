@@ -23,11 +23,12 @@ from mamba_jax.layout.decode import DecodeLayout
 from mamba_jax.layout.prefill import PrefillLayout
 from mamba_jax.layout.replay import ReplayLayout
 from mamba_jax.prompt_logprobs import prompt_logprobs
+from mamba_jax.rounding import RoundedRows
 from mamba_jax.rows import Rows
 from mamba_jax.sampling import Asked, Emission, choose, has_penalties, report_logprobs
 from mamba_jax.sampling.masks import MaskBatch, write_masks
 from mamba_jax.state_checks import shared_writes, wrong_tags, wrong_tails
-from mamba_jax.store import Store
+from mamba_jax.store import SlotArrays, Store, load, put
 from mamba_jax.tails import read_ring
 
 
@@ -110,6 +111,10 @@ def _decode(
         # The host plans for as many drafts as there can be; the seat may have fewer.
         made = jnp.cumprod(own[:, 1:] >= 0, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
         num_drafts = jnp.where(batch.continues, jnp.minimum(num_drafts, made), num_drafts)
+        if store.rounded is not None:
+            # A step ends where the state is rounded: what follows goes on from what was rounded.
+            left = store.rounded.every - length % store.rounded.every
+            num_drafts = jnp.clip(left - certain, 0, num_drafts)
         num_tokens = certain + num_drafts
     layout: DecodeLayout
     if store.tails is None:
@@ -409,12 +414,32 @@ def _write_hidden(
     write_slot: Int[Array, " n"],
     length: Int[Array, " n"],
 ) -> Store:
-    """Final hidden states into the slots that have absorbed `length` tokens, and the debugging tags beside them."""
+    """Final hidden states into the slots that have absorbed `length` tokens, and the debugging tags beside them.
+
+    With them the slots are complete; where running rows are rounded, those that are due are.
+    """
     tags = store.tags
     if tags is not None:
         times = read_slots(tags, write_slot)[:, 0] + 1
         tags = write_slots(tags, jnp.stack([times, length], axis=1), write_slot)
-    return dataclasses.replace(store, hidden=write_slots(store.hidden, hidden, write_slot), tags=tags)
+    store = dataclasses.replace(store, hidden=write_slots(store.hidden, hidden, write_slot), tags=tags)
+    return store if store.rounded is None else _round(store, store.rounded, write_slot, length)
+
+
+def _round(store: Store, rounded: RoundedRows, write_slot: Int[Array, " n"], length: Int[Array, " n"]) -> Store:
+    """The states of these slots that are those after a multiple of `rounded.every` tokens, rounded where they lie."""
+    due = jnp.where((length > 0) & (length % rounded.every == 0), write_slot, 0)
+    found = due[jnp.nonzero(due, size=len(due), fill_value=0)[0]]
+
+    def one(i: Int[Array, ""], slots: tuple[SlotArrays, ...]) -> tuple[SlotArrays, ...]:
+        def changed(name: str, array: Array) -> Array:
+            if name not in rounded.names:
+                return array
+            return put(array, rounded.narrow.rounded(load(array, found[i])), found[i])
+
+        return tuple({name: changed(name, array) for name, array in arrays.items()} for arrays in slots)
+
+    return dataclasses.replace(store, slots=jax.lax.fori_loop(0, (due > 0).sum(), one, store.slots))
 
 
 def _write_replayed(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kernels_pallas.slots import load, put, read_slots, take, write_slots
 from mamba_jax.config import HybridConfig, ModelConfigError, Per, Role, StateArray
+from mamba_jax.rounding import Narrow, RoundedRows
 from mamba_jax.tails import Replay, Tails
 
 __all__ = [
@@ -46,6 +47,8 @@ class Store:
     """Debugging only: how often each slot has been written, and how many tokens it holds."""
     tails: Tails | None = None
     """Where rows are held by replay: the inputs since their anchors."""
+    rounded: RoundedRows | None = field(default=None, metadata={"static": True})
+    """Where states of running rows are rounded as those are that wait."""
 
     @property
     def num_slots(self) -> int:
@@ -145,6 +148,23 @@ class StoreShape:
         arrays = (*(array for arrays in self.slots for array in arrays), self.hidden)
         return sum(self._bytes(array, dtype, ssm_dtype) for array in arrays) + (8 if debug_state else 0)
 
+    @property
+    def accumulated(self) -> tuple[str, ...]:
+        """Names of the arrays in slots that accumulate."""
+        names = [array.name for arrays in self.slots for array in arrays if array.role is Role.ACCUMULATED]
+        return tuple(dict.fromkeys(names))
+
+    def bytes_per_waiting_state(self, dtype: Any, ssm_dtype: Any, narrow: Narrow | None) -> int:
+        """Bytes of one state that is kept elsewhere than in a slot: without padding, and in the narrow form."""
+        arrays = (*(array for arrays in self.slots for array in arrays), self.hidden)
+
+        def of(array: StateArray) -> int:
+            if narrow is not None and array.role is Role.ACCUMULATED:
+                return narrow.bytes(array.shape)
+            return math.prod(array.shape) * jnp.dtype(array.dtype(dtype, ssm_dtype)).itemsize
+
+        return sum(map(of, arrays))
+
     def bytes_per_page(self, page_size: int, dtype: Any) -> int:
         """Bytes of one page over all attention layers; 0 for a model without attention."""
         return page_size * sum(self._bytes(array, dtype, dtype) for array in self.pages)
@@ -165,6 +185,7 @@ def init_store(
     debug_state: bool = False,
     replay: Replay | None = None,
     num_tails: int = 0,
+    rounding: tuple[Narrow, int] | None = None,
 ) -> Store:
     """A store of zeros.
 
@@ -179,6 +200,7 @@ def init_store(
         debug_state: also tag each slot with what was written to it, and check the tag at each read.
         replay: hold running rows by anchors and tails; None = by states alone.
         num_tails: tails, the null tail included: one for each seat.
+        rounding: round states of running rows at every multiple of so many tokens, as states that wait are.
 
     Raises:
         ValueError: fewer than two slots or pages, an empty page, or a state that replay cannot compute.
@@ -213,6 +235,7 @@ def init_store(
             tags=jnp.full((num_tails, replay.longest), -1, jnp.int32) if debug_state else None,
             interval=replay.interval,
         ),
+        rounded=rounding and RoundedRows(*rounding, shape.accumulated),
     )
 
 

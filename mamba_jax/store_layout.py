@@ -9,6 +9,7 @@ is row-major in the axes that matter anyway.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -40,7 +41,8 @@ def placed(shape: StoreShape, store: Store, shardings: Store) -> Store:
     def of(array: StateArray, leaf: Any, sharding: Any) -> Any:
         return sharding and place(array, leaf, sharding)
 
-    return Store(
+    return replace(
+        store,
         slots=tuple(
             {name: of(shape.arrays[name], leaf, where[name]) for name, leaf in arrays.items()}
             for arrays, where in zip(store.slots, shardings.slots, strict=True)

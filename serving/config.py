@@ -53,6 +53,16 @@ class EngineConfig(BaseModel):
         description="Data type of stored recurrent states. 16 bits halve their memory but lose some accuracy, and "
         "answers may then depend a little on what was reused.",
     )
+    checkpoint_dtype: Literal["auto", "float16", "bfloat16", "int8"] = Field(
+        "auto",
+        description="Data type of recurrent states that leave the device: for host_cache_gib, disk_cache and the other "
+        "side of a split. int8 has a scale for each head and channel. auto: ssm_dtype.",
+    )
+    exact_reuse: bool = Field(
+        False,
+        description="With checkpoint_dtype: round running sequences' states where a state may be kept for reuse, at "
+        "every state_block_size tokens, so that answers do not depend on what was reused.",
+    )
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         "auto",
         description="Data type of cached keys and values. auto: that of activations. fp8: float8_e4m3fn, divided by "
@@ -216,6 +226,16 @@ class EngineConfig(BaseModel):
         return "float8_e4m3fn" if self.kv_cache_dtype == "fp8" else dtype
 
     @property
+    def narrows_states(self) -> bool:
+        """Whether states that leave the device are narrower than those of running rows."""
+        return self.checkpoint_dtype not in ("auto", self.ssm_dtype)
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether running rows are rounded as those states are."""
+        return self.narrows_states and self.exact_reuse
+
+    @property
     def excluded_from_quantization(self) -> tuple[str, ...]:
         """The names in `quantization_exclude`."""
         return tuple(name.strip() for name in (self.quantization_exclude or "").split(",") if name.strip())
@@ -246,6 +266,16 @@ class EngineConfig(BaseModel):
             )
         if (self.replay_interval or 1) > 1:
             check_replay_interval(self.replay_interval or 1, drafts, tile_size=tile)
+        if self.exact_reuse and self.ssm_dtype != "float32":
+            raise ValueError(
+                f"exact_reuse needs ssm_dtype float32: {self.ssm_dtype} is rounded to after every token; "
+                "checkpoint_dtype makes those that wait narrower"
+            )
+        if self.ssm_dtype != "float32" and self.checkpoint_dtype not in ("auto", "int8", self.ssm_dtype):
+            raise ValueError(
+                f"checkpoint_dtype {self.checkpoint_dtype} is no narrower than ssm_dtype {self.ssm_dtype}; "
+                "auto or int8 are allowed"
+            )
         low, high = self.ngram_bounds
         if low > high:
             raise ValueError(f"prompt_lookup_min {low} is greater than prompt_lookup_max {high}")
@@ -285,6 +315,10 @@ def resolve_caching(config: EngineConfig) -> ResolvedCaching:
     Every mode works with and without drafts.
     """
     asked, chunked = config.mamba_cache_mode, config.enable_chunked_prefill
+    if config.rounds_rows and not chunked:
+        found = resolve_caching(config.model_copy(update={"enable_chunked_prefill": True}))
+        notice = "chunked prefill is switched on: exact_reuse needs it"
+        return found._replace(notices=(*found.notices, notice))
     if not config.enable_prefix_caching:
         if asked in ("align", "all"):
             return ResolvedCaching(

@@ -71,7 +71,8 @@ class Partition:
 
     def store(self, store: Store) -> Store:
         """The division of the whole store, in its structure."""
-        return Store(
+        return replace(
+            store,
             slots=self.state(store.slots),
             kv=self.state(store.kv),
             hidden=P(),  # type: ignore[arg-type]

@@ -34,6 +34,7 @@ from serving.config import ConfigError, EngineConfig, ResolvedCaching, resolve_c
 from serving.engine.batching import BatchBuilder, PrefillShape
 from serving.engine.drafting import draft_source
 from serving.engine.gpu_memory import jax_share, share_notices
+from serving.engine.narrow_states import row_rounding, waiting_form
 from serving.engine.replay import resolve_replay
 from serving.engine.sizing import StoreSize, scheduler_config, size_store, workspace_bytes
 
@@ -168,6 +169,9 @@ class _Planner:
             limit=limit,
             weights=weights,
             store=size.total_bytes,
+            bytes_off_device=StoreShape.of(self.stored).bytes_per_waiting_state(
+                self.dtype, self.config.ssm_dtype, waiting_form(self.config)
+            ),
             code=code,
             temporaries=temporaries,
             other=other,
@@ -316,6 +320,7 @@ class _Planner:
                 kv_dtype=self.kv_dtype,
                 replay=self.replay,
                 num_tails=rows.length.shape[0] if self.replay is not None else 0,
+                rounding=row_rounding(config),
             )
         )
         try:

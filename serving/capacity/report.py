@@ -110,6 +110,7 @@ def _capacity(plan: CapacityPlan) -> Table:
         f"{size.num_slots - 1:,} of {gib(size.bytes_per_slot)}: {size.slots_per_row} for each sequence, "
         f"{slots_for_reuse(plan):,} for reuse",
     )
+    table.add_row("off the device", f"{gib(plan.bytes_off_device)} for each state, its keys and values aside")
     if size.replay_interval > 1:
         table.add_row(
             "replay",

@@ -57,6 +57,8 @@ class CapacityPlan:
     """Tokens before each sequence's next one that decode steps are counted with."""
     exchanges: dict[str, int] = field(default_factory=dict)
     """How often devices must tell each other something in a step, by what."""
+    bytes_off_device: int = 0
+    """Of one state in host memory, on disk or on its way to another worker; without keys and values."""
     programs: tuple[Program, ...] = ()
     """Those that were compiled; empty if nothing was."""
     num_programs: int = 0

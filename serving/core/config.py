@@ -44,6 +44,8 @@ class SchedulerConfig:
     """Requests that may queue; one more is refused. None = no limit."""
     max_decode_pause: float | None = None
     """Seconds that a step which decodes may take for the prompts in it, as far as one tile allows. None = no limit."""
+    chunks_end_at_blocks: bool = False
+    """Whether no prefill chunk runs over a multiple of B, because running states are rounded there."""
     overlap: bool = True
     """Whether a step may be planned before the last one has settled."""
 

@@ -37,6 +37,7 @@ from serving.engine.gpu_memory import share_notices
 from serving.engine.grammars import Grammars
 from serving.engine.kept_programs import keep_programs
 from serving.engine.loop import StepLoop
+from serving.engine.narrow_states import row_rounding
 from serving.engine.replay import ResolvedReplay, resolve_replay
 from serving.engine.row_inputs import RowInputs
 from serving.engine.sizing import (
@@ -206,6 +207,7 @@ def _assemble(
         debug_state=config.debug_state,
         replay=replay,
         num_tails=0 if replay is None else 1 + settings.num_rows,
+        rounding=row_rounding(config),
     )
 
     def make_rows() -> Rows:

@@ -307,6 +307,7 @@ def scheduler_config(
         num_speculative_tokens=config.num_speculative_tokens,
         replay_interval=size.replay_interval,
         num_lookahead_tokens=lookahead,
+        chunks_end_at_blocks=config.rounds_rows,
         max_prefill_rows=min(MAX_PREFILL_ROWS, size.max_num_seqs),
         max_waiting=config.max_num_waiting,
         # Processes that run one model together must plan the same steps, and their clocks differ.

@@ -13,6 +13,7 @@ from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Tier
 from serving.core.tiers.tiers import Tiers
 from serving.engine.loop import StepLoop
+from serving.engine.narrow_states import waiting_form
 from serving.engine.sizing import GIB, available_ram, show_bytes
 from serving.points.arrangement import Arrangement
 from serving.points.digest import model_digest
@@ -53,8 +54,8 @@ def connect_tiers(config: EngineConfig, loop: StepLoop, model: HybridModel) -> N
     if loop.scheduler.index is None:
         log.warning("host_cache_gib and disk_cache have no effect: prefix caching is switched off")
         return
-    arrangement = Arrangement.of(model.config, store)
-    layout = Layout.of(arrangement, store, config.state_block_size)
+    arrangement = Arrangement.of(model.config, store, waiting_form(config))
+    layout = Layout.of(arrangement, store, config.state_block_size, exact=config.rounds_rows)
     host = disk = folder = None
     if config.host_cache_gib:
         host = Tier("host", int(config.host_cache_gib * GIB), layout.sizes(in_files=False))
@@ -67,7 +68,7 @@ def connect_tiers(config: EngineConfig, loop: StepLoop, model: HybridModel) -> N
             log.info("%s in %s", _line("disk", disk, layout), folder.path)
     if host is None and disk is None:
         return
-    tiers = Tiers(host, disk, prices=Prices(), max_leaving=MAX_LEAVING)
+    tiers = Tiers(host, disk, prices=Prices(), max_leaving=MAX_LEAVING, only_blocks=config.rounds_rows)
     loop.scheduler.use_tiers(tiers)
     loop.mover = Mover(tiers, layout, PointPrograms(arrangement), folder)
 

@@ -7,6 +7,7 @@ wrong channels.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Shaped
 
 from mamba_jax.config import Division, HybridConfig, StateArray
+from mamba_jax.rounding import Narrow
 from mamba_jax.store import Store, StoreShape
 
 
@@ -25,12 +27,40 @@ class Arrangement:
     """Of the logical arrays."""
     shards: int = 1
     """Devices that share each layer."""
+    narrow: Narrow | None = None
+    """What accumulates travels in this form; None: as wide as it lies in slots."""
 
     @classmethod
-    def of(cls, config: HybridConfig, store: Store) -> Arrangement:
+    def of(cls, config: HybridConfig, store: Store, narrow: Narrow | None = None) -> Arrangement:
         """That of a store, wherever it lies."""
         sharding = store.hidden.sharding
-        return cls(StoreShape.of(config), sharding.mesh.size if isinstance(sharding, NamedSharding) else 1)
+        return cls(StoreShape.of(config), sharding.mesh.size if isinstance(sharding, NamedSharding) else 1, narrow)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the arrays of a state that travels, in their order."""
+        found: list[str] = []
+        for name in self.shape.arrays:
+            form = self._form(name)
+            found += (name,) if form is None else form.names(name)
+        return tuple(found)
+
+    def travelling(self, state: Mapping[str, Array]) -> dict[str, Array]:
+        """Arrays of slots, as they travel."""
+        found: dict[str, Array] = {}
+        for name, values in state.items():
+            form = self._form(name)
+            found |= {name: values} if form is None else form.parts(name, values)
+        return found
+
+    def arrived(self, name: str, state: Mapping[str, Array]) -> Array:
+        """The inverse, of one array of slots."""
+        form = self._form(name)
+        return state[name] if form is None else form.widened(name, state)
+
+    def _form(self, name: str) -> Narrow | None:
+        """The narrow form of an array, if it travels in one."""
+        return self.narrow if name in self.shape.accumulated else None
 
     def logical(self, array: StateArray, stored: Shaped[Array, "*sizes"]) -> Shaped[Array, "*sizes"]:
         """Values of `array`, any number of them, as the store has them -> as the model defines them."""

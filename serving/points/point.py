@@ -170,7 +170,7 @@ class _Form:
 def state_spec(store: Store, arrangement: Arrangement) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of a state of this store as it travels, in the order in which its arrays are declared."""
     spec = jax.eval_shape(partial(_read_state, arrangement), store, jax.ShapeDtypeStruct((), jnp.int32))
-    return {name: spec[name] for name in arrangement.shape.arrays if name in spec}
+    return {name: spec[name] for name in arrangement.names if name in spec}
 
 
 def _read_state(arrangement: Arrangement, store: Store, slot: Int[Array, ""]) -> State:
@@ -180,7 +180,7 @@ def _read_state(arrangement: Arrangement, store: Store, slot: Int[Array, ""]) ->
             layers.setdefault(name, []).append(take(array, slot))
     declared = arrangement.shape.arrays
     state = {name: arrangement.logical(declared[name], jnp.stack(each)) for name, each in layers.items()}
-    return {**state, "hidden": take(store.hidden, slot)}
+    return {**arrangement.travelling(state), "hidden": take(store.hidden, slot)}
 
 
 def _read_piece(
@@ -199,7 +199,8 @@ def _read_piece(
 def _write_state(
     arrangement: Arrangement, store: Store, state: State, slot: Int[Array, ""], position: Int[Array, ""]
 ) -> Store:
-    layers = {name: iter(each) for name, each in state.items() if name != "hidden"}
+    names = dict.fromkeys(name for arrays in store.slots for name in arrays)
+    layers = {name: iter(arrangement.arrived(name, state)) for name in names}
 
     def write(name: str, array: Array) -> Array:
         return put(array, arrangement.stored(arrangement.shape.arrays[name], next(layers[name])), slot)

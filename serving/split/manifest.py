@@ -10,6 +10,7 @@ import jax
 from pydantic import BaseModel, ConfigDict
 
 from mamba_jax.config import HybridConfig, Role
+from mamba_jax.rounding import Narrow
 from mamba_jax.store import Store
 from serving.points.arrangement import Arrangement
 
@@ -39,7 +40,9 @@ class Manifest(BaseModel):
     kv_dtype: str
     """* Of keys and values."""
     ssm_dtype: str
-    """* Of the recurrent states, which accumulate; unless the decode side was asked to convert."""
+    """* Of the recurrent states, which accumulate, as they travel; unless the decode side was asked to convert."""
+    exact_reuse: str = "off"
+    """* How running rows are rounded."""
     state: dict[str, tuple[int, ...]]
     """* Shapes of a state's arrays, as they travel, by name."""
     attention_layers: int
@@ -75,10 +78,13 @@ def describe(
     state_block_size: int,
     max_model_len: int,
     transports: dict[str, str],
+    exact_reuse: tuple[Narrow, int] | None = None,
 ) -> Manifest:
     """The manifest of a running worker. `state` are the arrays of a state, `model` is its `model_digest`."""
     layers, declared = config.num_attention_uses, arrangement.shape.arrays
-    accumulated = [str(spec.dtype) for name, spec in state.items() if declared[name].role is Role.ACCUMULATED]
+    accumulated = [
+        str(state[name].dtype) for name, array in declared.items() if name in state and array.role is Role.ACCUMULATED
+    ]
     return Manifest(
         protocol=PROTOCOL,
         layout=LAYOUT,
@@ -86,6 +92,7 @@ def describe(
         dtype=str(store.hidden.dtype),
         kv_dtype=str(store.kv[0].dtype) if store.kv else "none",
         ssm_dtype=accumulated[0] if accumulated else "none",
+        exact_reuse="off" if exact_reuse is None else f"{exact_reuse[0].dtype} every {exact_reuse[1]} tokens",
         state={name: tuple(spec.shape) for name, spec in state.items()},
         attention_layers=min(layers, len(store.kv)),
         draft_layers=max(0, len(store.kv) - layers),
@@ -112,7 +119,12 @@ def check(prefill: Manifest, decode: Manifest) -> list[str]:
         "dtype": (prefill.dtype, decode.dtype, "give both the same --dtype"),
         "kv_cache_dtype": (prefill.kv_dtype, decode.kv_dtype, "give both the same --kv-cache-dtype"),
         "model": (prefill.model, decode.model, "give both the same --model, the same weights"),
-        "state": (prefill.state, decode.state, "give both the same --model"),
+        "state": (prefill.state, decode.state, "give both the same --model and --checkpoint-dtype"),
+        "exact_reuse": (
+            prefill.exact_reuse,
+            decode.exact_reuse,
+            "give both the same --exact-reuse, --checkpoint-dtype and --state-block-size",
+        ),
         "attention layers": (prefill.attention_layers, decode.attention_layers, "give both the same --model"),
     }
     for what, (theirs, ours, advice) in pairs.items():
@@ -123,7 +135,7 @@ def check(prefill: Manifest, decode: Manifest) -> list[str]:
         if not decode.converts_state:
             raise ManifestMismatch(
                 f"ssm_dtype differs: prefill has {prefill.ssm_dtype}, decode has {decode.ssm_dtype}; give both the "
-                "same --ssm-dtype, or --convert-state to the decode worker"
+                "same --ssm-dtype and --checkpoint-dtype, or --convert-state to the decode worker"
             )
         notices.append(f"states are converted from {prefill.ssm_dtype} to {decode.ssm_dtype}: outputs may differ")
     if prefill.draft_layers < decode.draft_layers:

@@ -14,6 +14,7 @@ import numpy as np
 from serving.core import Scheduler
 from serving.engine.build import Built
 from serving.engine.loop import StepLoop
+from serving.engine.narrow_states import handoff_form, row_rounding
 from serving.points.arrangement import Arrangement
 from serving.points.digest import model_digest
 from serving.points.point import Piece, PointPrograms, pieces, state_spec
@@ -47,7 +48,7 @@ class Worker:
         loop, config = built.engine.loop, built.model.config
         store = loop.store
         assert store is not None
-        arrangement = Arrangement.of(config, store)
+        arrangement = Arrangement.of(config, store, handoff_form(built.config))
         kv = None
         if store.kv:
             kv = jax.ShapeDtypeStruct(arrangement.shape.pages[0].shape, store.kv[0].dtype)
@@ -59,6 +60,7 @@ class Worker:
             state,
             model=model or model_digest(built.model, config),
             state_block_size=built.config.state_block_size,
+            exact_reuse=row_rounding(built.config),
             max_model_len=built.size.max_model_len,
             transports={name: transport.address for name, transport in transports.items()},
         )
@@ -85,6 +87,8 @@ def point_specs(
     declared = worker.arrangement.shape.arrays
     specs = [
         jax.ShapeDtypeStruct(spec.shape, jnp.dtype(declared[name].dtype(spec.dtype, ssm_dtype)))
+        if name in declared
+        else spec
         for name, spec in worker.state.items()
     ]
     if worker.kv is None:

@@ -31,15 +31,17 @@ class Layout:
     page_size: int
     block: int
     """B, in tokens."""
+    exact: bool = False
+    """Whether states are those of rows that were rounded at every multiple of B."""
 
     @classmethod
-    def of(cls, arrangement: Arrangement, store: Store, block: int) -> Layout:
+    def of(cls, arrangement: Arrangement, store: Store, block: int, *, exact: bool = False) -> Layout:
         """That of a running engine."""
         kv = None
         if store.kv:
             shape = (len(store.kv), block, *arrangement.shape.pages[0].shape)
             kv = jax.ShapeDtypeStruct(shape, store.kv[0].dtype)
-        return cls(arrangement, state_spec(store, arrangement), kv, store.page_size or block, block)
+        return cls(arrangement, state_spec(store, arrangement), kv, store.page_size or block, block, exact)
 
     @property
     def layers(self) -> int:
@@ -64,7 +66,8 @@ class Layout:
         """
         state = [(name, spec.shape, str(spec.dtype)) for name, spec in self.state.items()]
         kv = None if self.kv is None else (self.kv.shape, str(self.kv.dtype))
-        text = repr((FORMAT, model, state, kv, self.page_size, self.block))
+        exact = ("exact",) if self.exact else ()
+        text = repr((FORMAT, model, state, kv, self.page_size, self.block, *exact))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

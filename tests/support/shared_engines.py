@@ -62,7 +62,8 @@ class Variant:
     """A model whose engines keep their state in fewer bits."""
 
     model: str
-    flags: dict[str, str]
+    flags: dict[str, Any]
+    """Whatever else is asked of its engines."""
     tolerance: float
     """Of log-probabilities: by how much they may depend on what was reused, and on how prompts were cut."""
     of_whole: float
@@ -74,6 +75,13 @@ VARIANTS = {
     "bfloat16 states": Variant("falconh1", {"ssm_dtype": "bfloat16"}, 2e-2, 5e-2),
     "float16 states": Variant("falconh1", {"ssm_dtype": "float16"}, 4e-3, 1e-2),
 }
+EXACT = {
+    f"{kind}, exact": Variant(
+        "nemotronh", {"checkpoint_dtype": kind, "exact_reuse": True, "state_block_size": 2 * TILE}, 2e-3, 0.3
+    )
+    for kind in ("int8", "bfloat16")
+}
+"""Whose states are rounded every so many tokens, and so depend on nothing else."""
 TOLERANCE = 1e-4
 """Of log-probabilities, where nothing is kept in fewer bits."""
 
@@ -92,7 +100,7 @@ class SharedEngines:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        variant = VARIANTS.get(name, Variant(name, {}, TOLERANCE, TOLERANCE))
+        variant = (VARIANTS | EXACT).get(name, Variant(name, {}, TOLERANCE, TOLERANCE))
         self.flags, self.tolerance, self.of_whole = variant.flags, variant.tolerance, variant.of_whole
         self.model = long_memory_model(FOR_ENGINES[variant.model], near_ties=name == "nemotronh")
         self.programs = self.compile_anew()
@@ -112,7 +120,7 @@ class SharedEngines:
 
     def engine(self, mode: str | None, *, programs=None, eos_token_ids=(), **flags):
         """An engine whose steps all have one shape for decoding and one for prefill."""
-        config = EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | self.flags | flags))
+        config = EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | flags | self.flags))
         with mock.patch.object(build, "init_laid_out", _poisoned):
             programs = programs or self.programs_of(config.tile_size)
             built = build.assemble(
@@ -163,7 +171,7 @@ class SharedEngines:
 
 @functools.cache
 def engines_of(name: str) -> SharedEngines:
-    """Those of each model: a name in `tiny_configs.FOR_ENGINES`, or in `VARIANTS`."""
+    """Those of each model: a name in `tiny_configs.FOR_ENGINES`, in `VARIANTS` or in `EXACT`."""
     return SharedEngines(name)
 
 

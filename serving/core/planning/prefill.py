@@ -85,6 +85,8 @@ def _chunk_end(host: HostState, request: Request, start: int, budget: Budget) ->
     if not _fits_decode_row(host, request, start, target - start):
         room = min(room, (start // tile + budget.tiles) * tile - start)
     end = min(target, start + room)
+    if config.chunks_end_at_blocks:
+        end = min(end, start - start % config.state_block_size + config.state_block_size)
     for stop in stops:
         if stop > start:
             end = min(end, stop)

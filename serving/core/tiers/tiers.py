@@ -47,12 +47,20 @@ class Departure:
 
 
 class Tiers:
-    """Host memory, disk, or both. `max_leaving`: bytes that may be on their way off the device at once."""
+    """Host memory, disk, or both.
 
-    def __init__(self, host: Tier | None, disk: Tier | None, *, prices: Prices, max_leaving: int) -> None:
+    Args:
+        max_leaving: bytes that may be on their way off the device at once.
+        only_blocks: take states after whole blocks of tokens alone: others would be rounded where no running row is.
+    """
+
+    def __init__(
+        self, host: Tier | None, disk: Tier | None, *, prices: Prices, max_leaving: int, only_blocks: bool = False
+    ) -> None:
         tiers = [tier for tier in (host, disk) if tier is not None]
         assert tiers, "no tier at all"
         self.host, self.disk, self.prices, self.max_leaving = host, disk, prices, max_leaving
+        self.only_blocks = only_blocks
         self.tiers: Sequence[Tier] = tiers
         """The fastest first."""
         self.block = tiers[0].sizes.block
@@ -72,7 +80,7 @@ class Tiers:
     def left(self, entry: Checkpoint, spare: bool) -> None:
         """The index is about to drop a checkpoint that lies whole on the device. `spare`: one of little worth."""
         replaced = scope_of(entry).weights > 0
-        if entry.stale:
+        if entry.stale or (self.only_blocks and entry.position % self.block):
             return
         unit = unit_of(entry, self.block)
         fitting = [tier for tier in self.tiers if tier.sizes.unit(unit) <= tier.capacity]

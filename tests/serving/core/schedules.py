@@ -60,6 +60,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         max_waiting=rng.choice([None, None, None, 3]),
         overlap=rng.random() < 0.75,
         max_decode_pause=1.0 if slots % 2 else None,
+        chunks_end_at_blocks=longest % 4 == 0,
     )
 
 

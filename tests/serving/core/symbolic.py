@@ -147,6 +147,9 @@ class Device:
         for row in plan.rows:
             expect(0 < row.row_id <= config.num_rows and row.row_id not in row_ids, "row id taken twice", row)
             row_ids.add(row.row_id)
+            if config.chunks_end_at_blocks and row.is_prefill and row.num_tokens:
+                block = config.state_block_size
+                expect((row.end - 1) // block == row.length // block, "a chunk runs over a multiple of B", row)
             # Decode steps report no log-probabilities of prompt tokens.
             reports = row.request.prompt_logprobs and row.length < row.request.prompt_len
             if isinstance(row, DecodeRow):

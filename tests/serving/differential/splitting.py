@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from serving.config import EngineConfig
 from serving.core import RemoteState
 from serving.points.arrangement import Arrangement
 from serving.points.point import PointPrograms
@@ -24,7 +25,7 @@ from serving.split.transport import DirectTransport
 from serving.split.wire import Handoff, Offer, SplitError, Want
 from serving.split.worker import Worker
 from tests.support.delayed_executor import DelayedExecutor
-from tests.support.shared_engines import MAX_LEN, TILE, SharedEngines
+from tests.support.shared_engines import FLAGS, MAX_LEN, TILE, SharedEngines
 
 _PATIENT = 20
 """Steps after which a prompt that finds no room over there takes it from states that nobody has fetched yet."""
@@ -75,7 +76,7 @@ def _points(arrangement: Arrangement) -> PointPrograms:
 
 
 def _worker(on: SharedEngines, engine, flags: dict[str, Any]) -> Worker:
-    config = SimpleNamespace(state_block_size=flags["state_block_size"], debug_state=flags["debug_state"])
+    config = EngineConfig.create(**(FLAGS | flags | on.flags))
     built: Any = SimpleNamespace(
         engine=engine, model=on.model, config=config, size=SimpleNamespace(max_model_len=MAX_LEN)
     )

@@ -6,12 +6,20 @@ most (measured over 24 traces: 0.005 with bfloat16, 0.001 with float16). Keys an
 written, so with them in 8 bits answers depend on nothing but how float32 rounds.
 """
 
+import dataclasses
 from collections import Counter
+from typing import Any
+from unittest import mock
 
 import pytest
 
-from tests.serving.differential.traces import run_trace
-from tests.support.shared_engines import VARIANTS
+from serving.core import SchedulerConfig
+from serving.engine import build
+from serving.engine.sizing import scheduler_config
+from tests.serving.differential.judging import Divergence
+from tests.serving.differential.splitting import impatient
+from tests.serving.differential.traces import draw, run_trace
+from tests.support.shared_engines import EXACT, VARIANTS
 
 COUNT = 16
 
@@ -27,3 +35,50 @@ def test_traces(variant: str, request: pytest.FixtureRequest) -> None:
     for name in ("align", "all", "preemptions", "page_copies", "full_hits", "cached_tokens"):
         assert met[name], f"never met: {name}"
     assert met["cut"] <= met["comparisons"] // 4, "too many comparisons were cut short by near-ties"
+
+
+HOW: dict[str, dict[str, Any]] = {
+    "snapshots": {},
+    "drafts": {"drafts": True},
+    "replay, drafts": {"drafts": True, "replay": 8},
+    "split": {"split": True},
+}
+USUAL = ("snapshots", "replay, drafts")
+
+
+CASES = [
+    pytest.param(variant, how, marks=() if variant.startswith("int8") and how in USUAL else pytest.mark.slow)
+    for variant in EXACT
+    for how in HOW
+]
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize(("variant", "how"), CASES)
+def test_exact_reuse(variant: str, how: str) -> None:
+    """Rows are rounded at multiples of B, whatever else: cold runs, hits, drafts, replay, a split all say the same."""
+    first = 5_100_000
+    met: Counter[str] = Counter()
+    with impatient():
+        for seed in range(first, first + COUNT):
+            met += run_trace(seed, model=variant, **HOW[how])
+    print(dict(sorted(met.items())))
+    for name in ("align", "all", "cached_tokens"):
+        assert met[name], f"never met: {name}"
+    assert met["cut"] <= 1 + met["comparisons"] // 50, "too many comparisons were cut short by near-ties"
+
+
+def test_chunks_that_run_over_a_boundary_are_noticed() -> None:
+    """Planted: states that are not rounded where the references' are. The bound is narrow enough to see it."""
+
+    def unbound(*arguments: Any, **more: Any) -> SchedulerConfig:
+        return dataclasses.replace(scheduler_config(*arguments, **more), chunks_end_at_blocks=False)
+
+    def run_all() -> None:
+        for seed in range(5_100_000, 5_100_000 + COUNT):
+            draw(seed, model="int8, exact")  # right references
+            with mock.patch.object(build, "scheduler_config", unbound):
+                run_trace(seed, model="int8, exact")
+
+    with pytest.raises(Divergence):
+        run_all()

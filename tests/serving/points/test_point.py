@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mamba_jax.config import Division, Otherwise, Per, Role, StateArray, need
+from mamba_jax.rounding import Narrow
 from mamba_jax.sharding import sharded_store
 from mamba_jax.store import StoreShape, init_store, store_bytes
 from serving.points.arrangement import Arrangement
@@ -169,3 +170,29 @@ def test_numbers_of_devices_may_differ(shards):
             np.testing.assert_array_equal(np.asarray(got[name])[3], sent[name][2])
     for got, sent in zip(back.kv, expected.kv, strict=True):
         np.testing.assert_array_equal(tokens_of(got, pages, position), tokens_of(sent, pages, position))
+
+
+@pytest.mark.parametrize("kind", ["int8", "bfloat16"])
+def test_states_may_travel_in_fewer_bits(kind):
+    narrow = Narrow(kind)
+    arrangement = Arrangement(ONE.shape, narrow=narrow)
+    programs, source = PointPrograms(arrangement), filled(4, 1)
+    expected = narrow.rounded(source.slots[1]["ssm"][2])
+    state = programs.read_state(source, 2)
+    spec = state_spec(source, arrangement)
+    assert {name: (each.shape, each.dtype) for name, each in spec.items()} == {
+        name: (state[name].shape, state[name].dtype) for name in spec
+    }
+    size = sum(each.size * each.dtype.itemsize for each in spec.values())
+    assert size == ONE.shape.bytes_per_waiting_state("float32", "float32", narrow)
+    assert size < ONE.shape.bytes_per_slot("float32")
+    after = programs.write_state(filled(4, 2), 3, state, 5)
+    np.testing.assert_array_equal(after.slots[1]["ssm"][3], expected)
+    # What was rounded travels as it is.
+    again = programs.write_state(filled(4, 2), 1, programs.read_state(after, 3), 5)
+    np.testing.assert_array_equal(again.slots[1]["ssm"][1], expected)
+
+
+def test_wide_states_take_the_bytes_that_are_counted():
+    size = sum(each.size * each.dtype.itemsize for each in state_spec(filled(4, 1), ONE).values())
+    assert size == ONE.shape.bytes_per_waiting_state("float32", "float32", None)

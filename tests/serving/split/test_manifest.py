@@ -54,6 +54,8 @@ def test_what_may_differ(fields):
         ({"kv_dtype": "float8_e4m3fn"}, "--kv-cache-dtype"),
         ({"ssm_dtype": "bfloat16"}, "--ssm-dtype"),
         ({"state": {"ssm": (3, 4, 8, 16), "hidden": (32,)}}, "state differs"),
+        ({"state": {"ssm": (2, 4, 8, 16), "ssm_scale": (2, 4, 8), "hidden": (32,)}}, "--checkpoint-dtype"),
+        ({"exact_reuse": "int8 every 256 tokens"}, "--exact-reuse"),
         ({"attention_layers": 0}, "attention layers"),
         ({"draft_layers": 2}, "draft"),
         ({"transports": {"direct": ""}}, "--transport"),

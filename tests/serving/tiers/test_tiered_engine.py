@@ -3,7 +3,7 @@
 import pytest
 
 from serving.core.tiers.prices import Prices
-from tests.support.engines import finish
+from tests.support.engines import Continuation, finish
 from tests.support.split_pair import GREEDY, MAX_LEN, assert_as_alone, build, tokens
 
 # Two running sequences with their drafts, and little beside them: nearly every checkpoint is evicted.
@@ -60,3 +60,64 @@ def test_the_same_tokens_with_tiers(mode, source, tiers, tmp_path):
         assert sum(tier["arrived"] for tier in stats["tiers"].values()) > 3, stats
     assert sum(tier["lost"] for tier in stats["tiers"].values()) == 0, stats
     engine.close()
+
+
+def conversations(engine):
+    """Five talkers in turn, each prompt going on from the one before it: outputs by prompt."""
+    outputs = {}
+    for turn in range(1, 4):
+        for pair in ((0, 1), (2, 3), (4,)):
+            for talker in pair:
+                prompt = tuple(tokens(talker, min(19 * turn + talker, MAX_LEN - 14)))
+                outputs[prompt] = engine.add_request(f"{talker} {turn}", {"prompt_token_ids": list(prompt)}, GREEDY)
+            finish(engine)
+    return {prompt: Continuation.of(output.outputs[0]) for prompt, output in outputs.items()}
+
+
+def differences(got, expected):
+    """By how much log-probabilities differ at most, up to the first token that does; and how many tokens differ."""
+    most, others = 0.0, 0
+    for prompt, right in expected.items():
+        for at, token in enumerate(got[prompt].tokens):
+            if token != right.tokens[at]:
+                others += right.gaps[at] > 1e-3
+                break
+            most = max(most, abs(got[prompt].logprobs[at] - right.logprobs[at]))
+    return most, others
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("int8", 0.01), slow("bfloat16", 0.002), slow("float16", 0.001)])
+def test_checkpoints_in_fewer_bits(kind, bound):
+    """What came back from memory says nearly the same; where rows are rounded too, just the same."""
+    small, cold = SMALL | TIERS["host"], {"enable_prefix_caching": False}
+    engines = {}
+    for name, flags in {
+        "wide": {},
+        "narrow": {"checkpoint_dtype": kind},
+        "exact": {"checkpoint_dtype": kind, "exact_reuse": True},
+    }.items():
+        engine = build("all", "none", **(small | flags)).engine
+        engine.loop.scheduler.tiers.prices = Free()
+        engines[name] = conversations(engine)
+        stats = engine.loop.scheduler.stats()["tiers"]["host"]
+        assert stats["arrived"] > 3, (name, stats)
+        engine.close()
+    alone = conversations(build(None, "none", **cold).engine)
+    most, _ = differences(engines["narrow"], alone)
+    print(f"{kind}: {most:.5f} of a log-probability at most")
+    assert 1e-5 < most < bound
+    assert differences(engines["wide"], alone)[0] < 1e-4
+    rounded = conversations(build(None, "none", checkpoint_dtype=kind, exact_reuse=True, **cold).engine)
+    most, others = differences(engines["exact"], rounded)
+    print(f"{kind}, exact reuse: {most:.6f}")
+    assert others == 0
+    assert most < 2e-3
+
+
+def test_tiers_hold_more_of_them():
+    sizes = {}
+    for flags in ({}, {"checkpoint_dtype": "int8"}):
+        engine = build("all", "none", **(SMALL | TIERS["host"] | flags)).engine
+        sizes[bool(flags)] = engine.loop.scheduler.tiers.host.sizes.state
+        engine.close()
+    assert sizes[True] < 0.6 * sizes[False]  # convolution windows stay as they are
