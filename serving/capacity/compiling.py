@@ -29,6 +29,9 @@ from serving.config import ConfigError
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
+_WEIGHTS = r"weights\[\d+\]"
+"""What a step program calls its arguments that are weights."""
+
 # Keep libtpu from asking a metadata server what machine this is, and from wanting to be alone: nobody drives a TPU.
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -53,6 +56,8 @@ class Program:
     moved: int = 0
     """Bytes to and from the device's memory in a greedy step, keys and values aside; see `Traffic`. 0 for a GPU, whose
     kernels do not say what they move."""
+    weights: int = 0
+    """Of these, what is read of weights, and what is written and read of copies of them."""
     collectives: dict[str, int] = field(default_factory=dict)
     host_driven: dict[str, int] = field(default_factory=dict)
     """Of a GPU: loops and conditionals outside of CUDA graphs, which wait for the host; by kind."""
@@ -179,12 +184,14 @@ def count_host_driven(text: str) -> dict[str, int]:
 def _summary(name: str, compiled: jax.stages.Compiled, begin: float, *, gpu: bool) -> Program:
     memory: Any = compiled.memory_analysis()
     text = compiled.as_text() or ""
+    traffic = None if gpu else Traffic(text)
     return Program(
         name=name,
         code=memory.generated_code_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
-        moved=Traffic(text).total() if not gpu else 0,
+        moved=0 if traffic is None else traffic.total(),
+        weights=0 if traffic is None else traffic.of_arguments(_WEIGHTS),
         collectives=count_collectives(text),
         host_driven=count_host_driven(text) if gpu else {},
         seconds=time.perf_counter() - begin,

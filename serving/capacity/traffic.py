@@ -2,13 +2,15 @@
 
 XLA's own count also has what moves between the chip's memories, and counts weights that are fetched ahead of their use
 twice or more. Here only arrays in the large memory count (those elsewhere are marked `S(n)`); a kernel counts as it
-says itself; what is read in part (gather, slice) or written in part (scatter, update) counts in part. Of branches the
-cheapest counts, that is greedy sampling; loops whose number of rounds the text does not tell count nothing (they copy
-pages, which is rare).
+says itself, less what was brought to it on the chip before. What a program fetches for its next run counts, what the
+last run has fetched for it does not. What is read in part (gather, slice) or written in part (scatter, update) counts
+in part. Of branches the cheapest counts, that is greedy sampling; loops whose number of rounds the text does not tell
+count nothing (they copy pages, which is rare).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from dataclasses import dataclass
@@ -72,6 +74,31 @@ class Traffic:
         """Bytes of the whole program."""
         return self._of(self._entry)
 
+    def of_arguments(self, name: str) -> int:
+        """Bytes moved for the entry's arguments whose `op_name` matches a pattern, copies made of them included.
+
+        Of a kernel that reads some as they lie, all of them count.
+        """
+        instructions = self._computations[self._entry]
+        results = {each.name: each for each in instructions}
+        pattern, theirs, total = re.compile(rf'op_name="{name}"'), set[str](), 0
+        for it in instructions:
+            operands = [results[operand] for operand in it.operands if operand in results]
+            mine = [each for each in operands if each.name in theirs]
+            if it.operation == "parameter":
+                if pattern.search(it.line):
+                    theirs.add(it.name)
+            elif mine and all(each in mine or each.operation == "constant" for each in operands):
+                theirs.add(it.name)
+                total += self._one(it, results)
+            elif mine and it.operation == "custom-call":
+                total += sum(array.moved for each in mine for array in each.result)
+            elif mine and it.operation not in _FREE:
+                inside = [it, *(each for of in _called(it.line, "calls") for each in self._computations.get(of, ()))]
+                read = [array for each in mine for array in each.result]
+                total += self._moved(dataclasses.replace(it, result=()), read, inside)
+        return total
+
     def _of(self, computation: str) -> int:
         instructions = self._computations.get(computation, [])
         results = {each.name: each for each in instructions}
@@ -82,6 +109,8 @@ class Traffic:
             return 0
         if it.operation in ("copy-start", "slice-start"):
             # (target, source, ...) or ((source), target, ...): as much is read as is written.
+            if "cross_program_prefetch_index" in it.line and self._is_fetched_ahead(it, results):
+                return 0
             part = min((array.bytes for array in it.result if array.bytes > 8), default=0)
             return part * sum(not array.local for array in it.result[:2])
         if it.operation == "conditional":
@@ -93,11 +122,20 @@ class Traffic:
             return sum(self._of(name) for name in (*_called(it.line, "to_apply"), *_called(it.line, "calls")))
         if it.operation == "custom-call":
             said = re.search(r'"bytes_accessed":"(\d+)"', it.line)
-            return int(said[1]) if said else 0
+            ends = [it, *(results[name] for name in it.operands if name in results)]
+            here = sum(array.bytes for each in ends for array in each.result if array.local)
+            return max(int(said[1]) - here, 0) if said else 0
         operands = [results[name].result for name in it.operands if name in results]
         arrays = [array for result in operands for array in result]
         inside = [it, *(each for name in _called(it.line, "calls") for each in self._computations.get(name, ()))]
         return self._moved(it, arrays, inside)
+
+    def _is_fetched_ahead(self, it: _Instruction, results: dict[str, _Instruction]) -> bool:
+        """Whether the program fetches it once more, for its next run."""
+        return any(
+            each.operation == it.operation and each.operands == it.operands and each is not it
+            for each in results.values()
+        )
 
     def _moved(self, it: _Instruction, arrays: list[_Array], inside: list[_Instruction]) -> int:
         """Operands and result, each in part where only a part of it is touched."""

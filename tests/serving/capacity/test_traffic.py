@@ -32,8 +32,8 @@ HloModule jit_run, is_scheduled=true
 }
 
 ENTRY %main (w: bf16[512,512], s: f32[100,256]) -> s32[8] {
-  %w = bf16[512,512]{1,0:T(8,128)(2,1)} parameter(0)
-  %s = f32[100,256]{1,0} parameter(1)
+  %w = bf16[512,512]{1,0:T(8,128)(2,1)} parameter(0), metadata={op_name="weights[0]"}
+  %s = f32[100,256]{1,0} parameter(1), metadata={op_name="store.slots"}
   %fetch = (bf16[512,512]{1,0:T(8,128)(2,1)S(1)}, bf16[512,512]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%w)
   %near = bf16[512,512]{1,0:T(8,128)(2,1)S(1)} copy-done(%fetch)
   %dot = f32[8,1024]{1,0:T(8,128)S(1)} fusion(%near), kind=kOutput, calls=%none
@@ -61,3 +61,41 @@ def test_weights_count_once_and_parts_in_part():
 
 def test_exchanges_are_counted_by_kind():
     assert count_collectives(TEXT) == {"all-reduce": 1}
+
+
+AHEAD = """\
+HloModule jit_run, is_scheduled=true
+
+ENTRY %main (w: s8[512,512], v: s4[512,512], x: bf16[8,512]) -> f32[8,512] {
+  %w = s8[512,512]{1,0:T(8,128)(4,1)} parameter(0), metadata={op_name="weights[0]"}
+  %v = s4[512,512]{1,0:T(8,128)(8,1)E(4)} parameter(1), metadata={op_name="weights[1]"}
+  %x = bf16[8,512]{1,0} parameter(2), metadata={op_name="batch"}
+  %early = (s8[512,512]{1,0:S(1)}, s8[512,512]{1,0}, u32[]{:S(2)}) copy-start(%w), cross_program_prefetch_index=0
+  %near = s8[512,512]{1,0:S(1)} copy-done(%early)
+  %bytes = s8[131072]{0} bitcast(%v)
+  %fetch = ((s8[131072]{0}), s8[131072]{0:S(1)}, s32[]{:S(2)}) slice-start(%bytes), slice={[0:131072]}
+  %fetched = s8[131072]{0:S(1)} slice-done(%fetch)
+  %here = s4[512,512]{1,0:E(4)S(1)} bitcast(%fetched)
+  %call = f32[8,512]{1,0} custom-call(%x, %here), backend_config={"cost_estimate":{"bytes_accessed":"155648"}}
+  %dot = f32[8,512]{1,0} fusion(%call, %near), kind=kOutput, calls=%none
+  %next = (s8[512,512]{1,0:S(1)}, s8[512,512]{1,0}, u32[]{:S(2)}) copy-start(%w)
+  %later = s8[512,512]{1,0:S(1)} copy-done(%next)
+  ROOT %out = f32[8,512]{1,0} add(%dot, %call)
+}
+"""
+
+
+def test_what_was_fetched_before_counts_once():
+    integers, small = 512 * 512, 512 * 512 // 2  # for the next run; in 4 bits, for the kernel
+    result, rows = 8 * 512 * 4, 8 * 512 * 2
+    kernel, dot, add = rows + result, 2 * result, 3 * result
+    assert Traffic(AHEAD).total() == integers + small + kernel + dot + add
+    assert Traffic(AHEAD).of_arguments(r"weights\[\d+\]") == integers + small
+    assert Traffic(AHEAD).of_arguments(r"weights\[1\]") == small
+
+
+def test_wide_copies_of_weights_count():
+    copied = AHEAD.replace("%bytes = s8[131072]{0} bitcast(%v)", "%wide = bf16[512,512]{1,0} convert(%v)")
+    copied = copied.replace("fusion(%call, %near)", "fusion(%call, %wide)")
+    narrow, wide = 512 * 512 // 2, 512 * 512 * 2
+    assert Traffic(copied).of_arguments(r"weights\[1\]") == narrow + 2 * wide
