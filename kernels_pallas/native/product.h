@@ -15,24 +15,58 @@ constexpr int64_t kRows = 4;
 
 typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
 
-// Sixteen numbers as float32. (Vectors go by reference: how they are passed by value depends on the instruction set.)
-NATIVE_INLINE void load(const float* from, Vector& value) { std::memcpy(&value, from, sizeof value); }
+typedef uint16_t Shorts __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+typedef int32_t Integers __attribute__((vector_size(kLanes * sizeof(int32_t))));
 
-NATIVE_INLINE void load(const uint16_t* from, Vector& value) {
-  typedef uint16_t Narrow __attribute__((vector_size(kLanes * sizeof(uint16_t))));
-  typedef uint32_t Wide __attribute__((vector_size(kLanes * sizeof(uint32_t))));
-  Narrow stored;
-  std::memcpy(&stored, from, sizeof stored);
-  const Wide bits = __builtin_convertvector(stored, Wide) << 16;
-  std::memcpy(&value, &bits, sizeof value);
-}
+// What is loaded of a number format at once (Loaded), and how many vectors of float32 that is (kVectors).
+// (Vectors go by reference: how they are passed by value depends on the instruction set.)
+template <typename Number>
+struct Vectors;
 
-NATIVE_INLINE void load(const int8_t* from, Vector& value) {
-  typedef int8_t Narrow __attribute__((vector_size(kLanes * sizeof(int8_t))));
-  typedef int32_t Wide __attribute__((vector_size(kLanes * sizeof(int32_t))));
-  Narrow stored;
-  std::memcpy(&stored, from, sizeof stored);
-  value = __builtin_convertvector(__builtin_convertvector(stored, Wide), Vector);
+template <>
+struct Vectors<Float32> {
+  using Loaded = Vector;
+  static constexpr int64_t kVectors = 1;
+  static NATIVE_INLINE void widen(const Loaded& loaded, int64_t, Vector& value) { value = loaded; }
+};
+
+template <>
+struct Vectors<BFloat16> {
+  using Loaded = Shorts;
+  static constexpr int64_t kVectors = 1;
+  static NATIVE_INLINE void widen(const Loaded& loaded, int64_t, Vector& value) {
+    const Words bits = __builtin_convertvector(loaded, Words) << 16;
+    std::memcpy(&value, &bits, sizeof value);
+  }
+};
+
+// Four int8 are loaded as one 32-bit number, of which shifts take one each: compilers turn bytes into float32 number by
+// number or in many small steps, and multiplying int8 is then slower than float32. Vector k has the numbers k, k + 4,
+// k + 8, ...; `in_order` brings the inputs into the same order.
+template <>
+struct Vectors<Int8> {
+  using Loaded = Integers;
+  static constexpr int64_t kVectors = 4;
+  static NATIVE_INLINE void widen(const Loaded& loaded, int64_t k, Vector& value) {
+    value = __builtin_convertvector((loaded << static_cast<int32_t>(24 - 8 * k)) >> 24, Vector);
+  }
+};
+
+// Rows of x as vectors meet them; a rest that fills no vectors stays as it is. `room` holds them if they are others.
+template <typename Number>
+inline const float* in_order(const float* x, int64_t rows, int64_t inputs, std::vector<float>& room) {
+  constexpr int64_t kVectors = Vectors<Number>::kVectors, kBlock = kLanes * kVectors;
+  if (kVectors == 1) return x;
+  room.assign(x, x + rows * inputs);
+  for (int64_t t = 0; t < rows; ++t) {
+    for (int64_t i = t * inputs; i + kBlock <= (t + 1) * inputs; i += kBlock) {
+      for (int64_t k = 0; k < kVectors; ++k) {
+        for (int64_t lane = 0; lane < kLanes; ++lane) room[i + k * kLanes + lane] = x[i + lane * kVectors + k];
+      }
+    }
+  }
+  return room.data();
 }
 
 NATIVE_INLINE float total(const Vector& value) {
@@ -41,19 +75,24 @@ NATIVE_INLINE float total(const Vector& value) {
   return sum;
 }
 
-// sums[o][t] += w[o][:count] x[t][:count] for `outputs` rows of w and `rows` rows of x, each `inputs` apart.
+// sums[o][t] += w[o][:count] x[t][:count] for `outputs` rows of w and `rows` rows of x (`in_order`), `inputs` apart.
 template <typename Number, int64_t outputs, int64_t rows>
 NATIVE_INLINE void multiply(const float* x, const typename Number::Stored* w, int64_t inputs, int64_t count,
                             float* sums, int64_t apart) {
+  constexpr int64_t kVectors = Vectors<Number>::kVectors;
   Vector sum[outputs][rows] = {};
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    Vector weight[outputs];
-    for (int64_t o = 0; o < outputs; ++o) load(w + o * inputs + i, weight[o]);
-    for (int64_t t = 0; t < rows; ++t) {
-      Vector value;
-      load(x + t * inputs + i, value);
-      for (int64_t o = 0; o < outputs; ++o) sum[o][t] += weight[o] * value;
+  for (; i + kLanes * kVectors <= count; i += kLanes * kVectors) {
+    typename Vectors<Number>::Loaded loaded[outputs];
+    for (int64_t o = 0; o < outputs; ++o) std::memcpy(&loaded[o], w + o * inputs + i, sizeof loaded[o]);
+    for (int64_t k = 0; k < kVectors; ++k) {
+      Vector weight[outputs];
+      for (int64_t o = 0; o < outputs; ++o) Vectors<Number>::widen(loaded[o], k, weight[o]);
+      for (int64_t t = 0; t < rows; ++t) {
+        Vector value;
+        std::memcpy(&value, x + t * inputs + i + k * kLanes, sizeof value);
+        for (int64_t o = 0; o < outputs; ++o) sum[o][t] += weight[o] * value;
+      }
     }
   }
   for (int64_t o = 0; o < outputs; ++o) {
@@ -69,7 +108,8 @@ NATIVE_INLINE void multiply(const float* x, const typename Number::Stored* w, in
 template <typename Number>
 NATIVE_INLINE void product(const float* x, const typename Number::Stored* w, float* y, int64_t rows, int64_t inputs,
                            int64_t outputs, int64_t begin, int64_t end) {
-  std::vector<float> sums(kOutputs * rows);
+  std::vector<float> sums(kOutputs * rows), room;
+  x = in_order<Number>(x, rows, inputs, room);
   for (int64_t o = begin; o < end; o += kOutputs) {
     const int64_t several = std::min(kOutputs, end - o);
     std::fill(sums.begin(), sums.end(), 0.0f);
