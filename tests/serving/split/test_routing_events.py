@@ -67,9 +67,13 @@ def start(demo):
 class Front:
     """A router in a thread."""
 
-    def __init__(self, servers, **settings) -> None:
+    def __init__(self, servers, prefill=(), **settings) -> None:
+        urls = {"decode": servers, "prefill": prefill}
         chosen = RouterSettings.create(
-            decode=tuple(server.url for server in servers), split_secret=SECRET, check_interval=0.1, **settings
+            **{role: tuple(server.url for server in these) for role, these in urls.items()},
+            split_secret=SECRET,
+            check_interval=0.1,
+            **settings,
         )
         listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -271,3 +275,24 @@ def test_a_busy_workers_state_goes_to_another_one(start, front):
     assert other.http.get("/split/status", headers=headers).json()["arrived"] == 1
     other.assert_idle()
     one.assert_idle()
+
+
+def test_prompts_are_computed_where_most_of_them_is(start, front):
+    """Of two prefill workers; what they compute goes to the decode worker."""
+    roles = [SplitSettings.create(role=role, split_secret=SECRET, transport="tcp") for role in ("prefill", "decode")]
+    one, other, decode = start(roles[0]), start(roles[0]), start(roles[1])
+    over = front(decode, prefill=(one, other))
+    texts = [f"{n}: {TEXT}" for n in range(4)]
+    for text, server in zip(texts, (one, other, one, other), strict=True):
+        server.complete(text)
+    over.wait_until(lambda states: len(states) == 3 and states[one.url] > 1 and states[other.url] > 1)
+    for text in texts:
+        over.post("/v1/completions", prompt=text + " More of it.")
+    status = over.status()
+    assert (status["relay"]["split"], status["relay"]["alone"]) == (4, 0)
+    assert {worker["url"]: worker["requests"] for worker in status["prefill"]} == {one.url: 2, other.url: 2}
+    assert status["placement"]["resumable_tokens"]["prefill device"] >= 4 * 15
+    headers = SEAL.headers("/split/status", b"")
+    assert decode.http.get("/split/status", headers=headers).json()["arrived"] == 4
+    for server in (one, other, decode):
+        server.assert_idle()
