@@ -390,7 +390,7 @@ def test_a_roles_warm_up_is_all_it_needs():
     pair = Pair("all")
     for side, reads in ((pair.prefill_side, True), (pair.decode_side, False)):
         side.worker.programs = PointPrograms(side.worker.arrangement)
-        OpenRole([], side.worker, reads=reads).prepare()
+        OpenRole([], side.worker, reads=reads, writes=not reads).prepare()
     programs = [side.worker.programs for side in (pair.prefill_side, pair.decode_side)]
     before = [each.compilations for each in programs]
     assert before == [5, 5]
