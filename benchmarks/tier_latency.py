@@ -26,6 +26,7 @@ from flax import nnx
 
 from benchmarks.split_latency import MODEL, finish
 from mamba_jax.model import HybridModel
+from mamba_jax.programs import StepPrograms
 from serving.config import EngineConfig
 from serving.engine.build import assemble
 from serving.engine.engine import Engine
@@ -41,14 +42,19 @@ def params(count: int) -> SamplingParams:
 
 
 class Talk:
-    """An engine with room for so many conversations, and what is asked of it."""
+    """An engine with room for so many conversations, and what is asked of it.
 
-    def __init__(self, model: HybridModel, tokens: int, room: int, **tiers: object) -> None:
+    `programs` that another one has compiled are not compiled again.
+    """
+
+    def __init__(
+        self, model: HybridModel, tokens: int, room: int, *, programs: StepPrograms | None = None, **tiers: object
+    ) -> None:
         config = EngineConfig.create(
             max_model_len=tokens + 1024, max_num_seqs=2, max_num_batched_tokens=512,
             num_slots=8 + 2 * room, num_pages=(room * (tokens + 512) + 1024) // PAGE, page_size=PAGE, **tiers,
         )  # fmt: skip
-        self.engine: Engine = assemble(config, model).engine
+        self.engine: Engine = assemble(config, model, programs=programs).engine
         self.tokens, self._count = tokens, 0
 
     def prompt(self, conversation: int, length: int) -> list[int]:
@@ -94,14 +100,16 @@ class Talk:
         return seconds
 
 
-def first_tokens(model: HybridModel, tokens: int, conversations: int, folder: Path) -> dict[str, list[float]]:
-    """By where the conversation is."""
+def first_tokens(model: HybridModel, tokens: int, conversations: int, folder: Path) -> StepPrograms:
+    """Prints how long they take by where the conversation is. Returns the programs."""
     found: dict[str, list[float]] = {}
+    programs: StepPrograms | None = None
     for where, tiers in (
         ("host", {"host_cache_gib": 1}),
         ("disk", {"disk_cache": str(folder), "disk_cache_gib": 1}),
     ):
-        talk = Talk(model, tokens, 2, **tiers)
+        talk = Talk(model, tokens, 2, programs=programs, **tiers)
+        programs = talk.engine.loop.programs
         for number in (998, 997):
             talk.first_token(talk.turn(number))
             talk.first_token(talk.turn(number))  # these compiled
@@ -121,13 +129,19 @@ def first_tokens(model: HybridModel, tokens: int, conversations: int, folder: Pa
         for number in range(100, 104):
             found.setdefault("cold", []).append(talk.first_token(talk.turn(number))[0])
         talk.engine.close()
-    return found
+    cold = statistics.median(found["cold"])
+    for where, taken in found.items():
+        middle = statistics.median(taken)
+        print(
+            f"first token, {where}: {middle * 1e3:.1f} ms, {middle / cold:.3f} of cold ({len(taken)} turns)", flush=True
+        )
+    assert programs is not None
+    return programs
 
 
-def decoding(model: HybridModel, tokens: int, conversations: int, rounds: int, every: int, folder: Path) -> None:
-    """Prints what transfers take from others."""
-    roomy = Talk(model, tokens, conversations + 2)
-    tiered = Talk(model, tokens, 2, host_cache_gib=1, disk_cache=str(folder / "decoding"), disk_cache_gib=1)
+def decoding(talks: tuple[Talk, Talk], tokens: int, conversations: int, rounds: int, every: int) -> None:
+    """Prints what transfers take from others. `talks`: one with room for all, one with tiers."""
+    roomy, tiered = talks
     for talk in (roomy, tiered):
         for number in range(conversations):
             talk.first_token(talk.prompt(number, tokens))
@@ -170,12 +184,11 @@ def main() -> None:
     given = parser.parse_args()
     model = HybridModel(MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32)
     with tempfile.TemporaryDirectory() as folder:
-        found = first_tokens(model, given.tokens, given.conversations, Path(folder))
-        cold = statistics.median(found["cold"])
-        for where, seconds in found.items():
-            middle = statistics.median(seconds)
-            print(f"first token, {where}: {middle * 1e3:.1f} ms, {middle / cold:.3f} of cold ({len(seconds)} turns)")
-        decoding(model, given.tokens, given.conversations, given.rounds, given.every, Path(folder))
+        programs = first_tokens(model, given.tokens, given.conversations, Path(folder) / "first")
+        tiers = {"host_cache_gib": 1, "disk_cache": f"{folder}/decoding", "disk_cache_gib": 1}
+        tiered = Talk(model, given.tokens, 2, programs=programs, **tiers)
+        roomy = Talk(model, given.tokens, given.conversations + 2, programs=programs)
+        decoding((roomy, tiered), given.tokens, given.conversations, given.rounds, given.every)
 
 
 if __name__ == "__main__":
