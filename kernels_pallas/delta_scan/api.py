@@ -16,11 +16,12 @@ was, and its y is 0.
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import dispatch
-from kernels_pallas.delta_scan import pallas_tpu, xla
+from kernels_pallas.delta_scan import pallas_gpu, pallas_tpu, xla
 from kernels_pallas.shape_check import check_groups, shapes_checked
 
 SCAN = (
     *dispatch.kernels("tpu", pallas_tpu, "delta_scan"),
+    *dispatch.kernels("gpu", pallas_gpu, "delta_scan"),
     dispatch.Implementation("xla", xla.delta_scan),
 )
 SEQUENCE = (dispatch.Implementation("xla", xla.delta_scan_sequence),)

@@ -15,10 +15,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels_pallas.triton_blocks import is_power_of_two, load_if, offsets_overflow, power_of_two_in, store_if
+from kernels_pallas.triton_blocks import (
+    LEAST,
+    dot,
+    is_power_of_two,
+    load_if,
+    offsets_overflow,
+    power_of_two_in,
+    store_if,
+)
 
 F32 = jnp.float32
-LEAST = 16  # what Triton's products ask of every dimension
 QUERIES, KEYS = 64, 64
 """At most, in one product."""
 SPLIT_KEYS = 256
@@ -103,11 +110,7 @@ def _kernel(
     pieces = lax.div(last + piece, piece)
     each = jnp.maximum(lax.div(pieces + splits - 1, splits), SPLIT_KEYS // piece)
     queries = plt.load(q.at[block, head, here, :])
-    dot = functools.partial(
-        jnp.dot,
-        precision=lax.Precision.HIGHEST if queries.dtype == F32 else lax.Precision.DEFAULT,
-        preferred_element_type=F32,
-    )
+    product = functools.partial(dot, dtype=queries.dtype)
 
     def attend(i, carry):
         peak, weight, sums = carry
@@ -118,11 +121,11 @@ def _kernel(
         used = (key >= first_key) & (key <= last)
         k, v = (load_if(used.T, kv.at[page, span, 2 * head + n, :], piece, head_dim) for n in (0, 1))
         seen = (key >= first_key) & (key <= place[:, None])
-        scores = jnp.where(seen, scale * dot(queries, k.T), -jnp.inf)
+        scores = jnp.where(seen, scale * product(queries, k.T), -jnp.inf)
         higher = jnp.maximum(peak, jnp.max(scores, axis=1))
         base = jnp.where(higher == -jnp.inf, 0.0, higher)  # no key seen yet: avoids inf - inf
         weights, shrink = jnp.exp(scores - base[:, None]), jnp.exp(peak - base)
-        sums = sums * shrink[:, None] + dot(weights.astype(v.dtype), v)
+        sums = sums * shrink[:, None] + product(weights, v)
         return higher, weight * shrink + jnp.sum(weights, axis=1), sums
 
     start = (jnp.full(part, -jnp.inf, F32), jnp.zeros(part, F32), jnp.zeros((part, head_dim), F32))

@@ -22,10 +22,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array
 
-from kernels_pallas.triton_blocks import is_power_of_two, load_if, offsets_overflow, power_of_two_in, store_if
+from kernels_pallas.triton_blocks import (
+    LEAST,
+    dot,
+    is_power_of_two,
+    load_if,
+    offsets_overflow,
+    power_of_two_in,
+    store_if,
+)
 
 F32 = jnp.float32
-LEAST = 16  # what Triton's products ask of every dimension
 SLICE = 16  # channels of a head that are passed on by one program
 
 
@@ -131,7 +138,7 @@ def _outputs(real, x, dt, decay, b, c, d, begun, y, *, block: int, part: int, re
     head, channels, tile = (pl.program_id(axis) for axis in range(3))
     here = pl.ds(channels * part, part)
     state, skip = plt.load(begun.at[tile, head, here, :]), plt.load(d.at[head])
-    dot = functools.partial(_dot, dtype=x.dtype)
+    product = functools.partial(dot, dtype=x.dtype)
     row, column = (lax.broadcasted_iota(jnp.int32, (block, block), axis) for axis in (0, 1))
     blocks = x.shape[1] // block
     for place in range(blocks):
@@ -140,8 +147,8 @@ def _outputs(real, x, dt, decay, b, c, d, begun, y, *, block: int, part: int, re
         steps, sums = tokens.column(dt), tokens.column(decay)
         # Masked before exp: above the diagonal it could overflow.
         within = jnp.exp(jnp.where(row >= column, sums[:, None] - sums[None, :], -jnp.inf))
-        inside = dot(dot(ct, bt.T) * within * steps[None, :], values)
-        before = dot(ct, state.T) * jnp.exp(sums)[:, None]
+        inside = product(product(ct, bt.T) * within * steps[None, :], values)
+        before = product(ct, state.T) * jnp.exp(sums)[:, None]
         out = inside + before + values.astype(F32) * skip
         plt.store(y.at[tile, tokens.span, head, here], out.astype(y.dtype))
         if place + 1 < blocks:
@@ -186,10 +193,4 @@ class _Tokens:
         steps, sums = self.column(dt), self.column(decay)
         last = plt.load(decay.at[self.tile, self.head, jnp.int32(self.start + self.count - 1)])
         to_end = values.astype(F32) * (steps * jnp.exp(last - sums))[:, None]
-        return state * jnp.exp(last) + _dot(to_end.T, bt, values.dtype)
-
-
-def _dot(left, right, dtype):
-    """A product summed in float32, of operands rounded to the dtype; with float32 in full precision."""
-    precision = lax.Precision.HIGHEST if dtype == F32 else lax.Precision.DEFAULT
-    return jnp.dot(left.astype(dtype), right.astype(dtype), precision=precision, preferred_element_type=F32)
+        return state * jnp.exp(last) + dot(to_end.T, bt, values.dtype)

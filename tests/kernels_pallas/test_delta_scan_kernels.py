@@ -1,27 +1,31 @@
-"""The kernel of the scan by the gated delta rule, interpreted: against the definition, as every implementation.
+"""The kernels of the scan by the gated delta rule, interpreted: against the definition, as every implementation.
 
-That the TPU's compiler takes it is for test_tpu_compile_delta.py.
+That compilers take them is for test_tpu_compile_delta.py and test_gpu_compile_delta.py.
 """
 
 import dataclasses
 
 import pytest
-from operation_checks import jitted
-from test_delta_scan import SHAPES, Scan
+from operation_checks import Draw, jitted
+from test_delta_scan import SHAPES, Scan, layer, states, where
 
 from kernels_pallas.delta_scan import delta_scan, shapes
+from kernels_pallas.dispatch import UnsupportedError
 
 SMALL = dataclasses.replace(SHAPES[-1], name="4 heads, 2 groups", heads=4, groups=2, tile_size=16)
+# Keys in three pieces, tiles of three blocks.
+EVEN = dataclasses.replace(SMALL, name="4 heads of 32, 2 groups", head_dim=32, state=48, tile_size=48)
 
 
-class TestTpu(Scan):
-    implementation = "pallas_tpu_interpreted"
-    odd = SMALL
+class Kernel(Scan):
     test_in_place = None  # the interpreter copies; compiled programs are looked at instead
 
     @pytest.mark.slow
     @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
     def test_equals_definition(self, scan, shape):
+        if self.odd is EVEN:
+            even = {name: -(-getattr(shape, name) // 16) * 16 for name in ("head_dim", "state", "tile_size")}
+            shape = dataclasses.replace(shape, **even)
         super().test_equals_definition(scan, shape)
 
     @pytest.mark.parametrize("tile_size", [16, 128])
@@ -34,9 +38,25 @@ class TestTpu(Scan):
     def test_real_sizes(self, scan, shape):
         super().test_equals_definition(scan, shape)
 
+
+class TestTpu(Kernel):
+    implementation = "pallas_tpu_interpreted"
+    odd = SMALL
+
     def test_several_blocks_of_heads(self, monkeypatch):
         # Heads of 16 go in eights, and here in two blocks, each half a group.
         monkeypatch.setattr("kernels_pallas.delta_scan.pallas_tpu.BLOCK_BYTES", 16 * 16 * 128 * 4)
         shape = dataclasses.replace(SMALL, heads=32, groups=1, head_dim=16, state=128)
         scan = jitted.__wrapped__(delta_scan, implementation=self.implementation)
         super().test_equals_definition(scan, shape)
+
+
+class TestGpu(Kernel):
+    implementation = "pallas_gpu_interpreted"
+    odd = EVEN
+
+    def test_says_what_it_cannot_run(self, scan):
+        shape, draw = dataclasses.replace(self.odd, tile_size=36), Draw()
+        call = (*layer(draw, shape, 1, 36), states(draw, shape, 3))
+        with pytest.raises(UnsupportedError, match="tiles have a size of 36, not a multiple of 16"):
+            scan(*call, **where([1], [1], [2]))

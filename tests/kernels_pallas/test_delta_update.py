@@ -1,5 +1,7 @@
 """The delta update against its definition, and what holds for any implementation of it."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from test_state_update import where
 
 from kernels_pallas.delta_scan import delta_scan_sequence
 from kernels_pallas.delta_update import delta_update, reference, shapes
+from kernels_pallas.dispatch import UnsupportedError
 
 SHAPES = [s.small() for s in shapes.SHAPES]
 ODD = next(s for s in SHAPES if s.name == "6 heads, 3 groups")
@@ -147,10 +150,9 @@ class TestXlaAllRows(Update):
     implementation = "xla_all_rows"
 
 
-class TestTpu(Update):
+class Kernel(Update):
     """Interpreted."""
 
-    implementation = "pallas_tpu_interpreted"
     test_in_place = None  # the interpreter copies; compiled programs are looked at instead
     test_real_sizes = None  # the interpreter takes minutes
 
@@ -165,3 +167,16 @@ class TestTpu(Update):
     @pytest.mark.parametrize("shape", [ODD])
     def test_bfloat16(self, update, shape):
         self.check(update, shape, jnp.bfloat16)
+
+
+class TestTpu(Kernel):
+    implementation = "pallas_tpu_interpreted"
+
+
+class TestGpu(Kernel):
+    implementation = "pallas_gpu_interpreted"
+
+    def test_says_what_it_cannot_run(self, update):
+        shape, draw = dataclasses.replace(ODD, state=36), Draw()
+        with pytest.raises(UnsupportedError, match="keys have a size of 36, not a multiple of 8"):
+            update(*layer(draw, shape, 1, 1), states(draw, shape, 3), **where([1], [[2]]))

@@ -6,8 +6,14 @@ That ptxas takes them, and that they are right on a GPU, is for `pytest -m gpu` 
 import jax.numpy as jnp
 import pytest
 from real_shapes import BF16, F32, MODELS, OTHERS, replay_call, scan_call, update_call
+from test_tpu_compile_delta import MODELS as DELTA_MODELS
+from test_tpu_compile_delta import STORE as DELTA_STORE
+from test_tpu_compile_delta import scan_call as delta_scan_call
+from test_tpu_compile_delta import update_call as delta_update_call
 from topology import lower_for_gpu
 
+from kernels_pallas.delta_scan import delta_scan
+from kernels_pallas.delta_update import delta_update
 from kernels_pallas.ssd_scan import ssd_scan
 from kernels_pallas.state_replay import Tail, state_replay
 from kernels_pallas.state_update import state_update
@@ -25,6 +31,17 @@ def scan(x, dt, a, b, c, d, store, first, read, write):
     return ssd_scan(
         x, dt, a, b, c, d, store, tile_first=first, read_slot=read, write_slot=write, implementation="pallas_gpu"
     )
+
+
+def update_delta(*args):
+    *inputs, read, write = args
+    return delta_update(*inputs, read_slot=read, write_slot=write, implementation="pallas_gpu")
+
+
+def scan_delta(*args):
+    *inputs, first, read, write = args
+    places = {"tile_first": first, "read_slot": read, "write_slot": write}
+    return delta_scan(*inputs, **places, implementation="pallas_gpu")
 
 
 def replay(states, x_tail, b_tail, dt_tail, *args):
@@ -48,6 +65,13 @@ def test_kernels_lower(model, dtype, store):
     check(update, update_call(model, 64, 4, dtype=dtype, store=store))
     check(scan, scan_call(model, 16, dtype=dtype, store=store))
     check(replay, replay_call(model, 64, 4, 16, dtype=dtype, store=store), donate=(0, 1, 2, 3))
+
+
+@pytest.mark.parametrize("model", DELTA_MODELS, ids=lambda m: m.name)
+@pytest.mark.parametrize(("dtype", "store"), [(BF16, F32), (BF16, BF16), (jnp.float32, F32)])
+def test_kernels_of_the_delta_rule_lower(model, dtype, store):
+    check(update_delta, delta_update_call(model, 64, 4, dtype=dtype, store=store), donate=DELTA_STORE)
+    check(scan_delta, delta_scan_call(model, 16, dtype=dtype, store=store), donate=DELTA_STORE)
 
 
 @pytest.mark.parametrize(("rows", "steps", "tile_size"), [(1, 1, 16), (256, 1, 256)])

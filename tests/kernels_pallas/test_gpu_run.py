@@ -6,10 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_delta_scan
 import test_ssd_scan
 import test_state_update
 from operation_checks import Draw, assert_close, assert_same_bits, jitted, on_device
 
+from kernels_pallas.delta_scan import delta_scan
+from kernels_pallas.delta_scan import shapes as delta_scan_shapes
+from kernels_pallas.delta_update import delta_update
+from kernels_pallas.delta_update import shapes as delta_update_shapes
 from kernels_pallas.ssd_scan import shapes as scan_shapes
 from kernels_pallas.ssd_scan import ssd_scan
 from kernels_pallas.state_update import shapes as update_shapes
@@ -24,23 +29,33 @@ def _needs_a_gpu():
         pytest.skip("JAX sees no GPU")
 
 
-def updates(shape, *, rows, store=np.float32, dtype=jnp.bfloat16):
-    """A call with a fresh row, a row that writes the slot it reads, and padding."""
+def updates(shape, *, rows, store=np.float32, dtype=jnp.bfloat16, of=test_state_update, share=1):
+    """A call with a fresh row, a row that writes the slot it reads, and padding, where input `share` is 0."""
     draw = Draw()
     slots = rows * (shape.steps + 1) + 2
-    inputs = test_state_update.layer(draw, shape, rows, shape.steps, dtype)
+    inputs = of.layer(draw, shape, rows, shape.steps, dtype=dtype)
     places = draw.slots(slots, rows, shape.steps + 1)
     read, write = places[:, 0].copy(), places[:, 1:].copy()
-    write[0, -1], read[-1], inputs[1][-1, shape.steps // 2 :] = read[0], 0, 0
-    return inputs, test_state_update.states(draw, shape, slots, store), test_state_update.where(read, write)
+    write[0, -1], read[-1], inputs[share][-1, shape.steps // 2 :] = read[0], 0, 0
+    return inputs, of.states(draw, shape, slots, store), test_state_update.where(read, write)
 
 
 @pytest.mark.parametrize("store", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", update_shapes.SHAPES[:5], ids=lambda s: s.name)
 def test_state_update_equals_xla(shape, store):
-    inputs, states, places = updates(shape, rows=min(shape.rows, 16), store=store)
-    y, after = jitted(state_update, implementation="pallas_gpu")(*inputs, states, **places)
-    want_y, want = jitted(state_update, implementation="xla_all_rows")(*inputs, states, **places)
+    check_update(state_update, *updates(shape, rows=min(shape.rows, 16), store=store), store)
+
+
+@pytest.mark.parametrize("store", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", delta_update_shapes.SHAPES, ids=lambda s: s.name)
+def test_delta_update_equals_xla(shape, store):
+    call = updates(shape, rows=min(shape.rows, 16), store=store, of=test_delta_scan, share=4)
+    check_update(delta_update, *call, store)
+
+
+def check_update(operation, inputs, states, places, store):
+    y, after = jitted(operation, implementation="pallas_gpu")(*inputs, states, **places)
+    want_y, want = jitted(operation, implementation="xla_all_rows")(*inputs, states, **places)
     assert_close(y, want_y, jnp.bfloat16)
     assert_close(after[1:], want[1:], store)
     untouched = np.setdiff1d(np.arange(1, len(states)), places["write_slot"])
@@ -51,14 +66,25 @@ def test_state_update_equals_xla(shape, store):
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["in float32", "in bfloat16"])
 @pytest.mark.parametrize("shape", scan_shapes.SHAPES[:5], ids=lambda s: s.name)
 def test_ssd_scan_equals_xla(shape, dtype, store):
+    check_scan(ssd_scan, test_ssd_scan, shape, dtype, store)
+
+
+@pytest.mark.parametrize("store", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["in float32", "in bfloat16"])
+@pytest.mark.parametrize("shape", delta_scan_shapes.SHAPES[:4], ids=lambda s: s.name)
+def test_delta_scan_equals_xla(shape, dtype, store):
+    check_scan(delta_scan, test_delta_scan, shape, dtype, store)
+
+
+def check_scan(operation, of, shape, dtype, store):
     draw = Draw()
-    inputs = test_ssd_scan.layer(draw, shape, 6, shape.tile_size, dtype=dtype)
-    test_ssd_scan.pad(inputs, 2, shape.tile_size // 2 + 1)
-    test_ssd_scan.pad(inputs, 4, 0)
-    states = test_ssd_scan.states(draw, shape, 9, store)
-    places = test_ssd_scan.where([1, 0, 0, 1, 1, 1], [3, 0, 0, 0, 0, 5], [0, 7, 3, 2, 0, 8])
-    y, after = jitted(ssd_scan, implementation="pallas_gpu")(*inputs, states, **places)
-    want_y, want = jitted(ssd_scan, implementation="xla")(*inputs, states, **places)
+    inputs = of.layer(draw, shape, 6, shape.tile_size, dtype=dtype)
+    of.pad(inputs, 2, shape.tile_size // 2 + 1)
+    of.pad(inputs, 4, 0)
+    states = of.states(draw, shape, 9, store)
+    places = of.where([1, 0, 0, 1, 1, 1], [3, 0, 0, 0, 0, 5], [0, 7, 3, 2, 0, 8])
+    y, after = jitted(operation, implementation="pallas_gpu")(*inputs, states, **places)
+    want_y, want = jitted(operation, implementation="xla")(*inputs, states, **places)
     loose = 2e-2 if jnp.bfloat16 in (dtype, store) else 2e-4
     assert_close(y, want_y, tolerance=loose)
     assert_close(after[1:], want[1:], tolerance=loose)

@@ -26,6 +26,10 @@ SLOTS, PAGES, PAGE = 400, 4000, 32
     [
         ("nemotron-h-8b", "M*-", "v5e-8"),
         ("demo", "M*-", "v5e-1"),  # states of 64 and heads of 32: padded, but in place
+        ("qwen3.5-27b", "D-*-", "v6e-8"),
+        pytest.param("qwen3-next-80b-a3b", "DE*E", "v6e-8", marks=pytest.mark.slow),
+        pytest.param("qwen3-next-80b-a3b", "DE*E", "v5p-8", marks=pytest.mark.slow),
+        pytest.param("qwen3.5-27b", "D-*-", "v5p-8", marks=pytest.mark.slow),
         pytest.param("bamba-9b", "M*-", "v6e-4", marks=pytest.mark.slow),
         pytest.param("granite-4.0-h-small", "ME*E", "v6e-8", marks=pytest.mark.slow),
     ],
@@ -46,6 +50,7 @@ def test_decode_is_lean(model, pattern, topology):
     )
     batch = DecodeBatch.empty(rows=16, num_speculative_tokens=0, pages_per_row=32)
     (program,) = compiler.compile([("decode", batch)], lambda name: None)
+    assert not [by for by in ("state_update by xla", "delta_update by xla") if by in compiler.choice.report()]
 
     device = partition.device_shape(StoreShape.of(config))
     states = SLOTS * device.bytes_per_slot(jnp.bfloat16)

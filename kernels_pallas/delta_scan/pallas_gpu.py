@@ -1,0 +1,158 @@
+"""The scan by the gated delta rule as two Triton kernels (see `kernels_pallas.delta_scan.xla` for the mathematics).
+
+A tile is worked off in blocks of `tokens` tokens. The first kernel solves what does not depend on the state: for every
+block and head, all side by side, the inverse of its triangular system and the scores of its queries with its keys. The
+second goes through the tiles of a row in order, with some channels of one head's state in registers, from its slot to
+the slots of tiles that ask for it. Rows, heads and channels run side by side, which is why no row may write a slot that
+another row reads (`kernels_pallas.slots`). Accesses to slot 0 are masked: nothing is read, nothing is written.
+
+The products of inputs and states take operands in v's dtype and sum in float32; the triangular system is float32
+throughout, because its solution is fed back. Keys whose size is no power of two go in pieces.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from kernels_pallas.delta_scan.inverse import unit_lower_inverse
+from kernels_pallas.triton_blocks import LEAST, dot, load_if, offsets_overflow, pieces, power_of_two_in, store_if
+
+F32 = jnp.float32
+
+
+def unsupported(q, k, v, log_decay, beta, store, *, tile_first, read_slot, write_slot):
+    """Why this call cannot run, or None."""
+    if 0 in (*v.shape, *k.shape):
+        return "it is empty"
+    if log_decay.ndim > 3:
+        return "every channel of a key decays on its own"
+    if offsets_overflow(store):
+        return "offsets into the store do not fit in 32 bits"
+    for what, size in (("tiles", v.shape[1]), ("heads", v.shape[3]), ("keys", k.shape[3])):
+        if size % LEAST:
+            return f"{what} have a size of {size}, not a multiple of {LEAST}"
+    return None
+
+
+def delta_scan(
+    q, k, v, log_decay, beta, store, *, tile_first, read_slot, write_slot, interpret=False, tokens=32, channels=32,
+    warps=4,
+):  # fmt: skip
+    """See `api.delta_scan`. `tokens` (at most, of a tile) make one triangular system, and `channels` (at most, of a
+    head) go into one program of `warps` warps.
+    """
+    tiles, size, heads, head_dim = v.shape
+    block, part = power_of_two_in(size, tokens), power_of_two_in(head_dim, channels)
+    count, repeats = tiles * size // block, heads // k.shape[2]
+    # Which tokens are real is decided over all heads; a program sees one.
+    real = (beta != 0).any(axis=2)
+    log_decay = jnp.where(real[..., None], log_decay, 0).astype(F32)
+    real, q, k, v = (one.reshape(count, block, *one.shape[2:]) for one in (real, q, k, v))
+    beta, decay = (one.reshape(count, block, heads).swapaxes(1, 2) for one in (beta.astype(F32), log_decay))
+    decay = jnp.cumsum(decay, axis=2)  # the log of the decay from a block's start
+    call = functools.partial(
+        pl.pallas_call, compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1), interpret=interpret
+    )
+    square = (count, heads, block, block)
+    solution, scores = call(
+        functools.partial(_systems, repeats=repeats, tensor_cores=not interpret),
+        grid=(heads, count),
+        out_shape=[jax.ShapeDtypeStruct(square, F32), jax.ShapeDtypeStruct(square, v.dtype)],
+        name="delta_scan_systems",
+    )(real, q, k, decay, beta)
+
+    # Without a row to carry on, the first tile starts from zeros.
+    first = tile_first.at[0].set(True)
+    number = jnp.arange(tiles, dtype=jnp.int32)
+    following = lax.cummin(jnp.append(jnp.where(first, number, tiles)[1:], jnp.int32(tiles)), reverse=True)
+    y, store = call(
+        functools.partial(_along_rows, blocks=size // block, part=part, repeats=repeats, tensor_cores=not interpret),
+        grid=(heads, head_dim // part, tiles),
+        out_shape=[jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(store.shape, store.dtype)],
+        input_output_aliases={10: 1},
+        name="delta_scan_along_rows",
+    )(
+        # Where a row that begins with a tile ends. Other tiles begin none: their programs end at once.
+        jnp.where(first, following, 0),
+        jnp.where(tile_first, read_slot, 0).astype(jnp.int32),
+        write_slot.astype(jnp.int32),
+        real,
+        q,
+        k,
+        v,
+        decay,
+        solution,
+        scores,
+        store,
+    )
+    return y.reshape(tiles, size, heads, head_dim), store
+
+
+def _systems(real, q, k, decay, beta, solution, scores, *, repeats: int, tensor_cores: bool):
+    """What a block's tokens have to do with each other: `solution` [size, size] times the errors of what the state
+    predicts is what tokens add, and `scores` [size, size] times that is what queries see of it.
+    """
+    head, block = pl.program_id(0), pl.program_id(1)
+    size, group = decay.shape[2], lax.div(head, repeats)
+    product, exact = (functools.partial(dot, dtype=t, tensor_cores=tensor_cores) for t in (scores.dtype, F32))
+    queries, keys = (_of_group(one, real, block, group) for one in (q, k))
+    sums, share = plt.load(decay.at[block, head, :]), plt.load(beta.at[block, head, :])
+    row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    # Masked before exp: above the diagonal it could overflow.
+    within = jnp.exp(jnp.where(row >= column, sums[:, None] - sums[None, :], -jnp.inf))
+    seen = sum(product(query, key.T) for query, key in zip(queries, keys, strict=True))
+    plt.store(scores.at[block, head, :, :], (seen * within).astype(scores.dtype))
+    alike = sum(product(key, key.T) for key in keys)
+    below = jnp.where(row > column, alike * within * share[:, None], 0.0)
+    plt.store(solution.at[block, head, :, :], unit_lower_inverse(below, exact) * share[None, :])
+
+
+def _along_rows(
+    ends, read_slot, write_slot, real, q, k, v, decay, solution, scores, store_in, y, store_out, *, blocks: int,
+    part: int, repeats: int, tensor_cores: bool,
+):  # fmt: skip
+    head, channels, begin = (pl.program_id(axis) for axis in range(3))
+    size, group = decay.shape[2], lax.div(head, repeats)
+    here, inner = pl.ds(channels * part, part), pieces(store_in.shape[3])
+    product, exact = (functools.partial(dot, dtype=t, tensor_cores=tensor_cores) for t in (v.dtype, F32))
+
+    def one_block(block, state):
+        queries, keys = (_of_group(one, real, block, group) for one in (q, k))
+        live = plt.load(real.at[block, :])[:, None]
+        values = load_if(live, v.at[block, :, head, here], size, part).astype(F32)
+        sums, last = plt.load(decay.at[block, head, :]), plt.load(decay.at[block, head, jnp.int32(size - 1)])
+        from_start, to_end = jnp.exp(sums)[:, None], jnp.exp(last - sums)[:, None]
+
+        def read(vectors):
+            return from_start * sum(product(one, piece.T) for one, piece in zip(vectors, state, strict=True))
+
+        added = exact(plt.load(solution.at[block, head, :, :]), values - read(keys))
+        out = read(queries) + product(plt.load(scores.at[block, head, :, :]), added)
+        plt.store(y.at[block, :, head, here], out.astype(y.dtype))
+        left = (added * to_end).T
+        return [piece * jnp.exp(last) + product(left, key) for piece, key in zip(state, keys, strict=True)]
+
+    def one_tile(tile, state):
+        for place in range(blocks):
+            state = one_block(tile * blocks + place, state)
+        # Rounded as it could be stored, so that cutting a row between tiles into several calls changes nothing.
+        stored = [piece.astype(store_out.dtype) for piece in state]
+        target = plt.load(write_slot.at[tile])
+        for n, piece in zip(inner, stored, strict=True):
+            store_if(target > 0, store_out.at[target, head, here, n], piece)
+        return [piece.astype(F32) for piece in stored]
+
+    source = plt.load(read_slot.at[begin])
+    state = [load_if(source > 0, store_in.at[source, head, here, n], part, n.size).astype(F32) for n in inner]
+    lax.fori_loop(begin, plt.load(ends.at[begin]), one_tile, state)
+
+
+def _of_group(v, real, block, group):
+    """Queries or keys of a block's tokens in pieces, each [size, width]."""
+    # Padding may hold NaN, and 0 * NaN is NaN: its values are not looked at.
+    live = plt.load(real.at[block, :])[:, None]
+    return [load_if(live, v.at[block, :, group, n], v.shape[1], n.size) for n in pieces(v.shape[3])]

@@ -1,0 +1,93 @@
+"""The delta update as one Triton kernel: each program takes some channels of one head of one row through all steps.
+
+Programs and slots are those of `kernels_pallas.state_update.pallas_gpu`: what a state holds of some channels depends on
+no other, so it stays in registers from its slot through all steps. Keys whose size is no power of two go in pieces.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from kernels_pallas.triton_blocks import load_if, offsets_overflow, pieces, power_of_two_in, store_if
+
+F32 = jnp.float32
+LEAST = 8  # of a piece of a key: more would be a program of hundreds of pieces
+
+
+def unsupported(q, k, v, log_decay, beta, store, *, read_slot, write_slot):
+    """Why this call cannot run, or None."""
+    if 0 in (*v.shape, *k.shape):
+        return "it is empty"
+    if offsets_overflow(store):
+        return "offsets into the store do not fit in 32 bits"
+    if k.shape[3] % LEAST:
+        return f"keys have a size of {k.shape[3]}, not a multiple of {LEAST}"
+    return None
+
+
+def delta_update(
+    q, k, v, log_decay, beta, store, *, read_slot, write_slot, interpret=False, channels=32, warps=4
+):  # fmt: skip
+    """See `api.delta_update`. `channels` (at most, of a head) go into one program of `warps` warps."""
+    rows, steps, heads, head_dim = v.shape
+    block = power_of_two_in(head_dim, channels)
+    y, store = pl.pallas_call(
+        functools.partial(_kernel, steps=steps, block=block, repeats=heads // k.shape[2]),
+        grid=(rows, heads, head_dim // block),
+        out_shape=[jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(store.shape, store.dtype)],
+        input_output_aliases={8: 1},
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
+        interpret=interpret,
+        name="delta_update",
+    )(
+        read_slot.astype(jnp.int32),
+        write_slot.astype(jnp.int32),
+        # Which steps are real is decided over all heads; a program sees one.
+        (beta != 0).any(axis=2),
+        q,
+        k,
+        v,
+        log_decay.astype(F32),
+        beta.astype(F32),
+        store,
+    )
+    return y, store
+
+
+def _kernel(
+    read_slot, write_slot, real, q, k, v, log_decay, beta, state_in, y, state_out, *, steps: int, block: int,
+    repeats: int,
+):  # fmt: skip
+    row, head, part = (pl.program_id(axis) for axis in range(3))
+    group, here, inner = lax.div(head, repeats), pl.ds(part * block, block), pieces(state_in.shape[3])
+    source, by_channel = plt.load(read_slot.at[row]), len(log_decay.shape) == 4
+    state = [load_if(source > 0, state_in.at[source, head, here, n], block, n.size).astype(F32) for n in inner]
+    for t in map(jnp.int32, range(steps)):  # the interpreter takes no plain integers
+        # Padding may hold NaN, and 0 * NaN is NaN: its values are not looked at.
+        live = plt.load(real.at[row, t])
+        values = load_if(live, v.at[row, t, head, here], block).astype(F32)
+        queries, keys = ([load_if(live, one.at[row, t, group, n], n.size).astype(F32) for n in inner] for one in (q, k))
+        # Of the head, or of each channel of its keys.
+        logs = [log_decay.at[row, t, head, *([n] if by_channel else [])] for n in inner]
+        old = [piece * jnp.exp(jnp.where(live, plt.load(log), 0.0)) for piece, log in zip(state, logs, strict=True)]
+        error = values - _read(old, keys)
+        gained = plt.load(beta.at[row, t, head]) * error
+        # Rounded as it is stored, so that several steps in one call equal one step in each of several calls.
+        stored = [
+            (piece + gained[:, None] * key[None, :]).astype(state_out.dtype)
+            for piece, key in zip(old, keys, strict=True)
+        ]
+        state = [piece.astype(F32) for piece in stored]
+        plt.store(y.at[row, t, head, here], _read(state, queries).astype(y.dtype))
+        target = plt.load(write_slot.at[row, t])
+        for n, piece in zip(inner, stored, strict=True):
+            store_if(target > 0, state_out.at[target, head, here, n], piece)
+
+
+def _read(state, keys):
+    """What a state holds for a key, [channels]; both in pieces."""
+    return sum(jnp.sum(piece * key[None, :], axis=1) for piece, key in zip(state, keys, strict=True))
