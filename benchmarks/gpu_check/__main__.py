@@ -1,6 +1,6 @@
 """Every GPU kernel checked against XLA and timed beside it, then whole programs and the engine. Prints JSON lines.
 
-    python -m benchmarks.gpu_check kernels              # the state update, the scan, attention, experts
+    python -m benchmarks.gpu_check kernels              # updates and scans, attention, experts
     python -m benchmarks.gpu_check programs             # decode and prefill of whole models, dispatch, LLM.generate
     python -m benchmarks.gpu_check kernels --only scan
     python -m benchmarks.gpu_check programs --tiny      # does the script itself work? on any machine
@@ -22,7 +22,7 @@ from benchmarks.gpu_check.attention import check_attention
 from benchmarks.gpu_check.experts import check_experts
 from benchmarks.gpu_check.generation import check_generation, greedy_tokens
 from benchmarks.gpu_check.programs import time_decode, time_dispatch, time_prefill
-from benchmarks.gpu_check.recurrences import check_scan, check_update
+from benchmarks.gpu_check.recurrences import DELTA, MAMBA2, check_scan, check_update
 from benchmarks.gpu_check.sizes import TINY, Sizes
 from benchmarks.gpu_timing import copy_bandwidth
 from serving.bench.report import emit, environment
@@ -46,8 +46,10 @@ def main() -> int:
     emit(metric="copy", gb_per_s=round(copy / 1e9, 1))
     jobs: dict[str, dict[str, Callable[[], bool]]] = {
         "kernels": {
-            "update": lambda: check_update(sizes, copy, sweep=sweep),
-            "scan": lambda: check_scan(sizes, sweep=sweep),
+            "update": lambda: check_update(MAMBA2, sizes, copy, sweep=sweep),
+            "scan": lambda: check_scan(MAMBA2, sizes, sweep=sweep),
+            "delta-update": lambda: check_update(DELTA, sizes.of_delta(), copy, sweep=sweep),
+            "delta-scan": lambda: check_scan(DELTA, sizes.of_delta(), sweep=sweep),
             "attention": lambda: check_attention(sizes, copy, sweep=sweep),
             "experts": lambda: check_experts(sizes, copy),
         },

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu_check.sizes import BF16, CLOSE, F32, Sizes
+from benchmarks.gpu_check.sizes import BF16, CLOSE, F32, I32, Sizes
 from benchmarks.gpu_timing import difference, fastest, seconds
 from kernels_pallas.paged_attention import paged_attention, pallas_gpu
 from serving.bench.report import emit
@@ -84,5 +84,5 @@ def _inputs(sizes: Sizes, positions: Any, block_row: Any, dtype: Any) -> tuple[A
     keys = jax.random.split(jax.random.key(0), 2)
     q = jax.random.normal(keys[0], (*positions.shape, sizes.q_heads, sizes.key_dim), dtype)
     kv = jax.random.normal(keys[1], (len(pages) + 1, sizes.page_size, 2 * sizes.kv_heads, sizes.key_dim), dtype)
-    places = {"positions": positions.astype(np.int32), "page_table": table, "block_row": block_row.astype(np.int32)}
-    return q, kv, places
+    places = {"positions": positions, "page_table": table, "block_row": block_row}
+    return q, kv, {name: jnp.asarray(place, I32) for name, place in places.items()}

@@ -1,9 +1,11 @@
-"""The state update and the scan, beside XLA and the `mamba-ssm` package."""
+"""The updates and scans of Mamba2 and of the gated delta rule, beside XLA and the `mamba-ssm` package."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import itertools
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,10 @@ import numpy as np
 
 from benchmarks.gpu_check.sizes import BF16, F32, ROUNDED, Sizes, compare
 from benchmarks.gpu_timing import fastest, seconds
+from kernels_pallas.delta_scan import delta_scan
+from kernels_pallas.delta_scan import pallas_gpu as delta_scan_kernel
+from kernels_pallas.delta_update import delta_update
+from kernels_pallas.delta_update import pallas_gpu as delta_update_kernel
 from kernels_pallas.ssd_scan import pallas_gpu as scan_kernel
 from kernels_pallas.ssd_scan import ssd_scan
 from kernels_pallas.state_update import pallas_gpu as update_kernel
@@ -20,48 +26,71 @@ from kernels_pallas.state_update import state_update
 from serving.bench.report import emit
 
 
-def update(store: Any, inputs: Any, read: Any, write: Any, **how: Any) -> tuple[jax.Array, jax.Array]:
-    y, store = state_update(*inputs, store, read_slot=read, write_slot=write, **how)
-    return store, y
+@dataclasses.dataclass(frozen=True)
+class Recurrence:
+    """The two operations of a recurrence, their kernels, and the block sizes that these are tried with."""
+
+    layer: Callable[..., tuple[jax.Array, ...]]
+    """The inputs of tokens [*lead], from (sizes, *lead)."""
+    update: Callable[..., Any]
+    scan: Callable[..., Any]
+    update_kernel: Callable[..., Any]
+    scan_kernel: Callable[..., Any]
+    scan_blocks: Mapping[str, tuple[int, ...]]
 
 
-def scan(store: Any, inputs: Any, first: Any, read: Any, write: Any, **how: Any) -> tuple[jax.Array, jax.Array]:
-    y, store = ssd_scan(*inputs, store, tile_first=first, read_slot=read, write_slot=write, **how)
-    return store, y
+MAMBA2 = Recurrence(
+    Sizes.layer, state_update, ssd_scan, update_kernel.state_update, scan_kernel.ssd_scan,
+    {"tokens": (32, 64, 128), "channels": (16, 32, 64), "warps": (4, 8), "stages": (1, 2, 3)},
+)  # fmt: skip
+DELTA = Recurrence(
+    Sizes.delta_layer, delta_update, delta_scan, delta_update_kernel.delta_update, delta_scan_kernel.delta_scan,
+    {"tokens": (32, 64), "channels": (16, 32, 64), "warps": (2, 4, 8)},
+)  # fmt: skip
 
 
-def check_update(sizes: Sizes, copy: float, *, sweep: bool) -> bool:
+def check_update(recurrence: Recurrence, sizes: Sizes, copy: float, *, sweep: bool) -> bool:
     """Rows that read and write slots of their own."""
-    ok = True
+    ok, name = True, recurrence.update.__name__
+
+    def update(store: Any, inputs: Any, read: Any, write: Any, **how: Any) -> tuple[jax.Array, jax.Array]:
+        y, store = recurrence.update(*inputs, store, read_slot=read, write_slot=write, **how)
+        return store, y
+
     for rows, steps, dtype in itertools.product(sizes.rows, sizes.steps, (F32, BF16)):
         slots = (np.random.default_rng(0).permutation(rows * (steps + 1)) + 1).astype(np.int32)
-        args = (sizes.layer(rows, steps), slots[:rows], slots[rows:].reshape(rows, steps))
+        args = (recurrence.layer(sizes, rows, steps), slots[:rows], slots[rows:].reshape(rows, steps))
         ok &= compare(
-            "state_update", sizes, update, ["xla_all_rows"], partial(sizes.store, len(slots) + 1, dtype), args,
+            name, sizes, update, ["xla_all_rows"], partial(sizes.store, len(slots) + 1, dtype), args,
             rows=rows, steps=steps, store=jnp.dtype(dtype).name, moved=rows * (1 + steps) * sizes.slot_bytes(dtype),
             copy=copy,
         )  # fmt: skip
     if sweep:
         rows = max(n for n in sizes.rows if n <= 64)
         own = np.arange(1, rows + 1, dtype=np.int32)
-        inputs = sizes.layer(rows, 1)
+        inputs = recurrence.layer(sizes, rows, 1)
 
         def of(**blocks: int) -> float:
             def run(store: jax.Array, inputs: Any) -> tuple[jax.Array, jax.Array]:
-                y, store = update_kernel.state_update(
+                y, store = recurrence.update_kernel(
                     *inputs, store, read_slot=own, write_slot=own[:, None], interpret=sizes.interpret, **blocks
                 )
                 return store, y
 
             return seconds(jax.jit(run, donate_argnums=0), sizes.store(rows + 1, F32), inputs, calls=sizes.calls)
 
-        fastest(f"state_update of {rows} rows", of, {"channels": (8, 16, 32, 64), "warps": (1, 2, 4, 8)})
+        fastest(f"{name} of {rows} rows", of, {"channels": (8, 16, 32, 64), "warps": (1, 2, 4, 8)})
     return ok
 
 
-def check_scan(sizes: Sizes, *, sweep: bool) -> bool:
+def check_scan(recurrence: Recurrence, sizes: Sizes, *, sweep: bool) -> bool:
     """Prompts of one and of several rows, each from a state and to a state at every other tile."""
-    ok, places = True, {}
+    ok, places, name = True, {}, recurrence.scan.__name__
+
+    def scan(store: Any, inputs: Any, first: Any, read: Any, write: Any, **how: Any) -> tuple[jax.Array, jax.Array]:
+        y, store = recurrence.scan(*inputs, store, tile_first=first, read_slot=read, write_slot=write, **how)
+        return store, y
+
     for tiles, rows in itertools.product(sizes.tiles, (1, 4)):
         number = np.arange(tiles)
         first = number % max(1, tiles // rows) == 0
@@ -70,16 +99,16 @@ def check_scan(sizes: Sizes, *, sweep: bool) -> bool:
             "read": np.where(first, 1 + number, 0).astype(np.int32),
             "write": np.where(number % 2, 1 + tiles + number, 0).astype(np.int32),
         }
-        inputs = sizes.layer(tiles, sizes.tile_size)
+        inputs = recurrence.layer(sizes, tiles, sizes.tile_size)
         ok &= compare(
-            "ssd_scan", sizes, scan, ["xla"], partial(sizes.store, 2 * tiles + 1, F32), (inputs, *places.values()),
+            name, sizes, scan, ["xla"], partial(sizes.store, 2 * tiles + 1, F32), (inputs, *places.values()),
             tokens=tiles * sizes.tile_size, rows=int(first.sum()), rounded=ROUNDED,
         )  # fmt: skip
     if sweep:
 
         def of(**blocks: int) -> float:
             def run(store: jax.Array, inputs: Any) -> tuple[jax.Array, jax.Array]:
-                y, store = scan_kernel.ssd_scan(
+                y, store = recurrence.scan_kernel(
                     *inputs, store, tile_first=jnp.asarray(number == 0), read_slot=jnp.asarray(places["read"]),
                     write_slot=jnp.asarray(places["write"]), interpret=sizes.interpret, **blocks,
                 )  # fmt: skip
@@ -87,11 +116,10 @@ def check_scan(sizes: Sizes, *, sweep: bool) -> bool:
 
             return seconds(jax.jit(run, donate_argnums=0), sizes.store(2 * tiles + 1, F32), inputs, calls=sizes.calls)
 
-        axes = {"tokens": (32, 64, 128), "channels": (16, 32, 64), "warps": (4, 8), "stages": (1, 2, 3)}
-        if sizes.interpret:
-            axes = {"tokens": (16, 32), "channels": (16,)}
-        fastest(f"ssd_scan of {tiles * sizes.tile_size} tokens", of, axes)
-    time_mamba_ssm(sizes, tiles)
+        axes = {"tokens": (16, 32), "channels": (16,)} if sizes.interpret else dict(recurrence.scan_blocks)
+        fastest(f"{name} of {tiles * sizes.tile_size} tokens", of, axes)
+    if recurrence is MAMBA2:
+        time_mamba_ssm(sizes, tiles)
     return ok
 
 

@@ -41,6 +41,8 @@ class Sizes:
     key_dim: int = 128
     experts: tuple[int, int, int, int] = (128, 1856, 2688, 6)
     """Experts, channels of each, width of a token, experts that a token chooses: those of Nemotron-3-Nano."""
+    delta: tuple[int, int, int, int] = (32, 128, 16, 128)
+    """Heads, size of each, groups and keys' size of a gated delta net: those of Qwen3-Next-80B-A3B."""
     prompt: int = 2048
     models: tuple[str, ...] = ("nemotron-h-8b", "nemotron-3-nano-30b-a3b")
     interpret: bool = False
@@ -72,10 +74,26 @@ class Sizes:
             jnp.ones(self.heads, F32),
         )
 
+    def of_delta(self) -> Sizes:
+        """The same, with the gated delta net's layer in place of Mamba's."""
+        heads, head_dim, groups, state = self.delta
+        return dataclasses.replace(self, heads=heads, head_dim=head_dim, groups=groups, state=state)
+
+    def delta_layer(self, *lead: int) -> tuple[jax.Array, ...]:
+        """q, k, v, log_decay, beta for tokens [*lead]; queries and keys have length 1."""
+        keys = iter(jax.random.split(jax.random.key(0), 5))
+        q, k = (jax.random.normal(next(keys), (*lead, self.groups, self.state)) for _ in range(2))
+        return (
+            *((one / jnp.linalg.norm(one, axis=-1, keepdims=True)).astype(BF16) for one in (q, k)),
+            jax.random.normal(next(keys), (*lead, self.heads, self.head_dim), BF16),
+            -jax.random.uniform(next(keys), (*lead, self.heads), F32, 0.001, 0.5),
+            jax.random.uniform(next(keys), (*lead, self.heads), F32, 0.05, 0.95),
+        )
+
 
 TINY = Sizes(
     4, 16, 2, 16, 32, (4,), (2,), (2,), copied=1 << 16, calls=1, contexts=(64,), page_size=16, q_heads=4, kv_heads=2,
-    key_dim=16, experts=(4, 64, 128, 2), prompt=128, models=("demo",), interpret=True,
+    key_dim=16, experts=(4, 64, 128, 2), delta=(4, 16, 2, 16), prompt=128, models=("demo",), interpret=True,
 )  # fmt: skip
 
 
