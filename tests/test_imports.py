@@ -30,6 +30,7 @@ SERVING = {
     "tiers": {"core", "points"},
     "engine": {"config", "core", "points", "tiers"},
     "": {"config", "engine"},
+    "hosts": {"config", "engine"},
     "capacity": {"config", "engine"},
     "api": {"config", "engine"},
     "api/http/protocol": set(),
@@ -42,7 +43,7 @@ SERVING = {
     "bench": {"", "core", "engine"},
     "cli/vllm": {"config"},
     "cli": {"config", "engine", "capacity", "api", "api/http", "api/http/protocol", "split", "split/http"}
-    | {"split/router", "cli/vllm"},
+    | {"hosts", "split/router", "cli/vllm"},
 }
 
 # The same below `serving/core`: its folders, and each of the files beside them (`""` is what the package exports).

@@ -27,6 +27,7 @@ from serving.cli.train_mtp import train_mtp
 from serving.cli.vllm.command import translate
 from serving.config import ConfigError
 from serving.engine.request_error import RequestError
+from serving.hosts.settings import HostSettings
 from serving.split.settings import SplitSettings
 
 app = typer.Typer(
@@ -41,7 +42,8 @@ app.command()(with_engine_options(generate))
 _served = with_options(
     serve, ServerSettings, "settings", panel=PANEL, without=("default_sampling", "default_chat_template_kwargs")
 )
-app.command()(with_engine_options(with_options(_served, SplitSettings, "split")))
+_served = with_options(_served, SplitSettings, "split")
+app.command()(with_engine_options(with_options(_served, HostSettings, "hosts", panel="Several hosts")))
 app.command(name="router")(router)
 app.command()(with_engine_options(chat))
 app.command()(convert)

@@ -6,16 +6,21 @@ import logging
 import socket
 import ssl
 import time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from checkpoints.errors import CheckpointError
 from serving.api.http.settings import ServerSettings
 from serving.api.http.settle import settle
 from serving.api.logs import set_up_logging
 from serving.cli.vllm.flags import json_value
 from serving.config import ConfigError, EngineConfig
+from serving.hosts.settings import HostSettings
 from serving.split.settings import SplitSettings
+
+if TYPE_CHECKING:
+    from serving.hosts.party import Party
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +57,7 @@ def serve(
     flags: dict[str, Any],
     settings: dict[str, Any],
     split: dict[str, Any] | None = None,
+    hosts: dict[str, Any] | None = None,
 ) -> None:
     """Serve a model over HTTP with OpenAI's API. Listens on loopback only, unless --host is given."""
     begin = time.monotonic()
@@ -67,9 +73,43 @@ def serve(
     chosen, config = settle(flags, settings, with_generation_config=generation_config, override=override)
     _check_tls(chosen)
     set_up_logging(chosen.log_format)
+    together = HostSettings.create(**(hosts or {}))
+    if together.several:
+        _serve_together(together, chosen, config, role, begin, all_devices="tensor_parallel_size" not in flags)
+        return
     # Bind before spending minutes on loading; connections wait until the server is up.
     listening = bind(chosen.host, chosen.port)
     _run(chosen, config, listening, begin, role)
+
+
+def _serve_together(
+    hosts: HostSettings,
+    settings: ServerSettings,
+    config: EngineConfig,
+    role: SplitSettings,
+    begin: float,
+    *,
+    all_devices: bool,
+) -> None:
+    """Finds the other hosts, then leads or follows them. `all_devices`: nobody has said how many to use."""
+    from serving.hosts.host import gather, run_follower
+
+    if role.role is not None:
+        raise ConfigError(f"--role {role.role}: a worker of a split runs on one host")
+    listening = bind(settings.host, settings.port) if hosts.host_id in (0, None) else None
+    party, config = gather(hosts, config, all_devices=all_devices)
+    if party is not None and not party.leads:
+        if listening is not None:
+            listening.close()
+        run_follower(config, party)
+        return
+    listening = listening or bind(settings.host, settings.port)
+    if party is None:
+        _run(settings, config, listening, begin, role)
+        return
+    with party.ending_together((ConfigError, CheckpointError)):
+        _run(settings, config, listening, begin, role, party)
+    party.close()
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:
@@ -109,25 +149,44 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _run(
-    settings: ServerSettings, config: EngineConfig, listening: socket.socket, begin: float, role: SplitSettings
+    settings: ServerSettings,
+    config: EngineConfig,
+    listening: socket.socket,
+    begin: float,
+    role: SplitSettings,
+    party: Party | None = None,
 ) -> None:
+    """Returns when the server has been asked to end. `party`: the hosts that this one leads."""
     from serving.api.http.context import Context
     from serving.api.http.summary import summary
     from serving.api.traces import Traces
     from serving.engine.build import Built
+    from serving.hosts.leader import Leader
     from serving.split.http.worker_server import make_server
 
+    leaders: list[Leader] = []
     scheme = "http" if settings.ssl_certfile is None else "https"
     address, port = listening.getsockname()[:2]
 
     def on_built(built: Built) -> None:
+        if party is not None:
+            leaders.append(Leader(built.engine.loop, party))
         for line in summary(built, settings, f"{scheme}://{address}:{port}"):
             log.info(line)
+
+    def on_compiled() -> None:
+        for leader in leaders:
+            leader.wait_until_ready()
 
     def on_ready(_: Context) -> None:
         log.info("ready after %.1f s", time.monotonic() - begin)
 
     # (Made before anything is loaded: its package may be missing.)
     traces = Traces(settings.otlp_traces_endpoint, settings.served_model_name[0])
-    server, _ = make_server(settings, config, role, listening, on_built=on_built, on_ready=on_ready, traces=traces)
+    server, _ = make_server(
+        settings, config, role, listening, led=party is not None,
+        on_built=on_built, on_compiled=on_compiled, on_ready=on_ready, traces=traces,
+    )  # fmt: skip
+    if party is not None:
+        party.expect_signals()
     server.run(sockets=[listening])

@@ -67,18 +67,19 @@ class Built:
     tokenizer: Tokenizer | None
 
 
-def build_engine(config: EngineConfig, *, progress: bool = True) -> Built:
+def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = False) -> Built:
     """Load the model that `config` names and make an engine for it.
 
     Args:
         config: every flag.
         progress: show bars for loading and compiling, on stderr.
+        led: of several processes, one schedules for all (`serving/hosts`). Otherwise each does for itself.
 
     Raises:
         ConfigError: flags that do not fit together, the model, or the memory.
         CheckpointError: the model cannot be loaded.
     """
-    config = fetched(config)
+    config = _in_step(fetched(config), led)
     described = load_config(config.model)
     resolved = _Resolved.of(config, described)  # errors come before minutes are spent on loading
     if config.compilation_cache:
@@ -119,6 +120,7 @@ def assemble(
     eos_token_ids: Sequence[int] = (),
     programs: StepPrograms | None = None,
     progress: bool = False,
+    led: bool = False,
 ) -> Built:
     """Make an engine for a model that is loaded already.
 
@@ -129,12 +131,21 @@ def assemble(
         eos_token_ids: what ends a text.
         programs: compiled programs of the same model, tile size and draft source, to share them between engines.
         progress: show a bar for compiling, on a terminal.
+        led: as of `build_engine`.
 
     Raises:
         ConfigError: flags that do not fit together, the model, or the memory.
     """
+    config = _in_step(config, led)
     resolved = _Resolved.of(config, model.config)
     return _assemble(config, resolved, model, tokenizer, eos_token_ids, programs, progress)
+
+
+def _in_step(config: EngineConfig, led: bool) -> EngineConfig:
+    """Without what processes that each schedule would do differently: their clocks differ."""
+    if led or jax.process_count() == 1:
+        return config
+    return config.model_copy(update={"max_decode_pause": None})
 
 
 @dataclass(frozen=True)

@@ -136,5 +136,7 @@ class Control:
         self.sleep_level = 0
 
     def _check_alone(self, what: str) -> None:
+        if self._engine.loop.followers is not None:
+            raise RequestError(f"{what} on several hosts: only steps are done by all of them")
         if self._engine.loop.connector is not None:
             raise RequestError(f"{what} on a worker of a split: others hold states of it")

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from mamba_jax.batch import DecodeBatch, PrefillBatch, PromptLogprobs, SeatBatch, StepOutput
-from mamba_jax.programs import StepPrograms, abstract
+from mamba_jax.programs import Batch, StepPrograms, abstract
 from mamba_jax.rows import Rows
 from mamba_jax.sampling.masks import MaskBatch
 from mamba_jax.store import Store
@@ -161,6 +161,22 @@ class StateConnector(Protocol):
         ...
 
 
+class Followers(Protocol):
+    """The other hosts of an engine's mesh, which dispatch whatever this one does: see `serving/hosts`."""
+
+    def call(self, batch: Batch) -> None:
+        """Have all of them dispatch this batch's program after those that they were told of before."""
+        ...
+
+    def step_failed(self, error: BaseException) -> None:
+        """This host has lost its store, and theirs say nothing without it: does not return."""
+        ...
+
+    def done(self) -> None:
+        """No step will follow."""
+        ...
+
+
 class WarmUpStopped(RuntimeError):
     """Not everything has been compiled, because `StepLoop.leaving` was set."""
 
@@ -194,6 +210,8 @@ class StepLoop:
         """For the split of prefill and decode over workers; see `connect`."""
         self.mover: Mover | None = None
         """Moves checkpoints between the store and the tiers below the device, if there are any."""
+        self.followers: Followers | None = None
+        """Set on the host that leads others."""
         self._make_store, self._make_rows = make_store, make_rows
         self._store: Store | None = make_store()
         self._rows: Rows | None = make_rows()
@@ -230,9 +248,32 @@ class StepLoop:
         """When no step will follow: what the device holds goes to the disk tier, if there is one."""
         if self.mover is not None:
             self.mover.close(self)
+        if self.followers is not None:
+            self.followers.done()
+
+    def run(self, batch: Batch) -> StepOutput | None:
+        """Dispatch one program over the store and the seats: all that a step does goes through here.
+
+        None: a batch of seats or masks, which gives nothing to read.
+        """
+        self.take_store()
+        assert self._store is not None
+        assert self._rows is not None
+        if self.followers is not None:
+            self.followers.call(batch)
+        if isinstance(batch, SeatBatch):
+            self._rows = self.programs.seat(self._rows, batch)
+            return None
+        if isinstance(batch, MaskBatch):
+            self._rows = self.programs.mask(self._rows, batch)
+            return None
+        run = self.programs.decode if isinstance(batch, DecodeBatch) else self.programs.prefill
+        self._store, self._rows, output = run(self._store, self._rows, batch)  # type: ignore[arg-type]
+        return output
 
     def replace_store(self, change: Callable[[Store], Store]) -> None:
         """Dispatch a program over the store that no step knows of. If it raises, the store counts as lost."""
+        assert self.followers is None, "other hosts would not do the same"
         self.take_store()
         assert self._store is not None
         store, self._store = self._store, None
@@ -244,6 +285,7 @@ class StepLoop:
         The next step, or `take_store`, takes it anew.
         """
         assert not self.in_flight, "a step in flight needs the store"
+        assert self.followers is None, "other hosts would not do the same"
         for leaf in jax.tree.leaves((self._store, self._rows)):
             leaf.delete()
         self._store = self._rows = None
@@ -316,6 +358,8 @@ class StepLoop:
             raise
         except BaseException as error:
             self._forget()
+            if self.followers is not None:
+                self.followers.step_failed(error)
             if not self._is_transient(error):
                 raise
             text = " ".join(str(error).split())[:500]
@@ -355,19 +399,16 @@ class StepLoop:
         self._unplanned_in_a_row = 0
         built = time.perf_counter()
         decode = prefill = None
-        self.take_store()
-        assert self._store is not None
-        assert self._rows is not None
         for seat in arrays.seats:
-            self._rows = self.programs.seat(self._rows, seat)
+            self.run(seat)
         for mask in arrays.masks:
-            self._rows = self.programs.mask(self._rows, mask)
+            self.run(mask)
         if arrays.decode is not None:
-            self._store, self._rows, decode = self.programs.decode(self._store, self._rows, arrays.decode)
+            decode = self.run(arrays.decode)
             self._fetch(decode, plan.decode)
             self.stats.decode_rows += len(plan.decode)
         if arrays.prefill is not None:
-            self._store, self._rows, prefill = self.programs.prefill(self._store, self._rows, arrays.prefill)
+            prefill = self.run(arrays.prefill)
             self._fetch(prefill, plan.prefill)
             self.stats.prefill_tokens += sum(row.num_tokens for row in plan.prefill)
         if self.fault is not None:
@@ -405,8 +446,9 @@ class StepLoop:
                 guilty.append(row.request)
         return guilty
 
-    def _fetch(self, output: StepOutput, rows: Sequence[DecodeRow | PrefillRow]) -> None:
+    def _fetch(self, output: StepOutput | None, rows: Sequence[DecodeRow | PrefillRow]) -> None:
         """Start copying what settling will read."""
+        assert output is not None
         output.tokens.copy_to_host_async()
         output.finite.copy_to_host_async()
         if output.num_drafts is not None:

@@ -310,8 +310,7 @@ def scheduler_config(
         chunks_end_at_blocks=config.rounds_rows,
         max_prefill_rows=min(MAX_PREFILL_ROWS, size.max_num_seqs),
         max_waiting=config.max_num_waiting,
-        # Processes that run one model together must plan the same steps, and their clocks differ.
-        max_decode_pause=config.max_decode_pause if jax.process_count() == 1 else None,
+        max_decode_pause=config.max_decode_pause,
     )
 
 

@@ -28,7 +28,9 @@ def make_server(
     *,
     progress: bool = True,
     traces: Traces | None = None,
+    led: bool = False,
     on_built: Callable[[Built], None] | None = None,
+    on_compiled: Callable[[], None] | None = None,
     on_ready: Callable[[Context], None] | None = None,
 ) -> tuple[Server, Context]:
     """Loads the model and takes on the role; the server is to be run on `listening`, and compiles when it is.
@@ -40,13 +42,15 @@ def make_server(
         listening: the socket that others reach it by.
         progress: show bars for loading and compiling where stderr is a terminal.
         traces: where spans go; by the settings if None.
+        led: other hosts do what this one does: see `build_engine`.
         on_built: called with the engine once the model is loaded.
+        on_compiled: called on the engine's thread once nothing more has to be compiled; requests wait until it returns.
         on_ready: called once requests are taken.
 
     Raises:
         ConfigError, CheckpointError: what is wrong with flags, model or memory.
     """
-    built = build_engine(config.model_copy(update={"warmup": False}), progress=progress)
+    built = build_engine(config.model_copy(update={"warmup": False}), progress=progress, led=led)
     if on_built is not None:
         on_built(built)
     opened = open_role(role, built, settings.host, listening.getsockname()[1], keys=settings.api_key)
@@ -58,6 +62,8 @@ def make_server(
             alone = role.role is None
             warm_up(engine.loop, engine.vocab_size, progress=bar, keep=config.compilation_cache, background=alone)
             opened.prepare()
+        if on_compiled is not None:
+            on_compiled()
 
     engine = AsyncEngine(built.engine)
     app = create_app(engine, settings, routers=opened.routers, prepare=prepare, on_ready=on_ready, traces=traces)

@@ -32,6 +32,9 @@ SLOTS, PAGES, PAGE = 400, 4000, 32
         pytest.param("qwen3.5-27b", "D-*-", "v5p-8", marks=pytest.mark.slow),
         pytest.param("bamba-9b", "M*-", "v6e-4", marks=pytest.mark.slow),
         pytest.param("granite-4.0-h-small", "ME*E", "v6e-8", marks=pytest.mark.slow),
+        # Four hosts each.
+        pytest.param("nemotron-h-8b", "M*-", "v5e-16", marks=pytest.mark.slow),
+        pytest.param("nemotron-h-8b", "M*-", "v6e-16", marks=pytest.mark.slow),
     ],
 )
 def test_decode_is_lean(model, pattern, topology):

@@ -1,0 +1,24 @@
+"""What must be the same on all hosts before they can run the same programs."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.metadata import version
+
+from checkpoints import load_config
+from serving.config import EngineConfig
+
+_OWN = {"model", "revision", "tokenizer", "download_dir", "chat_template", "compilation_cache"}
+"""Flags that may differ: where a host keeps things. (What a model is, is compared by its structure.)"""
+_PACKAGES = ("jax", "jaxlib", "flax", "numpy")
+
+
+def facts_of(config: EngineConfig) -> dict[str, str]:
+    """By name.
+
+    Raises:
+        CheckpointError: the model's configuration cannot be read.
+    """
+    flags = {f"--{name.replace('_', '-')}": str(value) for name, value in config if name not in _OWN}
+    structure = hashlib.sha256(repr(load_config(config.model)).encode()).hexdigest()[:16]
+    return flags | {f"the version of {name}": version(name) for name in _PACKAGES} | {"the model": structure}

@@ -1,0 +1,37 @@
+"""The host that schedules: it sends each batch to the followers before it dispatches the batch itself."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from mamba_jax.programs import Batch
+from serving.engine.loop import StepLoop
+from serving.hosts.link import Kind
+from serving.hosts.party import Party
+from serving.hosts.wire import to_bytes
+
+
+class Leader:
+    """A loop's `followers`. From its making on, the loop dispatches nothing that the others do not."""
+
+    def __init__(self, loop: StepLoop, party: Party) -> None:
+        self._party, self._number = party, 0
+        loop.followers = self
+
+    def wait_until_ready(self) -> None:
+        """Returns when every host has loaded and compiled what it needs."""
+        self._party.tell(Kind.READY)
+        self._party.wait_until_ready()
+
+    def call(self, batch: Batch) -> None:
+        """The next call for all followers; the loop dispatches it right after."""
+        self._party.tell(Kind.CALL, *to_bytes(self._number, batch))
+        self._number += 1
+
+    def step_failed(self, error: BaseException) -> NoReturn:
+        """Ends all hosts: a lost store cannot be made again on all of them in step."""
+        self._party.step_failed(error)
+
+    def done(self) -> None:
+        """Lets the followers go."""
+        self._party.tell(Kind.DONE)

@@ -1,0 +1,150 @@
+"""One connection between two hosts: both prove that they know the meeting's key, then frames of bounded size go by."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+import struct
+import threading
+from enum import IntEnum
+
+MAX_FRAME = 64 << 20
+"""Bytes of one frame; a step's arrays take some kilobytes, a seat with penalties five for each word."""
+_HEADER = struct.Struct(">BI")
+_HELLO = struct.Struct(">I32s32s")
+_HELLO_SECONDS = 3.0
+
+
+class Kind(IntEnum):
+    """What a frame says."""
+
+    ALIVE = 0
+    """Nothing, but the sender lives."""
+    FACTS = 1
+    """How a host was started (JSON)."""
+    READY = 2
+    """A host could run a step now."""
+    CALL = 3
+    """The leader dispatches a batch (`wire`)."""
+    DONE = 4
+    """No call will follow."""
+    LEAVE = 5
+    """A follower has been asked to end."""
+    FAILED = 6
+    """A host ends, and says in a line why."""
+
+
+class LinkError(Exception):
+    """The other host is not there any more, or not who it should be: what is wrong with it, as part of a sentence."""
+
+
+class Link:
+    """Frames to and from one host. Any thread may send; one receives.
+
+    `timeout`: seconds of silence, and of not taking anything, after which the other counts as lost.
+    """
+
+    def __init__(self, connected: socket.socket, timeout: float) -> None:
+        self._socket = connected
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sending = threading.Lock()
+        self.timeout = timeout
+
+    @property
+    def timeout(self) -> float:
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._timeout = seconds
+        self._socket.settimeout(seconds)
+
+    def send(self, kind: Kind, *pieces: bytes | memoryview) -> None:
+        """One frame.
+
+        Raises:
+            LinkError: it cannot be sent.
+        """
+        size = sum(len(piece) for piece in pieces)
+        if size > MAX_FRAME:
+            raise LinkError(f"would be sent {size:,} bytes at once, more than {MAX_FRAME:,}")
+        with self._sending:
+            self._send(b"".join((_HEADER.pack(kind, size), *pieces)))
+
+    def receive(self) -> tuple[Kind, bytes]:
+        """The next frame.
+
+        Raises:
+            LinkError: there is none, or it is not understood.
+        """
+        kind, size = _HEADER.unpack(self._take(_HEADER.size))
+        if size > MAX_FRAME:
+            raise LinkError(f"sends {size:,} bytes at once, more than {MAX_FRAME:,}")
+        payload = self._take(size)
+        try:
+            return Kind(kind), payload
+        except ValueError:
+            raise LinkError(f"says something that is not known here ({kind})") from None
+
+    def close(self) -> None:
+        """The other side sees an end after what was sent."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def greet(self, key: bytes, host: int) -> None:
+        """A follower's first words: prove to the leader that we know the key, and have it proven.
+
+        Raises:
+            LinkError: whoever is there is not the leader.
+        """
+        self._socket.settimeout(_HELLO_SECONDS)
+        theirs, ours = self._take(32), secrets.token_bytes(32)
+        self._send(_HELLO.pack(host, ours, _proof(key, b"follower", host, theirs, ours)))
+        if not hmac.compare_digest(self._take(32), _proof(key, b"leader", host, theirs, ours)):
+            raise LinkError("does not know the meeting's key")
+        self.timeout = self.timeout
+
+    def greeted(self, key: bytes) -> int:
+        """The leader's part of `greet`; gives the follower's number.
+
+        Raises:
+            LinkError: whoever is there is no follower.
+        """
+        self._socket.settimeout(_HELLO_SECONDS)
+        ours = secrets.token_bytes(32)
+        self._send(ours)
+        host, theirs, proof = _HELLO.unpack(self._take(_HELLO.size))
+        if not hmac.compare_digest(proof, _proof(key, b"follower", host, ours, theirs)):
+            raise LinkError("does not know the meeting's key")
+        self._send(_proof(key, b"leader", host, ours, theirs))
+        self.timeout = self.timeout
+        return int(host)
+
+    def _send(self, data: bytes) -> None:
+        try:
+            self._socket.sendall(data)
+        except TimeoutError:
+            raise LinkError(f"has taken nothing for {self._timeout:g} s") from None
+        except OSError as error:
+            raise LinkError(f"cannot be reached any more ({error.strerror or error})") from None
+
+    def _take(self, size: int) -> bytes:
+        found: bytearray | bytes = bytearray()
+        while len(found) < size:
+            try:
+                piece = self._socket.recv(min(size - len(found), 1 << 20))
+            except TimeoutError:
+                raise LinkError(f"has said nothing for {self._timeout:g} s") from None
+            except OSError as error:
+                raise LinkError(f"cannot be reached any more ({error.strerror or error})") from None
+            if not piece:
+                raise LinkError("has closed its connection")
+            found += piece
+        return bytes(found)
+
+
+def _proof(key: bytes, role: bytes, host: int, *nonces: bytes) -> bytes:
+    return hmac.digest(key, b"".join((role, host.to_bytes(4, "big"), *nonces)), "sha256")

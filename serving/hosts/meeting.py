@@ -1,0 +1,208 @@
+"""How hosts find each other at start-up: JAX's runtime first, then over it the key and address of the leader."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from serving.config import ConfigError
+from serving.hosts.link import Kind, Link, LinkError
+from serving.hosts.party import Party
+from serving.hosts.settings import HostSettings
+
+log = logging.getLogger(__name__)
+
+_INVITATION = 4096
+"""Bytes of what the leader tells all hosts over JAX's collectives."""
+_ANSWER_WAIT = 5.0
+"""Seconds that a follower waits longer than the leader, which knows who is missing."""
+_SHUTDOWN = 10
+"""Seconds that JAX waits, at a host's end, for those of the others."""
+
+
+def join(settings: HostSettings) -> None:
+    """Makes the devices of all hosts one set, by JAX's distributed runtime. Nothing may have used a device before.
+
+    Raises:
+        ConfigError: the hosts do not find each other.
+    """
+    # Its handler would take the signals by which servers are asked to end.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            settings.coordinator,
+            settings.num_hosts,
+            settings.host_id,
+            initialization_timeout=settings.meeting_timeout,
+            shutdown_timeout_seconds=_SHUTDOWN,
+        )
+    except ValueError as error:
+        raise ConfigError(f"the environment does not tell of other hosts: {_line(error)}") from None
+    except RuntimeError as error:
+        raise ConfigError(f"the hosts have not met within {settings.meeting_timeout} s: {_line(error)}") from None
+    counts = multihost_utils.process_allgather(np.int32(jax.local_device_count()))
+    if len(set(np.ravel(counts).tolist())) > 1:
+        raise ConfigError(f"hosts have {np.ravel(counts).tolist()} devices: all must have as many")
+
+
+def meet(settings: HostSettings, facts: Mapping[str, str]) -> Party:
+    """Connects the hosts, which have joined, to their leader.
+
+    Args:
+        settings: of the hosts.
+        facts: what must be the same on all of them, by name.
+
+    Raises:
+        ConfigError: a host does not come, or was started otherwise.
+    """
+    host = settings.host_id if settings.host_id is not None else jax.process_index()
+    end = time.monotonic() + settings.meeting_timeout
+    try:
+        if host == 0:
+            links = _invite(settings, facts, end)
+        else:
+            links = {0: _come(settings, host, facts, end)}
+    except LinkError as error:
+        raise ConfigError(f"the hosts have not met: {error}") from None
+    return Party(host, links, host_timeout=settings.host_timeout)
+
+
+def _invite(settings: HostSettings, facts: Mapping[str, str], end: float) -> dict[int, Link]:
+    key = secrets.token_bytes(32)
+    with _listening(settings.plan_port) as listening:
+        addresses = list(dict.fromkeys(_own_addresses(settings)))
+        _tell_all({"key": key.hex(), "port": listening.getsockname()[1], "addresses": addresses[:16]}, leads=True)
+        links: dict[int, Link] = {}
+        try:
+            _gather(listening, key, links, facts, end)
+        except LinkError as error:
+            for link in links.values():  # they wait for an answer
+                with contextlib.suppress(LinkError):
+                    link.send(Kind.FAILED, str(error).encode())
+                link.close()
+            raise
+    return links
+
+
+def _gather(listening: socket.socket, key: bytes, links: dict[int, Link], facts: Mapping[str, str], end: float) -> None:
+    """Fills `links` with all followers; what may come meanwhile besides is turned away."""
+    wanted = set(range(1, jax.process_count()))
+    while missing := wanted - links.keys():
+        link = _next_caller(listening, end, min(missing))
+        link.timeout = max(1.0, end - time.monotonic())
+        try:
+            other = link.greeted(key)
+        except LinkError as error:
+            log.warning("a stranger at the hosts' meeting: it %s", error)
+            link.close()
+            continue
+        if other not in missing:
+            links[-1] = link  # it gets an answer, too
+            raise LinkError(f"two hosts are started as number {other}, or there is no such number")
+        links[other] = link
+        _compare(other, link, facts)
+    for link in links.values():
+        link.send(Kind.FACTS, b"{}")
+
+
+def _come(settings: HostSettings, host: int, facts: Mapping[str, str], end: float) -> Link:
+    invitation = _tell_all({}, leads=False)
+    link = _reach(invitation["addresses"], invitation["port"], bytes.fromhex(invitation["key"]), host, end)
+    link.timeout = max(1.0, end - time.monotonic()) + _ANSWER_WAIT
+    link.send(Kind.FACTS, json.dumps(dict(facts)).encode())
+    kind, payload = link.receive()
+    if kind is not Kind.FACTS:
+        raise LinkError(payload.decode(errors="replace"))
+    return link
+
+
+def _compare(other: int, link: Link, facts: Mapping[str, str]) -> None:
+    """Raises LinkError: the other host was not started as this one was."""
+    kind, payload = link.receive()
+    try:
+        theirs = json.loads(payload)
+        assert kind is Kind.FACTS
+        wrong = [name for name in sorted(facts.keys() | theirs.keys()) if facts.get(name) != theirs.get(name)]
+    except (ValueError, AssertionError, AttributeError):
+        raise LinkError(f"host {other} does not say how it was started") from None
+    if wrong:
+        name = wrong[0]
+        raise LinkError(
+            f"host {other} was started otherwise: {name} is {theirs.get(name)} there and {facts.get(name)} on host 0"
+        )
+
+
+def _tell_all(invitation: dict[str, Any], *, leads: bool) -> Any:
+    """The leader's invitation on every host."""
+    text = json.dumps(invitation).encode() if leads else b""
+    line = np.frombuffer(text.ljust(_INVITATION), np.uint8)
+    found = multihost_utils.broadcast_one_to_all(line, is_source=leads)
+    return json.loads(np.asarray(found).astype(np.uint8).tobytes())
+
+
+@contextlib.contextmanager
+def _listening(port: int) -> Iterator[socket.socket]:
+    try:
+        if socket.has_dualstack_ipv6():
+            made = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            made = socket.create_server(("", port))
+    except OSError as error:
+        raise ConfigError(f"plan_port: cannot listen on port {port}: {error.strerror or error}") from None
+    with made:
+        yield made
+
+
+def _next_caller(listening: socket.socket, end: float, missing: int) -> Link:
+    listening.settimeout(max(0.1, end - time.monotonic()))
+    try:
+        connected, _ = listening.accept()
+    except OSError as error:
+        raise LinkError(f"host {missing} has not come ({error})") from None
+    return Link(connected, 5.0)
+
+
+def _reach(addresses: list[str], port: int, key: bytes, host: int, end: float) -> Link:
+    """The leader at the first of its addresses where it is found."""
+    why = "it has no address"
+    while time.monotonic() < end:
+        for address in addresses:
+            try:
+                link = Link(socket.create_connection((address, port), timeout=3.0), 5.0)
+            except OSError as error:
+                why = f"{address} port {port}: {error.strerror or error}"
+                continue
+            try:
+                link.greet(key, host)
+                return link
+            except LinkError as error:
+                why = f"{address} port {port}: whoever is there {error}"
+                link.close()
+        time.sleep(0.2)
+    raise LinkError(f"host 0 cannot be reached at {why}")
+
+
+def _own_addresses(settings: HostSettings) -> Iterator[str]:
+    """Where others may find this host, the likeliest first."""
+    if settings.coordinator is not None:
+        yield settings.coordinator.rpartition(":")[0].strip("[]")
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing: it only asks for the route to the world
+        yield probe.getsockname()[0]
+    with contextlib.suppress(OSError):
+        for *_, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            yield str(address[0])
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

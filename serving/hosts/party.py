@@ -1,0 +1,189 @@
+"""The hosts that run one engine, as one of them sees it: whom it is connected to, who lives, and how all end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import NoReturn
+
+from serving.hosts.link import Kind, Link, LinkError
+
+log = logging.getLogger(__name__)
+
+_ALIVE_EVERY = 1.0
+_SLOW_TO_START = 60.0
+"""Seconds of silence that are allowed before a host can run steps: while it loads, Python may not come to speak."""
+_CAUSE_WAIT = 2.0
+"""Seconds in which a host's end may become known, which is why a step has failed."""
+_WAITING_CALLS = 4096
+"""Calls that a follower holds: the leader is one step ahead of what it has read."""
+
+
+class Party:
+    """This host and its connections: the leader has one to each follower, a follower one to the leader.
+
+    Whatever goes wrong ends this process: a step that the hosts do not all do leaves the others waiting for ever.
+
+    Args:
+        host: our number; 0 leads.
+        links: by the other's number.
+        host_timeout: seconds of silence after which a host counts as lost.
+    """
+
+    def __init__(self, host: int, links: Mapping[int, Link], *, host_timeout: float) -> None:
+        self.host, self._links, self._host_timeout = host, dict(links), host_timeout
+        self._received: queue.Queue[bytes | None] = queue.Queue(_WAITING_CALLS)
+        self._ready = {other: threading.Event() for other in links}
+        self._ending = threading.RLock()
+        self._gone: int | None = None
+        self._idle = False
+        """No call is expected: others may go."""
+        self._left = threading.Event()
+        for link in self._links.values():
+            link.timeout = max(_SLOW_TO_START, host_timeout)
+        for other in links:
+            threading.Thread(target=self._listen, args=(other,), name=f"host-{other}", daemon=True).start()
+        threading.Thread(target=self._say_alive, name="alive", daemon=True).start()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this host is the one that schedules."""
+        return self.host == 0
+
+    @property
+    def size(self) -> int:
+        """Number of hosts; a follower knows of two."""
+        return 1 + len(self._links)
+
+    def tell(self, kind: Kind, *pieces: bytes | memoryview) -> None:
+        """Says something to all whom we are connected to. If one cannot hear it, all hosts end."""
+        self._idle = kind is Kind.DONE
+        for other, link in self._links.items():
+            try:
+                link.send(kind, *pieces)
+            except LinkError as error:
+                self._lost(other, error)
+
+    def calls(self) -> Iterator[bytes]:
+        """What the leader dispatches, in order, until it is done."""
+        while (call := self._received.get()) is not None:
+            yield call
+
+    def wait_until_ready(self) -> None:
+        """Returns when all others can run steps."""
+        for other, ready in self._ready.items():
+            if not ready.wait(0):
+                log.info("waiting for host %d", other)
+                ready.wait()
+
+    def end(self, line: str, *, code: int = 1, error: BaseException | None = None) -> NoReturn:
+        """Ends this process, after telling the others why; collectives cannot be interrupted otherwise."""
+        with self._ending:  # who comes second waits here for the end
+            log.critical("%s: all hosts end", line, exc_info=error)
+            for link in (link for other, link in self._links.items() if other != self._gone):
+                link.timeout = 1.0
+                with contextlib.suppress(LinkError):
+                    link.send(Kind.FAILED, line.encode()[:1000])
+            logging.shutdown()
+            os._exit(code)
+
+    def step_failed(self, error: BaseException) -> NoReturn:
+        """Ends all hosts after a step that raised, by the name of the host that is to blame if that becomes known."""
+        time.sleep(_CAUSE_WAIT)
+        self.end(f"a step has failed on host {self.host}: {_line(error)}")
+
+    @contextlib.contextmanager
+    def ending_together(self, expected: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        """Whatever is raised inside ends all hosts; `expected` errors are a line, others a traceback."""
+        try:
+            yield
+        except expected as error:
+            self.end(f"host {self.host}: {_line(error)}", code=2)
+        except KeyboardInterrupt:
+            self.end(f"host {self.host} has been interrupted", code=130)
+        except BaseException as error:
+            self.end(f"host {self.host} has failed: {_line(error)}", error=error)
+
+    def leave_when_asked(self) -> None:
+        """A follower that is asked to end (SIGTERM, SIGINT) has the leader do so, which ends all when it is done.
+
+        Asked again, it ends at once. To be called on the main thread.
+        """
+
+        def leave(number: int, _: object) -> None:
+            signal.signal(number, signal.SIG_DFL)
+            log.info("asked to end: host 0 drains first")
+            threading.Thread(target=self.tell, args=(Kind.LEAVE,), daemon=True).start()  # something may be half sent
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, leave)
+
+    @staticmethod
+    def expect_signals() -> None:
+        """A server that has ended by a signal raises it again: let this process go on to its end then."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+
+    def close(self) -> None:
+        """The end of it, with nothing left to do."""
+        self._idle = True
+        self._left.set()
+        for link in self._links.values():
+            link.close()
+
+    # -- threads --
+
+    def _say_alive(self) -> None:
+        while not self._left.wait(_ALIVE_EVERY):
+            for other, link in self._links.items():
+                try:
+                    link.send(Kind.ALIVE)
+                except LinkError as error:
+                    if not self._idle:
+                        self._lost(other, error)
+
+    def _listen(self, other: int) -> None:
+        link = self._links[other]
+        while True:
+            try:
+                kind, payload = link.receive()
+            except LinkError as error:
+                if self._idle:
+                    return
+                self._lost(other, error)
+            if not self._heard(other, kind, payload):
+                self.end(f"host {other} says {kind.name} out of turn")
+
+    def _heard(self, other: int, kind: Kind, payload: bytes) -> bool:
+        """False: nobody in its place says this."""
+        if kind is Kind.ALIVE:
+            return True
+        if kind is Kind.FAILED:
+            self.end(payload.decode(errors="replace"))
+        if kind is Kind.READY:
+            self._links[other].timeout = self._host_timeout
+            self._ready[other].set()
+            return True
+        if kind is Kind.LEAVE and self.leads:
+            log.info("host %d has been asked to end: so do all", other)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return True
+        if kind in (Kind.CALL, Kind.DONE) and not self.leads:
+            self._idle = kind is Kind.DONE
+            self._received.put(payload if kind is Kind.CALL else None)
+            return True
+        return False
+
+    def _lost(self, other: int, error: LinkError) -> NoReturn:
+        self._gone = other
+        self.end(f"host {other} is lost: it {error}")
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__

@@ -1,0 +1,62 @@
+"""Every setting of serving over several hosts, defined once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from serving.config import ConfigError
+
+
+class HostSettings(BaseModel):
+    """Which hosts run the engine together. `HostSettings.create` gives one-line errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    distributed: bool = Field(
+        False,
+        description="One of several hosts that the environment tells of, as `jax.distributed` reads it (Cloud TPU, "
+        "Slurm, Open MPI, Kubernetes).",
+    )
+    coordinator: str | None = Field(
+        None, pattern=r"^.+:\d+$", description="HOST:PORT of host 0, where nothing else listens: hosts meet there."
+    )
+    num_hosts: int | None = Field(None, ge=1, description="With --coordinator: number of hosts.")
+    host_id: int | None = Field(None, ge=0, description="With --coordinator: number of this host; 0 leads.")
+    plan_port: int = Field(
+        0, ge=0, le=65535, description="Port of host 0 from which the others take its steps; 0 picks a free one."
+    )
+    host_timeout: float = Field(
+        8.0, ge=2, description="Seconds of silence after which a host counts as lost, and all hosts end."
+    )
+    meeting_timeout: int = Field(300, ge=1, description="Seconds to wait at start-up until all hosts are there.")
+
+    @model_validator(mode="after")
+    def _all_or_none(self) -> HostSettings:
+        given = [value is not None for value in (self.coordinator, self.num_hosts, self.host_id)]
+        if any(given) and not all(given):
+            raise ValueError("coordinator, num_hosts and host_id must be given together")
+        if self.num_hosts is not None and self.host_id is not None and self.host_id >= self.num_hosts:
+            raise ValueError(f"host_id {self.host_id}: the {self.num_hosts} hosts are 0 to {self.num_hosts - 1}")
+        return self
+
+    @property
+    def several(self) -> bool:
+        """Whether there is anybody to meet."""
+        return self.distributed or (self.num_hosts or 1) > 1
+
+    @classmethod
+    def create(cls, **values: Any) -> HostSettings:
+        """Validated settings; values that are None count as not given.
+
+        Raises:
+            ConfigError: a bad value.
+        """
+        try:
+            return cls(**{name: value for name, value in values.items() if value is not None})
+        except ValidationError as error:
+            first = error.errors()[0]
+            if not first["loc"]:
+                raise ConfigError(str(first["ctx"]["error"])) from None
+            raise ConfigError(f"{first['loc'][0]}: {first['msg'].lower()}, got {first['input']!r}") from None

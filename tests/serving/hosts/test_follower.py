@@ -1,0 +1,125 @@
+"""A follower does what it is told in order, and ends where it cannot."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from serving.config import ConfigError
+from serving.engine.control import Control
+from serving.engine.request_error import RequestError
+from serving.hosts.follower import follow
+from serving.hosts.leader import Leader
+from serving.hosts.link import Kind
+from serving.hosts.settings import HostSettings
+from serving.hosts.wire import to_bytes
+from tests.serving.hosts.test_wire import VOCAB, builder
+
+
+class Told:
+    """A party of one whose other side is a list."""
+
+    host = 1
+
+    def __init__(self, messages=()):
+        self.messages, self.said = messages, []
+
+    def calls(self):
+        return iter(self.messages)
+
+    def tell(self, kind, *pieces):
+        self.said.append((kind, b"".join(pieces)))
+
+    def end(self, line):
+        raise SystemExit(line)
+
+    def step_failed(self, error):
+        raise SystemExit(f"failed: {error}")
+
+
+class Loop:
+    followers = None
+
+    def __init__(self, batches):
+        self.batches, self.ran = batches, []
+
+    def run(self, batch):
+        if len(self.ran) == 5:
+            raise RuntimeError("the device is on fire")
+        self.ran.append(batch)
+
+
+def follower(messages, batches=None):
+    built = SimpleNamespace(engine=SimpleNamespace(loop=Loop(batches or builder()), vocab_size=VOCAB))
+    party = Told(messages)
+    return built, party
+
+
+def calls(count, start=0, made=None):
+    batches = list((made or builder()).warm_up_batches(VOCAB))[:count]
+    return [b"".join(to_bytes(start + i, batch)) for i, batch in enumerate(batches)]
+
+
+def test_it_runs_what_a_leader_sends():
+    loop, sent = SimpleNamespace(followers=None), Told()
+    leader = Leader(loop, sent)
+    assert loop.followers is leader
+    batches = list(builder().warm_up_batches(VOCAB))[:5]
+    for batch in batches:
+        leader.call(batch)
+    leader.done()
+    assert [kind for kind, _ in sent.said] == [Kind.CALL] * 5 + [Kind.DONE]
+    built, party = follower([message for kind, message in sent.said if kind is Kind.CALL])
+    follow(built, party)
+    assert [type(batch) for batch in built.engine.loop.ran] == [type(batch) for batch in batches]
+    assert party.said == [(Kind.READY, b"")]
+
+
+@pytest.mark.parametrize(
+    ("messages", "line"),
+    [
+        (calls(2, start=1), "host 1 was sent call 1 of host 0, not 0"),
+        ([*calls(2), *calls(1)], "host 1 was sent call 0 of host 0, not 2"),
+        ([b"{}"], "host 1 does not understand call 0 of host 0: no header"),
+        (calls(6), "failed: the device is on fire"),
+    ],
+)
+def test_it_ends_where_it_cannot_follow(messages, line):
+    with pytest.raises(SystemExit, match=line):
+        follow(*follower(messages))
+
+
+def test_it_has_no_program_for_other_shapes():
+    other = builder(max_model_len=200)
+    (decode,) = [batch for batch in other.warm_up_batches(VOCAB) if type(batch).__name__ == "DecodeBatch"][:1]
+    with pytest.raises(SystemExit, match="no program for call 0 of host 0, a DecodeBatch"):
+        follow(*follower([b"".join(to_bytes(0, decode))]))
+
+
+@pytest.mark.parametrize("what", ["sleep", "update_weights"])
+def test_what_is_no_step_is_refused_by_a_leader(what):
+    engine = SimpleNamespace(loop=SimpleNamespace(followers=object(), connector=None))
+    control = Control(engine, SimpleNamespace(whole=True))
+    with pytest.raises(RequestError, match="on several hosts"):
+        control.sleep() if what == "sleep" else control.update_weights({})
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"num_hosts": 2}, "must be given together"),
+        ({"coordinator": "a:1", "num_hosts": 2, "host_id": 2}, "the 2 hosts are 0 to 1"),
+        ({"coordinator": "a", "num_hosts": 2, "host_id": 1}, "coordinator: "),
+        ({"host_timeout": 0.5}, "host_timeout: "),
+        ({"plan_port": 70_000}, "plan_port: "),
+    ],
+)
+def test_bad_settings_are_one_line(given, line):
+    with pytest.raises(ConfigError, match=line):
+        HostSettings.create(**given)
+
+
+def test_one_host_alone_is_none_of_several():
+    assert not HostSettings.create().several
+    assert not HostSettings.create(coordinator="a:1", num_hosts=1, host_id=0).several
+    assert HostSettings.create(coordinator="a:1", num_hosts=2, host_id=0).several
+    assert HostSettings.create(distributed=True).several

@@ -1,0 +1,160 @@
+"""Several processes run one engine (`jax.distributed`; on CPU, XLA exchanges by gloo) and say what one says."""
+
+import signal
+import subprocess
+
+import pytest
+
+from serving.config import EngineConfig
+from serving.engine import build
+from tests.support.divisible_checkpoints import EIGHT, FAMILIES, write_checkpoint
+from tests.support.engine_host import FLAGS, answers
+from tests.support.host_processes import Hosts
+
+MTP = {"num_speculative_tokens": 2, "speculative_method": "mtp"}
+NGRAM = {"num_speculative_tokens": 2, "speculative_method": "ngram"}
+
+
+def alone(directory):
+    """What one process with one device says, without caching and drafts."""
+    built = build.build_engine(EngineConfig.create(**FLAGS, model=str(directory), mamba_cache_mode="none"))
+    return answers(built.engine)[0]
+
+
+def check(hosts, expected, modes):
+    results = hosts.results()
+    said = results[0]["said"]
+    assert [tokens for tokens, _ in said] == [expected] * len(modes)
+    # The first prompt again: all of it, where what it needs was kept.
+    assert [cached[0] for _, cached in said] == [{"none": 0}.get(mode, 36) for mode in modes]
+    for each in results:  # its own pieces and no others: half, and what every device has
+        assert each["copied"] == each["held"] < 0.75 * each["whole"]
+
+
+def test_two_hosts_say_what_one_says_and_end_together(tmp_path):
+    directory = write_checkpoint(tmp_path / "model", FAMILIES["nemotronh-moe"])
+    modes = ["none", "all", "align", "all"]
+    rounds = [{"mamba_cache_mode": mode} | ({} if i in (0, 3) else MTP) for i, mode in enumerate(modes)]
+    with Hosts(tmp_path, 2, directory, rounds, go_on=True) as hosts:
+        expected = alone(directory)
+        check(hosts, expected, modes)
+        hosts.processes[1].send_signal(signal.SIGKILL)
+        status, log = hosts.end(0)
+    assert status == 1
+    assert "host 1 is lost: it has closed its connection: all hosts end" in log
+
+
+@pytest.mark.slow
+def test_four_hosts_with_two_kinds_of_drafts(tmp_path):
+    directory = write_checkpoint(tmp_path / "model", EIGHT)
+    modes = ["all", "align", "none", "all"]
+    rounds = [{"mamba_cache_mode": mode} | (NGRAM if i != 1 else {}) for i, mode in enumerate(modes)]
+    rounds[3] |= {"replay_interval": 8}
+    with Hosts(tmp_path, 4, directory, rounds, go_on=True) as hosts:
+        expected = alone(directory)
+        check(hosts, expected, modes)
+        hosts.processes[2].send_signal(signal.SIGKILL)
+        seconds = hosts.seconds_to_end([0, 1, 3])
+        assert [hosts.end(host)[0] for host in (0, 1, 3)] == [1, 1, 1]
+        for host in (0, 1, 3):
+            assert "host 2 is lost" in hosts.end(host)[1]
+    assert seconds < 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_host_ends_the_others(frozen, tmp_path):
+    directory = write_checkpoint(tmp_path / "model", FAMILIES["mamba2"])
+    with Hosts(tmp_path, 2, directory, [{}], go_on=True) as hosts:
+        hosts.results()
+        hosts.processes[frozen].send_signal(signal.SIGSTOP)
+        assert hosts.seconds_to_end([1 - frozen]) < 10
+        assert f"host {frozen} is lost: it has said nothing for 8 s" in hosts.end(1 - frozen)[1]
+        hosts.processes[frozen].send_signal(signal.SIGCONT)
+        assert hosts.end(frozen)[0] == 1
+
+
+class Network:
+    """Two network namespaces with a cable between them."""
+
+    NAMES = ("mamba-jax-a", "mamba-jax-b")
+    ADDRESSES = ("10.250.7.1", "10.250.7.2")
+
+    def __init__(self, etc):
+        self.etc = etc
+
+    def run(self, *words):
+        return subprocess.run(words, capture_output=True, text=True, check=True)
+
+    def __enter__(self):
+        for name in self.NAMES:
+            self.run("ip", "netns", "add", name)
+        self.run(
+            "ip", "link", "add", "mj-a", "netns", self.NAMES[0], "type", "veth", "peer", "mj-b", "netns", self.NAMES[1]
+        )
+        for name, device, address in zip(self.NAMES, ("mj-a", "mj-b"), self.ADDRESSES, strict=True):
+            self.run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", device)
+            self.run("ip", "-n", name, "link", "set", device, "up")
+            self.run("ip", "-n", name, "link", "set", "lo", "up")
+        return self
+
+    def __exit__(self, *error):
+        for name in self.NAMES:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+    def inside(self):
+        """To run there, under a host name that the other side can use: XLA's collectives ask for it."""
+        return [
+            ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", f'hostname {address} && exec "$@"', "sh"]
+            for name, address in zip(self.NAMES, self.ADDRESSES, strict=True)
+        ]
+
+    def lose(self, percent):
+        self.run(
+            "ip",
+            "netns",
+            "exec",
+            self.NAMES[0],
+            "tc",
+            "qdisc",
+            "add",
+            "dev",
+            "mj-a",
+            "root",
+            "netem",
+            "loss",
+            f"{percent}%",
+        )
+
+    def cut(self):
+        self.run("ip", "-n", self.NAMES[0], "link", "set", "mj-a", "down")
+
+
+@pytest.fixture
+def network(tmp_path):
+    try:
+        with Network(tmp_path) as made:
+            yield made
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"needs network namespaces: {getattr(error, 'stderr', None) or error}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lossy", [False, True])
+def test_a_link_that_is_lossy_and_then_cut(lossy, tmp_path, network):
+    directory = write_checkpoint(tmp_path / "model", FAMILIES["mamba2"])
+    if lossy:
+        try:
+            network.lose(2)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"needs the kernel's netem: {error.stderr.strip()}")
+    more = {"inside": network.inside(), "address": network.ADDRESSES[0], "port": 18477}
+    with Hosts(tmp_path, 2, directory, [{}], go_on=True, **more) as hosts:
+        expected = alone(directory)
+        check(hosts, expected, ["all"])
+        network.cut()
+        assert hosts.seconds_to_end([0, 1]) < 10
+        for host in (0, 1):
+            status, log = hosts.end(host)
+            assert status == 1
+            assert f"host {1 - host} is lost: it has" in log

@@ -1,0 +1,100 @@
+"""How hosts find their leader, here between threads: only what JAX's collectives carry is played."""
+
+import queue
+import socket
+import threading
+
+import jax
+import pytest
+
+from serving.config import ConfigError
+from serving.hosts import meeting
+from serving.hosts.link import Link
+from serving.hosts.settings import HostSettings
+
+FACTS = {"--page-size": "16", "the version of jax": "1"}
+
+
+@pytest.fixture
+def invitations(monkeypatch):
+    """What the leader tells all hosts."""
+    told = queue.Queue()
+
+    def tell_all(invitation, *, leads):
+        if leads:
+            for _ in range(10):
+                told.put(invitation)
+            return invitation
+        return told.get(timeout=30)
+
+    monkeypatch.setattr(meeting, "_tell_all", tell_all)
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(meeting, "Party", lambda host, links, host_timeout: (host, links))
+    return told
+
+
+class Hosts:
+    """Hosts that meet, each in a thread; `results` are parties or lines."""
+
+    def __init__(self, numbers, *, seconds=20, facts=None):
+        self.results, self.threads = {}, []
+        for place, number in enumerate(numbers):
+            thread = threading.Thread(target=self.meet, args=(place, number, seconds, (facts or {}).get(number, FACTS)))
+            thread.start()
+            self.threads.append(thread)
+
+    def meet(self, place, number, seconds, facts):
+        settings = HostSettings.create(coordinator="127.0.0.1:1", num_hosts=9, host_id=number, meeting_timeout=seconds)
+        try:
+            self.results[place] = meeting.meet(settings, facts)
+        except ConfigError as error:
+            self.results[place] = str(error)
+
+    def wait(self):
+        for thread in self.threads:
+            thread.join(60)
+        found = [self.results[place] for place in range(len(self.threads))]
+        for each in found:
+            if not isinstance(each, str):
+                for link in each[1].values():
+                    link.close()
+        return found
+
+
+def test_all_meet(invitations):
+    found = Hosts([0, 1, 2]).wait()
+    assert [(host, sorted(links)) for host, links in found] == [(0, [1, 2]), (1, [0]), (2, [0])]
+
+
+def test_hosts_that_were_started_otherwise_say_in_what(invitations):
+    found = Hosts([0, 1], facts={1: FACTS | {"--page-size": "32"}}).wait()
+    line = "the hosts have not met: host 1 was started otherwise: --page-size is 32 there and 16 on host 0"
+    assert found == [line, line]
+
+
+def test_strangers_are_passed_over(invitations):
+    hosts = Hosts([0])
+    invitation = invitations.get(timeout=30)
+    address = ("127.0.0.1", invitation["port"])
+    with socket.create_connection(address) as silent, socket.create_connection(address) as noisy:
+        noisy.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+        liar = Link(socket.create_connection(address), 5)
+        with pytest.raises(meeting.LinkError):
+            liar.greet(b"x" * 32, 1)
+        more = Hosts([1, 2])
+        assert [host for host, _ in more.wait()] == [1, 2]
+        assert silent.fileno() > 0
+    ((host, links),) = hosts.wait()
+    assert host == 0
+    assert sorted(links) == [1, 2]
+
+
+def test_one_that_does_not_come_is_named(invitations):
+    found = Hosts([0, 2], seconds=3).wait()
+    assert found == ["the hosts have not met: host 1 has not come (timed out)"] * 2
+
+
+def test_numbers_are_given_once(invitations):
+    found = Hosts([0, 1, 1]).wait()
+    line = "the hosts have not met: two hosts are started as number 1, or there is no such number"
+    assert found == [line] * 3

@@ -1,0 +1,128 @@
+"""Who lives, and how all end: between threads, and with a process that is frozen."""
+
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from serving.config import ConfigError
+from serving.hosts.link import Kind, Link
+from serving.hosts.party import Party
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Ended(SystemExit):
+    """In place of the process's end: threads end by it without a word."""
+
+
+class Watched(Party):
+    """A host whose end can be waited for."""
+
+    def __init__(self, *args, **kwargs):
+        self.ends = queue.Queue()
+        super().__init__(*args, **kwargs)
+
+    def end(self, line, *, code=1, error=None):
+        self.ends.put((line, code))
+        for link in self._links.values():
+            link.send(Kind.FAILED, line.encode())
+            link.close()
+        raise Ended
+
+    def last_words(self):
+        return self.ends.get(timeout=30)
+
+
+def sockets():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        one = socket.create_connection(listening.getsockname())
+        return one, listening.accept()[0]
+
+
+@pytest.fixture
+def pair():
+    """The leader and a follower."""
+    one, other = sockets()
+    made = Watched(0, {1: Link(one, 5)}, host_timeout=2), Watched(1, {0: Link(other, 5)}, host_timeout=2)
+    yield made
+    for each in made:
+        each.close()
+
+
+def test_calls_arrive_in_order_until_done(pair):
+    leader, follower = pair
+    follower.tell(Kind.READY)
+    leader.wait_until_ready()
+    for i in range(100):
+        leader.tell(Kind.CALL, b"%d" % i)
+    leader.tell(Kind.DONE)
+    assert list(follower.calls()) == [b"%d" % i for i in range(100)]
+    leader.close()
+    follower.close()
+    assert leader.ends.empty()
+    assert follower.ends.empty()
+
+
+def test_one_that_goes_is_named(pair):
+    leader, follower = pair
+    follower.close()
+    assert leader.last_words() == ("host 1 is lost: it has closed its connection", 1)
+
+
+def test_one_that_fails_says_why_to_all(pair):
+    leader, follower = pair
+    with pytest.raises(Ended), follower.ending_together((ConfigError,)):
+        raise ConfigError("no such model")
+    assert leader.last_words() == ("host 1: no such model", 1)
+    assert follower.last_words() == ("host 1: no such model", 2)
+
+
+def test_nobody_speaks_out_of_turn(pair):
+    leader, follower = pair
+    follower.tell(Kind.CALL, b"")
+    assert leader.last_words()[0] == "host 1 says CALL out of turn"
+
+
+def test_a_follower_that_is_asked_to_end_asks_the_leader(pair):
+    leader, follower = pair
+    asked, before = threading.Event(), signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    try:
+        follower.tell(Kind.LEAVE)
+        assert asked.wait(30)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert leader.ends.empty()
+
+
+FROZEN = """
+import socket, sys, time
+from serving.hosts.link import Kind, Link
+from serving.hosts.party import Party
+party = Party(1, {0: Link(socket.create_connection(("127.0.0.1", int(sys.argv[1]))), 5)}, host_timeout=30)
+party.tell(Kind.READY)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_process_that_is_frozen_or_killed_is_lost(how):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        command = [sys.executable, "-c", FROZEN, str(listening.getsockname()[1])]
+        other = subprocess.Popen(command, cwd=ROOT)
+        try:
+            leader = Watched(0, {1: Link(listening.accept()[0], 5)}, host_timeout=2)
+            leader.wait_until_ready()
+            with pytest.raises(queue.Empty):
+                leader.ends.get(timeout=3)  # it says that it lives
+            other.send_signal(how)
+            wanted = "said nothing for 2 s" if how is signal.SIGSTOP else "closed its connection"
+            assert leader.last_words() == (f"host 1 is lost: it has {wanted}", 1)
+        finally:
+            other.kill()
+            other.wait()

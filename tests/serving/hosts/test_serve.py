@@ -1,0 +1,85 @@
+"""`mamba-jax serve` as two processes: a client sees one server, and its end is the end of both."""
+
+import signal
+
+import httpx
+import pytest
+
+from tests.support.processes import Process, client, free_port, streamed, worker
+
+pytestmark = pytest.mark.slow
+PROMPT = "Tom has 5 apples."
+
+
+class Pair:
+    """Host 0 and host 1."""
+
+    def __init__(self, folder, *more, **engine):
+        at = ("--coordinator", f"127.0.0.1:{free_port()}", "--num-hosts", "2", "--admin-key", "operator")
+        folders = [folder / "leader", folder / "follower"]
+        for each in folders:
+            each.mkdir()
+        self.hosts: list[Process] = [
+            worker("", each, *at, "--host-id", str(host), *more, **engine) for host, each in enumerate(folders)
+        ]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for host in self.hosts:
+            host.process.kill()
+            host.process.wait(10)
+
+
+def test_two_hosts_are_one_server_and_end_in_order(tmp_path):
+    with Pair(tmp_path, num_speculative_tokens=2, speculative_method="ngram") as pair:
+        leader, follower = pair.hosts
+        leader.wait_until_ready()
+        single = worker("", tmp_path)
+        single.wait_until_ready()
+        try:
+            expected = streamed(single, PROMPT)
+        finally:
+            single.close()
+        assert streamed(leader, PROMPT) == expected
+        assert streamed(leader, PROMPT) == expected
+        form = {"structured_outputs": {"regex": "[0-9]{4}"}}
+        digits = client(leader).completions.create(model="demo", prompt="One, two,", max_tokens=8, extra_body=form)
+        assert digits.choices[0].text.isdigit()
+        refused = httpx.post(f"{leader.url}/sleep", headers={"Authorization": "Bearer operator"}, timeout=30)
+        assert refused.status_code == 400
+        assert "on several hosts" in refused.text
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{follower.url}/health")
+
+        def leave():
+            follower.process.send_signal(signal.SIGTERM)
+
+        assert streamed(leader, PROMPT, on_first=leave) == expected, "what runs is finished"
+        assert [host.process.wait(60) for host in pair.hosts] == [0, 0], leader.log() + follower.log()
+    assert "host 1 has been asked to end: so do all" in leader.log()
+
+
+def test_a_killed_leader_is_the_end_of_its_followers(tmp_path):
+    with Pair(tmp_path) as pair:
+        leader, follower = pair.hosts
+        leader.wait_until_ready()
+        leader.kill()
+        assert follower.process.wait(10) == 1
+        assert "host 0 is lost" in follower.log()
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (("--host-cache-gib", "1"), "host_cache_gib and disk_cache need an engine of one process"),
+        (("--role", "decode"), "--role decode: a worker of a split runs on one host"),
+        (("--tensor-parallel-size", "4"), "tensor_parallel_size 4: 2 hosts use all of their 2 devices"),
+    ],
+)
+def test_what_several_hosts_cannot_do_is_refused_at_start(more, line, tmp_path):
+    with Pair(tmp_path, *more) as pair:
+        assert pair.hosts[0].process.wait(120) == 2, pair.hosts[0].log()
+        assert line in pair.hosts[0].log()
+        assert pair.hosts[1].process.wait(60) in (1, 2)

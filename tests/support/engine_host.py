@@ -1,0 +1,111 @@
+"""One of several hosts that run engines together: `python -m tests.support.engine_host JSON`.
+
+Prints a line of JSON when all rounds are done: the leader what it has generated, a follower what it has read.
+"""
+
+import itertools
+import json
+import sys
+import time
+from functools import partial
+
+import jax
+
+from checkpoints import placing
+from mamba_jax.model import parameters
+from mamba_jax.programs import StepPrograms
+from serving import SamplingParams
+from serving.config import EngineConfig
+from serving.engine import build
+from serving.hosts.follower import follow
+from serving.hosts.host import gather
+from serving.hosts.leader import Leader
+from serving.hosts.settings import HostSettings
+from tests.support.engines import QUICK_COMPILE
+
+FLAGS = {
+    "tile_size": 16,
+    "state_block_size": 32,
+    "page_size": 8,
+    "max_model_len": 96,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 64,
+    "num_slots": 24,
+    "num_pages": 60,
+    "adaptive_drafts": False,
+    "warmup": False,
+}
+SHARED = [7, 8, 9, 30, 31, 32, 33, 34] * 4
+PROMPTS = [[*SHARED, 5, 6, 7, 8], [*SHARED, 40, 41, 42, 43, 44, 45, 46], [*SHARED, 5, 6, 7, 8]]
+GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=10, temperature=0.8, seed=3, presence_penalty=0.5, ignore_eos=True)
+
+
+def ask(engine, prompts, params):
+    """All prompts at once; tokens of each."""
+    outputs = [engine.add_request(str(i), {"prompt_token_ids": ids}, params) for i, ids in enumerate(prompts)]
+    while engine.loop.busy:
+        engine.step()
+    return [output.outputs[0].token_ids for output in outputs], [output.num_cached_tokens for output in outputs]
+
+
+def answers(engine):
+    """Two prompts that share blocks, the first one again, and all of them drawn: tokens, and what was found cached."""
+    few_shapes(engine)
+    first, again, drawn = (
+        ask(engine, *each) for each in ((PROMPTS[:2], GREEDY), (PROMPTS[2:], GREEDY), (PROMPTS, DRAWN))
+    )
+    engine.loop.scheduler.check(idle=True)
+    return first[0] + again[0] + drawn[0], again[1]
+
+
+def few_shapes(engine):
+    """One program for each kind of step."""
+    batches = engine.loop.batches
+    batches.decode_shapes, batches.prefill_shapes = batches.decode_shapes[-1:], batches.prefill_shapes[-1:]
+
+
+def main(job):
+    copied = []
+    copy = placing._aligned_copy
+    placing._aligned_copy = lambda values, dtype: copied.append(values.nbytes) or copy(values, dtype)
+    build.StepPrograms = partial(StepPrograms, compiler_options=QUICK_COMPILE)
+    coordinator = f"{job.get('address', '127.0.0.1')}:{job['port']}"
+    hosts = HostSettings.create(
+        coordinator=coordinator, num_hosts=job["hosts"], host_id=job["host"], host_timeout=job.get("timeout", 8)
+    )
+    flags = [FLAGS | {"model": job["directory"]} | each for each in job["rounds"]]
+    party, config = gather(hosts, EngineConfig.create(**flags[0]))
+    devices = config.tensor_parallel_size
+    said, programs, built = [], {}, None
+    for each in flags:
+        config = EngineConfig.create(**each, tensor_parallel_size=devices)
+        kind = (config.num_speculative_tokens, config.speculative_method, config.replay_interval)
+        if built is None:
+            built = build.build_engine(config, progress=False, led=True)
+        else:
+            built = build.assemble(config, built.model, programs=programs.get(kind), led=True)
+        programs[kind] = built.engine.loop.programs
+        few_shapes(built.engine)
+        if party.leads:
+            Leader(built.engine.loop, party).wait_until_ready()
+            said.append(answers(built.engine))
+            if each is not flags[-1] or not job.get("go_on"):
+                built.engine.close()
+        elif each is not flags[-1] or not job.get("go_on"):
+            follow(built, party)
+    held = sum(leaf[...].addressable_shards[0].data.nbytes for leaf in parameters(built.model).values())
+    whole = sum(leaf[...].nbytes for leaf in parameters(built.model).values())
+    print(json.dumps({"said": said, "copied": sum(copied), "held": held, "whole": whole}), flush=True)
+    if job.get("go_on"):
+        if not party.leads:
+            follow(built, party)
+        for i in itertools.count():
+            ask(built.engine, [[5 + i % 80, *PROMPTS[0]]], GREEDY)
+            time.sleep(0.01)
+    party.close()
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
