@@ -15,6 +15,7 @@ MAX_FRAME = 64 << 20
 _HEADER = struct.Struct(">BI")
 _HELLO = struct.Struct(">I32s32s")
 _HELLO_SECONDS = 3.0
+_CLOSED = "has closed its connection"
 
 
 class Kind(IntEnum):
@@ -128,6 +129,8 @@ class Link:
             self._socket.sendall(data)
         except TimeoutError:
             raise LinkError(f"has taken nothing for {self._timeout:g} s") from None
+        except ConnectionError:
+            raise LinkError(_CLOSED) from None
         except OSError as error:
             raise LinkError(f"cannot be reached any more ({error.strerror or error})") from None
 
@@ -138,10 +141,12 @@ class Link:
                 piece = self._socket.recv(min(size - len(found), 1 << 20))
             except TimeoutError:
                 raise LinkError(f"has said nothing for {self._timeout:g} s") from None
+            except ConnectionError:
+                raise LinkError(_CLOSED) from None
             except OSError as error:
                 raise LinkError(f"cannot be reached any more ({error.strerror or error})") from None
             if not piece:
-                raise LinkError("has closed its connection")
+                raise LinkError(_CLOSED)
             found += piece
         return bytes(found)
 

@@ -40,7 +40,7 @@ def join(settings: HostSettings) -> None:
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
-            settings.coordinator,
+            settings.meeting_place,
             settings.num_hosts,
             settings.host_id,
             initialization_timeout=settings.meeting_timeout,
@@ -194,8 +194,8 @@ def _reach(addresses: list[str], port: int, key: bytes, host: int, end: float) -
 
 def _own_addresses(settings: HostSettings) -> Iterator[str]:
     """Where others may find this host, the likeliest first."""
-    if settings.coordinator is not None:
-        yield settings.coordinator.rpartition(":")[0].strip("[]")
+    if settings.meeting_place is not None:
+        yield settings.meeting_place.rpartition(":")[0].strip("[]")
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing: it only asks for the route to the world
         yield probe.getsockname()[0]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from serving.config import ConfigError
+
+MEETING_PORT = 8476
+"""Of the coordinator, where none is given."""
 
 
 class HostSettings(BaseModel):
@@ -20,7 +24,9 @@ class HostSettings(BaseModel):
         "Slurm, Open MPI, Kubernetes).",
     )
     coordinator: str | None = Field(
-        None, pattern=r"^.+:\d+$", description="HOST:PORT of host 0, where nothing else listens: hosts meet there."
+        None,
+        pattern=r"^[^:]+(:\d+)?$|^\[.+\](:\d+)?$",
+        description=f"HOST or HOST:PORT of host 0, where all meet; a free port there (unset: {MEETING_PORT}).",
     )
     num_hosts: int | None = Field(None, ge=1, description="With --coordinator: number of hosts.")
     host_id: int | None = Field(None, ge=0, description="With --coordinator: number of this host; 0 leads.")
@@ -45,6 +51,13 @@ class HostSettings(BaseModel):
     def several(self) -> bool:
         """Whether there is anybody to meet."""
         return self.distributed or (self.num_hosts or 1) > 1
+
+    @property
+    def meeting_place(self) -> str | None:
+        """Host and port of the coordinator; None where the environment knows."""
+        if self.coordinator is None or re.search(r":\d+$", self.coordinator):
+            return self.coordinator
+        return f"{self.coordinator}:{MEETING_PORT}"
 
     @classmethod
     def create(cls, **values: Any) -> HostSettings:

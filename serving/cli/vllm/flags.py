@@ -168,6 +168,9 @@ _KERNELS = "this platform's kernels are chosen by themselves; --kernels names ot
 
 FLAGS: tuple[Flag, ...] = (
     renamed("--tensor-parallel-size", "--tensor-parallel-size", "-tp"),
+    renamed("--nnodes", "--num-hosts", "-n"),
+    renamed("--node-rank", "--host-id", "-r"),
+    renamed("--master-addr", "--coordinator"),
     renamed("--gpu-memory-utilization", "--memory-utilization"),
     renamed("--block-size", "--page-size"),
     renamed("--mamba-block-size", "--state-block-size"),
@@ -235,6 +238,8 @@ FLAGS: tuple[Flag, ...] = (
     unnecessary("--safetensors-load-strategy", "weights are read tensor by tensor, straight to their devices"),
     unnecessary("--device", "JAX uses the accelerator that it finds; JAX_PLATFORMS=cpu says otherwise"),
     unnecessary("--distributed-executor-backend", "one process drives all local devices"),
+    unnecessary("--headless", "hosts but the first take no requests", Takes.NOTHING),
+    unnecessary("--master-port", "hosts meet at port 8476; `--coordinator HOST:PORT` names another"),
     unnecessary("--enable-expert-parallel", "experts are divided over the same devices as the rest", Takes.NOTHING),
     unnecessary("--disable-custom-all-reduce", "sums over devices are XLA's", Takes.NOTHING),
     unnecessary("--structured-outputs-config", "grammars are llguidance's"),

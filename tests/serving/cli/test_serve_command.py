@@ -30,6 +30,11 @@ ROOT = Path(__file__).resolve().parents[3]
         (["--model", "/does/not/exist"], "/does/not/exist: no such model"),
         (["--page-size", "7"], "page_size 7 does not divide"),
         (["--host", "not an address"], "cannot listen on not an address"),
+        (["--host-id", "1"], "coordinator, num_hosts and host_id must be given together"),
+        (
+            ["--coordinator", "a:1", "--num-hosts", "2", "--host-id", "0", "--role", "decode"],
+            "--role decode: a worker of a split runs on one host",
+        ),
     ],
 )
 def test_mistakes_are_one_line(arguments, said, capfd):

@@ -108,7 +108,7 @@ def test_what_is_no_step_is_refused_by_a_leader(what):
     [
         ({"num_hosts": 2}, "must be given together"),
         ({"coordinator": "a:1", "num_hosts": 2, "host_id": 2}, "the 2 hosts are 0 to 1"),
-        ({"coordinator": "a", "num_hosts": 2, "host_id": 1}, "coordinator: "),
+        ({"coordinator": "a:b", "num_hosts": 2, "host_id": 1}, "coordinator: "),
         ({"host_timeout": 0.5}, "host_timeout: "),
         ({"plan_port": 70_000}, "plan_port: "),
     ],
@@ -123,3 +123,10 @@ def test_one_host_alone_is_none_of_several():
     assert not HostSettings.create(coordinator="a:1", num_hosts=1, host_id=0).several
     assert HostSettings.create(coordinator="a:1", num_hosts=2, host_id=0).several
     assert HostSettings.create(distributed=True).several
+
+
+@pytest.mark.parametrize(
+    ("given", "place"), [("a", "a:8476"), ("a.b:1", "a.b:1"), ("[::1]", "[::1]:8476"), ("[::1]:1", "[::1]:1")]
+)
+def test_the_coordinators_port_need_not_be_given(given, place):
+    assert HostSettings.create(coordinator=given, num_hosts=2, host_id=0).meeting_place == place

@@ -10,6 +10,7 @@ from serving.engine import build
 from tests.support.divisible_checkpoints import EIGHT, FAMILIES, write_checkpoint
 from tests.support.engine_host import FLAGS, answers
 from tests.support.host_processes import Hosts
+from tests.support.two_networks import ADDRESSES, TwoNetworks
 
 MTP = {"num_speculative_tokens": 2, "speculative_method": "mtp"}
 NGRAM = {"num_speculative_tokens": 2, "speculative_method": "ngram"}
@@ -74,85 +75,23 @@ def test_a_frozen_host_ends_the_others(frozen, tmp_path):
         assert hosts.end(frozen)[0] == 1
 
 
-class Network:
-    """Two network namespaces with a cable between them."""
-
-    NAMES = ("mamba-jax-a", "mamba-jax-b")
-    ADDRESSES = ("10.250.7.1", "10.250.7.2")
-
-    def __init__(self, etc):
-        self.etc = etc
-
-    def run(self, *words):
-        return subprocess.run(words, capture_output=True, text=True, check=True)
-
-    def __enter__(self):
-        for name in self.NAMES:
-            self.run("ip", "netns", "add", name)
-        self.run(
-            "ip", "link", "add", "mj-a", "netns", self.NAMES[0], "type", "veth", "peer", "mj-b", "netns", self.NAMES[1]
-        )
-        for name, device, address in zip(self.NAMES, ("mj-a", "mj-b"), self.ADDRESSES, strict=True):
-            self.run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", device)
-            self.run("ip", "-n", name, "link", "set", device, "up")
-            self.run("ip", "-n", name, "link", "set", "lo", "up")
-        return self
-
-    def __exit__(self, *error):
-        for name in self.NAMES:
-            subprocess.run(["ip", "netns", "del", name], check=False)
-
-    def inside(self):
-        """To run there, under a host name that the other side can use: XLA's collectives ask for it."""
-        return [
-            ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", f'hostname {address} && exec "$@"', "sh"]
-            for name, address in zip(self.NAMES, self.ADDRESSES, strict=True)
-        ]
-
-    def lose(self, percent):
-        self.run(
-            "ip",
-            "netns",
-            "exec",
-            self.NAMES[0],
-            "tc",
-            "qdisc",
-            "add",
-            "dev",
-            "mj-a",
-            "root",
-            "netem",
-            "loss",
-            f"{percent}%",
-        )
-
-    def cut(self):
-        self.run("ip", "-n", self.NAMES[0], "link", "set", "mj-a", "down")
-
-
-@pytest.fixture
-def network(tmp_path):
+@pytest.fixture(params=[0.0, 0.02])
+def networks(request):
     try:
-        with Network(tmp_path) as made:
+        with TwoNetworks(loss=request.param) as made:
             yield made
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"needs network namespaces: {getattr(error, 'stderr', None) or error}")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lossy", [False, True])
-def test_a_link_that_is_lossy_and_then_cut(lossy, tmp_path, network):
+def test_a_link_that_may_be_lossy_and_is_cut_in_the_end(tmp_path, networks):
     directory = write_checkpoint(tmp_path / "model", FAMILIES["mamba2"])
-    if lossy:
-        try:
-            network.lose(2)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"needs the kernel's netem: {error.stderr.strip()}")
-    more = {"inside": network.inside(), "address": network.ADDRESSES[0], "port": 18477}
-    with Hosts(tmp_path, 2, directory, [{}], go_on=True, **more) as hosts:
+    place = {"inside": networks.inside(), "address": ADDRESSES[0], "port": 18477}
+    with Hosts(tmp_path, 2, directory, [{}], go_on=True, **place) as hosts:
         expected = alone(directory)
         check(hosts, expected, ["all"])
-        network.cut()
+        networks.cut()
         assert hosts.seconds_to_end([0, 1]) < 10
         for host in (0, 1):
             status, log = hosts.end(host)
