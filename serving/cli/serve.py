@@ -96,6 +96,8 @@ def _serve_together(
 
     if role.role is not None:
         raise ConfigError(f"--role {role.role}: a worker of a split runs on one host")
+    if role.seal.secret:
+        raise ConfigError("--split-secret (or MAMBA_JAX_SPLIT_SECRET): routers follow workers of one host only")
     listening = bind(settings.host, settings.port) if hosts.host_id in (0, None) else None
     party, config = gather(hosts, config, all_devices=all_devices)
     if party is not None and not party.leads:

@@ -35,6 +35,10 @@ ROOT = Path(__file__).resolve().parents[3]
             ["--coordinator", "a:1", "--num-hosts", "2", "--host-id", "0", "--role", "decode"],
             "--role decode: a worker of a split runs on one host",
         ),
+        (
+            ["--coordinator", "a", "--num-hosts", "2", "--host-id", "1", "--split-secret", "0123456789abcdef"],
+            "routers follow workers of one host only",
+        ),
     ],
 )
 def test_mistakes_are_one_line(arguments, said, capfd):
