@@ -58,8 +58,8 @@ def make_server(
     def prepare(engine: Engine) -> None:
         if config.warmup:
             bar = progress and sys.stderr.isatty()
-            # What a role compiles beside, it compiles for the store as it lies: nothing else may be under way. And where
-            # hosts do the same, each would wait for the last one to have a program.
+            # What a role compiles beside, it compiles for the store as it lies: nothing else may be under way. And
+            # of several hosts, all would wait for the last one to have a program.
             alone = role.role is None and not led
             warm_up(engine.loop, engine.vocab_size, progress=bar, keep=config.compilation_cache, background=alone)
             opened.prepare()
