@@ -34,7 +34,7 @@ def state_update(
 
     Slots are used as `kernels_pallas.slots` says: a row may write the slot that it reads, and no slot that another row
     reads or writes. State mathematics is float32; after each step the state is rounded to the store's dtype, so that
-    several steps in one call equal one step in each of several calls.
+    several steps in one call equal one step in each of several calls. A token's y may be read before this rounding.
 
     Args:
         x: any float dtype; so are b and c.

@@ -5,11 +5,18 @@ named by prefetched slot numbers; the store is input and output in one buffer. R
 (padding) name the same block, so nothing is fetched or written for them. A write to slot 0 is not skipped: the null
 slot may hold anything.
 
+What a token adds to a state (its x and dt with B) and what is read from one (C with the state) are products, which the
+matrix unit sums in float32. It takes numbers of 8 digits, so each number goes in as the sum of such
+(`kernels_pallas.tpu_blocks.bfloat16_parts`): exactly where states are made, and with at least twice the output's digits
+where they are read. A token reads the state before it, decayed, and what it adds itself is added: so neither product
+waits for the other.
+
 A row's state is fetched once and written step by step. The next row's state is fetched while this one's is written,
 which is why no row may write a slot that another row reads (`kernels_pallas.slots`).
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +25,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.heads import HeadBlocks
-from kernels_pallas.tpu_blocks import blocks_in_rows
+from kernels_pallas.tpu_blocks import bfloat16_parts, blocks_in_rows, dot, heads_together
 
-F32 = jnp.float32
+BF16, F32 = jnp.bfloat16, jnp.float32
 BLOCK_BYTES = 1 << 20  # of the state that is moved at a time: large enough to hide a grid step's fixed cost
+# The compiler keeps products in the order in which they are written. So many sets of heads ahead of their use, their
+# results are there when they are wanted.
+AHEAD = 3
 
 
 def unsupported(x, dt, a, b, c, d, store, *, read_slot, write_slot):
@@ -31,40 +41,48 @@ def unsupported(x, dt, a, b, c, d, store, *, read_slot, write_slot):
 
 def state_update(x, dt, a, b, c, d, store, *, read_slot, write_slot, interpret=False):
     """See `api.state_update`."""
-    rows, steps, _, head_dim = x.shape
+    rows, steps, heads, head_dim = x.shape
     groups, state = b.shape[2:]
-    blocks = blocks_in_rows(x, b.shape[2], store, block_bytes=BLOCK_BYTES)
+    # Heads go in sets, so that their channels fill the lanes of a register.
+    together = heads_together(head_dim, heads // groups)
+    width = together * head_dim
+    blocks = blocks_in_rows(x, groups, store, together=together, block_bytes=BLOCK_BYTES)
+    sets = blocks.heads // together
     # Which steps are real is decided over all heads. What padding holds is then never looked at.
     real = (dt != 0).any(axis=2).astype(jnp.int32)
 
     def token(*last):
         return pl.BlockSpec((1, 1, *last), lambda h, i, t, *_: (i, t, 0, 0))
 
-    per_head = pl.BlockSpec((1, 1, blocks.heads, head_dim), lambda h, i, t, *_: (i, t, h, 0))
-    row_of_heads = pl.BlockSpec((1, 1, 1, 1, blocks.heads), lambda h, i, t, *_: (i, t, h, 0, 0))
-    weight = pl.BlockSpec((1, 1, blocks.heads), lambda h, i, t, *_: (h, 0, 0))
+    def by_set(v):  # [..., heads] as [..., blocks, heads of a set, sets]
+        return v.astype(F32).reshape(*v.shape[:-1], blocks.count, sets, together).swapaxes(-1, -2)
+
+    channels = pl.BlockSpec((1, 1, sets, width), lambda h, i, t, *_: (i, t, h, 0))
     slot = (1, blocks.heads, head_dim, state)
     y, store = pl.pallas_call(
-        functools.partial(_kernel, blocks=blocks, steps=steps),
+        functools.partial(_kernel, blocks=blocks, steps=steps, dtype=b.dtype, digits=2 if x.dtype.itemsize < 4 else 3),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(blocks.count, rows, steps),
             in_specs=[
-                per_head,
-                row_of_heads,
-                weight,
+                channels,
+                pl.BlockSpec((1, 1, 1, together, sets), lambda h, i, t, *_: (i, t, h, 0, 0)),
+                pl.BlockSpec((1, together, sets), lambda h, i, t, *_: (h, 0, 0)),
                 token(groups, state),
                 token(groups, state),
-                weight,
+                pl.BlockSpec((sets, width), lambda h, i, t, *_: (h, 0)),
                 pl.BlockSpec(slot, lambda h, i, t, read, write, real: (read[i], h, 0, 0)),
             ],
             out_specs=[
-                per_head,
+                channels,
                 pl.BlockSpec(slot, lambda h, i, t, read, write, real: (write[i * steps + t], h, 0, 0)),
             ],
             scratch_shapes=[pltpu.VMEM(slot[1:] if steps > 1 else (8, 128), F32)],
         ),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(store.shape, store.dtype)],
+        out_shape=[
+            jax.ShapeDtypeStruct((rows, steps, heads // together, width), x.dtype),
+            jax.ShapeDtypeStruct(store.shape, store.dtype),
+        ],
         input_output_aliases={9: 1},
         # Blocks of heads touch different parts of every slot, the null slot's included.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
@@ -76,26 +94,28 @@ def state_update(x, dt, a, b, c, d, store, *, read_slot, write_slot, interpret=F
         # One axis: in scalar memory the last one of two is padded to 128.
         write_slot.astype(jnp.int32).reshape(-1),
         real.reshape(-1),
-        x,
-        dt.astype(F32).reshape(rows, steps, blocks.count, 1, blocks.heads),
-        a.astype(F32).reshape(blocks.count, 1, blocks.heads),
+        x.reshape(rows, steps, -1, width),
+        by_set(dt),
+        by_set(a),
         b.astype(F32),
         c.astype(F32),
-        d.astype(F32).reshape(blocks.count, 1, blocks.heads),
+        jnp.repeat(d.astype(F32), head_dim).reshape(-1, width),
         store,
     )
-    return y, store
+    return y.reshape(x.shape), store
 
 
 def _kernel(
-    read_slot, write_slot, real, x, dt, a, b, c, d, state_in, y, state_out, carry, *, blocks: HeadBlocks, steps: int
-):
+    read_slot, write_slot, real, x, dt, a, b, c, d, state_in, y, state_out, carry, *,
+    blocks: HeadBlocks, steps: int, dtype, digits: int,
+):  # fmt: skip
     block, row, step = (pl.program_id(axis) for axis in range(3))
     index = row * steps + step
+    there = read_slot[row] > 0
 
     def start(heads):
         # A select, not a product: the null slot may hold NaN.
-        return jnp.where(read_slot[row] > 0, state_in[0, heads].astype(F32), 0)
+        return jnp.where(there, state_in[0, heads].astype(F32), 0)
 
     if steps > 1:
 
@@ -106,27 +126,22 @@ def _kernel(
     def before(heads):
         return carry[heads] if steps > 1 else start(heads)
 
+    def keep(head, state):
+        # Rounded as it is stored, so that several steps in one call equal one step in each of several calls.
+        stored = state.astype(state_out.dtype)
+        state_out[0, head] = stored
+        if steps > 1:
+            carry[head] = stored.astype(F32)
+
     @pl.when(real[index] > 0)
     def _():
-        # Heads in lanes: what is fed to a head is then a column, which the state's rows take as it is.
-        values, dt_row = x[0, 0].astype(F32).T, dt[0, 0, 0]
-        decay, fed = jnp.exp(dt_row * a[0]), values * dt_row
-        lane = lax.broadcasted_iota(jnp.int32, values.shape, 1)
-        out = values * d[0]
         first = blocks.first_group(block)
-        for group in range(blocks.groups):
-            bt, ct = (v[0, 0, pl.ds(first + group, 1), :] for v in (b, c))
-            for head in range(blocks.heads)[blocks.heads_of(group)]:
-                here = slice(head, head + 1)
-                state = before(head) * decay[:, here] + fed[:, here] * bt
-                # Rounded as it is stored, so that several steps in one call equal one step in each of several calls.
-                stored = state.astype(state_out.dtype)
-                state_out[0, head] = stored
-                state = stored.astype(F32)
-                if steps > 1:
-                    carry[head] = state
-                out = jnp.where(lane == head, out + jnp.sum(state * ct, axis=1, keepdims=True), out)
-        y[0, 0] = out.T.astype(y.dtype)
+        of_groups = ([v[0, 0, pl.ds(first + i, 1), :] for i in range(blocks.groups)] for v in (b, c))
+        keys, queries = of_groups
+        y[0, 0] = _step(
+            x[0, 0].astype(F32), dt[0, 0, 0], a[0], keys, queries, d[...], before, keep,
+            held=state_in.dtype, dtype=dtype, digits=digits,
+        ).astype(y.dtype)  # fmt: skip
 
     @pl.when(real[index] == 0)
     def _():
@@ -134,7 +149,77 @@ def _kernel(
 
     @pl.when((real[index] == 0) & (write_slot[index] > 0))
     def _():
-        state_out[0] = before(slice(None)).astype(state_out.dtype)
+        # A loop: padding is rare, and all of it in one piece would be a fifth of the program.
+        def copy(head, _):
+            state_out[0, head] = before(head).astype(state_out.dtype)
+
+        lax.fori_loop(0, blocks.heads, copy, None)
+
+
+def _step(x, dt, a, b, c, d, before, keep, *, held, dtype, digits: int):
+    """One token's outputs [sets, width], float32.
+
+    Args:
+        x, d: [sets, width].
+        dt, a: [heads of a set, sets].
+        b, c: an array [1, state] for each group, of values that fit in `dtype`.
+        before: gives the state of some heads before the token, whose values fit in `held`.
+        keep: takes the state of a head after it.
+        digits: how many times the 8 digits of a bfloat16 are read of a state.
+    """
+    (together, sets), width, state = dt.shape, x.shape[1], b[0].shape[1]
+    head_dim, of_group = width // together, sets // len(b)
+    product = functools.partial(dot, dtype=BF16)
+    place, lane = (lax.broadcasted_iota(jnp.int32, x.shape, axis) for axis in (0, 1))
+
+    def of_channels(v):
+        """What is said of heads, [together, sets], for each of their channels."""
+        columns, spread = v.T, jnp.zeros(x.shape, F32)
+        for i in range(together):
+            spread = jnp.where(lax.div(lane, head_dim) == i, columns[:, i : i + 1], spread)
+        return spread
+
+    decay, fed = jnp.exp(dt * a), x * of_channels(dt)
+    # States have channels in rows, so what is fed to a set's is wanted as a column. The matrix unit turns it, too.
+    rows, columns = (lax.broadcasted_iota(jnp.int32, (width, width), axis) for axis in (0, 1))
+    parts = jnp.concatenate(bfloat16_parts(fed, F32))
+    turned = product((rows == columns).astype(F32), parts, (1, 1)).astype(BF16)
+    set_of = lax.rem(lax.broadcasted_iota(jnp.int32, turned.shape, 1), sets)
+
+    def add(one):
+        """What is fed to a set's channels, each with B: parts lie side by side, and the product sums them."""
+        alone = jnp.where(set_of == one, turned, 0)
+        below = [jnp.broadcast_to(part, (alone.shape[1], state)) for part in bfloat16_parts(b[one // of_group], dtype)]
+        return functools.reduce(jnp.add, (product(alone, part, (1, 0)) for part in below)).reshape(-1, head_dim, state)
+
+    several = math.gcd(of_group, 2)  # sets read at once: what the matrix unit of a v6e takes
+
+    def read(one):
+        """C with the states of several sets' channels, a row for each set."""
+        states = before(slice(one * together, (one + several) * together)).reshape(several * width, state)
+        parts = bfloat16_parts(states, held, digits)
+        asked = jnp.concatenate(bfloat16_parts(c[one // of_group], dtype))
+        beside = jnp.concatenate([asked] * len(parts), axis=1), jnp.concatenate(parts, axis=1)
+        total = jnp.sum(product(*beside, (1, 1)), axis=0, keepdims=True)
+        return [total[:, i * width : (i + 1) * width] for i in range(several)]
+
+    decays = [jnp.broadcast_to(decay.T[:, i : i + 1], (sets, state)) for i in range(together)]
+    both = [jnp.sum(bt * ct, axis=1, keepdims=True) for bt, ct in zip(b, c, strict=True)]
+    added, got, own = [], jnp.zeros(x.shape, F32), jnp.zeros(x.shape, F32)
+    for one in range(-AHEAD, sets):
+        if one + AHEAD < sets:
+            added.append(add(one + AHEAD))
+        if one < 0:
+            continue
+        if one % several == 0:
+            # Before `keep`, which may write where it is read.
+            for i, total in enumerate(read(one)):
+                got = jnp.where(place == one + i, total, got)
+        own = jnp.where(place == one, both[one // of_group], own)
+        for i in range(together):
+            head = one * together + i
+            keep(head, before(head) * decays[i][one : one + 1] + added[one][i])
+    return of_channels(decay) * got + fed * own + x * d
 
 
 def _cost(x, b, store) -> pl.CostEstimate:

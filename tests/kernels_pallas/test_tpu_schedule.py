@@ -1,0 +1,28 @@
+"""Instructions of the kernels at the sizes of Nemotron-H-8B, as the TPU's own compiler schedules them.
+
+They are what makes a kernel bound by memory or not: `docs/hardware.md` compares them with the bytes.
+"""
+
+import pytest
+from count_bundles import count_bundles
+
+pytestmark = pytest.mark.tpu_compile
+slow = pytest.mark.slow
+FASTER = [pytest.param("v6e", marks=slow), pytest.param("tpu7x", marks=slow)]
+
+
+@pytest.mark.parametrize("slice_name", ["v5e", *FASTER])
+def test_state_update(slice_name):
+    assert count_bundles("state_update", slice_name, rows=64) <= 1150
+
+
+@slow
+@pytest.mark.parametrize(("slice_name", "most"), [("v5e", 1450), ("v6e", 1300), ("tpu7x", 1300)])
+def test_state_update_with_drafts(slice_name, most):
+    assert count_bundles("state_update", slice_name, rows=64, steps=4) <= most
+
+
+@slow
+@pytest.mark.parametrize("slice_name", ["v5e", *FASTER])
+def test_ssd_scan(slice_name):
+    assert count_bundles("ssd_scan", slice_name, rows=16) <= 4300
