@@ -3,7 +3,7 @@
 import functools
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 from jaxtyping import AbstractArray
@@ -53,15 +53,16 @@ _R = TypeVar("_R")
 def shapes_checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """The function, raising ValueError where its array arguments do not fit its annotations, or one another.
 
-    Names of dimensions are those of `DIMENSIONS`. An argument that is None is left out.
+    Names of dimensions are those of `DIMENSIONS`. An argument that is None is left out. Keywords may be annotated
+    together, as `**name: Unpack[...]` of a TypedDict.
 
     Raises:
         KeyError: a dimension is not in the legend.
     """
     signature = inspect.signature(function)
     patterns = {}
-    for name, parameter in signature.parameters.items():
-        if (pattern := _dimensions(parameter.annotation)) is not None:
+    for name, annotation in _annotations(signature):
+        if (pattern := _dimensions(annotation)) is not None:
             patterns[name] = pattern
     for dimension in " ".join(patterns.values()).split():
         if (name := dimension.lstrip("*").removesuffix("-1")) not in DIMENSIONS and not name.isdigit():
@@ -69,12 +70,21 @@ def shapes_checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        given = signature.bind(*args, **kwargs).arguments
+        given = kwargs | signature.bind(*args, **kwargs).arguments
         arrays = {name: (given[name], patterns[name]) for name in patterns if given.get(name) is not None}
         check_shapes(function.__name__, **arrays)
         return function(*args, **kwargs)
 
     return checked
+
+
+def _annotations(signature: inspect.Signature) -> Iterator[tuple[str, Any]]:
+    """Of all arguments, by name."""
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD and typing.get_args(parameter.annotation):
+            yield from typing.get_type_hints(typing.get_args(parameter.annotation)[0]).items()
+        else:
+            yield name, parameter.annotation
 
 
 def _dimensions(annotation: Any) -> str | None:

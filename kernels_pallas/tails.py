@@ -1,14 +1,14 @@
 """Tails: rings of a row's inputs since its anchor, a state that was stored. Tail 0 is nowhere.
 
 Token n lies at entry n % entries. What a tail holds counts only for the tokens from the anchor on; anything else, NaN
-included, is masked.
+included, is masked. What the replays of all recurrences share is here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypedDict
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,6 +19,25 @@ from kernels_pallas.shape_check import check_shapes
 from kernels_pallas.slots import take, write_slots
 
 F32 = jnp.float32
+
+
+class Places(TypedDict):
+    """Where each row of a replay stands: what every one of them is told by keywords."""
+
+    anchor_slot: Int[Array, " rows"]
+    """0 reads as zeros (a fresh row, of length 0 or with all of its tokens in the tail)."""
+    tail_id: Int[Array, " rows"]
+    """0 where there is no row. Two rows never have one tail, except for tail 0."""
+    anchor_length: Int[Array, " rows"]
+    """Tokens that the anchor has absorbed."""
+    length: Int[Array, " rows"]
+    """Tokens that the row has absorbed: those from anchor_length on are in its tail."""
+    num_tokens: Int[Array, " rows"]
+    """0 to steps; 0 is padding. Tokens beyond it may hold NaN; their y is 0."""
+    write_slot: Int[Array, " rows"]
+    """Where S(m) goes, m the next multiple of the interval, if it is reached; 0: it is not written."""
+    interval: int
+    """Tokens between two states that are written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +142,18 @@ def state_after(
         return state + fed[n].reshape(*split, -1, 1) * keys[n].reshape(*shared, 1, -1)
 
     return lax.fori_loop(0, len(fed), add, state).reshape(anchor.shape)
+
+
+def by_platform(*, cpu: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:
+    """A replay in the form for the platform compiled for, which may not be the one at hand."""
+
+    def replay(*arrays: Any, interval: int, **places: Any) -> Any:
+        def by(form: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda arrays, places: form(*arrays, **places, interval=interval)
+
+        return lax.platform_dependent(arrays, places, cpu=by(cpu), default=by(default))
+
+    return replay
 
 
 def check_tail(

@@ -6,14 +6,14 @@ is. Only the new tokens' u have to be found, one after the other, and all that t
 known beforehand: it is read once.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kernels_pallas import dispatch
 from kernels_pallas.delta_replay import xla
 from kernels_pallas.shape_check import check_groups, shapes_checked
-from kernels_pallas.tails import check_tail
+from kernels_pallas.tails import Places, check_tail
 
 REPLAY = (
     dispatch.Implementation("xla", xla.delta_replay),
@@ -43,14 +43,8 @@ def delta_replay(
     log_decay: Float[Array, "rows steps heads"],
     beta: Float[Array, "rows steps heads"],
     *,
-    anchor_slot: Int[Array, " rows"],
-    tail_id: Int[Array, " rows"],
-    anchor_length: Int[Array, " rows"],
-    length: Int[Array, " rows"],
-    num_tokens: Int[Array, " rows"],
-    write_slot: Int[Array, " rows"],
-    interval: int,
     implementation: str | None = None,
+    **places: Unpack[Places],
 ) -> tuple[Float[Array, "rows steps heads head_dim"], Float[Array, "slots heads head_dim state"], DeltaTail]:
     """y of `num_tokens` new tokens of each row, from S(anchor_length) and the tail's tokens since then.
 
@@ -59,8 +53,9 @@ def delta_replay(
 
     Args:
         states: float32 or bfloat16. Donate it, and the tail: they are updated in place.
-        q: any float dtype; so are k and v. Tokens beyond num_tokens may hold NaN; their y is 0.
+        q: any float dtype; so are k and v.
         log_decay: at most 0.
+        places: see `kernels_pallas.tails.Places`.
     Returns:
         y in v's dtype, states and tail.
     Raises:
@@ -71,9 +66,6 @@ def delta_replay(
     check_groups("delta_replay", heads, groups)
     tail = DeltaTail(*tail)
     channels = {"u": heads * head_dim, "k": groups * state, "log_decay": heads}
-    check_tail("delta_replay", tail._asdict(), channels, interval=interval, steps=steps)
-    return dispatch.call(
-        "delta_replay", REPLAY, implementation, states, tail, q, k, v, log_decay, beta,
-        anchor_slot=anchor_slot, tail_id=tail_id, anchor_length=anchor_length, length=length, num_tokens=num_tokens,
-        write_slot=write_slot, interval=interval,
-    )  # fmt: skip
+    check_tail("delta_replay", tail._asdict(), channels, interval=places["interval"], steps=steps)
+    inputs = q, k, v, log_decay, beta
+    return dispatch.call("delta_replay", REPLAY, implementation, states, tail, *inputs, **places)

@@ -22,17 +22,6 @@ F32 = jnp.float32
 _ROWS_AT_ONCE = 4  # whose states are in the processor's cache together, as in `kernels_pallas.row_loop`
 
 
-def delta_replay(states, tail, q, k, v, log_decay, beta, **places):
-    """See `api.delta_replay`. The form is chosen by the platform compiled for, which may not be the one at hand."""
-    interval = places.pop("interval")
-
-    def by(form):
-        return lambda *arguments: form(*arguments[:-1], **arguments[-1], interval=interval)
-
-    arguments = states, tail, q, k, v, log_decay, beta, places
-    return lax.platform_dependent(*arguments, cpu=by(row_blocks), default=by(all_rows))
-
-
 def all_rows(states, tail, q, k, v, log_decay, beta, **places):
     """Gathers all rows' anchors, and scatters the states that are due."""
     return _replay(_read_gathered, _write_gathered, states, tail, q, k, v, log_decay, beta, **places)
@@ -41,6 +30,10 @@ def all_rows(states, tail, q, k, v, log_decay, beta, **places):
 def row_blocks(states, tail, q, k, v, log_decay, beta, **places):
     """Loops over a few rows at a time."""
     return _replay(_read_by_blocks, _write_due, states, tail, q, k, v, log_decay, beta, **places)
+
+
+delta_replay = tails.by_platform(cpu=row_blocks, default=all_rows)
+"""See `api.delta_replay`."""
 
 
 def _replay(

@@ -5,14 +5,14 @@ anchor S(a), a <= c, in a slot, and its tail, the inputs of tokens a .. c-1. A s
 inputs to the tail, and writes a whole state only when it reaches a multiple of the interval.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kernels_pallas import dispatch
 from kernels_pallas.shape_check import check_groups, shapes_checked
 from kernels_pallas.state_replay import native, pallas_gpu, pallas_tpu, xla
-from kernels_pallas.tails import check_tail
+from kernels_pallas.tails import Places, check_tail
 
 REPLAY = (
     *dispatch.kernels("tpu", pallas_tpu, "state_replay"),
@@ -50,14 +50,8 @@ def state_replay(
     c: Float[Array, "rows steps groups state"],
     d: Float[Array, " heads"],
     *,
-    anchor_slot: Int[Array, " rows"],
-    tail_id: Int[Array, " rows"],
-    anchor_length: Int[Array, " rows"],
-    length: Int[Array, " rows"],
-    num_tokens: Int[Array, " rows"],
-    write_slot: Int[Array, " rows"],
-    interval: int,
     implementation: str | None = None,
+    **places: Unpack[Places],
 ) -> tuple[Float[Array, "rows steps heads head_dim"], Float[Array, "slots heads head_dim state"], Tail]:
     """y of `num_tokens` new tokens of each row, from S(anchor_length) and the tail's inputs since then.
 
@@ -70,9 +64,8 @@ def state_replay(
     anchor_length = length nothing of it is read.
 
     Slots are used as `kernels_pallas.slots` says: no row writes a slot that another row reads; a row may write the one
-    that it reads itself (it does so where no other slot is left). Two rows never have one tail, except for tail 0.
-    States are computed in float32 and rounded to their dtype where they are written; products take operands in x's
-    dtype.
+    that it reads itself (it does so where no other slot is left). States are computed in float32 and rounded to their
+    dtype where they are written; products take operands in x's dtype.
 
     Args:
         states: float32 or bfloat16. Donate it, and the tail: they are updated in place.
@@ -82,11 +75,7 @@ def state_replay(
         dt: step sizes after softplus.
         a: -exp(A_log).
         d: the skip weight.
-        anchor_slot: 0 reads as zeros (a fresh row, of length 0 or with all of its tokens in the tail).
-        tail_id: 0 where there is no row.
-        num_tokens: 0 to steps; 0 is padding. Tokens beyond it may hold NaN; their y is 0.
-        write_slot: where S(m) goes, if it is reached; 0: it is not written.
-        interval: tokens between two states that are written.
+        places: see `kernels_pallas.tails.Places`.
     Returns:
         y in x's dtype, states and tail.
     Raises:
@@ -97,9 +86,6 @@ def state_replay(
     check_groups("state_replay", heads, groups)
     tail = Tail(*tail)
     channels = {"x": heads * head_dim, "b": groups * state, "dt": heads}
-    check_tail("state_replay", tail._asdict(), channels, interval=interval, steps=steps)
-    return dispatch.call(
-        "state_replay", REPLAY, implementation, states, tail, x, dt, a, b, c, d,
-        anchor_slot=anchor_slot, tail_id=tail_id, anchor_length=anchor_length, length=length, num_tokens=num_tokens,
-        write_slot=write_slot, interval=interval,
-    )  # fmt: skip
+    check_tail("state_replay", tail._asdict(), channels, interval=places["interval"], steps=steps)
+    inputs = x, dt, a, b, c, d
+    return dispatch.call("state_replay", REPLAY, implementation, states, tail, *inputs, **places)

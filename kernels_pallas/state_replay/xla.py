@@ -22,17 +22,6 @@ F32 = jnp.float32
 _ROWS_AT_ONCE = 4  # whose states are in the processor's cache together, as in `kernels_pallas.row_loop`
 
 
-def state_replay(states, tail, x, dt, a, b, c, d, **places):
-    """See `api.state_replay`. The form is chosen by the platform compiled for, which may not be the one at hand."""
-    interval = places.pop("interval")
-    arguments = states, tail, x, dt, a, b, c, d, places
-
-    def by(form):
-        return lambda *arguments: form(*arguments[:-1], **arguments[-1], interval=interval)
-
-    return lax.platform_dependent(*arguments, cpu=by(row_blocks), default=by(all_rows))
-
-
 def all_rows(states, tail, x, dt, a, b, c, d, **places):
     """Gathers all rows' anchors, and scatters the states that are due."""
     return _replay(_gathered, states, tail, x, dt, a, b, c, d, **places)
@@ -41,6 +30,10 @@ def all_rows(states, tail, x, dt, a, b, c, d, **places):
 def row_blocks(states, tail, x, dt, a, b, c, d, **places):
     """A loop over a few rows at a time: anchors are only read, and a state is computed only where one is due."""
     return _replay(_by_row_blocks, states, tail, x, dt, a, b, c, d, **places)
+
+
+state_replay = tails.by_platform(cpu=row_blocks, default=all_rows)
+"""See `api.state_replay`."""
 
 
 def _replay(

@@ -98,7 +98,7 @@ class Role(enum.Enum):
     ACTIVATION = "activation"
     """What the model computed of one token."""
     STEERING = "steering"
-    """What steers a recurrence: always float32."""
+    """What steers a recurrence, or is added to its state: always float32."""
 
 
 class Per(enum.Enum):
@@ -127,6 +127,8 @@ class StateArray:
     """Of a tail: the name of the array in slots that its tokens are inputs of."""
     last: int | None = None
     """Of a tail: how many tokens before a step count; None: all since the anchor."""
+    replay_kernels: tuple[str, ...] = ()
+    """Of what accumulates: accelerators ("tpu", "gpu") that have a kernel for its replay, so that it may be chosen."""
 
     def inputs(self) -> StateArray:
         """Of a window: the tail of what goes into it."""

@@ -10,6 +10,7 @@ from mamba_jax.config.declaration import (
     WHOLE,
     Division,
     Otherwise,
+    Per,
     Placement,
     RecurrenceConfig,
     Role,
@@ -62,13 +63,21 @@ class DeltaConfig(RecurrenceConfig):
         return self.num_groups * self.state_size
 
     def state(self) -> tuple[StateArray, ...]:
-        """The recurrent state, and windows of raw convolution inputs, oldest first: of values; of queries and keys."""
+        """The recurrent state, and windows of raw convolution inputs, oldest first: of values; of queries and keys.
+
+        The tail of the recurrent state: what tokens added, by which key, and the decay, as
+        `kernels_pallas.delta_replay.DeltaTail` has them.
+        """
         window = self.conv_width - 1
         recurrent = (self.num_heads, self.head_dim, self.state_size)
         return (
             StateArray("delta", recurrent, Role.ACCUMULATED, self._heads(0)),
             StateArray("conv_v", (window, self.inner_size), Role.WINDOW, self._heads(1)),
             StateArray("conv_qk", (window, 2 * self.key_size), Role.WINDOW, self._groups(1, parts=2)),
+            StateArray("delta_u", (self.inner_size,), Role.STEERING, self._heads(0), Per.TAIL, of="delta"),
+            # A device keeps the keys that its heads need, though it has computed all.
+            StateArray("delta_k", (self.key_size,), Role.ACTIVATION, self._own_groups(), Per.TAIL, of="delta"),
+            StateArray("delta_decay", (self.num_heads,), Role.STEERING, self._heads(0), Per.TAIL, of="delta"),
         )
 
     def parameters(self) -> Mapping[str, Placement]:
@@ -94,6 +103,9 @@ class DeltaConfig(RecurrenceConfig):
 
     def _heads(self, axis: int) -> Division:
         return Division(axis, self.num_heads, "value heads")
+
+    def _own_groups(self) -> Division:
+        return Division(0, self.num_groups, "key heads", otherwise=Otherwise.REPEAT)
 
     def _groups(self, axis: int, *, parts: int = 1) -> Division:
         return Division(axis, self.num_groups, "key heads", parts=parts, otherwise=Otherwise.SHARE)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from kernels_pallas.slots import read_slots
+from kernels_pallas.tails import Places
 from mamba_jax.layout.decode import DecodeLayout
 from mamba_jax.layout.operation import Operation
 from mamba_jax.tails import read_ring, write_ring
@@ -70,6 +71,19 @@ class ReplayLayout(DecodeLayout):
         """Where the state at that multiple goes; 0 where the tokens fed, rejected drafts included, do not reach it."""
         reached = self.next_multiple <= self.length + self.num_tokens
         return jnp.where(reached, self.write_slot[:, 0], 0)
+
+    @property
+    def places(self) -> Places:
+        """What the replay of any recurrence is told of the rows."""
+        return {
+            "anchor_slot": self.read_slot,
+            "tail_id": self.tail_id,
+            "anchor_length": self.anchor,
+            "length": self.length,
+            "num_tokens": self.num_tokens,
+            "write_slot": self.due_slot,
+            "interval": self.interval,
+        }
 
     def run(
         self, operation: Operation, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Any

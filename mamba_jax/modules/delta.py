@@ -10,11 +10,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from kernels_pallas.delta_replay import DeltaTail, delta_replay
 from kernels_pallas.delta_scan import delta_scan, delta_scan_sequence
 from kernels_pallas.delta_update import delta_update
 from kernels_pallas.gated_norm import gated_rms_norm
 from mamba_jax.config.delta import DeltaConfig
-from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, SequenceLayout
+from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, ReplayLayout, SequenceLayout
 from mamba_jax.modules.basic import Linear, Weight
 from mamba_jax.modules.conv import Conv
 from mamba_jax.modules.mamba import initial_dt_bias
@@ -57,7 +58,20 @@ def _rows(
     return layout.by_token(y), state
 
 
-DELTA_RULE = Operation(_sequences, _tiles, _rows)
+def _replay(
+    layout: ReplayLayout,
+    inputs: tuple[Array, ...],
+    parameters: tuple[Any, ...],
+    state: tuple[Array, dict[str, Array]],
+) -> tuple[Array, tuple[Array, dict[str, Array]]]:
+    q, k, v, log_decay, beta = map(layout.by_row, inputs)
+    states, tail = state
+    old = DeltaTail(tail["delta_u"], tail["delta_k"], tail["delta_decay"])
+    y, states, new = delta_replay(states, old, q, k, v, log_decay, beta, **layout.places)
+    return layout.by_token(y), (states, {"delta_u": new.u, "delta_k": new.k, "delta_decay": new.log_decay})
+
+
+DELTA_RULE = Operation(_sequences, _tiles, _rows, _replay)
 """The gated delta rule. Inputs: q and k [T, groups, state], v [T, heads, head_dim], log_decay and beta [T, heads]; no
 parameters; state: [slots, heads, head_dim, state]. With beta = 0 a token of padding is exactly a no-op."""
 

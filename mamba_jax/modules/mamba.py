@@ -72,23 +72,8 @@ def _replay(
 ) -> tuple[Array, tuple[Array, dict[str, Array]]]:
     x, dt, b, c = map(layout.by_row, inputs)
     (a, d), (states, tail) = parameters, state
-    y, states, new = state_replay(
-        states,
-        Tail(tail["ssm_x"], tail["ssm_b"], tail["ssm_dt"]),
-        x,
-        dt,
-        a,
-        b,
-        c,
-        d,
-        anchor_slot=layout.read_slot,
-        tail_id=layout.tail_id,
-        anchor_length=layout.anchor,
-        length=layout.length,
-        num_tokens=layout.num_tokens,
-        write_slot=layout.due_slot,
-        interval=layout.interval,
-    )
+    old = Tail(tail["ssm_x"], tail["ssm_b"], tail["ssm_dt"])
+    y, states, new = state_replay(states, old, x, dt, a, b, c, d, **layout.places)
     return layout.by_token(y), (states, {"ssm_x": new.x, "ssm_b": new.b, "ssm_dt": new.dt})
 
 

@@ -16,7 +16,7 @@ REACHED = (
     "none", "align", "all", "aborted", "withdrawn", "failures", "preemptions", "states_evicted", "pages_evicted",
     "page_copies", "full_hits", "cached_tokens", "anchors",
 )  # fmt: skip
-MODELS = ("nemotronh", "mamba2", "falconh1", "short_conv")
+MODELS = ("nemotronh", "mamba2", "falconh1", "delta", "short_conv")
 
 
 def run(first: int, count: int, **how: Any) -> Counter[str]:
@@ -46,6 +46,13 @@ def test_traces_with_drafts() -> None:
 
 
 @pytest.mark.fuzz
+def test_traces_of_the_delta_rule() -> None:
+    """Whose tails hold what a token added to the state, found as it was absorbed."""
+    met = run(51_000_000, 25, drafts=True, replay=8, model="delta")
+    assert met["layer"]
+
+
+@pytest.mark.fuzz
 def test_traces_with_split() -> None:
     """The prefill side has rows of either form."""
     met = run(0, 40, split=True, replay=8, model="nemotronh")
@@ -65,7 +72,7 @@ def test_more_traces(model: str, replay: int) -> None:
 @pytest.mark.slow
 @pytest.mark.fuzz
 @pytest.mark.parametrize("replay", [4, 8, 16, 32, 64])
-@pytest.mark.parametrize("model", ["nemotronh", "falconh1"])
+@pytest.mark.parametrize("model", ["nemotronh", "falconh1", "delta"])
 def test_more_traces_with_drafts(model: str, replay: int) -> None:
     """Up to R / 2 - 1 drafts, and never more than 5; requests have 0, 1, 3 and 5 of them and other numbers."""
     run(50_001_000, 100, drafts=True, replay=replay, model=model)
@@ -74,5 +81,6 @@ def test_more_traces_with_drafts(model: str, replay: int) -> None:
 @pytest.mark.slow
 @pytest.mark.fuzz
 @pytest.mark.parametrize("replay", [8, 32])
-def test_more_traces_with_drafts_and_split(replay: int) -> None:
-    run(50_002_000, 100, drafts=True, split=True, replay=replay, model="nemotronh")
+@pytest.mark.parametrize("model", ["nemotronh", "delta"])
+def test_more_traces_with_drafts_and_split(model: str, replay: int) -> None:
+    run(50_002_000, 100, drafts=True, split=True, replay=replay, model=model)

@@ -84,11 +84,11 @@ def assert_greedy(outputs, directory):
             assert chosen.logprobs[i][token].logprob == pytest.approx(expected[i, token], abs=1e-3)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_on_two_devices(name, tmp_path):
+@pytest.mark.parametrize(("name", "interval"), [*((name, 1) for name in FAMILIES), ("qwen3next", 8)])
+def test_every_family_on_two_devices(name, interval, tmp_path):
     case = FAMILIES[name]
     directory = write_checkpoint(tmp_path, case)
-    llm = engine(directory, case, 2)
+    llm = engine(directory, case, 2, replay_interval=interval)
     assert_greedy(answers(llm), directory)
     assert_divided(llm, 2)
     assert_lean(llm)
