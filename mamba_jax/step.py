@@ -25,7 +25,7 @@ from mamba_jax.layout.replay import ReplayLayout
 from mamba_jax.prompt_logprobs import prompt_logprobs
 from mamba_jax.rounding import RoundedRows
 from mamba_jax.rows import Rows
-from mamba_jax.sampling import Asked, Emission, choose, has_penalties, report_logprobs
+from mamba_jax.sampling import Asked, Emission, choose, has_penalties, once_if, report_logprobs
 from mamba_jax.sampling.masks import MaskBatch, write_masks
 from mamba_jax.state_checks import shared_writes, wrong_tags, wrong_tails
 from mamba_jax.store import SlotArrays, Store, load, put
@@ -314,7 +314,8 @@ def _emit(
 ) -> tuple[Emission, tuple[Array, Array, Array], Bool[Array, " rows"]]:
     """Logits at the heads, what comes out of them, and whether those that count are all finite."""
     count, width, _ = head_hidden.shape
-    logits = model.logits(head_hidden.reshape(count * width, -1)).reshape(count, width, -1)
+    flat = model.logits(head_hidden.reshape(count * width, -1))
+    logits = flat.reshape(count, width, -1)
     asked: dict[str, Any] = {
         "drafts": drafts,
         "num_drafts": num_drafts,
@@ -329,9 +330,14 @@ def _emit(
     emission = choose(logits, **asked)
     wanted = jnp.where((emission.tokens >= 0) & (row_id > 0)[:, None], rows.sampling.logprobs[row_id][:, None], -1)
     unused = jnp.arange(width) > emission.accepted[:, None]
-    finite = (jnp.isfinite(logits).all(axis=-1) | unused).all(axis=-1)
-    processed = Asked.of(**asked).processed if processed_logprobs else lambda logits: logits
-    return emission, report_logprobs(logits, emission.tokens, wanted, processed), finite
+    finite = (jnp.isfinite(flat).all(axis=-1).reshape(count, width) | unused).all(axis=-1)
+
+    def processed(flat: Array) -> Array:
+        return Asked.of(**asked).processed(flat.reshape(logits.shape)).reshape(flat.shape)
+
+    given = processed if processed_logprobs else lambda flat: flat
+    reported = report_logprobs(flat, emission.tokens.reshape(-1), wanted.reshape(-1), given)
+    return emission, jax.tree.map(lambda each: each.reshape(count, width, *each.shape[1:]), reported), finite
 
 
 def _commit(
@@ -347,15 +353,21 @@ def _commit(
     seat_of = jnp.where(row_id > 0, row_id, outside)
     newest = _newest(emission)
     emitting = jnp.where(emission.count > 0, seat_of, outside)
-    counted = jnp.where(has_penalties(rows.sampling)[row_id], emitting, outside)[:, None]
-    counted = jnp.where(emission.tokens >= 0, counted, outside)
+    counted = jnp.where(has_penalties(rows.sampling)[row_id], emitting, outside)
+    places = jnp.where(emission.tokens >= 0, counted[:, None], outside)
+    # Only where something is counted: a TPU would fetch the whole table, and store it, to write nothing.
+    counts = once_if(
+        (counted < outside).any(),
+        lambda counts: counts.at[places, emission.tokens].add(1, mode="drop"),
+        rows.output_counts,
+    )
     return dataclasses.replace(
         rows,
         length=rows.length.at[seat_of].set(length, mode="drop"),
         slot=rows.slot.at[seat_of].set(slot, mode="drop"),
         anchor=None if rows.anchor is None or anchor is None else rows.anchor.at[seat_of].set(anchor, mode="drop"),
         last_token=rows.last_token.at[emitting].set(newest, mode="drop"),
-        output_counts=rows.output_counts.at[counted, emission.tokens].add(1, mode="drop"),
+        output_counts=counts,
     )
 
 
