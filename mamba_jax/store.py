@@ -137,6 +137,11 @@ class StoreShape:
                     return array.name
         return None
 
+    def has_replay_kernels(self, platform: str) -> bool:
+        """Whether an accelerator has a kernel for the replay of every recurrent state."""
+        arrays = (array for arrays in self.slots for array in arrays)
+        return all(platform in array.replay_kernels for array in arrays if array.role is Role.ACCUMULATED)
+
     def bytes_per_tail(self, dtype: Any, ssm_dtype: Any, replay: Replay, *, debug_state: bool = False) -> int:
         """Bytes of one row's tail over all layers."""
         arrays = (*(array for tails in self.tails for array in tails), self.last_hidden)

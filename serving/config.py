@@ -120,7 +120,8 @@ class EngineConfig(BaseModel):
         ge=1,
         description="Tokens between two states that a decoding sequence writes (R); in between, a step replays the "
         "inputs since the last one. More than 1 saves memory and its bandwidth, most of all with draft tokens. Must "
-        "divide the tile size and be at least 2 * (1 + num_speculative_tokens). 1: a state for each token. Unset: 1.",
+        "divide the tile size and be at least 2 * (1 + num_speculative_tokens). 1: a state for each token. Unset: "
+        "chosen by platform, model, max_num_seqs and drafts, and said at start-up.",
     )
     speculative_method: SpeculativeMethod | None = Field(
         None,

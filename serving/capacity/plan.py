@@ -83,12 +83,17 @@ class _Planner:
         """Of one device, as far as JAX gives it out."""
         with_mtp = source is not None and source.stores_kv
         self.stored = model if with_mtp else dataclasses.replace(model, mtp_pattern="")
-        self.resolved = resolve_replay(config, StoreShape.of(model))
-        self.replay = self.resolved.replay
         self.lookahead = max(1, config.num_speculative_tokens) if with_mtp else 0
         self.shapes = self._weights(target.count)
         self.abstract = HybridModel.from_parameters(model, cast(Mapping[str, jax.Array], self.shapes))
         self.partition, self.counter = self._divided(target.count)
+        resolved = resolve_replay(
+            config,
+            StoreShape.of(model),
+            platform=target.device.platform,
+            weight_bytes=self.counter.weight_bytes * target.count,
+        )
+        self.replay, self.kept = resolved.replay, f"decoding keeps {resolved.notice}"
 
     @property
     def _dtype_name(self) -> str:
@@ -145,7 +150,11 @@ class _Planner:
         steps = [self._prefill_step(shape) for shape in shapes[0]]
         steps += [self._decode_step(count, context) for count in shapes[1]]
         programs: tuple[Program, ...] = ()
-        kernels, notes, begin = "", [*size.notices, *share_notices(target.device.platform)], time.perf_counter()
+        kernels, notes, begin = (
+            "",
+            [self.kept, *size.notices, *share_notices(target.device.platform)],
+            time.perf_counter(),
+        )
         if compile:
             try:
                 programs, kernels = self._compile(size, rows, shapes, progress)

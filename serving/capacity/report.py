@@ -20,7 +20,7 @@ def as_json(plan: CapacityPlan) -> dict[str, Any]:
     fields["compiled"] = plan.compiled
     if plan.size is not None:
         fields["size"]["tokens_in_pages"] = tokens_in_pages(plan)
-        fields["size"]["slots_for_reuse"] = slots_for_reuse(plan)
+        fields["size"]["slots_for_reuse"] = plan.size.slots_for_reuse
     return fields
 
 
@@ -55,12 +55,6 @@ def tokens_in_pages(plan: CapacityPlan) -> int:
     """Tokens whose keys and values the pages hold; 0 for a model without attention."""
     size = plan.size
     return 0 if size is None or not size.num_pages else (size.num_pages - 1) * size.page_size
-
-
-def slots_for_reuse(plan: CapacityPlan) -> int:
-    """States beyond those that running sequences may need."""
-    size = plan.size
-    return 0 if size is None else max(size.num_slots - 1 - size.max_num_seqs * size.slots_per_row, 0)
 
 
 def gib(count: float) -> str:
@@ -107,8 +101,8 @@ def _capacity(plan: CapacityPlan) -> Table:
     table.add_row("sequences at once", f"{size.max_num_seqs:,} of up to {size.max_model_len:,} tokens")
     table.add_row(
         "state slots",
-        f"{size.num_slots - 1:,} of {gib(size.bytes_per_slot)}: {size.slots_per_row} for each sequence, "
-        f"{slots_for_reuse(plan):,} for reuse",
+        f"{size.num_slots - 1:,} of {gib(size.bytes_per_slot)}: {size.running} for running sequences, "
+        f"{size.slots_for_reuse:,} for reuse",
     )
     table.add_row("off the device", f"{gib(plan.bytes_off_device)} for each state, its keys and values aside")
     if size.replay_interval > 1:

@@ -5,7 +5,7 @@ from serving.core.cache.prefix_tree import CheckpointKind
 from serving.core.cache.retention import RetentionPolicy
 from serving.core.cache.row_replay import ReplayAccess
 from serving.core.cache.row_state import StateAccess
-from serving.core.config import CacheMode, SchedulerConfig, check_replay_interval
+from serving.core.config import CacheMode, SchedulerConfig, check_replay_interval, replay_intervals
 from serving.core.planning.plan import DecodeRow, Emitted, PrefillRow, Row, StepPlan, StepResult
 from serving.core.planning.remote import Hold
 from serving.core.reasons import (
@@ -51,4 +51,5 @@ __all__ = [
     "Use",
     "check_prompt_length",
     "check_replay_interval",
+    "replay_intervals",
 ]

@@ -146,17 +146,22 @@ class SchedulerConfig:
         return self.cache_mode != "none"
 
 
-def check_replay_interval(interval: int, num_speculative_tokens: int, *, tile_size: int) -> None:
-    """Raise `ConfigError`, one line that says what is allowed, for an R > 1 that cannot work.
+def replay_intervals(num_speculative_tokens: int, *, tile_size: int) -> list[int]:
+    """Every R > 1 that can work, ascending.
 
     R divides the tile size (and so B), for states at multiples of either to be reached by decoding too. It is at least
     two steps' tokens: while one step has not settled, the next must not reach a second multiple of R.
     """
     least = 2 * (1 + num_speculative_tokens)
-    if interval >= least and tile_size % interval == 0:
-        return
-    allowed = [str(size) for size in range(least, tile_size + 1) if tile_size % size == 0]
-    raise ConfigError(
-        f"replay_interval is {interval}: it must divide tile_size ({tile_size}) and be at least "
-        f"2 * (1 + num_speculative_tokens) = {least}; allowed are {', '.join(['1', *allowed])}"
-    )
+    return [size for size in range(least, tile_size + 1) if tile_size % size == 0]
+
+
+def check_replay_interval(interval: int, num_speculative_tokens: int, *, tile_size: int) -> None:
+    """Raise `ConfigError`, one line that says what is allowed, for an R > 1 that is not among `replay_intervals`."""
+    allowed = replay_intervals(num_speculative_tokens, tile_size=tile_size)
+    if interval not in allowed:
+        least = 2 * (1 + num_speculative_tokens)
+        raise ConfigError(
+            f"replay_interval is {interval}: it must divide tile_size ({tile_size}) and be at least "
+            f"2 * (1 + num_speculative_tokens) = {least}; allowed are {', '.join(map(str, [1, *allowed]))}"
+        )

@@ -17,7 +17,7 @@ from checkpoints.load import generation_config, load_config, load_model, load_to
 from checkpoints.tokenizer import Tokenizer
 from mamba_jax.config import HybridConfig
 from mamba_jax.drafts import DraftSource
-from mamba_jax.model import HybridModel
+from mamba_jax.model import HybridModel, parameters
 from mamba_jax.programs import KernelChoice, StepPrograms, UnsupportedError
 from mamba_jax.rows import Rows, init_rows
 from mamba_jax.sharding import Partition, parameter_shardings, replicate, sharded_store
@@ -81,14 +81,6 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
     """
     config = _in_step(fetched(config), led)
     described = load_config(config.model)
-    resolved = _Resolved.of(config, described)  # errors come before minutes are spent on loading
-    if config.compilation_cache:
-        use_compilation_cache()
-    tokenizer = load_tokenizer(config.tokenizer or config.model, chat_template=config.chat_template)
-    eos = generation_config(config.model).eos_token_ids or described.eos_token_ids
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        # A chat tokenizer's end of turn is often missing from the other two.
-        eos = tuple(dict.fromkeys([*eos, tokenizer.eos_token_id]))
     weights = weight_bytes(
         config.model,
         dtype=config.dtype,
@@ -96,6 +88,14 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
         quantization=config.quantization,
         quantization_exclude=config.excluded_from_quantization,
     )
+    resolved = _Resolved.of(config, described, weights)  # errors come before minutes are spent on loading
+    if config.compilation_cache:
+        use_compilation_cache()
+    tokenizer = load_tokenizer(config.tokenizer or config.model, chat_template=config.chat_template)
+    eos = generation_config(config.model).eos_token_ids or described.eos_token_ids
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        # A chat tokenizer's end of turn is often missing from the other two.
+        eos = tuple(dict.fromkeys([*eos, tokenizer.eos_token_id]))
     mesh = resolved.mesh
     own = own_devices(mesh)
     check_weights_fit(weights if own is None or mesh is None else weights * len(own) // mesh.size, devices=own)
@@ -137,7 +137,7 @@ def assemble(
         ConfigError: flags that do not fit together, the model, or the memory.
     """
     config = _in_step(config, led)
-    resolved = _Resolved.of(config, model.config)
+    resolved = _Resolved.of(config, model.config, sum(leaf.nbytes for leaf in parameters(model).values()))
     return _assemble(config, resolved, model, tokenizer, eos_token_ids, programs, progress)
 
 
@@ -158,14 +158,14 @@ class _Resolved:
     replay: ResolvedReplay
 
     @classmethod
-    def of(cls, config: EngineConfig, model: HybridConfig) -> _Resolved:
-        """Raises ConfigError: flags that do not fit together or the model."""
+    def of(cls, config: EngineConfig, model: HybridConfig, weights: int) -> _Resolved:
+        """`weights`: bytes of all of them. Raises ConfigError: flags that do not fit together or the model."""
         check_tiers(config)
         return cls(
             resolve_caching(config),
             draft_source(config, model),
             device_mesh(config, model),
-            resolve_replay(config, StoreShape.of(model)),
+            resolve_replay(config, StoreShape.of(model), platform=jax.default_backend(), weight_bytes=weights),
         )
 
 

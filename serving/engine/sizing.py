@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from mamba_jax.store import StoreShape
 from mamba_jax.tails import Replay
 from serving.config import CacheMode, ConfigError, EngineConfig, ResolvedCaching
 from serving.core import SchedulerConfig
+from serving.engine.replay import spares
 
 GIB = 1 << 30
 MAX_PREFILL_ROWS = 32
@@ -36,8 +38,8 @@ class StoreSize:
     max_model_len: int
     pages_per_row: int
     """Width of the page table."""
-    slots_per_row: int
-    """Private slots that one running sequence may need at worst."""
+    running_slots: int
+    """Private slots that running sequences need together: at worst, and under replay nearly always."""
     bytes_per_slot: int
     bytes_per_page: int
     page_size: int
@@ -66,14 +68,25 @@ class StoreSize:
             return self.bytes_per_slot
         return (self.bytes_per_slot + self.bytes_per_tail) / self.replay_interval
 
+    @property
+    def slots_for_reuse(self) -> int:
+        """States beyond those that running sequences need."""
+        return max(self.num_slots - 1 - self.running_slots, 0)
+
+    @property
+    def running(self) -> str:
+        """What the running sequences' slots are."""
+        if self.replay_interval > 1:
+            return f"{self.max_num_seqs} anchors and {self.running_slots - self.max_num_seqs} spares"
+        return f"{self.max_num_seqs} x {self.running_slots // self.max_num_seqs}"
+
     def report(self) -> str:
         """What fits, in words."""
-        checkpoints = self.num_slots - 1 - self.max_num_seqs * self.slots_per_row
         lines = [
             f"state store: {show_bytes(self.total_bytes)}, {self.max_num_seqs} sequences at once of up to "
             f"{self.max_model_len:,} tokens",
             f"  slots: {self.num_slots - 1:,} of {show_bytes(self.bytes_per_slot)} "
-            f"({self.max_num_seqs} x {self.slots_per_row} for running sequences, {max(checkpoints, 0):,} for reuse)",
+            f"({self.running} for running sequences, {self.slots_for_reuse:,} for reuse)",
         ]
         if self.replay_interval > 1:
             lines.append(
@@ -113,9 +126,9 @@ def size_store(
     """Fit the store into `memory` bytes.
 
     A running sequence needs 1 + K slots of its own, and as many again where the step in flight may contain a state
-    block's end whose slot is then published; under `replay` an anchor and a spare, and a tail. Its pages may reach
-    2(1 + K) tokens past `max_model_len`: the step in flight and the one being planned are both given room for all their
-    drafts.
+    block's end whose slot is then published; under `replay` an anchor and a tail, and some of them a spare at a time.
+    Its pages may reach 2(1 + K) tokens past `max_model_len`: the step in flight and the one being planned are both
+    given room for all their drafts.
 
     What remains is divided so that pages and checkpoints of the same number of tokens fit, up to `most_tokens`.
 
@@ -130,10 +143,15 @@ def size_store(
     if replay is not None:
         tail_bytes = shape.bytes_per_tail(dtype, config.ssm_dtype, replay, debug_state=config.debug_state)
         memory -= tail_bytes  # the null tail
-        per_row = 2
-    else:
-        per_row = width if mode == "none" else 2 * width
-    row_bytes = per_row * slot_bytes + tail_bytes
+
+    def slots_of(rows: int) -> int:
+        if replay is not None:
+            return rows + spares(rows, replay)
+        return rows * (width if mode == "none" else 2 * width)
+
+    def bytes_of(rows: int) -> int:
+        return slots_of(rows) * slot_bytes + rows * tail_bytes
+
     max_len = _max_model_len(config, model_max_len)
     seqs = config.max_num_seqs
 
@@ -142,7 +160,7 @@ def size_store(
 
     # One sequence must fit, whatever is left for others.
     if config.num_pages is None and page_bytes:
-        room = memory - slot_bytes - row_bytes - page_bytes
+        room = memory - slot_bytes - bytes_of(1) - page_bytes
         fits = max(room, 0) // page_bytes * config.page_size - 2 * width
         if fits < min(max_len, config.state_block_size):
             raise ConfigError(_too_small(memory, slot_bytes, page_bytes, config))
@@ -165,21 +183,23 @@ def size_store(
             max_len = fits
 
     if config.num_slots is not None:
-        most_seqs = config.num_slots // per_row
+        most_seqs = _most(seqs, config.num_slots, slots_of)
         if not most_seqs:
-            raise ConfigError(f"num_slots={config.num_slots} cannot hold one sequence: at least {per_row} are needed")
+            raise ConfigError(
+                f"num_slots={config.num_slots} cannot hold one sequence: at least {slots_of(1)} are needed"
+            )
     else:
         room = memory - (pages_for(max_len) + 1) * page_bytes - slot_bytes
         # Where memory is scarce, half of it is for running sequences: the rest is for their pages, and for reuse.
-        most_seqs = max(room // 2, min(room, row_bytes)) // row_bytes
-        if most_seqs < 1:
+        most_seqs = _most(seqs, max(room // 2, min(room, bytes_of(1))), bytes_of)
+        if not most_seqs:
             raise ConfigError(_too_small(memory, slot_bytes, page_bytes, config))
     if seqs > most_seqs:
         notices.append(f"max_num_seqs is {most_seqs} instead of {seqs}: more state slots do not fit")
         seqs = most_seqs
 
-    private = seqs * per_row
-    left = memory - slot_bytes - seqs * row_bytes - page_bytes
+    private = slots_of(seqs)
+    left = memory - slot_bytes - bytes_of(seqs) - page_bytes
     tokens = _tokens_for(left, config, slot_bytes if mode != "none" else 0, page_bytes)
     usable = seqs * (max_len + 2 * width) if mode == "none" else most_tokens  # nothing outlives its request
     tokens = max(min(tokens, most_tokens, usable), max_len + 2 * width)
@@ -199,7 +219,7 @@ def size_store(
         max_num_seqs=seqs,
         max_model_len=max_len,
         pages_per_row=pages_for(max_len),
-        slots_per_row=per_row,
+        running_slots=private,
         bytes_per_slot=slot_bytes,
         bytes_per_page=page_bytes,
         page_size=config.page_size,
@@ -320,6 +340,11 @@ def _max_model_len(config: EngineConfig, model_max_len: int | None) -> int:
     if model_max_len is not None and config.max_model_len > model_max_len:
         raise ConfigError(f"max_model_len {config.max_model_len:,} exceeds the model's own {model_max_len:,} tokens")
     return config.max_model_len
+
+
+def _most(rows: int, budget: int, cost: Callable[[int], int]) -> int:
+    """How many rows, at most these, cost no more than the budget; each more costs more."""
+    return bisect_right(range(1, rows + 1), budget, key=cost)
 
 
 def _tokens_for(left: int, config: EngineConfig, slot_bytes: int, page_bytes: int) -> int:

@@ -48,7 +48,7 @@ def test_what_does_not_fit_says_by_how_much():
 
 
 def test_the_bound_of_a_decode_step_is_what_it_must_read():
-    made = plan("nemotron-h-8b", "v5e-8", max_num_seqs=8)
+    made = plan("nemotron-h-8b", "v5e-8", max_num_seqs=8, replay_interval=1)
     (decode,) = (step for step in made.steps if step.name == "decode, 8 rows")
     states = 2 * 8 * made.size.bytes_per_slot  # read once, written once
     embedding = 131072 * 4096 * 2 // 8  # all but the embedding's rows that are looked up
@@ -91,11 +91,19 @@ def test_divided_groups_cost_a_sum_each():
 
 def test_drafts_need_more_states():
     plain, drafting = (
-        plan("nemotron-h-8b", "h100-2", max_num_seqs=16, **more)
+        plan("nemotron-h-8b", "h100-2", max_num_seqs=16, replay_interval=1, **more)
         for more in ({}, {"speculative_method": "ngram", "num_speculative_tokens": 3})
     )
-    assert drafting.size.slots_per_row == 4 * plain.size.slots_per_row
+    assert drafting.size.running_slots == 4 * plain.size.running_slots
     assert drafting.steps[-1].work.bytes > plain.steps[-1].work.bytes
+
+
+def test_a_plan_says_what_decoding_keeps():
+    many, few = (plan("nemotron-h-8b", "h100-2", max_num_seqs=rows) for rows in (64, 1))
+    assert many.size.replay_interval == 16
+    assert any("decoding keeps a state every 16 tokens" in note for note in many.notes)
+    assert few.size.replay_interval == 1
+    assert any("replay_interval 1, chosen: replay would save" in note for note in few.notes)
 
 
 def test_command_prints_json_and_draws(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """`replay_interval`: what is allowed and chosen, what it takes, and that nobody can tell the difference."""
 
+import dataclasses
 import logging
 import sys
 
@@ -7,6 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from checkpoints.load import load_config
+from kernels_pallas.delta_replay import api as delta_replay
+from kernels_pallas.state_replay import api as state_replay
 from mamba_jax.programs import StepPrograms
 from mamba_jax.store import StoreShape, init_store, store_bytes
 from mamba_jax.tails import Replay
@@ -15,7 +19,7 @@ from serving.config import ConfigError, EngineConfig
 from serving.core import DecodeRow, ReplayAccess, Request, SchedulerConfig
 from serving.engine import batching, build
 from serving.engine.batching import BatchBuilder, PrefillShape
-from serving.engine.replay import resolve_replay
+from serving.engine.replay import resolve_replay, spares, state_traffic
 from serving.engine.sizing import size_store
 from tests.support.engines import QUICK_COMPILE
 from tests.support.tiny_configs import FOR_ENGINES
@@ -70,38 +74,132 @@ def test_intervals_that_cannot_work_are_one_clear_line(flags, said):
     assert "\n" not in str(error.value)
 
 
+def resolved(shape, platform="cpu", weight_bytes=0, **flags):
+    return resolve_replay(EngineConfig.create(**flags), shape, platform=platform, weight_bytes=weight_bytes)
+
+
 def test_a_state_that_cannot_be_replayed_refuses_and_is_not_chosen():
     shape = StoreShape.of(FOR_ENGINES["delta"])
+    kinds = tuple(tuple(array for array in arrays if array.of != "delta") for arrays in shape.tails)
+    shape = dataclasses.replace(shape, tails=kinds)
     with pytest.raises(ConfigError, match="this model's state 'delta' cannot be replayed; allowed is 1"):
-        resolve_replay(EngineConfig.create(replay_interval=16), shape)
-    assert resolve_replay(EngineConfig.create(), shape).replay is None
-    assert resolve_replay(EngineConfig.create(replay_interval=16, num_speculative_tokens=3), SHAPE).replay == Replay(
-        16, 3
-    )
-    assert StoreShape.of(FOR_ENGINES["short_conv"]).without_replay is None  # windows alone always can
+        resolved(shape, replay_interval=16)
+    found = resolved(shape, "tpu")
+    assert found.replay is None
+    assert "chosen: the state 'delta' cannot be replayed" in found.notice
+
+
+@pytest.mark.parametrize("model", ["nemotronh", "falconh1", "delta", "short_conv"])
+def test_what_is_asked_for(model):
+    shape = StoreShape.of(FOR_ENGINES[model])
+    assert resolved(shape, replay_interval=16, num_speculative_tokens=3).replay == Replay(16, 3)
+    assert resolved(shape, "tpu", replay_interval=1).replay is None
+
+
+NEMOTRON = StoreShape.of(load_config("nemotron-h-8b"))
+OF_8B = {"shape": NEMOTRON, "weight_bytes": 16_200_000_000}
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+@pytest.mark.parametrize(
+    ("flags", "interval", "why"),
+    [
+        (
+            {"max_num_seqs": 128, "num_speculative_tokens": 3},
+            16,
+            "it saves 54% of a step's bytes (max_num_seqs 128",
+        ),
+        ({"max_num_seqs": 64}, 16, "it saves 17% of a step's bytes (max_num_seqs 64, drafts 0)"),
+        ({"max_num_seqs": 2}, 1, "replay would save 0.9% of a step's bytes (max_num_seqs 2, drafts 0)"),
+        ({"max_num_seqs": 8, "num_speculative_tokens": 16}, 64, "it saves"),
+        ({"max_num_seqs": 64, "tile_size": 8}, 8, "it saves"),
+        (
+            {"tile_size": 4, "page_size": 4, "num_speculative_tokens": 3},
+            1,
+            "no other divides tile_size 4 with 3 drafts",
+        ),
+    ],
+)
+def test_accelerators_choose_by_what_a_step_moves(platform, flags, interval, why):
+    found = resolved(**OF_8B, platform=platform, **flags)
+    assert found.interval == interval
+    assert f"(replay_interval {interval}, chosen: {why}" in found.notice
+
+
+def test_replay_is_not_chosen_where_nothing_speeds_it_up():
+    found = resolved(**OF_8B, platform="cpu", max_num_seqs=128, num_speculative_tokens=3)
+    assert found.replay is None
+    assert "on CPU" in found.notice
+    found = resolved(StoreShape.of(load_config("qwen3.5-27b")), "tpu", max_num_seqs=128, num_speculative_tokens=3)
+    assert found.replay is None
+    assert "TPU has no kernel for the replay of this model's states" in found.notice
+
+
+@pytest.mark.parametrize(("state", "operation"), [("ssm", state_replay), ("delta", delta_replay)])
+def test_kernels_are_declared_as_they_are(state, operation):
+    shapes = (StoreShape.of(FOR_ENGINES["delta"]), SHAPE)
+    (declared,) = {shape.arrays[state].replay_kernels for shape in shapes if state in shape.arrays}
+    assert set(declared) == {each.platform for each in operation.REPLAY} & {"tpu", "gpu"}
+
+
+def test_a_state_moved_per_row_is_at_most_what_was_planned_for():
+    """In states: 2 and 5 by snapshots; here with what a tail takes, which is read and written back whole."""
+
+    def states(interval, drafts):
+        moved = state_traffic(NEMOTRON, interval, drafts, dtype="bfloat16", ssm_dtype="float32")
+        return moved / NEMOTRON.bytes_per_slot("bfloat16")
+
+    assert states(1, 0) == 2
+    assert states(1, 3) == 5
+    assert 1.06 < states(16, 0) < 1.25
+    assert 1.25 < states(16, 3) < 1.65
+
+
+@pytest.mark.parametrize(("drafts", "interval"), [(0, 16), (3, 8), (3, 16), (3, 64), (7, 16)])
+def test_spares_suffice_for_rows_at_random_places(drafts, interval):
+    """Each row holds one while its settled length is within two steps of a multiple."""
+    rows, random = 96, np.random.default_rng(interval)
+    most = spares(rows, Replay(interval, drafts))
+    left = random.integers(0, interval, (20_000, rows))
+    wanted = (left >= interval - 2 * (1 + drafts)).sum(axis=1)
+    assert (wanted > most).mean() < 0.003
+    assert most <= rows
+    assert spares(1, Replay(interval, drafts)) == 1
 
 
 @pytest.mark.parametrize("mode", ["none", "all"])
 @pytest.mark.parametrize("memory", [1 << 20, 64 << 20])
-def test_two_slots_and_a_tail_for_each_sequence(mode, memory):
+def test_an_anchor_a_tail_and_now_and_then_a_spare_for_each_sequence(mode, memory):
     def size(**flags):
         config = EngineConfig.create(num_speculative_tokens=3, debug_state=True, tile_size=16, **flags)
+        replay = resolve_replay(config, SHAPE, platform="cpu", weight_bytes=0).replay
         return size_store(
             config, SHAPE, mode=mode, dtype=jnp.float32, model_max_len=512, memory=memory, most_tokens=sys.maxsize,
-            replay=resolve_replay(config, SHAPE).replay,
+            replay=replay,
         )  # fmt: skip
 
     found, snapshots = size(replay_interval=16), size(replay_interval=1)
+    rows = found.max_num_seqs
     assert found.total_bytes <= memory
-    assert found.slots_per_row == 2
-    assert snapshots.slots_per_row == (4 if mode == "none" else 8)
-    assert f"x {found.slots_per_row} for running sequences" in found.report()
+    assert found.running_slots == rows + spares(rows, Replay(16, 3)) <= found.num_slots - 1
+    assert snapshots.running_slots == snapshots.max_num_seqs * (4 if mode == "none" else 8)
+    assert f"({rows} anchors and {found.running_slots - rows} spares for running sequences" in found.report()
     assert "the next of every 16 tokens" in found.report()
     store = init_store(
         SHAPE, num_slots=found.num_slots, num_pages=found.num_pages, page_size=32, dtype=jnp.float32, debug_state=True,
         replay=Replay(16, 3), num_tails=1 + found.max_num_seqs,
     )  # fmt: skip
     assert store_bytes(store) == found.total_bytes
+
+
+def test_rows_of_an_8b_hybrid_with_drafts_fit_in_28_gb():
+    replay = Replay(16, 3)
+    size = size_store(
+        EngineConfig.create(num_speculative_tokens=3, max_num_seqs=128), NEMOTRON, mode="all", dtype=jnp.bfloat16,
+        model_max_len=8192, memory=140 << 30, replay=replay,
+    )  # fmt: skip
+    assert size.max_num_seqs == 128
+    assert size.running_slots * size.bytes_per_slot + size.tail_bytes < 28e9
 
 
 def test_plans_as_arrays():
@@ -146,7 +244,7 @@ def test_the_demo_model_says_the_same(mode, caplog, few_programs):
         stats = llm.engine.loop.scheduler.stats()
         assert (stats["anchors"] > 0) == (interval > 1)
     assert "a state every 16 tokens, replayed in between" in caplog.text
-    assert "x 2 for running sequences" in caplog.text
+    assert "4 anchors and 4 spares for running sequences" in caplog.text
     for one, other in zip(said[1], said[16], strict=True):
         for at, (token, wanted) in enumerate(zip(one.token_ids, other.token_ids, strict=True)):
             chances = sorted((entry.logprob for entry in one.logprobs[at].values()), reverse=True)

@@ -40,8 +40,8 @@ def size(memory=64 * MIB, shape=SHAPE, mode="all", longest=4096, most=sys.maxsiz
 def test_it_fits_and_is_used(shape, mode, memory):
     found = size(memory, shape, mode)
     assert found.total_bytes <= memory
-    assert found.num_slots - 1 >= found.max_num_seqs * found.slots_per_row
-    assert found.slots_per_row == (1 if mode == "none" else 2)
+    assert found.num_slots - 1 >= found.running_slots
+    assert found.running_slots == found.max_num_seqs * (1 if mode == "none" else 2)
     if shape is SHAPE:
         assert (found.num_pages - 1) * found.page_size >= found.max_model_len
         assert found.pages_per_row == -(-(found.max_model_len + 2) // found.page_size)
@@ -81,9 +81,11 @@ def test_clamped_limits_are_said():
 
 
 def test_second_sets_and_drafts_count():
-    assert size(mode="none", num_speculative_tokens=3, speculative_method="mtp").slots_per_row == 4
+    found = size(mode="none", num_speculative_tokens=3, speculative_method="mtp")
+    assert found.running_slots == 4 * found.max_num_seqs
     found = size(mode="all", num_speculative_tokens=3, speculative_method="mtp")
-    assert found.slots_per_row == 8
+    assert found.running_slots == 8 * found.max_num_seqs
+    assert f"{found.max_num_seqs} x 8 for running sequences" in found.report()
     assert found.pages_per_row == -(-(4096 + 8) // 32)
 
 
