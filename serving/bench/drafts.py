@@ -11,6 +11,7 @@ ratio of the fastest turns, which is the steadier of the two on a busy machine.
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -71,23 +72,42 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             }
 
 
-def stepper(model: Any, rows: int, drafts: int, source: Any) -> Callable[[], None]:
-    """Runs one decode step, to its end, each time it is called. All its programs are compiled by then."""
+def stepper(model: Any, rows: int, drafts: int, source: Any, *, interval: int = 1) -> Callable[[], None]:
+    """Runs one decode step, to its end, each time it is called. All its programs are compiled by then.
+
+    `interval`: tokens between two states, where more than 1 (replay). Rows stand at all places between two multiples of
+    it and move on by a token from step to step, so that states are due as often as in the long run.
+    """
     import numpy as np
 
     from mamba_jax.batch import DecodeBatch, PrefillBatch
     from mamba_jax.programs import StepPrograms
     from mamba_jax.rows import init_rows
     from mamba_jax.store import init_store
+    from mamba_jax.tails import Replay
 
+    replay = Replay(interval, drafts) if interval > 1 else None
     width, pages = 1 + drafts, MAX_LEN // PAGE
     programs = StepPrograms(model, tile_size=TILE, source=source)
     dtype = model.dtype
     config = model.config
-    slots = 1 + rows * (1 + width)
-    store = init_store(config, num_slots=slots, num_pages=1 + rows * pages, page_size=PAGE, dtype=dtype)
+    writes = width if replay is None else 1
+    store = init_store(
+        config,
+        num_slots=1 + rows * (1 + writes),
+        num_pages=1 + rows * pages,
+        page_size=PAGE,
+        dtype=dtype,
+        replay=replay,
+        num_tails=0 if replay is None else 1 + rows,
+    )
     seats = init_rows(
-        config, max_num_seqs=rows, num_speculative_tokens=drafts, source=source, max_len=MAX_LEN if source else 0
+        config,
+        max_num_seqs=rows,
+        num_speculative_tokens=drafts,
+        source=source,
+        max_len=MAX_LEN if source else 0,
+        replay=replay is not None,
     )
     per_row = pages if store.kv else 0
     table = 1 + np.arange(rows * per_row, dtype=np.int32).reshape(rows, per_row)
@@ -96,16 +116,23 @@ def stepper(model: Any, rows: int, drafts: int, source: Any) -> Callable[[], Non
     prompt.tokens[:] = rng.integers(4, config.vocab_size, rows * PROMPT)
     prompt.row_id[:] = prompt.tile_write_slot[:] = 1 + np.arange(rows)
     prompt.num_tokens[:], prompt.page_table[:] = PROMPT, table
-    batch = DecodeBatch.empty(rows=rows, num_speculative_tokens=drafts, pages_per_row=per_row)
+    batch = DecodeBatch.empty(
+        rows=rows, num_speculative_tokens=drafts, pages_per_row=per_row, replay=replay is not None
+    )
     batch.tokens[:] = rng.integers(4, config.vocab_size, (rows, width))
     batch.row_id[:] = batch.read_slot[:] = 1 + np.arange(rows)
     batch.length[:], batch.num_tokens[:], batch.num_drafts[:] = PROMPT, width, drafts
-    batch.write_slot[:] = 1 + rows + np.arange(rows * width).reshape(rows, width)
+    batch.write_slot[:] = 1 + rows + np.arange(rows * writes).reshape(rows, writes)
     batch.page_table[:], batch.sample[:] = table, True
     store, seats, _ = programs.prefill(store, seats, prompt)
 
+    places, steps = np.arange(rows) * interval // rows, itertools.count()
+    if batch.anchor is not None:
+        batch.anchor[:] = PROMPT
+
     def step() -> None:
         nonlocal store, seats
+        batch.length[:] = PROMPT + (places + next(steps)) % interval
         store, seats, output = programs.decode(store, seats, batch)
         jax.block_until_ready((store, seats, output))
 
