@@ -4,13 +4,16 @@ Every read of a slot or page is checked against plain greedy decoding of the sam
 published or shared, the index and the pools after each step, and the accounts at the end.
 """
 
+import random
 from collections import Counter
+from itertools import count as numbers
+from itertools import islice
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.serving.core.schedules import run_seed
+from tests.serving.core.schedules import random_config, run_seed
 
 SHARDS = 4
 DEFAULT_EXAMPLES = 20_000
@@ -41,6 +44,20 @@ def test_random_schedules(shard: int, request: pytest.FixtureRequest) -> None:
     if count >= 2_000:
         missing = [name for name in REACHED.replace("\n", " ").split(", ") if not met[name.strip()]]
         assert not missing, f"never met: {missing}"
+
+
+@pytest.mark.slow
+@pytest.mark.fuzz
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_random_schedules_by_replay(shard: int, request: pytest.FixtureRequest) -> None:
+    """Only those whose rows are held by anchors, which are a third of all: `--examples N` of them."""
+    first = (10 + shard) * 1_000_000_000
+    by_replay = (seed for seed in numbers(first) if random_config(random.Random(seed)).replay_interval > 1)
+    met: Counter[str] = Counter()
+    for seed in islice(by_replay, -(-examples(request) // SHARDS)):
+        met += run_seed(seed)
+    print(f"seeds {first} to {seed}: {dict(sorted(met.items()))}")
+    assert met["anchors"]
 
 
 @pytest.mark.fuzz
