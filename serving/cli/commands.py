@@ -116,19 +116,23 @@ def convert(
 
 def inspect(
     model: Annotated[
-        str, typer.Option(help="Checkpoint directory, 'demo', or the name of a published model size.")
+        str, typer.Option(help="Checkpoint directory, 'demo', the name of a published model size, or a hub's name.")
     ] = "demo",
     page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 32,
+    *,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model from a hub.")] = None,
 ) -> None:
     """Show a model's structure and the memory that its state takes, without loading weights."""
     import jax.numpy as jnp
     from rich.table import Table
 
     from checkpoints import load_config
+    from checkpoints.hub import local
     from checkpoints.load import quantised_as
     from mamba_jax import HybridModel
     from mamba_jax.store import StoreShape
 
+    model = local(model, revision=revision, weights=False)
     config = load_config(model)
     shape = StoreShape.of(config)
     table = Table(show_header=False, box=None)

@@ -31,6 +31,7 @@ def plan(
     from serving.capacity.report import as_json as plain
     from serving.capacity.report import as_text
     from serving.capacity.targets import target
+    from serving.engine.fetch import fetched
 
     machine = target(topology)
     if svg is not None and not svg.absolute().parent.is_dir():
@@ -44,6 +45,7 @@ def plan(
     jax.config.update("jax_platforms", "cpu")
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     config = EngineConfig.create(**(flags | {"tensor_parallel_size": machine.count}))
+    config = fetched(config, weights=False)
     with errors.status("planning") as status:
         made = make_plan(
             config, machine, compile=not analysis, full=full, context=context, progress=lambda text: status.update(text)

@@ -8,13 +8,15 @@ from checkpoints.tokenizer import Tokenizer
 from serving.config import EngineConfig
 
 
-def fetched(config: EngineConfig) -> EngineConfig:
+def fetched(config: EngineConfig, *, weights: bool = True) -> EngineConfig:
     """The configuration with folders in place of a hub's names; downloads what is not there yet.
+
+    Without `weights` the small files only, as for a model whose weights are made up (`load_format`).
 
     Raises:
         CheckpointError: the hub cannot be reached, or does not have it.
     """
-    weights = config.load_format != "dummy"
+    weights = weights and config.load_format != "dummy"
     model = local(config.model, revision=config.revision, download_dir=config.download_dir, weights=weights)
     tokenizer = config.tokenizer
     if tokenizer is not None:

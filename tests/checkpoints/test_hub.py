@@ -118,3 +118,18 @@ def test_the_program(hub, tmp_path):
     name, folder = named.stdout.split()
     assert name == NAME
     assert Path(folder, "config.json").is_file()
+
+
+def test_looking_at_a_model_fetches_no_weights(hub, tmp_path):
+    environment = variables(hub, tmp_path / "home")
+    for line, says in (
+        (["inspect", "--model", NAME, "--revision", "main"], "parameters"),
+        (["plan", "--model", NAME, "--topology", "v5e-1", "--analysis"], "v5e-1"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "serving.cli", *line], capture_output=True, text=True, cwd=ROOT, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        assert says in done.stdout
+    assert "config.json" in hub.asked
+    assert "model.safetensors" not in hub.asked

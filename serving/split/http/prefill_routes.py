@@ -9,7 +9,7 @@ import secrets
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -20,7 +20,7 @@ from serving.api.http.streaming import until_gone
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.output import RequestOutput
 from serving.split.http.offering import add_offering, sweep
-from serving.split.http.prompts import prompt_of
+from serving.split.http.prompts import Kind, prompt_of
 from serving.split.http.sealed import sealed
 from serving.split.manifest import Manifest
 from serving.split.prefill_side import Export, PrefillSide, TooMany
@@ -32,11 +32,11 @@ log = logging.getLogger(__name__)
 
 
 class PrefillRequest(BaseModel):
-    """A request of OpenAI's API, of which the prompt is to be computed."""
+    """A request to a decode worker, of which the prompt is to be computed."""
 
     model_config = ConfigDict(extra="ignore")
 
-    kind: Literal["completions", "chat/completions"]
+    kind: Kind
     body: dict[str, Any]
     handoff: Handoff = "full"
     seconds: float = Field(600.0, gt=0)

@@ -1,4 +1,4 @@
-"""The router as an application: OpenAI's API, passed on.
+"""The router as an application: OpenAI's and Anthropic's APIs, passed on.
 
 It has a server's limits and validates as a server does, before any worker sees a request: a wrong one is answered here,
 and never makes a worker look as if it had failed.

@@ -378,7 +378,7 @@ def splittable(kind: str, body: dict[str, Any]) -> bool:
     if not skippable(body):
         return False
     if kind != "completions":
-        return kind == "chat/completions"
+        return True
     prompt = body.get("prompt")
     if isinstance(prompt, list):
         return bool(prompt) and isinstance(prompt[0], int)

@@ -91,8 +91,15 @@ def test_recipes_are_understood(name, checkpoint, monkeypatch, capfd):
         )  # fmt: skip
 
 
-def test_a_recipe_starts_a_server(checkpoint):
-    line = [*words_of(RECIPES["Nemotron 3 Nano, agents"], checkpoint), "--no-warmup"]
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ("Nemotron 3 Nano, agents", "--trust-remote-code: has no effect: families are built in"),
+        ("Granite 4", "--enable-auto-tool-choice: has no effect"),
+    ],
+)
+def test_a_recipe_starts_a_server(checkpoint, recipe, said):
+    line = [*words_of(RECIPES[recipe], checkpoint), "--no-warmup", "--port", "0"]
     process = subprocess.Popen(
         [sys.executable, "-m", "serving.cli", *line], stderr=subprocess.PIPE, text=True, cwd=ROOT, env=dict(os.environ)
     )
@@ -107,7 +114,7 @@ def test_a_recipe_starts_a_server(checkpoint):
     finally:
         process.send_signal(signal.SIGTERM)
         log += process.communicate(timeout=120)[1]
-    assert "--trust-remote-code: has no effect: families are built in" in log
+    assert said in log
     assert "Traceback" not in log
 
 

@@ -1,10 +1,27 @@
 """One prefill worker, one decode worker and a router, each a process, on loopback."""
 
+import httpx
 import pytest
 
 from tests.support.processes import client, router, streamed, worker
 
 TEXT = "The prefill worker computes the prompt once and the decode worker goes on from its state. " * 3
+
+
+ALONE = {"cache_salt": "alone"}
+"""Without what has arrived."""
+
+
+def post(process, path, body):
+    answer = httpx.post(process.url + path, json={"model": "demo", "temperature": 0} | body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def texts_of(answer):
+    """Of either form."""
+    items = answer.get("output") or answer["content"]
+    return [part["text"] for item in items for part in item.get("content", [item])]
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +55,16 @@ def test_streams_equal_those_of_one_server(fleet):
         model="demo", messages=[{"role": "user", "content": "Say something."}], max_tokens=5, temperature=0
     )
     assert answer.usage.completion_tokens >= 1
+    told = [{"role": "user", "content": f"Say something of {TEXT}"}]
+    forms = {
+        "/v1/responses": {"input": told, "instructions": "Be brief.", "max_output_tokens": 5},
+        "/v1/messages": {"messages": told, "system": "Be brief.", "max_tokens": 5},
+    }
+    for path, body in forms.items():
+        arrived = decode.get("/split/status")["arrived"]
+        said = [texts_of(post(each, path, body | extra)) for each, extra in ((front, {}), (decode, ALONE))]
+        assert said[0] == said[1] != []
+        assert decode.get("/split/status")["arrived"] == arrived + 1
     assert prefill.idle(), prefill.get("/split/status")
     assert decode.idle()
 

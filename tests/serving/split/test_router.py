@@ -348,11 +348,11 @@ OTHER_FORMS = {
 
 @pytest.mark.parametrize("path", OTHER_FORMS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_other_forms_go_to_a_decode_worker_alone(front, path, stream):
+def test_other_forms_are_split_as_well(front, path, stream):
     workers, client = front
     answer = asyncio.run(client.post(path, json=OTHER_FORMS[path] | {"stream": stream}))
     assert answer.status_code == 200
-    assert [path for _, path in workers.asked] == [path]
+    assert [path for _, path in workers.asked] == ["/split/prefill", "/split/expect", path]
     assert answer.text == ("data: 1\n\ndata: [DONE]\n\n" if stream else '{"from": "d1"}')
 
 
@@ -379,7 +379,7 @@ def test_beginnings_of_other_forms():
     one, other = ({"instructions": "i", "input": [{"content": text}]} for text in ("a", "b"))
     assert prompt_text("responses", one) != prompt_text("responses", other)
     assert prompt_text("messages", {"system": "s", "messages": []}).startswith('["s"')
-    assert not splittable("messages", {"messages": [], "prompt": "x"})
+    assert splittable("messages", {"messages": [], "prompt": "x"})
 
 
 HOSTILE = {
