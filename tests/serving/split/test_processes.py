@@ -55,10 +55,10 @@ def test_streams_equal_those_of_one_server(fleet):
         model="demo", messages=[{"role": "user", "content": "Say something."}], max_tokens=5, temperature=0
     )
     assert answer.usage.completion_tokens >= 1
-    told = [{"role": "user", "content": f"Say something of {TEXT}"}]
+    one, other = ([{"role": "user", "content": f"Say {what} of {TEXT}"}] for what in ("something", "nothing"))
     forms = {
-        "/v1/responses": {"input": told, "instructions": "Be brief.", "max_output_tokens": 5},
-        "/v1/messages": {"messages": told, "system": "Be brief.", "max_tokens": 5},
+        "/v1/responses": {"input": one, "instructions": "Be brief.", "max_output_tokens": 5},
+        "/v1/messages": {"messages": other, "system": "Be brief.", "max_tokens": 5},
     }
     for path, body in forms.items():
         arrived = decode.get("/split/status")["arrived"]
