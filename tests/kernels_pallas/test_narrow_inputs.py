@@ -13,7 +13,7 @@ from real_shapes import BF16, F32, shape
 from topology import compile_for_gpu, compile_for_tpu
 
 from kernels_pallas.dispatch import KernelChoice, UnsupportedError
-from kernels_pallas.linear import linear
+from kernels_pallas.linear import linear, narrow_inputs
 from kernels_pallas.quantised import Quantised
 
 KINDS = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
@@ -82,6 +82,21 @@ def test_what_has_no_such_form_is_refused(without):
     weight = dataclasses.replace(weight, **{without: changed})
     with pytest.raises(UnsupportedError, match="no scale for its inputs" if without == "input_scale" else "int4"):
         linear(jnp.ones((2, 48)), weight, implementation="narrow_inputs")
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "chosen"),
+    [
+        ("TPU v5 lite", "int8", True), ("TPU v6 lite", "int8", True), ("TPU7x", "fp8", True),
+        ("TPU v6 lite", "fp8", False), ("TPU7x", "int8", False),
+    ],
+)  # fmt: skip
+def test_tpus_round_inputs_to_what_they_multiply(device, kind, chosen, monkeypatch):
+    monkeypatch.setattr(narrow_inputs.dispatch, "device_kind", lambda: device)
+    reason = narrow_inputs.unsupported_on_tpu(jnp.ones((2, 48)), weight_of(kind), out_dtype=jnp.float32)
+    assert reason is None if chosen else device in reason
+    without = dataclasses.replace(weight_of(kind), input_scale=None)
+    assert narrow_inputs.unsupported_on_tpu(jnp.ones((2, 48)), without, out_dtype=jnp.float32) is not None
 
 
 CASES = [("v5e", "int8"), ("v6e", "int8"), ("tpu7x", "fp8"), ("h200", "fp8"), ("h200", "int8")]
