@@ -2,18 +2,27 @@
 
 import signal
 import subprocess
+from functools import partial
 
 import pytest
 
+from mamba_jax.programs import StepPrograms
 from serving.config import EngineConfig
 from serving.engine import build
 from tests.support.divisible_checkpoints import EIGHT, FAMILIES, write_checkpoint
 from tests.support.engine_host import FLAGS, answers
+from tests.support.engines import QUICK_COMPILE
 from tests.support.host_processes import Hosts
 from tests.support.two_networks import ADDRESSES, TwoNetworks
 
 MTP = {"num_speculative_tokens": 2, "speculative_method": "mtp"}
 NGRAM = {"num_speculative_tokens": 2, "speculative_method": "ngram"}
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation(monkeypatch):
+    """Compiling takes most of these tests' time, and the programs' speed does not matter."""
+    monkeypatch.setattr(build, "StepPrograms", partial(StepPrograms, compiler_options=QUICK_COMPILE))
 
 
 def alone(directory):
