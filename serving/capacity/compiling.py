@@ -61,6 +61,8 @@ class Program:
     collectives: dict[str, int] = field(default_factory=dict)
     host_driven: dict[str, int] = field(default_factory=dict)
     """Of a GPU: loops and conditionals outside of CUDA graphs, which wait for the host; by kind."""
+    kernels: int = 0
+    """Of a GPU: how many it launches in a step; what a loop or a conditional runs is not among them."""
     seconds: float = 0.0
     """That compiling took."""
 
@@ -181,6 +183,11 @@ def count_host_driven(text: str) -> dict[str, int]:
     return dict(Counter(re.findall(r" (while|conditional)\(", text[text.find("\nENTRY ") :])))
 
 
+def count_kernels(text: str) -> int:
+    """How many kernels a program compiled for GPU (as text) launches: fusions, the library's and our own, copies."""
+    return len(re.findall(r" (?:fusion|custom-call|copy)\(", text[text.find("\nENTRY ") :]))
+
+
 def _summary(name: str, compiled: jax.stages.Compiled, begin: float, *, gpu: bool) -> Program:
     memory: Any = compiled.memory_analysis()
     text = compiled.as_text() or ""
@@ -194,6 +201,7 @@ def _summary(name: str, compiled: jax.stages.Compiled, begin: float, *, gpu: boo
         weights=0 if traffic is None else traffic.of_arguments(_WEIGHTS),
         collectives=count_collectives(text),
         host_driven=count_host_driven(text) if gpu else {},
+        kernels=count_kernels(text) if gpu else 0,
         seconds=time.perf_counter() - begin,
     )
 

@@ -118,6 +118,16 @@ def attention_loops(compiler):
     return {"while": 1} if "paged_attention by xla" in compiler.choice.report() else {}
 
 
+@pytest.mark.parametrize(
+    ("model", "layer", "most"), [("nemotron-h-8b", "M", 13), pytest.param("qwen3.5-27b", "D", 14, marks=slow)]
+)
+def test_kernels_of_a_recurrent_layer(model, layer, most):
+    """What one more layer adds to a decode step, the two products and the update among them."""
+    batch = DecodeBatch.empty(rows=ROWS, num_speculative_tokens=0, pages_per_row=1)
+    one, two = (compiled_for(model, layer * count, "h200-1", 0, batch)[0].kernels for count in (1, 2))
+    assert 0 < two - one <= most
+
+
 def test_sampling_holds_one_array_of_the_vocabulary():
     # A Mamba, an expert and an attention layer of Nemotron-3-Nano, with its 131,072 tokens: logits and their copy.
     batch = DecodeBatch.empty(rows=ROWS, num_speculative_tokens=0, pages_per_row=64)
