@@ -29,7 +29,7 @@ DIMENSIONS = {
     # Attention.
     "q_heads": "heads of queries",
     "kv_heads": "heads of keys, and of values",
-    "kv_entries": "keys and values of one token: 2 * kv_heads",
+    "kv_entries": "keys and values of one token: 2 * kv_heads, or one latent",
     "blocks": "pieces of rows' queries",
     "q_len": "queries of a block",
     # The store.
@@ -53,8 +53,9 @@ _R = TypeVar("_R")
 def shapes_checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """The function, raising ValueError where its array arguments do not fit its annotations, or one another.
 
-    Names of dimensions are those of `DIMENSIONS`. An argument that is None is left out. Keywords may be annotated
-    together, as `**name: Unpack[...]` of a TypedDict.
+    Names of dimensions are those of `DIMENSIONS`. An argument that is None is left out. Where an annotation allows
+    several arrays, it is the one with as many dimensions as are given. Keywords may be annotated together, as
+    `**name: Unpack[...]` of a TypedDict.
 
     Raises:
         KeyError: a dimension is not in the legend.
@@ -62,16 +63,20 @@ def shapes_checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
     signature = inspect.signature(function)
     patterns = {}
     for name, annotation in _annotations(signature):
-        if (pattern := _dimensions(annotation)) is not None:
-            patterns[name] = pattern
-    for dimension in " ".join(patterns.values()).split():
+        if found := _dimensions(annotation):
+            patterns[name] = found
+    for dimension in " ".join(pattern for found in patterns.values() for pattern in found).split():
         if (name := dimension.lstrip("*").removesuffix("-1")) not in DIMENSIONS and not name.isdigit():
             raise KeyError(f"{function.__name__}: the dimension {name!r} is not in the legend")
 
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         given = kwargs | signature.bind(*args, **kwargs).arguments
-        arrays = {name: (given[name], patterns[name]) for name in patterns if given.get(name) is not None}
+        arrays = {
+            name: (given[name], _fitting(given[name], found))
+            for name, found in patterns.items()
+            if given.get(name) is not None
+        }
         check_shapes(function.__name__, **arrays)
         return function(*args, **kwargs)
 
@@ -87,12 +92,14 @@ def _annotations(signature: inspect.Signature) -> Iterator[tuple[str, Any]]:
             yield name, parameter.annotation
 
 
-def _dimensions(annotation: Any) -> str | None:
+def _dimensions(annotation: Any) -> list[str]:
     """The dimensions in an array's annotation, which may be one of several types."""
-    for kind in typing.get_args(annotation) or (annotation,):
-        if isinstance(kind, type) and issubclass(kind, AbstractArray):
-            return kind.dim_str
-    return None
+    kinds = typing.get_args(annotation) or (annotation,)
+    return [kind.dim_str for kind in kinds if isinstance(kind, type) and issubclass(kind, AbstractArray)]
+
+
+def _fitting(array: Any, patterns: list[str]) -> str:
+    return next((pattern for pattern in patterns if len(pattern.split()) == len(array.shape)), patterns[0])
 
 
 def check_shapes(operation: str, **arguments: tuple[Any, str]) -> dict[str, int]:

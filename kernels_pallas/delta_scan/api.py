@@ -1,16 +1,17 @@
 """Public form of the scan by the gated delta rule. For each token t of a row, per head (of group g = head // (heads /
 groups)):
 
-    h_t = exp(log_decay_t) * h_{t-1}
+    h_t = h_{t-1} * exp(log_decay_t)
     h_t = h_t + beta_t * (v_t - h_t . k_t[g]) (outer) k_t[g]
     y_t = h_t . q_t[g]
 
 The state maps keys to values: what it has stored under k_t moves towards v_t by the share beta_t. Keys are expected to
-have length 1 (at most), and beta to be at most 2: the state is then bounded.
+have length 1 (at most), and beta to be at most 2: the state is then bounded. A decay is one number for each head, or
+one for each channel of its keys.
 
-Source: "Gated Delta Networks" (Yang, Kautz and Hatamizadeh, 2024), section 3.3 for the chunked form. A token with beta
-= 0 in all heads is padding: whatever its q, k, v and log_decay hold (NaN included) it leaves the state bitwise as it
-was, and its y is 0.
+Sources: "Gated Delta Networks" (Yang, Kautz and Hatamizadeh, 2024), section 3.3 for the chunked form; with decays by
+channel, "Kimi Linear" (Kimi Team, 2025). A token with beta = 0 in all heads is padding: whatever its q, k, v and
+log_decay hold (NaN included) it leaves the state bitwise as it was, and its y is 0.
 """
 
 from jaxtyping import Array, Bool, Float, Int
@@ -32,7 +33,7 @@ def delta_scan(
     q: Float[Array, "tiles tile_size groups state"],
     k: Float[Array, "tiles tile_size groups state"],
     v: Float[Array, "tiles tile_size heads head_dim"],
-    log_decay: Float[Array, "tiles tile_size heads"],
+    log_decay: Float[Array, "tiles tile_size heads"] | Float[Array, "tiles tile_size heads state"],
     beta: Float[Array, "tiles tile_size heads"],
     store: Float[Array, "slots heads head_dim state"],
     *,
@@ -52,7 +53,7 @@ def delta_scan(
 
     Args:
         q: any float dtype; so are k and v.
-        log_decay: at most 0.
+        log_decay: at most 0; of each head, or of each channel of its keys.
         beta: 0 at padding.
         store: float32 or bfloat16. Donate it: it is updated in place.
     Returns:
@@ -73,7 +74,7 @@ def delta_scan_sequence(
     q: Float[Array, "batch length groups state"],
     k: Float[Array, "batch length groups state"],
     v: Float[Array, "batch length heads head_dim"],
-    log_decay: Float[Array, "batch length heads"],
+    log_decay: Float[Array, "batch length heads"] | Float[Array, "batch length heads state"],
     beta: Float[Array, "batch length heads"],
     *,
     initial_state: Float[Array, "batch heads head_dim state"] | None = None,

@@ -4,7 +4,8 @@ Grid, slots and blocks of heads are those of `kernels_pallas.ssd_scan.pallas_tpu
 
 A tile is worked off in blocks of `BLOCK` tokens, each by matrix products (see `kernels_pallas.delta_scan.xla`). The
 products of inputs and states take operands in v's dtype and sum in float32; the triangular system is float32
-throughout, because its solution is fed back.
+throughout, because its solution is fed back. Where channels decay on their own, `kernels_pallas.delta_scan.by_channel`
+says what is different.
 """
 
 import functools
@@ -48,8 +49,13 @@ def delta_scan(q, k, v, log_decay, beta, store, *, tile_first, read_slot, write_
     groups_block = (lambda h: h) if blocks.heads >= blocks.repeats else blocks.first_group
     per_group = pl.BlockSpec((1, size, blocks.groups * state), lambda h, i, *_: (i, 0, groups_block(h)))
     slot = (1, blocks.heads, head_dim, state)
+    by_channel = log_decay.ndim == 4
+    channels_of_heads = pl.BlockSpec((1, size, blocks.heads * state), lambda h, i, *_: (i, 0, h))
+    log_decay = jnp.where(real.reshape(*real.shape, *[1] * (log_decay.ndim - 2)), log_decay, 0).astype(F32)
     y, store = pl.pallas_call(
-        functools.partial(_kernel, blocks=blocks, head_dim=head_dim),
+        functools.partial(
+            _kernel, scan_block=_scan_block_by_channel if by_channel else _scan_block, blocks=blocks, head_dim=head_dim
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=6,
             grid=(blocks.count, tiles),
@@ -57,7 +63,7 @@ def delta_scan(q, k, v, log_decay, beta, store, *, tile_first, read_slot, write_
                 per_group,
                 per_group,
                 per_head,
-                row_of_tokens,
+                channels_of_heads if by_channel else row_of_tokens,
                 row_of_tokens,
                 pl.BlockSpec(slot, lambda h, i, first, read, write, live, fetch, flush: (fetch[i], h, 0, 0)),
             ],
@@ -74,7 +80,7 @@ def delta_scan(q, k, v, log_decay, beta, store, *, tile_first, read_slot, write_
         input_output_aliases={11: 1},
         # Blocks of heads touch different parts of every slot, the null slot's included.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        cost_estimate=_cost(v, k, store, blocks),
+        cost_estimate=_cost(v, k, log_decay, store, blocks),
         interpret=interpret,
         name="delta_scan",
     )(
@@ -82,7 +88,7 @@ def delta_scan(q, k, v, log_decay, beta, store, *, tile_first, read_slot, write_
         write_slot[following].astype(jnp.int32),
         # Padding may hold NaN, and 0 * NaN is NaN. In tiles that are partly padding, values are masked as well as beta.
         *(jnp.where(real[..., None], one.reshape(tiles, size, -1), 0) for one in (q, k, v)),
-        jnp.where(real[..., None], log_decay, 0).astype(F32).swapaxes(1, 2),
+        log_decay.reshape(tiles, size, -1) if by_channel else log_decay.swapaxes(1, 2),
         beta.astype(F32).swapaxes(1, 2),
         store,
     )
@@ -91,7 +97,7 @@ def delta_scan(q, k, v, log_decay, beta, store, *, tile_first, read_slot, write_
 
 def _kernel(
     tile_first, read_slot, write_slot, live, _fetched, _flushed,
-    q, k, v, log_decay, beta, state_in, y, state_out, carry, *, blocks: HeadBlocks, head_dim: int,
+    q, k, v, log_decay, beta, state_in, y, state_out, carry, *, scan_block, blocks: HeadBlocks, head_dim: int,
 ):  # fmt: skip
     tile, size = pl.program_id(1), v.shape[1]
 
@@ -104,7 +110,7 @@ def _kernel(
     def _():
         tokens = BLOCK if size % BLOCK == 0 else size
         for first in range(0, size, tokens):
-            _scan_block(q, k, v, log_decay, beta, y, carry, slice(first, first + tokens), blocks, head_dim)
+            scan_block(q, k, v, log_decay, beta, y, carry, slice(first, first + tokens), blocks, head_dim)
         # Rounded as it could be stored, so that cutting a row between tiles into several calls changes nothing.
         if state_out.dtype != F32:
             carry[...] = carry[...].astype(state_out.dtype).astype(F32)
@@ -147,17 +153,67 @@ def _scan_block(q, k, v, log_decay, beta, y, carry, tokens: slice, blocks: HeadB
             carry[head] = old * jnp.exp(last[here]) + product((u * to_end[:, here]).T, kt, (1, 0))
 
 
-def _cost(v, k, store, blocks: HeadBlocks) -> pl.CostEstimate:
+def _scan_block_by_channel(q, k, v, log_decay, beta, y, carry, tokens: slice, blocks: HeadBlocks, head_dim: int):
+    """As `_scan_block`; log_decay is [1, size, heads * state]."""
+    size, state = tokens.stop - tokens.start, carry.shape[2]
+    product, exact = functools.partial(dot, dtype=v.dtype), functools.partial(dot, dtype=F32)
+    row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    shares = beta[0, :, tokens].T
+    for group in range(blocks.groups):
+        lanes = slice(group * state, (group + 1) * state)
+        qt, kt = (one[0, tokens, lanes].astype(F32) for one in (q, k))
+        for head in range(blocks.heads)[blocks.heads_of(group)]:
+            lanes, share = slice(head * head_dim, (head + 1) * head_dim), shares[:, head : head + 1]
+            log_decays = log_decay[0, tokens, head * state : (head + 1) * state]
+            keys, scores, since, until = _decayed_products(qt, kt, log_decays, product, exact)
+            scores += jnp.where(row == column, jnp.sum(qt * kt, axis=1, keepdims=True), 0)
+            inverse = unit_lower_inverse(keys * share, lambda a, b: exact(a, b, (1, 0)))
+            old, from_start = carry[head], jnp.exp(since)
+            error = v[0, tokens, lanes].astype(F32) - product(from_start * kt, old, (1, 1))
+            u = exact(inverse, share * error, (1, 0))
+            out = product(from_start * qt, old, (1, 1)) + product(scores, u, (1, 0))
+            y[0, tokens, lanes] = out.astype(y.dtype)
+            carry[head] = old * from_start[size - 1 :] + product(u.T, jnp.exp(until) * kt, (1, 0))
+
+
+def _decayed_products(q, k, log_decay, product, exact):
+    """As `by_channel.decayed_products`, [size, size] of the keys and of the queries, and the sums of log decays.
+
+    Halves are told by masks, and sums over them taken by products: slices of few rows are no whole registers.
+    """
+    size = k.shape[0]
+    row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    differ, token = row ^ column, lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+    since, until = log_decay, jnp.zeros_like(log_decay)
+    keys = scores = jnp.zeros((size, size), F32)
+    half = 1
+    while half < size:
+        second, together = (token & half) != 0, differ < 2 * half
+        decay = jnp.exp(jnp.where(second, since, until))
+        early = jnp.where(second, 0, decay * k)
+        keys += jnp.where(together, product(jnp.where(second, decay * k, 0), early, (1, 1)), 0)
+        scores += jnp.where(together, product(jnp.where(second, decay * q, 0), early, (1, 1)), 0)
+        other_half = exact((together & (differ >= half)).astype(F32), log_decay, (1, 0))
+        since, until = since + jnp.where(second, other_half, 0), until + jnp.where(second, 0, other_half)
+        half *= 2
+    return keys, scores, since, until
+
+
+def _cost(v, k, log_decay, store, blocks: HeadBlocks) -> pl.CostEstimate:
     tiles, size, heads, head_dim = v.shape
     state = k.shape[3]
     block = BLOCK if size % BLOCK == 0 else size
     tokens, head_state, levels = tiles * size, head_dim * state, (block - 1).bit_length() - 1
     flops = 2 * tokens * heads * (block * (2 * head_dim + 2 * levels * block) + 3 * head_state)
-    per_token = 2 * heads * head_dim * v.dtype.itemsize + 8 * heads
+    transcendentals, decays = tokens * heads * block, log_decay.size // tokens
+    if decays > heads:
+        flops += 2 * tokens * heads * (levels + 1) * block * 3 * state
+        transcendentals = tokens * decays * (levels + 3)
+    per_token = 2 * heads * head_dim * v.dtype.itemsize + 4 * heads + 4 * decays
     per_token += 2 * blocks.count * blocks.groups * state * k.dtype.itemsize
     return pl.CostEstimate(
         flops=flops,
-        transcendentals=tokens * heads * block,
+        transcendentals=transcendentals,
         # As if every tile wrote a state; most do not, but at least one row is read and one written.
         bytes_accessed=tokens * per_token + 2 * tiles * heads * head_state * store.dtype.itemsize,
     )

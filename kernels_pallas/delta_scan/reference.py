@@ -6,10 +6,12 @@ import numpy as np
 
 
 def token(state, q, k, v, log_decay, beta):
-    """One step for one row: state [heads, head_dim, state], q and k [groups, state], v [heads, head_dim]."""
+    """One step for one row: state [heads, head_dim, state], q and k [groups, state], v [heads, head_dim], log_decay
+    [heads] or [heads, state].
+    """
     repeats = v.shape[0] // k.shape[0]
     q, k = (np.repeat(one, repeats, axis=0)[:, None, :] for one in (q, k))
-    state = np.exp(log_decay)[:, None, None] * state
+    state = np.exp(log_decay).reshape(v.shape[0], 1, -1) * state
     remembered = (state * k).sum(-1)
     state = state + (beta[:, None] * (v - remembered))[:, :, None] * k
     return state, (state * q).sum(-1)

@@ -6,7 +6,8 @@ u_t = beta_t * (v_t - exp(log_decay_t) * h_{t-1} . k_t) solve a triangular syste
     u_t + beta_t * sum_{s<t} exp(decay_t - decay_s) * (k_t . k_s) * u_s = beta_t * (v_t - exp(decay_t) * h . k_t)
     y_t = exp(decay_t) * h . q_t + sum_{s<=t} exp(decay_t - decay_s) * (q_t . k_s) * u_s
 
-All of it is float32: the rule feeds back what it computes.
+All of it is float32: the rule feeds back what it computes. Where channels decay on their own, `by_channel` says what
+is different.
 """
 
 import functools
@@ -14,6 +15,7 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.delta_scan import by_channel
 from kernels_pallas.delta_scan.inverse import unit_lower_inverse
 from kernels_pallas.tile_loop import scan_sequence, scan_tiles
 
@@ -41,13 +43,18 @@ def delta_scan_sequence(q, k, v, log_decay, beta, *, initial_state=None, chunk_s
 
 
 def _scan_sequence(q, k, v, log_decay, beta, state, *, size):
-    return scan_sequence(_block, (q, k, v, log_decay, beta), v, state, size=size)
+    return scan_sequence(_form(log_decay), (q, k, v, log_decay, beta), v, state, size=size)
 
 
 def _scan_tiles(q, k, v, log_decay, beta, store, tile_first, read_slot, write_slot, *, size, branch):
     inputs, real = (q, k, v, log_decay, beta), (beta != 0).any(axis=2)
     places = tile_first, read_slot, write_slot
-    return scan_tiles(_block, inputs, real, v, store, *places, size=size, branch=branch)
+    return scan_tiles(_form(log_decay), inputs, real, v, store, *places, size=size, branch=branch)
+
+
+def _form(log_decay):
+    """How a block is computed: with a decay for each head, or for each channel of its keys."""
+    return _block if log_decay.ndim == 3 else by_channel.block
 
 
 def _divisor(size, most):

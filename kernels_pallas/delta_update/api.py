@@ -20,7 +20,7 @@ def delta_update(
     q: Float[Array, "rows steps groups state"],
     k: Float[Array, "rows steps groups state"],
     v: Float[Array, "rows steps heads head_dim"],
-    log_decay: Float[Array, "rows steps heads"],
+    log_decay: Float[Array, "rows steps heads"] | Float[Array, "rows steps heads state"],
     beta: Float[Array, "rows steps heads"],
     store: Float[Array, "slots heads head_dim state"],
     *,
@@ -36,7 +36,7 @@ def delta_update(
 
     Args:
         q: any float dtype; so are k and v.
-        log_decay: at most 0.
+        log_decay: at most 0; of each head, or of each channel of its keys.
         beta: a step with beta = 0 in all heads is padding: it leaves the state bitwise as it was even where q, k, v or
             log_decay hold NaN, and its y is 0.
         store: float32 or bfloat16. Donate it: it is updated in place.

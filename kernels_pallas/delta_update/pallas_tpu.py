@@ -37,13 +37,15 @@ def delta_update(q, k, v, log_decay, beta, store, *, read_slot, write_slot, inte
 
     per_head = pl.BlockSpec((1, 1, blocks.heads, head_dim), lambda h, i, t, *_: (i, t, h, 0))
     row_of_heads = pl.BlockSpec((1, 1, 1, 1, blocks.heads), lambda h, i, t, *_: (i, t, h, 0, 0))
+    by_channel = log_decay.ndim == 4
+    rows_of_keys = pl.BlockSpec((1, 1, blocks.heads, state), lambda h, i, t, *_: (i, t, h, 0))
     slot = (1, blocks.heads, head_dim, state)
 
     def by_heads(one):
         return one.astype(F32).reshape(rows, steps, blocks.count, 1, blocks.heads)
 
     y, store = pl.pallas_call(
-        functools.partial(_kernel, blocks=blocks, steps=steps),
+        functools.partial(_kernel, blocks=blocks, steps=steps, by_channel=by_channel),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(blocks.count, rows, steps),
@@ -51,7 +53,7 @@ def delta_update(q, k, v, log_decay, beta, store, *, read_slot, write_slot, inte
                 token(groups, state),
                 token(groups, state),
                 per_head,
-                row_of_heads,
+                rows_of_keys if by_channel else row_of_heads,
                 row_of_heads,
                 pl.BlockSpec(slot, lambda h, i, t, read, write, real: (read[i], h, 0, 0)),
             ],
@@ -65,7 +67,7 @@ def delta_update(q, k, v, log_decay, beta, store, *, read_slot, write_slot, inte
         input_output_aliases={8: 1},
         # Blocks of heads touch different parts of every slot, the null slot's included.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
-        cost_estimate=_cost(v, k, store),
+        cost_estimate=_cost(v, k, log_decay, store),
         interpret=interpret,
         name="delta_update",
     )(
@@ -76,7 +78,7 @@ def delta_update(q, k, v, log_decay, beta, store, *, read_slot, write_slot, inte
         q.astype(F32),
         k.astype(F32),
         v,
-        by_heads(log_decay),
+        log_decay.astype(F32) if by_channel else by_heads(log_decay),
         by_heads(beta),
         store,
     )
@@ -85,7 +87,7 @@ def delta_update(q, k, v, log_decay, beta, store, *, read_slot, write_slot, inte
 
 def _kernel(
     read_slot, write_slot, real, q, k, v, log_decay, beta, state_in, y, state_out, carry, *,
-    blocks: HeadBlocks, steps: int,
+    blocks: HeadBlocks, steps: int, by_channel: bool,
 ):  # fmt: skip
     block, row, step = (pl.program_id(axis) for axis in range(3))
     index = row * steps + step
@@ -106,7 +108,8 @@ def _kernel(
     @pl.when(real[index] > 0)
     def _():
         # Heads in lanes: what is fed to a head is then a column, which the state's rows take as it is.
-        values, decay, share = v[0, 0].astype(F32).T, jnp.exp(log_decay[0, 0, 0]), beta[0, 0, 0]
+        values, share = v[0, 0].astype(F32).T, beta[0, 0, 0]
+        decay = jnp.exp(log_decay[0, 0] if by_channel else log_decay[0, 0, 0])
         lane = lax.broadcasted_iota(jnp.int32, values.shape, 1)
         out = jnp.zeros(values.shape, F32)
         first = blocks.first_group(block)
@@ -114,7 +117,7 @@ def _kernel(
             qt, kt = (one[0, 0, pl.ds(first + group, 1), :] for one in (q, k))
             for head in range(blocks.heads)[blocks.heads_of(group)]:
                 here = slice(head, head + 1)
-                old = before(head) * decay[:, here]
+                old = before(head) * (decay[here] if by_channel else decay[:, here])
                 error = values[:, here] - jnp.sum(old * kt, axis=1, keepdims=True)
                 # Rounded as it is stored, so that several steps in one call equal one step in each of several calls.
                 stored = (old + error * share[:, here] * kt).astype(state_out.dtype)
@@ -134,12 +137,12 @@ def _kernel(
         state_out[0] = before(slice(None)).astype(state_out.dtype)
 
 
-def _cost(v, k, store) -> pl.CostEstimate:
+def _cost(v, k, log_decay, store) -> pl.CostEstimate:
     rows, steps, heads, head_dim = v.shape
-    tokens, state = rows * steps, heads * head_dim * k.shape[3]
-    small = tokens * (2 * heads * head_dim * v.dtype.itemsize + 8 * heads + 8 * k.shape[2] * k.shape[3])
+    tokens, state, decays = rows * steps, heads * head_dim * k.shape[3], log_decay.size
+    small = tokens * (2 * heads * head_dim * v.dtype.itemsize + 4 * heads + 8 * k.shape[2] * k.shape[3]) + 4 * decays
     return pl.CostEstimate(
         flops=7 * tokens * state,
-        transcendentals=tokens * heads,
+        transcendentals=decays,
         bytes_accessed=(rows + tokens) * state * store.dtype.itemsize + small,
     )

@@ -32,8 +32,9 @@ def row_blocks(q, k, v, log_decay, beta, store, *, read_slot, write_slot):
 def _update(rows, q, k, v, log_decay, beta, store, read_slot, write_slot):
     dtype, beta = v.dtype, beta.astype(F32)
     # Padding may hold NaN, and 0 * NaN is NaN: the values are masked as well as beta.
-    real = (beta != 0).any(axis=2)[..., None]
-    q, k, v = (jnp.where(real[..., None], one, 0).astype(F32) for one in (q, k, v))
+    real = (beta != 0).any(axis=2)[..., None, None]
+    q, k, v = (jnp.where(real, one, 0).astype(F32) for one in (q, k, v))
+    log_decay = log_decay.reshape(*v.shape[:3], -1)
     decay = jnp.exp(jnp.where(real, log_decay, 0).astype(F32))
     y, store = rows(_step, _read, (k, v, decay, beta), (q,), store, read_slot, write_slot)
     return y.astype(dtype), store
@@ -42,11 +43,11 @@ def _update(rows, q, k, v, log_decay, beta, store, read_slot, write_slot):
 def _step(state, k, v, decay, beta):
     """The next state of one row, in the store's precision: the same as one step in each of several calls.
 
-    state [heads, head_dim, state], k [groups, state], v [heads, head_dim], decay and beta [heads].
+    state [heads, head_dim, state], k [groups, state], v [heads, head_dim], decay [heads, 1 or state], beta [heads].
     """
     split, shared = head_axes(v.shape[0], k.shape[0])
     k, v = k.reshape(*shared, 1, -1), v.reshape(*split, -1, 1)
-    decay, beta = decay.reshape(*split, 1, 1), beta.reshape(*split, 1, 1)
+    decay, beta = decay.reshape(*split, 1, -1), beta.reshape(*split, 1, 1)
     old = state.astype(F32).reshape(*split, *state.shape[1:]) * decay
     new = old + beta * (v - (old * k).sum(-1, keepdims=True)) * k
     return new.reshape(state.shape).astype(state.dtype)

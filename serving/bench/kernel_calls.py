@@ -172,7 +172,8 @@ def _delta_update(draw: Draw, shape: Any) -> Call:
 def _delta_inputs(draw: Draw, shape: Any, *lead: int) -> tuple[Any, ...]:
     q, k = (draw(*lead, shape.groups, shape.state) / shape.state**0.5 for _ in range(2))
     v, heads = draw(*lead, shape.heads, shape.head_dim), (*lead, shape.heads)
-    return q, k, v, -draw.positive(*heads), draw.positive(*heads)
+    gates = (*heads, shape.state) if shape.by_channel else heads
+    return q, k, v, -draw.positive(*gates), draw.positive(*heads)
 
 
 def _conv(draw: Draw, shape: Any) -> Call:

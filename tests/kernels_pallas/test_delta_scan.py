@@ -11,7 +11,7 @@ from kernels_pallas.delta_scan import delta_scan, delta_scan_sequence, reference
 from kernels_pallas.delta_scan.inverse import unit_lower_inverse
 
 SHAPES = [s.small() for s in shapes.SHAPES]
-ODD = next(s for s in SHAPES if s.name == "6 heads, 3 groups")
+ODD, BY_CHANNEL = (s for s in SHAPES if s.name.startswith("6 heads, 3 groups"))
 TOLERANCE = 5e-5
 
 
@@ -24,11 +24,12 @@ def unit(vectors):
 def layer(draw, shape, *lead, dtype=np.float32):
     """q, k, v, log_decay, beta for tokens [*lead]."""
     inner = (shape.groups, shape.state)
+    gates = (shape.heads, shape.state) if shape.by_channel else (shape.heads,)
     return (
         unit(draw.normal(*lead, *inner, dtype=dtype)),
         unit(draw.normal(*lead, *inner, dtype=dtype)),
         draw.normal(*lead, shape.heads, shape.head_dim, dtype=dtype),
-        -draw.positive(*lead, shape.heads, scale=0.3),
+        -draw.positive(*lead, *gates, scale=0.3),
         draw.random.uniform(0.05, 1.9, (*lead, shape.heads)).astype(np.float32),
     )
 
@@ -61,6 +62,8 @@ class Scan:
     implementation: str
     odd = ODD
     """Sizes for the tests of everything else than sizes."""
+    strongest = 2e-3
+    """Tolerance where decays are very unlike. Decays of heads are differences of sums from a block's start."""
 
     @pytest.fixture
     def scan(self):
@@ -91,6 +94,19 @@ class Scan:
         want_y, want = reference.delta_scan(q, k, v, log_decay, beta, store, **places)
         assert_close(y, want_y, tolerance=TOLERANCE)
         assert_close(after[2], want[2], tolerance=TOLERANCE)
+
+    def test_decays_of_any_strength(self, scan):
+        # One token forgets all, the next nothing: a difference of sums would have lost the digits of the small decays,
+        # and the inverse of a strong one overflows.
+        shape, draw = self.odd, Draw()
+        q, k, v, log_decay, beta = layer(draw, shape, 2, shape.tile_size)
+        strength = draw.random.choice([1e-4, 1e-2, 1.0, 30.0, 3000.0], log_decay.shape, p=[0.4, 0.3, 0.2, 0.05, 0.05])
+        inputs = q, k, v, (log_decay * strength).astype(np.float32), beta
+        places, store = where([1, 0], [1, 0], [0, 2]), states(draw, shape, 3)
+        y, after = scan(*inputs, store, **places)
+        want_y, want = reference.delta_scan(*inputs, store, **places)
+        assert_close(y, want_y, tolerance=self.strongest)
+        assert_close(after[2], want[2], tolerance=self.strongest)
 
     def test_bfloat16(self, scan):
         draw = Draw()
@@ -149,7 +165,7 @@ class Scan:
         assert_close(after[1:], want[1:], tolerance=TOLERANCE)
 
     @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-    @pytest.mark.parametrize("shape", [ODD, SHAPES[-1]], ids=lambda s: s.name)
+    @pytest.mark.parametrize("shape", [ODD, BY_CHANNEL, SHAPES[-1]], ids=lambda s: s.name)
     def test_in_place(self, shape, dtype):
         draw = Draw()
         inputs = layer(draw, shape, 2, shape.tile_size, dtype=dtype)
@@ -177,6 +193,13 @@ class TestXla(Scan):
     implementation = "xla"
 
 
+class TestXlaByChannel(TestXla):
+    """Every channel of a key decays on its own."""
+
+    odd, strongest = BY_CHANNEL, TOLERANCE
+    test_equals_definition = test_in_place = test_real_sizes = None  # above, with all sizes
+
+
 def recurrence(q, k, v, log_decay, beta, initial_state):
     """The sequential definition in JAX, for gradients."""
     repeats = v.shape[2] // k.shape[2]
@@ -184,7 +207,7 @@ def recurrence(q, k, v, log_decay, beta, initial_state):
 
     def token(state, inputs):
         q, k, v, log_decay, beta = inputs
-        state = state * jnp.exp(log_decay)[..., None, None]
+        state = state * jnp.exp(log_decay).reshape(*v.shape[:2], 1, -1)
         error = beta[..., None] * (v - (state * k[..., None, :]).sum(-1))
         state = state + error[..., None] * k[..., None, :]
         return state, (state * q[..., None, :]).sum(-1)
@@ -197,10 +220,11 @@ class Sequence:
     """Every implementation of `delta_scan_sequence`."""
 
     implementation: str
+    odd = ODD
 
     @pytest.mark.parametrize("length", [1, 3, 31, 32, 33, 101])
     def test_equals_definition(self, length):
-        inputs = layer(Draw(length), ODD, 2, length)
+        inputs = layer(Draw(length), self.odd, 2, length)
         y, state = jitted(delta_scan_sequence, chunk_size=32, implementation=self.implementation)(*inputs)
         want_y, want = reference.delta_scan_sequence(*inputs)
         assert_close(y, want_y, tolerance=TOLERANCE)
@@ -217,9 +241,9 @@ class Sequence:
         assert_close(state, want, tolerance=TOLERANCE)
 
     def test_equals_the_scan_of_tiles(self):
-        inputs = layer(Draw(), ODD, 1, 3 * ODD.tile_size)
-        cut = [v.reshape(3, ODD.tile_size, *v.shape[2:]) for v in inputs]
-        store, places = states(Draw(), ODD, 3), where([1, 0, 0], [0, 0, 0], [0, 0, 2])
+        inputs = layer(Draw(), self.odd, 1, 3 * self.odd.tile_size)
+        cut = [v.reshape(3, self.odd.tile_size, *v.shape[2:]) for v in inputs]
+        store, places = states(Draw(), self.odd, 3), where([1, 0, 0], [0, 0, 0], [0, 0, 2])
         y, after = jitted(delta_scan)(*cut, store, **places)
         y_sequence, state = jitted(delta_scan_sequence, implementation=self.implementation)(*inputs)
         assert_close(y.reshape(y_sequence.shape), y_sequence)
@@ -228,8 +252,8 @@ class Sequence:
     @pytest.mark.parametrize("scale", [1.0, 300.0], ids=["ordinary decay", "decay that would overflow unmasked"])
     def test_gradients_equal_those_of_the_recurrence(self, scale):
         draw = Draw()
-        q, k, v, log_decay, beta = on_device(layer(draw, ODD, 2, 41))
-        inputs = (q, k, v, scale * log_decay, beta, jnp.asarray(states(draw, ODD, 3)[1:]))
+        q, k, v, log_decay, beta = on_device(layer(draw, self.odd, 2, 41))
+        inputs = (q, k, v, scale * log_decay, beta, jnp.asarray(states(draw, self.odd, 3)[1:]))
 
         def ours(*v):
             return delta_scan_sequence(*v[:5], initial_state=v[5], chunk_size=16, implementation=self.implementation)
@@ -247,7 +271,7 @@ class Sequence:
 
     def test_padding(self):
         # A batch of two lengths: the shorter one's end state and outputs are as if alone, and NaN there goes nowhere.
-        inputs = layer(Draw(), ODD, 2, 50)
+        inputs = layer(Draw(), self.odd, 2, 50)
         run = jitted(delta_scan_sequence, implementation=self.implementation)
         y_alone, alone = run(*(v[:1, :21] for v in inputs))
         pad(inputs, 0, 21)
@@ -259,6 +283,11 @@ class Sequence:
 
 class TestXlaSequence(Sequence):
     implementation = "xla"
+
+
+class TestXlaSequenceByChannel(TestXlaSequence):
+    odd = BY_CHANNEL
+    test_continues_from_a_state = None  # above, with all sizes
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 16, 36, 64])

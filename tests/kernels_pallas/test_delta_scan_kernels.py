@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 from operation_checks import Draw, jitted
-from test_delta_scan import SHAPES, Scan, layer, states, where
+from test_delta_scan import SHAPES, TOLERANCE, Scan, layer, states, where
 
 from kernels_pallas.delta_scan import delta_scan, shapes
 from kernels_pallas.dispatch import UnsupportedError
@@ -15,6 +15,8 @@ from kernels_pallas.dispatch import UnsupportedError
 SMALL = dataclasses.replace(SHAPES[-1], name="4 heads, 2 groups", heads=4, groups=2, tile_size=16)
 # Keys in three pieces, tiles of three blocks.
 EVEN = dataclasses.replace(SMALL, name="4 heads of 32, 2 groups", head_dim=32, state=48, tile_size=48)
+BY_HEAD = [s for s in shapes.SHAPES[:5] if not s.by_channel]
+BY_CHANNEL = dataclasses.replace(SMALL, name="4 heads, 2 groups, by channel", by_channel=True)
 
 
 class Kernel(Scan):
@@ -25,18 +27,18 @@ class Kernel(Scan):
     def test_equals_definition(self, scan, shape):
         if self.odd is EVEN:
             even = {name: -(-getattr(shape, name) // 16) * 16 for name in ("head_dim", "state", "tile_size")}
-            shape = dataclasses.replace(shape, **even)
-        super().test_equals_definition(scan, shape)
+            shape = dataclasses.replace(shape, **even, by_channel=False)
+        Scan.test_equals_definition(self, scan, shape)
 
     @pytest.mark.parametrize("tile_size", [16, 128])
     def test_sizes(self, scan, tile_size):
         # 128: two blocks of tokens in a tile.
-        super().test_equals_definition(scan, dataclasses.replace(self.odd, tile_size=tile_size))
+        Scan.test_equals_definition(self, scan, dataclasses.replace(self.odd, tile_size=tile_size))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("shape", shapes.SHAPES[:4], ids=lambda s: s.name)
+    @pytest.mark.parametrize("shape", shapes.SHAPES[:5], ids=lambda s: s.name)
     def test_real_sizes(self, scan, shape):
-        super().test_equals_definition(scan, shape)
+        Scan.test_equals_definition(self, scan, shape)
 
 
 class TestTpu(Kernel):
@@ -48,15 +50,37 @@ class TestTpu(Kernel):
         monkeypatch.setattr("kernels_pallas.delta_scan.pallas_tpu.BLOCK_BYTES", 16 * 16 * 128 * 4)
         shape = dataclasses.replace(SMALL, heads=32, groups=1, head_dim=16, state=128)
         scan = jitted.__wrapped__(delta_scan, implementation=self.implementation)
-        super().test_equals_definition(scan, shape)
+        Scan.test_equals_definition(self, scan, shape)
+
+
+class TestTpuByChannel(TestTpu):
+    """Every channel of a key decays on its own."""
+
+    odd, strongest = BY_CHANNEL, TOLERANCE
+    test_equals_definition = test_real_sizes = None  # above, with all sizes
+    test_several_blocks_of_heads = None
+
+    @pytest.mark.parametrize("tile_size", [20, 128])
+    def test_sizes(self, scan, tile_size):
+        # 20: no power of two; 128: two blocks of tokens in a tile.
+        Scan.test_equals_definition(self, scan, dataclasses.replace(self.odd, tile_size=tile_size))
 
 
 class TestGpu(Kernel):
     implementation = "pallas_gpu_interpreted"
     odd = EVEN
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("shape", BY_HEAD, ids=lambda s: s.name)
+    def test_real_sizes(self, scan, shape):
+        Scan.test_equals_definition(self, scan, shape)
+
     def test_says_what_it_cannot_run(self, scan):
-        shape, draw = dataclasses.replace(self.odd, tile_size=36), Draw()
-        call = (*layer(draw, shape, 1, 36), states(draw, shape, 3))
-        with pytest.raises(UnsupportedError, match="tiles have a size of 36, not a multiple of 16"):
-            scan(*call, **where([1], [1], [2]))
+        draw = Draw()
+        for shape, message in [
+            (dataclasses.replace(self.odd, tile_size=36), "tiles have a size of 36, not a multiple of 16"),
+            (dataclasses.replace(self.odd, by_channel=True), "every channel of a key decays on its own"),
+        ]:
+            call = (*layer(draw, shape, 1, shape.tile_size), states(draw, shape, 3))
+            with pytest.raises(UnsupportedError, match=message):
+                scan(*call, **where([1], [1], [2]))

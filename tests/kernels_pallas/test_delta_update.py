@@ -14,7 +14,7 @@ from kernels_pallas.delta_update import delta_update, reference, shapes
 from kernels_pallas.dispatch import UnsupportedError
 
 SHAPES = [s.small() for s in shapes.SHAPES]
-ODD = next(s for s in SHAPES if s.name == "6 heads, 3 groups")
+ODD, BY_CHANNEL = (s for s in SHAPES if s.name.startswith("6 heads, 3 groups"))
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 
 
@@ -22,6 +22,8 @@ class Update:
     """Every implementation of `delta_update`."""
 
     implementation: str
+    odd = ODD
+    """Sizes for the tests of everything else than sizes."""
 
     @pytest.fixture
     def update(self):
@@ -31,7 +33,7 @@ class Update:
     def test_equals_definition(self, update, shape):
         self.check(update, shape, np.float32)
 
-    @pytest.mark.parametrize("shape", [ODD, SHAPES[3]], ids=lambda s: s.name)
+    @pytest.mark.parametrize("shape", [ODD, BY_CHANNEL, SHAPES[3]], ids=lambda s: s.name)
     def test_bfloat16(self, update, shape):
         self.check(update, shape, jnp.bfloat16)
 
@@ -63,7 +65,7 @@ class Update:
 
     def check_places(self, update, steps, slots, places):
         draw = Draw()
-        inputs, store = layer(draw, ODD, len(places["read_slot"]), steps), states(draw, ODD, slots)
+        inputs, store = layer(draw, self.odd, len(places["read_slot"]), steps), states(draw, self.odd, slots)
         y, after = update(*inputs, store, **places)
         want_y, want = reference.delta_update(*inputs, store, **places)
         assert_close(y, want_y)
@@ -72,7 +74,7 @@ class Update:
     @DTYPES
     def test_padding_leaves_the_state_bitwise(self, update, dtype):
         draw = Draw()
-        inputs, store = layer(draw, ODD, 2, 3, dtype=dtype), states(draw, ODD, 7, dtype)
+        inputs, store = layer(draw, self.odd, 2, 3, dtype=dtype), states(draw, self.odd, 7, dtype)
         *others, beta = inputs
         beta[0] = 0  # a row of padding
         beta[1, 1:] = 0  # one real step
@@ -88,7 +90,7 @@ class Update:
     @DTYPES
     def test_steps_in_one_call_equal_steps_in_several(self, update, dtype):
         draw = Draw()
-        inputs, store = layer(draw, ODD, 2, 3, dtype=dtype), states(draw, ODD, 7, dtype)
+        inputs, store = layer(draw, self.odd, 2, 3, dtype=dtype), states(draw, self.odd, 7, dtype)
         write = np.array([[1, 2, 3], [4, 5, 6]])
         y, after = update(*inputs, store, **where([0, 5], write))
         read, split = np.array([0, 5]), store
@@ -106,14 +108,14 @@ class Update:
 
     def test_equals_the_scan(self, update):
         draw = Draw()
-        inputs, store = layer(draw, ODD, 2, 6), states(draw, ODD, 3)
+        inputs, store = layer(draw, self.odd, 2, 6), states(draw, self.odd, 3)
         y, after = update(*inputs, store, **where([0, 0], [[0] * 5 + [1], [0] * 5 + [2]]))
         y_scan, state = jitted(delta_scan_sequence)(*inputs)
         assert_close(y, y_scan)
         assert_close(after[1:], state)
 
     @pytest.mark.parametrize(("rows", "dtype"), [(1, np.float32), (3, np.float32), (3, jnp.bfloat16)])
-    @pytest.mark.parametrize("shape", [SHAPES[0], ODD, SHAPES[-1]], ids=lambda s: s.name)
+    @pytest.mark.parametrize("shape", [SHAPES[0], ODD, BY_CHANNEL, SHAPES[-1]], ids=lambda s: s.name)
     def test_in_place(self, shape, rows, dtype):
         draw = Draw()
         inputs = layer(draw, shape, rows, 2, dtype=dtype)
@@ -144,6 +146,13 @@ class TestXla(Update):
     implementation = "xla"
 
 
+class TestXlaByChannel(TestXla):
+    """Every channel of a key decays on its own."""
+
+    odd = BY_CHANNEL
+    test_equals_definition = test_bfloat16 = test_in_place = test_real_sizes = None  # above, with all sizes
+
+
 class TestXlaAllRows(Update):
     """The form for other platforms."""
 
@@ -157,7 +166,7 @@ class Kernel(Update):
     test_real_sizes = None  # the interpreter takes minutes
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
+    @pytest.mark.parametrize("shape", [s for s in SHAPES if not s.by_channel], ids=lambda s: s.name)
     def test_equals_definition(self, update, shape):
         self.check(update, shape, np.float32)
 
@@ -172,11 +181,18 @@ class Kernel(Update):
 class TestTpu(Kernel):
     implementation = "pallas_tpu_interpreted"
 
+    def test_by_channel(self, update):
+        self.check(update, BY_CHANNEL, np.float32)
+
 
 class TestGpu(Kernel):
     implementation = "pallas_gpu_interpreted"
 
     def test_says_what_it_cannot_run(self, update):
-        shape, draw = dataclasses.replace(ODD, state=36), Draw()
-        with pytest.raises(UnsupportedError, match="keys have a size of 36, not a multiple of 8"):
-            update(*layer(draw, shape, 1, 1), states(draw, shape, 3), **where([1], [[2]]))
+        draw = Draw()
+        for shape, message in [
+            (dataclasses.replace(ODD, state=36), "keys have a size of 36, not a multiple of 8"),
+            (BY_CHANNEL, "every channel of a key decays on its own"),
+        ]:
+            with pytest.raises(UnsupportedError, match=message):
+                update(*layer(draw, shape, 1, 1), states(draw, shape, 3), **where([1], [[2]]))

@@ -1,7 +1,10 @@
 """The gated delta rule's kernels compiled by the TPU's own compiler, at the sizes of real models."""
 
+import dataclasses
+
 import pytest
-from real_shapes import BF16, F32, I32, Model, nbytes, shape
+from real_shapes import BF16, F32, I32, nbytes, shape
+from real_shapes import Model as AnyModel
 from test_tpu_compile import cases, check_in_place
 from topology import SLICES
 
@@ -11,12 +14,23 @@ from kernels_pallas.delta_update import delta_update
 pytestmark = pytest.mark.tpu_compile
 
 STORE = 5
-NEXT, LARGE, OLMO = MODELS = (
+
+
+@dataclasses.dataclass(frozen=True)
+class Model(AnyModel):
+    """Also whether every channel of a key decays on its own."""
+
+    by_channel: bool = False
+
+
+NEXT, LARGE, OLMO, KIMI = MODELS = (
     Model("qwen3-next-80b-a3b", heads=32, head_dim=128, groups=16, state=128, q_heads=16, kv_heads=2),
     Model("qwen3.5-27b", heads=48, head_dim=128, groups=16, state=128, q_heads=24, kv_heads=4),
     Model("olmo-hybrid-7b", heads=30, head_dim=192, groups=30, state=96, q_heads=30, kv_heads=30),
+    Model("kimi-linear-48b-a3b", heads=32, head_dim=128, groups=32, state=128, q_heads=32, kv_heads=1, by_channel=True),
 )
 DIVIDED = [NEXT, LARGE, OLMO, NEXT.divided(4), LARGE.divided(4), NEXT.divided(8), LARGE.divided(8), OLMO.divided(2)]
+DIVIDED += [KIMI, KIMI.divided(8)]
 
 
 def update(q, k, v, log_decay, beta, store, read, write):
@@ -32,7 +46,8 @@ def scan(q, k, v, log_decay, beta, store, first, read, write):
 def inputs(model, *lead, slots, dtype, store):
     keys = shape(*lead, model.groups, model.state, dtype=dtype)
     values, heads = shape(*lead, model.heads, model.head_dim, dtype=dtype), shape(*lead, model.heads)
-    return keys, keys, values, heads, heads, shape(slots, model.heads, model.head_dim, model.state, dtype=store)
+    decays = shape(*lead, model.heads, model.state) if model.by_channel else heads
+    return keys, keys, values, decays, heads, shape(slots, model.heads, model.head_dim, model.state, dtype=store)
 
 
 def update_call(model, rows, steps, *, dtype=BF16, store=F32):
@@ -46,6 +61,7 @@ def scan_call(model, tiles, *, tile_size=128, dtype=BF16, store=F32):
 
 
 FEW = [("v5e", NEXT, 64, 4, F32), ("v6e", LARGE.divided(8), 64, 4, F32), ("tpu7x", NEXT.divided(8), 8, 1, BF16)]
+FEW += [("v6e", KIMI.divided(8), 64, 4, F32)]
 ALL = [(name, m, rows, steps, F32) for name in SLICES for m in DIVIDED for rows in (1, 64, 256) for steps in (1, 4)]
 ALL += [(name, m, 64, 4, BF16) for name in SLICES for m in DIVIDED]
 
@@ -63,6 +79,7 @@ FEW_SCANS = [
     ("v5e", NEXT.divided(8), 16, 128, F32),
     ("v6e", LARGE.divided(8), 16, 64, F32),
     ("tpu7x", OLMO, 4, 128, F32),
+    ("v6e", KIMI.divided(8), 16, 128, F32),
 ]
 ALL_SCANS = [(name, model, tiles, 128, F32) for name in SLICES for model in DIVIDED for tiles in (1, 16)]
 ALL_SCANS += [(name, model, 16, 64, BF16) for name in SLICES for model in DIVIDED]
