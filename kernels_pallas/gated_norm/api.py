@@ -3,9 +3,12 @@
     gate first (all known models): norm(y * silu(z)) * weight
     norm_before_gate:              norm(y) * weight * silu(z)
 
-where norm divides each of `groups` equal pieces of the channels by sqrt(mean of squares + eps). Source: the Mamba2
-block (Dao and Gu, 2024).
+with the sigmoid of z in place of its silu where that is asked for, and where norm divides each of `groups` equal pieces
+of the channels by sqrt(mean of squares + eps). Sources: the Mamba2 block (Dao and Gu, 2024); with the sigmoid, "Kimi
+Linear" (Kimi Team, 2025).
 """
+
+from typing import Literal
 
 from jaxtyping import Array, Float
 
@@ -28,6 +31,7 @@ def gated_rms_norm(
     groups: int,
     eps: float,
     norm_before_gate: bool = False,
+    activation: Literal["silu", "sigmoid"] = "silu",
     implementation: str | None = None,
 ) -> Float[Array, "*batch channels"]:
     """Gates y by z and normalises each group of channels, all in float32; the result is in y's dtype. Differentiable.
@@ -38,5 +42,6 @@ def gated_rms_norm(
     """
     check_groups("gated_rms_norm", y.shape[-1], groups)
     return dispatch.call(
-        "gated_rms_norm", NORM, implementation, y, z, weight, groups=groups, eps=eps, norm_before_gate=norm_before_gate
-    )
+        "gated_rms_norm", NORM, implementation, y, z, weight, groups=groups, eps=eps,
+        norm_before_gate=norm_before_gate, activation=activation,
+    )  # fmt: skip

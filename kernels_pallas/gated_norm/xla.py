@@ -9,23 +9,23 @@ from jax import lax
 F32 = jnp.float32
 
 
-def gated_rms_norm(y, z, weight, *, groups, eps, norm_before_gate=False):
+def gated_rms_norm(y, z, weight, *, groups, eps, norm_before_gate=False, activation="silu"):
     """See `api.gated_rms_norm`."""
     tpu, default = (
-        partial(_norm, scaled=scaled, groups=groups, eps=eps, norm_before_gate=norm_before_gate)
+        partial(_norm, scaled=scaled, groups=groups, eps=eps, norm_before_gate=norm_before_gate, activation=activation)
         for scaled in (_by_selection, _by_groups)
     )
     return lax.platform_dependent(y, z, weight, tpu=tpu, default=default) if groups > 1 else default(y, z, weight)
 
 
-def by_selection(y, z, weight, *, groups, eps, norm_before_gate=False):
+def by_selection(y, z, weight, *, groups, eps, norm_before_gate=False, activation="silu"):
     """The form for TPU."""
-    options = {"groups": groups, "eps": eps, "norm_before_gate": norm_before_gate}
+    options = {"groups": groups, "eps": eps, "norm_before_gate": norm_before_gate, "activation": activation}
     return _norm(y, z, weight, scaled=_by_selection, **options)
 
 
-def _norm(y, z, weight, *, scaled, groups, eps, norm_before_gate):
-    gate = jax.nn.silu(z.astype(F32))
+def _norm(y, z, weight, *, scaled, groups, eps, norm_before_gate, activation):
+    gate = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}[activation](z.astype(F32))
     value = y.astype(F32) if norm_before_gate else y.astype(F32) * gate
     out = scaled(value, groups, eps) * weight.astype(F32)
     return (out * gate if norm_before_gate else out).astype(y.dtype)

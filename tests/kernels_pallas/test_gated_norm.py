@@ -17,10 +17,12 @@ class Norm:
     implementation: str
 
     @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-    @pytest.mark.parametrize("norm_before_gate", [False, True])
+    @pytest.mark.parametrize(
+        "gating", [{}, {"norm_before_gate": True}, {"norm_before_gate": True, "activation": "sigmoid"}], ids=str
+    )
     @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
-    def test_equals_definition(self, shape, norm_before_gate, dtype):
-        draw, options = Draw(), {"groups": shape.groups, "eps": 1e-5, "norm_before_gate": norm_before_gate}
+    def test_equals_definition(self, shape, gating, dtype):
+        draw, options = Draw(), {"groups": shape.groups, "eps": 1e-5, **gating}
         for lead in [(5,), (2, 3)]:
             y, z = (draw.normal(*lead, shape.channels, dtype=dtype) for _ in range(2))
             y[0] *= 1e-3  # where eps counts
