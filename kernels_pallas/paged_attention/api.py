@@ -2,6 +2,9 @@
 the key of head h at index 2h and its value at 2h + 1 (the layout of JAX's ragged paged attention kernel). Query head i
 uses kv head i // (q_heads / kv_heads). Page 0 is nowhere: it may hold anything, is never read and never written. A
 cache may be narrower than the queries: keys and values are rounded once, when they are written.
+
+A cache with one entry for each token holds latents: all query heads share it, as key and as value ("DeepSeek-V2", 2024,
+section 2.1.2, with the projections of keys and values absorbed into those of queries and of the output).
 """
 
 from jaxtyping import Array, Float, Int
@@ -25,7 +28,7 @@ SEQUENCE = (dispatch.Implementation("xla", xla.attention_sequence),)
 def write_kv(
     kv: Float[Array, "pages page_size kv_entries head_dim"],
     k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"] | None,
     *,
     page: Int[Array, " tokens"],
     offset: Int[Array, " tokens"],
@@ -33,14 +36,16 @@ def write_kv(
 ) -> Float[Array, "pages page_size kv_entries head_dim"]:
     """Puts each token's key and value at (page, offset); those for page 0 are dropped. Donate kv: updated in place.
 
-    Numbers too large for a cache in 8 bits become the largest that it can hold.
+    Numbers too large for a cache in 8 bits become the largest that it can hold. Of latents v is None, and k [tokens, 1,
+    head_dim].
 
     Raises:
         ValueError: shapes that do not fit together.
         UnsupportedError: the implementation named does not exist or cannot run this call.
     """
-    if kv.shape[2] != 2 * k.shape[1]:
-        raise ValueError(f"write_kv: kv has shape {kv.shape}, expected keys and values of {k.shape[1]} heads")
+    if kv.shape[2] != (1 if v is None else 2 * k.shape[1]):
+        expected = "one entry, for latents" if v is None else f"keys and values of {k.shape[1]} heads"
+        raise ValueError(f"write_kv: kv has shape {kv.shape}, expected {expected}")
     return dispatch.call("write_kv", WRITE, implementation, kv, k, v, page=page, offset=offset)
 
 
@@ -90,9 +95,11 @@ def paged_attention(
         ValueError: shapes that do not fit together.
         UnsupportedError: the implementation named does not exist or cannot run this call.
     """
-    if kv.shape[2] % 2:
-        raise ValueError(f"paged_attention: kv has shape {kv.shape}, expected an even number of keys and values")
-    check_groups("paged_attention", q.shape[2], kv.shape[2] // 2)
+    if kv.shape[2] % 2 and kv.shape[2] != 1:
+        raise ValueError(
+            f"paged_attention: kv has shape {kv.shape}, expected an even number of keys and values, or one"
+        )
+    check_groups("paged_attention", q.shape[2], max(kv.shape[2] // 2, 1))
     return dispatch.call(
         "paged_attention", PAGED, implementation, q, kv, positions=positions, page_table=page_table,
         block_row=block_row, scale=scale, first_key=first_key,

@@ -38,6 +38,8 @@ def unsupported(q, kv, *, positions, page_table, block_row, scale, first_key=0):
     """Why this call cannot run, or None."""
     if 0 in (*q.shape, *page_table.shape):
         return "it is empty"
+    if kv.shape[2] == 1:
+        return "its keys are its values"
     if q.dtype != kv.dtype or q.dtype not in (jnp.bfloat16, jnp.float16, F32):
         return f"queries are {q.dtype}, keys and values {kv.dtype}"
     if offsets_overflow(kv):

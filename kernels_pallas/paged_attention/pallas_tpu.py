@@ -20,6 +20,8 @@ def unsupported(q, kv, *, positions, page_table, block_row, scale, first_key=0):
     """Why this call cannot run, or None."""
     if 0 in (*q.shape, *page_table.shape):
         return "it is empty"
+    if kv.shape[2] == 1:
+        return "its keys are its values"
     if first_key:
         return f"it hides the first {first_key} keys"
     if q.shape[3] % LANES:

@@ -22,7 +22,8 @@ def write_kv(kv, k, v, *, page, offset):
     for t in range(k.shape[0]):
         if page[t]:
             kv[page[t], offset[t], 0::2] = np.asarray(k[t]).astype(kv.dtype)
-            kv[page[t], offset[t], 1::2] = np.asarray(v[t]).astype(kv.dtype)
+            if v is not None:
+                kv[page[t], offset[t], 1::2] = np.asarray(v[t]).astype(kv.dtype)
     return kv
 
 
@@ -45,7 +46,8 @@ def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key
         for i, position in enumerate(positions[block]):
             if position >= first_key:
                 entries = np.stack([kv[table[p // size], p % size] for p in range(first_key, position + 1)])
-                out[block, i] = _attend(q[block, i], entries[:, 0::2], entries[:, 1::2], scale)
+                keys, values = entries[:, 0::2], entries[:, 1 % entries.shape[1] :: 2]  # of latents the same
+                out[block, i] = _attend(q[block, i], keys, values, scale)
     return out
 
 

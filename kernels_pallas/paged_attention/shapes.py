@@ -12,6 +12,13 @@ class Shape:
     kv_heads: int
     head_dim: int
     page_size: int = 16
+    latent: bool = False
+    """A token has one entry, which is key and value at once."""
+
+    @property
+    def entries(self) -> int:
+        """Of a token."""
+        return 1 if self.latent else 2 * self.kv_heads
 
     def small(self) -> "Shape":
         """The same page and kind of grouping, on sizes that a test can afford."""
@@ -25,6 +32,7 @@ SHAPES = (
     Shape("nemotron-3-nano", q_heads=32, kv_heads=2, head_dim=128, page_size=64),
     Shape("bamba-9b", q_heads=32, kv_heads=8, head_dim=128, page_size=32),
     Shape("granite-4.0-h-small", q_heads=32, kv_heads=8, head_dim=128),
+    Shape("kimi-linear-48b-a3b", q_heads=32, kv_heads=1, head_dim=576, latent=True),
     Shape("one kv head", q_heads=5, kv_heads=1, head_dim=24),
     Shape("a kv head for each query head", q_heads=3, kv_heads=3, head_dim=20, page_size=4),
 )

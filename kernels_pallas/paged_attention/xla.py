@@ -14,8 +14,8 @@ QUERIES = 128  # queries, and keys, per piece of `attention_sequence`
 
 def write_kv(kv, k, v, *, page, offset):
     """See `api.write_kv`."""
-    tokens, kv_heads, head_dim = k.shape
-    entries = _narrowed(jnp.stack([k, v], axis=2).reshape(tokens, 2 * kv_heads, head_dim), kv.dtype)
+    entries = k if v is None else jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])
+    entries = _narrowed(entries, kv.dtype)
     pages, size = kv.shape[:2]
     flat = jnp.where(page > 0, page * size + offset, 0)
     return write_slots(kv.reshape(pages * size, *kv.shape[2:]), entries, flat).reshape(kv.shape)
@@ -128,7 +128,7 @@ def _blocks(q, kv, positions, page_table, block_row):
     pages, padded with page 0 to whole pieces, and the number of keys in a piece.
     """
     blocks, q_len, q_heads, head_dim = q.shape
-    page_size, kv_heads = kv.shape[1], kv.shape[2] // 2
+    page_size, kv_heads = kv.shape[1], max(kv.shape[2] // 2, 1)
     repeats = q_heads // kv_heads
     # Enough keys to keep the products efficient, few enough to keep their scores in cache.
     wanted = 256 if repeats * q_len <= 64 else 128
@@ -149,11 +149,11 @@ def _attend_pages(kv, i, carry, q, positions, table, *, keys, scale, first_key):
     """The softmax of one block, carried on over piece i of its row's keys."""
     pages = keys // kv.shape[1]
     entries = read_slots(kv, lax.dynamic_slice_in_dim(table, i * pages, pages))
-    entries = entries.reshape(keys, -1, 2, kv.shape[3]).transpose(2, 1, 0, 3)  # [2, kv_heads, keys, head_dim]
+    entries = entries.reshape(keys, -1, min(kv.shape[2], 2), kv.shape[3]).transpose(2, 1, 0, 3)
     key = i * keys + jnp.arange(keys)
     # Values that no query sees may be NaN (a page's tail), and 0 * NaN is NaN.
     used = ((key >= first_key) & (key <= positions.max()))[:, None]
-    k, v = (jnp.where(used, entries[n], 0).astype(q.dtype) for n in (0, 1))
+    k, v = (jnp.where(used, one, 0).astype(q.dtype) for one in (entries[0], entries[-1]))  # of latents the same
     return _attend(carry, q, k, v, (key >= first_key) & (key <= positions[:, None]), scale)
 
 

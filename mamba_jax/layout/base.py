@@ -34,7 +34,7 @@ class Layout(Protocol):
         self,
         q: Float[Array, "T heads head_dim"],
         k: Float[Array, "T kv_heads head_dim"],
-        v: Float[Array, "T kv_heads head_dim"],
+        v: Float[Array, "T kv_heads head_dim"] | None,
         kv: Any,
         *,
         scale: float,
@@ -42,6 +42,7 @@ class Layout(Protocol):
     ) -> tuple[Float[Array, "T heads head_dim"], Any]:
         """Keeps k and v, then attends to all keys of the sequence from `first_key` up to each query's own position.
 
-        State: [pages, page_size, 2 * kv_heads, head_dim].
+        State: [pages, page_size, 2 * kv_heads, head_dim]. Without v, k [T, 1, head_dim] are latents, which are keys and
+        values at once: [pages, page_size, 1, head_dim].
         """
         ...

@@ -117,7 +117,7 @@ class PrefillLayout:
         self,
         q: Float[Array, "T heads head_dim"],
         k: Float[Array, "T kv_heads head_dim"],
-        v: Float[Array, "T kv_heads head_dim"],
+        v: Float[Array, "T kv_heads head_dim"] | None,
         kv: Float[Array, "pages page_size kv2 head_dim"],
         *,
         scale: float,

@@ -45,14 +45,14 @@ class SequenceLayout:
         self,
         q: Float[Array, "T heads head_dim"],
         k: Float[Array, "T kv_heads head_dim"],
-        v: Float[Array, "T kv_heads head_dim"],
+        v: Float[Array, "T kv_heads head_dim"] | None,
         kv: None,
         *,
         scale: float,
         first_key: int = 0,
     ) -> tuple[Float[Array, "T heads head_dim"], None]:
         # Causal attention from the first key on; the queries before it see nothing and give 0.
-        seen = [self.by_sequence(v)[:, first_key:] for v in (q, k, v)]
+        seen = [self.by_sequence(one)[:, first_key:] for one in (q, k, k if v is None else v)]
         out = attention_sequence(*seen, scale=scale)
         return jnp.pad(out, ((0, 0), (first_key, 0), (0, 0), (0, 0))).reshape(q.shape), None
 

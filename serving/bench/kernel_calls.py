@@ -189,7 +189,7 @@ def _conv(draw: Draw, shape: Any) -> Call:
 def _attention(draw: Draw, shape: Any) -> Call:
     pages = -(-CONTEXT // shape.page_size)
     q = draw(ROWS, 1, shape.q_heads, shape.head_dim)
-    kv = draw(1 + ROWS * pages, shape.page_size, 2 * shape.kv_heads, shape.head_dim)
+    kv = draw(1 + ROWS * pages, shape.page_size, shape.entries, shape.head_dim)
     options = {
         "positions": jnp.full((ROWS, 1), CONTEXT - 1, jnp.int32),
         "page_table": _i32(1 + np.arange(ROWS * pages).reshape(ROWS, pages)),

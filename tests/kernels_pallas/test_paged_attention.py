@@ -17,7 +17,7 @@ from kernels_pallas.paged_attention import (
 )
 
 SHAPES = [s.small() for s in shapes.SHAPES]
-PLAIN = SHAPES[0]
+PLAIN, LATENT = SHAPES[0], next(s for s in SHAPES if s.latent)
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 
 
@@ -26,7 +26,7 @@ def ints(values):
 
 
 def cache(draw, shape, pages, dtype=np.float32):
-    kv = draw.normal(pages, shape.page_size, 2 * shape.kv_heads, shape.head_dim, dtype=dtype)
+    kv = draw.normal(pages, shape.page_size, shape.entries, shape.head_dim, dtype=dtype)
     kv[0] = np.nan
     return kv
 
@@ -81,9 +81,10 @@ class Attention:
         self.check(shape, q_len, positions, [45, 3], [0, 0, 1, 0])
 
     @DTYPES
-    def test_decode_equals_definition(self, dtype):
+    @pytest.mark.parametrize("shape", [PLAIN, LATENT], ids=lambda s: s.name)
+    def test_decode_equals_definition(self, shape, dtype):
         positions = [[0, -1], [299, 300], [63, 64], [-1, -1], [15, -1]]
-        self.check(PLAIN, 2, positions, [1, 301, 65, 1, 16], range(5), dtype)
+        self.check(shape, 2, positions, [1, 301, 65, 1, 16], range(5), dtype)
 
     def test_long_rows(self):
         self.check(PLAIN, 128, [[*range(128)], [*range(128, 256)], [*range(256, 384)]], [384], [0, 0, 0])
@@ -136,6 +137,14 @@ class Pages:
         places = {"page": ints([2, 0, 4, 4, 1, 2]), "offset": ints([0, 0, 3, 4, 15, 1])}
         after = jitted(write_kv, implementation=self.implementation)(kv, k, v, **places)
         assert_same_bits(after, reference.write_kv(kv, k, v, **places))
+
+    @DTYPES
+    def test_write_latents(self, dtype):
+        draw = Draw()
+        kv, latents = cache(draw, LATENT, 5, dtype), draw.normal(3, 1, LATENT.head_dim)
+        places = {"page": ints([2, 0, 4]), "offset": ints([0, 0, 3])}
+        after = jitted(write_kv, implementation=self.implementation)(kv, latents, None, **places)
+        assert_same_bits(after, reference.write_kv(kv, latents, None, **places))
 
     @DTYPES
     def test_copy(self, dtype):
@@ -221,5 +230,7 @@ def test_refuses_heads_that_do_not_fit():
     places = on_device({"positions": ints([[0]]), "page_table": ints([[1]]), "block_row": ints([0])})
     with pytest.raises(ValueError, match="5 heads do not divide into 2 groups"):
         paged_attention(q, kv, **places, scale=1.0)
+    with pytest.raises((ValueError, TypeCheckError), match="kv"):
+        write_kv(kv, jnp.ones((1, 1, 4)), None, page=places["block_row"], offset=places["block_row"])
     with pytest.raises((ValueError, TypeCheckError), match="kv"):
         write_kv(kv, jnp.ones((1, 3, 4)), jnp.ones((1, 3, 4)), page=places["block_row"], offset=places["block_row"])
