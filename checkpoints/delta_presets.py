@@ -1,6 +1,7 @@
 """Published sizes of gated delta nets: fields of config.json, and how many parameters the text model has.
 
-Shapes: Alibaba's config.json as transformers, vLLM and tools that estimate memory quote it. Sizes: the models' names.
+Shapes: Alibaba's and Moonshot's config.json as transformers, vLLM and tools that estimate memory quote them. Sizes: the
+models' names.
 """
 
 from __future__ import annotations
@@ -82,5 +83,45 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
             "num_experts_per_tok": 8,
         },
         35e9,
+    ),
+    # The name does not count embedding and head; the files have 91.5 GiB in bfloat16.
+    "kimi-linear-48b-a3b": (
+        {
+            "model_type": "kimi_linear",
+            "vocab_size": 163840,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 32,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "mla_use_nope": True,
+            "linear_attn_config": {
+                "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+                "kda_layers": [n for n in range(1, 27) if n % 4],
+                "num_heads": 32,
+                "head_dim": 128,
+                "short_conv_kernel_size": 4,
+            },
+            "num_experts": 256,
+            "num_experts_per_token": 8,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 1024,
+            "moe_router_activation_func": "sigmoid",
+            "moe_renormalize": True,
+            "num_expert_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.446,
+            "first_k_dense_replace": 1,
+            "rms_norm_eps": 1e-5,
+            "model_max_length": 1048576,
+            "tie_word_embeddings": False,
+            "bos_token_id": 163584,
+            "eos_token_id": 163586,
+        },
+        49.1e9,
     ),
 }

@@ -17,6 +17,7 @@ from mamba_jax.config.errors import ModelConfigError, need
 from mamba_jax.config.feed_forward import ACTIVATIONS, MLPConfig, MoEConfig
 from mamba_jax.config.hybrid import (
     ATTENTION,
+    LATENT,
     MAMBA,
     MLP,
     MOE,
@@ -25,12 +26,14 @@ from mamba_jax.config.hybrid import (
     HybridConfig,
     SharedConfig,
 )
+from mamba_jax.config.latent_attention import LatentAttentionConfig
 from mamba_jax.config.mamba import MambaConfig
 
 __all__ = [
     "ACTIVATIONS",
     "ADDED_ONCE",
     "ATTENTION",
+    "LATENT",
     "MAMBA",
     "MLP",
     "MOE",
@@ -40,6 +43,7 @@ __all__ = [
     "AttentionConfig",
     "Division",
     "HybridConfig",
+    "LatentAttentionConfig",
     "MLPConfig",
     "MambaConfig",
     "MixerConfig",

@@ -1,10 +1,13 @@
-"""The mixer of gated delta nets (Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2024)."""
+"""The mixer of gated delta nets (Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2024).
+
+Kimi Delta Attention (Kimi Team, "Kimi Linear", 2025) is the same, but that every channel of a key decays on its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mamba_jax.config.declaration import (
     WHOLE,
@@ -38,6 +41,11 @@ class DeltaConfig(RecurrenceConfig):
     norm_eps: float
     beta_scale: float = 1.0
     """Writing strengths lie between 0 and this; above 1, states may have negative eigenvalues."""
+    decay: Literal["head", "channel"] = "head"
+    """What has a decay of its own: a value head, or each channel of its keys."""
+    gate_rank: int = 0
+    """Decays and the output's gate are products of two matrices, with so many channels between; 0: of one."""
+    output_gate: Literal["silu", "sigmoid"] = "silu"
     letter: str = DELTA
 
     def __post_init__(self) -> None:
@@ -62,18 +70,28 @@ class DeltaConfig(RecurrenceConfig):
         """Channels of the keys, and of the queries."""
         return self.num_groups * self.state_size
 
+    @property
+    def num_decays(self) -> int:
+        """Of a token."""
+        return self.num_heads * (self.state_size if self.decay == "channel" else 1)
+
     def state(self) -> tuple[StateArray, ...]:
         """The recurrent state, and windows of raw convolution inputs, oldest first: of values; of queries and keys.
 
         The tail of the recurrent state: what tokens added, by which key, and the decay, as
-        `kernels_pallas.delta_replay.DeltaTail` has them.
+        `kernels_pallas.delta_replay.DeltaTail` has them. There is none of decays by channel, which cannot be replayed.
         """
         window = self.conv_width - 1
         recurrent = (self.num_heads, self.head_dim, self.state_size)
-        return (
+        kept = (
             StateArray("delta", recurrent, Role.ACCUMULATED, self._heads(0)),
             StateArray("conv_v", (window, self.inner_size), Role.WINDOW, self._heads(1)),
             StateArray("conv_qk", (window, 2 * self.key_size), Role.WINDOW, self._groups(1, parts=2)),
+        )
+        if self.decay == "channel":
+            return kept
+        return (
+            *kept,
             StateArray("delta_u", (self.inner_size,), Role.STEERING, self._heads(0), Per.TAIL, of="delta"),
             # A device keeps the keys that its heads need, though it has computed all.
             StateArray("delta_k", (self.key_size,), Role.ACTIVATION, self._own_groups(), Per.TAIL, of="delta"),
@@ -82,13 +100,11 @@ class DeltaConfig(RecurrenceConfig):
 
     def parameters(self) -> Mapping[str, Placement]:
         by_heads, by_groups = self._heads(0), self._groups(0)
-        return {
+        found: dict[str, Placement] = {
             "q_proj.weight": by_groups,
             "k_proj.weight": by_groups,
             "v_proj.weight": by_heads,
-            "z_proj.weight": by_heads,
             "b_proj.weight": by_heads,
-            "a_proj.weight": by_heads,
             "conv_v.weight": by_heads,
             # Tiny: each device picks its own.
             "conv_qk.weight": WHOLE,
@@ -97,6 +113,12 @@ class DeltaConfig(RecurrenceConfig):
             "norm.weight": WHOLE,
             "out_proj.weight": self._heads(1),
         }
+        for gate in ("z_proj", "a_proj"):
+            if self.gate_rank:
+                found |= {f"{gate}.down.weight": WHOLE, f"{gate}.up.weight": by_heads}
+            else:
+                found[f"{gate}.weight"] = by_heads
+        return found
 
     def flops(self, context: int) -> int:
         return 7 * self.inner_size * self.state_size

@@ -8,9 +8,10 @@ from mamba_jax.config.attention import AttentionConfig
 from mamba_jax.config.declaration import BothMixers, MixerConfig, Per, RecurrenceConfig, StateArray
 from mamba_jax.config.errors import ModelConfigError, need, positive
 from mamba_jax.config.feed_forward import MLPConfig, MoEConfig
+from mamba_jax.config.latent_attention import LatentAttentionConfig
 from mamba_jax.config.mamba import MambaConfig
 
-MAMBA, ATTENTION, MLP, MOE, PARALLEL, SHARED = KINDS = "M*-EPZ"
+MAMBA, ATTENTION, LATENT, MLP, MOE, PARALLEL, SHARED = KINDS = "M*L-EPZ"
 """Kinds of sublayer, as in `HybridConfig.pattern`."""
 DRAFT_KINDS = ATTENTION + MLP + MOE
 """Those that a multi-token-prediction layer may have."""
@@ -37,11 +38,13 @@ class HybridConfig:
     vocab_size: int
     hidden_size: int
     pattern: str
-    """One character per sublayer: M Mamba, * attention, - MLP, E mixture of experts, P Mamba and attention in parallel
-    on the same input, Z Mamba whose input a shared transformer block has added to; or the letter of a recurrence."""
+    """One character per sublayer: M Mamba, * attention, L attention over latents, - MLP, E mixture of experts, P Mamba
+    and attention in parallel on the same input, Z Mamba whose input a shared transformer block has added to; or the
+    letter of a recurrence."""
     norm_eps: float
     mamba: MambaConfig | None = None
     attention: AttentionConfig | None = None
+    latent_attention: LatentAttentionConfig | None = None
     mlp: MLPConfig | None = None
     moe: MoEConfig | None = None
     shared: SharedConfig | None = None
@@ -80,7 +83,8 @@ class HybridConfig:
             if wrong := sorted(set(pattern) - set(allowed)):
                 raise ModelConfigError(f"layer pattern {pattern!r} has {wrong}: allowed are {', '.join(allowed)}")
         used = set(self.pattern + self.mtp_pattern)
-        for part, kinds in (("mamba", "MPZ"), ("attention", "*PZ"), ("mlp", "-Z"), ("moe", "E"), ("shared", "Z")):
+        needs = {"mamba": "MPZ", "attention": "*PZ", "latent_attention": "L", "mlp": "-Z", "moe": "E", "shared": "Z"}
+        for part, kinds in needs.items():
             if used & set(kinds) and getattr(self, part) is None:
                 raise ModelConfigError(f"layer pattern {self.pattern!r} needs the description of {part}")
         if self.mlp is not None and not isinstance(self.mlp.intermediate_size, int):
@@ -96,7 +100,13 @@ class HybridConfig:
         """
         if kind in (PARALLEL, SHARED):
             return BothMixers((("mamba", need(self.mamba)), ("attention", need(self.attention))))
-        parts = {MAMBA: self.mamba, ATTENTION: self.attention, MLP: self.mlp, MOE: self.moe}
+        parts = {
+            MAMBA: self.mamba,
+            ATTENTION: self.attention,
+            LATENT: self.latent_attention,
+            MLP: self.mlp,
+            MOE: self.moe,
+        }
         return need(parts[kind]) if kind in parts else self.recurrence(kind)
 
     def recurrence(self, letter: str) -> RecurrenceConfig:

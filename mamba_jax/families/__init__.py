@@ -14,6 +14,7 @@ from mamba_jax.families import (
     bamba,
     falcon_h1,
     granite,
+    kimi_linear,
     lfm2,
     mamba2,
     nemotron_h,
@@ -50,6 +51,7 @@ FAMILIES: tuple[Family, ...] = (
     qwen3_5.FAMILY,
     lfm2.FAMILY,
     olmo_hybrid.FAMILY,
+    kimi_linear.FAMILY,
 )
 
 _REGISTERED: list[Family] = []

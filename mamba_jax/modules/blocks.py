@@ -8,10 +8,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from mamba_jax.config import ATTENTION, MAMBA, MLP, MOE, PARALLEL, HybridConfig, need
+from mamba_jax.config import ATTENTION, LATENT, MAMBA, MLP, MOE, PARALLEL, HybridConfig, need
 from mamba_jax.layout import Layout
 from mamba_jax.modules.attention import Attention
 from mamba_jax.modules.basic import RMSNorm, scaled
+from mamba_jax.modules.latent_attention import LatentAttention
 from mamba_jax.modules.mamba import Mamba
 from mamba_jax.modules.mlp import MLP as MLPModule
 from mamba_jax.modules.moe import MoE
@@ -42,6 +43,8 @@ def make_mixer(kind: str, config: HybridConfig, *, mlp_index: int, rngs: nnx.Rng
         return Mamba(need(config.mamba), hidden, rngs=rngs, dtype=dtype)
     if kind == ATTENTION:
         return Attention(need(config.attention), hidden, rngs=rngs, dtype=dtype)
+    if kind == LATENT:
+        return LatentAttention(need(config.latent_attention), hidden, rngs=rngs, dtype=dtype)
     if kind == MLP:
         return MLPModule(need(config.mlp), hidden, index=mlp_index, rngs=rngs, dtype=dtype)
     if kind == MOE:

@@ -1,4 +1,6 @@
-"""The gated delta net's mixer (Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2024)."""
+"""The mixer of gated delta nets (Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2024), and of Kimi Delta
+Attention (Kimi Team, "Kimi Linear", 2025).
+"""
 
 from __future__ import annotations
 
@@ -72,8 +74,21 @@ def _replay(
 
 
 DELTA_RULE = Operation(_sequences, _tiles, _rows, _replay)
-"""The gated delta rule. Inputs: q and k [T, groups, state], v [T, heads, head_dim], log_decay and beta [T, heads]; no
-parameters; state: [slots, heads, head_dim, state]. With beta = 0 a token of padding is exactly a no-op."""
+"""The gated delta rule. Inputs: q and k [T, groups, state], v [T, heads, head_dim], log_decay [T, heads] or [T, heads,
+state], beta [T, heads]; no parameters; state: [slots, heads, head_dim, state]. With beta = 0 a token of padding is
+exactly a no-op. It is replayed with decays by head alone."""
+
+
+class LowRank(nnx.Module):
+    """A product of two matrices, with few channels between them."""
+
+    def __init__(self, inputs: int, rank: int, outputs: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        self.down = Linear(inputs, rank, rngs=rngs, dtype=dtype)
+        self.up = Linear(rank, outputs, rngs=rngs, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "*batch inputs"], *, out_dtype: DTypeLike | None = None) -> Array:
+        """`out_dtype` is that of the result; x's own if None."""
+        return self.up(self.down(x), out_dtype=out_dtype)
 
 
 class Delta(nnx.Module):
@@ -92,12 +107,17 @@ class Delta(nnx.Module):
         def project(outputs: int) -> Linear:
             return Linear(hidden_size, outputs, rngs=rngs, dtype=dtype)
 
+        def project_gate(outputs: int) -> Linear | LowRank:
+            if config.gate_rank:
+                return LowRank(hidden_size, config.gate_rank, outputs, rngs=rngs, dtype=dtype)
+            return project(outputs)
+
         self.q_proj, self.k_proj = project(keys), project(keys)
-        self.v_proj, self.z_proj = project(inner), project(inner)
-        self.b_proj, self.a_proj = project(heads), project(heads)
+        self.v_proj, self.z_proj = project(inner), project_gate(inner)
+        self.b_proj, self.a_proj = project(heads), project_gate(config.num_decays)
         self.conv_v = Conv(inner, width, bias=False, rngs=rngs, dtype=dtype)
         self.conv_qk = Conv(2 * keys, width, parts=2, bias=False, rngs=rngs, dtype=dtype)
-        self.dt_bias = nnx.Param(initial_dt_bias(rngs, heads))
+        self.dt_bias = nnx.Param(initial_dt_bias(rngs, config.num_decays))
         self.a_log = nnx.Param(jnp.log(jnp.linspace(1, 16, heads, dtype=jnp.float32)))
         self.norm = Weight(jnp.ones(config.head_dim, dtype))
         self.out_proj = Linear(inner, hidden_size, rngs=rngs, dtype=dtype)
@@ -117,11 +137,21 @@ class Delta(nnx.Module):
 
         b, a = (project(x, out_dtype=jnp.float32) for project in (self.b_proj, self.a_proj))
         beta = jnp.maximum(config.beta_scale * jax.nn.sigmoid(b), _LEAST_BETA)
-        log_decay = -jnp.exp(self.a_log[...]) * jax.nn.softplus(a + self.dt_bias[...])
+        step = jax.nn.softplus(a + self.dt_bias[...])
+        rate = jnp.exp(self.a_log[...])
+        log_decay = -rate * step if config.decay == "head" else -rate[:, None] * step.reshape(*v.shape[:2], -1)
         q, k = (_unit(q) * config.state_size**-0.5).astype(q.dtype), _unit(k).astype(k.dtype)
         y, delta = layout.run(DELTA_RULE, (q, k, v, log_decay, beta), (), old["delta"])
         z = self.z_proj(x).reshape(y.shape)
-        y = gated_rms_norm(y, z, self.norm.weight[...], groups=1, eps=config.norm_eps, norm_before_gate=True)
+        y = gated_rms_norm(
+            y,
+            z,
+            self.norm.weight[...],
+            groups=1,
+            eps=config.norm_eps,
+            norm_before_gate=True,
+            activation=config.output_gate,
+        )
         out = self.out_proj(y.reshape(x.shape[0], -1))
         return out, None if state is None else {"delta": delta, "conv_v": conv_v, "conv_qk": conv_qk}
 

@@ -33,13 +33,15 @@ def test_the_draft_layer_of_nemotron_3_super_is_kept():
         ("qwen3.5-9b", 49.1, 32),
         ("qwen3.5-27b", 146.8, 64),
         ("qwen3.5-35b-a3b", 61.4, 20),
+        # Not reported: 20 states of 2 MiB with their windows, and 7 latents of 576 numbers.
+        ("kimi-linear-48b-a3b", 41.4, 7.875),
     ],
 )
 def test_state_of_a_sequence_is_as_large_as_users_report(name, slot_mib, kv_kib):
     # States in float32, windows and keys and values in bfloat16, without the draft layer.
     shape = StoreShape.of(dataclasses.replace(preset(name), mtp_pattern=""))
     assert shape.bytes_per_slot(jnp.bfloat16) / 2**20 == pytest.approx(slot_mib, abs=0.1)
-    assert shape.bytes_per_page(1, jnp.bfloat16) == kv_kib << 10
+    assert shape.bytes_per_page(1, jnp.bfloat16) == kv_kib * 1024
 
 
 def test_layers_are_as_many_as_published():
@@ -56,6 +58,7 @@ def test_layers_are_as_many_as_published():
         "qwen3-next-80b-a3b": (36, 12, 48),
         "qwen3.5-27b": (48, 16, 64),
         "qwen3.5-35b-a3b": (30, 10, 40),
+        "kimi-linear-48b-a3b": (20, 7, 27),
     }.items():
         config = preset(name)
         assert config.num_recurrent_layers == mamba, name

@@ -1,4 +1,4 @@
-"""Tiny models with other recurrences than Mamba2: gated delta nets and short convolutions.
+"""Tiny models with other recurrences than Mamba2: gated delta nets, Kimi Delta Attention and short convolutions.
 
 The delta nets have three key heads for six value heads, keys of 40 and values of 24.
 """
@@ -124,6 +124,40 @@ RECIPES = {
         },
         changes=_LFM2_CHANGES | {"routed_scaling_factor": 1.0},
         seed=82,
+    ),
+    "kimi": Recipe(
+        "KimiLinearForCausalLM",
+        {
+            "vocab_size": 331,
+            "hidden_size": 56,
+            "intermediate_size": 88,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "qk_nope_head_dim": 20,
+            "qk_rope_head_dim": 12,
+            "v_head_dim": 18,
+            "kv_lora_rank": 28,
+            "linear_num_heads": 5,
+            "linear_head_dim": 24,
+            "linear_conv_kernel_dim": 3,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "n_group": 3,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 2048,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        },
+        changes={"rms_norm_eps": 1e-2, "routed_scaling_factor": 1.0, "topk_group": 3, "norm_topk_prob": False},
+        seed=95,
     ),
     "olmo-hybrid": Recipe(
         "OlmoHybridForCausalLM",

@@ -63,7 +63,7 @@ def test_every_weight_of_a_checkpoint_is_used_once_and_every_parameter_filled(na
 
 
 # Names of later families have one prefix, or a longer one (which is a fixture of its own).
-@pytest.mark.parametrize("name", [name for name in FIXTURES if not name.startswith(("qwen", "lfm2", "olmo"))])
+@pytest.mark.parametrize("name", [name for name in FIXTURES if not name.startswith(("qwen", "lfm2", "olmo", "kimi"))])
 def test_both_prefixes_are_found(name):
     config, stored = read(name)
     swapped = set()
@@ -138,7 +138,8 @@ def test_an_empty_config_has_the_defaults_of_transformers(model_type):
     config = families.config_from_hf({"model_type": model_type})
     assert families.weight_names(config).keys() == parameters(HybridModel.abstract(config)).keys()
     assert model_type in families.family_of(config).model_types
-    defaults = {"olmo_hybrid": (100257,)} | {one: () for one in TYPES if one.startswith("qwen")}
+    defaults = {"olmo_hybrid": (100257,), "kimi_linear": (163586,)}
+    defaults |= {one: () for one in TYPES if one.startswith("qwen")}
     assert config.eos_token_ids == defaults.get(model_type, (2,))
 
 
@@ -239,6 +240,18 @@ def test_heads_and_widths_that_follow_from_others():
     assert zamba.mlp.intermediate_size == 256
 
 
+def test_kimi_in_the_words_of_transformers_and_of_its_makers():
+    ours = {"linear_attn_config": {"kda_layers": [1, 2, 4], "full_attn_layers": [3], "num_heads": 5, "head_dim": 24}}
+    ours |= {"num_hidden_layers": 4, "first_k_dense_replace": 2, "num_experts": 6, "num_experts_per_token": 2}
+    theirs = {"layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"], "linear_num_heads": 5}
+    theirs |= {"linear_head_dim": 24, "num_hidden_layers": 4, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2}
+    theirs |= {"num_local_experts": 6, "num_experts_per_tok": 2}
+    one, other = (families.config_from_hf({"model_type": "kimi_linear", **raw}) for raw in (ours, theirs))
+    assert one == other
+    assert one.pattern == "D-D-LEDE"
+    assert families.config_from_hf({"model_type": "kimi_linear"}).pattern.count("L") == 6
+
+
 def test_zamba_blocks_are_tied_with_the_head():
     zamba = {"model_type": "zamba2", "layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid"]}
     assert families.config_from_hf({**zamba, "num_mem_blocks": 2}).shared.num_blocks == 2
@@ -271,6 +284,11 @@ def test_zamba_blocks_are_tied_with_the_head():
         ({"model_type": "mamba2", "time_step_limit": [1.0, 0.5]}, "step sizes limited to 1.0..0.5"),
         ({"model_type": "granitemoehybrid", "position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
         ({"model_type": "zamba2", "n_mamba_heads": 7}, "5120 Mamba channels in 7 heads"),
+        ({"model_type": "kimi_linear", "q_lora_rank": 8}, "q_lora_rank is 8: only null is supported"),
+        ({"model_type": "kimi_linear", "mla_use_nope": False}, "mla_use_nope is False: only True"),
+        ({"model_type": "kimi_linear", "linear_attn_config": 3}, "linear_attn_config is 3: an object"),
+        ({"model_type": "kimi_linear", "linear_attn_config": {"kda_layers": [1]}}, "the layers 1 to 27, each once"),
+        ({"model_type": "kimi_linear", "mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries, for 27 layers"),
     ],
 )
 def test_what_is_not_supported_is_refused(fields, message):

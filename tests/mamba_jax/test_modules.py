@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mamba_jax.config import ACTIVATIONS, AttentionConfig, MambaConfig, MLPConfig, RopeConfig
+from mamba_jax.config import ACTIVATIONS, AttentionConfig, LatentAttentionConfig, MambaConfig, MLPConfig, RopeConfig
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import parameters
 from mamba_jax.modules.attention import Attention
 from mamba_jax.modules.basic import Linear, RMSNorm, activation
+from mamba_jax.modules.latent_attention import LatentAttention
 from mamba_jax.modules.mamba import Mamba
 from mamba_jax.modules.mlp import MLP
 from mamba_jax.modules.moe import MoE
@@ -152,6 +153,25 @@ def test_first_key_hides_what_comes_before_and_moves_the_origin():
     x = tokens(7)
     whole = jax.jit(lambda m, x: m(x, SequenceLayout.of(1, 7), None, first_key=1)[0])(attention, x)
     np.testing.assert_allclose(whole[1:], run(attention, x[1:]), atol=1e-6)
+
+
+def test_latent_attention_equals_attention_with_keys_and_values_made():
+    config = LatentAttentionConfig(
+        num_heads=3, key_size=5, shared_key_size=4, value_size=6, latent_size=8, norm_eps=1e-3
+    )
+    (attention, w), length = made(LatentAttention, config, HIDDEN), 9
+    x = tokens(length)
+    y = run(attention, x)
+    x = np.asarray(x, np.float64)
+    latent, shared = np.split(x @ w["latent_proj.weight"].T, [8], axis=1)
+    latent = latent / np.sqrt((latent**2).mean(-1, keepdims=True) + 1e-3) * w["norm.weight"]
+    q, out = (x @ w["q_proj.weight"].T).reshape(length, 3, 9), []
+    for h in range(3):
+        k = np.concatenate([latent @ w["k_up.weight"][h].T, shared], axis=1)
+        scores = np.where(np.tri(length, dtype=bool), q[:, h] @ k.T / 3, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        out.append(weights / weights.sum(-1, keepdims=True) @ (latent @ w["v_up.weight"][h].T))
+    np.testing.assert_allclose(y, np.concatenate(out, axis=1) @ w["o_proj.weight"].T, atol=1e-5)
 
 
 @pytest.mark.parametrize("limit", [(0.0, np.inf), (0.4, 0.6)])

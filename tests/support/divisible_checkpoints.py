@@ -53,6 +53,12 @@ FAMILIES = {
         {"num_hidden_layers": 2, "layer_types": _MIXED, "linear_num_key_heads": 1, "num_attention_heads": 4},
         drafts="mtp",
     ),
+    # Latents, of which every device has all.
+    "kimi": Case(
+        "kimi",
+        {"num_hidden_layers": 2, "layer_types": _MIXED, "mlp_layer_types": ["dense", "sparse"]}
+        | {"linear_num_heads": 4, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 332},
+    ),
 }
 MORE = {
     # Norms of all heads' queries and keys, whose squares the devices add up.

@@ -14,7 +14,7 @@ from mamba_jax.model import HybridModel
 FIXTURES = Path(__file__).parents[1] / "golden"
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/goldens.npz"))
 
-BY_STEPS = ("nemotronh-moe", "bamba", "granite-nope", "falconh1", "mamba2", "zamba2", "qwen3next")
+BY_STEPS = ("nemotronh-moe", "bamba", "granite-nope", "falconh1", "mamba2", "zamba2", "qwen3next", "kimi")
 """Fixtures whose steps are compiled by default, one of each family; `--slow` runs all. Compiling is what takes time."""
 
 TO_HUGGING_FACE = 2e-4

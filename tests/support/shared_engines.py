@@ -50,6 +50,7 @@ TAGGED = {
     "falconh1": (False,),
     "delta": (False,),
     "short_conv": (False,),
+    "kimi": (False,),
 }
 """Whether a model's stores have tags (`debug_state`): with tags, programs are others."""
 PROGRAMS = {name: 2 + 2 * len(kinds) for name, kinds in TAGGED.items()}

@@ -3,6 +3,7 @@
 from mamba_jax.config import (
     AttentionConfig,
     HybridConfig,
+    LatentAttentionConfig,
     MambaConfig,
     MLPConfig,
     MoEConfig,
@@ -149,6 +150,31 @@ FOR_ENGINES = {
         norm_eps=1e-5,
         recurrences=(ShortConvConfig(channels=ENGINE_HIDDEN, conv_width=3),),
         attention=_ENGINE_ATTENTION,
+        mlp=_ENGINE_MLP,
+    ),
+    # Kimi Delta Attention, and attention over latents.
+    "kimi": HybridConfig(
+        family="test",
+        vocab_size=ENGINE_VOCAB,
+        hidden_size=ENGINE_HIDDEN,
+        pattern="DL-D",
+        norm_eps=1e-5,
+        recurrences=(
+            DeltaConfig(
+                num_heads=3,
+                head_dim=8,
+                state_size=8,
+                num_groups=3,
+                conv_width=4,
+                norm_eps=1e-5,
+                decay="channel",
+                gate_rank=6,
+                output_gate="sigmoid",
+            ),
+        ),
+        latent_attention=LatentAttentionConfig(
+            num_heads=3, key_size=7, shared_key_size=5, value_size=6, latent_size=12, norm_eps=1e-6
+        ),
         mlp=_ENGINE_MLP,
     ),
     # One layer of each kind that keeps state, and a draft layer: to compile again and again.

@@ -12,7 +12,7 @@ from serving.cli.main import run
 from tests.support.golden_case import CLEAR_GAP, TO_HUGGING_FACE, Case
 
 QUICK = ("lfm2",)
-OTHERS = ("qwen3next", "qwen3next-dense", "qwen35", "qwen35-moe", "olmo-hybrid", "lfm2-moe")
+OTHERS = ("qwen3next", "qwen3next-dense", "qwen35", "qwen35-moe", "olmo-hybrid", "lfm2-moe", "kimi")
 WITH_DRAFT_LAYER = ("qwen3next", "qwen35", "qwen35-moe")
 
 

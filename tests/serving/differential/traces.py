@@ -33,7 +33,7 @@ from tests.support.tiny_configs import ENGINE_VOCAB
 
 PREFIXES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 48, 49)
 TAILS = (0, 0, 1, 3, 10)
-MODELS = ("nemotronh", "nemotronh", "mamba2", "falconh1", "delta", "short_conv")
+MODELS = ("nemotronh", "nemotronh", "mamba2", "falconh1", "delta", "short_conv", "kimi")
 COUNTED = (
     "preemptions", "withdrawn", "states_evicted", "pages_evicted", "page_copies", "full_hits", "cached_tokens",
     "drafts_cut", "anchors",

@@ -36,6 +36,7 @@ slow = pytest.mark.slow
         pytest.param("qwen35-moe", "mtp", marks=slow),
         pytest.param("qwen3next-dense", "ngram", marks=slow),
         pytest.param("lfm2", "ngram", marks=slow),
+        pytest.param("kimi", "ngram", marks=slow),
     ],
 )
 def test_answers_are_those_of_hugging_face(name, drafts, monkeypatch):
