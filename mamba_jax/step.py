@@ -25,7 +25,7 @@ from mamba_jax.layout.replay import ReplayLayout
 from mamba_jax.prompt_logprobs import prompt_logprobs
 from mamba_jax.rounding import RoundedRows
 from mamba_jax.rows import Rows
-from mamba_jax.sampling import Asked, Emission, choose, has_penalties, once_if, report_logprobs
+from mamba_jax.sampling import Asked, Emission, choose, has_penalties, report_logprobs
 from mamba_jax.sampling.masks import MaskBatch, write_masks
 from mamba_jax.state_checks import shared_writes, wrong_tags, wrong_tails
 from mamba_jax.store import SlotArrays, Store, load, put
@@ -353,21 +353,15 @@ def _commit(
     seat_of = jnp.where(row_id > 0, row_id, outside)
     newest = _newest(emission)
     emitting = jnp.where(emission.count > 0, seat_of, outside)
-    counted = jnp.where(has_penalties(rows.sampling)[row_id], emitting, outside)
-    places = jnp.where(emission.tokens >= 0, counted[:, None], outside)
-    # Only where something is counted: a TPU would fetch the whole table, and store it, to write nothing.
-    counts = once_if(
-        (counted < outside).any(),
-        lambda counts: counts.at[places, emission.tokens].add(1, mode="drop"),
-        rows.output_counts,
-    )
+    counted = jnp.where(has_penalties(rows.sampling)[row_id], emitting, outside)[:, None]
+    counted = jnp.where(emission.tokens >= 0, counted, outside)
     return dataclasses.replace(
         rows,
         length=rows.length.at[seat_of].set(length, mode="drop"),
         slot=rows.slot.at[seat_of].set(slot, mode="drop"),
         anchor=None if rows.anchor is None or anchor is None else rows.anchor.at[seat_of].set(anchor, mode="drop"),
         last_token=rows.last_token.at[emitting].set(newest, mode="drop"),
-        output_counts=counts,
+        output_counts=rows.output_counts.at[counted, emission.tokens].add(1, mode="drop"),
     )
 
 

@@ -1,7 +1,7 @@
 """Choosing the next tokens: greedy and random sampling, penalties, verification of drafts, log-probabilities."""
 
 from mamba_jax.sampling.choose import Asked, Emission, choose, report_logprobs
-from mamba_jax.sampling.logits import has_penalties, once_if
+from mamba_jax.sampling.logits import has_penalties
 from mamba_jax.sampling.table import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -21,7 +21,6 @@ __all__ = [
     "choose",
     "has_penalties",
     "init_sampling_table",
-    "once_if",
     "report_logprobs",
     "sampling_row",
 ]
