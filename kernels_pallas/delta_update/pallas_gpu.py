@@ -22,8 +22,6 @@ def unsupported(q, k, v, log_decay, beta, store, *, read_slot, write_slot):
     """Why this call cannot run, or None."""
     if 0 in (*v.shape, *k.shape):
         return "it is empty"
-    if log_decay.ndim > 3:
-        return "every channel of a key decays on its own"
     if offsets_overflow(store):
         return "offsets into the store do not fit in 32 bits"
     if k.shape[3] % LEAST:

@@ -166,12 +166,13 @@ class Kernel(Update):
     test_real_sizes = None  # the interpreter takes minutes
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("shape", [s for s in SHAPES if not s.by_channel], ids=lambda s: s.name)
+    @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
     def test_equals_definition(self, update, shape):
         self.check(update, shape, np.float32)
 
-    def test_sizes(self, update):
-        self.check(update, ODD, np.float32)
+    @pytest.mark.parametrize("shape", [ODD, BY_CHANNEL], ids=lambda s: s.name)
+    def test_sizes(self, update, shape):
+        self.check(update, shape, np.float32)
 
     @pytest.mark.parametrize("shape", [ODD])
     def test_bfloat16(self, update, shape):
@@ -181,18 +182,11 @@ class Kernel(Update):
 class TestTpu(Kernel):
     implementation = "pallas_tpu_interpreted"
 
-    def test_by_channel(self, update):
-        self.check(update, BY_CHANNEL, np.float32)
-
 
 class TestGpu(Kernel):
     implementation = "pallas_gpu_interpreted"
 
     def test_says_what_it_cannot_run(self, update):
-        draw = Draw()
-        for shape, message in [
-            (dataclasses.replace(ODD, state=36), "keys have a size of 36, not a multiple of 8"),
-            (BY_CHANNEL, "every channel of a key decays on its own"),
-        ]:
-            with pytest.raises(UnsupportedError, match=message):
-                update(*layer(draw, shape, 1, 1), states(draw, shape, 3), **where([1], [[2]]))
+        draw, shape = Draw(), dataclasses.replace(ODD, state=36)
+        with pytest.raises(UnsupportedError, match="keys have a size of 36, not a multiple of 8"):
+            update(*layer(draw, shape, 1, 1), states(draw, shape, 3), **where([1], [[2]]))

@@ -47,7 +47,7 @@ def test_state_update_equals_xla(shape, store):
 
 
 @pytest.mark.parametrize("store", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", [s for s in delta_update_shapes.SHAPES if not s.by_channel], ids=lambda s: s.name)
+@pytest.mark.parametrize("shape", delta_update_shapes.SHAPES, ids=lambda s: s.name)
 def test_delta_update_equals_xla(shape, store):
     call = updates(shape, rows=min(shape.rows, 16), store=store, of=test_delta_scan, share=4)
     check_update(delta_update, *call, store)
