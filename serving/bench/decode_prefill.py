@@ -112,7 +112,7 @@ def host_time(llm: Any, batch: int, run: Any) -> dict[str, Any]:
 
     Wall time while the device computes: where the device is the same cores, it competes for them.
     """
-    from serving.engine.loop import LoopStats
+    from serving.engine.loop_stats import LoopStats
 
     loop = llm.engine.loop
     loop.stats = LoopStats()

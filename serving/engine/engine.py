@@ -23,10 +23,11 @@ from serving.core import (
 )
 from serving.engine.control import Control
 from serving.engine.grammars import Grammars
-from serving.engine.loop import HostOutput, PlanError, Settled, StepLoop
+from serving.engine.loop import PlanError, StepLoop
 from serving.engine.output import Choice, CompletionOutput, RequestMetrics, RequestOutput, token_logprobs
 from serving.engine.reasoning import ReasoningConstraint
 from serving.engine.request_error import RequestError, RequestFailed
+from serving.engine.results import HostOutput, Settled
 from serving.engine.sampling_params import SamplingParams
 from serving.engine.structured import Constraint
 from serving.engine.user_request import Member, UserRequest

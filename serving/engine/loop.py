@@ -8,20 +8,21 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import jax
 import numpy as np
 
-from mamba_jax.batch import DecodeBatch, PrefillBatch, PromptLogprobs, SeatBatch, StepOutput
+from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, StepOutput
 from mamba_jax.programs import Batch, StepPrograms, abstract
 from mamba_jax.rows import Rows
 from mamba_jax.sampling.masks import MaskBatch
 from mamba_jax.store import Store
-from serving.core import DecodeRow, Emitted, PrefillRow, RemoteState, Request, Scheduler, StepPlan, StepResult
+from serving.core import DecodeRow, RemoteState, Request, Scheduler, StepPlan, StepResult
 from serving.engine.batching import AnyBatch, BatchBuilder
-from serving.engine.draft_stats import DraftStats
+from serving.engine.loop_stats import LoopStats
+from serving.engine.results import Settled, StateError, not_finite, read_results, start_reading
 from serving.engine.row_inputs import RowInputs
 from serving.tiers.mover import Mover
 
@@ -40,81 +41,6 @@ class PlanError(RuntimeError):
     def __init__(self, message: str, requests: Sequence[Request]) -> None:
         super().__init__(message)
         self.requests = list(requests)
-
-
-class StateError(RuntimeError):
-    """`debug_state` found a row reading a slot that does not hold what it should: a bug, never the user's fault."""
-
-
-@dataclass
-class LoopStats:
-    """What the loop has done since it started."""
-
-    steps: int = 0
-    decode_rows: int = 0
-    prefill_tokens: int = 0
-    lockstep_steps: int = 0
-    """Times that the next step could not be planned before the last one was read: a row needs the host to know it."""
-    drafts: DraftStats = field(default_factory=DraftStats)
-    failures: int = 0
-    """Steps lost with their store; everything was computed again."""
-    not_finite: int = 0
-    """Choices that ended because their logits were NaN or infinite."""
-    plan_seconds: float = 0.0
-    """Scheduling and batch building."""
-    dispatch_seconds: float = 0.0
-    """Calls of compiled programs, compiling them included."""
-    wait_seconds: float = 0.0
-    """Waiting for results."""
-    settle_seconds: float = 0.0
-    """Crediting results to requests and making outputs of them."""
-
-    @property
-    def host_seconds_per_step(self) -> float:
-        """What the host does while it neither dispatches nor waits."""
-        return (self.plan_seconds + self.settle_seconds) / max(self.steps, 1)
-
-
-@dataclass
-class HostOutput:
-    """One program's results as host arrays. Log-probabilities are fetched only where a row wants them."""
-
-    tokens: np.ndarray
-    """[rows, H]; -1 = none."""
-    finite: np.ndarray
-    """[rows]: whether the logits were numbers."""
-    logprobs: np.ndarray | None = None
-    top_ids: np.ndarray | None = None
-    top_logprobs: np.ndarray | None = None
-    drafted: list[int] = field(default_factory=list)
-    """Drafts that each row had verified; empty where there cannot be any."""
-    prompt: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
-    """Of each packed prompt token: log-probability, ids of the likeliest, their log-probabilities."""
-
-    def emitted(self, count: int) -> list[list[int]]:
-        """The tokens of the first `count` rows."""
-        return [[token for token in row if token >= 0] for row in self.tokens[:count].tolist()]
-
-
-@dataclass
-class Settled:
-    """What one step gave: tokens by request, and beside them what the log-probabilities need."""
-
-    emitted: list[Emitted]
-    plan: StepPlan
-    decode: HostOutput | None
-    prefill: HostOutput | None
-    not_finite: list[Request]
-    """Ended, with nothing of them published: their logits were NaN or infinite."""
-    prompt_starts: list[int] = field(default_factory=list)
-    """For each prefill row, where its tokens begin in the packed stream."""
-
-    def place(self, row: DecodeRow | PrefillRow) -> tuple[HostOutput, int]:
-        """Results that a row is part of, and its index there."""
-        rows: Sequence[DecodeRow | PrefillRow] = self.plan.decode if isinstance(row, DecodeRow) else self.plan.prefill
-        lines = self.decode if isinstance(row, DecodeRow) else self.prefill
-        assert lines is not None
-        return lines, next(i for i, other in enumerate(rows) if other is row)
 
 
 @dataclass(frozen=True)
@@ -405,11 +331,11 @@ class StepLoop:
             self.run(mask)
         if arrays.decode is not None:
             decode = self.run(arrays.decode)
-            self._fetch(decode, plan.decode)
+            start_reading(decode, plan.decode)
             self.stats.decode_rows += len(plan.decode)
         if arrays.prefill is not None:
             prefill = self.run(arrays.prefill)
-            self._fetch(prefill, plan.prefill)
+            start_reading(prefill, plan.prefill)
             self.stats.prefill_tokens += sum(row.num_tokens for row in plan.prefill)
         if self.fault is not None:
             self.fault(plan)
@@ -446,22 +372,11 @@ class StepLoop:
                 guilty.append(row.request)
         return guilty
 
-    def _fetch(self, output: StepOutput | None, rows: Sequence[DecodeRow | PrefillRow]) -> None:
-        """Start copying what settling will read."""
-        assert output is not None
-        output.tokens.copy_to_host_async()
-        output.finite.copy_to_host_async()
-        if output.num_drafts is not None:
-            output.num_drafts.copy_to_host_async()
-        if any(row.request.sampling.logprobs is not None for row in rows):
-            for array in (output.logprobs, output.top_ids, output.top_logprobs):
-                array.copy_to_host_async()
-
     def _settle(self, flight: _Flight) -> Settled:
         plan = flight.plan
         begin = time.perf_counter()
-        decode = self._read(flight.decode, plan.decode)
-        prefill = self._read(flight.prefill, plan.prefill)
+        decode = read_results(flight.decode, plan.decode, check_tags=self._checks_tags)
+        prefill = read_results(flight.prefill, plan.prefill, check_tags=self._checks_tags)
         read = time.perf_counter()
         self.stats.wait_seconds += read - begin
         if self.programs.compilations == flight.compiled:
@@ -470,8 +385,8 @@ class StepLoop:
         self._last_read = read
         if decode is not None and decode.drafted:
             self.stats.drafts.add(decode.drafted, decode.tokens)
-        not_finite = [*_not_finite(decode, plan.decode), *_not_finite(prefill, plan.prefill)]
-        for request in not_finite:
+        broken = [*not_finite(decode, plan.decode), *not_finite(prefill, plan.prefill)]
+        for request in broken:
             self.stats.not_finite += 1
             self.scheduler.discard(request.request_id)
         result = StepResult(
@@ -479,29 +394,12 @@ class StepLoop:
             prefill=prefill.emitted(len(plan.prefill)) if prefill else [],
             drafted=decode.drafted if decode else [],
         )
-        settled = Settled(self.scheduler.settle(plan, result), plan, decode, prefill, not_finite)
+        settled = Settled(self.scheduler.settle(plan, result), plan, decode, prefill, broken)
         if prefill is not None and prefill.prompt is not None:
             starts = np.cumsum([0] + [row.num_tokens for row in plan.prefill])
             settled.prompt_starts = starts.tolist()
         self.stats.settle_seconds += time.perf_counter() - read
         return settled
-
-    def _read(self, output: StepOutput | None, rows: Sequence[DecodeRow | PrefillRow]) -> HostOutput | None:
-        if output is None:
-            return None
-        lines = HostOutput(np.asarray(output.tokens), np.asarray(output.finite))
-        if output.num_drafts is not None:
-            lines.drafted = np.asarray(output.num_drafts)[: len(rows)].tolist()
-        if any(row.request.sampling.logprobs is not None for row in rows):
-            lines.logprobs, lines.top_ids, lines.top_logprobs = (
-                np.asarray(x) for x in (output.logprobs, output.top_ids, output.top_logprobs)
-            )
-        prompt: PromptLogprobs | None = output.prompt_logprobs
-        if prompt is not None and any(row.request.prompt_logprobs for row in rows):
-            lines.prompt = (np.asarray(prompt.token), np.asarray(prompt.top_ids), np.asarray(prompt.top))
-        if self._checks_tags and bool(output.tag_error):
-            raise StateError("a row has read a state slot that does not hold the state after its own tokens")
-        return lines
 
     def _forget(self) -> None:
         """The donated store is lost. The next step starts from an empty one and computes again what was running."""
@@ -516,11 +414,3 @@ class StepLoop:
         if isinstance(error, (RuntimeError, MemoryError)) and not isinstance(error, StateError):
             return self._failed_in_a_row < MAX_FAILURES
         return False
-
-
-def _not_finite(lines: HostOutput | None, rows: Sequence[DecodeRow | PrefillRow]) -> list[Request]:
-    """Requests, not ended yet, of which nothing can come any more."""
-    if lines is None or lines.finite[: len(rows)].all():
-        return []
-    broken = [row.request for row, finite in zip(rows, lines.finite, strict=False) if not finite]
-    return [request for request in broken if not request.finished]

@@ -1,0 +1,103 @@
+"""What a step gave: results of its programs on the host, and the tokens they are for their requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mamba_jax.batch import PromptLogprobs, StepOutput
+from serving.core import DecodeRow, Emitted, PrefillRow, Request, StepPlan
+
+
+class StateError(RuntimeError):
+    """`debug_state` found a row reading a slot that does not hold what it should: a bug, never the user's fault."""
+
+
+@dataclass
+class HostOutput:
+    """One program's results as host arrays. Log-probabilities are fetched only where a row wants them."""
+
+    tokens: np.ndarray
+    """[rows, H]; -1 = none."""
+    finite: np.ndarray
+    """[rows]: whether the logits were numbers."""
+    logprobs: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+    drafted: list[int] = field(default_factory=list)
+    """Drafts that each row had verified; empty where there cannot be any."""
+    prompt: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+    """Of each packed prompt token: log-probability, ids of the likeliest, their log-probabilities."""
+
+    def emitted(self, count: int) -> list[list[int]]:
+        """The tokens of the first `count` rows."""
+        return [[token for token in row if token >= 0] for row in self.tokens[:count].tolist()]
+
+
+@dataclass
+class Settled:
+    """What one step gave: tokens by request, and beside them what the log-probabilities need."""
+
+    emitted: list[Emitted]
+    plan: StepPlan
+    decode: HostOutput | None
+    prefill: HostOutput | None
+    not_finite: list[Request]
+    """Ended, with nothing of them published: their logits were NaN or infinite."""
+    prompt_starts: list[int] = field(default_factory=list)
+    """For each prefill row, where its tokens begin in the packed stream."""
+
+    def place(self, row: DecodeRow | PrefillRow) -> tuple[HostOutput, int]:
+        """Results that a row is part of, and its index there."""
+        rows: Sequence[DecodeRow | PrefillRow] = self.plan.decode if isinstance(row, DecodeRow) else self.plan.prefill
+        lines = self.decode if isinstance(row, DecodeRow) else self.prefill
+        assert lines is not None
+        return lines, next(i for i, other in enumerate(rows) if other is row)
+
+
+def start_reading(output: StepOutput | None, rows: Sequence[DecodeRow | PrefillRow]) -> None:
+    """Begin to copy what `read_results` will want of these rows, without waiting for it."""
+    if output is None:
+        return
+    output.tokens.copy_to_host_async()
+    output.finite.copy_to_host_async()
+    if output.num_drafts is not None:
+        output.num_drafts.copy_to_host_async()
+    if any(row.request.sampling.logprobs is not None for row in rows):
+        for array in (output.logprobs, output.top_ids, output.top_logprobs):
+            array.copy_to_host_async()
+
+
+def read_results(
+    output: StepOutput | None, rows: Sequence[DecodeRow | PrefillRow], *, check_tags: bool
+) -> HostOutput | None:
+    """Wait for a program's results, and give what these rows, its first ones, want of them.
+
+    Raises:
+        StateError: `check_tags`, and a row has read another's state.
+    """
+    if output is None:
+        return None
+    lines = HostOutput(np.asarray(output.tokens), np.asarray(output.finite))
+    if output.num_drafts is not None:
+        lines.drafted = np.asarray(output.num_drafts)[: len(rows)].tolist()
+    if any(row.request.sampling.logprobs is not None for row in rows):
+        lines.logprobs, lines.top_ids, lines.top_logprobs = (
+            np.asarray(x) for x in (output.logprobs, output.top_ids, output.top_logprobs)
+        )
+    prompt: PromptLogprobs | None = output.prompt_logprobs
+    if prompt is not None and any(row.request.prompt_logprobs for row in rows):
+        lines.prompt = (np.asarray(prompt.token), np.asarray(prompt.top_ids), np.asarray(prompt.top))
+    if check_tags and bool(output.tag_error):
+        raise StateError("a row has read a state slot that does not hold the state after its own tokens")
+    return lines
+
+
+def not_finite(lines: HostOutput | None, rows: Sequence[DecodeRow | PrefillRow]) -> list[Request]:
+    """The requests, not ended yet, of which nothing can come any more: their logits were NaN or infinite."""
+    if lines is None or lines.finite[: len(rows)].all():
+        return []
+    broken = [row.request for row, finite in zip(rows, lines.finite, strict=False) if not finite]
+    return [request for request in broken if not request.finished]
