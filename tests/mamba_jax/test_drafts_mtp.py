@@ -20,6 +20,7 @@ WITH_MTP = dataclasses.replace(STEP, mtp_pattern="*-")
 WITH_TABLES = dataclasses.replace(WITH_MTP, own_mtp_embedding=True, own_mtp_head=True)
 PROMPT = [int(t) for t in np.random.default_rng(2).integers(0, STEP.vocab_size, 13)]
 MAIN = WITH_MTP.num_attention_uses
+LONGEST = 32
 
 
 def norm(x, weight):
@@ -60,7 +61,9 @@ def layer(pairs, config=WITH_MTP):
 
 def hidden_of(tokens, config=WITH_MTP):
     """The model's final hidden states, by the whole-sequence form."""
-    return np.asarray(decisive_model(config).hidden(np.array(tokens), SequenceLayout.of(1, len(tokens)), None)[0])
+    padded = np.zeros(LONGEST, np.int64)  # one length for all: each would be compiled anew
+    padded[: len(tokens)] = tokens
+    return np.asarray(decisive_model(config).hidden(padded, SequenceLayout.of(1, LONGEST), None)[0])[: len(tokens)]
 
 
 def assert_drafts(host, seat, tokens, table, config=WITH_MTP):
