@@ -90,9 +90,9 @@ class StoreSize:
         ]
         if self.replay_interval > 1:
             lines.append(
-                f"  replay: a running sequence has an anchor, a spare only while it nears the next of every "
-                f"{self.replay_interval} tokens, and {show_bytes(self.bytes_per_tail)} of inputs "
-                f"({show_bytes(self.tail_bytes)} in all)"
+                f"  replay: {self.running_slots / self.max_num_seqs:.2f} slots for each running sequence: an anchor, and a "
+                f"spare only while it nears the next of every {self.replay_interval} tokens; beside them "
+                f"{show_bytes(self.bytes_per_tail)} of inputs each ({show_bytes(self.tail_bytes)} in all)"
             )
         if self.num_pages:
             tokens = (self.num_pages - 1) * self.page_size

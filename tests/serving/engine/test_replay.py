@@ -242,6 +242,7 @@ def test_the_demo_model_says_the_same(mode, caplog, few_programs):
         assert (stats["anchors"] > 0) == (interval > 1)
     assert "a state every 16 tokens, replayed in between" in caplog.text
     assert "4 anchors and 4 spares for running sequences" in caplog.text
+    assert "2.00 slots for each running sequence" in caplog.text
     for one, other in zip(said[1], said[16], strict=True):
         for at, (token, wanted) in enumerate(zip(one.token_ids, other.token_ids, strict=True)):
             chances = sorted((entry.logprob for entry in one.logprobs[at].values()), reverse=True)
