@@ -1,5 +1,7 @@
 """Arrays go from one server to another, or it is said in time that they do not."""
 
+import contextlib
+import ctypes
 import time
 from pathlib import Path
 
@@ -91,6 +93,8 @@ def test_draining_takes_no_memory(pair):
 
 
 def _resident() -> int:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps some of what is freed, more of it in a process that has had much
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
 
