@@ -90,8 +90,8 @@ class StoreSize:
         ]
         if self.replay_interval > 1:
             lines.append(
-                f"  replay: {self.running_slots / self.max_num_seqs:.2f} slots for each running sequence: an anchor, and a "
-                f"spare only while it nears the next of every {self.replay_interval} tokens; beside them "
+                f"  replay: {self.running_slots / self.max_num_seqs:.2f} slots for each running sequence: an anchor, "
+                f"and a spare only while it nears the next of every {self.replay_interval} tokens; beside them "
                 f"{show_bytes(self.bytes_per_tail)} of inputs each ({show_bytes(self.tail_bytes)} in all)"
             )
         if self.num_pages:
