@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -58,6 +58,13 @@ class Share(BaseModel):
     salt: str | None = None
     beyond: int = Field(0, ge=0)
     """A state of no more than so many tokens is of no use."""
+
+
+class Tokens(BaseModel):
+    """A prompt's tokens and the salt of its cache: what the names of its states are made of."""
+
+    tokens: list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+    salt: str | None = None
 
 
 class Want(BaseModel):

@@ -25,6 +25,7 @@ from serving.core.tiers.journal import Event, Journal
 from serving.split.http.prompts import Kind, prompt_of
 from serving.split.http.sealed import sealed
 from serving.split.seal import Seal
+from serving.split.wire import Tokens
 
 MOST_READERS = 16
 _LOOK = 0.05
@@ -44,13 +45,6 @@ class Asked(BaseModel):
     body: dict[str, Any]
 
 
-class Tokens(BaseModel):
-    """Of its prompt; no more of it is computed."""
-
-    tokens: list[int]
-    salt: str | None
-
-
 def events_router(journal: Journal, *, model: str, seal: Seal | None = None) -> APIRouter:
     """The endpoints for routers. `model` is a digest of the weights. Only messages with `seal` count."""
     router = APIRouter(prefix="/internal", tags=["routing"], dependencies=[sealed(seal or Seal())])
@@ -66,6 +60,8 @@ def events_router(journal: Journal, *, model: str, seal: Seal | None = None) -> 
 
         async def counted() -> AsyncGenerator[bytes, None]:
             nonlocal readers
+            if readers >= MOST_READERS:
+                return  # others have begun since it was let in
             readers += 1
             try:
                 async for message in follow(journal, model, ending):

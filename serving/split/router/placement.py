@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from serving.core.tiers.directory import Resumable
 from serving.core.tiers.placing import price
 from serving.split.router.following import Following
 from serving.split.router.workers import Fleet, Remote, choose
 from serving.split.settings import RouterSettings
+from serving.split.wire import Tokens
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +33,6 @@ _LONGEST = 1 << 26
 """Bytes of an answer."""
 _TIERS = ("device", "host", "disk")
 """The fastest first."""
-
-
-class Tokens(BaseModel):
-    """What a prompt's names are made of."""
-
-    tokens: list[int]
-    salt: str | None = None
 
 
 @dataclass
@@ -73,7 +67,10 @@ class Placement:
             return Found(tokens=_guess(body))
         given = body.get("prompt")
         if kind == "completions" and isinstance(given, list) and all(isinstance(each, int) for each in given):
-            prompt = Tokens(tokens=given, salt=body.get("cache_salt"))
+            try:
+                prompt = Tokens(tokens=given, salt=body.get("cache_salt"))
+            except ValidationError:  # the worker says what is wrong with it
+                return Found(untold=True, tokens=_guess(body))
         else:
             asked = await self._ask(kind, content, headers)
             if asked is None:

@@ -376,6 +376,21 @@ def test_where_nobody_says_what_the_tokens_are_the_text_decides(trouble, monkeyp
     run(servers, test, decode=("a", "b"))
 
 
+@pytest.mark.parametrize("body", [{"prompt": [1 << 70]}, {"prompt": [-1]}, {"prompt": PROMPT, "cache_salt": 5}])
+def test_what_cannot_be_a_prompt_is_left_to_a_worker(body):
+    """It has no name, and a worker says best what is wrong with it."""
+    servers = Servers(a=Journal(B), b=Journal(B))
+    servers.journals["a"].stored("device", state_of(PROMPT))
+
+    async def test(fleet, following):
+        relay = Relay(fleet, RouterSettings.create(decode=("http://a",)), following)
+        await until(lambda: following.knows_any)
+        await ask(relay, body)
+        assert (relay.placement.stats.by_text, relay.placement.stats.untold) == (1, 1)
+
+    run(servers, test, decode=("a", "b"))
+
+
 def test_nobody_is_asked_where_there_is_no_choice():
     servers = Servers(a=Journal(B))
     servers.journals["a"].stored("device", state_of(PROMPT))
