@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import sys
 import tempfile
@@ -68,6 +69,17 @@ def _bounded_memory() -> Iterator[None]:
                         value.cache_clear()
         _drop_programs()
     assert peak < WORKER_BYTES, f"the tests of this file took {peak >> 20:,} MiB"
+
+
+@pytest.fixture(autouse=True)
+def _loggers_left_as_they_were() -> Iterator[None]:
+    """The command line sends its loggers to the stderr of that moment, which a test's capture closes at its end."""
+    loggers = [logging.getLogger(name) for name in ("serving", "checkpoints", "uvicorn")]
+    before = [(logger, logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    yield
+    for logger, handlers, propagate, level in before:
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

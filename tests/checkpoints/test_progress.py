@@ -6,8 +6,8 @@ from checkpoints import placing
 
 
 def test_loading(monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("checkpoints"), "propagate", True)
     monkeypatch.setattr(placing, "LINE_EVERY", -1.0)
-    with caplog.at_level(logging.INFO), placing.progress_bar("Loading it", 3_000_000_000, True) as advance:
+    caplog.set_level(logging.INFO, logger="checkpoints")
+    with placing.progress_bar("Loading it", 3_000_000_000, True) as advance:
         advance(1_500_000_000)
     assert caplog.messages == ["Loading it: 1.5 of 3.0 GB"]

@@ -178,7 +178,6 @@ def test_every_flag_says_what_becomes_of_it():
 
 def test_flags_of_our_own_are_left_alone(caplog):
     assert translate(["--kv-cache-dtype", "fp8"], own={"--kv-cache-dtype"}).words == ["--kv-cache-dtype", "fp8"]
-    logging.getLogger("serving").propagate = True
     with caplog.at_level(logging.INFO, logger="serving.cli"):
         assert in_own_words(["--page-size", "8", "--swap-space", "4"]) == ["--page-size", "8"]
     assert "--swap-space 4: has no effect: a preempted request is computed again" in caplog.text

@@ -11,8 +11,8 @@ import numpy as np
 from mamba_jax.drafts import mtp
 from mamba_jax.modules import conv as conv_module
 from mamba_jax.sampling import draws
+from serving.engine import loop
 from serving.engine.batching import BatchBuilder
-from serving.engine.loop import StepLoop
 from tests.serving.differential.faults import DRAFTS, LAYER, Patch, after_filling, step
 from tests.serving.differential.faults import fault as _fault
 
@@ -240,16 +240,16 @@ def penalty_counts_are_lost(patch: Patch) -> None:
 
 @fault(33, "the alternatives of a step's later tokens are those of its first", "A48")
 def alternatives_of_the_first_head(patch: Patch) -> None:
-    sound = StepLoop._read
+    sound = loop.read_results
 
-    def read(self, output, rows):
-        lines = sound(self, output, rows)
+    def read(output, rows, **rest):
+        lines = sound(output, rows, **rest)
         if lines is not None and lines.top_ids is not None:
             lines.top_ids = np.broadcast_to(lines.top_ids[:, :1], lines.top_ids.shape)
             lines.top_logprobs = np.broadcast_to(lines.top_logprobs[:, :1], lines.top_logprobs.shape)
         return lines
 
-    patch.setattr(StepLoop, "_read", read)
+    patch.setattr(loop, "read_results", read)
 
 
 @fault(31, "a row without drafts goes on from what the host knew when it planned", "A12 A13 B5")

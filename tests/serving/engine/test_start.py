@@ -96,10 +96,9 @@ def test_compiling_ends_with_the_engine(harness, watched):
     assert (engine.loop.batches.prefill_shapes[-1].tokens,) in shapes
 
 
-def test_the_log_says_what_is_coming_and_when_it_is_there(harness, watched, monkeypatch, caplog):
+def test_the_log_says_what_is_coming_and_when_it_is_there(harness, watched, caplog):
     engine, _, go_on = watched
-    monkeypatch.setattr(logging.getLogger("serving"), "propagate", True)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="serving"):
         warm_up(engine.loop, harness.vocab_size, progress=False, background=True)
         (coming,) = [record.message for record in caplog.records if "still coming" in record.message]
         assert "decode of 1 x 1" in coming
