@@ -6,6 +6,7 @@ bfloat16, so 127 times it is exact in float32, and what was rounded once comes o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -51,9 +52,7 @@ class Narrow:
 
     def bytes(self, shape: tuple[int, ...]) -> int:
         """What a state of this shape takes."""
-        count = 1
-        for size in shape:
-            count *= size
+        count = math.prod(shape)
         return 2 * count if self.dtype in _FLOATS else count + 2 * (count // shape[-1])
 
 

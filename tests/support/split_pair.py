@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import random
 
 from mamba_jax.drafts import MTPCache, MTPDrafts, NGramDrafts
@@ -140,6 +141,12 @@ class Pair:
     def name(self) -> str:
         self.count += 1
         return f"r{self.count}"
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one state, as it travels."""
+        specs = self.decode_side.worker.state.values()
+        return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
 
     def assert_idle(self):
         """Nothing is in use on either side, and nothing waits to be fetched."""

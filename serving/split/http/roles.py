@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import logging
 import socket
@@ -76,16 +77,17 @@ def open_role(settings: SplitSettings, built: Built, host: str, port: int, *, ke
     except TransportError as error:
         raise ConfigError(str(error)) from None
     worker, seal = Worker.of(built, transports), settings.seal
-    events = _events(built, worker, seal)
+    events, url = _events(built, worker, seal), f"http://{reached}:{port}"
+    offer = functools.partial(
+        PrefillSide,
+        worker,
+        lease=settings.lease,
+        max_lease=settings.max_lease,
+        max_kept=settings.max_kept,
+        max_copied_bytes=settings.max_transfer_bytes,
+    )
     if settings.role == "prefill":
-        side = PrefillSide(
-            worker,
-            lease=settings.lease,
-            max_lease=settings.max_lease,
-            max_kept=settings.max_kept,
-            max_copied_bytes=settings.max_transfer_bytes,
-        )
-        routers = [prefill_router(side, f"http://{reached}:{port}", seal=seal), *events]
+        routers = [prefill_router(offer(), url, seal=seal), *events]
         return OpenRole(routers, worker, reads=True, writes=False)
     worker.manifest = worker.manifest.model_copy(update={"converts_state": settings.convert_state})
     decode = DecodeSide(
@@ -96,17 +98,7 @@ def open_role(settings: SplitSettings, built: Built, host: str, port: int, *, ke
         max_arriving_bytes=settings.max_transfer_bytes,
         fail=built.engine.fail,
     )
-    sharing = None
-    if settings.share:
-        side = PrefillSide(
-            worker,
-            lease=settings.lease,
-            max_lease=settings.max_lease,
-            max_kept=settings.max_kept,
-            max_copied_bytes=settings.max_transfer_bytes,
-            computes=False,
-        )
-        sharing = side, f"http://{reached}:{port}"
+    sharing = (offer(computes=False), url) if settings.share else None
     router = decode_router(decode, seal=seal, allowed=settings.peer, keys=keys, sharing=sharing)
     return OpenRole([router, *events], worker, reads=sharing is not None, writes=True)
 

@@ -17,7 +17,7 @@ from serving.points.arrangement import Arrangement
 from serving.points.point import Piece, PointPrograms
 from serving.split import decode_side, prefill_side, worker
 from tests.serving.points import test_point
-from tests.serving.split import test_equal, test_manifest, test_sides
+from tests.serving.split import test_equal, test_manifest, test_side_bounds, test_sides
 from tests.support import split_pair
 
 
@@ -213,5 +213,5 @@ FAULTS = [
     Fault("what is held may be given to another before it is copied", "A52 issue: leases",
           around(core_scheduler, "hold", _old_hold), test_sides.test_full_handoff_and_reuse),
     Fault("leases never run out", "A52 issue: leases",
-          patch(prefill_side.PrefillSide, "sweep", lambda self: 0), test_sides.test_leases_run_out),
+          patch(prefill_side.PrefillSide, "sweep", lambda self: 0), test_side_bounds.test_leases_run_out),
 ]  # fmt: skip

@@ -26,12 +26,11 @@ def test_tokens_are_those_of_one_engine(mode, source):
             assert pair.decode_side.stats.failed == 0
 
 
-def test_keys_and_values_in_8_bits_travel_as_they_are():
-    narrow = {"kv_cache_dtype": "fp8"}
-    pair = Pair("all", "mtp", prefill=narrow, decode=narrow)
-    for length in (B - 1, 2 * B + 3):
+def assert_as_one_engine(pair, flags, lengths):
+    """Both handoffs of prompts of these lengths give what one engine with the same flags says."""
+    for length in lengths:
         prompt = tokens(length, length)
-        engine = build("none", **narrow).engine
+        engine = build("none", **flags).engine
         one = engine.add_request("alone", {"prompt_token_ids": prompt}, GREEDY)
         finish(engine)
         for handoff in ("full", "recompute-last"):
@@ -39,6 +38,12 @@ def test_keys_and_values_in_8_bits_travel_as_they_are():
             assert got.outputs[0].token_ids == one.outputs[0].token_ids
     pair.assert_idle()
     assert pair.decode_side.stats.failed == 0
+
+
+def test_keys_and_values_in_8_bits_travel_as_they_are():
+    narrow = {"kv_cache_dtype": "fp8"}
+    pair = Pair("all", "mtp", prefill=narrow, decode=narrow)
+    assert_as_one_engine(pair, narrow, (B - 1, 2 * B + 3))
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("int8", 0.01), ("bfloat16", 0.002)])
@@ -67,13 +72,4 @@ def test_where_rows_are_rounded_states_travel_wide():
     flags = {"checkpoint_dtype": "int8", "exact_reuse": True}
     pair = Pair("all", "none", prefill=flags, decode=flags)
     assert {str(spec.dtype) for spec in pair.prefill_side.worker.state.values()} == {"float32"}
-    for length in (B - 1, 2 * B + 3, 3 * B):
-        prompt = tokens(length, length)
-        engine = build("none", **flags).engine
-        one = engine.add_request("alone", {"prompt_token_ids": prompt}, GREEDY)
-        finish(engine)
-        for handoff in ("full", "recompute-last"):
-            got = pair.run(prompt, handoff)
-            assert got.outputs[0].token_ids == one.outputs[0].token_ids
-    pair.assert_idle()
-    assert pair.decode_side.stats.failed == 0
+    assert_as_one_engine(pair, flags, (B - 1, 2 * B + 3, 3 * B))

@@ -1,4 +1,4 @@
-"""What is sent, what is spared, what is let go, and what happens when something goes wrong."""
+"""What is sent, what is spared, and what happens when something goes wrong."""
 
 import dataclasses
 
@@ -7,8 +7,7 @@ import pytest
 
 from serving.points.point import PointPrograms
 from serving.split.http.roles import OpenRole
-from serving.split.prefill_side import TooMany
-from serving.split.wire import SplitError, SplitTimeout, Want
+from serving.split.wire import SplitError
 from tests.support.engines import finish
 from tests.support.split_pair import GREEDY, B, Pair, assert_as_alone, tokens
 
@@ -33,10 +32,6 @@ class Later:
 def run_some(engine, steps=3):
     for _ in range(steps):
         engine.step()
-
-
-def state_bytes(pair):
-    return sum(int(np.prod(spec.shape)) * spec.dtype.itemsize for spec in pair.decode_side.worker.state.values())
 
 
 @pytest.mark.parametrize("handoff", ["full", "recompute-last"])
@@ -75,7 +70,7 @@ def test_pages_there_and_state_not():
     before = pair.decode_side.stats.received_bytes
     assert_as_alone(whole, pair.run(whole))
     assert stats.pages == 1
-    assert stats.received_bytes - before == state_bytes(pair)
+    assert stats.received_bytes - before == pair.state_bytes
     pair.assert_idle()
 
 
@@ -277,42 +272,6 @@ def test_or_fails_its_request(fault):
     assert pair.decode.num_unfinished == 0
 
 
-def test_leases_run_out():
-    """Held or copied, nothing stays; who comes too late computes the prompt."""
-    pair = Pair("all")
-    now = [0.0]
-    side = pair.prefill_side
-    side._clock = lambda: now[0]
-    held, copied = pair.compute(PROMPT), pair.compute(tokens(4, 40))
-    peer = pair.peer
-    (name, transport) = next(iter(side.worker.transports.items()))
-    digest = side.worker.manifest.digest
-    peer.offer(Want(id=copied.id, start=0, unit=8, layers=1, transport=name, manifest=digest), 9.0)
-    assert (side.stats.held, side.stats.copies, side.stats.copied_bytes > 0) == (1, 1, True)
-    now[0] = 29.0
-    assert side.sweep() == 0
-    now[0] = 31.0
-    assert side.sweep() == 2
-    assert side.stats.expired == 2
-    assert not transport.offered
-    output = pair.add(PROMPT, held)
-    finish(pair.decode)
-    assert_as_alone(PROMPT, output)
-    assert pair.decode_side.stats.failed == 1
-    pair.assert_idle()
-
-
-def test_no_more_are_kept_than_may_be():
-    pair = Pair("all")
-    pair.prefill_side.max_kept = 2
-    tickets = [pair.compute(tokens(i, 20)) for i in range(2)]
-    with pytest.raises(TooMany, match="2 states wait"):
-        pair.compute(tokens(5, 20))
-    for ticket in tickets:
-        pair.peer.release(ticket.id, wanted=False)
-    pair.compute(tokens(5, 20))
-
-
 def test_a_lost_store_over_there():
     pair = Pair("all")
     ticket = pair.compute(PROMPT)
@@ -397,108 +356,3 @@ def test_a_roles_warm_up_is_all_it_needs():
     for length in (1, 7, 45, 69):
         assert_as_alone(tokens(length, length), pair.run(tokens(length, length)))
     assert [each.compilations for each in programs] == before
-
-
-# -- bounds --
-
-
-class Remembering:
-    """A peer that notes what it is told."""
-
-    def __init__(self, peer):
-        self._peer, self.renewed = peer, []
-
-    def __getattr__(self, name):
-        return getattr(self._peer, name)
-
-    def renew(self, ids):
-        self.renewed += ids
-        self._peer.renew(ids)
-
-
-def test_states_of_requests_that_wait_for_a_seat_are_not_let_go():
-    now = [0.0]
-    pair = Pair("all", decode={"max_num_seqs": 2})
-    pair.prefill_side._clock = lambda: now[0]
-    pair.peer = Remembering(pair.peer)
-    prompts = [tokens(20 + i, B + i) for i in range(8)]
-    tickets = [pair.compute(prompt) for prompt in prompts]
-    outputs = [pair.add(prompt, ticket) for prompt, ticket in zip(prompts, tickets, strict=True)]
-    while pair.decode.loop.busy:
-        now[0] += 5.0  # of a lease of 30
-        pair.decode_side.renew()
-        pair.prefill_side.sweep()
-        pair.decode.step()
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert_as_alone(prompt, output)
-    assert now[0] > 60
-    assert pair.prefill_side.stats.expired == 0
-    assert pair.decode_side.stats.arrived == len(prompts)
-    assert len(set(pair.peer.renewed)) == len(prompts)
-    pair.assert_idle()
-
-
-def test_copies_are_capped_in_bytes():
-    pair = Pair("all")
-    pair.prefill_side.max_copied_bytes = state_bytes(pair)
-    first, second = (pair.compute(tokens(30 + i, B + 3)) for i in range(2))
-    pair.prefill_side.offer(want_of(pair, first))
-    with pytest.raises(TooMany, match="bytes wait to be fetched"):
-        pair.prefill_side.offer(want_of(pair, second))
-    assert pair.prefill_side.kept == 2, "it can be asked for again"
-    pair.prefill_side.release(first.id, wanted=True)
-    pair.prefill_side.offer(want_of(pair, second))
-    pair.prefill_side.release(second.id, wanted=False)
-    pair.assert_idle()
-
-
-def want_of(pair, ticket):
-    worker = pair.decode_side.worker
-    return Want(
-        id=ticket.id, start=0, unit=worker.manifest.page_size, layers=worker.manifest.attention_layers,
-        transport="direct", manifest=pair.prefill_side.worker.manifest.digest,
-    )  # fmt: skip
-
-
-def test_arrivals_wait_for_room_and_not_for_ever():
-    pair = Pair("all", timeout=0.2)
-    side = pair.decode_side
-    side._arriving = side._max_arriving
-    prompt = tokens(40, B + 3)
-    output = pair.run(prompt)
-    assert_as_alone(prompt, output)
-    assert (side.stats.arrived, side.stats.failed) == (0, 1)
-    side._arriving = 0
-    assert_as_alone(tokens(41, B), pair.run(tokens(41, B)))
-    assert side.stats.arrived == 1
-    assert side._arriving == 0
-    pair.assert_idle()
-
-
-def test_who_does_not_answer_is_not_asked_by_the_next_ones():
-    class Silent(Remembering):
-        asked = 0
-
-        def offer(self, want, seconds):
-            self.asked += 1
-            raise SplitTimeout("no answer")
-
-    pair = Pair("all")
-    pair.peer = Silent(pair.peer)
-    for i in range(4):
-        prompt = tokens(50 + i, B + 3)
-        assert_as_alone(prompt, pair.run(prompt))
-    assert pair.peer.asked == 1
-    assert pair.decode_side.stats.failed == 4
-    pair.assert_idle()
-
-
-def test_a_request_that_has_waited_long_enough_waits_no_more():
-    pair = Pair("all")
-    ticket = pair.compute(tokens(60, B + 3)).model_copy(update={"patience": 1e-9})
-    output = pair.add(tokens(60, B + 3), ticket)
-    finish(pair.decode)
-    assert_as_alone(tokens(60, B + 3), output)
-    assert pair.decode_side.stats.failed == 1
-    pair.prefill_side.release(ticket.id, wanted=False)
-    pair.assert_idle()

@@ -43,14 +43,7 @@ def test_the_same_tokens_with_tiers(mode, source, tiers, tmp_path):
     folder = {"disk_cache": str(tmp_path)} if "disk" in tiers else {}
     engine = build(mode, source, **(SMALL | TIERS[tiers] | folder)).engine
     engine.loop.scheduler.tiers.prices = Free()
-    outputs = {}
-    for turn in range(1, 4):
-        for pair in ((0, 1), (2, 3), (4,)):
-            for talker in pair:
-                prompt = tuple(tokens(talker, min(19 * turn + talker, MAX_LEN - 14)))
-                outputs[prompt] = engine.add_request(f"{talker} {turn}", {"prompt_token_ids": list(prompt)}, GREEDY)
-            finish(engine)
-    for prompt, output in outputs.items():
+    for prompt, output in conversations(engine).items():
         assert_as_alone(prompt, output, (mode, source, tiers))
     scheduler = engine.loop.scheduler
     scheduler.check(idle=True)
@@ -71,7 +64,12 @@ def conversations(engine):
                 prompt = tuple(tokens(talker, min(19 * turn + talker, MAX_LEN - 14)))
                 outputs[prompt] = engine.add_request(f"{talker} {turn}", {"prompt_token_ids": list(prompt)}, GREEDY)
             finish(engine)
-    return {prompt: Continuation.of(output.outputs[0]) for prompt, output in outputs.items()}
+    return outputs
+
+
+def continuations(engine):
+    """What was said in these conversations, by prompt."""
+    return {prompt: Continuation.of(output.outputs[0]) for prompt, output in conversations(engine).items()}
 
 
 def differences(got, expected):
@@ -98,16 +96,16 @@ def test_checkpoints_in_fewer_bits(kind, bound):
     }.items():
         engine = build("all", "none", **(small | flags)).engine
         engine.loop.scheduler.tiers.prices = Free()
-        engines[name] = conversations(engine)
+        engines[name] = continuations(engine)
         stats = engine.loop.scheduler.stats()["tiers"]["host"]
         assert stats["arrived"] > 3, (name, stats)
         engine.close()
-    alone = conversations(build(None, "none", **cold).engine)
+    alone = continuations(build(None, "none", **cold).engine)
     most, _ = differences(engines["narrow"], alone)
     print(f"{kind}: {most:.5f} of a log-probability at most")
     assert 1e-5 < most < bound
     assert differences(engines["wide"], alone)[0] < 1e-4
-    rounded = conversations(build(None, "none", checkpoint_dtype=kind, exact_reuse=True, **cold).engine)
+    rounded = continuations(build(None, "none", checkpoint_dtype=kind, exact_reuse=True, **cold).engine)
     most, others = differences(engines["exact"], rounded)
     print(f"{kind}, exact reuse: {most:.6f}")
     assert others == 0
