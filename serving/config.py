@@ -149,6 +149,12 @@ class EngineConfig(BaseModel):
         None, ge=1, le=32, description="ngram: longest run of last tokens to look up. Unset: 4."
     )
     tensor_parallel_size: int = Field(1, ge=1, description="Number of devices that each layer is divided over.")
+    data_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="Number of replicas: engines with all of the weights that share the requests, each on "
+        "tensor_parallel_size devices of its own. Limits such as max_num_seqs and max_num_waiting are one replica's.",
+    )
     kernels: str = Field(
         "auto",
         description="Kernel implementation of each operation. auto: this platform's kernels, or plain XLA where "
@@ -276,6 +282,11 @@ class EngineConfig(BaseModel):
             raise ValueError(
                 f"checkpoint_dtype {self.checkpoint_dtype} is no narrower than ssm_dtype {self.ssm_dtype}; "
                 "auto or int8 are allowed"
+            )
+        if self.data_parallel_size > 1 and (self.host_cache_gib or self.disk_cache):
+            raise ValueError(
+                f"data_parallel_size {self.data_parallel_size} with host_cache_gib or disk_cache: tiers belong to one "
+                "engine; start a server for each replica, which may share one disk_cache"
             )
         low, high = self.ngram_bounds
         if low > high:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from mamba_jax.config import AttentionConfig, RopeConfig, need
 from mamba_jax.layout import Layout
 from mamba_jax.modules.basic import Linear, RMSNorm, scaled, scaled_by
-from mamba_jax.sharding.axis import AXIS, axis_index
+from mamba_jax.sharding.axis import TENSOR, axis_index
 
 
 class Attention(nnx.Module):
@@ -95,7 +95,7 @@ class Attention(nnx.Module):
         if x.shape[1] == whole:
             return norm(x)
         weight, wide = norm.weight[...], x.astype(jnp.float32)
-        mean = lax.psum(jnp.square(wide).sum(-1, keepdims=True), AXIS) / whole
+        mean = lax.psum(jnp.square(wide).sum(-1, keepdims=True), TENSOR) / whole
         factor = weight.astype(jnp.float32) + norm.offset
         return (wide * lax.rsqrt(mean + norm.eps) * factor).astype(weight.dtype)
 

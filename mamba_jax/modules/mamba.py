@@ -19,7 +19,7 @@ from mamba_jax.config import MambaConfig, need
 from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, ReplayLayout, SequenceLayout
 from mamba_jax.modules.basic import Linear, Weight, scaled
 from mamba_jax.modules.conv import Conv
-from mamba_jax.sharding.axis import AXIS, axis_index
+from mamba_jax.sharding.axis import TENSOR, axis_index
 from mamba_jax.store import SlotArrays
 
 # A step size of exactly 0 means padding; one that merely underflowed must not.
@@ -172,7 +172,7 @@ class Mamba(nnx.Module):
         value = y.astype(jnp.float32) * (1.0 if config.norm_before_gate else gate)
         own = jnp.arange(config.num_groups) == axis_index() * config.num_groups // devices
         squares = jnp.square(value).sum(-1, keepdims=True)
-        squares = jax.lax.psum(jnp.where(own, squares, 0), AXIS)
+        squares = jax.lax.psum(jnp.where(own, squares, 0), TENSOR)
         mean = jnp.where(own, squares, 0).sum(-1, keepdims=True) / (config.inner_size // config.num_groups)
         out = value * jax.lax.rsqrt(mean + config.norm_eps) * need(self.norm).weight[...].astype(jnp.float32)
         return (out * gate if config.norm_before_gate else out).astype(y.dtype)

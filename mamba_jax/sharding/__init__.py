@@ -6,7 +6,18 @@ devices tell each other for a sublayer (`across`). What lies between mixers is t
 """
 
 from mamba_jax.sharding.across import across, own_columns
-from mamba_jax.sharding.axis import AXIS, axis_index, axis_mesh, keep_whole, make_mesh, replicated, use_mesh
+from mamba_jax.sharding.axis import (
+    DATA,
+    EXPERT,
+    TENSOR,
+    axis_index,
+    axis_mesh,
+    keep_whole,
+    make_mesh,
+    replica_meshes,
+    replicated,
+    use_mesh,
+)
 from mamba_jax.sharding.partition import Partition
 from mamba_jax.sharding.place import (
     parameter_shardings,
@@ -17,7 +28,9 @@ from mamba_jax.sharding.place import (
 )
 
 __all__ = [
-    "AXIS",
+    "DATA",
+    "EXPERT",
+    "TENSOR",
     "Partition",
     "across",
     "axis_index",
@@ -26,6 +39,7 @@ __all__ = [
     "make_mesh",
     "own_columns",
     "parameter_shardings",
+    "replica_meshes",
     "replicate",
     "replicated",
     "shard_parameters",

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from mamba_jax.config import ADDED_ONCE, HybridConfig, ModelConfigError, Placement
 from mamba_jax.layout.sequence import SequenceLayout
-from mamba_jax.sharding.axis import AXIS, axis_index, axis_mesh
+from mamba_jax.sharding.axis import TENSOR, axis_index, axis_mesh
 from mamba_jax.sharding.parameters import placement
 from mamba_jax.sharding.partition import Partition
 
@@ -56,7 +56,7 @@ def across(
     mesh = axis_mesh()
     if mesh is None or isinstance(layout, SequenceLayout):
         return run({name: divided.module for name, divided in modules.items()}, layout, state, *inputs)
-    partition = Partition.of(config, mesh.shape[AXIS])
+    partition = Partition.of(config, mesh.shape[TENSOR])
     graphs, leaves, weights, specs = {}, {}, {}, {}
     for name, divided in modules.items():
         graphs[name], found = nnx.split(divided.module)
@@ -76,7 +76,7 @@ def across(
     def on_each_device(weights: Any, layout: Any, state: Any, *inputs: Any) -> tuple[Array, Any]:
         here = {name: rebuilt(name, weights[name]) for name in modules}
         y, state = run(here, layout, state, *inputs)
-        return lax.psum(y, AXIS), state
+        return lax.psum(y, TENSOR), state
 
     of_state = partition.state(state)
     whole = [P()] * len(inputs)

@@ -1,4 +1,9 @@
-"""The mesh axis that layers are divided over."""
+"""The axes of a mesh of devices, by name, and the meshes that programs run on.
+
+`DATA` counts replicas: each has all weights, a store and programs of its own, and nothing passes between them, so a
+program runs on the mesh of one replica, which does not have this axis. Along `TENSOR` lie the pieces of each layer and
+each state.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +20,15 @@ from jaxtyping import Array, Int
 
 from mamba_jax.config import ModelConfigError
 
-AXIS = "tp"
-"""Name of the one axis of the mesh."""
+DATA = "data"
+TENSOR = "tensor"
+EXPERT = TENSOR
+"""Whole experts lie along the axis of the pieces, where they divide: tokens are the same on all of its devices, so each
+computes what its own experts give, and one sum collects that along with everything else that a mixer gives in parts."""
 
 
 def make_mesh(shards: int, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of the first `shards` devices (of all processes), or of those given.
+    """The mesh of one replica: the first `shards` devices (of all processes), or of those given.
 
     Raises:
         ModelConfigError: there are not as many.
@@ -28,7 +36,23 @@ def make_mesh(shards: int, devices: Sequence[Any] | None = None) -> Mesh:
     found = list(jax.devices() if devices is None else devices)
     if len(found) < shards:
         raise ModelConfigError(f"tensor_parallel_size {shards}: JAX sees {len(found)} {found[0].platform} device(s)")
-    return Mesh(np.array(found[:shards]), (AXIS,), axis_types=(AxisType.Auto,))
+    return Mesh(np.array(found[:shards]), (TENSOR,), axis_types=(AxisType.Auto,))
+
+
+def replica_meshes(replicas: int, shards: int) -> list[Mesh]:
+    """A mesh for each replica, of `shards` devices that are its own.
+
+    Raises:
+        ModelConfigError: there are not as many.
+    """
+    found, wanted = jax.devices(), replicas * shards
+    if len(found) < wanted:
+        raise ModelConfigError(
+            f"data_parallel_size {replicas} with tensor_parallel_size {shards} takes {wanted} devices: JAX sees "
+            f"{len(found)} {found[0].platform} device(s)"
+        )
+    whole = Mesh(np.array(found[:wanted]).reshape(replicas, shards), (DATA, TENSOR))
+    return [make_mesh(shards, list(row)) for row in whole.devices]
 
 
 def use_mesh(mesh: Mesh | None) -> AbstractContextManager[Any]:
@@ -39,12 +63,12 @@ def use_mesh(mesh: Mesh | None) -> AbstractContextManager[Any]:
 def axis_mesh() -> Any:
     """The mesh of the program being traced, if that is one to divide layers over; otherwise None."""
     mesh = jax.sharding.get_abstract_mesh()
-    return mesh if tuple(mesh.axis_names) == (AXIS,) and mesh.shape[AXIS] > 1 else None
+    return mesh if tuple(mesh.axis_names) == (TENSOR,) and mesh.shape[TENSOR] > 1 else None
 
 
 def axis_index() -> Int[Array, ""]:
     """Which piece this device has; inside of `across` only."""
-    return jnp.asarray(lax.axis_index(AXIS))
+    return jnp.asarray(lax.axis_index(TENSOR))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -55,9 +79,9 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def split_last(x: Array) -> Array:
     """Tells the compiler to have the last dimension of x divided over the devices, if it divides evenly."""
     mesh = axis_mesh()
-    if mesh is None or x.shape[-1] % mesh.shape[AXIS]:
+    if mesh is None or x.shape[-1] % mesh.shape[TENSOR]:
         return x
-    return lax.with_sharding_constraint(x, PartitionSpec(*[None] * (x.ndim - 1), AXIS))
+    return lax.with_sharding_constraint(x, PartitionSpec(*[None] * (x.ndim - 1), TENSOR))
 
 
 def keep_whole(x: Array) -> Array:

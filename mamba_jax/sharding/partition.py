@@ -11,7 +11,7 @@ from typing import Any
 from jax.sharding import PartitionSpec as P
 
 from mamba_jax.config import Division, HybridConfig, ModelConfigError, Per, Placement, StateArray
-from mamba_jax.sharding.axis import AXIS
+from mamba_jax.sharding.axis import TENSOR
 from mamba_jax.sharding.parameters import placement, placements
 from mamba_jax.store import Store, StoreShape
 from mamba_jax.tails import Tails
@@ -120,4 +120,4 @@ def _state_spec(array: StateArray) -> P:
 
 
 def _spec(division: Division | None, *, leading: int = 0) -> P:
-    return P() if division is None else P(*[None] * (leading + division.axis), AXIS)
+    return P() if division is None else P(*[None] * (leading + division.axis), TENSOR)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from mamba_jax.config import HybridConfig
-from mamba_jax.sharding.axis import AXIS, replicated
+from mamba_jax.sharding.axis import TENSOR, replicated
 from mamba_jax.sharding.partition import Partition
 from mamba_jax.store import Store, StoreShape, init_store
 from mamba_jax.store_layout import placed
@@ -22,19 +22,19 @@ def parameter_shardings(config: HybridConfig, mesh: Mesh) -> Callable[[str], Nam
     Raises:
         ModelConfigError: the model does not divide over the mesh.
     """
-    partition = Partition.of(config, mesh.shape[AXIS])
+    partition = Partition.of(config, mesh.shape[TENSOR])
     return lambda path: NamedSharding(mesh, partition.parameter(path))
 
 
 def store_shardings(store: Store, config: HybridConfig, mesh: Mesh) -> Store:
     """Where each of the store's arrays belongs, in its structure: a sharding, or a `Format` (see `store_layout`)."""
-    specs = Partition.of(config, mesh.shape[AXIS]).store(store)
+    specs = Partition.of(config, mesh.shape[TENSOR]).store(store)
     return placed(StoreShape.of(config), store, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
 
 
 def sharded_store(config: HybridConfig, mesh: Mesh, **sizes: Any) -> Store:
     """As `init_store`, each device making its own piece only."""
-    shape = Partition.of(config, mesh.shape[AXIS]).store_shape(StoreShape.of(config))
+    shape = Partition.of(config, mesh.shape[TENSOR]).store_shape(StoreShape.of(config))
 
     def make() -> Store:
         return init_store(shape, **sizes)

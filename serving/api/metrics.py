@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -108,7 +108,7 @@ def _maker(kind: type[Histogram], registry: CollectorRegistry) -> Callable[..., 
 
 
 class _EngineCollector:
-    """The engine's own counters as metrics."""
+    """The engine's own counters as metrics. Of replicas each has its own, told apart by the label `engine`."""
 
     def __init__(self, model: str) -> None:
         self.stats: Mapping[str, Any] = {}
@@ -116,64 +116,76 @@ class _EngineCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
-        stats = self.stats
-        yield _gauge("model_info", "The model that is served.", {(("model", self._model),): 1})
-        if not stats:
+        yield _gauge("model_info", "The model that is served.", {(("model", self._model),): 1}).metric()
+        if not self.stats:
             return
-        loop = stats["loop"]
-        yield _gauge("requests_waiting", "Requests in the queue.", {(): stats["waiting"]})
-        yield _gauge("requests_running", "Requests that have a seat.", {(): stats["running"]})
-        yield _counter("requests_refused", "Requests refused because the queue was full.", {(): stats["refused"]})
-        yield _counter(
-            "requests_finished", "Requests (each choice by itself) by why they ended.",
-            {(("reason", str(reason)),): count for reason, count in stats["finished"].items()},
-        )  # fmt: skip
-        yield _counter("preemptions", "Requests returned to the queue for lack of memory.", {(): stats["preemptions"]})
-        for name, key, text in (
-            ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that were let in."),
-            ("cached_prompt_tokens", "cached_tokens", "Of those, tokens that did not have to be computed."),
-            ("generation_tokens", "output_tokens", "Output tokens."),
-            ("prefill_tokens", "prefill_tokens", "Tokens computed that were known beforehand."),
-            ("full_prefix_hits", "full_hits", "Requests that had nothing left to compute."),
-            ("pages_evicted", "pages_evicted", "Cached pages given up."),
-            ("states_evicted", "states_evicted", "Cached states given up."),
-            ("states_published", "states_published", "States that became findable."),
-            ("anchors", "anchors", "Under replay: states that decoding sequences have written and gone on from."),
-        ):
-            yield _counter(name, text, {(): stats[key]})
-        yield _counter(
-            "prefix_misses", "Requests of whose prompt nothing came from the cache, by why.",
-            {(("reason", reason),): count for reason, count in stats["misses"].items()},
-        )  # fmt: skip
-        for pool in ("slots", "pages"):
-            if pool in stats:
-                sizes = {(("state", state),): stats[pool][state] for state in ("free", "used", "cached")}
-                yield _gauge(pool, f"State {pool} by what they are." if pool == "slots" else "Pages.", sizes)
-        yield from _tiers(stats.get("tiers", {}))
-        drafts = loop["drafts"]
-        for name, key, text in (
-            ("draft_tokens", "drafted_at", "Draft tokens that were verified, by their place in the step."),
-            ("draft_tokens_accepted", "accepted_at", "Of those, the ones that were right."),
-        ):
-            yield _counter(name, text, {(("position", str(i + 1)),): n for i, n in enumerate(drafts[key])})
-        yield _counter("steps", "Steps of the engine.", {(): loop["steps"]})
-        yield _counter(
-            "lockstep_steps", "Times that a step waited for the last one's result: a row needs the host to know it.",
-            {(): loop["lockstep_steps"]},
-        )  # fmt: skip
-        yield _counter("step_failures", "Steps lost with all state; it was computed again.", {(): loop["failures"]})
-        yield _counter(
-            "outputs_not_finite", "Choices that ended because their logits were NaN or infinite.",
-            {(): loop["not_finite"]},
-        )  # fmt: skip
-        yield _counter(
-            "step_seconds", "Time of the engine's thread by what it did: wait is for the device, all else the host.",
-            {(("part", part),): loop[f"{part}_seconds"] for part in ("plan", "dispatch", "wait", "settle")},
-        )  # fmt: skip
-        yield _counter("compilations", "Programs compiled; must not grow once ready.", {(): stats["compilations"]})
+        if "engines" not in self.stats:
+            yield from (family.metric() for family in _families(self.stats))
+            return
+        whole: dict[str, _Family] = {}
+        for number, stats in enumerate(self.stats["engines"]):
+            for name, kind, text, values in _families(stats):
+                family = whole.setdefault(name, _Family(name, kind, text, {}))
+                family.values.update({(("engine", str(number)), *key): value for key, value in values.items()})
+        yield from (family.metric() for family in whole.values())
 
 
-def _tiers(tiers: Mapping[str, Mapping[str, float]]) -> Iterator[Metric]:
+def _families(stats: Mapping[str, Any]) -> Iterator[_Family]:
+    """What one engine has counted."""
+    loop = stats["loop"]
+    yield _gauge("requests_waiting", "Requests in the queue.", {(): stats["waiting"]})
+    yield _gauge("requests_running", "Requests that have a seat.", {(): stats["running"]})
+    yield _counter("requests_refused", "Requests refused because the queue was full.", {(): stats["refused"]})
+    yield _counter(
+        "requests_finished", "Requests (each choice by itself) by why they ended.",
+        {(("reason", str(reason)),): count for reason, count in stats["finished"].items()},
+    )  # fmt: skip
+    yield _counter("preemptions", "Requests returned to the queue for lack of memory.", {(): stats["preemptions"]})
+    for name, key, text in (
+        ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that were let in."),
+        ("cached_prompt_tokens", "cached_tokens", "Of those, tokens that did not have to be computed."),
+        ("generation_tokens", "output_tokens", "Output tokens."),
+        ("prefill_tokens", "prefill_tokens", "Tokens computed that were known beforehand."),
+        ("full_prefix_hits", "full_hits", "Requests that had nothing left to compute."),
+        ("pages_evicted", "pages_evicted", "Cached pages given up."),
+        ("states_evicted", "states_evicted", "Cached states given up."),
+        ("states_published", "states_published", "States that became findable."),
+        ("anchors", "anchors", "Under replay: states that decoding sequences have written and gone on from."),
+    ):
+        yield _counter(name, text, {(): stats[key]})
+    yield _counter(
+        "prefix_misses", "Requests of whose prompt nothing came from the cache, by why.",
+        {(("reason", reason),): count for reason, count in stats["misses"].items()},
+    )  # fmt: skip
+    for pool in ("slots", "pages"):
+        if pool in stats:
+            sizes = {(("state", state),): stats[pool][state] for state in ("free", "used", "cached")}
+            yield _gauge(pool, f"State {pool} by what they are." if pool == "slots" else "Pages.", sizes)
+    yield from _tiers(stats.get("tiers", {}))
+    drafts = loop["drafts"]
+    for name, key, text in (
+        ("draft_tokens", "drafted_at", "Draft tokens that were verified, by their place in the step."),
+        ("draft_tokens_accepted", "accepted_at", "Of those, the ones that were right."),
+    ):
+        yield _counter(name, text, {(("position", str(i + 1)),): n for i, n in enumerate(drafts[key])})
+    yield _counter("steps", "Steps of the engine.", {(): loop["steps"]})
+    yield _counter(
+        "lockstep_steps", "Times that a step waited for the last one's result: a row needs the host to know it.",
+        {(): loop["lockstep_steps"]},
+    )  # fmt: skip
+    yield _counter("step_failures", "Steps lost with all state; it was computed again.", {(): loop["failures"]})
+    yield _counter(
+        "outputs_not_finite", "Choices that ended because their logits were NaN or infinite.",
+        {(): loop["not_finite"]},
+    )  # fmt: skip
+    yield _counter(
+        "step_seconds", "Time of the engine's thread by what it did: wait is for the device, all else the host.",
+        {(("part", part),): loop[f"{part}_seconds"] for part in ("plan", "dispatch", "wait", "settle")},
+    )  # fmt: skip
+    yield _counter("compilations", "Programs compiled; must not grow once ready.", {(): stats["compilations"]})
+
+
+def _tiers(tiers: Mapping[str, Mapping[str, float]]) -> Iterator[_Family]:
     """What is held below the device, if anything is."""
     if not tiers:
         return
@@ -199,20 +211,26 @@ def _tiers(tiers: Mapping[str, Mapping[str, float]]) -> Iterator[Metric]:
         yield _counter(name, text, by_tier(key))
 
 
-def _gauge(name: str, text: str, values: Mapping[Any, float]) -> Metric:
-    return _family(GaugeMetricFamily, name, text, values)
+def _gauge(name: str, text: str, values: dict[Any, float]) -> _Family:
+    return _Family(name, GaugeMetricFamily, text, values)
 
 
-def _counter(name: str, text: str, values: Mapping[Any, float]) -> Metric:
-    return _family(CounterMetricFamily, name, text, values)
+def _counter(name: str, text: str, values: dict[Any, float]) -> _Family:
+    return _Family(name, CounterMetricFamily, text, values)
 
 
-def _family(
-    kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, values: Mapping[Any, float]
-) -> Metric:
-    # Keys are tuples of (label, value) pairs.
-    names = [label for label, _ in next(iter(values), ())]
-    family = kind(PREFIX + name, text, labels=names)
-    for labels, value in values.items():
-        family.add_metric([value for _, value in labels], float(value))
-    return family
+class _Family(NamedTuple):
+    """A metric before it is one: its values are by tuples of (label, value) pairs."""
+
+    name: str
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily]
+    text: str
+    values: dict[Any, float]
+
+    def metric(self) -> Metric:
+        """As the registry wants it."""
+        names = [label for label, _ in next(iter(self.values), ())]
+        family = self.kind(PREFIX + self.name, self.text, labels=names)
+        for labels, value in self.values.items():
+            family.add_metric([value for _, value in labels], float(value))
+        return family

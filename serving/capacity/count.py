@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from mamba_jax.config import SHARED, HybridConfig, need
 from mamba_jax.modules.quantised import bits_of, weight_of
-from mamba_jax.sharding import AXIS, Partition
+from mamba_jax.sharding import TENSOR, Partition
 from mamba_jax.store import StoreShape
 from mamba_jax.tails import Replay
 
@@ -166,7 +166,7 @@ def collectives(config: HybridConfig, partition: Partition) -> dict[str, int]:
         return {"sums": 0, "norms": 0, "logits": 0}
     # A shared block has attention, MLP and a projection beside its Mamba mixer.
     sums = sum(4 if kind == SHARED else 1 for kind in config.pattern)
-    vocabulary = AXIS in partition.parameter("embed.weight")
+    vocabulary = TENSOR in partition.parameter("embed.weight")
     norms = sum(numbers > 0 for numbers in _sums_inside(config, partition))
     return {"sums": sums + vocabulary, "norms": norms, "logits": int(vocabulary)}
 
@@ -179,4 +179,4 @@ def _sums_inside(config: HybridConfig, partition: Partition) -> list[int]:
 def _own(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, shards: int) -> int:
     """Numbers of a parameter that one device has."""
     size = math.prod(leaf.shape)
-    return size // shards if AXIS in tuple(spec) else size
+    return size // shards if TENSOR in tuple(spec) else size

@@ -22,7 +22,7 @@ from mamba_jax.model import HybridModel
 from mamba_jax.modules.quantised import weight_of
 from mamba_jax.programs import UnsupportedError
 from mamba_jax.rows import init_rows
-from mamba_jax.sharding import AXIS, Partition
+from mamba_jax.sharding import TENSOR, Partition
 from mamba_jax.store import StoreShape, init_store
 from mamba_jax.store_layout import lanes_of
 from serving.capacity.buckets import decode_name, decode_shapes, prefill_name, prefill_shapes
@@ -108,7 +108,7 @@ class _Planner:
 
     def _weights(self, shards: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Every parameter as it would be loaded for as many devices."""
-        config, mesh = self.config, AbstractMesh((shards,), (AXIS,))
+        config, mesh = self.config, AbstractMesh((shards,), (TENSOR,))
         try:
             partition = Partition.of(self.model, shards)
             return weight_shapes(

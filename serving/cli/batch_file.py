@@ -143,8 +143,8 @@ def run_batch(
     waiting: dict[str, Line] = {}
     wants: dict[str, SamplingParams | Writer] = {}
     order: list[Key] = []
-    engine = llm.engine
-    ahead = 2 * llm.config.max_num_seqs
+    engine = llm.front
+    ahead = 2 * llm.config.max_num_seqs * llm.config.data_parallel_size
     lines = read_lines(source)
     openai = BatchLines(llm.tokenizer, Path(llm.config.model).name, defaults or {}, max_model_len=engine.max_model_len)
     # Without a buffer: what could not be written is not tried again when the file is closed.

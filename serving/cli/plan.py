@@ -41,6 +41,8 @@ def plan(
             f"tensor_parallel_size {flags['tensor_parallel_size']}: {topology} has {machine.count} device(s), "
             "and a plan uses all of them"
         )
+    if (replicas := flags.get("data_parallel_size") or 1) > 1:
+        raise ConfigError(f"data_parallel_size {replicas}: a plan is of one replica; give its devices as --topology")
     # Do not touch this machine's accelerators: another process may be using them.
     jax.config.update("jax_platforms", "cpu")
     errors = Console(stderr=True, soft_wrap=True, highlight=False)

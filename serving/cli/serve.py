@@ -96,6 +96,10 @@ def _serve_together(
 
     if role.role is not None:
         raise ConfigError(f"--role {role.role}: a worker of a split runs on one host")
+    if config.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size {config.data_parallel_size}: replicas share one host; on several, start a server each"
+        )
     if role.seal.secret:
         raise ConfigError("--split-secret (or MAMBA_JAX_SPLIT_SECRET): routers follow workers of one host only")
     listening = bind(settings.host, settings.port) if hosts.host_id in (0, None) else None

@@ -101,6 +101,14 @@ class Scheduler:
         """Whether anything is left to do but what `hold_new` holds back."""
         return any(not self._host.holds_back(request) for request in self._host.queues.unfinished.values())
 
+    def resumable(self, tokens: Sequence[int], salt: str | None) -> int:
+        """Tokens of a prompt that would not have to be computed if it were admitted now.
+
+        Any thread may ask while another one plans: nothing is moved, and the answer is a hint.
+        """
+        index = self.index
+        return 0 if index is None else index.find(tokens, self._host.cache.scope(salt)).position
+
     @property
     def waiting(self) -> list[Request]:
         """The queue, first come first."""

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from checkpoints.replacement import NewWeights
 from serving.engine.control import PauseMode
 from serving.engine.engine import Engine, Prompt
 from serving.engine.output import RequestOutput
@@ -34,8 +35,8 @@ class EngineStopped(RuntimeError):
 class _Stream:
     """Outputs on their way from the engine's thread to one asyncio task."""
 
-    def __init__(self, live: bool) -> None:
-        self.live = live
+    def __init__(self, live: bool, begun: Callable[[], None] | None) -> None:
+        self.live, self.begun = live, begun
         self.loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
 
@@ -62,9 +63,10 @@ class AsyncEngine:
 
     Args:
         engine: nothing else may use it from now on.
+        name: of the thread.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, name: str = "engine") -> None:
         self._engine = engine
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
@@ -74,7 +76,7 @@ class AsyncEngine:
         self._step_began: float | None = None
         self._gate = threading.Lock()
         """Held while a command is queued, and while the engine closes the queue: no command is ever forgotten."""
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     async def generate(
@@ -87,13 +89,14 @@ class AsyncEngine:
         cache_salt: str | None = None,
         live: bool = True,
         export: Any = None,
+        begun: Callable[[], None] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Completes one prompt, yielding the output as it grows; the last one is finished.
 
         Each output is a copy that later ones do not change. Leaving the iteration early, by `break`, cancellation or
         an error, aborts the request. Without `live` only the finished output is yielded, which costs the engine less.
 
-        `export` goes to `Engine.add_request`.
+        `export` goes to `Engine.add_request`. `begun` is called on the engine's thread once there is a first token.
 
         Raises:
             RequestError: the request cannot be served as asked; its grammar may show that late.
@@ -101,7 +104,7 @@ class AsyncEngine:
             EngineStopped: the engine has stopped.
         """
         name = request_id if request_id is not None else f"async-{next(self._ids)}"
-        stream = _Stream(live)
+        stream = _Stream(live, begun)
 
         def add() -> None:
             if name in self._streams:
@@ -162,6 +165,14 @@ class AsyncEngine:
         self._submit(run)
         return await result
 
+    async def call_all(self, function: Callable[[Engine], Any]) -> list[Any]:
+        """What `call` gives, for every engine that there is: this one."""
+        return [await self.call(function)]
+
+    async def update_weights(self, given: NewWeights, *, version: str | int | None, partial: bool) -> None:
+        """Replace the weights between two steps: see `Control.update_weights`, and for what it raises."""
+        await self.call(lambda engine: engine.control.update_weights(given, version=version, partial=partial))
+
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Hold the engine (see `Control.pause`); returns when no step is dispatched any more."""
         await self.call(lambda engine: engine.control.pause(mode))
@@ -187,6 +198,16 @@ class AsyncEngine:
     def engine(self) -> Engine:
         """The engine, for what never changes while it runs (tokenizer, limits). For all else there is `call`."""
         return self._engine
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """All that there are; as `engine`."""
+        return (self._engine,)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that the engine has been given and has not finished."""
+        return self._engine.num_unfinished
 
     @property
     def latest_stats(self) -> dict[str, Any]:
@@ -260,7 +281,12 @@ class AsyncEngine:
         letters: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput | Exception]]] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
-            if stream is None or not (stream.live or output.finished):
+            if stream is None:
+                continue
+            if stream.begun is not None and any(choice.token_ids for choice in output.outputs):
+                stream.begun()
+                stream.begun = None
+            if not (stream.live or output.finished):
                 continue
             # Nothing changes a finished output any more.
             letters.setdefault(stream.loop, []).append((stream, output if output.finished else _copy(output)))

@@ -11,7 +11,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from checkpoints.load import generation_config, load_config, load_model, load_tokenizer, weight_bytes
 from checkpoints.tokenizer import Tokenizer
@@ -25,10 +24,10 @@ from mamba_jax.store import StoreShape
 from mamba_jax.store_layout import init_laid_out, lanes_of
 from mamba_jax.tails import Replay
 from serving.config import ConfigError, EngineConfig, ResolvedCaching, resolve_caching
-from serving.core import Scheduler
+from serving.core import Scheduler, SchedulerConfig
 from serving.engine.batching import BatchBuilder
 from serving.engine.compile_cache import use_compilation_cache
-from serving.engine.devices import describe, device_mesh, least_of_all_processes, on_mesh, own_devices
+from serving.engine.devices import Meshes, describe, device_meshes, least_of_all_processes, on_mesh, own_devices
 from serving.engine.draft_policy import draft_policy
 from serving.engine.drafting import draft_source
 from serving.engine.engine import Engine
@@ -58,13 +57,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Built:
-    """An engine and what it was made of."""
+    """An engine, or replicas of one, and what they were made of."""
 
-    engine: Engine
+    engines: tuple[Engine, ...]
     config: EngineConfig
     size: StoreSize
     model: HybridModel
     tokenizer: Tokenizer | None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; of several replicas the first."""
+        return self.engines[0]
 
 
 def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = False) -> Built:
@@ -96,8 +100,8 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         # A chat tokenizer's end of turn is often missing from the other two.
         eos = tuple(dict.fromkeys([*eos, tokenizer.eos_token_id]))
-    mesh = resolved.mesh
-    own = own_devices(mesh)
+    mesh = resolved.meshes[0]
+    own = own_devices(resolved.meshes)
     check_weights_fit(weights if own is None or mesh is None else weights * len(own) // mesh.size, devices=own)
     model = load_model(
         config.model,
@@ -129,7 +133,8 @@ def assemble(
         model: its parameters are used where they are; with tensor parallelism they are moved if need be.
         tokenizer: None serves token ids only.
         eos_token_ids: what ends a text.
-        programs: compiled programs of the same model, tile size and draft source, to share them between engines.
+        programs: compiled programs of the same model, tile size and draft source, to share them between engines. Of no
+            use to replicas: each has devices of its own.
         progress: show a bar for compiling, on a terminal.
         led: as of `build_engine`.
 
@@ -154,7 +159,7 @@ class _Resolved:
 
     caching: ResolvedCaching
     source: DraftSource | None
-    mesh: Mesh | None
+    meshes: Meshes
     replay: ResolvedReplay
 
     @classmethod
@@ -164,7 +169,7 @@ class _Resolved:
         return cls(
             resolve_caching(config),
             draft_source(config, model),
-            device_mesh(config, model),
+            device_meshes(config, model),
             resolve_replay(config, StoreShape.of(model), platform=jax.default_backend(), weight_bytes=weights),
         )
 
@@ -180,18 +185,20 @@ def _assemble(
     *,
     keep: bool = False,
 ) -> Built:
-    policy, source, mesh = resolved.caching, resolved.source, resolved.mesh
-    dtype = model.dtype
+    policy, source, meshes = resolved.caching, resolved.source, resolved.meshes
     # Other sources, and no source, never look at the draft layer's keys and values.
     with_mtp = source is not None and source.stores_kv
     stored = model.config if with_mtp else dataclasses.replace(model.config, mtp_pattern="")
-    model = on_mesh(model, mesh)
+    # Read once: replicas take copies from the first, device to device.
+    models = [on_mesh(model, mesh) for mesh in meshes]
     replay = resolved.replay.replay
-    size = _size(config, policy, stored, dtype, mesh, replay)
+    size = _size(config, policy, stored, model.dtype, meshes, replay)
     for notice in (*policy.notices, *size.notices, *share_notices(jax.default_backend())):
         log.warning(notice)
-    log.info("running on %s", describe(mesh))
+    log.info("running on %s", describe(meshes))
     log.info("decoding keeps %s", resolved.replay.notice)
+    if len(meshes) > 1:
+        log.info("each of %d replicas has weights, programs and a state store of its own:", len(meshes))
     for line in size.report().splitlines():
         log.info(line)
     settings = scheduler_config(
@@ -200,82 +207,112 @@ def _assemble(
     grammars = None
     if config.enable_structured_outputs and tokenizer is not None:
         grammars = Grammars(tokenizer, model.config.vocab_size, eos_token_ids, seconds=config.grammar_timeout)
-    batches = BatchBuilder(
-        settings,
-        seats_bring_tokens=source is not None and source.sees_tokens,
-        masks=grammars is not None,
-        narrow_steps=config.adaptive_drafts,
-    )
-    make_store = partial(
-        init_laid_out if mesh is None else partial(sharded_store, mesh=mesh),
-        stored,
-        num_slots=size.num_slots,
-        num_pages=size.num_pages,
-        page_size=config.page_size,
-        dtype=dtype,
-        ssm_dtype=jnp.dtype(config.ssm_dtype),
-        kv_dtype=jnp.dtype(config.kv_dtype(dtype)),
-        debug_state=config.debug_state,
-        replay=replay,
-        num_tails=0 if replay is None else 1 + settings.num_rows,
-        rounding=row_rounding(config),
-    )
-
-    def make_rows() -> Rows:
-        rows = init_rows(
-            model.config,
-            max_num_seqs=settings.num_rows,
-            num_speculative_tokens=settings.num_speculative_tokens,
-            source=source,
-            max_len=settings.max_model_len,
-            masks=grammars is not None,
-            replay=replay is not None,
-        )
-        return rows if mesh is None else replicate(rows, mesh)
-
-    programs = programs or StepPrograms(
-        model,
-        tile_size=config.tile_size,
-        source=source,
-        mesh=mesh,
-        kernels=kernel_choice(config),
-        processed_logprobs=config.logprobs_mode == "processed_logprobs",
-    )
-    loop = StepLoop(
-        Scheduler(settings, drafts=draft_policy(config, model, bytes_per_token=size.bytes_per_token)),
-        programs,
-        batches,
-        RowInputs(batches, vocab_size=model.config.vocab_size, masks=grammars is not None),
-        make_store=make_store,
-        make_rows=make_rows,
-    )
-    weights = Weights(
-        model,
-        programs,
-        quantization=config.quantization,
-        quantization_exclude=config.excluded_from_quantization,
-    )
-    engine = Engine(
-        loop,
-        tokenizer=tokenizer,
-        weights=weights,
-        vocab_size=model.config.vocab_size,
-        eos_token_ids=eos_token_ids,
-        max_model_len=size.max_model_len,
-        seed=config.seed,
-        grammars=grammars,
-    )
-    connect_tiers(config, loop, model)
+    parts = _Parts(config, resolved, stored, size, settings, tokenizer, eos_token_ids, grammars)
+    given = programs if len(models) == 1 else None
+    engines = tuple(parts.engine(replica, each, given) for replica, each in enumerate(models))
     at_start = config.warmup if config.warmup is not None else jax.default_backend() != "cpu"
-    if keep and not at_start:
-        keep_programs(programs)
-    if at_start:
-        terminal = progress and sys.stderr.isatty()
-        if loop.mover is not None and loop.store is not None:
-            loop.mover.warm_up(loop.store)
-        warm_up(engine.loop, model.config.vocab_size, progress=terminal, keep=config.compilation_cache)
-        log.info(programs.kernels.report())
-    return Built(engine, config, size, model, tokenizer)
+    for replica, engine in enumerate(engines):
+        if keep and not at_start:
+            keep_programs(engine.loop.programs)
+        if at_start:
+            label = f"replica {replica + 1} of {len(engines)}: " if len(engines) > 1 else ""
+            _compile_all(engine, progress=progress, keep=config.compilation_cache, label=label)
+    return Built(engines, config, size, models[0], tokenizer)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What replicas have in common: everything but the devices and what lies on them."""
+
+    config: EngineConfig
+    resolved: _Resolved
+    stored: HybridConfig
+    size: StoreSize
+    settings: SchedulerConfig
+    tokenizer: Tokenizer | None
+    eos_token_ids: Sequence[int]
+    grammars: Grammars | None
+
+    def engine(self, replica: int, model: HybridModel, programs: StepPrograms | None) -> Engine:
+        """An engine for a model that lies on the devices of this replica."""
+        config, size, settings, grammars = self.config, self.size, self.settings, self.grammars
+        source, mesh, replay = self.resolved.source, self.resolved.meshes[replica], self.resolved.replay.replay
+        batches = BatchBuilder(
+            settings,
+            seats_bring_tokens=source is not None and source.sees_tokens,
+            masks=grammars is not None,
+            narrow_steps=config.adaptive_drafts,
+        )
+        make_store = partial(
+            init_laid_out if mesh is None else partial(sharded_store, mesh=mesh),
+            self.stored,
+            num_slots=size.num_slots,
+            num_pages=size.num_pages,
+            page_size=config.page_size,
+            dtype=model.dtype,
+            ssm_dtype=jnp.dtype(config.ssm_dtype),
+            kv_dtype=jnp.dtype(config.kv_dtype(model.dtype)),
+            debug_state=config.debug_state,
+            replay=replay,
+            num_tails=0 if replay is None else 1 + settings.num_rows,
+            rounding=row_rounding(config),
+        )
+
+        def make_rows() -> Rows:
+            rows = init_rows(
+                model.config,
+                max_num_seqs=settings.num_rows,
+                num_speculative_tokens=settings.num_speculative_tokens,
+                source=source,
+                max_len=settings.max_model_len,
+                masks=grammars is not None,
+                replay=replay is not None,
+            )
+            return rows if mesh is None else replicate(rows, mesh)
+
+        programs = programs or StepPrograms(
+            model,
+            tile_size=config.tile_size,
+            source=source,
+            mesh=mesh,
+            kernels=kernel_choice(config),
+            processed_logprobs=config.logprobs_mode == "processed_logprobs",
+        )
+        loop = StepLoop(
+            Scheduler(settings, drafts=draft_policy(config, model, bytes_per_token=size.bytes_per_token)),
+            programs,
+            batches,
+            RowInputs(batches, vocab_size=model.config.vocab_size, masks=grammars is not None),
+            make_store=make_store,
+            make_rows=make_rows,
+        )
+        weights = Weights(
+            model,
+            programs,
+            quantization=config.quantization,
+            quantization_exclude=config.excluded_from_quantization,
+        )
+        engine = Engine(
+            loop,
+            tokenizer=self.tokenizer,
+            weights=weights,
+            vocab_size=model.config.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            max_model_len=size.max_model_len,
+            # Requests without a seed must not draw alike on all replicas.
+            seed=config.seed + replica,
+            grammars=grammars,
+        )
+        connect_tiers(config, loop, model)
+        return engine
+
+
+def _compile_all(engine: Engine, *, progress: bool, keep: bool, label: str) -> None:
+    loop = engine.loop
+    if loop.mover is not None and loop.store is not None:
+        loop.mover.warm_up(loop.store)
+    warm_up(loop, engine.vocab_size, progress=progress and sys.stderr.isatty(), keep=keep, label=label)
+    log.info(loop.programs.kernels.report())
 
 
 def kernel_choice(config: EngineConfig) -> KernelChoice:
@@ -295,10 +332,10 @@ def _size(
     policy: ResolvedCaching,
     stored: HybridConfig,
     dtype: jnp.dtype,
-    mesh: Mesh | None,
+    meshes: Meshes,
     replay: Replay | None,
 ) -> StoreSize:
-    """All bytes are those of one device."""
+    """All bytes are those of one device. Replicas are alike: the device with the least free memory decides."""
     shape = Partition.of(stored, config.tensor_parallel_size).device_shape(StoreShape.of(stored))
     shape = dataclasses.replace(shape, lanes=lanes_of(jax.default_backend()))
     workspace = workspace_bytes(
@@ -313,7 +350,7 @@ def _size(
         mode=policy.mode,
         dtype=dtype,
         model_max_len=stored.max_position_embeddings,
-        memory=least_of_all_processes(store_memory(config, workspace=workspace, devices=own_devices(mesh))),
+        memory=least_of_all_processes(store_memory(config, workspace=workspace, devices=own_devices(meshes))),
         replay=replay,
         most_tokens=CPU_STORE_TOKENS if jax.default_backend() == "cpu" else sys.maxsize,
     )

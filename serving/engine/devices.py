@@ -11,22 +11,27 @@ from jax.sharding import Mesh
 
 from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.model import HybridModel, parameters
-from mamba_jax.sharding import Partition, make_mesh, shard_parameters
+from mamba_jax.sharding import Partition, make_mesh, replica_meshes, shard_parameters
 from serving.config import ConfigError, EngineConfig
 
+Meshes = tuple[Mesh | None, ...]
+"""What each replica is divided over; one None is a single engine on the default device."""
 
-def device_mesh(config: EngineConfig, model: HybridConfig) -> Mesh | None:
-    """The mesh that the model is divided over; None for a single device.
+
+def device_meshes(config: EngineConfig, model: HybridConfig) -> Meshes:
+    """The mesh of each replica.
 
     Raises:
         ConfigError: there are too few devices, or the model does not divide over as many.
     """
-    shards = config.tensor_parallel_size
-    if shards == 1:
-        return None
+    replicas, shards = config.data_parallel_size, config.tensor_parallel_size
+    if replicas > 1 and jax.process_count() > 1:
+        raise ConfigError(f"data_parallel_size {replicas}: replicas need an engine of one process")
+    if replicas == shards == 1:
+        return (None,)
     try:
         Partition.of(model, shards)
-        return make_mesh(shards)
+        return (make_mesh(shards),) if replicas == 1 else tuple(replica_meshes(replicas, shards))
     except ModelConfigError as error:
         raise ConfigError(str(error)) from None
 
@@ -39,9 +44,10 @@ def on_mesh(model: HybridModel, mesh: Mesh | None) -> HybridModel:
     return HybridModel.from_parameters(model.config, shard_parameters(values, model.config, mesh))
 
 
-def own_devices(mesh: Mesh | None) -> Sequence[jax.Device] | None:
-    """Those of the mesh that belong to this process; None, for the default ones, without a mesh."""
-    return None if mesh is None else list(mesh.local_devices)
+def own_devices(meshes: Meshes) -> Sequence[jax.Device] | None:
+    """Those of all meshes that belong to this process; None, for the default ones, without a mesh."""
+    found = [device for mesh in meshes if mesh is not None for device in mesh.local_devices]
+    return found or None
 
 
 def least_of_all_processes(count: int) -> int:
@@ -52,11 +58,13 @@ def least_of_all_processes(count: int) -> int:
     return int(gathered.min())
 
 
-def describe(mesh: Mesh | None) -> str:
-    """What the engine runs on, in words."""
+def describe(meshes: Sequence[Mesh | None]) -> str:
+    """What the engine, or each of its replicas, runs on, in words."""
+    mesh = meshes[0]
+    replicas = f"{len(meshes)} replicas, each on " if len(meshes) > 1 else ""
     device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
     kind = device.device_kind if device.device_kind != device.platform else device.platform.upper()
-    if mesh is None:
-        return f"one {kind} device"
+    if mesh is None or mesh.size == 1:
+        return f"{replicas}one {kind} device"
     processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
-    return f"{mesh.size} {kind} devices{processes}, tensor parallel (every layer divided over all of them)"
+    return f"{replicas}{mesh.size} {kind} devices{processes}, tensor parallel (every layer divided over all of them)"

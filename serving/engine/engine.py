@@ -115,7 +115,7 @@ class Engine:
         params = params or SamplingParams()
         if request_id in self._parents:
             raise RequestError(f"request id {request_id!r} is in use")
-        text, ids = self._prompt_ids(prompt)
+        text, ids = self.prompt_ids(prompt)
         self._check(ids, params)
         output = RequestOutput(
             request_id=request_id,
@@ -248,7 +248,12 @@ class Engine:
 
     # -- adding --
 
-    def _prompt_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def prompt_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """A prompt's text, if it has one, and its tokens. May be called from any thread.
+
+        Raises:
+            RequestError: it is none.
+        """
         given: Any = prompt
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:

@@ -16,6 +16,7 @@ from serving.config import EngineConfig
 from serving.engine.build import build_engine
 from serving.engine.control import PauseMode
 from serving.engine.engine import Engine, Prompt
+from serving.engine.group import EngineGroup
 from serving.engine.output import RequestOutput
 from serving.engine.request_error import RequestError
 from serving.engine.sampling_params import SamplingParams
@@ -42,6 +43,8 @@ class LLM:
     def __init__(self, model: str | None = None, **flags: Any) -> None:
         built = build_engine(EngineConfig.create(model=None if model is None else str(model), **flags))
         self.engine: Engine = built.engine
+        """With `data_parallel_size` the first of several, which are alike."""
+        self.front: Engine | EngineGroup = self.engine if len(built.engines) == 1 else EngineGroup(built.engines)
         """What runs the requests; for callers that add, step and abort themselves."""
         self.config = built.config
         self.size = built.size
@@ -52,7 +55,7 @@ class LLM:
 
     def close(self) -> None:
         """Saves what `disk_cache` is to have. Nothing can be generated afterwards. Also the end of a `with` block."""
-        self.engine.close()
+        self.front.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -68,7 +71,12 @@ class LLM:
     @property
     def compilations(self) -> int:
         """Step programs compiled so far. It does not grow after a warm-up."""
-        return self.engine.loop.programs.compilations
+        return sum(engine.loop.programs.compilations for engine in self.engines)
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """All replicas: one without `data_parallel_size`."""
+        return self.front.engines if isinstance(self.front, EngineGroup) else (self.front,)
 
     def generate(
         self,
@@ -91,8 +99,8 @@ class LLM:
         Raises:
             RequestError: one of the requests cannot be served as asked; none has been started then.
         """
-        if self.engine.control.why_held is not None:
-            raise RequestError(self.engine.control.why_held)
+        if self.front.control.why_held is not None:
+            raise RequestError(self.front.control.why_held)
         many: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         params = _one_each(sampling_params, len(many), "sampling_params")
         priorities = [priority] * len(many) if isinstance(priority, int) else list(priority)
@@ -102,12 +110,12 @@ class LLM:
         try:
             for prompt, each, rank in zip(many, params, priorities, strict=True):
                 request_id = f"generate-{next(self._ids)}"
-                outputs.append(self.engine.add_request(request_id, prompt, each, priority=rank, cache_salt=cache_salt))
+                outputs.append(self.front.add_request(request_id, prompt, each, priority=rank, cache_salt=cache_salt))
             self._run(len(outputs), use_tqdm)
         except BaseException:
             # Interrupted or refused half way: leave nothing behind that a later call would have to run.
             for output in outputs:
-                self.engine.abort(output.request_id)
+                self.front.abort(output.request_id)
             raise
         return outputs
 
@@ -135,13 +143,15 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Completes one prompt, yielding the same output again and again as it grows. Closing it aborts the request."""
         request_id = f"stream-{next(self._ids)}"
-        output = self.engine.add_request(request_id, prompt, sampling_params, live_text=True)
+        output = self.front.add_request(request_id, prompt, sampling_params, live_text=True)
+        finished = False
         try:
-            while not output.finished:
-                if any(changed is output for changed in self.engine.step()):
+            while not finished:
+                if any(changed is output for changed in self.front.step()):
+                    finished = output.finished
                     yield output
         finally:
-            self.engine.abort(request_id)
+            self.front.abort(request_id)
 
     @property
     def weights_version(self) -> str:
@@ -150,25 +160,25 @@ class LLM:
 
     def update_weights(self, weights: NewWeights, *, version: str | int | None = None, partial: bool = False) -> str:
         """Replace the model's weights in place, without compiling anything; see `Control.update_weights`."""
-        return self.engine.control.update_weights(weights, version=version, partial=partial)
+        return self.front.control.update_weights(weights, version=version, partial=partial)
 
     def pause(self, mode: PauseMode = "abort") -> None:
         """Dispatch no step until `resume`; see `Control.pause`. With `wait`, all requests run to their ends first."""
-        self.engine.control.pause(mode)
-        while not self.engine.control.paused:
-            self.engine.step()
+        self.front.control.pause(mode)
+        while not self.front.control.paused:
+            self.front.step()
 
     def resume(self) -> None:
         """End a pause."""
-        self.engine.control.resume()
+        self.front.control.resume()
 
     def sleep(self, level: int = 1) -> None:
         """Give the memory of states and pages back, on level 2 also that of the weights; see `Control.sleep`."""
-        self.engine.control.sleep(level)
+        self.front.control.sleep(level)
 
     def wake_up(self) -> None:
         """Take the memory for states and pages again."""
-        self.engine.control.wake_up()
+        self.front.control.wake_up()
 
     def encode_chat(self, messages: Messages, **template: Any) -> list[int]:
         """Token ids of a conversation, up to where the model's turn begins."""
@@ -177,7 +187,7 @@ class LLM:
         return self._tokenizer.encode_chat(messages, **template)
 
     def _run(self, total: int, show: bool) -> None:
-        engine = self.engine
+        engine = self.front
         if not show or not sys.stderr.isatty():
             while engine.num_unfinished:
                 engine.step()

@@ -18,7 +18,15 @@ from serving.engine.loop import StepLoop
 log = logging.getLogger(__name__)
 
 
-def warm_up(loop: StepLoop, vocab_size: int, *, progress: bool, keep: bool = False, background: bool = False) -> None:
+def warm_up(
+    loop: StepLoop,
+    vocab_size: int,
+    *,
+    progress: bool,
+    keep: bool = False,
+    background: bool = False,
+    label: str = "",
+) -> None:
     """Compile every program that a later step can need: afterwards `loop.programs.compilations` stays as it is.
 
     Args:
@@ -28,6 +36,7 @@ def warm_up(loop: StepLoop, vocab_size: int, *, progress: bool, keep: bool = Fal
         keep: take from disk what an earlier start has compiled, and put there what it has not.
         background: return with the widest program of each kind, which every step can run by; the narrower ones are
             compiled in a thread meanwhile.
+        label: what lines of the log begin with, where they would be taken for another engine's.
     """
     begin = time.perf_counter()
     kept = keep_programs(loop.programs) if keep else None
@@ -44,20 +53,22 @@ def warm_up(loop: StepLoop, vocab_size: int, *, progress: bool, keep: bool = Fal
             bar.advance(task)
             if not progress and time.perf_counter() - last > LINE_EVERY:
                 last = time.perf_counter()
-                log.info("compiling: %d of %d programs after %.0f s", done, len(now), last - begin)
+                log.info("%scompiling: %d of %d programs after %.0f s", label, done, len(now), last - begin)
 
         loop.warm_up(now, advance)
 
     def report(what: str) -> None:
         loaded = 0 if kept is None else kept.loaded
         count, seconds = loop.programs.compilations, time.perf_counter() - begin
-        log.info("%d %s after %.1f s: %d compiled, %d loaded from disk", count, what, seconds, count - loaded, loaded)
+        text = "%s%d %s after %.1f s: %d compiled, %d loaded from disk"
+        log.info(text, label, count, what, seconds, count - loaded, loaded)
 
     report("programs ready")
     later = batches[len(now) :]
     if later:
         names = ", ".join(map(name_of, later))
-        log.info("%d narrower programs are still coming; until then steps run by wider ones: %s", len(later), names)
+        text = "%s%d narrower programs are still coming; until then steps run by wider ones: %s"
+        log.info(text, label, len(later), names)
         loop.batches.use_only(now)
         compile_later(loop, later, lambda: report("programs, all there are, ready"))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import jax
 
@@ -92,3 +92,11 @@ class Weights:
             empty = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
             self._programs.replace_weight(path, empty)
             held[path].set_value(empty)
+
+
+def common_version(replicas: Iterable[Weights], wanted: str | int | None) -> str:
+    """What the next weights are called on all replicas: what was asked for, or the next number.
+
+    A replica that failed to take the last ones has counted less, and follows the others.
+    """
+    return str(1 + max(weights.updates for weights in replicas)) if wanted is None else str(wanted)

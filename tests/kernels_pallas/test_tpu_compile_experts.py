@@ -14,7 +14,7 @@ from topology import SLICES, compile_for_tpu
 from checkpoints.presets import preset, preset_names
 from kernels_pallas.grouped_matmul import grouped_matmul
 from mamba_jax.config import MOE
-from mamba_jax.sharding import AXIS, Partition
+from mamba_jax.sharding import TENSOR, Partition
 
 pytestmark = pytest.mark.tpu_compile
 
@@ -39,7 +39,7 @@ def products(name, devices):
 
 def _piece(whole, spec: PartitionSpec, devices):
     axes = [*spec, *[None] * (len(whole) - len(spec))]
-    return [size // devices if axis == AXIS else size for size, axis in zip(whole, axes, strict=True)]
+    return [size // devices if axis == TENSOR else size for size, axis in zip(whole, axes, strict=True)]
 
 
 ALL = [

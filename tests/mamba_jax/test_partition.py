@@ -10,7 +10,7 @@ from checkpoints.load import load_config
 from mamba_jax.config import WHOLE, ModelConfigError
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.modules.basic import RMSNorm
-from mamba_jax.sharding import AXIS, Partition, make_mesh
+from mamba_jax.sharding import TENSOR, Partition, make_mesh
 from mamba_jax.sharding.across import Divided
 from mamba_jax.sharding.parameters import placements
 from mamba_jax.store import StoreShape
@@ -37,9 +37,9 @@ def test_all_that_is_large_is_divided(name, shards):
         spec = tuple(partition.parameter(path))
         assert len(spec) <= len(leaf.shape)
         for axis, size in zip(spec, leaf.shape, strict=False):
-            assert axis in (None, AXIS)
+            assert axis in (None, TENSOR)
             assert axis is None or size % shards == 0, path
-        assert AXIS in spec or leaf.size < 1 << 20 or MAY_BE_WHOLE.search(path), path
+        assert TENSOR in spec or leaf.size < 1 << 20 or MAY_BE_WHOLE.search(path), path
 
 
 def test_few_groups_and_keys_are_kept_several_times():

@@ -97,7 +97,7 @@ def test_scales_are_divided_along_with_their_values():
             weight, _, part = path.rpartition(".")
             spec = tuple(partition.parameter(path))
             dense = tuple(partition.parameter(weight)) if part in ("values", "channel_scale", "group_scale") else spec
-            assert ("tp" in spec) == ("tp" in dense) or part == "channel_scale", path
+            assert ("tensor" in spec) == ("tensor" in dense) or part == "channel_scale", path
             assert len(spec) <= leaf.ndim
             for axis, size in zip(spec, leaf.shape, strict=False):
                 assert axis is None or size % shards == 0, path

@@ -34,13 +34,14 @@ from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
 from serving.api.metrics import Metrics
 from serving.api.traces import Traces
-from serving.engine.async_engine import AsyncEngine, EngineStopped
+from serving.engine.async_engine import EngineStopped
+from serving.engine.replicas import Served
 
 log = logging.getLogger(__name__)
 
 
 def create_app(
-    engine: AsyncEngine,
+    engine: Served,
     settings: ServerSettings | None = None,
     *,
     routers: Sequence[APIRouter] = (),
@@ -48,13 +49,13 @@ def create_app(
     on_ready: Callable[[Context], None] | None = None,
     traces: Traces | None = None,
 ) -> FastAPI:
-    """An ASGI application that serves one engine. The end of its lifespan shuts the engine down.
+    """An ASGI application that serves one engine, or replicas of one. The end of its lifespan shuts the engine down.
 
     Args:
         engine: serves nobody else.
         settings: the defaults are those of the command line.
         routers: further endpoints, for example those of a role.
-        prepare: runs on the engine's thread before the first request is taken: compiles what is needed.
+        prepare: runs on each engine's thread before the first request is taken: compiles what is needed.
         on_ready: called once requests are taken.
         traces: where spans go; by the settings if None.
     """
@@ -130,7 +131,7 @@ async def _prepare(
 ) -> None:
     try:
         if prepare is not None:
-            await context.engine.call(prepare)
+            await context.engine.call_all(prepare)
     except EngineStopped:
         return
     except Exception:

@@ -16,14 +16,14 @@ from serving.api.http.text import TextCodec
 from serving.api.http.tool_calls import ToolCallForm, form_of
 from serving.api.metrics import Metrics
 from serving.api.traces import Traces
-from serving.engine.async_engine import AsyncEngine
+from serving.engine.replicas import Served
 
 
 @dataclass
 class Context:
     """One server's parts. `context_of(request)` gives it to handlers, and to routers of other rooms."""
 
-    engine: AsyncEngine
+    engine: Served
     settings: ServerSettings
     metrics: Metrics
     traces: Traces

@@ -12,6 +12,7 @@ from serving.api.http.context import context_of
 from serving.api.http.keys import admin_only
 from serving.engine.control import PauseMode
 from serving.engine.engine import Engine
+from serving.engine.replicas import Served
 
 router = APIRouter(tags=["rollouts"], dependencies=[Depends(admin_only)])
 
@@ -31,7 +32,7 @@ async def pause(request: Request, mode: Annotated[PauseMode, Query()] = "abort")
     """Dispatch no step until /resume; answers once that is so. `mode`: what becomes of the requests that there are."""
     engine = context_of(request).engine
     await engine.pause(mode)
-    return await engine.call(_state)
+    return await _state_of(engine)
 
 
 @router.post("/resume")
@@ -43,10 +44,9 @@ async def resume(request: Request) -> dict[str, Any]:
 @router.post("/update_weights")
 async def update_weights(request: Request, body: NewWeightsRequest) -> dict[str, Any]:
     """Replace the model's weights in place, between two steps. Requests that run go on from their tokens."""
-    return await _do(
-        request,
-        lambda engine: engine.control.update_weights(body.path, version=body.version, partial=body.partial),
-    )
+    engine = context_of(request).engine
+    await engine.update_weights(body.path, version=body.version, partial=body.partial)
+    return await _state_of(engine)
 
 
 @router.post("/sleep")
@@ -64,15 +64,19 @@ async def wake_up(request: Request) -> dict[str, Any]:
 @router.get("/rollout_state")
 async def rollout_state(request: Request) -> dict[str, Any]:
     """The version of the weights, and whether the engine is held."""
-    return await context_of(request).engine.call(_state)
+    return await _state_of(context_of(request).engine)
 
 
 async def _do(request: Request, action: Callable[[Engine], Any]) -> dict[str, Any]:
-    def act(engine: Engine) -> dict[str, Any]:
-        action(engine)
-        return _state(engine)
+    engine = context_of(request).engine
+    await engine.call_all(action)
+    return await _state_of(engine)
 
-    return await context_of(request).engine.call(act)
+
+async def _state_of(engine: Served) -> dict[str, Any]:
+    """That of the engine. Replicas are alike, unless something has failed on one: then of the first that is held."""
+    states = await engine.call_all(_state)
+    return next((state for state in states if state["held"]), states[0])
 
 
 def _state(engine: Engine) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from serving.api.http.context import Context
@@ -19,7 +20,7 @@ def status_of(context: Context) -> dict[str, Any]:
     """Counters and pool maps, as JSON. Waits for nothing: the engine may be in the middle of a step."""
     maps: dict[str, str] = {}
     if context.engine.running and context.ready:
-        maps = _maps(context.engine.engine)
+        maps = _maps(context.engine.engines)
     return {
         "model": context.model_name,
         "max_model_len": context.engine.engine.max_model_len,
@@ -33,12 +34,19 @@ def status_of(context: Context) -> dict[str, Any]:
     }
 
 
-def _maps(engine: Engine) -> dict[str, str]:
-    """A letter for each slot and page. The engine may be changing them meanwhile: a picture, not an account."""
-    return {pool.name: pool_map(pool) for pool in engine.loop.scheduler.pools}
+def _maps(engines: Sequence[Engine]) -> dict[str, str]:
+    """A letter for each slot and page, one engine's after the other's.
+
+    The engines may be changing them meanwhile: a picture, not an account.
+    """
+    maps: dict[str, str] = {}
+    for engine in engines:
+        for pool in engine.loop.scheduler.pools:
+            maps[pool.name] = maps.get(pool.name, "") + pool_map(pool, _CELLS // len(engines))
+    return maps
 
 
-def pool_map(pool: Pool) -> str:
-    """f, u and c for the free, used and cached ids of a pool, from id 1 on."""
-    step = -(-(pool.size - 1) // _CELLS)
+def pool_map(pool: Pool, cells: int = _CELLS) -> str:
+    """f, u and c for the free, used and cached ids of a pool, from id 1 on; so many letters at most."""
+    step = -(-(pool.size - 1) // cells)
     return "".join(_LETTERS[pool.use_of(i)] for i in range(1, pool.size, step))

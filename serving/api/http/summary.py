@@ -19,14 +19,16 @@ def summary(built: Built, settings: ServerSettings, url: str) -> Iterator[str]:
     dtype = built.model.dtype
     yield f"model     {config.model} ({model.family}), {built.model.num_parameters:,} parameters, {dtype}"
     programs = built.engine.loop.programs
-    yield f"device    {describe(programs.mesh)} ({device.platform}), JAX {jax.__version__}"
+    meshes = [engine.loop.programs.mesh for engine in built.engines]
+    yield f"device    {describe(meshes)} ({device.platform}), JAX {jax.__version__}"
     if programs.compilations:
         yield f"kernels   {programs.kernels.report().partition(': ')[2]}"
+    each = ", each replica" if len(built.engines) > 1 else ""
     lengths = f"{scheduler.max_num_seqs} sequences of up to {scheduler.max_model_len:,} tokens"
-    yield f"serves    {lengths}, {scheduler.max_num_batched_tokens:,} tokens a step"
+    yield f"serves    {lengths}, {scheduler.max_num_batched_tokens:,} tokens a step{each}"
     slots, pages = scheduler.num_slots - 1, max(scheduler.num_pages - 1, 0)
     caching = f"mode {scheduler.cache_mode}" if scheduler.cache_mode != "none" else "off"
-    yield f"caching   {caching}, {slots:,} state slots, {pages:,} pages of {config.page_size} tokens"
+    yield f"caching   {caching}, {slots:,} state slots, {pages:,} pages of {config.page_size} tokens{each}"
     drafts = f"{config.num_speculative_tokens} ({config.speculative_method or 'the model decides'})"
     yield f"drafts    {drafts if config.num_speculative_tokens else 'off'}"
     names = ", ".join(settings.served_model_name)

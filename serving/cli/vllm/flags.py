@@ -168,6 +168,7 @@ _KERNELS = "this platform's kernels are chosen by themselves; --kernels names ot
 
 FLAGS: tuple[Flag, ...] = (
     renamed("--tensor-parallel-size", "--tensor-parallel-size", "-tp"),
+    renamed("--data-parallel-size", "--data-parallel-size", "-dp"),
     renamed("--nnodes", "--num-hosts", "-n"),
     renamed("--node-rank", "--host-id", "-r"),
     renamed("--master-addr", "--coordinator"),
@@ -258,10 +259,6 @@ FLAGS: tuple[Flag, ...] = (
     unnecessary("--disable-uvicorn-access-log", "requests are logged once; --no-log-requests", Takes.NOTHING),
     unnecessary("--disable-fastapi-docs", "/docs shows nothing but the API's description", Takes.NOTHING),
     missing("--pipeline-parallel-size", "layers are divided by --tensor-parallel-size only", "-pp", harmless=("1",)),
-    missing(
-        "--data-parallel-size", "start several servers behind a load balancer, or `mamba-jax router`", "-dp",
-        harmless=("1",),
-    ),
     missing("--api-server-count", "one process serves HTTP", harmless=("1",)),
     missing("--enable-lora", "no adapters: merge them into the weights first", takes=Takes.NOTHING),
     missing("--lora-modules", "no adapters: merge them into the weights first", takes=Takes.VALUES),

@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from serving.api.http.context import Context, context_of
 from serving.api.http.errors import ApiError
 from serving.api.http.streaming import until_gone
-from serving.engine.async_engine import AsyncEngine
 from serving.engine.output import RequestOutput
+from serving.engine.replicas import Served
 from serving.split.http.offering import add_offering, sweep
 from serving.split.http.prompts import Kind, prompt_of
 from serving.split.http.sealed import sealed
@@ -111,7 +111,7 @@ async def _prefill(context: Context, side: PrefillSide, body: PrefillRequest, ur
     return ticket_of(side, export, prompt, body.handoff, worker=url, cached_tokens=last.num_cached_tokens)
 
 
-async def _beat(engine: AsyncEngine, side: PrefillSide, id: str) -> None:
+async def _beat(engine: Served, side: PrefillSide, id: str) -> None:
     """A lease does not run out while its prompt waits or is computed."""
     while True:
         await asyncio.sleep(side.lease / 4)

@@ -11,10 +11,10 @@ from serving.api.http.context import Context
 from serving.api.http.server import Server
 from serving.api.http.settings import ServerSettings
 from serving.api.traces import Traces
-from serving.config import EngineConfig
-from serving.engine.async_engine import AsyncEngine
+from serving.config import ConfigError, EngineConfig
 from serving.engine.build import Built, build_engine
 from serving.engine.engine import Engine
+from serving.engine.replicas import serve_engines
 from serving.engine.warmup import warm_up
 from serving.split.http.roles import open_role
 from serving.split.settings import SplitSettings
@@ -44,12 +44,17 @@ def make_server(
         traces: where spans go; by the settings if None.
         led: other hosts do what this one does: see `build_engine`.
         on_built: called with the engine once the model is loaded.
-        on_compiled: called on the engine's thread once nothing more has to be compiled; requests wait until it returns.
+        on_compiled: called on each engine's thread once it has nothing more to compile; requests wait until it returns.
         on_ready: called once requests are taken.
 
     Raises:
         ConfigError, CheckpointError: what is wrong with flags, model or memory.
     """
+    if config.data_parallel_size > 1 and (role.role is not None or role.seal.secret):
+        raise ConfigError(
+            f"data_parallel_size {config.data_parallel_size}: workers of a split, and those that routers follow "
+            "(--role, --split-secret), have one engine each; start one for each replica"
+        )
     built = build_engine(config.model_copy(update={"warmup": False}), progress=progress, led=led)
     if on_built is not None:
         on_built(built)
@@ -57,16 +62,21 @@ def make_server(
 
     def prepare(engine: Engine) -> None:
         if config.warmup:
-            bar = progress and sys.stderr.isatty()
+            several = len(built.engines) > 1
+            bar = progress and not several and sys.stderr.isatty()
             # What a role compiles beside, it compiles for the store as it lies: nothing else may be under way. And
             # of several hosts, all would wait for the last one to have a program.
             alone = role.role is None and not led
-            warm_up(engine.loop, engine.vocab_size, progress=bar, keep=config.compilation_cache, background=alone)
+            label = f"replica {1 + built.engines.index(engine)} of {len(built.engines)}: " if several else ""
+            warm_up(
+                engine.loop, engine.vocab_size,
+                progress=bar, keep=config.compilation_cache, background=alone, label=label,
+            )  # fmt: skip
             opened.prepare()
         if on_compiled is not None:
             on_compiled()
 
-    engine = AsyncEngine(built.engine)
+    engine = serve_engines(built.engines)
     app = create_app(engine, settings, routers=opened.routers, prepare=prepare, on_ready=on_ready, traces=traces)
     server = Server(
         app, settings, drain_timeout=settings.drain_timeout, leave=engine.shutdown,

@@ -44,7 +44,7 @@ class EmbeddedWorker:
     @property
     def requests(self) -> int:
         """Those that are under way, waiting ones included."""
-        return int(self._context.engine.engine.num_unfinished)
+        return int(self._context.engine.num_unfinished)
 
     def close(self, seconds: float = 30.0) -> None:
         """Stop listening; what runs has some time to end."""

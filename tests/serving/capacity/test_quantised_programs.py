@@ -21,7 +21,7 @@ from mamba_jax.model import HybridModel
 from mamba_jax.modules.quantised import weight_of
 from mamba_jax.rounding import Narrow
 from mamba_jax.rows import init_rows
-from mamba_jax.sharding import AXIS, Partition
+from mamba_jax.sharding import TENSOR, Partition
 from mamba_jax.store import StoreShape, init_store
 from serving.capacity.compiling import SlicePrograms, slice_mesh
 from serving.capacity.count import Counter
@@ -59,7 +59,7 @@ def test_weights_are_read_once_and_narrow(model, pattern, machine, kind):
     pytest.importorskip("libtpu")
     config = dataclasses.replace(load_config(model), pattern=pattern, mtp_pattern="", vocab_size=1024)
     partition = Partition.of(config, target(machine).count)
-    mesh = AbstractMesh((partition.shards,), (AXIS,))
+    mesh = AbstractMesh((partition.shards,), (TENSOR,))
     wide = abstract_parameters(config, jnp.bfloat16)
     narrow = Selection(config, weight_names(config), kind).parameters(
         wide, lambda path: NamedSharding(mesh, partition.parameter(path))

@@ -15,8 +15,8 @@ from tests.support.live_server import make_engine
 def llm(server):
     engine = make_engine()
     engine.loop.programs = server.async_engine.engine.loop.programs
-    config = SimpleNamespace(max_num_seqs=8, model="demo")
-    return SimpleNamespace(engine=engine, config=config, tokenizer=engine.tokenizer)
+    config = SimpleNamespace(max_num_seqs=8, data_parallel_size=1, model="demo")
+    return SimpleNamespace(engine=engine, front=engine, config=config, tokenizer=engine.tokenizer)
 
 
 def line(custom_id, url="/v1/chat/completions", method="POST", **body):

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from checkpoints.load import load_model
 from mamba_jax.model import parameters
 from mamba_jax.programs import StepPrograms
-from mamba_jax.sharding import AXIS
+from mamba_jax.sharding import TENSOR
 from serving import LLM, SamplingParams
 from tests.support import split_pair
 from tests.support.engines import QUICK_COMPILE
@@ -140,14 +140,14 @@ def test_scales_lie_where_their_values_lie(mixed):
     llm = LLM(mixed[0], **(FLAGS | {"tensor_parallel_size": 2}))
     found = {path: leaf[...].sharding.spec for path, leaf in parameters(llm.model).items()}
     for path, divided in (
-        ("blocks.0.mixer.in_proj_zx.weight.values", (None, AXIS)),
-        ("blocks.0.mixer.in_proj_zx.weight.channel_scale", (None, AXIS)),
-        ("blocks.0.mixer.out_proj.weight.values", (None, AXIS)),
+        ("blocks.0.mixer.in_proj_zx.weight.values", (None, TENSOR)),
+        ("blocks.0.mixer.in_proj_zx.weight.channel_scale", (None, TENSOR)),
+        ("blocks.0.mixer.out_proj.weight.values", (None, TENSOR)),
         ("blocks.0.mixer.out_proj.weight.channel_scale", ()),
-        ("blocks.1.mixer.experts.up.values", (AXIS,)),
-        ("blocks.1.mixer.experts.up.group_scale", (AXIS,)),
-        ("blocks.1.mixer.experts.down.channel_scale", (AXIS,)),
-        ("blocks.1.mixer.shared.up_proj.weight.channel_scale", (AXIS,)),
+        ("blocks.1.mixer.experts.up.values", (TENSOR,)),
+        ("blocks.1.mixer.experts.up.group_scale", (TENSOR,)),
+        ("blocks.1.mixer.experts.down.channel_scale", (TENSOR,)),
+        ("blocks.1.mixer.shared.up_proj.weight.channel_scale", (TENSOR,)),
     ):
         spec = list(found[path])
         while spec and spec[-1] is None:

@@ -12,7 +12,7 @@ from flax import nnx
 
 from checkpoints.load import load_model
 from mamba_jax.programs import StepPrograms
-from mamba_jax.sharding import AXIS, Partition
+from mamba_jax.sharding import TENSOR, Partition
 from serving import LLM, SamplingParams
 from serving.capacity.count import collectives
 from serving.config import ConfigError
@@ -139,7 +139,7 @@ def assert_lean(llm):
     """Devices exchange the least there is, nothing of the store's size is copied, and the store is updated in place."""
     programs = llm.engine.loop.programs
     config, mesh = llm.model.config, programs.mesh
-    least = collectives(config, Partition.of(config, mesh.shape[AXIS]))
+    least = collectives(config, Partition.of(config, mesh.shape[TENSOR]))
     steps = [compiled for name, compiled in programs.cache if name == "DecodeBatch"]
     assert steps
     for compiled in steps:

@@ -142,9 +142,9 @@ def test_numbers_of_devices_may_differ(shards):
     """From one device to several and back: the same logical arrays."""
     from jax.sharding import Mesh
 
-    from mamba_jax.sharding.axis import AXIS
+    from mamba_jax.sharding.axis import TENSOR
 
-    mesh = Mesh(np.array(jax.devices()[:shards]), (AXIS,))
+    mesh = Mesh(np.array(jax.devices()[:shards]), (TENSOR,))
     spread = sharded_store(CONFIG, mesh, page_size=4, debug_state=True, **SIZES_OF_STORE)
     arrangement = Arrangement.of(CONFIG, spread)
     assert arrangement.shards == shards

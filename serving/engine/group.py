@@ -1,0 +1,165 @@
+"""Several engines of one model, driven by one caller as if they were one: offline inference over replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from checkpoints.replacement import NewWeights
+from serving.engine.control import PauseMode
+from serving.engine.engine import Engine, Prompt
+from serving.engine.output import RequestOutput
+from serving.engine.placing import Given, Placing
+from serving.engine.request_error import RequestError
+from serving.engine.sampling_params import SamplingParams
+from serving.engine.weights import common_version
+
+
+class EngineGroup:
+    """The methods of `Engine` that bring requests in and run them, over replicas. Each steps in a thread of its own.
+
+    Not thread-safe: one caller drives it. An engine is touched by the caller only between two of its steps.
+    """
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self.engines = tuple(engines)
+        self.control = GroupControl(self)
+        self._placing = Placing(engines)
+        self._pool = ThreadPoolExecutor(len(engines), thread_name_prefix="engine")
+        self._steps: dict[int, Future[list[RequestOutput]]] = {}
+        self._given: dict[str, Given] = {}
+        """Requests that no step has said to be finished."""
+        self._unsaid: list[RequestOutput] = []
+
+    @property
+    def max_model_len(self) -> int:
+        """Of each of them."""
+        return self.engines[0].max_model_len
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have been added, and of which `step` has not said that they are finished."""
+        return len(self._given)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        live_text: bool = False,
+    ) -> RequestOutput:
+        """As `Engine.add_request`, to one of them."""
+        if request_id in self._given:
+            raise RequestError(f"request id {request_id!r} is in use")
+        text, ids = self.engines[0].prompt_ids(prompt)
+        full: list[int] = []
+        while True:
+            given = self._placing.give(ids, params, cache_salt, without=full)
+            try:
+                output = self.at_rest(given.replica).add_request(
+                    request_id,
+                    {"prompt": text, "prompt_token_ids": ids},
+                    params,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    live_text=live_text,
+                )
+            except RequestError as error:
+                given.ended()
+                full.append(given.replica)
+                if not error.retry or len(full) == len(self.engines):
+                    raise
+                continue
+            self._given[request_id] = given
+            return output
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """As `Engine.abort`."""
+        given = self._given.pop(request_id, None)
+        if given is None:
+            return None
+        given.ended()
+        return self.at_rest(given.replica).abort(request_id)
+
+    def step(self) -> list[RequestOutput]:
+        """Waits until one of the engines has done a step; returns the outputs that it changed, as `Engine.step`."""
+        for replica, engine in enumerate(self.engines):
+            if replica not in self._steps and engine.busy:
+                self._steps[replica] = self._pool.submit(engine.step)
+        if self._steps and not self._unsaid:
+            wait(self._steps.values(), return_when=FIRST_COMPLETED)
+            for replica in [replica for replica, step in self._steps.items() if step.done()]:
+                self.at_rest(replica)
+        unsaid, self._unsaid = self._unsaid, []
+        return unsaid
+
+    def close(self) -> None:
+        """As `Engine.close`."""
+        for engine in self.all_at_rest():
+            engine.close()
+        self._pool.shutdown()
+
+    def at_rest(self, replica: int) -> Engine:
+        """One of them, between two steps."""
+        step = self._steps.pop(replica, None)
+        for output in step.result() if step is not None else ():
+            given = self._given.get(output.request_id)
+            if given is not None and any(choice.token_ids for choice in output.outputs):
+                given.computed()
+            if given is not None and output.finished:
+                self._given.pop(output.request_id).ended()
+            self._unsaid.append(output)
+        return self.engines[replica]
+
+    def all_at_rest(self) -> Iterator[Engine]:
+        """Each of them, between two steps."""
+        return (self.at_rest(replica) for replica in range(len(self.engines)))
+
+
+class GroupControl:
+    """What `Control` does, to all engines of a group."""
+
+    def __init__(self, group: EngineGroup) -> None:
+        self._group = group
+
+    @property
+    def why_held(self) -> str | None:
+        """One line for a user; None where none of them is held."""
+        return next((engine.control.why_held for engine in self._group.engines if engine.control.held), None)
+
+    @property
+    def paused(self) -> bool:
+        """Whether all of them are."""
+        return all(engine.control.paused for engine in self._group.engines)
+
+    def pause(self, mode: PauseMode = "abort") -> None:
+        """As `Control.pause`."""
+        for engine in self._group.all_at_rest():
+            engine.control.pause(mode)
+
+    def resume(self) -> None:
+        """As `Control.resume`."""
+        for engine in self._group.all_at_rest():
+            engine.control.resume()
+
+    def update_weights(self, given: NewWeights, *, version: str | int | None = None, partial: bool = False) -> str:
+        """As `Control.update_weights`; all get one version."""
+        name = common_version((engine.control.weights for engine in self._group.engines), version)
+        again = given if isinstance(given, str | Path | Mapping) else list(given)
+        for engine in self._group.all_at_rest():
+            engine.control.update_weights(again, version=name, partial=partial)
+        return name
+
+    def sleep(self, level: int = 1) -> None:
+        """As `Control.sleep`."""
+        for engine in self._group.all_at_rest():
+            engine.control.sleep(level)
+
+    def wake_up(self) -> None:
+        """As `Control.wake_up`."""
+        for engine in self._group.all_at_rest():
+            engine.control.wake_up()

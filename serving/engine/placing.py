@@ -1,0 +1,101 @@
+"""Which of several replicas a request goes to: the one that has the least to compute before it can answer.
+
+The rule is that of routers (`serving.core.tiers.placing`). What routers are told by events is here asked of each prefix
+index itself, and so it is neither late nor of another block size.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from serving.core.tiers.placing import Workload, price
+from serving.engine.engine import Engine
+from serving.engine.sampling_params import SamplingParams
+
+
+class Placing:
+    """Keeps count of what each replica has been given. Any thread may use it.
+
+    Args:
+        engines: the replicas.
+        clock: seconds.
+    """
+
+    def __init__(self, engines: Sequence[Engine], clock: Callable[[], float] = time.monotonic) -> None:
+        self._engines, self._clock = engines, clock
+        self._work = [Workload() for _ in engines]
+        self._choices = [0] * len(engines)
+        self._lock = threading.Lock()
+
+    def give(
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams | None,
+        salt: str | None,
+        *,
+        without: Collection[int] = (),
+    ) -> Given:
+        """Choose a replica for a prompt, and count it as given to it. All choices of a request go to the same one.
+
+        Replicas that are held (asleep, or without weights) are passed over while others are not.
+
+        Args:
+            tokens: the prompt's.
+            params: of the request. One for log-probabilities of the prompt computes all of it.
+            salt: of the cache.
+            without: not these replicas.
+        """
+        reuses = params is None or params.prompt_logprobs is None
+        choices = 1 if params is None else params.n
+        # Outside of the lock: long prompts take a while to look up.
+        missing = [
+            len(tokens) - (engine.loop.scheduler.resumable(tokens, salt) if reuses else 0) for engine in self._engines
+        ]
+        with self._lock:
+            now = self._clock()
+            recent = [work.recent(now) for work in self._work]
+            share = sum(recent) / len(recent)
+
+            def cost(replica: int) -> tuple[bool, float, int]:
+                whole = price(
+                    missing[replica],
+                    pending=self._work[replica].pending,
+                    requests=self._choices[replica],
+                    recent=recent[replica],
+                    share=share,
+                )
+                return self._engines[replica].control.held, whole, self._choices[replica]
+
+            best = min((i for i in range(len(self._engines)) if i not in without), key=cost)
+            self._work[best].given(missing[best], now)
+            self._choices[best] += choices
+        return Given(self, best, missing[best], choices)
+
+    def computed(self, replica: int, tokens: int) -> None:
+        """A replica has computed so many of the tokens that it was given, or will not."""
+        with self._lock:
+            self._work[replica].computed(tokens)
+
+    def ended(self, replica: int, choices: int) -> None:
+        """A replica is done with a request."""
+        with self._lock:
+            self._choices[replica] -= choices
+
+
+class Given:
+    """A request at its replica, until it has ended."""
+
+    def __init__(self, placing: Placing, replica: int, tokens: int, choices: int) -> None:
+        self._placing, self.replica, self._tokens, self._choices = placing, replica, tokens, choices
+
+    def computed(self) -> None:
+        """Its prompt has been computed."""
+        tokens, self._tokens = self._tokens, 0
+        self._placing.computed(self.replica, tokens)
+
+    def ended(self) -> None:
+        """The replica is done with it. To be called once."""
+        self.computed()
+        self._placing.ended(self.replica, self._choices)

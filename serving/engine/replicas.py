@@ -1,0 +1,163 @@
+"""Several engines of one model behind one front, for many concurrent callers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from checkpoints.replacement import NewWeights
+from serving.engine.async_engine import AsyncEngine
+from serving.engine.control import PauseMode
+from serving.engine.engine import Engine, Prompt
+from serving.engine.output import RequestOutput
+from serving.engine.placing import Placing
+from serving.engine.replica_stats import merged
+from serving.engine.request_error import RequestError
+from serving.engine.sampling_params import SamplingParams
+from serving.engine.weights import common_version
+
+
+class Replicas:
+    """What an `AsyncEngine` does, by several engines: each in a thread of its own, each request by one of them.
+
+    Args:
+        engines: replicas of one model. Nothing else may use them from now on.
+    """
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._served = tuple(AsyncEngine(engine, name=f"engine {i}") for i, engine in enumerate(engines))
+        self._placing = Placing(engines)
+        self._ids = itertools.count()
+        self._at: dict[str, AsyncEngine] = {}
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        live: bool = True,
+        export: Any = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As `AsyncEngine.generate`. A replica whose queue is full sends the request to the next best one."""
+        assert export is None, "a worker of a split has one engine"
+        name = request_id if request_id is not None else f"async-{next(self._ids)}"
+        if name in self._at:
+            raise RequestError(f"request id {name!r} is in use")
+        text, ids = self.engine.prompt_ids(prompt)
+        given: Prompt = {"prompt": text, "prompt_token_ids": ids}
+        full: list[int] = []
+        while True:
+            place = self._placing.give(ids, sampling_params, cache_salt, without=full)
+            served = self._at[name] = self._served[place.replica]
+            outputs = served.generate(
+                given, sampling_params, name,
+                priority=priority, cache_salt=cache_salt, live=live, begun=place.computed,
+            )  # fmt: skip
+            try:
+                async with contextlib.aclosing(outputs) as each:
+                    async for output in each:
+                        yield output
+                return
+            except RequestError as error:
+                full.append(place.replica)
+                if not error.retry or len(full) == len(self._served):
+                    raise
+            finally:
+                place.ended()
+                del self._at[name]
+
+    async def abort(self, request_id: str) -> None:
+        """As `AsyncEngine.abort`."""
+        served = self._at.get(request_id)
+        if served is not None:
+            await served.abort(request_id)
+
+    async def call(self, function: Callable[[Engine], Any]) -> Any:
+        """Runs a function of the engine between two steps of each; gives what it gave for the first."""
+        return (await self.call_all(function))[0]
+
+    async def call_all(self, function: Callable[[Engine], Any]) -> list[Any]:
+        """Runs a function of the engine between two steps of each, and gives its results in the engines' order.
+
+        Where it raises, it has been run on all of them nevertheless.
+        """
+        return await _all(served.call(function) for served in self._served)
+
+    async def update_weights(self, given: NewWeights, *, version: str | int | None, partial: bool) -> None:
+        """As `AsyncEngine.update_weights`, on every engine and under one version.
+
+        They do not wait for each other: what each says meanwhile is named by the version that it has.
+        """
+        name = common_version((engine.control.weights for engine in self.engines), version)
+        await self.call_all(lambda engine: engine.control.update_weights(given, version=name, partial=partial))
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """As `AsyncEngine.pause`."""
+        await _all(served.pause(mode) for served in self._served)
+
+    def tell(self, function: Callable[[Engine], Any]) -> None:
+        """As `AsyncEngine.tell`, to every engine."""
+        for served in self._served:
+            served.tell(function)
+
+    @property
+    def step_seconds(self) -> float:
+        """The longest of them."""
+        return max(served.step_seconds for served in self._served)
+
+    @property
+    def running(self) -> bool:
+        """Whether all of them do. Where one has failed, the process has to be started again, as with one engine alone;
+        what the others are doing they may finish."""
+        return all(served.running for served in self._served)
+
+    @property
+    def engine(self) -> Engine:
+        """One of them, for what never changes while they run and is the same for all (tokenizer, limits)."""
+        return self._served[0].engine
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """All of them; as `engine`."""
+        return tuple(served.engine for served in self._served)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that they have been given and have not finished."""
+        return sum(served.num_unfinished for served in self._served)
+
+    @property
+    def latest_stats(self) -> dict[str, Any]:
+        """Theirs as one, and each one's by itself under `engines`."""
+        return merged([served.latest_stats for served in self._served])
+
+    def shutdown(self) -> None:
+        """As `AsyncEngine.shutdown`."""
+        for engine in self.engines:
+            engine.loop.leaving.set()  # what any of them compiles need not be waited for by the others
+        for served in self._served:
+            served.shutdown()
+
+
+Served = AsyncEngine | Replicas
+"""What a server drives."""
+
+
+def serve_engines(engines: Sequence[Engine]) -> Served:
+    """A front for one engine, or for replicas of one."""
+    return AsyncEngine(engines[0]) if len(engines) == 1 else Replicas(engines)
+
+
+async def _all(calls: Any) -> list[Any]:
+    """All results; the first error only once all have ended."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return list(results)

@@ -1,0 +1,95 @@
+"""One server over two replicas: requests, metrics by engine, the status page's numbers, and what a trainer asks."""
+
+import re
+
+import pytest
+from fastapi.testclient import TestClient
+
+from serving.api.http import ServerSettings, create_app
+from serving.engine.replicas import Replicas
+from serving.engine.warmup import warm_up
+from tests.support.engine_harness import EngineHarness
+from tests.support.replicas import ReplicaMaker, check_idle
+
+ADMIN = {"authorization": "Bearer trainer"}
+
+
+@pytest.fixture(scope="module")
+def engines():
+    return ReplicaMaker(EngineHarness()).make()
+
+
+@pytest.fixture(scope="module")
+def client(engines):
+    settings = ServerSettings.create(admin_key="trainer", served_model_name="tiny")
+    replicas = Replicas(engines)
+    app = create_app(replicas, settings, prepare=lambda engine: warm_up(engine.loop, engine.vocab_size, progress=False))
+    with TestClient(app) as client:
+        while client.get("/ready").status_code != 200:
+            assert replicas.running
+        yield client
+    check_idle(engines)
+
+
+def complete(client, prompt, **fields):
+    body = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 4, "return_token_ids": True}
+    answer = client.post("/v1/completions", json=body | fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def metrics(client) -> dict[str, float]:
+    lines = [line for line in client.get("/metrics").text.splitlines() if line.startswith("mamba_jax_")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def test_prompts_of_one_request_are_shared_out(engines, client):
+    compiled = [engine.loop.programs.compilations for engine in engines]
+    assert min(compiled) > 0
+    before = [engine.loop.scheduler.stats()["requests"] for engine in engines]
+    prompts = [[i + 3, 9, 8] * 10 for i in range(6)]
+    first = complete(client, prompts)
+    assert first["usage"]["completion_tokens"] == 24
+    again = complete(client, prompts)
+    assert [c["token_ids"] for c in again["choices"]] == [c["token_ids"] for c in first["choices"]]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 6 * 30
+    after = [engine.loop.scheduler.stats()["requests"] for engine in engines]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [6, 6]
+    assert [engine.loop.programs.compilations for engine in engines] == compiled
+
+
+def test_metrics_say_which_engine(client):
+    complete(client, [5] * 20)
+    found = metrics(client)
+    for name in ("prompt_tokens_total", "steps_total", "requests_waiting", "compilations_total"):
+        assert {f'mamba_jax_{name}{{engine="{i}"}}' for i in range(2)} <= found.keys()
+        assert f"mamba_jax_{name}" not in found
+    assert 'mamba_jax_slots{engine="1",state="free"}' in found
+    assert any(re.match(r'mamba_jax_requests_finished_total\{engine="\d",reason="length"\}', name) for name in found)
+    assert found['mamba_jax_model_info{model="tiny"}'] == 1
+
+
+def test_the_status_page_shows_all(engines, client):
+    status = client.get("/status").json()
+    stats = status["stats"]
+    assert len(stats["engines"]) == 2
+    assert stats["slots"]["total"] == sum(engine.loop.scheduler.pools[0].size - 1 for engine in engines)
+    assert len(status["maps"]["slots"]) == stats["slots"]["total"]
+    assert client.get("/health").status_code == 200
+
+
+def test_pause_and_sleep_hold_all(engines, client):
+    assert client.post("/pause?mode=wait", headers=ADMIN).json()["paused"] is True
+    assert all(engine.control.paused for engine in engines)
+    assert client.post("/resume", headers=ADMIN).json()["held"] is None
+    assert client.post("/sleep", headers=ADMIN).json()["sleep_level"] == 1
+    assert "sleeps" in client.get("/rollout_state", headers=ADMIN).json()["held"]
+    assert client.post("/wake_up", headers=ADMIN).json()["held"] is None
+    assert complete(client, [5] * 20)["usage"]["completion_tokens"] == 4
+
+
+def test_bad_requests_are_told(client):
+    for body in ({"prompt": [10**6]}, {"prompt": [5] * 500}, {"prompt": "w5", "n": 1000}):
+        assert client.post("/v1/completions", json={"model": "tiny"} | body).status_code == 400
+    with client.stream("POST", "/v1/completions", json={"model": "tiny", "prompt": "w5 w6", "stream": True}) as answer:
+        assert list(answer.iter_lines())[-2] == "data: [DONE]"

@@ -1,0 +1,332 @@
+"""Replicas behind one front: the tokens of one engine, requests where their states are, and nobody harmed by others."""
+
+import asyncio
+import contextlib
+import random
+import threading
+
+import pytest
+
+from serving import LLM, RequestError, SamplingParams
+from serving.config import ConfigError
+from serving.engine.async_engine import EngineStopped
+from serving.engine.group import EngineGroup
+from serving.engine.replicas import Replicas
+from tests.serving.engine.test_tensor_parallel import FLAGS as DIVIDED_FLAGS
+from tests.serving.engine.test_tensor_parallel import assert_greedy, quick_compilation  # noqa: F401 - a fixture
+from tests.support.divisible_checkpoints import FAMILIES, write_checkpoint
+from tests.support.replicas import ReplicaMaker, check_idle
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+LENGTHS = [1, 7, 16, 31, 33, 48, 64, 65, 90]
+DRAFTS = {
+    "no drafts": {},
+    "drafts": {"speculative_method": "ngram", "num_speculative_tokens": 2, "adaptive_drafts": False, "num_slots": 56},
+}
+
+
+@pytest.fixture(scope="module")
+def maker(harness):
+    return ReplicaMaker(harness)
+
+
+@pytest.fixture(scope="module")
+def traffic(harness):
+    """Prompts, some of which share beginnings, and what one engine says to each alone."""
+    rng = random.Random(11)
+    shared = [harness.prompt(rng, 48) for _ in range(2)]
+    prompts = [harness.prompt(rng, rng.choice(LENGTHS)) for _ in range(10)]
+    prompts += [rng.choice(shared) + harness.prompt(rng, rng.randrange(1, 30)) for _ in range(10)]
+    engine = harness.engine("none")
+    return prompts, [harness.run(engine, [prompt], GREEDY)[0].outputs[0].token_ids for prompt in prompts]
+
+
+def served(maker, body, engines=None, **flags):
+    """Runs a coroutine function over replicas; afterwards nothing may be left in use."""
+    engines = engines or maker.make(**flags)
+    replicas = Replicas(engines)
+    try:
+        asyncio.run(body(replicas))
+    finally:
+        replicas.shutdown()
+    check_idle(engines)
+    return engines
+
+
+async def last(replicas, prompt, params=GREEDY, **more):
+    return [output async for output in replicas.generate({"prompt_token_ids": prompt}, params, **more)][-1]
+
+
+def admitted(engines):
+    return [engine.loop.scheduler.stats()["requests"] for engine in engines]
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+def test_replicas_say_what_one_engine_says(harness, maker, traffic, mode, drafts):
+    prompts, alone = traffic
+    engines = maker.make(mode, **DRAFTS[drafts])
+    group = EngineGroup(engines)
+    for second in (False, True):
+        outputs = [group.add_request(f"r{i}", {"prompt_token_ids": prompt}, GREEDY) for i, prompt in enumerate(prompts)]
+        finished = []
+        while group.num_unfinished:
+            finished += [output.request_id for output in group.step() if output.finished]
+        assert sorted(finished) == sorted(output.request_id for output in outputs)
+        for prompt, tokens, output in zip(prompts, alone, outputs, strict=True):
+            harness.assert_greedy(prompt, tokens, output.outputs[0].token_ids)
+        if second:
+            assert (sum(output.num_cached_tokens for output in outputs) > 0) == (mode != "none")
+    group.close()
+    check_idle(engines)
+    assert min(admitted(engines)) >= len(prompts) // 2
+    assert [{device.id for device in engine.loop.programs.devices} for engine in engines] == [{0}, {1}]
+
+
+def test_two_replicas_of_two_devices(tmp_path, quick_compilation):  # noqa: F811
+    case = FAMILIES["nemotronh-moe"]
+    directory = write_checkpoint(tmp_path, case)
+    flags = DIVIDED_FLAGS | {"max_num_seqs": 2, "max_num_batched_tokens": 32}
+    llm = LLM(directory, data_parallel_size=2, tensor_parallel_size=2, speculative_method=case.drafts, **flags)
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2)
+    prompts = [{"prompt_token_ids": [7 + i, 8, 9] * 14} for i in range(4)]
+    for _ in range(2):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert_greedy(outputs, directory)
+    assert all(output.num_cached_tokens > 0 for output in outputs)
+    devices = [[device.id for device in engine.loop.programs.devices] for engine in llm.engines]
+    assert devices == [[0, 1], [2, 3]]
+    assert admitted(llm.engines) == [4, 4]
+    # The rest of what an `LLM` can do.
+    streamed = list(llm.stream(prompts[0], params))
+    assert streamed[-1].finished
+    assert streamed[-1].outputs[0].token_ids == outputs[0].outputs[0].token_ids
+    for hold, release in ((llm.sleep, llm.wake_up), (llm.pause, llm.resume)):
+        hold()
+        with pytest.raises(RequestError, match="the engine"):
+            llm.generate(prompts, params, use_tqdm=False)
+        release()
+    assert_greedy(llm.generate(prompts, params, use_tqdm=False), directory)
+    check_idle(llm.engines)
+    llm.close()
+
+
+def test_a_prompt_goes_where_its_state_is(harness, maker):
+    rng = random.Random(1)
+    talks = [harness.prompt(rng, 64) for _ in range(4)]
+
+    async def body(replicas):
+        for talk in talks:  # one at a time: by load alone, all would go to the first
+            await last(replicas, talk)
+        for talk in talks * 2:
+            again = await last(replicas, talk + harness.prompt(rng, 9))
+            assert again.num_cached_tokens == 64
+        fresh = await last(replicas, talks[0], cache_salt="other")
+        assert fresh.num_cached_tokens == 0
+        scores = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        assert len((await last(replicas, talks[0], scores)).prompt_logprobs) == 64
+
+    engines = served(maker, body)
+    assert min(admitted(engines)) >= 4
+
+
+def test_load_evens_out(harness, maker):
+    rng = random.Random(2)
+
+    async def body(replicas):
+        await asyncio.gather(*(last(replicas, harness.prompt(rng, 40)) for _ in range(24)))
+
+    assert admitted(served(maker, body, replicas=4)) == [6, 6, 6, 6]
+
+
+def test_choices_of_a_request_stay_together(harness, maker):
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
+    prompt = harness.prompt(random.Random(3), 40)
+
+    async def body(replicas):
+        outputs = await asyncio.gather(last(replicas, prompt, params), last(replicas, prompt[::-1], params))
+        (alone,) = harness.run(harness.engine("all"), [prompt], params)
+        assert [c.token_ids for c in outputs[0].outputs] == [c.token_ids for c in alone.outputs]
+
+    assert admitted(served(maker, body)) == [3, 3]
+
+
+def test_requests_without_a_seed_draw_differently(harness, maker):
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+    prompt = harness.prompt(random.Random(4), 20)
+
+    async def body(replicas):
+        outputs = await asyncio.gather(*(last(replicas, prompt, params) for _ in range(2)))
+        assert outputs[0].outputs[0].token_ids != outputs[1].outputs[0].token_ids
+
+    assert admitted(served(maker, body)) == [1, 1]
+
+
+def test_aborts_and_readers_that_leave(harness, maker):
+    rng = random.Random(5)
+    long = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+
+    async def body(replicas):
+        streams = [
+            replicas.generate({"prompt_token_ids": harness.prompt(rng, 20)}, long, name) for name in ("one", "two")
+        ]
+        for stream in streams:
+            await anext(stream)
+        assert [served.num_unfinished for served in replicas._served] == [1, 1]
+        with pytest.raises(RequestError, match="'one' is in use"):
+            await last(replicas, [5], request_id="one")
+        await replicas.abort("two")
+        await replicas.abort("nobody")
+        assert [output.outputs[0].finish_reason async for output in streams[1]][-1] == "abort"
+        await streams[0].aclose()
+        for _ in range(500):
+            if not replicas.num_unfinished:
+                break
+            await asyncio.sleep(0.01)
+        assert not replicas.num_unfinished
+        assert (await last(replicas, [5, 6], request_id="one")).finished
+
+    served(maker, body)
+
+
+def test_a_bad_request_harms_nobody(harness, maker, traffic):
+    prompts, alone = traffic
+
+    async def body(replicas):
+        async def bad(prompt, params=GREEDY):
+            with pytest.raises(RequestError):
+                await last(replicas, prompt, params)
+
+        wrong = [bad([]), bad([10**6]), bad([1] * 500), bad([5], SamplingParams(logit_bias={10**6: 1.0}))]
+        outputs, *_ = await asyncio.gather(
+            asyncio.gather(*(last(replicas, prompt, live=False) for prompt in prompts)), *wrong
+        )
+        for prompt, tokens, output in zip(prompts, alone, outputs, strict=True):
+            harness.assert_greedy(prompt, tokens, output.outputs[0].token_ids)
+        assert replicas.running
+
+    served(maker, body)
+
+
+def test_a_full_queue_sends_to_the_next(harness, maker):
+    engines = maker.make(max_num_waiting=1, max_num_seqs=1)
+    rng, gate = random.Random(6), threading.Event()
+
+    async def body(replicas):
+        for each in replicas._served:
+            each.tell(lambda _: gate.wait(60))
+        tasks = [asyncio.create_task(last(replicas, harness.prompt(rng, 5 + 20 * (i % 2)))) for i in range(5)]
+        await asyncio.sleep(0)
+        gate.set()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        refused = [result for result in results if isinstance(result, Exception)]
+        assert all(isinstance(error, RequestError) and error.retry for error in refused)
+        assert sum(result.finished for result in results if result not in refused) >= 2
+
+    served(maker, body, engines)
+
+
+def test_what_one_has_failed_at_stops_all(harness, maker):
+    """As with one engine: the process says so, and is to be started again."""
+    engines = maker.make()
+    rng = random.Random(7)
+
+    def fail(plan):
+        raise TypeError("planted")
+
+    async def body(replicas):
+        long = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+        one = asyncio.create_task(last(replicas, harness.prompt(rng, 20), long))
+        await asyncio.sleep(0.05)
+        engines[1].loop.fault = fail
+        with pytest.raises(EngineStopped, match="planted"):
+            await last(replicas, harness.prompt(rng, 20))
+        assert not replicas.running
+        assert (await one).finished
+
+    replicas = Replicas(engines)
+    try:
+        asyncio.run(body(replicas))
+    finally:
+        replicas.shutdown()
+    check_idle(engines[:1])
+
+
+def test_held_replicas_are_passed_over(harness, maker):
+    engines = maker.make()
+    rng = random.Random(8)
+
+    async def body(replicas):
+        await replicas._served[0].call(lambda engine: engine.control.sleep(1))
+        for _ in range(3):
+            await last(replicas, harness.prompt(rng, 20))
+        assert replicas.latest_stats["held"] is not None
+        await replicas.call_all(lambda engine: engine.control.wake_up())
+
+    assert admitted(served(maker, body, engines)) == [0, 3]
+
+
+def test_statistics_are_those_of_all(harness, maker):
+    rng = random.Random(9)
+
+    async def body(replicas):
+        repeated = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logit_bias={5: 100.0})
+        await asyncio.gather(*(last(replicas, harness.prompt(rng, 20), repeated) for _ in range(6)))
+        stats = replicas.latest_stats
+        assert [each["requests"] for each in stats["engines"]] == [3, 3]
+        assert (stats["requests"], stats["output_tokens"]) == (6, 48)
+        assert stats["loop"]["steps"] == sum(each["loop"]["steps"] for each in stats["engines"])
+        assert stats["slots"]["total"] == sum(each["slots"]["total"] for each in stats["engines"])
+        assert stats["weights"] == {"version": "0", "updates": 0}
+        drafts = stats["drafts"]
+        assert drafts["drafted"] == sum(each["drafts"]["drafted"] for each in stats["engines"]) > 0
+        assert drafts["mean_acceptance_length"] == 1 + drafts["accepted"] / drafts["steps"]
+        assert len(drafts["acceptance_at"]) == 2
+
+    served(maker, body, **DRAFTS["drafts"])
+
+
+def test_new_weights_come_to_all_under_one_version(harness, maker):
+    engines = maker.make(fresh=True)
+    first = engines[0].loop.programs.weights
+    prompt = harness.prompt(random.Random(10), 40)
+
+    async def body(replicas):
+        async def both():
+            outputs = await asyncio.gather(last(replicas, prompt), last(replicas, prompt, cache_salt="b"))
+            assert [len(served.engine._parents) for served in replicas._served] == [0, 0]
+            return [(output.outputs[0].token_ids, output.outputs[0].weights_versions) for output in outputs]
+
+        before = await both()
+        assert before[0] == before[1]
+        changed = {path: value * 1.3 + 0.01 for path, value in first.items()}
+        await replicas.pause("keep")
+        assert all(engine.control.paused for engine in engines)
+        await replicas.update_weights(changed, version=None, partial=False)
+        await replicas.call_all(lambda engine: engine.control.resume())
+        after = await both()
+        assert after[0] == after[1]
+        assert after[0][1] == [("1", 8)]
+        assert after[0][0] != before[0][0]
+        with pytest.raises(RequestError):
+            await replicas.update_weights({"nothing": changed["embed.weight"]}, version=None, partial=False)
+        # One alone goes ahead; the next update brings both together again.
+        await replicas._served[1].update_weights(changed, version=None, partial=False)
+        await replicas.update_weights(first, version=None, partial=False)
+        assert await both() == [(before[0][0], [("3", 8)])] * 2
+
+    assert admitted(served(maker, body, engines)) == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"data_parallel_size": 5, "tensor_parallel_size": 2}, "takes 10 devices: JAX sees 8 cpu"),
+        ({"data_parallel_size": 2, "host_cache_gib": 0.1}, "tiers belong to one engine"),
+        ({"data_parallel_size": 2, "disk_cache": "somewhere"}, "tiers belong to one engine"),
+        ({"data_parallel_size": 0}, "data_parallel_size"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(flags, message):
+    with pytest.raises(ConfigError, match=message), contextlib.closing(LLM("demo", warmup=False, **flags)):
+        pass

@@ -1,0 +1,49 @@
+"""Replicas of a tiny model, each on one of the CPU's devices, with programs that all of a session share."""
+
+import functools
+from typing import Any
+from unittest import mock
+
+from mamba_jax.programs import StepPrograms
+from serving.config import EngineConfig
+from serving.engine import build
+from serving.engine.engine import Engine
+from tests.support.engine_harness import FLAGS, EngineHarness
+from tests.support.engines import QUICK_COMPILE
+
+
+class ReplicaMaker:
+    """Makes replicas of a harness's model. Stores and schedulers are new each time; programs are compiled once.
+
+    Steps have one shape for decoding and one for prefill.
+    """
+
+    def __init__(self, harness: EngineHarness) -> None:
+        self.harness = harness
+        self._programs: dict[Any, StepPrograms] = {}
+
+    def make(self, mode: str | None = "all", replicas: int = 2, *, fresh: bool = False, **flags: Any) -> list[Engine]:
+        """`fresh`: with programs that nobody shares, so that their weights may be replaced."""
+        config = EngineConfig.create(mamba_cache_mode=mode, data_parallel_size=replicas, **(FLAGS | flags))
+        make = functools.partial(StepPrograms, compiler_options=QUICK_COMPILE)
+        with mock.patch.object(build, "StepPrograms", make if fresh else self._shared):
+            built = build.assemble(config, self.harness.model, tokenizer=self.harness.tokenizer, eos_token_ids=(2,))
+        for engine in built.engines:
+            batches = engine.loop.batches
+            batches.decode_shapes, batches.prefill_shapes = batches.decode_shapes[-1:], batches.prefill_shapes[-1:]
+        return list(built.engines)
+
+    def _shared(self, model, *, mesh, source, **more) -> StepPrograms:
+        key = mesh, source
+        if key not in self._programs:
+            self._programs[key] = StepPrograms(model, mesh=mesh, source=source, compiler_options=QUICK_COMPILE, **more)
+        return self._programs[key]
+
+
+def check_idle(engines: list[Engine]) -> None:
+    """Nothing is in use on any of them, and every slot and page is accounted for."""
+    for engine in engines:
+        while engine.loop.busy:
+            engine.step()
+        engine.loop.scheduler.check(idle=True)
+        assert engine.num_unfinished == 0
