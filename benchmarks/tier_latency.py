@@ -156,10 +156,11 @@ def decoding(talks: tuple[Talk, Talk], tokens: int, conversations: int, rounds: 
         losses.append(1 - seconds[roomy] / seconds[tiered])
         plain.append(seconds[roomy])
     stats = tiered.engine.stats()["tiers"]
+    low, _, high = (100 * each for each in statistics.quantiles(losses, n=4))
     print(
         f"decoding, a turn every {every} steps: a step takes {statistics.median(plain) / 2 / every * 1e3:.2f} ms; "
-        f"with transfers {100 * statistics.median(losses):+.1f}% (median of {rounds}; mean "
-        f"{100 * statistics.fmean(losses):+.1f}%); {stats['host']['arrived'] - before} of {2 * rounds} turns fetched, "
+        f"with transfers {100 * statistics.median(losses):+.1f}% (median of {rounds}; half of them from {low:+.1f}% to "
+        f"{high:+.1f}%); {stats['host']['arrived'] - before} of {2 * rounds} turns fetched, "
         f"{stats['disk']['stored_bytes'] / 1e6:.0f} MB written to the disk"
     )
     for talk in (roomy, tiered):
