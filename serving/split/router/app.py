@@ -29,9 +29,10 @@ from serving.api.http.sampling import sampling_params
 from serving.api.http.streaming import EventStream, openai_failure, start, until_gone
 from serving.api.metrics import Metrics
 from serving.split.http.peer import headers as own_key
+from serving.split.router.asked import Asked
 from serving.split.router.following import Following
 from serving.split.router.metrics import RelayCollector
-from serving.split.router.relay import Asked, Relay
+from serving.split.router.relay import Relay
 from serving.split.router.workers import Fleet
 from serving.split.settings import RouterSettings
 

@@ -16,13 +16,13 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
 from serving.api.http.errors import ApiError
 from serving.split.http.peer import said
+from serving.split.router.asked import Asked
 from serving.split.router.following import Following
 from serving.split.router.placement import Found, Placement
 from serving.split.router.workers import Fleet, Remote, choose
@@ -37,13 +37,6 @@ _EXPECT = 30.0
 _RELEASE = 5.0
 _COMPUTED = 2.0
 """Seconds after which a prompt counts as computed where nothing says so, because its answer comes all at once."""
-_BEGINNINGS = {
-    "completions": ("prompt",),
-    "chat/completions": ("messages",),
-    "responses": ("instructions", "input"),
-    "messages": ("system", "messages"),
-}
-"""Fields that a prompt begins with."""
 _RETRY = {"Retry-After": "1"}
 
 
@@ -70,25 +63,6 @@ class RelayStats:
     decode_retries: int = 0
     late: int = 0
     """Ended by their deadline."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One request as it came."""
-
-    kind: str
-    """The path below `/v1`: `completions`, `chat/completions`, `responses` or `messages`."""
-    content: bytes
-    """Passed on as it is."""
-    body: dict[str, Any]
-    """The same, parsed; it has been validated."""
-    headers: dict[str, str]
-    """Those that are passed on."""
-
-    @property
-    def stream(self) -> bool:
-        """Whether the answer comes piece by piece."""
-        return bool(self.body.get("stream"))
 
 
 @dataclass
@@ -134,10 +108,10 @@ class Relay:
         """
         self.stats.requests += 1
         self._loop = asyncio.get_running_loop()
-        settings, text = self.settings, prompt_text(asked.kind, asked.body)
+        settings, text = self.settings, asked.text
         until = time.monotonic() + (settings.first_token_timeout if asked.stream else settings.request_timeout)
         key = text[: settings.affinity].encode(errors="replace")
-        wanted = splittable(asked.kind, asked.body) and len(text) > settings.split_above and bool(self.fleet.prefill)
+        wanted = asked.splittable and len(text) > settings.split_above and bool(self.fleet.prefill)
         ticket: Ticket | None = None
         found = await self.placement.look(asked.kind, asked.content, asked.body, asked.headers)
         tried: list[Remote] = []
@@ -235,7 +209,7 @@ class Relay:
     async def _share(self, worker: Remote, found: Found, asked: Asked, until: float) -> Ticket | None:
         """A ticket for a state that another worker holds; None if none does, or does not answer soon."""
         lender = self.placement.lender(worker, found)
-        if lender is None or found.prompt is None or not skippable(asked.body):
+        if lender is None or found.prompt is None or not asked.skippable:
             return None
         own, left = found.states.get(worker), min(until - time.monotonic(), self.settings.share_timeout)
         share = Share(tokens=found.prompt.tokens, salt=found.prompt.salt, beyond=own.position if own is not None else 0)
@@ -366,30 +340,6 @@ class Relay:
             await asyncio.wait_for(found, _RELEASE)
         except (TimeoutError, httpx.HTTPError) as error:
             log.debug("a lease will have to run out: %s", error)
-
-
-def skippable(body: dict[str, Any]) -> bool:
-    """Whether nothing is asked of a prompt's tokens, so that whoever answers need not see them computed."""
-    return body.get("prompt_logprobs") is None and not (body.get("echo") and body.get("logprobs") is not None)
-
-
-def splittable(kind: str, body: dict[str, Any]) -> bool:
-    """Whether a prefill worker can do the prompt: there is one, and nothing is asked of its tokens."""
-    if not skippable(body):
-        return False
-    if kind != "completions":
-        return True
-    prompt = body.get("prompt")
-    if isinstance(prompt, list):
-        return bool(prompt) and isinstance(prompt[0], int)
-    return isinstance(prompt, str)
-
-
-def prompt_text(kind: str, body: dict[str, Any]) -> str:
-    """What a prompt begins with, for choosing workers: equal beginnings of prompts are equal beginnings of it."""
-    given: Any = [body.get(name) for name in _BEGINNINGS[kind] if body.get(name) is not None]
-    given = given[0] if len(given) == 1 else given
-    return given if isinstance(given, str) else json.dumps(given)
 
 
 def _as_json(headers: dict[str, str]) -> dict[str, str]:

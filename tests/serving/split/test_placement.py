@@ -14,10 +14,11 @@ from serving.core.tiers.directory import Resumable
 from serving.core.tiers.journal import Journal
 from serving.split.http.events import follow
 from serving.split.router import following as following_module
+from serving.split.router.asked import Asked
 from serving.split.router.following import Following
 from serving.split.router.metrics import RelayCollector
 from serving.split.router.placement import Found, Placement
-from serving.split.router.relay import Asked, Relay
+from serving.split.router.relay import Relay
 from serving.split.router.workers import Fleet, choose
 from serving.split.settings import RouterSettings
 

@@ -12,7 +12,8 @@ from serving.api.http.context import Context
 from serving.api.http.errors import ApiError
 from serving.api.http.settings import ServerSettings
 from serving.split.router.app import create_router
-from serving.split.router.relay import Asked, Relay, prompt_text, splittable
+from serving.split.router.asked import Asked
+from serving.split.router.relay import Relay
 from serving.split.router.workers import Fleet, Remote, choose
 from serving.split.seal import HEADER, Seal
 from serving.split.settings import RouterSettings
@@ -62,9 +63,13 @@ def relay(workers, prefill=("p1", "p2"), decode=("d1", "d2"), **settings):
     return Relay(fleet, RouterSettings.create(decode=("http://d1",), **settings))
 
 
+def asked(kind, body):
+    return Asked(kind, json.dumps(body).encode(), body, {})
+
+
 def ask(over, body=BODY):
     async def run():
-        answer = await over.answer(Asked("completions", json.dumps(body).encode(), body, {}))
+        answer = await over.answer(asked("completions", body))
         return answer.status, b"".join([piece async for piece in answer.body])
 
     return asyncio.run(run())
@@ -145,12 +150,12 @@ def test_a_state_that_cannot_be_used_is_let_go():
 
 
 def test_what_cannot_be_split_is_not():
-    assert splittable("completions", BODY)
-    assert splittable("completions", {"prompt": [1, 2]})
-    assert splittable("chat/completions", {"messages": []})
+    assert asked("completions", BODY).splittable
+    assert asked("completions", {"prompt": [1, 2]}).splittable
+    assert asked("chat/completions", {"messages": []}).splittable
     for body in ({"prompt": ["a", "b"]}, {"prompt": [[1], [2]]}, BODY | {"prompt_logprobs": 1},
                  BODY | {"echo": True, "logprobs": 1}):  # fmt: skip
-        assert not splittable("completions", body)
+        assert not asked("completions", body).splittable
     workers = Workers()
     ask(relay(workers), BODY | {"prompt_logprobs": 0})
     ask(relay(workers, split_above=100))
@@ -180,9 +185,9 @@ def test_workers_are_chosen_by_the_prompts_beginning():
 
 def test_a_conversation_keeps_its_beginning():
     turns = [{"role": "user", "content": "hello"}]
-    before = prompt_text("chat/completions", {"messages": turns})
+    before = asked("chat/completions", {"messages": turns}).text
     turns += [{"role": "assistant", "content": "hi"}, {"role": "user", "content": "and?"}]
-    assert prompt_text("chat/completions", {"messages": turns}).startswith(before[:-1])
+    assert asked("chat/completions", {"messages": turns}).text.startswith(before[:-1])
 
 
 def test_workers_come_and_go():
@@ -375,11 +380,11 @@ def test_what_no_worker_is_asked(front, method, path, body, status):
 
 
 def test_beginnings_of_other_forms():
-    assert prompt_text("responses", {"input": "x"}) == "x"
+    assert asked("responses", {"input": "x"}).text == "x"
     one, other = ({"instructions": "i", "input": [{"content": text}]} for text in ("a", "b"))
-    assert prompt_text("responses", one) != prompt_text("responses", other)
-    assert prompt_text("messages", {"system": "s", "messages": []}).startswith('["s"')
-    assert splittable("messages", {"messages": [], "prompt": "x"})
+    assert asked("responses", one).text != asked("responses", other).text
+    assert asked("messages", {"system": "s", "messages": []}).text.startswith('["s"')
+    assert asked("messages", {"messages": [], "prompt": "x"}).splittable
 
 
 HOSTILE = {

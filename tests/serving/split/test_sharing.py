@@ -11,9 +11,10 @@ from serving.core.tiers.directory import Resumable
 from serving.split.decode_side import PEER, DecodeSide
 from serving.split.peer import DirectPeer
 from serving.split.prefill_side import PrefillSide, TooMany
+from serving.split.router.asked import Asked
 from serving.split.router.following import Following, Stream
 from serving.split.router.placement import Found, Tokens
-from serving.split.router.relay import Asked, Relay
+from serving.split.router.relay import Relay
 from serving.split.router.workers import Fleet
 from serving.split.settings import RouterSettings, SplitSettings
 from serving.split.wire import Share, SplitError, Ticket
