@@ -15,9 +15,12 @@ On CPU, XLA computes with 16-bit floats by converting to float32 and back, and d
 slot of a bfloat16 store would convert all of it. There, slots travel as 16-bit integers, which are never converted.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, Shaped
+
+from kernels_pallas import native
 
 
 def load(v: Shaped[Array, "n *shape"], index: Int[Array, ""]) -> Shaped[Array, "*shape"]:
@@ -73,18 +76,38 @@ def read_slots(store: Shaped[Array, "slots *shape"], index: Int[Array, " n"]) ->
         # store's change of type out of a loop, which would be another copy.
         return lax.cond((index > 0).any(), read, zeros, store, index)
 
-    return lax.platform_dependent(store, index, cpu=read_apart, default=read)
+    def read_natively(store, index):
+        found = jax.ShapeDtypeStruct((*index.shape, *store.shape[1:]), store.dtype)
+        read = jax.ffi.ffi_call(native.target("read_slots"), found, vmap_method="sequential")
+        return read(store, index.astype(jnp.int32))
+
+    on_cpu = read_apart if native.why_missing("read_slots") else read_natively
+    return lax.platform_dependent(store, index, cpu=on_cpu, default=read)
 
 
 def write_slots(
-    store: Shaped[Array, "slots *shape"], values: Shaped[Array, "n *shape"], index: Int[Array, " n"]
-) -> Shaped[Array, "slots *shape"]:
-    """The store with `values` at `index`; those for index 0 are dropped. Other indices are distinct."""
+    store: Shaped[Array, "..."], values: Shaped[Array, "n *shape"], index: Int[Array, " n"]
+) -> Shaped[Array, "..."]:
+    """The store [slots, *shape] with `values` at `index`; those for index 0 are dropped. Other indices are distinct.
+
+    A store may have its slots on several axes [.., *shape]; `index` counts them all in order. (Its shape is not to be
+    changed for this: XLA would not update in place what a native operation gets by another shape.)
+    """
 
     def at_once(store, values, index):
-        return store.at[jnp.where(index > 0, index, store.shape[0])].set(values, mode="drop")
+        flat = store.reshape(-1, *values.shape[1:])
+        return flat.at[jnp.where(index > 0, index, flat.shape[0])].set(values, mode="drop").reshape(store.shape)
 
-    return lax.platform_dependent(store, values.astype(store.dtype), index, cpu=write_one_by_one, default=at_once)
+    def natively(store, values, index):
+        updated = jax.ShapeDtypeStruct(store.shape, store.dtype)
+        write = jax.ffi.ffi_call(native.target("write_slots"), updated, input_output_aliases={0: 0})
+        return write(store, values, index.astype(jnp.int32))
+
+    def by_slices(store, values, index):
+        return write_one_by_one(store.reshape(-1, *values.shape[1:]), values, index).reshape(store.shape)
+
+    on_cpu = by_slices if native.why_missing("write_slots") else natively
+    return lax.platform_dependent(store, values.astype(store.dtype), index, cpu=on_cpu, default=at_once)
 
 
 def _narrow_as_bits(read, v, index):

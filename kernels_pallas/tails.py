@@ -99,8 +99,7 @@ def append(
     places = jnp.where(order.is_new, tail_id[:, None] * entries + order.new_position % entries, 0).reshape(-1)
 
     def one(old, values):
-        flat = write_slots(old.reshape(-1, old.shape[2]), values.reshape(len(places), -1), places)
-        return flat.reshape(old.shape)
+        return write_slots(old, values.reshape(len(places), -1), places)
 
     return list(map(one, tail, new))
 

@@ -76,5 +76,4 @@ def write_ring(
     entries = ring.shape[1]
     there = valid & (tail_id > 0)[:, None]
     places = jnp.where(there, tail_id[:, None] * entries + position % entries, 0)
-    flat = write_slots(ring.reshape(-1, *ring.shape[2:]), values.reshape(-1, *ring.shape[2:]), places.reshape(-1))
-    return flat.reshape(ring.shape)
+    return write_slots(ring, values.reshape(-1, *ring.shape[2:]), places.reshape(-1))

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 _MODULE = "kernels_pallas.native._handlers"
-_OPERATIONS = ("grouped_matmul", "linear", "state_replay", "state_update")
+_OPERATIONS = ("grouped_matmul", "linear", "read_slots", "state_replay", "state_update", "write_slots")
 
 
 def _register() -> tuple[str | None, frozenset[str]]:

@@ -3,10 +3,11 @@
 
 #include "xla/ffi/api/c_api.h"
 
-extern "C" XLA_FFI_Error* grouped_matmul(XLA_FFI_CallFrame* frame);
-extern "C" XLA_FFI_Error* linear(XLA_FFI_CallFrame* frame);
-extern "C" XLA_FFI_Error* state_replay(XLA_FFI_CallFrame* frame);
-extern "C" XLA_FFI_Error* state_update(XLA_FFI_CallFrame* frame);
+#define HANDLERS(each) \
+  each(grouped_matmul) each(linear) each(read_slots) each(state_replay) each(state_update) each(write_slots)
+
+#define DECLARE(name) extern "C" XLA_FFI_Error* name(XLA_FFI_CallFrame* frame);
+HANDLERS(DECLARE)
 
 namespace {
 
@@ -23,8 +24,8 @@ PyMODINIT_FUNC PyInit__handlers(void) {
   static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_handlers", nullptr, -1, nullptr};
   PyObject* module = PyModule_Create(&definition);
   if (module == nullptr) return nullptr;
-  if (add(module, "grouped_matmul", grouped_matmul) && add(module, "linear", linear) &&
-      add(module, "state_replay", state_replay) && add(module, "state_update", state_update)) {
+#define ADD(name) add(module, #name, name) &&
+  if (HANDLERS(ADD) true) {
     // Of weights; an earlier library has no such line, and knows float32 and bfloat16.
     if (PyModule_AddStringConstant(module, "DTYPES", "float32 bfloat16 int8") == 0) return module;
   }

@@ -14,6 +14,8 @@ constexpr int64_t kOutputs = 4;    // outputs and rows whose sums are kept in re
 constexpr int64_t kRows = 4;
 
 typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
+typedef float Half __attribute__((vector_size(kLanes / 2 * sizeof(float))));
+typedef float Quarter __attribute__((vector_size(kLanes / 4 * sizeof(float))));
 
 typedef uint16_t Shorts __attribute__((vector_size(kLanes * sizeof(uint16_t))));
 typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
@@ -69,10 +71,15 @@ inline const float* in_order(const float* x, int64_t rows, int64_t inputs, std::
   return room.data();
 }
 
+// By halves: added up one after the other, sixteen lanes would take longer than many a product.
 NATIVE_INLINE float total(const Vector& value) {
-  float sum = 0;
-  for (int64_t lane = 0; lane < kLanes; ++lane) sum += value[lane];
-  return sum;
+  Half halves[2];
+  std::memcpy(halves, &value, sizeof halves);
+  halves[0] += halves[1];
+  Quarter quarters[2];
+  std::memcpy(quarters, halves, sizeof quarters);
+  quarters[0] += quarters[1];
+  return (quarters[0][0] + quarters[0][2]) + (quarters[0][1] + quarters[0][3]);
 }
 
 // sums[o][t] += w[o][:count] x[t][:count] for `outputs` rows of w and `rows` rows of x (`in_order`), `inputs` apart.
@@ -95,9 +102,16 @@ NATIVE_INLINE void multiply(const float* x, const typename Number::Stored* w, in
       }
     }
   }
+  // Unrolled, the sums stay in registers.
+#pragma GCC unroll 4
+  for (int64_t o = 0; o < outputs; ++o) {
+#pragma GCC unroll 4
+    for (int64_t t = 0; t < rows; ++t) sums[o * apart + t] += total(sum[o][t]);
+  }
+  if (i == count) return;
   for (int64_t o = 0; o < outputs; ++o) {
     for (int64_t t = 0; t < rows; ++t) {
-      float rest = total(sum[o][t]);
+      float rest = 0;
       for (int64_t k = i; k < count; ++k) rest += Number::load(w[o * inputs + k]) * x[t * inputs + k];
       sums[o * apart + t] += rest;
     }

@@ -6,6 +6,7 @@
 #include "numbers.h"
 #include "parallel.h"
 #include "product.h"
+#include "replay_sums.h"
 
 namespace native {
 namespace {
@@ -30,82 +31,80 @@ struct Stores {
   float* dt;
 };
 
-// y [count, outputs] = x [count, inputs] with w [outputs, inputs].
-NATIVE_HOT void read_float32(const float* x, const float* w, float* y, int64_t count, int64_t inputs, int64_t outputs) {
-  product<Float32>(x, w, y, count, inputs, outputs, 0, outputs);
+NATIVE_HOT void score(const Tokens& in) {
+  const int64_t tokens = in.before + in.count;
+  product<Float32>(in.queries, in.keys, in.scores, in.count, in.state, tokens, 0, tokens);
 }
 
-NATIVE_HOT void read_bfloat16(const float* x, const uint16_t* w, float* y, int64_t count, int64_t inputs,
-                              int64_t outputs) {
-  product<BFloat16>(x, w, y, count, inputs, outputs, 0, outputs);
+NATIVE_HOT void read(const Tokens& in, const float* anchor) { read_anchor<Float32>(in, anchor); }
+
+NATIVE_HOT void read(const Tokens& in, const uint16_t* anchor) { read_anchor<BFloat16>(in, anchor); }
+
+NATIVE_HOT void all_outputs(const Tokens& in, float skip, float* y, int64_t apart) {
+  weigh(in);
+  int64_t t = 0;
+  for (; t + 4 <= in.count; t += 4) outputs<4>(in, t, skip, y, apart);
+  for (; t + 2 <= in.count; t += 2) outputs<2>(in, t, skip, y, apart);
+  for (; t < in.count; ++t) outputs<1>(in, t, skip, y, apart);
 }
 
-void read(const float* x, const float* w, float* y, int64_t count, int64_t inputs, int64_t outputs) {
-  read_float32(x, w, y, count, inputs, outputs);
+NATIVE_HOT void write(const Tokens& in, int64_t tokens, const float* anchor, float* next) {
+  write_state<Float32>(in, tokens, anchor, next);
 }
 
-void read(const float* x, const uint16_t* w, float* y, int64_t count, int64_t inputs, int64_t outputs) {
-  read_bfloat16(x, w, y, count, inputs, outputs);
+NATIVE_HOT void write(const Tokens& in, int64_t tokens, const uint16_t* anchor, uint16_t* next) {
+  write_state<BFloat16>(in, tokens, anchor, next);
 }
 
-// y [count, outputs] = x [count, inputs] with w [inputs, outputs].
-NATIVE_HOT void sum_up(const float* x, const float* w, float* y, int64_t count, int64_t inputs, int64_t outputs) {
-  product_transposed<Float32>(x, w, y, count, inputs, outputs, 0, outputs);
-}
-
-// One thread's view of a row: what its heads share, and room to work in.
+// One thread's view of the heads of a row: what they share, and room to work in.
 template <typename State, typename Entry>
-class Row {
+class Heads {
  public:
-  Row(const Sizes& n, const Inputs& in, const Stores<State, Entry>& store)
-      : n_(n), in_(in), store_(store), most_(n.entries + n.steps), keys_(most_ * n.state), queries_(n.steps * n.state),
-        scores_(n.steps * most_), values_(most_ * n.head_dim), dts_(most_), decays_(most_), weights_(n.steps * most_),
-        out_(n.steps * n.head_dim), inside_(n.steps * n.head_dim), turned_(most_ * n.head_dim),
-        added_(n.head_dim * n.state) {}
+  Heads(const Sizes& n, const Inputs& in, const Stores<State, Entry>& store, float* y)
+      : n_(n), in_(in), store_(store), y_(y) {
+    const int64_t most = n.entries + n.steps;
+    const std::pair<float**, int64_t> arrays[] = {
+        {&now_.keys, most * n.state},      {&now_.queries, n.steps * n.state}, {&now_.scores, n.steps * most},
+        {&now_.values, most * n.head_dim}, {&now_.dts, most},                  {&now_.decays, most},
+        {&now_.weights, n.steps * most},   {&now_.whole, n.steps},             {&now_.read, n.steps * n.head_dim}};
+    int64_t total = 0;
+    for (const auto& [array, size] : arrays) total += size + kBehind;
+    room_.resize(total);
+    float* next = room_.data();
+    for (const auto& [array, size] : arrays) *array = next, next += size + kBehind;
+    now_.most = most, now_.head_dim = n.head_dim, now_.state = n.state;
+  }
 
-  void run(int64_t row, int64_t head, float* y) {
-    const int64_t group = head / (n_.heads / n_.groups), count = in_.num_tokens[row];
-    for (int64_t t = 0; t < n_.steps; ++t) std::fill_n(to(y, row, t, head), n_.head_dim, 0.0f);
-    if (count <= 0) return;
-    if (row != row_ || group != group_) gather_group(row, group);
-    gather_head(row, head);
-    const int64_t before = since_anchor(row), tokens = before + count;
-    const int64_t size = n_.head_dim * n_.state;
-    auto slot = [&](int32_t index) { return store_.states + (index * n_.heads + head) * size; };
-    const typename State::Stored* anchor = in_.anchor_slot[row] > 0 ? slot(in_.anchor_slot[row]) : nullptr;
-
-    std::fill(out_.begin(), out_.end(), 0.0f);
-    if (anchor) read(queries_.data(), anchor, out_.data(), count, n_.state, n_.head_dim);
-    for (int64_t t = 0; t < count; ++t) {
-      float* weights = weights_.data() + t * tokens;
-      std::fill_n(weights, tokens, 0.0f);
-      const float whole = decayed(weights, before + t + 1);
-      for (int64_t i = 0; i <= before + t; ++i) weights[i] *= scores_[t * tokens + i];
-      for (int64_t p = 0; p < n_.head_dim; ++p) out_[t * n_.head_dim + p] *= whole;
-    }
-    sum_up(weights_.data(), values_.data(), inside_.data(), count, tokens, n_.head_dim);
-    for (int64_t t = 0; t < count; ++t) {
-      const float* x = values_.data() + (before + t) * n_.head_dim;
-      float* out = to(y, row, t, head);
-      for (int64_t p = 0; p < n_.head_dim; ++p) {
-        out[p] = out_[t * n_.head_dim + p] + inside_[t * n_.head_dim + p] + in_.d[head] * x[p];
+  // Heads [begin, end) of a row.
+  void run(int64_t row, int64_t begin, int64_t end) {
+    const int64_t count = std::clamp<int64_t>(in_.num_tokens[row], 0, n_.steps), shared = n_.heads / n_.groups;
+    for (int64_t t = count; t < n_.steps; ++t) std::fill(to(row, t, begin), to(row, t, end), 0.0f);
+    if (!count) return;
+    now_.count = count;
+    // no more tokens of the tail than it has room for, whatever a caller says
+    now_.before = std::clamp<int64_t>(in_.length[row] - in_.anchor_length[row], 0, n_.entries);
+    const int64_t due = (in_.length[row] / n_.interval + 1) * n_.interval - in_.length[row];
+    for (int64_t head = begin; head < end; ++head) {
+      const int64_t group = head / shared;
+      if (head == begin || head % shared == 0) gather_group(row, group);
+      gather_head(row, head, head + 1 < end);
+      auto slot = [&](int32_t index) { return store_.states + (index * n_.heads + head) * n_.head_dim * n_.state; };
+      const typename State::Stored* anchor = in_.anchor_slot[row] > 0 ? slot(in_.anchor_slot[row]) : nullptr;
+      if (anchor) {
+        read(now_, anchor);
+      } else {
+        std::fill_n(now_.read, count * n_.head_dim, 0.0f);
       }
+      all_outputs(now_, in_.d[head], to(row, 0, head), n_.heads * n_.head_dim);
+      append(row, head);
+      if (head % shared == 0) append_group(row, group);  // no other head reads these entries here
+      if (in_.write_slot[row] > 0 && due <= count) write(now_, now_.before + due, anchor, slot(in_.write_slot[row]));
     }
-    const int64_t due = (in_.length[row] / n_.interval + 1) * n_.interval;
-    if (in_.write_slot[row] > 0 && due <= in_.length[row] + count) {
-      write(anchor, slot(in_.write_slot[row]), before + due - in_.length[row]);
-    }
-    append(row, head, group, before, count);
   }
 
  private:
-  float* to(float* y, int64_t row, int64_t t, int64_t head) const {
-    return y + ((row * n_.steps + t) * n_.heads + head) * n_.head_dim;
-  }
-
-  // Tokens of the tail that lie before the step's; no more than it has room for, whatever a caller says.
-  int64_t since_anchor(int64_t row) const {
-    return std::clamp<int64_t>(in_.length[row] - in_.anchor_length[row], 0, n_.entries);
+  float* to(int64_t row, int64_t t, int64_t head) const {
+    return y_ + ((row * n_.steps + t) * n_.heads + head) * n_.head_dim;
   }
 
   int64_t entry(int64_t row, int64_t position) const {
@@ -114,85 +113,71 @@ class Row {
 
   // B of all tokens since the anchor, C of the new ones, and the scores of each pair.
   void gather_group(int64_t row, int64_t group) {
-    row_ = row, group_ = group;
-    const int64_t before = since_anchor(row), count = in_.num_tokens[row];
-    for (int64_t i = 0; i < before; ++i) {
+    for (int64_t i = 0; i < now_.before; ++i) {
       const auto* from = store_.b + (entry(row, in_.anchor_length[row] + i) * n_.groups + group) * n_.state;
-      for (int64_t k = 0; k < n_.state; ++k) keys_[i * n_.state + k] = Entry::load(from[k]);
+      for (int64_t k = 0; k < n_.state; ++k) now_.keys[i * n_.state + k] = Entry::load(from[k]);
     }
-    for (int64_t t = 0; t < count; ++t) {
+    for (int64_t t = 0; t < now_.count; ++t) {
       const int64_t token = ((row * n_.steps + t) * n_.groups + group) * n_.state;
-      std::copy_n(in_.b + token, n_.state, keys_.data() + (before + t) * n_.state);
-      std::copy_n(in_.c + token, n_.state, queries_.data() + t * n_.state);
+      std::copy_n(in_.b + token, n_.state, now_.keys + (now_.before + t) * n_.state);
+      std::copy_n(in_.c + token, n_.state, now_.queries + t * n_.state);
     }
-    read(queries_.data(), keys_.data(), scores_.data(), count, n_.state, before + count);
+    score(now_);
   }
 
-  // x, dt and decay of all tokens since the anchor.
-  void gather_head(int64_t row, int64_t head) {
-    const int64_t before = since_anchor(row), count = in_.num_tokens[row];
-    for (int64_t i = 0; i < before; ++i) {
+  // x, dt and decay of all tokens since the anchor. The next head's x is fetched ahead: of each entry it is a short
+  // piece, which the processor does not foresee.
+  void gather_head(int64_t row, int64_t head, bool another) {
+    constexpr int64_t kLine = 64 / sizeof(typename Entry::Stored);
+    for (int64_t i = 0; i < now_.before; ++i) {
       const int64_t at = entry(row, in_.anchor_length[row] + i) * n_.heads + head;
-      for (int64_t p = 0; p < n_.head_dim; ++p) {
-        values_[i * n_.head_dim + p] = Entry::load(store_.x[at * n_.head_dim + p]);
-      }
-      dts_[i] = store_.dt[at];
+      const auto* from = store_.x + at * n_.head_dim;
+      for (int64_t p = 0; p < n_.head_dim; ++p) now_.values[i * n_.head_dim + p] = Entry::load(from[p]);
+      for (int64_t p = 0; another && p < n_.head_dim; p += kLine) __builtin_prefetch(from + n_.head_dim + p);
+      now_.dts[i] = store_.dt[at];
     }
-    for (int64_t t = 0; t < count; ++t) {
+    for (int64_t t = 0; t < now_.count; ++t) {
       const int64_t at = (row * n_.steps + t) * n_.heads + head;
-      std::copy_n(in_.x + at * n_.head_dim, n_.head_dim, values_.data() + (before + t) * n_.head_dim);
-      dts_[before + t] = in_.dt[at];
+      std::copy_n(in_.x + at * n_.head_dim, n_.head_dim, now_.values + (now_.before + t) * n_.head_dim);
+      now_.dts[now_.before + t] = in_.dt[at];
     }
-    for (int64_t i = 0; i < before + count; ++i) decays_[i] = std::exp(dts_[i] * in_.a[head]);
+    for (int64_t i = 0; i < now_.before + now_.count; ++i) now_.decays[i] = std::exp(now_.dts[i] * in_.a[head]);
   }
 
-  // weights[i] = what is left of token i's input after `tokens` tokens, times dt; returns what is left of the anchor.
-  float decayed(float* weights, int64_t tokens) const {
-    float left = 1;
-    for (int64_t i = tokens - 1; i >= 0; --i) {
-      weights[i] = left * dts_[i];
-      left *= decays_[i];
-    }
-    return left;
-  }
-
-  // The state after `tokens` tokens.
-  void write(const typename State::Stored* anchor, typename State::Stored* next, int64_t tokens) {
-    const float left = decayed(weights_.data(), tokens);
-    for (int64_t p = 0; p < n_.head_dim; ++p) {
-      for (int64_t i = 0; i < tokens; ++i) turned_[p * tokens + i] = weights_[i] * values_[i * n_.head_dim + p];
-    }
-    sum_up(turned_.data(), keys_.data(), added_.data(), n_.head_dim, tokens, n_.state);
-    for (int64_t i = 0; i < n_.head_dim * n_.state; ++i) {
-      next[i] = State::round((anchor ? State::load(anchor[i]) * left : 0) + added_[i]);
+  void append(int64_t row, int64_t head) {
+    for (int64_t t = 0; t < now_.count; ++t) {
+      const int64_t at = entry(row, in_.length[row] + t) * n_.heads + head;
+      const float* x = now_.values + (now_.before + t) * n_.head_dim;
+      for (int64_t p = 0; p < n_.head_dim; ++p) store_.x[at * n_.head_dim + p] = Entry::round(x[p]);
+      store_.dt[at] = now_.dts[now_.before + t];
     }
   }
 
-  void append(int64_t row, int64_t head, int64_t group, int64_t before, int64_t count) {
-    for (int64_t t = 0; t < count; ++t) {
-      const int64_t place = entry(row, in_.length[row] + t), at = place * n_.heads + head;
-      for (int64_t p = 0; p < n_.head_dim; ++p) {
-        store_.x[at * n_.head_dim + p] = Entry::round(values_[(before + t) * n_.head_dim + p]);
-      }
-      store_.dt[at] = dts_[before + t];
-      if (head % (n_.heads / n_.groups)) continue;  // another head of the group writes B, and none reads it here
-      auto* keys = store_.b + (place * n_.groups + group) * n_.state;
-      for (int64_t k = 0; k < n_.state; ++k) keys[k] = Entry::round(keys_[(before + t) * n_.state + k]);
+  void append_group(int64_t row, int64_t group) {
+    for (int64_t t = 0; t < now_.count; ++t) {
+      const float* b = now_.keys + (now_.before + t) * n_.state;
+      auto* kept = store_.b + (entry(row, in_.length[row] + t) * n_.groups + group) * n_.state;
+      for (int64_t k = 0; k < n_.state; ++k) kept[k] = Entry::round(b[k]);
     }
   }
 
   const Sizes& n_;
   const Inputs& in_;
   const Stores<State, Entry>& store_;
-  int64_t row_ = -1, group_ = -1, most_;
-  std::vector<float> keys_, queries_, scores_, values_, dts_, decays_, weights_, out_, inside_, turned_, added_;
+  float* y_;
+  std::vector<float> room_;
+  Tokens now_;
 };
 
 template <typename State, typename Entry>
 void replay(ffi::ThreadPool& pool, const Sizes& n, const Inputs& in, const Stores<State, Entry>& store, float* y) {
   parallel_for(pool, n.rows * n.heads, [&](int64_t begin, int64_t end) {
-    Row<State, Entry> row(n, in, store);
-    for (int64_t item = begin; item < end; ++item) row.run(item / n.heads, item % n.heads, y);
+    Heads<State, Entry> heads(n, in, store, y);
+    for (int64_t next; begin < end; begin = next) {
+      const int64_t row = begin / n.heads, first = row * n.heads;
+      next = std::min(end, first + n.heads);
+      heads.run(row, begin - first, next - first);
+    }
   });
 }
 

@@ -16,9 +16,7 @@ def write_kv(kv, k, v, *, page, offset):
     """See `api.write_kv`."""
     entries = k if v is None else jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])
     entries = _narrowed(entries, kv.dtype)
-    pages, size = kv.shape[:2]
-    flat = jnp.where(page > 0, page * size + offset, 0)
-    return write_slots(kv.reshape(pages * size, *kv.shape[2:]), entries, flat).reshape(kv.shape)
+    return write_slots(kv, entries, jnp.where(page > 0, page * kv.shape[1] + offset, 0))
 
 
 def _narrowed(x, dtype):

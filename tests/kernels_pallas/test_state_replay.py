@@ -259,6 +259,25 @@ missing = native.why_missing("state_replay")
 class TestNative(Replay):
     implementation = "native"
 
+    def test_bits_depend_neither_on_drafts_nor_on_other_rows(self, replay):
+        """What a token gives, and the state at a boundary: alone, and as one of several tokens among other rows."""
+        shape, draw, count = self.odd, Draw(5), 4
+        alone, among = row(1, 1, 8, 13, 1, 4), row(1, 1, 8, 13, count, 4)
+        others = [row(2, 2, 3, 6, 2, 5), among, row(3, 3, 8, 12, 3, 6)]
+        inputs = self.layer(draw, shape, 3, count)
+        old, tail = states(draw, shape, 7), self.fill(draw, self.tails(draw, shape, 4, 16), where(others))
+        y, _, _ = replay(old, tail, *inputs, **where(others), interval=8)
+        _, _, again = replay(old, tail, *inputs, **where([row(), among, row()]), interval=8)
+        states_due = []
+        for t in range(count):
+            one = [v[1:2, t : t + 1] if i in self.by_token else v for i, v in enumerate(inputs)]
+            place = (*alone[:3], 13 + t, *alone[4:])
+            single, new, _ = replay(old, Tail(*again), *one, **where([place]), interval=8)
+            assert_same_bits(single[0, 0], y[1, t])
+            states_due.append(new[4])
+        _, new, _ = replay(old, tail, *inputs, **where(others), interval=8)
+        assert_same_bits(new[4], states_due[2])  # of token 15
+
 
 class TestXla(Replay):
     implementation = "xla"

@@ -1,0 +1,81 @@
+"""Reading and writing slots: in C++ where it is built, and in plain JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from operation_checks import assert_in_place, assert_same_bits
+
+from kernels_pallas import native, slots
+
+INDEX = np.array([3, 0, 1, 3, 0, 4], np.int32)
+TARGET = np.array([2, 0, 5, 1, 0, 3], np.int32)
+missing = native.why_missing("read_slots") or native.why_missing("write_slots")
+DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int32, jnp.bool])
+
+
+def numbers(count, dtype, *shape):
+    return np.random.default_rng(count).normal(size=(count, *shape)).astype(dtype)
+
+
+@pytest.mark.skipif(missing is not None, reason=f"native operations: {missing}")
+class TestNative:
+    @pytest.fixture(autouse=True)
+    def form(self):
+        pass
+
+    @DTYPES
+    @pytest.mark.parametrize("shape", [(), (5,), (3, 20_000)])
+    def test_reads(self, dtype, shape):
+        store = numbers(6, dtype, *shape)
+        found = np.asarray(jax.jit(slots.read_slots)(store, INDEX))
+        expected = np.where((INDEX > 0).reshape(-1, *[1] * len(shape)), store[INDEX], np.zeros((), store.dtype))
+        assert_same_bits(found, expected.astype(store.dtype))
+
+    @DTYPES
+    @pytest.mark.parametrize("shape", [(), (5,), (3, 20_000)])
+    def test_writes(self, dtype, shape):
+        store, values = numbers(7, dtype, *shape), numbers(6, dtype, *shape)
+        found = np.asarray(jax.jit(slots.write_slots)(store, values, TARGET))
+        expected = store.copy()
+        expected[TARGET[TARGET > 0]] = values[TARGET > 0]
+        assert_same_bits(found[1:], expected[1:])
+
+    def test_slot_0_may_hold_anything(self):
+        store = np.full((3, 4), np.nan, np.float32)
+        store[1:] = 1
+        assert np.asarray(jax.jit(slots.read_slots)(store, np.array([0, 2], np.int32))).tolist() == [[0] * 4, [1] * 4]
+
+    def test_values_take_the_dtype_of_the_store(self):
+        store = np.zeros((3, 4), jnp.bfloat16)
+        found = jax.jit(slots.write_slots)(store, np.full((1, 4), 1.001, np.float32), np.array([2], np.int32))
+        assert found.dtype == jnp.bfloat16
+        assert np.asarray(found)[2].tolist() == [1.0] * 4
+
+    def test_in_place(self):
+        def move(store, source, target):
+            return slots.write_slots(store, slots.read_slots(store, source), target)
+
+        assert_in_place(move, numbers(100, np.float32, 5_000), INDEX, TARGET)
+
+    def test_what_is_read_is_what_was_there(self):
+        """A read that nothing ties to the write comes before it all the same."""
+
+        def swap(store, values, index):
+            return slots.write_slots(store, values, index), slots.read_slots(store, index)
+
+        store, values, index = numbers(6, np.float32, 8), numbers(2, np.float32, 8), np.array([4, 2], np.int32)
+        new, old = jax.jit(swap, donate_argnums=0)(jnp.asarray(store), values, index)
+        assert_same_bits(old, store[index])
+        assert_same_bits(np.asarray(new)[index], values)
+
+
+class TestXla(TestNative):
+    """An installation without a C++ compiler."""
+
+    @pytest.fixture(autouse=True)
+    def form(self, monkeypatch):
+        monkeypatch.setattr(native, "why_missing", lambda operation: "not built")
+        jax.clear_caches()
+        yield
+        jax.clear_caches()
