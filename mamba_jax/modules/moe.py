@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -55,6 +57,19 @@ class Router(nnx.Module):
         return jnp.where(among[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
 
 
+_FEW = 4096
+"""Rows that are not worth taking apart: so many, as decoding has, cost little beside the experts' weights."""
+
+
+def rows_at_once(rows: int, own: int, experts: int) -> int:
+    """Of all tokens' rows, how many a device that has `own` of the experts takes at a time.
+
+    Half more than its share, in whole blocks of a kernel: all of them, unless the others' would be most of what it has.
+    """
+    piece = -(-3 * rows * own // (2 * experts) // 128) * 128
+    return piece if rows > _FEW and 2 * piece <= rows else rows
+
+
 class Experts(nnx.Module):
     """The experts' weights: up [experts, size, inputs] (gated: [experts, 2, size, inputs], gate first), and down.
 
@@ -90,17 +105,66 @@ class Experts(nnx.Module):
         # Counted by comparing, not searching: a search is a loop, which a GPU would run step by step from the host.
         sizes = (expert[:, None] == jnp.arange(experts)).sum(axis=0, dtype=jnp.int32)
 
+        rows = rows_at_once(expert.size, experts, self.num_experts)
+        if rows == expert.size:
+            return self._at_once(x, weights, order, sizes)
+        # A GPU would add up the rows of a token in any order, and differently each time.
+        return jax.lax.platform_dependent(
+            x, weights, order, sizes,
+            cuda=self._at_once, rocm=self._at_once, default=functools.partial(self._in_pieces, rows=rows),
+        )  # fmt: skip
+
+    def _at_once(
+        self,
+        x: Float[Array, "T inputs"],
+        weights: Float[Array, "T chosen"],
+        order: Int[Array, " all"],
+        sizes: Int[Array, " own"],
+    ) -> Float[Array, "T inputs"]:
+        """All rows, those of other devices' experts among them."""
+        out = self._products(x[order // weights.shape[1]], sizes)
+        by_token = out[jnp.argsort(order)].reshape(*weights.shape, -1)
+        return jnp.einsum("tk,tki->ti", weights, by_token.astype(jnp.float32)).astype(x.dtype)
+
+    def _products(self, x: Float[Array, "rows inputs"], sizes: Int[Array, " own"]) -> Float[Array, "rows inputs"]:
+        """Each row through its expert: rows lie by expert, `sizes` of them for each; those after them give 0."""
         up = self.up[...]
-        flat = up.matrix(lead=1) if isinstance(up, Quantised) else up.reshape(experts, -1, up.shape[-1])
-        inner = grouped_matmul(x[order // chosen.shape[1]], flat, sizes)
+        flat = up.matrix(lead=1) if isinstance(up, Quantised) else up.reshape(up.shape[0], -1, up.shape[-1])
+        inner = grouped_matmul(x, flat, sizes)
         if self.gated:
             gate, inner = jnp.split(inner, 2, axis=1)
             inner = self.activation(gate) * inner
         else:
             inner = self.activation(inner)
-        out = grouped_matmul(inner, self.down[...], sizes)
-        by_token = out[jnp.argsort(order)].reshape(*chosen.shape, -1)
-        return jnp.einsum("tk,tki->ti", weights, by_token.astype(jnp.float32)).astype(x.dtype)
+        return grouped_matmul(inner, self.down[...], sizes)
+
+    def _in_pieces(
+        self,
+        x: Float[Array, "T inputs"],
+        weights: Float[Array, "T chosen"],
+        order: Int[Array, " all"],
+        sizes: Int[Array, " own"],
+        *,
+        rows: int,
+    ) -> Float[Array, "T inputs"]:
+        """The rows of this device's experts only, so many at a time: once, unless it has far more than others.
+
+        No row is ever left out: whatever the first piece does not hold is done by the loop after it.
+        """
+        ends = jnp.cumsum(sizes)
+        order = jnp.pad(order, (0, rows))
+        by_row = weights.reshape(-1)
+
+        def add(number: Int[Array, ""] | int, y: Float[Array, "T inputs"]) -> Float[Array, "T inputs"]:
+            start = number * rows
+            own = jax.lax.dynamic_slice_in_dim(order, start, rows)
+            here = jnp.clip(ends, start, start + rows) - jnp.clip(ends - sizes, start, start + rows)
+            token = own // weights.shape[1]
+            out = by_row[own][:, None] * self._products(x[token], here).astype(jnp.float32)
+            return y.at[token].add(out)
+
+        y = add(0, jnp.zeros(x.shape, jnp.float32))
+        return jax.lax.fori_loop(1, -(-ends[-1] // rows), add, y).astype(x.dtype)
 
 
 class MoE(nnx.Module):
