@@ -241,7 +241,10 @@ FLAGS: tuple[Flag, ...] = (
     unnecessary("--distributed-executor-backend", "one process drives all local devices"),
     unnecessary("--headless", "hosts but the first take no requests", Takes.NOTHING),
     unnecessary("--master-port", "hosts meet at port 8476; `--coordinator HOST:PORT` names another"),
-    unnecessary("--enable-expert-parallel", "whole experts lie on the devices of --tensor-parallel-size wherever their number divides", Takes.NOTHING),
+    unnecessary(
+        "--enable-expert-parallel", "--tensor-parallel-size puts whole experts on devices where their number divides",
+        Takes.NOTHING,
+    ),
     unnecessary("--disable-custom-all-reduce", "sums over devices are XLA's", Takes.NOTHING),
     unnecessary("--structured-outputs-config", "grammars are llguidance's"),
     unnecessary("--guided-decoding-backend", "grammars are llguidance's"),
