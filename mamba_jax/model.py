@@ -145,10 +145,14 @@ class HybridModel(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         """Logits (float32) from hidden states after the final norm."""
+        return keep_whole(self.divided_logits(hidden))
+
+    def divided_logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
+        """The same, left as the product gives them: of several devices, each has its part of the vocabulary."""
         return self._logits(self.head, hidden)
 
     def draft_logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
-        """Logits (float32) from what `draft` gives."""
+        """Logits (float32) from what `draft` gives, divided likewise."""
         return self._logits(self.draft_head, hidden)
 
     @property
@@ -169,8 +173,7 @@ class HybridModel(nnx.Module):
 
     def _logits(self, head: Table, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         # Said of the product first: left to itself, the compiler collects the whole head on every device.
-        logits = keep_whole(split_last(head.scores(hidden)))
-        return scaled(logits, self.config.logits_multiplier)
+        return scaled(split_last(head.scores(hidden)), self.config.logits_multiplier)
 
     @classmethod
     def abstract(cls, config: HybridConfig, *, dtype: DTypeLike = jnp.float32) -> HybridModel:

@@ -21,7 +21,7 @@ from mamba_jax.model import HybridModel
 from mamba_jax.program_cache import ProgramCache
 from mamba_jax.rows import Rows
 from mamba_jax.sampling.masks import MaskBatch
-from mamba_jax.sharding.axis import replicated, use_mesh
+from mamba_jax.sharding import replicated, rows_shardings, use_mesh
 from mamba_jax.step import mask, seat, step
 from mamba_jax.store import Store, StoreShape
 from mamba_jax.store_layout import is_pinned, places
@@ -234,13 +234,14 @@ class StepPrograms:
         # What comes from the host is the same on all devices; the store comes out as it went in.
         batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=whole), batch)
         with use_mesh(self.mesh):
+            seats = rows_shardings(rows, self.mesh)
             if isinstance(batch, SeatBatch):
-                seating = jax.jit(partial(seat, source=self.source), donate_argnums=(0,), out_shardings=whole)
+                seating = jax.jit(partial(seat, source=self.source), donate_argnums=(0,), out_shardings=seats)
                 return seating.lower(rows, batch)
             if isinstance(batch, MaskBatch):
-                return jax.jit(mask, donate_argnums=(0,), out_shardings=whole).lower(rows, batch)
+                return jax.jit(mask, donate_argnums=(0,), out_shardings=seats).lower(rows, batch)
             assert store is not None
-            run = jax.jit(self._run, donate_argnums=(1, 2), out_shardings=(places(self._shape, store), whole, whole))
+            run = jax.jit(self._run, donate_argnums=(1, 2), out_shardings=(places(self._shape, store), seats, whole))
             return run.lower(self._like_weights, store, rows, batch)
 
     def warm_up(

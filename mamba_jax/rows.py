@@ -36,7 +36,10 @@ class Rows:
     """Guesses at what follows `last_token`; -1 for none."""
     sampling: SamplingTable
     output_counts: Int[Array, "seats vocab"]
-    """How often each token was emitted; kept for rows with penalties only."""
+    """How often each token was emitted; kept for rows with penalties only.
+
+    On several devices it is divided by the vocabulary, as logits are, and so is the next.
+    """
     prompt_seen: Bool[Array, "seats vocab"]
     """Which tokens the prompt has; kept for rows with penalties only."""
     source: Any = None

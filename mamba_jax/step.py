@@ -25,7 +25,7 @@ from mamba_jax.layout.replay import ReplayLayout
 from mamba_jax.prompt_logprobs import prompt_logprobs
 from mamba_jax.rounding import RoundedRows
 from mamba_jax.rows import Rows
-from mamba_jax.sampling import Asked, Emission, choose, has_penalties, report_logprobs
+from mamba_jax.sampling import Asked, Emission, choose, count_tokens, has_penalties, report_logprobs
 from mamba_jax.sampling.masks import MaskBatch, write_masks
 from mamba_jax.state_checks import shared_writes, wrong_tags, wrong_tails
 from mamba_jax.store import SlotArrays, Store, load, put
@@ -38,6 +38,8 @@ class Model(Protocol):
     def hidden(self, tokens: Array, layout: DecodeLayout | PrefillLayout, store: Store) -> tuple[Array, Store]: ...
 
     def logits(self, hidden: Array) -> Array: ...
+
+    def divided_logits(self, hidden: Array) -> Array: ...
 
 
 def step(
@@ -312,9 +314,12 @@ def _emit(
     length: Int[Array, " rows"],
     processed_logprobs: bool,
 ) -> tuple[Emission, tuple[Array, Array, Array], Bool[Array, " rows"]]:
-    """Logits at the heads, what comes out of them, and whether those that count are all finite."""
+    """Logits at the heads, what comes out of them, and whether those that count are all finite.
+
+    Logits stay where they were computed: devices collect them only for rows that ask for more than the largest.
+    """
     count, width, _ = head_hidden.shape
-    flat = model.logits(head_hidden.reshape(count * width, -1))
+    flat = model.divided_logits(head_hidden.reshape(count * width, -1))
     logits = flat.reshape(count, width, -1)
     asked: dict[str, Any] = {
         "drafts": drafts,
@@ -330,7 +335,7 @@ def _emit(
     emission = choose(logits, **asked)
     wanted = jnp.where((emission.tokens >= 0) & (row_id > 0)[:, None], rows.sampling.logprobs[row_id][:, None], -1)
     unused = jnp.arange(width) > emission.accepted[:, None]
-    finite = (jnp.isfinite(flat).all(axis=-1).reshape(count, width) | unused).all(axis=-1)
+    finite = (emission.finite | unused).all(axis=-1)
 
     def processed(flat: Array) -> Array:
         return Asked.of(**asked).processed(flat.reshape(logits.shape)).reshape(flat.shape)
@@ -361,7 +366,7 @@ def _commit(
         slot=rows.slot.at[seat_of].set(slot, mode="drop"),
         anchor=None if rows.anchor is None or anchor is None else rows.anchor.at[seat_of].set(anchor, mode="drop"),
         last_token=rows.last_token.at[emitting].set(newest, mode="drop"),
-        output_counts=rows.output_counts.at[counted, emission.tokens].add(1, mode="drop"),
+        output_counts=count_tokens(rows.output_counts, counted, emission.tokens),
     )
 
 

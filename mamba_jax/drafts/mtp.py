@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from mamba_jax.drafts.base import DraftModel, StepFacts
 from mamba_jax.layout.decode import DecodeLayout
+from mamba_jax.sampling import largest
 from mamba_jax.store import Store
 
 
@@ -54,7 +55,7 @@ class MTPDrafts:
 
 
 def _best(model: DraftModel, hidden: Float[Array, "rows hidden"]) -> Int[Array, " rows"]:
-    return jnp.argmax(model.draft_logits(hidden), axis=-1).astype(jnp.int32)
+    return largest(model.draft_logits(hidden))[0]
 
 
 def _after_decode(model: DraftModel, store: Store, facts: StepFacts) -> tuple[Float[Array, "rows hidden"], Store]:

@@ -1,6 +1,8 @@
 """Choosing the next tokens: greedy and random sampling, penalties, verification of drafts, log-probabilities."""
 
 from mamba_jax.sampling.choose import Asked, Emission, choose, report_logprobs
+from mamba_jax.sampling.counts import count_tokens
+from mamba_jax.sampling.largest import largest
 from mamba_jax.sampling.logits import has_penalties
 from mamba_jax.sampling.table import (
     MAX_LOGIT_BIAS,
@@ -19,8 +21,10 @@ __all__ = [
     "Emission",
     "SamplingTable",
     "choose",
+    "count_tokens",
     "has_penalties",
     "init_sampling_table",
+    "largest",
     "report_logprobs",
     "sampling_row",
 ]

@@ -18,11 +18,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from mamba_jax.sampling import draws
+from mamba_jax.sampling.largest import WIDTH, argmax, in_blocks, largest
 from mamba_jax.sampling.logits import add_bias, has_bias, has_penalties, once_if, penalise, truncate, weights_of
 from mamba_jax.sampling.masks import Masks, apply_masks
 from mamba_jax.sampling.table import MAX_LOGPROBS, SamplingTable
-
-_WIDTH = 128  # of the blocks that argmax and top-k look at first
+from mamba_jax.sharding.axis import keep_whole
 
 
 @jax.tree_util.register_dataclass
@@ -34,6 +34,8 @@ class Emission:
     """-1 = none."""
     count: Int[Array, " rows"]
     accepted: Int[Array, " rows"]
+    finite: Bool[Array, "rows H"]
+    """Whether all logits at the head were."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,16 @@ class Asked:
     def adjusted(self, logits: Float[Array, "rows H vocab"]) -> Float[Array, "rows H vocab"]:
         """After masks, biases and penalties: what greedy rows take the largest of."""
         own, masks, row_id = self.own, self.masks, self.row_id
+
+        def of_rows(table: Array) -> Array:
+            return keep_whole(table[row_id])
+
         if masks is not None:
             logits = once_if(self.masked.any(), lambda x: apply_masks(x, masks, row_id), logits)
         logits = once_if(self.biased.any(), lambda x: add_bias(x, own, self.index), logits)
         return once_if(
             self.penalised.any(),
-            lambda x: penalise(x, own, self.output_counts[row_id], self.prompt_seen[row_id], self.drafts),
+            lambda x: penalise(x, own, of_rows(self.output_counts), of_rows(self.prompt_seen), self.drafts),
             logits,
         )
 
@@ -134,7 +140,7 @@ def choose(
     """Verifies drafts and draws one new token for each row.
 
     Args:
-        logits: float32.
+        logits: float32; on several devices they may be divided by the vocabulary.
         drafts: the rows' drafts; -1 is rejected by everyone.
         num_drafts: how many of them count.
         length: tokens (prompt and output) before each row's first draft; what makes positions for the draws.
@@ -148,10 +154,12 @@ def choose(
     # Flat, as the product gave them, as far as nothing of rows is needed: a TPU lays them out anew by rows and heads.
     flat = logits.reshape(-1, logits.shape[-1])
 
-    def greedily(flat: Float[Array, "n vocab"]) -> Int[Array, "rows H"]:
-        return _argmax(flat).reshape(logits.shape[:-1])
+    def greedily(flat: Float[Array, "n vocab"]) -> tuple[Int[Array, " n"], Bool[Array, " n"]]:
+        return largest(flat)
 
-    def with_everything(flat: Float[Array, "n vocab"]) -> Int[Array, "rows H"]:
+    def with_everything(flat: Float[Array, "n vocab"]) -> tuple[Int[Array, " n"], Bool[Array, " n"]]:
+        flat = keep_whole(flat)
+        finite = jnp.isfinite(flat).all(axis=-1)
         adjusted = asked.adjusted(flat.reshape(logits.shape))
 
         def randomly(carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -161,10 +169,10 @@ def choose(
             # The weights take the place of the logits, which nothing needs any more.
             return weights, jnp.where(asked.random[:, None], drawn, best)
 
-        return once_if(asked.random.any(), randomly, (adjusted, _argmax(adjusted)))[1]
+        return once_if(asked.random.any(), randomly, (adjusted, argmax(adjusted)))[1].reshape(-1), finite
 
     anything = (asked.masked | asked.biased | asked.penalised | asked.random).any()
-    tokens = lax.cond(anything, with_everything, greedily, flat)
+    tokens, finite = (each.reshape(logits.shape[:-1]) for each in lax.cond(anything, with_everything, greedily, flat))
     accepted = jnp.cumprod(tokens[:, :-1] == drafts, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
     accepted = jnp.where(sample, accepted, 0)
     last = accepted[:, None]
@@ -172,43 +180,23 @@ def choose(
     padded = jnp.concatenate([drafts, jnp.full_like(new, -1)], axis=1)
     emitted = jnp.where(heads < last, padded, jnp.where(heads == last, new, -1))
     return Emission(
-        tokens=jnp.where(sample[:, None], emitted, -1), count=jnp.where(sample, accepted + 1, 0), accepted=accepted
+        tokens=jnp.where(sample[:, None], emitted, -1),
+        count=jnp.where(sample, accepted + 1, 0),
+        accepted=accepted,
+        finite=finite,
     )
-
-
-def _argmax(logits: Float[Array, "*rows vocab"]) -> Int[Array, "*rows"]:
-    """The first of the largest, in two levels: XLA:CPU's own argmax takes 20 times as long.
-
-    On a TPU blocks would be a copy of the logits, and its own argmax is one pass over them.
-    """
-
-    def in_blocks(logits: Array) -> Array:
-        blocks = _in_blocks(logits)
-        block = jnp.argmax(blocks.max(axis=-1), axis=-1)
-        within = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
-        return (block * _WIDTH + jnp.argmax(within, axis=-1)).astype(jnp.int32)
-
-    def at_once(logits: Array) -> Array:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-    return lax.platform_dependent(logits, tpu=at_once, default=in_blocks)
 
 
 def _top(logits: Float[Array, "*rows vocab"], count: int) -> tuple[Float[Array, "*rows n"], Int[Array, "*rows n"]]:
     """As `lax.top_k`, in two levels: on GPU that sorts all of the vocabulary, and its indices with it."""
-    blocks = _in_blocks(logits)
+    blocks = in_blocks(logits)
     # The first `count` lie in the `count` blocks with the largest maxima; of equals the first, there as here.
     _, chosen = lax.top_k(blocks.max(axis=-1), min(count, blocks.shape[-2]))
     chosen = jnp.sort(chosen, axis=-1)
     candidates = jnp.take_along_axis(blocks, chosen[..., None], axis=-2)
     best, place = lax.top_k(candidates.reshape(*logits.shape[:-1], -1), count)
-    ids = jnp.take_along_axis(chosen, place // _WIDTH, axis=-1) * _WIDTH + place % _WIDTH
+    ids = jnp.take_along_axis(chosen, place // WIDTH, axis=-1) * WIDTH + place % WIDTH
     return best, ids.astype(jnp.int32)
-
-
-def _in_blocks(logits: Float[Array, "*rows vocab"]) -> Float[Array, "*rows blocks width"]:
-    padding = [(0, 0)] * (logits.ndim - 1) + [(0, -logits.shape[-1] % _WIDTH)]
-    return jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(*logits.shape[:-1], -1, _WIDTH)
 
 
 def report_logprobs(
@@ -220,7 +208,7 @@ def report_logprobs(
     """Log-probabilities of tokens and of the most likely alternatives, computed only where some row wants them.
 
     Args:
-        logits: float32, as the model gave them.
+        logits: float32, as the model gave them; on several devices they may be divided by the vocabulary.
         tokens: -1 for none.
         wanted: how many alternatives; -1 for nothing at all.
         process: what is done with the logits first.
@@ -233,7 +221,7 @@ def report_logprobs(
         return jnp.zeros(tokens.shape), jnp.zeros((*tokens.shape, top), jnp.int32), jnp.zeros((*tokens.shape, top))
 
     def something():
-        shown = process(logits)
+        shown = process(keep_whole(logits))
         normaliser = jax.nn.logsumexp(shown, axis=-1, keepdims=True)
         token = jnp.take_along_axis(shown, jnp.maximum(tokens, 0)[..., None], axis=-1) - normaliser
 

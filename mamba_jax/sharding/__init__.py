@@ -21,7 +21,7 @@ from mamba_jax.sharding.axis import (
 from mamba_jax.sharding.partition import Partition
 from mamba_jax.sharding.place import (
     parameter_shardings,
-    replicate,
+    rows_shardings,
     shard_parameters,
     sharded_store,
     store_shardings,
@@ -40,8 +40,8 @@ __all__ = [
     "own_columns",
     "parameter_shardings",
     "replica_meshes",
-    "replicate",
     "replicated",
+    "rows_shardings",
     "shard_parameters",
     "sharded_store",
     "store_shardings",

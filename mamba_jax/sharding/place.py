@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from mamba_jax.config import HybridConfig
@@ -14,6 +15,9 @@ from mamba_jax.sharding.axis import TENSOR, replicated
 from mamba_jax.sharding.partition import Partition
 from mamba_jax.store import Store, StoreShape, init_store
 from mamba_jax.store_layout import placed
+
+if TYPE_CHECKING:
+    from mamba_jax.rows import Rows
 
 
 def parameter_shardings(config: HybridConfig, mesh: Mesh) -> Callable[[str], NamedSharding]:
@@ -42,9 +46,12 @@ def sharded_store(config: HybridConfig, mesh: Mesh, **sizes: Any) -> Store:
     return jax.jit(make, out_shardings=store_shardings(jax.eval_shape(make), config, mesh))()
 
 
-def replicate(tree: Any, mesh: Mesh) -> Any:
-    """Whole arrays on every device."""
-    return jax.device_put(tree, replicated(mesh))
+def rows_shardings(rows: Rows, mesh: Mesh) -> Rows:
+    """Where each array of the seats belongs, in their structure: tables of the vocabulary are divided as logits are."""
+    whole = replicated(mesh)
+    divides = rows.output_counts.shape[1] % mesh.shape[TENSOR] == 0
+    tables = NamedSharding(mesh, PartitionSpec(None, TENSOR)) if divides else whole
+    return replace(jax.tree.map(lambda _: whole, rows), output_counts=tables, prompt_seen=tables)
 
 
 def shard_parameters(values: Mapping[str, Array], config: HybridConfig, mesh: Mesh) -> dict[str, Array]:

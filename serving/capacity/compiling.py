@@ -20,7 +20,7 @@ from mamba_jax.batch import DecodeBatch, PrefillBatch
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.programs import KernelChoice, StepPrograms
 from mamba_jax.rows import Rows
-from mamba_jax.sharding import make_mesh, parameter_shardings, replicated, store_shardings
+from mamba_jax.sharding import make_mesh, parameter_shardings, rows_shardings, store_shardings
 from mamba_jax.store import Store
 from serving.capacity.gpu_description import gpu_description
 from serving.capacity.targets import Target
@@ -59,6 +59,7 @@ class Program:
     weights: int = 0
     """Of these, what is read of weights, and what is written and read of copies of them."""
     collectives: dict[str, int] = field(default_factory=dict)
+    """How often devices exchange something in a greedy step, by kind."""
     host_driven: dict[str, int] = field(default_factory=dict)
     """Of a GPU: loops and conditionals outside of CUDA graphs, which wait for the host; by kind."""
     kernels: int = 0
@@ -135,7 +136,7 @@ class SlicePrograms:
         source: Any = None,
         kernels: str = "auto",
     ) -> None:
-        sharding, whole = parameter_shardings(model.config, mesh), replicated(mesh)
+        sharding = parameter_shardings(model.config, mesh)
         values: Any = {path: _described(leaf, sharding(path)) for path, leaf in parameters(model).items()}
         placed: Any = HybridModel.from_parameters(model.config, values)
         device = mesh.devices.flat[0]
@@ -143,7 +144,7 @@ class SlicePrograms:
         self.choice = KernelChoice.parse(kernels, platform="gpu" if self._gpu else "tpu", device=device)
         self._programs = StepPrograms(placed, tile_size=tile_size, source=source, mesh=mesh, kernels=self.choice)
         self._store = jax.tree.map(_described, store, store_shardings(store, model.config, mesh))
-        self._rows = jax.tree.map(lambda leaf: _described(leaf, whole), rows)
+        self._rows = jax.tree.map(_described, rows, rows_shardings(rows, mesh))
 
     def compile(
         self, batches: Sequence[tuple[str, DecodeBatch | PrefillBatch]], progress: Callable[[str], None]
@@ -173,9 +174,8 @@ class SlicePrograms:
 
 
 def count_collectives(text: str) -> dict[str, int]:
-    """How often a compiled program (as text) has devices exchange something, by kind."""
-    found = Counter(re.findall(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", text))
-    return dict(found)
+    """How often a compiled program (as text) has devices exchange something in a greedy step, by kind."""
+    return Traffic(text).count(COLLECTIVES)
 
 
 def count_host_driven(text: str) -> dict[str, int]:

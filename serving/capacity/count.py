@@ -152,23 +152,25 @@ class Counter:
         config, counts = self.config, collectives(self.config, self.partition)
         hidden = load.tokens * config.hidden_size * self._dtype.itemsize
         inside = load.tokens * sum(_sums_inside(config, self.partition)) * 4
-        logits = load.heads * config.vocab_size * 4
-        return counts["sums"] * hidden + inside + counts["logits"] * logits
+        # Of each head, every device tells the largest logit of its part, its index, and whether all are finite.
+        largest = load.heads * self.partition.shards * 3 * 4
+        return counts["sums"] * hidden + inside + counts["largest"] * largest
 
 
 def collectives(config: HybridConfig, partition: Partition) -> dict[str, int]:
     """How often devices have to tell each other something in a step without drafts of the model's own.
 
     `sums` of hidden states (one for each mixer, one for the embedding), `norms` of squares where a group of the gated
-    norm lies on several devices, and `logits` collected once.
+    norm lies on several devices, and the `largest` logits of each device's part of the vocabulary, collected once. For
+    rows that ask for more than the largest, all logits are collected.
     """
     if partition.shards == 1:
-        return {"sums": 0, "norms": 0, "logits": 0}
+        return {"sums": 0, "norms": 0, "largest": 0}
     # A shared block has attention, MLP and a projection beside its Mamba mixer.
     sums = sum(4 if kind == SHARED else 1 for kind in config.pattern)
     vocabulary = TENSOR in partition.parameter("embed.weight")
     norms = sum(numbers > 0 for numbers in _sums_inside(config, partition))
-    return {"sums": sums + vocabulary, "norms": norms, "logits": int(vocabulary)}
+    return {"sums": sums + vocabulary, "norms": norms, "largest": int(vocabulary)}
 
 
 def _sums_inside(config: HybridConfig, partition: Partition) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -21,8 +22,8 @@ from mamba_jax.drafts import DraftSource
 from mamba_jax.model import HybridModel
 from mamba_jax.modules.quantised import weight_of
 from mamba_jax.programs import UnsupportedError
-from mamba_jax.rows import init_rows
-from mamba_jax.sharding import TENSOR, Partition
+from mamba_jax.rows import Rows, init_rows
+from mamba_jax.sharding import TENSOR, Partition, rows_shardings
 from mamba_jax.store import StoreShape, init_store
 from mamba_jax.store_layout import lanes_of
 from serving.capacity.buckets import decode_name, decode_shapes, prefill_name, prefill_shapes
@@ -166,7 +167,7 @@ class _Planner:
         biggest = max((p.code for p in programs), default=0)
         code = sum(p.code for p in programs) + biggest * (num_programs - len(programs)) if programs else 0
         temporaries = max((p.temporaries for p in programs), default=workspace)
-        other = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(rows))
+        other = self._bytes_of_seats(rows)
         spare = limit - weights - size.total_bytes - code - temporaries - other
         return CapacityPlan(
             model=self.config.model,
@@ -194,6 +195,12 @@ class _Planner:
             notes=tuple(notes),
             compile_seconds=time.perf_counter() - begin if compile else 0.0,
         )
+
+    def _bytes_of_seats(self, rows: Rows) -> int:
+        """On one device."""
+        mesh: Any = AbstractMesh((self.partition.shards,), (TENSOR,))
+        pairs = zip(jax.tree.leaves(rows), jax.tree.leaves(rows_shardings(rows, mesh)), strict=True)
+        return sum(math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, place in pairs)
 
     def _divided(self, count: int) -> tuple[Partition, Counter]:
         try:

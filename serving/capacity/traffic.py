@@ -13,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _BITS = {
@@ -74,6 +76,13 @@ class Traffic:
         """Bytes of the whole program."""
         return self._of(self._entry)
 
+    def count(self, kinds: Sequence[str]) -> dict[str, int]:
+        """How often instructions of these kinds run in it, by kind; one that ends elsewhere counts where it starts.
+
+        Of loops, one round counts.
+        """
+        return dict(self._count(self._entry, frozenset(kinds)))
+
     def of_arguments(self, name: str) -> int:
         """Bytes moved for the entry's arguments whose `op_name` matches a pattern, copies made of them included.
 
@@ -104,6 +113,22 @@ class Traffic:
         results = {each.name: each for each in instructions}
         return sum(self._one(each, results) for each in instructions)
 
+    def _count(self, computation: str, kinds: frozenset[str]) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for it in self._computations.get(computation, []):
+            found[it.operation.removesuffix("-start")] += it.operation.removesuffix("-start") in kinds
+            if it.operation == "conditional":
+                found += self._count(self._cheapest(it), kinds)
+            elif it.operation in ("while", "call", "async-start"):
+                for what in ("body", "to_apply", "calls"):
+                    for name in _called(it.line, what):
+                        found += self._count(name, kinds)
+        return +found
+
+    def _cheapest(self, conditional: _Instruction) -> str:
+        """The branch that moves the least: that of a greedy step."""
+        return min(_called(conditional.line, "branch_computations"), key=self._of, default="")
+
     def _one(self, it: _Instruction, results: dict[str, _Instruction]) -> int:
         if it.operation in _FREE:
             return 0
@@ -114,7 +139,7 @@ class Traffic:
             part = min((array.bytes for array in it.result if array.bytes > 8), default=0)
             return part * sum(not array.local for array in it.result[:2])
         if it.operation == "conditional":
-            return min((self._of(name) for name in _called(it.line, "branch_computations")), default=0)
+            return self._of(self._cheapest(it))
         if it.operation == "while":
             rounds = re.search(r'known_trip_count[^}]*?"?n"?\s*:\s*"?(\d+)', it.line)
             return int(rounds[1]) * sum(map(self._of, _called(it.line, "body"))) if rounds else 0

@@ -19,7 +19,7 @@ from mamba_jax.drafts import DraftSource
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.programs import KernelChoice, StepPrograms, UnsupportedError
 from mamba_jax.rows import Rows, init_rows
-from mamba_jax.sharding import Partition, parameter_shardings, replicate, sharded_store
+from mamba_jax.sharding import Partition, parameter_shardings, rows_shardings, sharded_store
 from mamba_jax.store import StoreShape
 from mamba_jax.store_layout import init_laid_out, lanes_of
 from mamba_jax.tails import Replay
@@ -268,7 +268,7 @@ class _Parts:
                 masks=grammars is not None,
                 replay=replay is not None,
             )
-            return rows if mesh is None else replicate(rows, mesh)
+            return rows if mesh is None else jax.device_put(rows, rows_shardings(rows, mesh))
 
         programs = programs or StepPrograms(
             model,

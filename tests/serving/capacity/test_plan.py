@@ -35,7 +35,7 @@ def test_what_fits_adds_up():
     # Two bytes for each of 8.1 billion numbers, over eight devices; norms and the like are on all of them.
     assert made.weights == pytest.approx(2 * made.parameters / 8, rel=0.01)
     assert made.size.max_num_seqs == 64
-    assert made.exchanges == {"sums": 53, "norms": 0, "logits": 1}
+    assert made.exchanges == {"sums": 53, "norms": 0, "largest": 1}
 
 
 def test_what_does_not_fit_says_by_how_much():
@@ -86,7 +86,7 @@ def test_divided_groups_cost_a_sum_each():
     config = load_config("bamba-9b")
     counts = collectives(config, Partition.of(config, 8))
     assert counts["norms"] == config.num_recurrent_layers
-    assert collectives(config, Partition.of(config, 1)) == {"sums": 0, "norms": 0, "logits": 0}
+    assert collectives(config, Partition.of(config, 1)) == {"sums": 0, "norms": 0, "largest": 0}
 
 
 def test_drafts_need_more_states():
