@@ -33,6 +33,7 @@ DIMENSIONS = {
     "slots": "slots of the store, the null slot included",
     "tails": "tails of the store, the null tail included",
     "entries": "tokens that a tail has room for",
+    "few": "entries that move together",
     "pages": "pages of the store, the null page included; in page tables, those of a row",
     "pages_per_row": "pages of a row",
     "page_size": "tokens of a page",
@@ -59,6 +60,7 @@ DIMENSIONS = {
     "chosen": "experts of a token",
     # Sampling.
     "vocab": "tokens of the vocabulary",
+    "part": "those of one device's part of it",
     "top": "likeliest tokens that are reported",
     "stops": "stop tokens of a seat",
     "biases": "tokens of a seat whose logits are moved",

@@ -6,6 +6,7 @@ whole numbers of them, unless there is one block only. `block_bytes` is what the
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
@@ -47,6 +48,11 @@ def heads_together(head_dim: int, repeats: int) -> int:
     """How many heads of a group (of `repeats`) fill the lanes of a register with their channels."""
     together = LANES // head_dim if LANES % head_dim == 0 else 1
     return together if repeats % together == 0 else 1
+
+
+def in_large_memory(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """The array, for a kernel that copies parts of it itself: the compiler must not bring all of it onto the chip."""
+    return pltpu.with_memory_space_constraint(array, pltpu.HBM)
 
 
 def dot(

@@ -3,12 +3,14 @@
 The TPU's compiler orders an array's axes so that little of it is padding. The registers there have 128 lanes: where
 recurrent states have fewer numbers in their last axis (or heads, in the cache of keys and values), it puts the slots
 innermost, and no operation can then change one slot in place; each copies the whole store. Such arrays (those declared
-as `StateArray.padded`) are pinned to row-major order and take the padding instead, so `StoreShape` counts it. All else
-is row-major in the axes that matter anyway.
+as `StateArray.padded`, tails of step sizes among them) are pinned to row-major order and take the padding instead, so
+`StoreShape` counts it. So are windows, whose few rows it would rather have outermost: a slot's are then copied as one
+piece. All else is row-major in the axes that matter anyway.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from jax.sharding import Sharding
 
 from mamba_jax.config import HybridConfig, StateArray
 from mamba_jax.store import Store, StoreShape, init_store
+from mamba_jax.tails import Tails
 
 _LANES = {"tpu": 128}
 
@@ -30,7 +33,9 @@ def lanes_of(platform: str) -> int:
 def place(array: StateArray, leaf: Any, sharding: Sharding) -> Format | Sharding:
     """Where an array of the store belongs: the sharding, with an order of the axes where that matters."""
     device: Any = next(iter(sharding.device_set))
-    if array.padded and leaf.shape[-1] % lanes_of(device.platform):
+    lanes, here = lanes_of(device.platform), sharding.shard_shape(leaf.shape)
+    short = array.padded and here[-1] % lanes
+    if short or replace(array, shape=tuple(here[1:])).copied_by_slots(lanes):
         return Format(Layout(tuple(range(leaf.ndim))), sharding)
     return sharding
 
@@ -50,8 +55,21 @@ def placed(shape: StoreShape, store: Store, shardings: Store) -> Store:
         kv=tuple(of(shape.pages[0], leaf, where) for leaf, where in zip(store.kv, shardings.kv, strict=True)),
         hidden=of(shape.hidden, store.hidden, shardings.hidden),
         tags=shardings.tags,
-        tails=shardings.tails,
+        tails=_placed_tails(of, shape, store, shardings),
     )
+
+
+def _placed_tails(
+    of: Callable[[StateArray, Any, Any], Any], shape: StoreShape, store: Store, shardings: Store
+) -> Tails | None:
+    if store.tails is None or shardings.tails is None:
+        return None
+    pairs = zip(store.tails.layers, shardings.tails.layers, strict=True)
+    layers = tuple(
+        {name: of(shape.arrays_and_tails[name], leaf, where[name]) for name, leaf in arrays.items()}
+        for arrays, where in pairs
+    )
+    return replace(shardings.tails, layers=layers)
 
 
 def places(shape: StoreShape, store: Store) -> Store:

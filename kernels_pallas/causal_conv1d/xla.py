@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.slots import read_slots, write_slots
+from kernels_pallas.windows import read_windows, write_windows
 
 F32 = jnp.float32
 
@@ -125,14 +126,14 @@ def _update_by_inputs(x, weight, bias, store, read_slot, write_slot, *, activati
     steps = x.shape[1]
     keep, taps = weight.shape[1] - 1, weight.astype(F32).T
     # Held as it was read: XLA for GPU would read anew in each use, also after the write, and copy the store for that.
-    window = lax.optimization_barrier(read_slots(store, read_slot))
+    window = lax.optimization_barrier(read_windows(store, read_slot))
     inputs = [window[:, i] for i in range(keep)] + [x[:, t].astype(store.dtype) for t in range(steps)]
     totals = [sum(taps[i] * inputs[t + i].astype(F32) for i in range(keep + 1)) for t in range(steps)]
     y = jnp.stack([_finish(total, bias, activation, x.dtype) for total in totals], axis=1)
     if keep:
         # One write for all steps: between several, XLA may want the store in another layout, and copy it.
         entries = [jnp.concatenate(inputs[1 + i : 1 + i + steps]) for i in range(keep)]
-        store = write_slots(store, jnp.stack(entries, axis=1), write_slot.T.reshape(-1))
+        store = write_windows(store, jnp.stack(entries, axis=1), write_slot.T.reshape(-1))
     return y, store
 
 

@@ -145,14 +145,24 @@ class StateArray:
     @property
     def padded(self) -> bool:
         """Whether the last axis is padded to the device's lanes; see `mamba_jax.store_layout`."""
-        return self.per is Per.TOKEN or self.role is Role.ACCUMULATED
+        steers_replay = self.per is Per.TAIL and self.role is Role.STEERING
+        return self.per is Per.TOKEN or self.role is Role.ACCUMULATED or steers_replay
+
+    def copied_by_slots(self, lanes: int) -> bool:
+        """Whether a device with so many lanes copies a slot's numbers as they lie, which must be together for that.
+
+        Windows are (see `kernels_pallas.windows`); `shape` is then what one device has of a slot.
+        """
+        return lanes > 1 and self.per is Per.SLOT and self.role is Role.WINDOW and self.shape[-1] % lanes == 0
 
     def size(self, lanes: int = 1) -> int:
         """Numbers in it, padding included."""
-        if not self.padded:
-            return math.prod(self.shape)
         *rest, last = self.shape
-        return math.prod(rest) * (-(-last // lanes) * lanes)
+        if self.copied_by_slots(lanes):
+            # A register has 8 rows of lanes; where there are fewer, they are padded to 2 or 4.
+            rows = rest[-1]
+            rest[-1] = 1 << (rows - 1).bit_length() if rows < 8 else -(-rows // 8) * 8
+        return math.prod(rest) * (-(-last // lanes) * lanes if self.padded else last)
 
     def dtype(self, dtype: Any, ssm_dtype: Any) -> Any:
         """`ssm_dtype` for what accumulates, float32 for what steers, `dtype` for all else."""

@@ -7,10 +7,10 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kernels_pallas.slots import read_slots
 from kernels_pallas.tails import Places
+from kernels_pallas.windows import read_windows
 from mamba_jax.layout.decode import DecodeLayout
 from mamba_jax.layout.operation import Operation
 from mamba_jax.tails import read_ring, write_ring
@@ -92,16 +92,17 @@ class ReplayLayout(DecodeLayout):
         return operation.replay(self, inputs, parameters, state)
 
     def before(
-        self, window: Shaped[Array, "slots n *shape"], ring: Shaped[Array, "tails entries *shape"]
-    ) -> Shaped[Array, "rows n *shape"]:
+        self, window: Float[Array, "slots n channels"], ring: Float[Array, "tails entries channels"]
+    ) -> Float[Array, "rows n channels"]:
         """The last n inputs before the step: from the tail, and those before the anchor from its slot's window."""
-        count = window.shape[1]
+        count, passed = window.shape[1], self.length - self.anchor
         position = self.length[:, None] - count + jnp.arange(count)
-        since = (position >= self.anchor[:, None]).reshape(*position.shape, *[1] * (ring.ndim - 2))
-        at = jnp.clip(position - self.anchor[:, None] + count, 0, count - 1)
-        older = jnp.take_along_axis(
-            read_slots(window, self.read_slot), at.reshape(*at.shape, *[1] * (ring.ndim - 2)), axis=1
-        )
+        since = (position >= self.anchor[:, None])[..., None]
+        held = older = read_windows(window, self.read_slot)
+        # Those that are still seen of a window move forward by as many as came since. Chosen, not gathered: on a TPU a
+        # gather would have its operand in memory.
+        for n in range(1, count):
+            older = jnp.where((passed == n)[:, None, None], jnp.roll(held, -n, axis=1), older)
         return jnp.where(since, read_ring(ring, self.tail_id, position), older)
 
     def append(

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels_pallas.causal_conv1d import causal_conv1d_prefill, causal_conv1d_sequence, causal_conv1d_update
-from kernels_pallas.slots import write_slots
+from kernels_pallas.windows import write_windows
 from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, ReplayLayout, SequenceLayout
 from mamba_jax.modules.basic import normal
 from mamba_jax.sharding.axis import axis_index
@@ -83,10 +83,13 @@ def _replay(
     x, keep = layout.by_row(x), window.shape[1]
     seen = jnp.concatenate([layout.before(window, ring).astype(x.dtype), x], axis=1)
     y = causal_conv1d_sequence(seen, weight, bias, activation=activation)[:, keep:]
-    # The window at the next multiple of the interval, where the step reaches it.
-    at = (layout.next_multiple - layout.length)[:, None] + jnp.arange(keep)
-    due = jnp.take_along_axis(seen, jnp.minimum(at, seen.shape[1] - 1)[..., None], axis=1)
-    return layout.by_token(y), (write_slots(window, due, layout.due_slot), {name: layout.append(ring, x)})
+    # The window at the next multiple of the interval, where the step reaches it; chosen, as in `ReplayLayout.before`.
+    ahead, due = layout.next_multiple - layout.length, seen[:, 1 : 1 + keep]
+    for n in range(2, 1 + x.shape[1]):
+        due = jnp.where((ahead == n)[:, None, None], seen[:, n : n + keep], due)
+    # One in every interval is due.
+    window = write_windows(window, due, layout.due_slot, share=min(1.0, x.shape[1] / layout.interval))
+    return layout.by_token(y), (window, {name: layout.append(ring, x)})
 
 
 @cache

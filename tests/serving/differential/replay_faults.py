@@ -166,12 +166,12 @@ def window_across_the_anchor(patch: Patch) -> None:
 
 @fault(48, "a window is read from the anchor's slot, whatever came since", "replay: window across the anchor", "decode")
 def window_of_the_anchor(patch: Patch) -> None:
-    patch.setattr(ReplayLayout, "before", lambda self, window, ring: replay.read_slots(window, self.read_slot))
+    patch.setattr(ReplayLayout, "before", lambda self, window, ring: replay.read_windows(window, self.read_slot))
 
 
 @fault(49, "the window is not written with the state", "replay: complete slots", "decode")
 def window_is_not_written(patch: Patch) -> None:
-    patch.setattr(conv_module, "write_slots", lambda store, values, index: store)
+    patch.setattr(conv_module, "write_windows", lambda store, values, index, share: store)
 
 
 # -- what the host fills in --

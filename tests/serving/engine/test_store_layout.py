@@ -2,11 +2,14 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import jax
 import pytest
 from jax.experimental.layout import Format
+from jax.sharding import SingleDeviceSharding
 
+from checkpoints.load import load_config
 from mamba_jax import store_layout
 from mamba_jax.programs import StepPrograms
 from mamba_jax.store import StoreShape, init_store, store_bytes
@@ -59,3 +62,18 @@ def test_padding_is_counted(harness):
     *rest, last = shape.arrays["ssm"].shape
     wide = math.prod(rest) * (128 - last) * 4 * len(shape.slots)
     assert padded.bytes_per_slot("float32") - shape.bytes_per_slot("float32") == wide
+
+
+def test_windows_of_whole_registers_are_pinned_and_padded(pinning):
+    """A slot's rows of them lie together; 3 of them take the place of 4."""
+    config = load_config("mamba2-130m")
+    shape = StoreShape.of(config)
+    store = jax.eval_shape(partial(init_store, config, num_slots=3, num_pages=0, page_size=8, dtype="bfloat16"))
+    where = store_layout.placed(shape, store, jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), store))
+    windows = {name for arrays in where.slots for name, place in arrays.items() if isinstance(place, Format)}
+    assert windows == {"conv_x", "conv_bc"}
+    array = shape.arrays["conv_x"]
+    assert array.size(128) * 3 == array.size() * 4
+    assert array.inputs().size(128) == array.inputs().size()
+    odd = dataclasses.replace(array, shape=(3, 200))
+    assert odd.size(128) == 600

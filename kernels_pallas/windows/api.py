@@ -1,0 +1,49 @@
+"""Public forms of reading and writing windows: some rows' slots of a store, whose other slots stay where they are.
+
+Any store can be read and written so (`kernels_pallas.slots`). But windows are small, and all slots' windows of a layer
+fit in a TPU's fast memory: left to itself, its compiler brings all of them there, changes a few, and takes all back.
+"""
+
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas import dispatch
+from kernels_pallas.shape_check import shapes_checked
+from kernels_pallas.windows import pallas_tpu, xla
+
+READ = (*dispatch.kernels("tpu", pallas_tpu, "read_windows"), dispatch.Implementation("xla", xla.read_windows))
+WRITE = (*dispatch.kernels("tpu", pallas_tpu, "write_windows"), dispatch.Implementation("xla", xla.write_windows))
+
+
+@shapes_checked
+def read_windows(
+    store: Float[Array, "slots n channels"], index: Int[Array, " rows"], *, implementation: str | None = None
+) -> Float[Array, "rows n channels"]:
+    """The windows at `index`; zeros where it is 0.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+        UnsupportedError: the implementation named does not exist or cannot run this call.
+    """
+    return dispatch.call("read_windows", READ, implementation, store, index)
+
+
+@shapes_checked
+def write_windows(
+    store: Float[Array, "slots n channels"],
+    values: Float[Array, "rows n channels"],
+    index: Int[Array, " rows"],
+    *,
+    share: float = 1.0,
+    implementation: str | None = None,
+) -> Float[Array, "slots n channels"]:
+    """The store with `values`, in its dtype, at `index`; those for index 0 are dropped. Other indices are distinct.
+
+    Args:
+        store: donate it: it is updated in place.
+        share: of the rows, how many are not for index 0 in the long run; nothing but estimates depend on it.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+        UnsupportedError: the implementation named does not exist or cannot run this call.
+    """
+    return dispatch.call("write_windows", WRITE, implementation, store, values, index, share=share)
