@@ -1,8 +1,11 @@
 """The replay as one TPU kernel: a row's anchor goes through VMEM once, and the matrix unit reads it.
 
-The grid is (rows, blocks of heads). The blocks that the pipeline fetches and writes back are named by prefetched
-numbers of slots and tails; states and tails are input and output in one buffer. A block moves only when its name
+The grid is (rows, blocks of heads). The blocks of states that the pipeline fetches and writes back are named by
+prefetched numbers of slots; states and tails are input and output in one buffer. A block moves only when its name
 changes, so a row that needs none (no anchor, no state due, padding) names the one that lies there already.
+
+Tails stay in the large memory, and of each only some entries move, a row ahead of their use: those with a token since
+the anchor are fetched, those with a new token written back (`kernels_pallas.tail_copies`).
 
 With the form of `kernels_pallas.state_replay.xla`, all new tokens' outputs are three products: C with the anchor, C
 with B of the tail, and the decayed scores with x of the tail. A tail is used as it lies, a ring: the sums over the
@@ -24,7 +27,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import tails
 from kernels_pallas.heads import HeadBlocks
-from kernels_pallas.tpu_blocks import LANES, blocks_in_lanes, dot
+from kernels_pallas.tail_copies import TailCopies, moved_entries, registers, scratch
+from kernels_pallas.tpu_blocks import LANES, blocks_in_lanes, dot, in_large_memory
 
 F32 = jnp.float32
 BLOCK_BYTES = 1 << 20  # of the state that is moved at a time: large enough to hide a grid step's fixed cost
@@ -48,34 +52,26 @@ def state_replay(
     live = num_tokens > 0
     write = jnp.where(due.reached & live, write_slot, 0)
     anchor = jnp.where(live, anchor_slot, 0)
-    named = (*_named(anchor, anchor > 0, blocks), *_named(tail_id, live, blocks), *_named(write, write > 0, blocks))
-    scalars = anchor, anchor_length, length, num_tokens, write, due.position, *named
+    named = (*_named(anchor, anchor > 0, blocks), *_named(write, write > 0, blocks))
+    scalars = anchor, anchor_length, length, num_tokens, write, due.position, tail_id, *named
 
     def block(h, i, place):
         return jnp.where(place[i] < 0, h, place[i])
 
-    def group_block(h):
-        return h if blocks.heads >= blocks.repeats else blocks.first_group(h)
+    group_block = functools.partial(_group_block, blocks)
 
-    # An index map gets the grid's indices and all scalars; the last six are names and places.
+    # An index map gets the grid's indices and all scalars; the last four are names and places.
     def of_slots(number):
         return lambda i, h, *s: (s[number][i], block(h, i, s[number + 1]), 0, 0)
 
-    def of_tails(pick):
-        return lambda i, h, *s: (s[8][i], 0, pick(block(h, i, s[9])))
-
     slot, inner, channels = (1, blocks.heads, head_dim, state), blocks.heads * head_dim, blocks.groups * state
-    tail_specs = [
-        pl.BlockSpec((1, entries, inner), of_tails(lambda h: h)),
-        pl.BlockSpec((1, entries, channels), of_tails(group_block)),
-        pl.BlockSpec((1, entries, heads), of_tails(lambda h: 0)),
-    ]
+    rings = [registers(v) for v in tail]
+    there = [pl.BlockSpec(memory_space=pltpu.HBM)] * len(rings)
     per_head = pl.BlockSpec((1, steps, inner), lambda i, h, *_: (i, 0, h))
     per_group = pl.BlockSpec((1, steps, channels), lambda i, h, *_: (i, 0, group_block(h)))
     all_heads = pl.BlockSpec((1, heads), lambda i, h, *_: (0, 0))
     count = len(scalars)
-    tail_shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in tail]
-    y, states, *new_tail = pl.pallas_call(
+    y, states, *rings = pl.pallas_call(
         functools.partial(_kernel, blocks=blocks, head_dim=head_dim),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=count,
@@ -87,11 +83,12 @@ def state_replay(
                 per_group,
                 per_group,
                 pl.BlockSpec((1, inner), lambda i, h, *_: (0, h)),
-                pl.BlockSpec(slot, of_slots(6)),
-                *tail_specs,
+                pl.BlockSpec(slot, of_slots(7)),
+                *there,
             ],
-            out_specs=[per_head, pl.BlockSpec(slot, of_slots(10)), *tail_specs],
+            out_specs=[per_head, pl.BlockSpec(slot, of_slots(9)), *there],
             scratch_shapes=[
+                *scratch(rings),
                 pltpu.VMEM((blocks.count, steps, blocks.heads), F32),
                 pltpu.VMEM((blocks.count, steps, blocks.heads), F32),
                 pltpu.VMEM((blocks.count, blocks.heads, entries), F32),
@@ -102,7 +99,7 @@ def state_replay(
         out_shape=[
             jax.ShapeDtypeStruct((rows, steps, heads * head_dim), x.dtype),
             jax.ShapeDtypeStruct(states.shape, states.dtype),
-            *tail_shapes,
+            *(jax.ShapeDtypeStruct(ring.shape, ring.dtype) for ring in rings),
         ],
         input_output_aliases={count + 6 + i: 1 + i for i in range(4)},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
@@ -118,9 +115,14 @@ def state_replay(
         c.reshape(rows, steps, -1),
         jnp.repeat(d.astype(F32), head_dim)[None],
         states,
-        *tail,
+        *(ring if interpret else in_large_memory(ring) for ring in rings),
     )
-    return y.reshape(x.shape), states, type(tail)(*new_tail)
+    return y.reshape(x.shape), states, type(tail)(*(ring.reshape(v.shape) for ring, v in zip(rings, tail, strict=True)))
+
+
+def _group_block(blocks: HeadBlocks, block):
+    """Which block of groups a block of heads needs."""
+    return block if blocks.heads >= blocks.repeats else blocks.first_group(block)
 
 
 def _named(index, wanted, blocks: HeadBlocks):
@@ -136,12 +138,40 @@ def _named(index, wanted, blocks: HeadBlocks):
 
 
 def _kernel(
-    anchor, anchor_length, length, num_tokens, write, boundary, _slot, _slot_place, _tail, _tail_place, _due,
-    _due_place, x, dt, a, b, c, d, state_in, tail_x, tail_b, tail_dt, y, state_out, new_x, new_b, new_dt,
-    since_anchor, to_come, taken, due_since_anchor, due_to_come, *, blocks: HeadBlocks, head_dim: int,
+    anchor, anchor_length, length, num_tokens, write, boundary, tail_id, _slot, _slot_place, _due, _due_place,
+    x, dt, a, b, c, d, state_in, _x, _b, _dt, y, state_out, ring_x, ring_b, ring_dt, held_x, held_b, held_dt,
+    fetched, written, since_anchor, to_come, taken, due_since_anchor, due_to_come, *, blocks: HeadBlocks, head_dim: int,
 ):  # fmt: skip
     row, block = (pl.program_id(axis) for axis in range(2))
-    steps, entries = x.shape[1], tail_x.shape[1]
+    last = pl.num_programs(0) - 1
+    tails_of = TailCopies(
+        anchor_length,
+        length,
+        num_tokens,
+        tail_id,
+        (ring_x, ring_b, ring_dt),
+        (held_x, held_b, held_dt),
+        fetched,
+        written,
+    )
+    pl.when(block == 0)(lambda: tails_of.bring(row, last))
+    tail_x, tail_b, tail_dt = tails_of.at_hand(row)
+    _compute(
+        anchor, anchor_length, length, num_tokens, write, boundary, x, dt, a, b, c, d, state_in, y, state_out,
+        tail_x, tail_b, tail_dt, since_anchor, to_come, taken, due_since_anchor, due_to_come, blocks=blocks,
+        head_dim=head_dim,
+    )  # fmt: skip
+    pl.when(block == blocks.count - 1)(lambda: tails_of.put_back(row, last))
+
+
+def _compute(
+    anchor, anchor_length, length, num_tokens, write, boundary, x, dt, a, b, c, d, state_in, y, state_out,
+    tail_x, tail_b, tail_dt, since_anchor, to_come, taken, due_since_anchor, due_to_come, *, blocks: HeadBlocks,
+    head_dim: int,
+):  # fmt: skip
+    """One row and block; the new tokens are added to its tail, which lies in the fast memory as `registers` has it."""
+    row, block = (pl.program_id(axis) for axis in range(2))
+    steps, entries = x.shape[1], tail_x.shape[0] * tail_x.shape[1]
     start, count = length[row], num_tokens[row]
 
     @pl.when(count == 0)
@@ -159,13 +189,15 @@ def _kernel(
         valid = along < start + count
         step = lax.broadcasted_iota(jnp.int32, (steps, 1), 0)
 
-        def append(old, new, target):
-            """A tail's entries with the new ones in float32, zeros where there is none."""
-            merged = old[0].astype(F32)
+        def append(tail, new, number=0):
+            """A tail's entries with the new ones in float32, zeros where there is none; of one block of lanes."""
+            width = new.shape[2]
+            lanes = pl.ds(pl.multiple_of(number * width, LANES), width) if width < tail.shape[2] else slice(None)
+            merged = tail[:, :, lanes].astype(F32).reshape(entries, width)
             for t in range(steps):
                 here = (along == start + t) & (t < count)
                 merged = jnp.where(here, new[0, t : t + 1].astype(F32), merged)
-            target[0] = merged.astype(target.dtype)
+            tail[:, :, lanes] = merged.reshape(*tail.shape[:2], width).astype(tail.dtype)
             return jnp.where(valid, merged, 0)
 
         def column(decays, heads):
@@ -175,7 +207,7 @@ def _kernel(
 
         @pl.when(block == 0)
         def _():
-            dts = append(tail_dt, dt, new_dt)
+            dts = append(tail_dt, dt)
             decay = dts * a[...]
 
             def sums(chosen):
@@ -192,7 +224,7 @@ def _kernel(
                 due_since_anchor[k] = column(before_due, heads)
                 due_to_come[k] = -column(decay - before_due, heads)
 
-        values, keys = append(tail_x, x, new_x), append(tail_b, b, new_b)
+        values, keys = append(tail_x, x, block), append(tail_b, b, _group_block(blocks, block))
         queries = jnp.where(step < count, c[0].astype(F32), 0)
         skipped = jnp.where(step < count, x[0].astype(F32), 0) * d[...]
         later = jnp.where(across <= start + step, 0.0, -jnp.inf)
@@ -267,7 +299,8 @@ def _cost(states, tail, x, b, interval) -> pl.CostEstimate:
     rows, steps, heads, head_dim = x.shape
     size, entries = b.shape[3], tail.x.shape[1]
     channels = heads * head_dim
-    tail_bytes = sum(v.nbytes if hasattr(v, "nbytes") else v.size * v.dtype.itemsize for v in tail) // len(tail.x)
+    entry_bytes = sum(v.shape[2] * v.dtype.itemsize for v in tail)
+    tail_bytes = int(moved_entries(entries, steps, interval) * entry_bytes)
     token_bytes = 2 * channels * x.dtype.itemsize + 4 * heads + 2 * b.shape[2] * size * b.dtype.itemsize
     state_bytes = channels * size * states.dtype.itemsize
     # A state is due once in an interval; drafts of several steps may reach it.
@@ -275,5 +308,5 @@ def _cost(states, tail, x, b, interval) -> pl.CostEstimate:
     return pl.CostEstimate(
         flops=2 * rows * steps * channels * (size + entries) + 2 * written * channels * size * entries,
         transcendentals=rows * heads * steps * entries,
-        bytes_accessed=(rows + written) * state_bytes + 2 * rows * tail_bytes + rows * steps * token_bytes,
+        bytes_accessed=(rows + written) * state_bytes + rows * tail_bytes + rows * steps * token_bytes,
     )

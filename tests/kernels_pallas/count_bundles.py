@@ -31,11 +31,14 @@ def count_bundles(kernel: str, slice_name: str, rows: int, steps: int = 1) -> in
 
 
 def _compile(kernel: str, slice_name: str, rows: int, steps: int) -> None:
-    from real_shapes import MODELS, scan_call, update_call
+    from real_shapes import MODELS, replay_call, scan_call, update_call
     from test_tpu_compile import STORE, scan, update
+    from test_tpu_compile_replay import compiled
     from topology import compile_for_tpu
 
-    if kernel == "ssd_scan":
+    if kernel == "state_replay":
+        compiled(slice_name, replay_call(MODELS[0], rows, steps, 16), 16)
+    elif kernel == "ssd_scan":
         compile_for_tpu(slice_name, scan, *scan_call(MODELS[0], rows), donate=STORE)
     else:
         compile_for_tpu(slice_name, update, *update_call(MODELS[0], rows, steps), donate=STORE)

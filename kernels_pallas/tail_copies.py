@@ -1,0 +1,111 @@
+"""Tails on TPU: they stay in the large memory, and of a row's only what it needs is copied, a row ahead of its use.
+
+Entries move in groups, the rows of a register. Fetched are those with a token since the anchor, and those that get new
+tokens; written back are the latter. No other entry is touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Shaped
+
+_TOGETHER = 8  # entries of a group
+_HELD = 3  # rows whose tails are in the fast memory: the one at hand, the next, and one that is being written back
+
+
+def registers(ring: Shaped[Array, "tails entries channels"]) -> Shaped[Array, "tails n few channels"]:
+    """The entries by groups; on a TPU this moves nothing."""
+    tails, entries, channels = ring.shape
+    together = min(entries, _TOGETHER)
+    return ring.reshape(tails, entries // together, together, channels)
+
+
+def scratch(rings: Sequence[jax.Array]) -> list[Any]:
+    """What `TailCopies` needs: room for tails, as `registers` has them, and semaphores of fetching and of writing."""
+    held = [pltpu.VMEM((_HELD, *ring.shape[1:]), ring.dtype) for ring in rings]
+    return [*held, pltpu.SemaphoreType.DMA((_HELD,)), pltpu.SemaphoreType.DMA((_HELD,))]
+
+
+def moved_entries(entries: int, steps: int, interval: int) -> float:
+    """How many a row fetches and writes in a step, on average over the places between two multiples of the interval."""
+    together = min(entries, _TOGETHER)
+    most, total = entries // together, 0
+    for before in range(interval):
+        ends = (before + steps - 1) // together + 1
+        total += min(ends, most) + min(ends - before // together, most)
+    return total * together / interval
+
+
+@dataclasses.dataclass(frozen=True)
+class TailCopies:
+    """What a kernel whose grid goes from row to row does about tails. All but the last four are references by row."""
+
+    anchor_length: Any
+    length: Any
+    num_tokens: Any
+    """0: the row has no tail."""
+    tail_id: Any
+    there: Sequence[Any]
+    """Each array of all tails, as `registers` has them, in the large memory: updated in place."""
+    held: Sequence[Any]
+    fetched: Any
+    written: Any
+
+    def bring(self, row: Any, last: Any) -> None:
+        """Before a row is computed: has the next one's tail fetched, and waits for its own. `last` is the last row."""
+        pl.when(row == 0)(lambda: self._fetch(row, _start))
+        # The next row's takes the place of the one's before the last.
+        pl.when(row >= _HELD - 1)(lambda: self._write(row - (_HELD - 1), _wait))
+        pl.when(row < last)(lambda: self._fetch(row + 1, _start))
+        self._fetch(row, _wait)
+
+    def at_hand(self, row: Any) -> list[Any]:
+        """The row's own, [groups, entries of each, channels]; groups that it does not need hold anything."""
+        return [held.at[lax.rem(row, _HELD)] for held in self.held]
+
+    def put_back(self, row: Any, last: Any) -> None:
+        """After a row has been computed, and its new tokens lie in the tail at hand."""
+        self._write(row, _start)
+
+        @pl.when(row == last)
+        def _() -> None:
+            pl.when(row > 0)(lambda: self._write(row - 1, _wait))
+            self._write(row, _wait)
+
+    def _fetch(self, row: Any, act: Any) -> None:
+        self._copy(row, self.anchor_length, act, lambda there, held, place: (there, held, self.fetched.at[place]))
+
+    def _write(self, row: Any, act: Any) -> None:
+        self._copy(row, self.length, act, lambda there, held, place: (held, there, self.written.at[place]))
+
+    def _copy(self, row: Any, first: Any, act: Any, ends: Any) -> None:
+        """`act` on a copy of each group with tokens from `first` on."""
+        groups, together = self.there[0].shape[1:3]
+        place = lax.rem(row, _HELD)
+        after = self.length[row] + self.num_tokens[row]
+
+        def of_group(number: Any, carry: Any) -> Any:
+            group = number & (groups - 1)
+            for there, held in zip(self.there, self.held, strict=True):
+                source, target, done = ends(there.at[self.tail_id[row], group], held.at[place, group], place)
+                act(pltpu.make_async_copy(source, target, done))
+            return carry
+
+        @pl.when(self.num_tokens[row] > 0)
+        def _() -> None:
+            lax.fori_loop(lax.div(first[row], together), lax.div(after - 1, together) + 1, of_group, 0)
+
+
+def _start(copy: Any) -> None:
+    copy.start()
+
+
+def _wait(copy: Any) -> None:
+    copy.wait()
