@@ -75,7 +75,7 @@ def state_traffic(shape: StoreShape, interval: int, drafts: int, *, dtype: str, 
     """Bytes of states that a decode step moves for each row, in the long run.
 
     Snapshots: one state read, and one written after each token. Replay: one read, one written wherever a multiple of R
-    is reached, and a tail read and written back whole, as the kernel for TPU does.
+    is reached, and a tail read and written back whole, more than the kernel for TPU does.
     """
     slot, width = shape.bytes_per_slot(dtype, ssm_dtype), 1 + drafts
     if interval == 1:
