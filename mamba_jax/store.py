@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from kernels_pallas import native
 from kernels_pallas.slots import load, put, read_slots, take, write_slots
 from mamba_jax.config import HybridConfig, ModelConfigError, Per, Role, StateArray
 from mamba_jax.rounding import Narrow, RoundedRows
@@ -138,7 +139,9 @@ class StoreShape:
         return None
 
     def has_replay_kernels(self, platform: str) -> bool:
-        """Whether an accelerator has a kernel for the replay of every recurrent state."""
+        """Whether a platform has a kernel for the replay of every recurrent state; on CPU, whether it is built."""
+        if platform == "cpu" and native.why_missing("state_replay"):
+            return False
         arrays = (array for arrays in self.slots for array in arrays)
         return all(platform in array.replay_kernels for array in arrays if array.role is Role.ACCUMULATED)
 

@@ -128,7 +128,8 @@ class StateArray:
     last: int | None = None
     """Of a tail: how many tokens before a step count; None: all since the anchor."""
     replay_kernels: tuple[str, ...] = ()
-    """Of what accumulates: accelerators ("tpu", "gpu") that have a kernel for its replay, so that it may be chosen."""
+    """Of what accumulates: platforms ("tpu", "gpu", "cpu") with a kernel for its replay, so that it may be chosen. On
+    CPU that is a native operation, which an installation may lack."""
 
     def inputs(self) -> StateArray:
         """Of a window: the tail of what goes into it."""

@@ -71,7 +71,7 @@ class MambaConfig(MixerConfig):
         window = self.conv_width - 1
         recurrent = (self.num_heads, self.head_dim, self.state_size)
         return (
-            StateArray("ssm", recurrent, Role.ACCUMULATED, self._heads(0), replay_kernels=("tpu", "gpu")),
+            StateArray("ssm", recurrent, Role.ACCUMULATED, self._heads(0), replay_kernels=("tpu", "gpu", "cpu")),
             StateArray("conv_x", (window, self.inner_size), Role.WINDOW, self._heads(1)),
             StateArray("conv_bc", (window, 2 * self.group_size), Role.WINDOW, self._groups(1, parts=2)),
             StateArray("ssm_x", (self.inner_size,), Role.ACTIVATION, self._heads(0), Per.TAIL, of="ssm"),

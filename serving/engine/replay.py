@@ -2,6 +2,7 @@
 
 Unless `replay_interval` says so, it is chosen by what a full decode step moves: on platforms that have kernels for the
 replay of all of a model's states, that with the fewest bytes; elsewhere, and where it saves next to nothing, snapshots.
+On CPU computing counts as well, and replay is chosen only with as many drafts as it was measured to be faster with.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ WORTH = 0.02
 """The least share of a step's bytes that replay has to save before it is chosen unasked."""
 _USUAL = 16
 """The smallest interval that is chosen unasked, where it is allowed: below it more rows need a spare, for few bytes."""
+
+_DRAFTS_ON_CPU = 3
+"""The least drafts of a full step, all rows together, with which replay is chosen on CPU."""
 
 
 class ResolvedReplay(NamedTuple):
@@ -86,8 +90,11 @@ def state_traffic(shape: StoreShape, interval: int, drafts: int, *, dtype: str, 
 def _choice(config: EngineConfig, shape: StoreShape, platform: str, weight_bytes: int) -> tuple[int, str]:
     """The interval, and the reason for it."""
     drafts, rows = config.num_speculative_tokens, config.max_num_seqs
-    if platform == "cpu":
-        return 1, "on CPU computing bounds a step, not what it moves"
+    full = f"(max_num_seqs {rows}, drafts {drafts})"
+    if platform == "cpu" and rows * drafts < _DRAFTS_ON_CPU:
+        return 1, f"on CPU replay is faster from {_DRAFTS_ON_CPU} drafts a step on {full}"
+    if platform == "cpu" and "float16" in (config.dtype, config.ssm_dtype):
+        return 1, "on CPU the replay of float16 is slow"
     if shape.without_replay:
         return 1, f"the state {shape.without_replay!r} cannot be replayed"
     if not shape.has_replay_kernels(platform):
@@ -103,7 +110,7 @@ def _choice(config: EngineConfig, shape: StoreShape, platform: str, weight_bytes
     best = min([each for each in allowed if each >= _USUAL] or allowed[-1:], key=moved)
     snapshots = weight_bytes + rows * moved(1)
     saved = 1 - (weight_bytes + rows * moved(best)) / snapshots
-    step = f"of a step's bytes (max_num_seqs {rows}, drafts {drafts})"
+    step = f"of a step's bytes {full}"
     if saved < WORTH:
         return 1, f"replay would save {max(saved, 0):.1%} {step}"
     return best, f"it saves {saved:.0%} {step}"

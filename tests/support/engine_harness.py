@@ -31,6 +31,7 @@ FLAGS = {
     "num_pages": 26,
     "debug_state": True,
     "warmup": False,
+    "replay_interval": 1,
 }
 
 

@@ -34,6 +34,7 @@ FLAGS = {
     "num_pages": 60,
     "adaptive_drafts": False,
     "warmup": False,
+    "replay_interval": 1,
 }
 SHARED = [7, 8, 9, 30, 31, 32, 33, 34] * 4
 PROMPTS = [[*SHARED, 5, 6, 7, 8], [*SHARED, 40, 41, 42, 43, 44, 45, 46], [*SHARED, 5, 6, 7, 8]]

@@ -34,6 +34,7 @@ ENGINE = {
     "max_num_waiting": 200,
     "enable_structured_outputs": True,
     "warmup": False,
+    "replay_interval": 1,
 }
 
 

@@ -39,6 +39,7 @@ FLAGS = {
     "num_slots": 13,
     "num_pages": 14,
     "warmup": False,
+    "replay_interval": 1,
 }
 PREFILL = PrefillShape(tokens=MAX_LEN + PAGE, rows=ROWS, tiles=(MAX_LEN + PAGE) // TILE + ROWS)
 

@@ -40,6 +40,7 @@ FLAGS = {
     "debug_state": True,
     "warmup": False,
     "prompt_lookup_min": 1,
+    "replay_interval": 1,
 }
 CONFIG = FOR_ENGINES["nemotronh"]
 SOURCES = {"none": None, "ngram": NGramDrafts(1, 4), "mtp": MTPDrafts(), "keep": MTPCache()}

@@ -76,7 +76,10 @@ def test_the_second_turn_finds_what_was_decoded_and_says_what_a_cold_run_says(ha
     ("flags", "said"),
     [
         ({"speculative_method": "mtp"}, "has no multi-token-prediction layer; try 'ngram'"),
-        ({"num_speculative_tokens": 3, "num_slots": 3}, "num_slots=3 cannot hold one sequence: at least 8 are needed"),
+        (
+            {"num_speculative_tokens": 3, "num_slots": 3, "replay_interval": 1},
+            "num_slots=3 cannot hold one sequence: at least 8 are needed",
+        ),
         ({"num_speculative_tokens": 32}, "num_speculative_tokens: must be less than or equal to 16, got 32"),
     ],
 )

@@ -32,6 +32,7 @@ FLAGS = {
     "debug_state": True,
     "warmup": False,
     "load_format": "auto",
+    "replay_interval": 1,
 }
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logprobs=2)
 ARRANGEMENTS = {

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from checkpoints.load import load_config
+from kernels_pallas import native
 from kernels_pallas.delta_replay import api as delta_replay
 from kernels_pallas.state_replay import api as state_replay
 from mamba_jax.programs import StepPrograms
@@ -123,10 +124,29 @@ def test_accelerators_choose_by_what_a_step_moves(platform, flags, interval, why
     assert f"(replay_interval {interval}, chosen: {why}" in found.notice
 
 
-def test_replay_is_not_chosen_where_nothing_speeds_it_up():
+@pytest.mark.parametrize(
+    ("flags", "interval", "why"),
+    [
+        ({"num_speculative_tokens": 3}, 16, "it saves"),
+        ({"num_speculative_tokens": 1, "max_num_seqs": 8}, 16, "it saves"),
+        ({"num_speculative_tokens": 3, "max_num_seqs": 1}, 16, "it saves"),
+        ({"num_speculative_tokens": 1, "max_num_seqs": 2}, 1, "on CPU replay is faster from 3 drafts a step on"),
+        ({}, 1, "on CPU replay is faster from 3 drafts a step on (max_num_seqs 64, drafts 0)"),
+        ({"num_speculative_tokens": 3, "ssm_dtype": "float16"}, 1, "on CPU the replay of float16 is slow"),
+    ],
+)
+def test_on_cpu_drafts_choose(flags, interval, why, monkeypatch):
+    monkeypatch.setattr(native, "why_missing", lambda operation: None)
+    found = resolved(**OF_8B, platform="cpu", **flags)
+    assert found.interval == interval
+    assert f"(replay_interval {interval}, chosen: {why}" in found.notice
+
+
+def test_replay_is_not_chosen_where_nothing_speeds_it_up(monkeypatch):
+    monkeypatch.setattr(native, "why_missing", lambda operation: "not built")
     found = resolved(**OF_8B, platform="cpu", max_num_seqs=128, num_speculative_tokens=3)
     assert found.replay is None
-    assert "on CPU" in found.notice
+    assert "CPU has no kernel for the replay of this model's states" in found.notice
     found = resolved(StoreShape.of(load_config("qwen3.5-27b")), "tpu", max_num_seqs=128, num_speculative_tokens=3)
     assert found.replay is None
     assert "TPU has no kernel for the replay of this model's states" in found.notice
@@ -136,7 +156,7 @@ def test_replay_is_not_chosen_where_nothing_speeds_it_up():
 def test_kernels_are_declared_as_they_are(state, operation):
     shapes = (StoreShape.of(FOR_ENGINES["delta"]), SHAPE)
     (declared,) = {shape.arrays[state].replay_kernels for shape in shapes if state in shape.arrays}
-    assert set(declared) == {each.platform for each in operation.REPLAY} & {"tpu", "gpu"}
+    assert set(declared) == {each.platform for each in operation.REPLAY} & {"tpu", "gpu", "cpu"}
 
 
 def test_a_state_moved_per_row_is_at_most_what_was_planned_for():

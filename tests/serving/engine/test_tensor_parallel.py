@@ -33,6 +33,7 @@ FLAGS = {
     "warmup": False,
     "mamba_cache_mode": "all",
     "num_speculative_tokens": 2,
+    "replay_interval": 1,
 }
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logprobs=2)
 
