@@ -1,10 +1,12 @@
 """The convolution in plain JAX: a sum of shifted inputs, with a correction at the first tokens of each row."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int
 
 from kernels_pallas.slots import read_slots, write_slots
 from kernels_pallas.windows import read_windows, write_windows
@@ -34,17 +36,35 @@ def causal_conv1d_prefill(x, weight, bias, store, *, activation, **places):
 
 
 def _prefill(convolve, x, weight, bias, store, *, token_row, row_start, read_slot, tile_row, tile_end, write_slot):
-    tokens, keep = x.shape[0], weight.shape[1] - 1
+    tokens = x.shape[0]
     window = read_slots(store, read_slot)  # [rows, width-1, channels]
     local = jnp.arange(tokens) - row_start[token_row]  # index within the row
     y = convolve(x, weight.astype(F32).T, bias, window, token_row, row_start, local)
 
+    ends = windows_of_tiles(lambda index: x[index].astype(store.dtype), tokens, window, row_start, tile_row, tile_end)
+    return y, write_slots(store, ends, write_slot)
+
+
+def windows_of_tiles(
+    inputs: Callable[[Int[Array, "tiles n"]], Float[Array, "tiles n channels"]],
+    tokens: int,
+    window: Float[Array, "rows n channels"],
+    row_start: Int[Array, " rows"],
+    tile_row: Int[Array, " tiles"],
+    tile_end: Int[Array, " tiles"],
+) -> Float[Array, "tiles n channels"]:
+    """The window at the end of each tile.
+
+    Args:
+        inputs: gives packed tokens by their numbers.
+        window: that of each row before its first token.
+    """
+    keep = window.shape[1]
     # [tiles, width-1], indices within the row; negative ones lie in the old window.
     position = tile_end[:, None] - keep + jnp.arange(keep)
-    recent = x[jnp.clip(row_start[tile_row][:, None] + position, 0, max(tokens - 1, 0))]
+    recent = inputs(jnp.clip(row_start[tile_row][:, None] + position, 0, max(tokens - 1, 0)))
     older = window[tile_row[:, None], jnp.clip(position + keep, 0, max(keep - 1, 0))]
-    ends = jnp.where((position >= 0)[..., None], recent.astype(store.dtype), older)
-    return y, write_slots(store, ends, write_slot)
+    return jnp.where((position >= 0)[..., None], recent, older)
 
 
 def _convolve(x, taps, bias, window, token_row, row_start, local, *, activation):

@@ -18,6 +18,14 @@ def gated_rms_norm(y, z, weight, *, groups, eps, norm_before_gate=False, activat
     return lax.platform_dependent(y, z, weight, tpu=tpu, default=default) if groups > 1 else default(y, z, weight)
 
 
+def rms_norm(value, weight, *, groups, eps):
+    """The norm alone, of values gated before."""
+    tpu, default = (partial(scaled, groups=groups, eps=eps) for scaled in (_by_selection, _by_groups))
+    wide = value.astype(F32)
+    out = lax.platform_dependent(wide, tpu=tpu, default=default) if groups > 1 else default(wide)
+    return (out * weight.astype(F32)).astype(value.dtype)
+
+
 def by_selection(y, z, weight, *, groups, eps, norm_before_gate=False, activation="silu"):
     """The form for TPU."""
     options = {"groups": groups, "eps": eps, "norm_before_gate": norm_before_gate, "activation": activation}

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Int
 
 from kernels_pallas.heads import HeadBlocks
 from kernels_pallas.tpu_blocks import LANES, blocks_in_lanes, dot
@@ -38,13 +39,7 @@ def ssd_scan(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot, int
     groups, state = b.shape[2:]
     blocks = blocks_in_lanes(heads, groups, head_dim, state, F32, block_bytes=BLOCK_BYTES)
     real = (dt != 0).any(axis=2)
-    # Without a row to carry on, the first tile starts from zeros.
-    tile_first, read_slot = tile_first.at[0].set(True), jnp.where(tile_first, read_slot, 0)
-    number = jnp.arange(tiles)
-    # Tiles that read or write nothing name the block that the tile before them read, or the next one writes: the
-    # pipeline moves a block only when its number changes.
-    fetched = read_slot[lax.cummax(jnp.where(tile_first, number, 0))]
-    following = lax.cummin(jnp.where(write_slot > 0, number, tiles - 1), reverse=True)
+    first, read, write, fetched, flushed = slots_of_tiles(tile_first, read_slot, write_slot)
 
     def per_tile(*last, by_block):
         return pl.BlockSpec((1, *last), lambda h, i, *_: (i, 0, h) if by_block else (i, 0, 0))
@@ -85,8 +80,7 @@ def ssd_scan(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot, int
         interpret=interpret,
         name="ssd_scan",
     )(
-        *(v.astype(jnp.int32) for v in (tile_first, read_slot, write_slot, real.any(axis=1), fetched)),
-        write_slot[following].astype(jnp.int32),
+        *(first, read, write, real.any(axis=1).astype(jnp.int32), fetched, flushed),
         x.reshape(tiles, size, heads * head_dim),
         dt.astype(F32).swapaxes(1, 2),
         a.astype(F32)[:, None],
@@ -97,6 +91,23 @@ def ssd_scan(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot, int
         store,
     )
     return y.reshape(x.shape), store
+
+
+def slots_of_tiles(
+    tile_first: Bool[Array, " tiles"], read_slot: Int[Array, " tiles"], write_slot: Int[Array, " tiles"]
+) -> list[Int[Array, " tiles"]]:
+    """What a kernel over tiles is told: first, read and write slot, and the slots whose blocks are in and out.
+
+    Tiles that read or write nothing name the block that the tile before them read, or the next one writes: the pipeline
+    moves a block only when its number changes.
+    """
+    # Without a row to carry on, the first tile starts from zeros.
+    tile_first, read_slot = tile_first.at[0].set(True), jnp.where(tile_first, read_slot, 0)
+    tiles = len(tile_first)
+    number = jnp.arange(tiles)
+    fetched = read_slot[lax.cummax(jnp.where(tile_first, number, 0))]
+    following = lax.cummin(jnp.where(write_slot > 0, number, tiles - 1), reverse=True)
+    return [v.astype(jnp.int32) for v in (tile_first, read_slot, write_slot, fetched, write_slot[following])]
 
 
 def _kernel(
@@ -112,7 +123,7 @@ def _kernel(
 
     @pl.when(live[tile] > 0)
     def _():
-        _scan_tile(x, dt, a, b, c, d, real, y, carry, state_out.dtype, blocks=blocks, head_dim=head_dim)
+        scan_tile(x, dt, a, b, c, d, real, y, carry, state_out.dtype, blocks=blocks, head_dim=head_dim)
 
     @pl.when(live[tile] == 0)
     def _():
@@ -123,8 +134,10 @@ def _kernel(
         state_out[0] = carry[...].astype(state_out.dtype)
 
 
-def _scan_tile(x, dt, a, b, c, d, real, y, carry, stored, *, blocks: HeadBlocks, head_dim: int):
-    """One tile: y [1, size, heads * head_dim], and `carry` [heads, head_dim, state] moves on by a tile."""
+def scan_tile(x, dt, a, b, c, d, real, y, carry, stored, *, blocks: HeadBlocks, head_dim: int):
+    """One tile, inside of a kernel: y [1, size, heads * head_dim], and `carry` [heads, head_dim, state], which is
+    rounded to the dtype `stored`, moves on by a tile. All are references; `real` [1, 1, size] is 1 for tokens.
+    """
     size, state = x.shape[1], carry.shape[2]
     product = functools.partial(dot, dtype=x.dtype)
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))

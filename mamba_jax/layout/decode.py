@@ -54,8 +54,8 @@ class DecodeLayout:
         return rows, self.positions.shape[0] // rows
 
     def run(
-        self, operation: Operation, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Array
-    ) -> tuple[Array, Array]:
+        self, operation: Operation, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Any
+    ) -> tuple[Array, Any]:
         return operation.rows(self, inputs, parameters, state)
 
     def attend(

@@ -14,17 +14,18 @@ class Operation:
     """A recurrence over tokens, in one form for each layout.
 
     A form is a function of (layout, inputs, parameters, state): `inputs` are arrays of the layout's packed tokens
-    [T, ...], `parameters` are whatever the recurrence has beside them, `state` is an array [slots, ...] of the store.
-    The layout says which slots are read and written, and arranges tokens as the form needs them (`by_sequence`,
-    `by_tile`, `by_row`): padding is then zeros. So inputs are to be such that a token of zeros changes no state.
+    [T, ...], `parameters` are whatever the recurrence has beside them, `state` is an array [slots, ...] of the store,
+    or several. The layout says which slots are read and written, and arranges tokens as the form needs them
+    (`by_sequence`, `by_tile`, `by_row`): padding is then zeros. So inputs are to be such that a token of zeros changes
+    no state.
     """
 
     sequences: Callable[[Any, tuple[Array, ...], tuple[Any, ...]], Array]
     """Whole sequences, without a state: (`SequenceLayout`, inputs, parameters) -> y [T, ...]. Differentiable."""
-    tiles: Callable[[Any, tuple[Array, ...], tuple[Any, ...], Array], tuple[Array, Array]]
+    tiles: Callable[[Any, tuple[Array, ...], tuple[Any, ...], Any], tuple[Array, Any]]
     """Ragged rows cut into tiles: (`PrefillLayout`, inputs, parameters, state) -> y [T, ...] and the state, with what
     it is at the tiles' ends written."""
-    rows: Callable[[Any, tuple[Array, ...], tuple[Any, ...], Array], tuple[Array, Array]]
+    rows: Callable[[Any, tuple[Array, ...], tuple[Any, ...], Any], tuple[Array, Any]]
     """Rows of a few tokens each: (`DecodeLayout`, inputs, parameters, state) -> y [T, ...] and the state, with what it
     is after each token written."""
     replay: Callable[[Any, tuple[Array, ...], tuple[Any, ...], Any], tuple[Array, Any]] | None = None

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from kernels_pallas.gated_scan import Places
 from kernels_pallas.paged_attention import paged_attention, write_kv
 from mamba_jax.layout.decode import page_of
 from mamba_jax.layout.operation import Operation
@@ -108,9 +109,26 @@ class PrefillLayout:
             tile_valid=begin[:, None] + lane < end[:, None],
         )
 
+    @property
+    def places(self) -> Places:
+        """What an operation over packed tokens, tiles and slots is told of all of them."""
+        return {
+            "token_row": self.token_row,
+            "token_in_tiles": self.token_in_tiles,
+            "row_start": self.row_start,
+            "read_slot": self.read_slot,
+            "tile_row": self.tile_row,
+            "tile_first": self.tile_first,
+            "tile_end": self.tile_end,
+            "tile_read_slot": self.tile_read_slot,
+            "tile_write_slot": self.tile_write_slot,
+            "tile_tokens": self.tile_tokens,
+            "tile_valid": self.tile_valid,
+        }
+
     def run(
-        self, operation: Operation, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Array
-    ) -> tuple[Array, Array]:
+        self, operation: Operation, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Any
+    ) -> tuple[Array, Any]:
         return operation.tiles(self, inputs, parameters, state)
 
     def attend(

@@ -125,9 +125,12 @@ class Conv(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(channels, dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "T channels"], layout: Layout, state: Any) -> tuple[Array, Any]:
-        weight = self._own(self.weight[...], x.shape[1])
-        bias = None if self.bias is None else self._own(self.bias[...], x.shape[1])
-        return layout.run(convolution(self.activation), (x,), (weight, bias), state)
+        return layout.run(convolution(self.activation), (x,), self.own(x.shape[1]), state)
+
+    def own(self, channels: int) -> tuple[Float[Array, "channels width"], Float[Array, " channels"] | None]:
+        """Weight and bias of so many channels: all, or those of this device."""
+        bias = None if self.bias is None else self._own(self.bias[...], channels)
+        return self._own(self.weight[...], channels), bias
 
     def _own(self, value: Array, channels: int) -> Array:
         """Of weight [channels, width] or bias [channels], what belongs to this device's channels of each part."""

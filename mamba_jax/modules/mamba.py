@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels_pallas.gated_norm import gated_rms_norm
+from kernels_pallas.gated_scan import gated_scan
 from kernels_pallas.ssd_scan import ssd_scan, ssd_scan_sequence
 from kernels_pallas.state_replay import Tail, state_replay
 from kernels_pallas.state_update import state_update
@@ -121,23 +123,68 @@ class Mamba(nnx.Module):
         x = scaled(x, config.input_multiplier)
         zx, bc = self.in_proj_zx(x), self.in_proj_bc(x)
         dt = scaled(self.in_proj_dt(x, out_dtype=jnp.float32), times_dt)
-        # With a store, flat: a TPU would lay out [T, 2, inner] anew for each half. Without one the compiler divides the
-        # layer over devices, each axis for itself.
-        z, inner = (zx[:, 0], zx[:, 1]) if state is None else jnp.split(zx.reshape(tokens, -1), 2, axis=1)
-        z, inner = scaled(z, times_z), scaled(inner, times_x)
+        if times_z != 1.0 or times_x != 1.0:
+            zx = zx * jnp.asarray([times_z, times_x], zx.dtype)[:, None]
         if times_b != 1.0 or times_c != 1.0:
             bc = bc * jnp.asarray([times_b, times_c], bc.dtype)[:, None]
-        inner, conv_x = self.conv_x(inner, layout, old["conv_x"])
         bc, conv_bc = self.conv_bc(bc.reshape(tokens, -1), layout, old["conv_bc"])
         b, c = (self._own_groups(v, dt.shape[1]) for v in jnp.split(bc, 2, axis=1))
 
         low, high = config.dt_limit
         dt = jnp.clip(jax.nn.softplus(dt + self.dt_bias[...]), max(low, _LEAST_DT), None if high == math.inf else high)
-        x = inner.reshape(tokens, -1, config.head_dim)
-        y, ssm = layout.run(SSD, (x, dt, b, c), (-jnp.exp(self.a_log[...]), self.d[...]), old["ssm"])
-        out = self.out_proj(self._gate(y.reshape(z.shape), z))
-        new = None if state is None else {"ssm": ssm, "conv_x": conv_x, "conv_bc": conv_bc}
-        return scaled(out, config.output_multiplier), new
+        between = Operation(self._whole, self._tiles, self._apart, self._apart)
+        parameters = -jnp.exp(self.a_log[...]), self.d[...]
+        y, states = layout.run(between, (zx, dt, b, c), parameters, (old["ssm"], old["conv_x"]))
+        new = None if state is None else {"ssm": states[0], "conv_x": states[1], "conv_bc": conv_bc}
+        return scaled(self.out_proj(y), config.output_multiplier), new
+
+    # Forms of what lies between the projections: inputs zx [T, 2, inner], dt, b and c, all but x convolved; parameters
+    # a and d; states those of the scan and of the convolution of x. The result is [T, inner].
+
+    def _whole(self, layout: SequenceLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...]) -> Array:
+        # The compiler divides the layer over devices, each axis for itself.
+        zx, *others = inputs
+        return self._one_by_one(layout, zx[:, 0], zx[:, 1], others, parameters, (None, None))[0]
+
+    def _apart(
+        self, layout: Layout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], states: tuple[Any, Any]
+    ) -> tuple[Array, tuple[Any, Any]]:
+        # Flat: a TPU would lay out [T, 2, inner] anew for each half.
+        zx, *others = inputs
+        z, x = jnp.split(zx.reshape(len(zx), -1), 2, axis=1)
+        return self._one_by_one(layout, z, x, others, parameters, states)
+
+    def _tiles(
+        self, layout: PrefillLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], states: tuple[Array, Array]
+    ) -> tuple[Array, tuple[Array, Array]]:
+        config, (zx, dt, b, c), (a, d), (ssm, conv_x) = self.config, inputs, parameters, states
+        if self.norm is not None and config.num_groups % (config.inner_size // zx.shape[2]):
+            return self._apart(layout, inputs, parameters, states)  # groups of the norm lie on several devices
+        norm = None if self.norm is None else self.norm.weight[...]
+        y, ssm, conv_x = gated_scan(
+            zx,
+            dt,
+            a,
+            b,
+            c,
+            d,
+            *self.conv_x.own(zx.shape[2]),
+            norm,
+            ssm,
+            conv_x,
+            eps=config.norm_eps,
+            norm_before_gate=config.norm_before_gate,
+            **layout.places,
+        )
+        return y, (ssm, conv_x)
+
+    def _one_by_one(
+        self, layout: Layout, z: Array, x: Array, others: Sequence[Array], parameters: tuple[Any, ...], states: Any
+    ) -> tuple[Array, tuple[Any, Any]]:
+        x, conv_x = self.conv_x(x, layout, states[1])
+        x = x.reshape(len(x), -1, self.config.head_dim)
+        y, ssm = layout.run(SSD, (x, *others), parameters, states[0])
+        return self._gate(y.reshape(z.shape), z), (ssm, conv_x)
 
     def _own_groups(self, v: Float[Array, "T channels"], heads: int) -> Float[Array, "T groups state"]:
         """B or C by groups; where all groups are at hand but few heads, the one group of these heads."""

@@ -31,13 +31,15 @@ def count_bundles(kernel: str, slice_name: str, rows: int, steps: int = 1) -> in
 
 
 def _compile(kernel: str, slice_name: str, rows: int, steps: int) -> None:
-    from real_shapes import MODELS, replay_call, scan_call, update_call
-    from test_tpu_compile import STORE, scan, update
+    from real_shapes import MODELS, gated_scan_call, replay_call, scan_call, update_call
+    from test_tpu_compile import GATED_STORES, STORE, between_projections, scan, update
     from test_tpu_compile_replay import compiled
     from topology import compile_for_tpu
 
     if kernel == "state_replay":
         compiled(slice_name, replay_call(MODELS[0], rows, steps, 16), 16)
+    elif kernel == "gated_scan":
+        compile_for_tpu(slice_name, between_projections, *gated_scan_call(MODELS[0], rows), donate=GATED_STORES)
     elif kernel == "ssd_scan":
         compile_for_tpu(slice_name, scan, *scan_call(MODELS[0], rows), donate=STORE)
     else:

@@ -1,6 +1,7 @@
 """Calls at the sizes of real models, as shapes only."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +98,25 @@ def scan_call(model: Model, tiles: int, *, tile_size: int = 128, slots: int = 64
         shape(tiles, dtype=I32),
         shape(tiles, dtype=I32),
     )
+
+
+def gated_scan_call(model: Model, tiles: int, *, rows: int = 2, tile_size: int = 128, slots: int = 64, width: int = 4):
+    """Arguments of `gated_scan`, states and windows tenth and eleventh, then its places."""
+    inner, index = model.heads * model.head_dim, functools.partial(shape, dtype=I32)
+    tokens = max(tiles - rows, 1) * tile_size
+    _, _, a, *_, store, _, _, _ = scan_call(model, tiles, slots=slots)
+    of_groups = shape(tokens, model.groups, model.state, dtype=BF16)
+    weights = shape(inner, width, dtype=BF16), shape(inner, dtype=BF16), shape(inner, dtype=BF16)
+    places = {
+        **{name: index(tokens) for name in ("token_row", "token_in_tiles")},
+        **{name: index(rows) for name in ("row_start", "read_slot")},
+        **{name: index(tiles) for name in ("tile_row", "tile_end", "tile_read_slot", "tile_write_slot")},
+        "tile_first": shape(tiles, dtype=jnp.bool_),
+        "tile_tokens": index(tiles, tile_size),
+        "tile_valid": shape(tiles, tile_size, dtype=jnp.bool_),
+    }
+    zx, dt = shape(tokens, 2, inner, dtype=BF16), shape(tokens, model.heads)
+    return zx, dt, a, of_groups, of_groups, a, *weights, store, shape(slots, width - 1, inner, dtype=BF16), places
 
 
 def attention_call(model: Model, blocks: int, q_len: int, *, page_size: int = 64, pages_per_row: int = 128, dtype=BF16):

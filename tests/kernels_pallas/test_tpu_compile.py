@@ -9,10 +9,22 @@ import re
 
 import jax.numpy as jnp
 import pytest
-from real_shapes import BF16, F32, MODELS, OTHERS, attention_call, nbytes, scan_call, shape, update_call
+from real_shapes import (
+    BF16,
+    F32,
+    MODELS,
+    OTHERS,
+    attention_call,
+    gated_scan_call,
+    nbytes,
+    scan_call,
+    shape,
+    update_call,
+)
 from topology import SLICES, compile_for_tpu
 
 from kernels_pallas.causal_conv1d import causal_conv1d_update
+from kernels_pallas.gated_scan import gated_scan
 from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.ssd_scan import ssd_scan
 from kernels_pallas.state_update import state_update
@@ -120,6 +132,32 @@ def test_tiles_of_a_long_prompt():
     model = NANO.divided(8)
     compiled = check_in_place("v5e", scan, scan_call(model, 256, slots=256))
     assert compiled.memory_analysis().temp_size_in_bytes < nbytes(scan_call(model, 256)[0]) * 2
+
+
+def between_projections(*args):
+    *inputs, places = args
+    return gated_scan(*inputs, eps=1e-5, implementation="pallas_tpu", **places)
+
+
+FEW_GATED = [
+    ("v5e", NEMOTRON, 18, 128),
+    ("v6e", NEMOTRON.divided(8), 18, 128),
+    ("tpu7x", NANO.divided(8), 18, 128),
+]
+ALL_GATED = [(name, model, 18, 128) for name in SLICES for model in (*DIVIDED, *OTHERS)]
+ALL_GATED += [(name, BAMBA, 10, 256) for name in SLICES]
+GATED_STORES = (9, 10)
+
+
+@pytest.mark.parametrize(("slice_name", "model", "tiles", "tile_size"), cases(FEW_GATED, ALL_GATED))
+def test_gated_scan(slice_name, model, tiles, tile_size):
+    call = gated_scan_call(model, tiles, tile_size=tile_size)
+    compiled = compile_for_tpu(slice_name, between_projections, *call, donate=GATED_STORES)
+    memory, (zx, *_), stores = compiled.memory_analysis(), call, [call[i] for i in GATED_STORES]
+    assert memory.alias_size_in_bytes == sum(map(nbytes, stores))
+    # Arguments come as [tokens, 2, inner] here, and are laid out flat; a layer's product gives them so.
+    assert memory.temp_size_in_bytes <= 1.1 * nbytes(zx)
+    assert "tpu_custom_call" in compiled.as_text()
 
 
 FEW_ATTENTION = [("v5e", NANO, 64, 4), ("v6e", NEMOTRON.divided(8), 64, 1), ("tpu7x", NANO.divided(8), 16, 128)]

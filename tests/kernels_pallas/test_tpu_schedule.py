@@ -26,3 +26,9 @@ def test_state_update_with_drafts(slice_name, most):
 @pytest.mark.parametrize("slice_name", ["v5e", *FASTER])
 def test_ssd_scan(slice_name):
     assert count_bundles("ssd_scan", slice_name, rows=16) <= 4300
+
+
+@slow
+@pytest.mark.parametrize("slice_name", ["v5e", *FASTER])
+def test_gated_scan(slice_name):
+    assert count_bundles("gated_scan", slice_name, rows=18) <= 7700

@@ -72,7 +72,7 @@ def test_decode_is_lean(model, pattern, topology):
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5e-1", "v6e-1"])
 def test_prefill_of_a_mamba_layer_is_lean(topology):
-    """Nemotron-H-8B's, 2,048 tokens: weights, activations and states, hardly any of them twice."""
+    """Nemotron-H-8B's, 2,048 tokens: weights, activations and states, none of them laid out anew in between."""
     pytest.importorskip("libtpu")
     config = dataclasses.replace(load_config("nemotron-h-8b"), pattern="M", mtp_pattern="", vocab_size=1024)
     make = partial(init_store, StoreShape.of(config), num_pages=0, page_size=PAGE, dtype=jnp.bfloat16)
@@ -85,5 +85,6 @@ def test_prefill_of_a_mamba_layer_is_lean(topology):
     )
     batch = PrefillBatch.empty(tokens=2048, rows=2, tiles=18, pages_per_row=1, tile_size=128)
     (program,) = compiler.compile([("prefill", batch)], lambda name: None)
-    assert program.moved < 1.5e9
-    assert program.temporaries < 300e6
+    assert "gated_scan by pallas_tpu" in compiler.choice.report()
+    assert program.moved < 0.9e9
+    assert program.temporaries < 150e6

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.gated_scan import xla as between
 from mamba_jax.layout.prefill import PrefillLayout
 from mamba_jax.modules import conv as conv_module
-from mamba_jax.modules import mamba
 from serving.engine.batching import BatchBuilder
 
 Patch = pytest.MonkeyPatch
@@ -67,7 +67,8 @@ def window_of_the_chunk_alone(patch: Patch) -> None:
         y, _ = sound(x, weight, bias, store, read_slot=read_slot, **index)
         return y, sound(x, weight, bias, store, read_slot=jnp.zeros_like(read_slot), **index)[1]
 
-    patch.setattr(conv_module, "causal_conv1d_prefill", conv)
+    for module in (conv_module, between):
+        patch.setattr(module, "causal_conv1d_prefill", conv)
 
 
 @fault(2, "places to write are found by a grid over the packed batch instead of each row's own", "B8", "prefill")
@@ -88,7 +89,7 @@ def one_grid_for_the_batch(patch: Patch) -> None:
 
 @fault(3, "a fresh row starts from the state that its slot's last tenant has left", "A4 B13", "prefill")
 def fresh_rows_inherit_a_state(patch: Patch) -> None:
-    sound = mamba.ssd_scan
+    sound = between.ssd_scan
 
     def scan(*args, tile_first, read_slot, write_slot):
         fresh = tile_first & (read_slot == 0)
@@ -96,12 +97,18 @@ def fresh_rows_inherit_a_state(patch: Patch) -> None:
             *args, tile_first=tile_first, read_slot=jnp.where(fresh, write_slot, read_slot), write_slot=write_slot
         )
 
-    patch.setattr(mamba, "ssd_scan", scan)
+    patch.setattr(between, "ssd_scan", scan)
 
 
 @fault(4, "padding inside a tile is absorbed: its dt is not 0", "A27 B19", "prefill")
 def padding_is_absorbed(patch: Patch) -> None:
+    sound = PrefillLayout.places.fget
+
+    def places(self):
+        return {**sound(self), "tile_valid": jnp.ones_like(self.tile_valid)}
+
     patch.setattr(PrefillLayout, "by_tile", lambda self, x: x[self.tile_tokens])
+    patch.setattr(PrefillLayout, "places", property(places))
 
 
 @fault(5, "a prompt's end is kept without its hidden state", "A2 B11", "prefill")
@@ -111,7 +118,7 @@ def no_hidden_state(patch: Patch) -> None:
 
 @fault(6, "the state at a tile's end is stored as it was at the tile's beginning", "A33 A34 B9", "prefill")
 def states_one_tile_early(patch: Patch) -> None:
-    sound = mamba.ssd_scan
+    sound = between.ssd_scan
 
     def scan(*args, tile_first, read_slot, write_slot):
         # Each write but a row's last moves to the tile before it (and those of first tiles nowhere).
@@ -126,7 +133,7 @@ def states_one_tile_early(patch: Patch) -> None:
             write_slot=jnp.where(follows & inner, moved, last),
         )
 
-    patch.setattr(mamba, "ssd_scan", scan)
+    patch.setattr(between, "ssd_scan", scan)
 
 
 # -- the decode program --

@@ -1,0 +1,182 @@
+"""What lies between a Mamba2 layer's projections, against its definition, and what holds for any implementation."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from operation_checks import Draw, assert_close, assert_same_bits, jitted
+
+from kernels_pallas.dispatch import UnsupportedError
+from kernels_pallas.gated_scan import gated_scan, reference, shapes
+from mamba_jax.layout import PrefillLayout
+
+SHAPES = [s.small() for s in shapes.SHAPES]
+PLAIN = SHAPES[0]
+SLOTS = 12
+
+
+def places(shape, rows, *, tokens, tiles, writes):
+    """Of rows given as (tokens absorbed before, tokens fed, slot to read)."""
+    length, fed, read = (jnp.asarray(v, jnp.int32) for v in zip(*rows, strict=True))
+    write = np.zeros(tiles, np.int32)
+    write[: len(writes)] = writes
+    layout = PrefillLayout.of(
+        num_packed=tokens,
+        tile_size=shape.tile_size,
+        length=length,
+        num_tokens=fed,
+        read_slot=read,
+        tile_write_slot=jnp.asarray(write),
+        page_table=jnp.zeros((len(rows), 1), jnp.int32),
+    )
+    return jax.tree.map(np.asarray, layout.places)
+
+
+def layer(draw, shape, tokens, dtype=np.float32):
+    inner, of_groups = shape.heads * shape.head_dim, (tokens, shape.groups, shape.state)
+    return (
+        draw.normal(tokens, 2, inner, dtype=dtype),
+        draw.positive(tokens, shape.heads, scale=0.3),
+        -draw.positive(shape.heads),
+        draw.normal(*of_groups, dtype=dtype),
+        draw.normal(*of_groups, dtype=dtype),
+        draw.normal(shape.heads),
+        draw.normal(inner, shape.width, dtype=dtype),
+        draw.normal(inner, dtype=dtype) if shape.bias else None,
+        draw.normal(inner, dtype=dtype) if shape.norm else None,
+    )
+
+
+def stores(draw, shape, dtype=np.float32):
+    inner = shape.heads * shape.head_dim
+    found = (
+        draw.normal(SLOTS, shape.heads, shape.head_dim, shape.state),
+        draw.normal(SLOTS, shape.width - 1, inner, dtype=dtype),
+    )
+    for store in found:
+        store[0] = np.nan
+    return found
+
+
+# Rows of less than a convolution looks back, cut by a tile's end two tokens after their first, of whole tiles, fresh
+# and continued; they begin anywhere, and some slots are written by the row that reads them.
+RAGGED = {
+    "rows": [(0, 1, 0), (14, 21, 1), (0, 0, 0), (32, 32, 2), (5, 3, 3), (0, 17, 0)],
+    "tokens": 96,
+    "tiles": 12,
+    "writes": [4, 5, 1, 0, 0, 6, 7, 0, 8],
+}
+
+
+class GatedScan:
+    """Every implementation."""
+
+    implementation: str
+    same = staticmethod(assert_close)
+    """What a row is of itself in another call: here or there, or from one of its tiles on."""
+
+    def run(self, shape, *arguments, **places):
+        options = {"eps": 1e-5, "norm_before_gate": shape.norm_before_gate}
+        return jitted(gated_scan, implementation=self.implementation, **options)(*arguments, **places)
+
+    def check(self, shape, where, dtype=np.float32, tolerance=1e-4):
+        draw = Draw()
+        inputs, before = layer(draw, shape, where["tokens"], dtype), stores(draw, shape, dtype)
+        there = places(shape, **where)
+        y, *after = self.run(shape, *inputs, *before, **there)
+        want_y, *want = reference.gated_scan(
+            *inputs, *before, eps=1e-5, norm_before_gate=shape.norm_before_gate, **there
+        )
+        real = sum(fed for _, fed, _ in where["rows"])
+        assert y.dtype == dtype
+        assert np.isfinite(y.astype(np.float32)).all()
+        assert_close(y[:real], want_y[:real], dtype, None if dtype == jnp.bfloat16 else tolerance)
+        assert_close(after[0][1:], want[0][1:], dtype)
+        assert_same_bits(after[1][1:], want[1][1:])
+        untouched = [slot for slot in range(1, SLOTS) if slot not in where["writes"]]
+        assert_same_bits(after[0][untouched], before[0][untouched])
+
+    @pytest.mark.parametrize(
+        "shape",
+        [pytest.param(s, marks=[pytest.mark.slow] * (s.name in ("bamba-9b", "mamba2-2.7b"))) for s in SHAPES],
+        ids=lambda s: s.name,
+    )
+    def test_equals_definition(self, shape):
+        self.check(shape, RAGGED)
+
+    def test_bfloat16(self):
+        self.check(PLAIN, RAGGED, jnp.bfloat16)
+
+    @pytest.mark.parametrize("tokens", [16, pytest.param(48, marks=pytest.mark.slow)])
+    def test_no_token_more_than_there_is_room_for(self, tokens):
+        # Rows fill the array, and a tile ends with it.
+        rows = [(0, tokens - 7, 0), (9, 7, 1)]
+        self.check(PLAIN, {"rows": rows, "tokens": tokens, "tiles": 5, "writes": [2, 3, 4, 5][: tokens // 16 + 1]})
+
+    def test_nothing_to_do(self):
+        self.check(PLAIN, {"rows": [(0, 0, 0), (3, 0, 1)], "tokens": 16, "tiles": 2, "writes": []})
+
+    def test_a_row_is_the_same_wherever_it_lies(self):
+        draw = Draw()
+        inputs, before = layer(draw, PLAIN, 64), stores(draw, PLAIN)
+        packed = [i in (0, 1, 3, 4) for i in range(len(inputs))]
+
+        def run(stores, rows, writes, first=0):
+            moved = [np.roll(v, -first, axis=0) if p else v for v, p in zip(inputs, packed, strict=True)]
+            y, *after = self.run(PLAIN, *moved, *stores, **places(PLAIN, rows, tokens=64, tiles=6, writes=writes))
+            return np.roll(y, first, axis=0)[:40], after
+
+        y, after = run(before, [(0, 40, 0)], [0, 4, 5])
+        behind, after_behind = run(before, [(7, 5, 2), (0, 40, 0)], [0, 0, 4, 5], first=-5)
+        self.same(behind, y)
+        front, then = run(before, [(0, 32, 0)], [0, 4])
+        rest, after_rest = run(then, [(32, 8, 4)], [5], first=32)
+        self.same(np.concatenate([front[:32], rest[32:]]), y)
+        for one, *others in zip(after, after_behind, after_rest, strict=True):
+            for other in others:
+                self.same(other[4:6], one[4:6])
+
+
+class TestXla(GatedScan):
+    implementation = "xla"
+
+
+class TestTpu(GatedScan):
+    implementation = "pallas_tpu_interpreted"
+    same = staticmethod(assert_same_bits)
+
+    @pytest.mark.parametrize("norm", [True, pytest.param(False, marks=pytest.mark.slow)])
+    def test_groups_wider_than_a_block(self, norm, monkeypatch):
+        # Two blocks of 8 heads, each half of a group: the norm comes after the kernel.
+        monkeypatch.setattr("kernels_pallas.ssd_scan.pallas_tpu.BLOCK_BYTES", 8 * 32 * 128 * 4)
+        shape = dataclasses.replace(PLAIN, heads=16, groups=1, state=128, norm=norm)
+        run = jitted.__wrapped__(gated_scan, implementation=self.implementation, eps=1e-5)
+        draw = Draw()
+        inputs, before, there = layer(draw, shape, 96), stores(draw, shape), places(shape, **RAGGED)
+        y, *after = run(*inputs, *before, **there)
+        want_y, *want = reference.gated_scan(*inputs, *before, eps=1e-5, **there)
+        assert_close(y[:74], want_y[:74], tolerance=1e-4)
+        assert_close(after[0][1:], want[0][1:])
+        assert_same_bits(after[1][1:], want[1][1:])
+
+    @pytest.mark.slow
+    def test_several_blocks_and_groups(self, monkeypatch):
+        monkeypatch.setattr("kernels_pallas.ssd_scan.pallas_tpu.BLOCK_BYTES", 8 * 32 * 128 * 4)
+        self.check(dataclasses.replace(PLAIN, name="16 heads, 4 groups", heads=16, groups=4, state=128), RAGGED)
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"tile_size": 8}, "96 tokens in tiles of 8, not multiples of 16"),
+            ({"width": 10}, "a convolution over 10 inputs, more than 9"),
+            ({"head_dim": 24}, "8 heads of 24, not a multiple of 128 channels"),
+            ({"head_dim": 16}, "a norm of 64 channels, no multiple of 128"),
+        ],
+    )
+    def test_says_what_it_cannot_run(self, change, reason):
+        shape, draw = dataclasses.replace(PLAIN, **change), Draw()
+        where = {**RAGGED, "tiles": 20}
+        with pytest.raises(UnsupportedError, match=reason):
+            self.run(shape, *layer(draw, shape, 96), *stores(draw, shape), **places(shape, **where))

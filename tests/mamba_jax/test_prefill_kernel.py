@@ -1,0 +1,44 @@
+"""Prefill by the kernel for all that lies between a Mamba2 layer's projections, interpreted: decode goes on from it."""
+
+import dataclasses
+
+import numpy as np
+
+from mamba_jax.config import MambaConfig
+from mamba_jax.programs import KernelChoice, StepPrograms
+from tests.support.engines import QUICK_COMPILE
+from tests.support.random_models import decisive_model
+from tests.support.step_host import TILE, Host, assert_holds, expected_logprobs, greedy
+from tests.support.tiny_configs import STEP, VOCAB
+
+WIDE = dataclasses.replace(
+    STEP,
+    pattern="MM",
+    attention=None,
+    mamba=MambaConfig(num_heads=8, head_dim=32, state_size=16, num_groups=2, conv_width=4),
+)
+"""Groups of 128 channels."""
+
+
+def test_chunks_then_decode(monkeypatch):
+    monkeypatch.setattr("kernels_pallas.gated_scan.pallas_tpu.ALIGNED", TILE)
+    rng = np.random.default_rng(2)
+    prompt, other = ([int(t) for t in rng.integers(0, VOCAB, n)] for n in (21, 6))
+    host = Host(WIDE, num_drafts=0)
+    choice = KernelChoice(named={"gated_scan": "pallas_tpu_interpreted"})
+    host.programs = StepPrograms(decisive_model(WIDE), tile_size=TILE, compiler_options=QUICK_COMPILE, kernels=choice)
+    slot = 3
+    # Chunks of fewer tokens than the convolution looks back, and to the middle of a tile, behind another row.
+    for begin, end in ((0, 2), (2, 13), (13, 21)):
+        chunk = {"row_id": 2, "tokens": prompt[begin:end], "c": begin, "read": slot, "write": slot + 1}
+        out = host.prefill({"tokens": other, "write": 1}, chunk)
+        slot += 1
+        assert_holds(host, slot, prompt[:end])
+        assert_holds(host, 1, other)
+    assert "gated_scan by pallas_tpu_interpreted (named)" in choice.report()
+    np.testing.assert_allclose(host.logprobs(slot), expected_logprobs(prompt, WIDE)[-1], atol=1e-4)
+    tokens = [int(out.tokens[1, 0])]
+    for step in range(5):
+        row = {"row_id": 2, "tokens": tokens[-1:], "c": 21 + step, "read": slot, "writes": [slot]}
+        tokens.append(int(host.decode(row).tokens[0, 0]))
+    assert tokens == greedy(prompt, 6, WIDE)
