@@ -27,6 +27,7 @@ _OPERATION = re.compile(r"^(.*?) ([a-z][\w-]*)\(")
 _FREE = {
     "parameter", "get-tuple-element", "tuple", "bitcast", "constant", "iota", "partition-id", "after-all",
     "copy-done", "slice-done", "all-gather-done", "all-reduce-done", "opt-barrier", "async-update", "async-done",
+    "call-done",
 }  # fmt: skip
 _PARTS = ("gather", "dynamic-slice")
 _UPDATES = {"scatter": 2, "dynamic-update-slice": 1}
@@ -119,7 +120,7 @@ class Traffic:
             found[it.operation.removesuffix("-start")] += it.operation.removesuffix("-start") in kinds
             if it.operation == "conditional":
                 found += self._count(self._cheapest(it), kinds)
-            elif it.operation in ("while", "call", "async-start"):
+            elif it.operation in ("while", "call", "call-start", "async-start"):
                 for what in ("body", "to_apply", "calls"):
                     for name in _called(it.line, what):
                         found += self._count(name, kinds)
@@ -143,7 +144,7 @@ class Traffic:
         if it.operation == "while":
             rounds = re.search(r'known_trip_count[^}]*?"?n"?\s*:\s*"?(\d+)', it.line)
             return int(rounds[1]) * sum(map(self._of, _called(it.line, "body"))) if rounds else 0
-        if it.operation in ("call", "async-start"):
+        if it.operation in ("call", "call-start", "async-start"):
             return sum(self._of(name) for name in (*_called(it.line, "to_apply"), *_called(it.line, "calls")))
         if it.operation == "custom-call":
             said = re.search(r'"bytes_accessed":"(\d+)"', it.line)

@@ -63,6 +63,44 @@ def test_exchanges_are_counted_by_kind():
     assert count_collectives(TEXT) == {"all-reduce": 1}
 
 
+ELSEWHERE = """\
+HloModule jit_run, is_scheduled=true
+
+%fused_scatter (a: f32[100,256], i: s32[4], u: f32[4,256]) -> f32[100,256] {
+  %a = f32[100,256]{1,0} parameter(0)
+  %i = s32[4]{0} parameter(1)
+  %u = f32[4,256]{1,0} parameter(2)
+  ROOT %put = f32[100,256]{1,0} scatter(%a, %i, %u), to_apply=%keep
+}
+
+%called (b: f32[100,256], j: s32[4], v: f32[4,256]) -> f32[100,256] {
+  %b = f32[100,256]{1,0} parameter(0)
+  %j = s32[4]{0:S(1)} parameter(1)
+  %v = f32[4,256]{1,0:S(1)} parameter(2)
+  ROOT %kept = f32[100,256]{1,0} fusion(%b, %j, %v), kind=kCustom, calls=%fused_scatter
+}, execution_thread="sparsecore"
+
+ENTRY %main (s: f32[100,256], n: s32[4], w: f32[4,256]) -> f32[100,256] {
+  %s = f32[100,256]{1,0} parameter(0)
+  %n = s32[4]{0} parameter(1)
+  %w = f32[4,256]{1,0} parameter(2)
+  %start = ((f32[100,256]{1,0}, s32[4]{0}, f32[4,256]{1,0}), f32[100,256]{1,0}) call-start(%s, %n, %w), to_apply=%called
+  ROOT %done = f32[100,256]{1,0} call-done(%start)
+}
+"""
+
+
+def test_what_another_core_is_called_for_counts_as_there():
+    assert Traffic(ELSEWHERE).total() == 4 * 256 * 4  # the part that is written, once
+
+
+def test_exchanges_in_branches_are_those_of_a_greedy_step():
+    text = TEXT.replace("%drawn = s32[8]{0} reduce(%sorted)", "%drawn = s32[8]{0} all-gather(%sorted)")
+    assert Traffic(text).count(["all-reduce", "all-gather"]) == {"all-reduce": 1}
+    text = TEXT.replace("%best = s32[8]{0} reduce(%p)", "%best = s32[8]{0} all-gather(%p)")
+    assert Traffic(text).count(["all-reduce", "all-gather"]) == {"all-reduce": 1, "all-gather": 1}
+
+
 AHEAD = """\
 HloModule jit_run, is_scheduled=true
 
