@@ -23,8 +23,14 @@ from mamba_jax.modules.quantised import weight_of
 NewWeights = Mapping[str, Any] | Iterable[tuple[str, Any]] | str | Path
 """Arrays by name (ours, the dotted paths of `mamba_jax.model.parameters`, or those of a Hugging Face checkpoint), pairs
 of a name and an array, or the path of a directory with safetensors files."""
+
 _WHERE = "the new weights"
 _DTYPES = ("float32", "bfloat16", "float16")
+
+
+def repeatable(given: NewWeights) -> Mapping[str, Any] | list[tuple[str, Any]] | str | Path:
+    """The same for several who each go through it: pairs may come from an iterator, which ends with the first."""
+    return given if isinstance(given, str | Path | Mapping) else list(given)
 
 
 class GivenTensors:

@@ -60,8 +60,14 @@ def take(v: Shaped[Array, "n *shape"], index: Int[Array, "..."]) -> Shaped[Array
     return _narrow_as_bits(lambda v, index: v[index], v, index)
 
 
-def read_slots(store: Shaped[Array, "slots *shape"], index: Int[Array, " n"]) -> Shaped[Array, "n *shape"]:
-    """The slots at `index`; zeros where it is 0."""
+def read_slots(
+    store: Shaped[Array, "slots *shape"], index: Int[Array, " n"], *, divided: bool = False
+) -> Shaped[Array, "n *shape"]:
+    """The slots at `index`; zeros where it is 0.
+
+    `divided`: the compiler may have divided slots over devices, as it does outside of `shard_map`. It cannot see into
+    native operations, and would collect the whole store on every device for one.
+    """
 
     def read(store, index):
         there = (index > 0).reshape(-1, *[1] * (store.ndim - 1))
@@ -81,14 +87,16 @@ def read_slots(store: Shaped[Array, "slots *shape"], index: Int[Array, " n"]) ->
         read = jax.ffi.ffi_call(native.target("read_slots"), found, vmap_method="sequential")
         return read(store, index.astype(jnp.int32))
 
-    on_cpu = read_apart if native.why_missing("read_slots") else read_natively
+    on_cpu = read_apart if divided or native.why_missing("read_slots") else read_natively
     return lax.platform_dependent(store, index, cpu=on_cpu, default=read)
 
 
 def write_slots(
-    store: Shaped[Array, "..."], values: Shaped[Array, "n *shape"], index: Int[Array, " n"]
+    store: Shaped[Array, "..."], values: Shaped[Array, "n *shape"], index: Int[Array, " n"], *, divided: bool = False
 ) -> Shaped[Array, "..."]:
     """The store [slots, *shape] with `values` at `index`; those for index 0 are dropped. Other indices are distinct.
+
+    `divided` is as for `read_slots`.
 
     A store may have its slots on several axes [.., *shape]; `index` counts them all in order. (Its shape is not to be
     changed for this: XLA would not update in place what a native operation gets by another shape.)
@@ -106,7 +114,7 @@ def write_slots(
     def by_slices(store, values, index):
         return write_one_by_one(store.reshape(-1, *values.shape[1:]), values, index).reshape(store.shape)
 
-    on_cpu = by_slices if native.why_missing("write_slots") else natively
+    on_cpu = by_slices if divided or native.why_missing("write_slots") else natively
     return lax.platform_dependent(store, values.astype(store.dtype), index, cpu=on_cpu, default=at_once)
 
 

@@ -17,9 +17,9 @@ def names():
     for room in ("kernels_pallas", "mamba_jax"):
         for path in sorted((ROOT / room).rglob("*.py")):
             for annotation in ANNOTATION.findall(path.read_text()):
-                for name in annotation.split():
-                    found[name.lstrip("*").removesuffix("-1")] = str(path.relative_to(ROOT))
-    return {name: path for name, path in found.items() if name != "..." and not name.isdigit()}
+                for name in re.split(r"[\s*]+", annotation):  # "*batch" and "T*chosen" too
+                    found[name.removesuffix("-1")] = str(path.relative_to(ROOT))
+    return {name: path for name, path in found.items() if name not in ("", "...") and not name.isdigit()}
 
 
 @pytest.mark.parametrize("name", sorted(names()))

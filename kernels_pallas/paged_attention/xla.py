@@ -28,18 +28,19 @@ def _narrowed(x, dtype):
 
 
 def copy_pages(kv, *, source, target):
-    """See `api.copy_pages`."""
+    """See `api.copy_pages`. It is called once for a layer's whole cache, which the compiler divides over devices."""
     target = jnp.where(source > 0, target, 0)
+    read = functools.partial(read_slots, divided=True)
 
     def if_needed(kv, source, target):
         # Copies are rare, so this is a loop of one round or none (with `cond`, XLA:CPU would copy the cache). A scatter
         # of whole pages would have the TPU's compiler lay out, and copy, the whole cache differently, in every step.
         needed = (target > 0).any().astype(jnp.int32)
-        return lax.fori_loop(0, needed, lambda _, kv: write_one_by_one(kv, read_slots(kv, source), target), kv)
+        return lax.fori_loop(0, needed, lambda _, kv: write_one_by_one(kv, read(kv, source), target), kv)
 
     def always(kv, source, target):
         # A GPU's loops and conditionals wait for the host, and copy the cache.
-        return write_slots(kv, read_slots(kv, source), target)
+        return write_slots(kv, read(kv, source), target, divided=True)
 
     return lax.platform_dependent(kv, source, target, cuda=always, rocm=always, default=if_needed)
 

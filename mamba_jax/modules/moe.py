@@ -118,7 +118,7 @@ class Experts(nnx.Module):
         self,
         x: Float[Array, "T inputs"],
         weights: Float[Array, "T chosen"],
-        order: Int[Array, " all"],
+        order: Int[Array, " T*chosen"],
         sizes: Int[Array, " own"],
     ) -> Float[Array, "T inputs"]:
         """All rows, those of other devices' experts among them."""
@@ -142,7 +142,7 @@ class Experts(nnx.Module):
         self,
         x: Float[Array, "T inputs"],
         weights: Float[Array, "T chosen"],
-        order: Int[Array, " all"],
+        order: Int[Array, " T*chosen"],
         sizes: Int[Array, " own"],
         *,
         rows: int,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from pathlib import Path
 
-from checkpoints.replacement import NewWeights
+from checkpoints.replacement import NewWeights, repeatable
 from serving.engine.control import PauseMode
 from serving.engine.engine import Engine, Prompt
 from serving.engine.output import RequestOutput
@@ -149,7 +148,7 @@ class GroupControl:
     def update_weights(self, given: NewWeights, *, version: str | int | None = None, partial: bool = False) -> str:
         """As `Control.update_weights`; all get one version."""
         name = common_version((engine.control.weights for engine in self._group.engines), version)
-        again = given if isinstance(given, str | Path | Mapping) else list(given)
+        again = repeatable(given)
         for engine in self._group.all_at_rest():
             engine.control.update_weights(again, version=name, partial=partial)
         return name

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
-from checkpoints.replacement import NewWeights
+from checkpoints.replacement import NewWeights, repeatable
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.control import PauseMode
 from serving.engine.engine import Engine, Prompt
@@ -95,7 +95,8 @@ class Replicas:
         They do not wait for each other: what each says meanwhile is named by the version that it has.
         """
         name = common_version((engine.control.weights for engine in self.engines), version)
-        await self.call_all(lambda engine: engine.control.update_weights(given, version=name, partial=partial))
+        again = repeatable(given)
+        await self.call_all(lambda engine: engine.control.update_weights(again, version=name, partial=partial))
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """As `AsyncEngine.pause`."""

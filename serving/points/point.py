@@ -190,7 +190,7 @@ def _read_piece(
     there = (jnp.arange(tokens) < count)[:, None, None]
     read = []
     for kv in store.kv[:layers]:
-        logical = arrangement.logical(arrangement.shape.pages[0], read_slots(kv, pages))
+        logical = arrangement.logical(arrangement.shape.pages[0], read_slots(kv, pages, divided=True))
         flat = logical.reshape(tokens, *logical.shape[2:])
         read.append(jnp.where(there, flat, jnp.zeros((), kv.dtype)))
     return jnp.stack(read)
@@ -219,7 +219,7 @@ def _write_piece(arrangement: Arrangement, store: Store, piece: Array, pages: In
     paged = piece.reshape(-1, store.page_size, *piece.shape[2:])
 
     def at_once(layer: int, kv: Array, paged: Array, pages: Array) -> Array:
-        return write_slots(kv, arrangement.stored(declared[0], paged[layer * count :][:count]), pages)
+        return write_slots(kv, arrangement.stored(declared[0], paged[layer * count :][:count]), pages, divided=True)
 
     def one_by_one(layer: int, kv: Array, paged: Array, pages: Array) -> Array:
         # Straight out of the piece: one layer's part of it would be copied on the way, which takes XLA:CPU longer than

@@ -312,7 +312,7 @@ def test_new_weights_come_to_all_under_one_version(harness, maker):
             await replicas.update_weights({"nothing": changed["embed.weight"]}, version=None, partial=False)
         # One alone goes ahead; the next update brings both together again.
         await replicas._served[1].update_weights(changed, version=None, partial=False)
-        await replicas.update_weights(first, version=None, partial=False)
+        await replicas.update_weights(iter(first.items()), version=None, partial=False)
         assert await both() == [(before[0][0], [("3", 8)])] * 2
 
     assert admitted(served(maker, body, engines)) == [3, 3]
