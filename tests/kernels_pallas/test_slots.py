@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from operation_checks import assert_in_place, assert_same_bits
 
 from kernels_pallas import native, slots
@@ -79,3 +80,19 @@ class TestXla(TestNative):
         jax.clear_caches()
         yield
         jax.clear_caches()
+
+
+def test_a_store_that_the_compiler_divides_is_not_collected():
+    place = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("piece",)), PartitionSpec(None, "piece"))
+    store = jax.device_put(np.arange(20 * 4 * 3, dtype=np.float32).reshape(20, 4, 3), place)
+
+    def copy(store, source, target):
+        return slots.write_slots(store, slots.read_slots(store, source, divided=True), target, divided=True)
+
+    places = np.array([3, 0, 5], np.int32), np.array([7, 0, 9], np.int32)
+    program = jax.jit(copy, donate_argnums=0, out_shardings=place).lower(store, *places).compile()
+    assert "all-gather" not in program.as_text()
+    before = np.asarray(store)
+    after = np.asarray(program(store, *places))
+    assert (after[[7, 9]] == before[[3, 5]]).all()
+    assert (np.delete(after, [7, 9], axis=0) == np.delete(before, [7, 9], axis=0)).all()
