@@ -61,7 +61,9 @@ class Leaving:
     def __init__(self, tiers: Tiers, layout: Layout, programs: PointPrograms, folder: Folder | None) -> None:
         self.tiers, self.layout, self.programs, self.folder = tiers, layout, programs, folder
         self.parts: dict[Name, Part] = {}
-        """Of the host's memory. Changed by the engine's thread alone."""
+        """Of the host's memory. Changed by the engine's thread alone, as is the next."""
+        self.writes: dict[Name, Future[Any]] = {}
+        """What is on its way to the disk, whose books have it already: to be waited for before it is read."""
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="tier-copy")
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="tier-write")
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -220,13 +222,15 @@ class Leaving:
         assert disk is not None
         assert folder is not None
 
+        names = (*change.blocks, unit.name)
+
         def write() -> None:
             error = ""
             folder.remove(change.gone)
             try:
                 if time.monotonic() < self._pause_until:
                     raise OSError("the disk has refused a file lately")
-                for name in (*change.blocks, unit.name):
+                for name in names:
                     folder.write(name, parts[name].result(), unit if name == unit.name else None)
             except Exception as problem:  # whatever it is, the books must say that the unit is not there
                 if not isinstance(problem, OSError) or time.monotonic() >= self._pause_until:
@@ -236,6 +240,9 @@ class Leaving:
             self._events.put(lambda: written(error))
 
         def written(error: str) -> None:
+            for name in names:
+                if self.writes.get(name) is job:
+                    del self.writes[name]
             if spilled:
                 self.tiers.spilled(change.bytes)
             if error:
@@ -245,7 +252,8 @@ class Leaving:
                     if disk.has_block(name) and not folder.has(name):
                         self.tiers.lost_block(disk, name)
 
-        self._job(self._writing, write)
+        job = self._job(self._writing, write)
+        self.writes.update(dict.fromkeys(names, job))
 
     def remove_gone(self) -> None:
         """Let go of what nobody holds any more."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -146,24 +146,25 @@ class Mover:
         tier.touch(unit.name)
         self.tiers.fetching += size
         self._under_way += 1
-        known = (
-            {name: self.leaving.parts.get(name) for name in (*wanted.values(), unit.name)}
-            if tier is self.tiers.host
-            else None
-        )
+        names, leaving = (*wanted.values(), unit.name), self.leaving
+        known = {name: leaving.parts.get(name) for name in names} if tier is self.tiers.host else None
+        on_its_way = leaving.writes if known is None else leaving.parts
+        coming = [each for name in names if (each := on_its_way.get(name)) is not None]
         sharding = whole(store) if store is not None else None  # lost: it is made again where it was
-        self._fetching.submit(self._fetch, _Arrival(load, held, size), wanted, known, sharding)
+        self._fetching.submit(self._fetch, _Arrival(load, held, size), wanted, known, coming, sharding)
 
     def _fetch(
-        self, arrival: _Arrival, wanted: Mapping[int, Name], known: Mapping[Name, Part | None] | None, sharding: Any
+        self,
+        arrival: _Arrival,
+        wanted: Mapping[int, Name],
+        known: Mapping[Name, Part | None] | None,
+        coming: Sequence[Future[Any]],
+        sharding: Any,
     ) -> None:
+        wait(coming)
         unit, begin = arrival.held.unit, time.perf_counter()
         name = unit.name
         try:
-            if known is not None:
-                waiting = [part for part in known.values() if part is not None]
-                wait(waiting)
-                begin = time.perf_counter()
             own = self._part(name, known, self._own_spec(unit))
             kv = own.pop(KV, None)
             blocks = []

@@ -8,6 +8,7 @@ from serving.config import ConfigError, EngineConfig
 from serving.core.tiers.prices import Prices
 from serving.engine.build import assemble
 from serving.engine.sampling_params import SamplingParams
+from serving.tiers.folder import Folder
 from tests.support.engines import finish
 from tests.support.no_programs import NoPrograms
 from tests.support.split_pair import FLAGS, model, tokens
@@ -66,6 +67,14 @@ def stats(engine) -> dict:
     return engine.stats()["tiers"]
 
 
+def wait_until_seen(engine, count):
+    """So many units of another's have been seen on the disk; an engine sees its own there, too."""
+    mover, until = engine.loop.mover, time.monotonic() + 30
+    while len(mover.leaving._changes.new.keys() - mover.tiers.disk.units.keys()) < count:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("flags", [HOST, DISK, HOST | DISK])
 def test_a_prompt_that_was_evicted_is_not_computed_again(start, flags):
     engine = start(**flags)
@@ -87,24 +96,32 @@ def test_a_restart_finds_what_was_on_the_device_and_in_memory(start):
     assert stats(engine)["disk"]["arrived"] == 3
 
 
+def test_what_is_still_being_written_is_waited_for(start, monkeypatch):
+    write = Folder.write
+
+    def slowly(self, *file):
+        time.sleep(0.03)
+        write(self, *file)
+
+    monkeypatch.setattr(Folder, "write", slowly)
+    engine = start(**DISK)
+    fill(engine)
+    assert ask(engine, "again", tokens(1, 61)) == 61
+    assert stats(engine)["disk"]["lost"] == 0
+
+
 def test_two_servers_share_a_folder(start, monkeypatch):
     """What one has evicted, the other goes on from, although both were there before; and so the other way."""
     monkeypatch.setattr("serving.tiers.leaving._LOOK", 0.02)
     one, other = start(**DISK), start(**HOST, **DISK)
     fill(one)
     one.loop.mover.settle()
-    stored = stats(one)["disk"]["units"]
-    until = time.monotonic() + 30
-    while len(other.loop.mover.leaving._changes.new) < stored:
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_until_seen(other, stats(one)["disk"]["stored"])
     assert ask(other, "again", tokens(1, 61)) == 61
     assert (stats(other)["disk"]["arrived"], stats(other)["disk"]["stored"]) == (1, 0)
     fill(other, numbers=range(11, 17))
     other.loop.mover.settle()
-    while not one.loop.mover.leaving._changes.new:
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_until_seen(one, stats(other)["disk"]["stored"])
     assert ask(one, "too", tokens(11, 61)) == 61
 
 
