@@ -47,3 +47,8 @@ def check_idle(engines: list[Engine]) -> None:
             engine.step()
         engine.loop.scheduler.check(idle=True)
         assert engine.num_unfinished == 0
+
+
+def admitted(engines: list[Engine]) -> list[int]:
+    """How many requests each has taken."""
+    return [engine.loop.scheduler.stats()["requests"] for engine in engines]

@@ -1,0 +1,36 @@
+"""Replicas that each take several devices: the mesh of one engine beside that of the next."""
+
+import pytest
+
+from serving import LLM, RequestError, SamplingParams
+from tests.serving.engine.test_tensor_parallel import FLAGS, assert_greedy, quick_compilation  # noqa: F401 - a fixture
+from tests.support.divisible_checkpoints import FAMILIES, write_checkpoint
+from tests.support.replicas import admitted, check_idle
+
+
+def test_two_replicas_of_two_devices(tmp_path, quick_compilation):  # noqa: F811
+    case = FAMILIES["nemotronh-moe"]
+    directory = write_checkpoint(tmp_path, case)
+    flags = FLAGS | {"max_num_seqs": 2, "max_num_batched_tokens": 32}
+    llm = LLM(directory, data_parallel_size=2, tensor_parallel_size=2, speculative_method=case.drafts, **flags)
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2)
+    prompts = [{"prompt_token_ids": [7 + i, 8, 9] * 14} for i in range(4)]
+    for _ in range(2):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert_greedy(outputs, directory)
+    assert all(output.num_cached_tokens > 0 for output in outputs)
+    devices = [[device.id for device in engine.loop.programs.devices] for engine in llm.engines]
+    assert devices == [[0, 1], [2, 3]]
+    assert admitted(llm.engines) == [4, 4]
+    # The rest of what an `LLM` can do.
+    streamed = list(llm.stream(prompts[0], params))
+    assert streamed[-1].finished
+    assert streamed[-1].outputs[0].token_ids == outputs[0].outputs[0].token_ids
+    for hold, release in ((llm.sleep, llm.wake_up), (llm.pause, llm.resume)):
+        hold()
+        with pytest.raises(RequestError, match="the engine"):
+            llm.generate(prompts, params, use_tqdm=False)
+        release()
+    assert_greedy(llm.generate(prompts, params, use_tqdm=False), directory)
+    check_idle(llm.engines)
+    llm.close()
