@@ -6,9 +6,11 @@ from functools import cached_property
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from checkpoints import load_model
+from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel
 
 FIXTURES = Path(__file__).parents[1] / "golden"
@@ -75,3 +77,17 @@ def full_log_probs(model: HybridModel, prompts: list[np.ndarray]) -> list[np.nda
         row[: len(prompt)] = prompt
     out = jax.jit(lambda model, tokens, lengths: jax.nn.log_softmax(model(tokens, lengths)))(model, tokens, lengths)
     return [row[:length] for row, length in zip(np.asarray(out), lengths, strict=True)]
+
+
+def draft_log_probs(model: HybridModel, tokens: np.ndarray) -> np.ndarray:
+    """The draft layer's log-probabilities [length - 1, vocab] after each pair (hidden state of i, token i + 1)."""
+
+    @jax.jit
+    def run(model, tokens):
+        layout = SequenceLayout.of(1, len(tokens))
+        hidden, _ = model.hidden(tokens, layout, None)
+        # Entry i + 1 is of the pair (hidden state i, token i + 1); there is no pair at index 0.
+        out, _ = model.draft(tokens, jnp.roll(hidden, 1, axis=0), layout, None)
+        return jax.nn.log_softmax(model.draft_logits(out))[1:]
+
+    return np.asarray(run(model, tokens))
