@@ -15,8 +15,9 @@ from typing import Any
 
 from checkpoints.replacement import NewWeights
 from serving.engine.control import PauseMode
-from serving.engine.engine import Engine, Prompt
+from serving.engine.engine import Engine
 from serving.engine.output import RequestOutput
+from serving.engine.prompt import Prompt
 from serving.engine.request_error import RequestError
 from serving.engine.sampling_params import SamplingParams
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -24,7 +24,8 @@ from serving.core import (
 from serving.engine.control import Control
 from serving.engine.grammars import Grammars
 from serving.engine.loop import PlanError, StepLoop
-from serving.engine.output import Choice, CompletionOutput, RequestMetrics, RequestOutput, token_logprobs
+from serving.engine.output import Choice, RequestMetrics, RequestOutput, token_logprobs
+from serving.engine.prompt import Prompt, read_prompt
 from serving.engine.reasoning import ReasoningConstraint
 from serving.engine.request_error import RequestError, RequestFailed
 from serving.engine.results import HostOutput, Settled
@@ -34,9 +35,6 @@ from serving.engine.user_request import Member, UserRequest
 from serving.engine.weights import Weights
 
 log = logging.getLogger(__name__)
-
-Prompt = str | Mapping[str, Any]
-"""A text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`."""
 
 
 class Engine:
@@ -254,21 +252,7 @@ class Engine:
         Raises:
             RequestError: it is none.
         """
-        given: Any = prompt
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"], self.vocab_size)
-            if "prompt" not in prompt:
-                raise RequestError("a prompt is a text, {'prompt': text} or {'prompt_token_ids': [...]}")
-            given = prompt["prompt"]
-        if not isinstance(given, str):
-            raise RequestError(f"a prompt must be a text, got {type(given).__name__}")
-        if self.tokenizer is None:
-            raise RequestError("this model has no tokenizer: give 'prompt_token_ids' instead of a text")
-        ids = self.tokenizer.encode(given)
-        if not ids:
-            raise RequestError("the prompt is empty")
-        return given, ids
+        return read_prompt(prompt, self.tokenizer, self.vocab_size)
 
     def _check(self, ids: Sequence[int], params: SamplingParams) -> None:
         try:
@@ -342,7 +326,7 @@ class Engine:
         tables = None
         if parent.params.logprobs is not None and tokens:
             lines, at = settled.place(emitted.row)
-            tables = _tables(lines, at, tokens, parent.params.logprobs)
+            tables = lines.tables(at, tokens, parent.params.logprobs)
         by_token = request.finish_reason is FinishReason.STOP and len(tokens) == len(emitted.tokens)
         if choice.append(tokens, tables, ended=by_token, version=self.control.weights.version):
             if not request.finished:
@@ -394,36 +378,3 @@ class Engine:
             for position in range(max(row.length, 1), min(row.length + row.num_tokens, len(ids))):
                 at = begin + position - row.length
                 tables[position] = token_logprobs(ids[position], float(token[at]), top_ids[at, :count], top[at, :count])
-
-
-def _tables(lines: HostOutput, row: int, tokens: Sequence[int], count: int) -> list[Any]:
-    assert lines.logprobs is not None
-    assert lines.top_ids is not None
-    assert lines.top_logprobs is not None
-    return [
-        token_logprobs(
-            token, float(lines.logprobs[row, i]), lines.top_ids[row, i, :count], lines.top_logprobs[row, i, :count]
-        )
-        for i, token in enumerate(tokens)
-    ]
-
-
-def _token_ids(given: Any, vocab_size: int) -> list[int]:
-    """Checked token ids of a prompt."""
-    plain = type(given) is list and set(map(type, given)) <= {int}  # long prompts are: looking at each takes longer
-    try:
-        ids = given.copy() if plain else [int(token) for token in given if not isinstance(token, (bool, str))]
-        wrong = not plain and (len(ids) != len(given) or any(i != t for i, t in zip(ids, given, strict=True)))
-    except (TypeError, ValueError, OverflowError):
-        wrong = True
-    if wrong or isinstance(given, (str, bytes, Mapping)):
-        raise RequestError("prompt_token_ids must be a list of integers")
-    if not ids:
-        raise RequestError("the prompt is empty")
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        bad = next(i for i in ids if not 0 <= i < vocab_size)
-        raise RequestError(f"prompt_token_ids: {bad} is not in the vocabulary (0 to {vocab_size - 1})")
-    return ids
-
-
-__all__ = ["CompletionOutput", "Engine", "Prompt", "RequestOutput"]

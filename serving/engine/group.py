@@ -7,9 +7,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from checkpoints.replacement import NewWeights, repeatable
 from serving.engine.control import PauseMode
-from serving.engine.engine import Engine, Prompt
+from serving.engine.engine import Engine
 from serving.engine.output import RequestOutput
 from serving.engine.placing import Given, Placing
+from serving.engine.prompt import Prompt
 from serving.engine.request_error import RequestError
 from serving.engine.sampling_params import SamplingParams
 from serving.engine.weights import common_version

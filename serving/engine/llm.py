@@ -15,9 +15,10 @@ from checkpoints.tokenizer import Tokenizer
 from serving.config import EngineConfig
 from serving.engine.build import build_engine
 from serving.engine.control import PauseMode
-from serving.engine.engine import Engine, Prompt
+from serving.engine.engine import Engine
 from serving.engine.group import EngineGroup
 from serving.engine.output import RequestOutput
+from serving.engine.prompt import Prompt
 from serving.engine.request_error import RequestError
 from serving.engine.sampling_params import SamplingParams
 

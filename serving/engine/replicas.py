@@ -11,9 +11,10 @@ from typing import Any
 from checkpoints.replacement import NewWeights, repeatable
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.control import PauseMode
-from serving.engine.engine import Engine, Prompt
+from serving.engine.engine import Engine
 from serving.engine.output import RequestOutput
 from serving.engine.placing import Placing
+from serving.engine.prompt import Prompt
 from serving.engine.replica_stats import merged
 from serving.engine.request_error import RequestError
 from serving.engine.sampling_params import SamplingParams

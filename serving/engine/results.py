@@ -9,6 +9,7 @@ import numpy as np
 
 from mamba_jax.batch import PromptLogprobs, StepOutput
 from serving.core import DecodeRow, Emitted, PrefillRow, Request, StepPlan
+from serving.engine.output import TokenLogprobs, token_logprobs
 
 
 class StateError(RuntimeError):
@@ -30,6 +31,18 @@ class HostOutput:
     """Drafts that each row had verified; empty where there cannot be any."""
     prompt: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
     """Of each packed prompt token: log-probability, ids of the likeliest, their log-probabilities."""
+
+    def tables(self, row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
+        """Log-probabilities of a row's tokens, each beside those of the `count` likeliest."""
+        assert self.logprobs is not None
+        assert self.top_ids is not None
+        assert self.top_logprobs is not None
+        return [
+            token_logprobs(
+                token, float(self.logprobs[row, i]), self.top_ids[row, i, :count], self.top_logprobs[row, i, :count]
+            )
+            for i, token in enumerate(tokens)
+        ]
 
     def emitted(self, count: int) -> list[list[int]]:
         """The tokens of the first `count` rows."""
