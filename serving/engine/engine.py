@@ -83,6 +83,10 @@ class Engine:
         """Requests that have been added and not finished."""
         return len(self._parents)
 
+    def is_unfinished(self, request_id: str) -> bool:
+        """Whether `step` has yet to say that a request is finished."""
+        return request_id in self._parents or request_id in self._unsaid
+
     def add_request(
         self,
         request_id: str,

@@ -42,6 +42,10 @@ class EngineGroup:
         """Requests that have been added, and of which `step` has not said that they are finished."""
         return len(self._given)
 
+    def is_unfinished(self, request_id: str) -> bool:
+        """As `Engine.is_unfinished`."""
+        return request_id in self._given or any(output.request_id == request_id for output in self._unsaid)
+
     def add_request(
         self,
         request_id: str,

@@ -145,12 +145,14 @@ class LLM:
         """Completes one prompt, yielding the same output again and again as it grows. Closing it aborts the request."""
         request_id = f"stream-{next(self._ids)}"
         output = self.front.add_request(request_id, prompt, sampling_params, live_text=True)
-        finished = False
+        told = False
         try:
-            while not finished:
+            while self.front.is_unfinished(request_id):
                 if any(changed is output for changed in self.front.step()):
-                    finished = output.finished
+                    told = output.finished
                     yield output
+            if not told:  # another call ran the last of its steps, or aborted it
+                yield output
         finally:
             self.front.abort(request_id)
 

@@ -1,5 +1,7 @@
 """Replicas that each take several devices: the mesh of one engine beside that of the next."""
 
+import itertools
+
 import pytest
 
 from serving import LLM, RequestError, SamplingParams
@@ -26,6 +28,8 @@ def test_two_replicas_of_two_devices(tmp_path, quick_compilation):  # noqa: F811
     streamed = list(llm.stream(prompts[0], params))
     assert streamed[-1].finished
     assert streamed[-1].outputs[0].token_ids == outputs[0].outputs[0].token_ids
+    side_by_side = list(itertools.zip_longest(*(llm.stream(prompt, params) for prompt in prompts[:2])))
+    assert [output.outputs[0].token_ids for output in side_by_side[0]] == [o.outputs[0].token_ids for o in outputs[:2]]
     for hold, release in ((llm.sleep, llm.wake_up), (llm.pause, llm.resume)):
         hold()
         with pytest.raises(RequestError, match="the engine"):

@@ -1,5 +1,6 @@
 """`LLM` with the interface that vLLM's users know, and the start-up report."""
 
+import itertools
 import json
 import logging
 import shutil
@@ -74,6 +75,28 @@ def test_a_stream_grows_and_closing_it_aborts(llm):
     stream = llm.stream("w5 w6", GREEDY)
     next(stream)
     stream.close()
+    assert llm.engine.num_unfinished == 0
+
+
+def test_streams_end_whoever_runs_their_steps(llm, monkeypatch):
+    """Two side by side, one around a call that runs it to its end, and one that is aborted from outside."""
+    left, step = iter(range(100)), llm.engine.step
+
+    def few_steps():
+        next(left)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", few_steps)
+    longer = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    both = list(itertools.zip_longest(llm.stream("w5 w6", GREEDY), llm.stream("w7", longer)))
+    assert all(output.finished for output in both[0])  # each stream yields one object, again and again
+    around = llm.stream("w5 w6", GREEDY)
+    next(around)
+    llm.generate("w5 w6", longer, use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in around] == ["length"]
+    aborted = llm.stream("w5 w6", GREEDY)
+    llm.engine.abort(next(aborted).request_id)
+    assert [output.outputs[0].finish_reason for output in aborted] == ["abort"]
     assert llm.engine.num_unfinished == 0
 
 
