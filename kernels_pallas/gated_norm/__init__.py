@@ -1,5 +1,5 @@
-"""Mamba2's gated, grouped RMS normalisation."""
+"""Mamba2's gate, and its gated, grouped RMS normalisation."""
 
-from kernels_pallas.gated_norm.api import gated_rms_norm
+from kernels_pallas.gated_norm.api import gated, gated_rms_norm
 
-__all__ = ["gated_rms_norm"]
+__all__ = ["gated", "gated_rms_norm"]

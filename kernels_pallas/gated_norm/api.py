@@ -2,6 +2,7 @@
 
     gate first (all known models): norm(y * silu(z)) * weight
     norm_before_gate:              norm(y) * weight * silu(z)
+    without a norm (`gated`):      y * silu(z)
 
 with the sigmoid of z in place of its silu where that is asked for, and where norm divides each of `groups` equal pieces
 of the channels by sqrt(mean of squares + eps). Sources: the Mamba2 block (Dao and Gu, 2024); with the sigmoid, "Kimi
@@ -20,6 +21,16 @@ NORM = (
     dispatch.Implementation("xla", xla.gated_rms_norm),
     dispatch.Implementation("xla_by_selection", xla.by_selection),
 )
+
+
+@shapes_checked
+def gated(y: Float[Array, "*batch channels"], z: Float[Array, "*batch channels"]) -> Float[Array, "*batch channels"]:
+    """y * silu(z), computed in float32; the result is in y's dtype. Differentiable.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+    """
+    return xla.gated(y, z)
 
 
 @shapes_checked

@@ -9,6 +9,11 @@ from jax import lax
 F32 = jnp.float32
 
 
+def gated(y, z):
+    """See `api.gated`."""
+    return (y.astype(F32) * jax.nn.silu(z.astype(F32))).astype(y.dtype)
+
+
 def gated_rms_norm(y, z, weight, *, groups, eps, norm_before_gate=False, activation="silu"):
     """See `api.gated_rms_norm`."""
     tpu, default = (

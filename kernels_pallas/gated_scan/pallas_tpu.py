@@ -43,7 +43,9 @@ def unsupported(zx, dt, a, b, c, d, weight, bias, norm, store, windows, *, eps, 
     blocks = _blocks(dt, b, store)
     if blocks.heads * store.shape[2] % LANES:
         return f"{blocks.heads} heads of {store.shape[2]}, not a multiple of {LANES} channels"
-    if norm is not None and _norms(blocks):
+    if norm is None:
+        return None
+    if _norms(blocks):
         return None if inner // groups % LANES == 0 else f"a norm of {inner // groups} channels, no multiple of {LANES}"
     return "a norm before the gate, of groups wider than a block of heads" if norm_before_gate else None
 

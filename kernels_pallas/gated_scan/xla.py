@@ -1,13 +1,10 @@
 """One operation after the other, each by its own implementations."""
 
-import jax
 import jax.numpy as jnp
 
 from kernels_pallas.causal_conv1d import causal_conv1d_prefill
-from kernels_pallas.gated_norm import gated_rms_norm
+from kernels_pallas.gated_norm import gated, gated_rms_norm
 from kernels_pallas.ssd_scan import ssd_scan
-
-F32 = jnp.float32
 
 
 def gated_scan(zx, dt, a, b, c, d, weight, bias, norm, store, windows, *, eps, norm_before_gate, **places):
@@ -42,7 +39,7 @@ def gated_scan(zx, dt, a, b, c, d, weight, bias, norm, store, windows, *, eps, n
     )
     y = y.reshape(-1, inner)[places["token_in_tiles"]]
     if norm is None:
-        out = (y.astype(F32) * jax.nn.silu(z.astype(F32))).astype(y.dtype)
+        out = gated(y, z)
     else:
         out = gated_rms_norm(y, z, norm, groups=b.shape[1], eps=eps, norm_before_gate=norm_before_gate)
     return out, store, windows

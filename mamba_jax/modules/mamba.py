@@ -12,7 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kernels_pallas.gated_norm import gated_rms_norm
+from kernels_pallas.gated_norm import gated, gated_rms_norm
 from kernels_pallas.gated_scan import gated_scan
 from kernels_pallas.ssd_scan import ssd_scan, ssd_scan_sequence
 from kernels_pallas.state_replay import Tail, state_replay
@@ -197,7 +197,7 @@ class Mamba(nnx.Module):
     def _gate(self, y: Float[Array, "T inner"], z: Float[Array, "T inner"]) -> Float[Array, "T inner"]:
         config = self.config
         if self.norm is None:
-            return (y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))).astype(y.dtype)
+            return gated(y, z)
         devices = config.inner_size // y.shape[1]
         if config.num_groups % devices:
             return self._norm_over_devices(y, z, devices)

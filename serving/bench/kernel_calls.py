@@ -14,6 +14,7 @@ from kernels_pallas import (
     delta_scan,
     delta_update,
     gated_norm,
+    gated_scan,
     grouped_matmul,
     linear,
     paged_attention,
@@ -30,6 +31,8 @@ from kernels_pallas.delta_update import shapes as delta_update_shapes
 from kernels_pallas.dispatch import Implementation
 from kernels_pallas.gated_norm import api as norm_api
 from kernels_pallas.gated_norm import shapes as norm_shapes
+from kernels_pallas.gated_scan import api as gated_scan_api
+from kernels_pallas.gated_scan import shapes as gated_scan_shapes
 from kernels_pallas.grouped_matmul import api as grouped_api
 from kernels_pallas.grouped_matmul import shapes as grouped_shapes
 from kernels_pallas.linear import api as linear_api
@@ -42,6 +45,7 @@ from kernels_pallas.state_replay import api as replay_api
 from kernels_pallas.state_replay import shapes as replay_shapes
 from kernels_pallas.state_update import api as update_api
 from kernels_pallas.state_update import shapes as update_shapes
+from mamba_jax.layout import PrefillLayout
 
 TILES = 4
 """Of the prefill operations: one row of so many tiles."""
@@ -102,6 +106,33 @@ def _one_row_of_tiles() -> dict[str, Any]:
         "read_slot": jnp.full(TILES, 1, jnp.int32),
         "write_slot": _i32([0] * (TILES - 1) + [2]),
     }
+
+
+def _gated_scan(draw: Draw, shape: Any) -> Call:
+    tokens, inner = TILES * shape.tile_size, shape.heads * shape.head_dim
+    zx, b, c = draw(tokens, 2, inner), *(draw(tokens, shape.groups, shape.state) for _ in range(2))
+    dt, a, d = draw.positive(tokens, shape.heads), -draw.positive(shape.heads), draw.positive(shape.heads)
+    weight, bias = draw(inner, shape.width), draw(inner) if shape.bias else None
+    norm = draw(inner) if shape.norm else None
+    stores = _state(draw, shape, 4), draw(4, shape.width - 1, inner)
+    layout = PrefillLayout.of(
+        num_packed=tokens,
+        tile_size=shape.tile_size,
+        length=_i32([tokens]),
+        num_tokens=_i32([tokens]),
+        read_slot=_i32([1]),
+        tile_write_slot=_i32([0] * (TILES - 1) + [2]),
+        page_table=_i32([[0]]),
+    )
+    options = {"eps": 1e-5, "norm_before_gate": shape.norm_before_gate, **layout.places}
+    moved = _bytes(zx, zx[:, 0], dt, b, c, *(store[:2] for store in stores))
+
+    def run(*args: Any, **options: Any) -> Any:
+        *inputs, stores = args
+        y, *new = gated_scan.gated_scan(*inputs, *stores, **options)
+        return y, tuple(new)
+
+    return Call(run, (zx, dt, a, b, c, d, weight, bias, norm), stores, options, moved)
 
 
 def _update(draw: Draw, shape: Any) -> Call:
@@ -230,6 +261,7 @@ class Operation:
 
 OPERATIONS = {
     "ssd_scan": Operation(_scan, scan_api.SCAN, scan_shapes.SHAPES),
+    "gated_scan": Operation(_gated_scan, gated_scan_api.GATED_SCAN, gated_scan_shapes.SHAPES),
     "state_update": Operation(_update, update_api.UPDATE, update_shapes.SHAPES),
     "state_replay": Operation(_replay, replay_api.REPLAY, replay_shapes.SHAPES),
     "delta_scan": Operation(_delta_scan, delta_scan_api.SCAN, delta_scan_shapes.SHAPES),

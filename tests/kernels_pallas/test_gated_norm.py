@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from operation_checks import Draw, assert_close, jitted, on_device
 
-from kernels_pallas.gated_norm import gated_rms_norm, reference, shapes
+from kernels_pallas.gated_norm import gated, gated_rms_norm, reference, shapes
 
 SHAPES = [s.small() for s in shapes.SHAPES]
 
@@ -55,6 +55,16 @@ class TestXlaBySelection(Norm):
     """The form for TPU."""
 
     implementation = "xla_by_selection"
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_the_gate_alone(dtype):
+    draw = Draw()
+    y, z = (draw.normal(2, 3, 12, dtype=dtype) for _ in range(2))
+    wide = z.astype(np.float64)
+    out = gated(*on_device((y, z)))
+    assert out.dtype == dtype
+    assert_close(out, y.astype(np.float64) * wide / (1 + np.exp(-wide)), dtype)
 
 
 def test_refuses_groups_that_do_not_divide():

@@ -152,11 +152,13 @@ class TestTpu(GatedScan):
         # Two blocks of 8 heads, each half of a group: the norm comes after the kernel.
         monkeypatch.setattr("kernels_pallas.ssd_scan.pallas_tpu.BLOCK_BYTES", 8 * 32 * 128 * 4)
         shape = dataclasses.replace(PLAIN, heads=16, groups=1, state=128, norm=norm)
-        run = jitted.__wrapped__(gated_scan, implementation=self.implementation, eps=1e-5)
+        # Without a norm, where it would come means nothing.
+        options = {"eps": 1e-5, "norm_before_gate": not norm}
+        run = jitted.__wrapped__(gated_scan, implementation=self.implementation, **options)
         draw = Draw()
         inputs, before, there = layer(draw, shape, 96), stores(draw, shape), places(shape, **RAGGED)
         y, *after = run(*inputs, *before, **there)
-        want_y, *want = reference.gated_scan(*inputs, *before, eps=1e-5, **there)
+        want_y, *want = reference.gated_scan(*inputs, *before, **options, **there)
         assert_close(y[:74], want_y[:74], tolerance=1e-4)
         assert_close(after[0][1:], want[0][1:])
         assert_same_bits(after[1][1:], want[1][1:])
