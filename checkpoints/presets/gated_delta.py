@@ -1,4 +1,4 @@
-"""Published sizes of gated delta nets: fields of config.json, and how many parameters the text model has.
+"""Published sizes of gated delta nets; parameters are those of the text model.
 
 Shapes: Alibaba's and Moonshot's config.json as transformers, vLLM and tools that estimate memory quote them. Sizes: the
 models' names.
@@ -6,7 +6,7 @@ models' names.
 
 from __future__ import annotations
 
-from typing import Any
+from checkpoints.presets.published import NO_IDS, Preset
 
 _DELTA = {
     "head_dim": 256,
@@ -21,13 +21,12 @@ _DELTA = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 262144,
     "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    **NO_IDS,
 }
 _SPARSE = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 
-PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
-    "qwen3-next-80b-a3b": (
+PRESETS = {
+    "qwen3-next-80b-a3b": Preset(
         {
             **_DELTA,
             **_SPARSE,
@@ -42,7 +41,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
         },
         80e9,
     ),
-    "qwen3.5-9b": (
+    "qwen3.5-9b": Preset(
         {
             **_DELTA,
             "model_type": "qwen3_5_text",
@@ -55,7 +54,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
         },
         9e9,
     ),
-    "qwen3.5-27b": (
+    "qwen3.5-27b": Preset(
         {
             **_DELTA,
             "model_type": "qwen3_5_text",
@@ -69,7 +68,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
         },
         27e9,
     ),
-    "qwen3.5-35b-a3b": (
+    "qwen3.5-35b-a3b": Preset(
         {
             **_DELTA,
             **_SPARSE,
@@ -85,7 +84,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
         35e9,
     ),
     # The name does not count embedding and head; the files have 91.5 GiB in bfloat16.
-    "kimi-linear-48b-a3b": (
+    "kimi-linear-48b-a3b": Preset(
         {
             "model_type": "kimi_linear",
             "vocab_size": 163840,

@@ -1,0 +1,40 @@
+"""Published models by name: their config.json as far as it shapes the model, and how many parameters they have.
+
+A preset is a configuration without weights: for planning memory, for compiling, and for dummy weights. Fields that
+could not be established (mostly the ids of special tokens) are null. A size is listed only if its configuration gives
+the published number of parameters within 1 %, which a test checks.
+
+Left out, because that could not be shown: Nemotron-H-4B, Zamba2-2.7B and Mamba2-1.3b (the shapes that are known give
+4.49, 2.66 and 1.34 billion parameters, and only the rounded name is published), Falcon-H1-1.5B and -3B (their
+multipliers are not known to all digits).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+from checkpoints.presets import bamba, falcon_h1, gated_delta, granite, mamba2, nemotron_h, zamba2
+from checkpoints.presets.published import Preset
+from mamba_jax.config import HybridConfig
+from mamba_jax.families import config_from_hf
+
+_FAMILIES = (nemotron_h, bamba, granite, falcon_h1, mamba2, zamba2, gated_delta)
+
+PRESETS: Mapping[str, Preset] = {name: size for family in _FAMILIES for name, size in family.PRESETS.items()}
+"""Published sizes: each configuration gives the published number of parameters."""
+
+
+def preset_names() -> tuple[str, ...]:
+    """The published sizes that are known by name."""
+    return tuple(PRESETS)
+
+
+@cache
+def preset(name: str) -> HybridConfig:
+    """The configuration of a published size.
+
+    Raises:
+        KeyError: not one of `preset_names`.
+    """
+    return config_from_hf(PRESETS[name].fields)
