@@ -67,7 +67,7 @@ def axis_mesh() -> Any:
 
 
 def axis_index() -> Int[Array, ""]:
-    """Which piece this device has; inside of `across` only."""
+    """Which piece this device has; inside of `jax.shard_map` over the mesh only."""
     return jnp.asarray(lax.axis_index(TENSOR))
 
 

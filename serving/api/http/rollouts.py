@@ -74,9 +74,13 @@ async def _do(request: Request, action: Callable[[Engine], Any]) -> dict[str, An
 
 
 async def _state_of(engine: Served) -> dict[str, Any]:
-    """That of the engine. Replicas are alike, unless something has failed on one: then of the first that is held."""
+    """That of the engine. Replicas are alike, unless something has failed on one.
+
+    Then it is that of the first that is held, with all versions that there are.
+    """
     states = await engine.call_all(_state)
-    return next((state for state in states if state["held"]), states[0])
+    versions = dict.fromkeys(state["weights_version"] for state in states)
+    return next((state for state in states if state["held"]), states[0]) | {"weights_version": ", ".join(versions)}
 
 
 def _state(engine: Engine) -> dict[str, Any]:

@@ -88,6 +88,12 @@ def test_pause_and_sleep_hold_all(engines, client):
     assert complete(client, [5] * 20)["usage"]["completion_tokens"] == 4
 
 
+def test_weights_that_only_one_has_taken_show(engines, client, monkeypatch):
+    monkeypatch.setattr(engines[1].control.weights, "version", "1")
+    state = client.get("/rollout_state", headers=ADMIN).json()
+    assert (state["weights_version"], state["held"]) == ("0, 1", None)
+
+
 def test_bad_requests_are_told(client):
     for body in ({"prompt": [10**6]}, {"prompt": [5] * 500}, {"prompt": "w5", "n": 1000}):
         assert client.post("/v1/completions", json={"model": "tiny"} | body).status_code == 400
