@@ -89,7 +89,9 @@ def test_few_layers(drafts, topology):
     counter = Counter(config, partition, parameters(model), ssm_dtype=jnp.dtype("float32"))
     least = counter.work(decode_workload(rows=ROWS, drafts=drafts, context=0, replay=replay)).bytes
     print(f"{program.moved / least:.3f} x {least / 1e6:.1f} MB")
-    assert program.moved <= 1.3 * least
+    # Weights of so few layers fit into the larger vector memory, and fetching them ahead counts as a write and a read.
+    fetched_ahead = 0 if topology == "v5e-8" else 2 * program.weights
+    assert program.moved <= 1.3 * least + fetched_ahead
 
 
 @pytest.mark.slow
