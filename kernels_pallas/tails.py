@@ -49,6 +49,8 @@ class Order:
     valid: Bool[Array, "rows entries"]
     """Whether there is a token of that position, the new ones included."""
     new_position: Int[Array, "rows steps"]
+    is_old: Bool[Array, "rows entries"]
+    """Whether it is not new."""
     is_new: Bool[Array, "rows steps"]
     """Whether a new token is no padding."""
     index_of_new: Int[Array, "rows steps"]
@@ -67,6 +69,7 @@ class Order:
             position,
             valid,
             new_position,
+            position < length[:, None],
             step < num_tokens[:, None],
             index_of_new,
             valid[:, None] & (count <= index_of_new[..., None]),
@@ -129,13 +132,13 @@ def read(
 
 def state_after(
     anchor: Float[Array, "heads head_dim state"],
-    decay: Float[Array, " heads"],
+    decay: Float[Array, " heads"] | Float[Array, "heads state"],
     fed: Float[Array, "entries heads head_dim"],
     keys: Float[Array, "entries groups state"],
 ) -> Float[Array, "heads head_dim state"]:
     """One row's state: the anchor's part, and what each token's input (decayed) adds by its key. Without `dot`, too."""
     split, shared = head_axes(anchor.shape[0], keys.shape[1])
-    state = (anchor * decay[:, None, None]).reshape(*split, *anchor.shape[1:])
+    state = (anchor * decay.reshape(len(decay), 1, -1)).reshape(*split, *anchor.shape[1:])
 
     def add(n, state):
         return state + fed[n].reshape(*split, -1, 1) * keys[n].reshape(*shared, 1, -1)

@@ -6,6 +6,7 @@ is. Only the new tokens' u have to be found, one after the other, and all that t
 known beforehand: it is read once.
 """
 
+import math
 from typing import NamedTuple, Unpack
 
 from jaxtyping import Array, Float
@@ -29,8 +30,8 @@ class DeltaTail(NamedTuple):
     """[.., heads * head_dim]: what a token added to the state, by its k. Any float dtype; float32 loses nothing."""
     k: Float[Array, "tails entries channels"]
     """[.., groups * state], in the precision that the layer computes in."""
-    log_decay: Float[Array, "tails entries heads"]
-    """float32."""
+    log_decay: Float[Array, "tails entries size"]
+    """[.., heads], or [.., heads * state] where channels decay on their own. float32."""
 
 
 @shapes_checked
@@ -40,7 +41,7 @@ def delta_replay(
     q: Float[Array, "rows steps groups state"],
     k: Float[Array, "rows steps groups state"],
     v: Float[Array, "rows steps heads head_dim"],
-    log_decay: Float[Array, "rows steps heads"],
+    log_decay: Float[Array, "rows steps heads"] | Float[Array, "rows steps heads state"],
     beta: Float[Array, "rows steps heads"],
     *,
     implementation: str | None = None,
@@ -54,7 +55,7 @@ def delta_replay(
     Args:
         states: float32 or bfloat16. Donate it, and the tail: they are updated in place.
         q: any float dtype; so are k and v.
-        log_decay: at most 0.
+        log_decay: at most 0; of each head, or of each channel of its keys.
         places: see `kernels_pallas.tails.Places`.
     Returns:
         y in v's dtype, states and tail.
@@ -65,7 +66,7 @@ def delta_replay(
     (_, steps, heads, head_dim), (groups, state) = v.shape, q.shape[2:]
     check_groups("delta_replay", heads, groups)
     tail = DeltaTail(*tail)
-    channels = {"u": heads * head_dim, "k": groups * state, "log_decay": heads}
+    channels = {"u": heads * head_dim, "k": groups * state, "log_decay": math.prod(log_decay.shape[2:])}
     check_tail("delta_replay", tail._asdict(), channels, interval=places["interval"], steps=steps)
     inputs = q, k, v, log_decay, beta
     return dispatch.call("delta_replay", REPLAY, implementation, states, tail, *inputs, **places)

@@ -28,8 +28,10 @@ def delta_replay(
         for n in range(int(anchor_length[row]), start + count):
             entry, t = n % entries, n - start
             if t >= 0:
-                keys[entry], decays[entry] = np.asarray(k)[row, t].reshape(-1), np.asarray(log_decay)[row, t]
-            state = np.exp(decays[entry].astype(np.float64))[:, None, None] * state
+                keys[entry] = np.asarray(k)[row, t].reshape(-1)
+                decays[entry] = np.asarray(log_decay)[row, t].reshape(-1)
+            # One decay for each head, or for each channel of its keys.
+            state = np.exp(decays[entry].astype(np.float64)).reshape(heads, 1, -1) * state
             key = by_head(keys[entry])
             if t >= 0:
                 added = beta[row, t][:, None] * (values[row, t] - (state * key).sum(-1))

@@ -1,11 +1,8 @@
 """The delta rule's replay in plain JAX: the anchors are read once, for the new tokens' k and q together.
 
-With s the running sum of log decays since the anchor, what token t finds of any key is
-
-    exp(s[t]) S(a) key + sum over n < t of exp(s[t] - s[n]) (k[n] key) u[n]
-
-and the new tokens' u follow from one another. On CPU the anchors of a few rows at a time are read where they lie, and a
-state is computed only where one is due; elsewhere those of all rows are gathered.
+What those find of all before them is one sum, decayed as `by_head` or `by_channel` says; the new tokens' u follow from
+one another. On CPU the anchors of a few rows at a time are read where they lie, and a state is computed only where one
+is due; elsewhere those of all rows are gathered.
 """
 
 import functools
@@ -15,6 +12,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels_pallas import tails
+from kernels_pallas.delta_replay.by_channel import ByChannel
+from kernels_pallas.delta_replay.by_head import ByHead
 from kernels_pallas.slots import load, read_slots, take, write_slot_if, write_slots
 
 F32 = jnp.float32
@@ -44,8 +43,8 @@ def _replay(
     order = tails.Order.of(anchor_length, length, num_tokens, entries=tail.u.shape[1], steps=steps)
     new_k, new_decay = tails.append(tail[1:], (k, log_decay), order, tail_id)
     keys = tails.in_order(new_k, order, tail_id, *k.shape[2:])
-    sums = jnp.cumsum(tails.in_order(new_decay, order, tail_id, v.shape[2]), axis=1)
-    now = tails.at(sums, order.index_of_new)
+    form = ByHead if log_decay.ndim == 3 else ByChannel
+    decays = form.of(tails.in_order(new_decay, order, tail_id, *log_decay.shape[2:]), log_decay, order)
     real = order.is_new[:, :, None, None]
     # What padding holds is masked: 0 * NaN is NaN.
     q, k, v = (jnp.where(real, one, 0).astype(F32) for one in (q, k, v))
@@ -53,56 +52,32 @@ def _replay(
 
     # What the anchor and the tail's tokens give, of k and of q: [rows, 2 * steps, heads, head_dim].
     asked = jnp.concatenate([k, q], axis=1)
-    old = order.position < length[:, None]
-    old_u = jnp.where(old[..., None, None], tails.in_order(tail.u, order, tail_id, *v.shape[2:]), 0)
-    # Masked before exp: of what comes later it could overflow.
-    since = jnp.exp(jnp.where(old[:, None, :, None], now[:, :, None] - sums[:, None], -jnp.inf))
-    found = read(states, asked, anchor_slot) * jnp.exp(_twice(now))[..., None]
-    found += _products(asked, keys, _twice(since), old_u)
+    old_u = jnp.where(order.is_old[..., None, None], tails.in_order(tail.u, order, tail_id, *v.shape[2:]), 0)
+    found = decays.of_old(functools.partial(read, states, anchor_slot), asked, keys, old_u)
 
     u: list[Array] = []
     y: list[Array] = []
-    between = jnp.exp(jnp.minimum(now[:, :, None] - now[:, None], 0))  # from one new token to a later one
-    scores = _by_head(jnp.einsum("rtgs,rngs->rtng", asked, k, precision=lax.Precision.HIGHEST), v.shape[2])
+    scores = decays.of_new(asked, k)
     for t in range(steps):
         of_k, of_q = found[:, t], found[:, steps + t]
         for n in range(t):
-            of_k += (between[:, t, n] * scores[:, t, n])[..., None] * u[n]
+            of_k += scores[:, t, n, :, None] * u[n]
         added = beta[:, t, :, None] * (v[:, t] - of_k)
         # Rounded as it is kept, so that a token counts alike in its own step and in later ones.
         u.append(added.astype(tail.u.dtype).astype(F32))
         for n in range(t + 1):
-            of_q += (between[:, t, n] * scores[:, steps + t, n])[..., None] * u[n]
+            of_q += scores[:, steps + t, n, :, None] * u[n]
         y.append(of_q)
 
     (new_u,) = tails.append(tail[:1], (jnp.stack(u, axis=1).astype(tail.u.dtype),), order, tail_id)
     due = tails.next_boundary(length, num_tokens, interval)
-    at_boundary = tails.at(sums, (due.position - anchor_length - 1)[:, None])[:, 0]
-    left = jnp.where((order.position < due.position[:, None])[..., None], at_boundary[:, None] - sums, -jnp.inf)
-    fed = tails.in_order(new_u, order, tail_id, *v.shape[2:]) * jnp.exp(left)[..., None]
+    left, keys, fed = decays.until(due.position, keys, tails.in_order(new_u, order, tail_id, *v.shape[2:]))
     target = jnp.where(due.reached & (num_tokens > 0), write_slot, 0)
-    states = write(states, jnp.exp(at_boundary), fed, keys, anchor_slot, target)
+    states = write(states, left, fed, keys, anchor_slot, target)
     return jnp.where(real, jnp.stack(y, axis=1), 0).astype(dtype), states, type(tail)(new_u, new_k, new_decay)
 
 
-def _twice(of_steps):
-    """The same for the k and the q of each step."""
-    return jnp.concatenate([of_steps, of_steps], axis=1)
-
-
-def _by_head(scores, heads):
-    """[..., groups] as [..., heads]."""
-    return jnp.repeat(scores, heads // scores.shape[-1], axis=-1)
-
-
-def _products(asked, keys, weights, u):
-    """What the tail's tokens give: [rows, asked, heads, head_dim]."""
-    dot = functools.partial(jnp.einsum, preferred_element_type=F32, precision=lax.Precision.HIGHEST)
-    scores = dot("rtgs,rngs->rtng", asked, keys)
-    return dot("rtnh,rnhp->rthp", weights * _by_head(scores, weights.shape[-1]), u)
-
-
-def _read_gathered(states, asked, anchor_slot):
+def _read_gathered(states, anchor_slot, asked):
     (rows, count, groups, size), (heads, head_dim) = asked.shape, states.shape[1:3]
     anchor = read_slots(states, anchor_slot).astype(F32).reshape(rows, groups, -1, size)
     found = jnp.einsum("rtgs,rgms->rtgm", asked, anchor, precision=lax.Precision.HIGHEST)
@@ -113,10 +88,10 @@ def _write_gathered(states, decay, fed, keys, anchor_slot, target):
     anchor = read_slots(states, anchor_slot).astype(F32)
     by_group = fed.reshape(*fed.shape[:2], keys.shape[2], -1)
     added = jnp.einsum("rngm,rngs->rgms", by_group, keys, precision=lax.Precision.HIGHEST).reshape(anchor.shape)
-    return write_slots(states, anchor * decay[..., None, None] + added, target)
+    return write_slots(states, anchor * decay.reshape(*anchor.shape[:2], 1, -1) + added, target)
 
 
-def _read_by_blocks(states, asked, anchor_slot):
+def _read_by_blocks(states, anchor_slot, asked):
     (rows, count), (heads, head_dim) = asked.shape[:2], states.shape[1:3]
     few = math.gcd(rows, _ROWS_AT_ONCE)
 

@@ -79,23 +79,18 @@ class DeltaConfig(RecurrenceConfig):
         """The recurrent state, and windows of raw convolution inputs, oldest first: of values; of queries and keys.
 
         The tail of the recurrent state: what tokens added, by which key, and the decay, as
-        `kernels_pallas.delta_replay.DeltaTail` has them. There is none of decays by channel, which cannot be replayed.
+        `kernels_pallas.delta_replay.DeltaTail` has them. Decays by channel take as much of it as keys in float32.
         """
         window = self.conv_width - 1
         recurrent = (self.num_heads, self.head_dim, self.state_size)
-        kept = (
+        return (
             StateArray("delta", recurrent, Role.ACCUMULATED, self._heads(0)),
             StateArray("conv_v", (window, self.inner_size), Role.WINDOW, self._heads(1)),
             StateArray("conv_qk", (window, 2 * self.key_size), Role.WINDOW, self._groups(1, parts=2)),
-        )
-        if self.decay == "channel":
-            return kept
-        return (
-            *kept,
             StateArray("delta_u", (self.inner_size,), Role.STEERING, self._heads(0), Per.TAIL, of="delta"),
             # A device keeps the keys that its heads need, though it has computed all.
             StateArray("delta_k", (self.key_size,), Role.ACTIVATION, self._own_groups(), Per.TAIL, of="delta"),
-            StateArray("delta_decay", (self.num_heads,), Role.STEERING, self._heads(0), Per.TAIL, of="delta"),
+            StateArray("delta_decay", (self.num_decays,), Role.STEERING, self._heads(0), Per.TAIL, of="delta"),
         )
 
     def parameters(self) -> Mapping[str, Placement]:

@@ -76,7 +76,7 @@ def _replay(
 DELTA_RULE = Operation(_sequences, _tiles, _rows, _replay)
 """The gated delta rule. Inputs: q and k [T, groups, state], v [T, heads, head_dim], log_decay [T, heads] or [T, heads,
 state], beta [T, heads]; no parameters; state: [slots, heads, head_dim, state]. With beta = 0 a token of padding is
-exactly a no-op. It is replayed with decays by head alone."""
+exactly a no-op."""
 
 
 class LowRank(nnx.Module):

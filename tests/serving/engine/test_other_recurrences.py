@@ -28,21 +28,23 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("name", "drafts"),
+    ("name", "drafts", "interval"),
     [
-        ("qwen3next", "mtp"),
-        ("lfm2-moe", "ngram"),
-        pytest.param("qwen35", "ngram", marks=slow),
-        pytest.param("qwen35-moe", "mtp", marks=slow),
-        pytest.param("qwen3next-dense", "ngram", marks=slow),
-        pytest.param("lfm2", "ngram", marks=slow),
-        pytest.param("kimi", "ngram", marks=slow),
+        ("qwen3next", "mtp", 1),
+        ("lfm2-moe", "ngram", 1),
+        pytest.param("qwen35", "ngram", 1, marks=slow),
+        pytest.param("qwen35-moe", "mtp", 1, marks=slow),
+        pytest.param("qwen3next-dense", "ngram", 1, marks=slow),
+        pytest.param("qwen3next", "mtp", 16, marks=slow),
+        pytest.param("lfm2", "ngram", 1, marks=slow),
+        pytest.param("kimi", "ngram", 1, marks=slow),
+        pytest.param("kimi", "ngram", 8, marks=slow),
     ],
 )
-def test_answers_are_those_of_hugging_face(name, drafts, monkeypatch):
+def test_answers_are_those_of_hugging_face(name, drafts, interval, monkeypatch):
     monkeypatch.setattr("serving.engine.build.StepPrograms", partial(StepPrograms, compiler_options=QUICK_COMPILE))
     case = Case(name)
-    llm = LLM(case.directory, dtype="float32", speculative_method=drafts, **FLAGS)
+    llm = LLM(case.directory, dtype="float32", speculative_method=drafts, replay_interval=interval, **FLAGS)
     # One shape for each kind of step: compiling is what takes time.
     llm.engine.loop.batches.decode_shapes = [2]
     llm.engine.loop.batches.prefill_shapes = [PrefillShape(tokens=96, rows=2, tiles=8)]

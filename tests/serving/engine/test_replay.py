@@ -1,5 +1,6 @@
 """`replay_interval`: what is allowed and chosen, what it takes, and that nobody can tell the difference."""
 
+import dataclasses
 import logging
 import sys
 
@@ -79,15 +80,16 @@ def resolved(shape, platform="cpu", weight_bytes=0, **flags):
 
 
 def test_a_state_that_cannot_be_replayed_refuses_and_is_not_chosen():
-    shape = StoreShape.of(FOR_ENGINES["kimi"])  # whose channels decay each on their own
-    with pytest.raises(ConfigError, match="this model's state 'delta' cannot be replayed; allowed is 1"):
+    # As of a mixer that declares no tail of what accumulates.
+    shape = dataclasses.replace(SHAPE, tails=tuple(tuple(t for t in tails if t.of != "ssm") for tails in SHAPE.tails))
+    with pytest.raises(ConfigError, match="this model's state 'ssm' cannot be replayed; allowed is 1"):
         resolved(shape, replay_interval=16)
     found = resolved(shape, "tpu")
     assert found.replay is None
-    assert "chosen: the state 'delta' cannot be replayed" in found.notice
+    assert "chosen: the state 'ssm' cannot be replayed" in found.notice
 
 
-@pytest.mark.parametrize("model", ["nemotronh", "falconh1", "delta", "short_conv"])
+@pytest.mark.parametrize("model", ["nemotronh", "falconh1", "delta", "short_conv", "kimi"])
 def test_what_is_asked_for(model):
     shape = StoreShape.of(FOR_ENGINES[model])
     assert resolved(shape, replay_interval=16, num_speculative_tokens=3).replay == Replay(16, 3)
@@ -207,6 +209,15 @@ def test_an_anchor_a_tail_and_now_and_then_a_spare_for_each_sequence(mode, memor
         replay=Replay(16, 3), num_tails=1 + found.max_num_seqs,
     )  # fmt: skip
     assert store_bytes(store) == found.total_bytes
+
+
+def test_decays_by_channel_take_their_share_of_a_tail():
+    """Of each token and layer: what it added, its keys, and as many decays as keys; beside them the windows' inputs."""
+    kimi, replay = load_config("kimi-linear-48b-a3b"), Replay(16, 3)
+    layers, inner, ring, windows = kimi.pattern.count("D"), 32 * 128, 32, 8
+    token = 4 * inner + 2 * inner + 4 * inner
+    found = StoreShape.of(kimi).bytes_per_tail("bfloat16", "float32", replay)
+    assert found == layers * (ring * token + windows * 2 * 3 * inner) + 4 * 2 * kimi.hidden_size
 
 
 def test_rows_of_an_8b_hybrid_with_drafts_fit_in_28_gb():

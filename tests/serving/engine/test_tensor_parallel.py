@@ -86,7 +86,14 @@ def assert_greedy(outputs, directory):
             assert chosen.logprobs[i][token].logprob == pytest.approx(expected[i, token], abs=1e-3)
 
 
-@pytest.mark.parametrize(("name", "interval"), [*((name, 1) for name in FAMILIES), ("qwen3next", 8)])
+@pytest.mark.parametrize(
+    ("name", "interval"),
+    [
+        *((name, 1) for name in FAMILIES),
+        ("qwen3next", 8),
+        pytest.param("kimi", 8, marks=pytest.mark.slow),
+    ],
+)
 def test_every_family_on_two_devices(name, interval, tmp_path):
     case = FAMILIES[name]
     directory = write_checkpoint(tmp_path, case)

@@ -1,0 +1,74 @@
+"""Decays of a replay where each channel of a key has one: they go into what is multiplied, and each head has own keys.
+
+The weight between two tokens is a sum over channels, of products that would overflow if one factor had the inverse of a
+decay (`kernels_pallas.delta_scan.by_channel` says more). But every token of the tail comes before every new one, so the
+decay between the two is that to the end of the tail times that from there on. Neither is above 1, and both are sums of
+the log decays in between alone: no difference of long sums, which would lose the digits of recent decays. Between new
+tokens, which are few, it goes by halves, as in a block of the scan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kernels_pallas.delta_replay.by_head import dot, twice
+from kernels_pallas.delta_scan.by_channel import decayed_products
+from kernels_pallas.tails import Order
+
+
+@dataclasses.dataclass(frozen=True)
+class ByChannel:
+    """The decays since the anchors; methods are those of `ByHead`."""
+
+    order: Order
+    kept: Array
+    """[rows, entries, heads, state]: log decays since the anchor, zeros where there is no token."""
+    new: Array
+    """[rows, steps, heads, state]: those of new tokens, zeros at padding."""
+
+    @classmethod
+    def of(cls, kept: Array, new: Array, order: Order) -> ByChannel:
+        return cls(order, kept, jnp.where(order.is_new[..., None, None], new, 0).astype(kept.dtype))
+
+    def of_old(self, read: Callable[[Array], Array], asked: Array, keys: Array, u: Array) -> Array:
+        before, after = self._around(self.order.is_old)
+        asked = self._own(asked) * jnp.exp(twice(jnp.cumsum(self.new, axis=1)))
+        scores = dot("rths,rnhs->rtnh", asked, self._own(keys) * after)
+        return read(asked * before[:, None]) + dot("rtnh,rnhp->rthp", scores, u)
+
+    def of_new(self, asked: Array, k: Array) -> Array:
+        rows, steps, heads, state = self.new.shape
+        # Halves of halves ask for a power of two; what is added is padding.
+        size = 1 << (steps - 1).bit_length()
+
+        def by_head(tokens: Array) -> Array:
+            """[rows, steps, ...] as [rows * heads, size, state]."""
+            padded = jnp.pad(self._own(tokens), [(0, 0), (0, size - steps), (0, 0), (0, 0)])
+            return padded.swapaxes(1, 2).reshape(rows * heads, size, state)
+
+        of_k, of_q = (by_head(one) for one in jnp.split(asked, 2, axis=1))
+        products, _, _ = decayed_products(jnp.concatenate([of_k, of_q], axis=1), by_head(k), by_head(self.new))
+        products = products.reshape(rows, heads, 2, size, size)[:, :, :, :steps, :steps]
+        # A token's q also finds its own k.
+        own = dot("rths,rths->rth", self._own(asked[:, steps:]), self._own(k))
+        products = products.at[:, :, 1].add(jnp.eye(steps) * own.swapaxes(1, 2)[..., None])
+        return products.transpose(0, 2, 3, 4, 1).reshape(rows, 2 * steps, steps, heads)
+
+    def until(self, position: Array, keys: Array, u: Array) -> tuple[Array, Array, Array]:
+        absorbed = self.order.position < position[:, None]
+        of_anchor, after = self._around(absorbed)
+        return of_anchor, self._own(keys) * after, jnp.where(absorbed[..., None, None], u, 0)
+
+    def _around(self, which: Array) -> tuple[Array, Array]:
+        """What these tokens, [rows, entries], leave of a state before them, and what follows among them of each one."""
+        logs = jnp.where(which[..., None, None], self.kept, 0)
+        following = jnp.concatenate([logs[:, 1:], jnp.zeros_like(logs[:, :1])], axis=1)
+        return jnp.exp(logs.sum(axis=1)), jnp.exp(lax.cumsum(following, axis=1, reverse=True))
+
+    def _own(self, keys: Array) -> Array:
+        """Keys [rows, n, groups, state] with those of a group for each of its heads."""
+        return jnp.repeat(keys, self.new.shape[2] // keys.shape[2], axis=2)
