@@ -3,7 +3,10 @@
     python -m benchmarks.structured_rows --model demo --rows 31 --tokens 128 --turns 9
 
 Both run on one engine, in turns. The structured row has more to say than the others, so it is there all the time.
-Prints the plain rows' tokens per second of each turn, and the median of the turns' ratios.
+Prints tokens per second of the plain rows (alone, and beside it) and of the structured one, how many steps waited for
+the one before, and the median of the turns' ratios.
+
+With `--drafts K` all rows draft, always K tokens: by n-grams, or by `--method mtp`.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from serving.bench.report import emit, environment, spread
 _FORM = {"regex": "[a-z0-9 ]{9000}"}
 
 
-def plain_rate(engine: Any, prompts: list[list[int]], tokens: int, structured: bool) -> float:
-    """Tokens per second of plain rows, from the first step until the last of them has ended."""
+def rates_of(engine: Any, prompts: list[list[int]], tokens: int, structured: bool) -> tuple[float, float]:
+    """Tokens per second of plain rows, and of the structured one, until the last plain one has ended."""
     from serving import SamplingParams
 
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
@@ -37,11 +40,14 @@ def plain_rate(engine: Any, prompts: list[list[int]], tokens: int, structured: b
     while waiting:
         waiting -= {output.request_id for output in engine.step() if output.finished}
     seconds = time.perf_counter() - begin
+    said = 0
     if structured:
-        assert engine.abort("structured") is not None, "the structured row has ended before the others"
+        output = engine.abort("structured")
+        assert output is not None, "the structured row has ended before the others"
+        said = len(output.outputs[0].token_ids)
     while engine.loop.busy:
         engine.step()
-    return len(prompts) * tokens / seconds
+    return len(prompts) * tokens / seconds, said / seconds
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,10 +61,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=128, help="that each of them says")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
     parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--drafts", type=int, default=0, help="K; the number of drafts does not adapt")
+    parser.add_argument("--method", default="ngram", choices=("ngram", "mtp"), help="of drafts")
     options = parser.parse_args(arguments)
+    drafting = {
+        "num_speculative_tokens": options.drafts, "speculative_method": options.method, "adaptive_drafts": False,
+    } if options.drafts else {}  # fmt: skip
     config = EngineConfig.create(
         model=options.model, max_num_seqs=options.rows + 1, max_model_len=options.prompt + 2 * options.tokens + 1,
         mamba_cache_mode="none", enable_structured_outputs=True, warmup=True,
+        **drafting,
     )  # fmt: skip
     built = build_engine(config, progress=False)
     engine, rng = built.engine, random.Random(0)
@@ -66,11 +78,19 @@ def main(arguments: list[str] | None = None) -> int:
     prompts = [[rng.randrange(10, vocab) for _ in range(options.prompt)] for _ in range(options.rows)]
     emit(**environment(options.model))
     rates: dict[bool, list[float]] = {False: [], True: []}
+    own: list[float] = []
+    steps = lockstep = 0
     for turn in range(options.turns + 1):
         for structured in (False, True) if turn % 2 else (True, False):
-            rate = plain_rate(engine, prompts, options.tokens, structured)
-            if turn:  # the first warms up caches
-                rates[structured].append(rate)
+            stats = engine.loop.stats
+            before = stats.steps, stats.lockstep_steps
+            rate, structured_rate = rates_of(engine, prompts, options.tokens, structured)
+            if not turn:  # the first warms up caches
+                continue
+            rates[structured].append(rate)
+            if structured:
+                own.append(structured_rate)
+                steps, lockstep = steps + stats.steps - before[0], lockstep + stats.lockstep_steps - before[1]
     ratios = [beside / alone for alone, beside in zip(rates[False], rates[True], strict=True)]
     for name, values in (("alone", rates[False]), ("beside_a_structured_row", rates[True])):
         emit(
@@ -79,6 +99,8 @@ def main(arguments: list[str] | None = None) -> int:
             v=round(statistics.median(values), 1),
             spread=spread(values),
         )
+    emit(metric="tokens_per_second_of_the_structured_row", v=round(statistics.median(own), 1), spread=spread(own))
+    emit(metric="steps_that_waited", v=lockstep, of=steps)
     emit(metric="ratio", v=round(statistics.median(ratios), 3), least=round(min(ratios), 3), most=round(max(ratios), 3))
     return 0
 

@@ -164,3 +164,6 @@ class StepOutput:
     """Of a prefill step; only rows that ask have them."""
     num_drafts: Int[Array, " rows"] | None = None
     """Of a decode step with K > 0: drafts that were verified. May be fewer than planned: sources may have none."""
+    proposed: Int[Array, "rows drafts"] | None = None
+    """Drafts that each row's next step is to verify; -1 = none. Where rows may have masks only: the host writes those
+    along the drafts."""

@@ -221,6 +221,7 @@ def _decode(
         finite=finite,
         prompt_logprobs=None,
         num_drafts=num_drafts if width > 1 else None,
+        proposed=_proposed(rows, batch.row_id),
     )
     return store, rows, output
 
@@ -299,6 +300,7 @@ def _prefill(
         tag_error=wrong.any(),
         finite=finite,
         prompt_logprobs=prompt_logprobs(model.logits, rows, batch, layout, hidden, before),
+        proposed=_proposed(rows_after, batch.row_id),
     )
     return store, rows_after, output
 
@@ -407,6 +409,11 @@ def _propose(
     drafts = jnp.pad(drafts, ((0, 0), (0, rows.drafts.shape[1] - drafts.shape[1])), constant_values=-1)
     seat_of = jnp.where(facts.sampled, row_id, rows.length.shape[0])
     return store, dataclasses.replace(rows, drafts=rows.drafts.at[seat_of].set(drafts, mode="drop"), source=state)
+
+
+def _proposed(rows: Rows, row_id: Int[Array, " rows"]) -> Int[Array, "rows drafts"] | None:
+    """What the seats hold now of drafts; nothing where no mask depends on them."""
+    return rows.drafts[row_id] if rows.masks is not None and rows.drafts.shape[1] else None
 
 
 def _newest(emission: Emission) -> Int[Array, " rows"]:

@@ -170,7 +170,7 @@ def _families(stats: Mapping[str, Any]) -> Iterator[_Family]:
         yield _counter(name, text, {(("position", str(i + 1)),): n for i, n in enumerate(drafts[key])})
     yield _counter("steps", "Steps of the engine.", {(): loop["steps"]})
     yield _counter(
-        "lockstep_steps", "Times that a step waited for the last one's result: a row needs the host to know it.",
+        "lockstep_steps", "Times that a step waited for the last one's result: most rows need the host to know it.",
         {(): loop["lockstep_steps"]},
     )  # fmt: skip
     yield _counter("step_failures", "Steps lost with all state; it was computed again.", {(): loop["failures"]})

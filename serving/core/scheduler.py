@@ -130,8 +130,7 @@ class Scheduler:
         """Whether the unsettled step must settle before the next one can be planned.
 
         So it is without overlap, and where most rows would have to sit out the next step, because the host must know
-        their last tokens first. (Where fewer do, they sit it out, and the others go on.) With drafts all wait for one
-        such row: what was drafted for it is known when the step has settled.
+        their last tokens first. (Where fewer do, they sit it out, and the others go on.)
         """
         host = self._host
         if not host.unsettled:
@@ -139,8 +138,6 @@ class Scheduler:
         if not self.config.overlap:
             return True
         running = host.queues.running
-        if self.config.num_speculative_tokens:
-            return any(request.lockstep and request.progress.unsettled for request in running)
         return any(map(_sits_out, running)) and 2 * sum(request.lockstep for request in running) > len(running)
 
     def schedule(self) -> StepPlan | None:

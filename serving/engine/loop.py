@@ -353,7 +353,7 @@ class StepLoop:
             seats=[self.inputs.seat(request) for request in plan.admitted],
             decode=self.batches.decode(plan.decode) if plan.decode else None,
             prefill=self.batches.prefill(plan.prefill) if plan.prefill else None,
-            masks=self.inputs.masks(plan, self._rows),
+            masks=self.inputs.masks(plan),
         )
 
     def _guilty(self, plan: StepPlan) -> list[Request]:
@@ -377,6 +377,8 @@ class StepLoop:
         begin = time.perf_counter()
         decode = read_results(flight.decode, plan.decode, check_tags=self._checks_tags)
         prefill = read_results(flight.prefill, plan.prefill, check_tags=self._checks_tags)
+        self.inputs.take_proposals(plan.decode, decode)
+        self.inputs.take_proposals(plan.prefill, prefill)
         read = time.perf_counter()
         self.stats.wait_seconds += read - begin
         if self.programs.compilations == flight.compiled:

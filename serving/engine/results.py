@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import jax
 import numpy as np
 
 from mamba_jax.batch import PromptLogprobs, StepOutput
@@ -29,6 +30,8 @@ class HostOutput:
     top_logprobs: np.ndarray | None = None
     drafted: list[int] = field(default_factory=list)
     """Drafts that each row had verified; empty where there cannot be any."""
+    proposed: np.ndarray | None = None
+    """[rows, K]: drafts for each row's next step, -1 = none; fetched only where the host must know one's."""
     prompt: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
     """Of each packed prompt token: log-probability, ids of the likeliest, their log-probabilities."""
 
@@ -81,6 +84,9 @@ def start_reading(output: StepOutput | None, rows: Sequence[DecodeRow | PrefillR
     if any(row.request.sampling.logprobs is not None for row in rows):
         for array in (output.logprobs, output.top_ids, output.top_logprobs):
             array.copy_to_host_async()
+    proposed = _wanted_proposals(output, rows)
+    if proposed is not None:
+        proposed.copy_to_host_async()
 
 
 def read_results(
@@ -100,12 +106,20 @@ def read_results(
         lines.logprobs, lines.top_ids, lines.top_logprobs = (
             np.asarray(x) for x in (output.logprobs, output.top_ids, output.top_logprobs)
         )
+    proposed = _wanted_proposals(output, rows)
+    if proposed is not None:
+        lines.proposed = np.asarray(proposed)
     prompt: PromptLogprobs | None = output.prompt_logprobs
     if prompt is not None and any(row.request.prompt_logprobs for row in rows):
         lines.prompt = (np.asarray(prompt.token), np.asarray(prompt.top_ids), np.asarray(prompt.top))
     if check_tags and bool(output.tag_error):
         raise StateError("a row has read a state slot that does not hold the state after its own tokens")
     return lines
+
+
+def _wanted_proposals(output: StepOutput, rows: Sequence[DecodeRow | PrefillRow]) -> jax.Array | None:
+    """What rows will verify next, where the host must know it of one of these."""
+    return output.proposed if any(row.request.lockstep for row in rows) else None
 
 
 def not_finite(lines: HostOutput | None, rows: Sequence[DecodeRow | PrefillRow]) -> list[Request]:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from mamba_jax.batch import SeatBatch
-from mamba_jax.rows import Rows
 from mamba_jax.sampling.masks import MaskBatch
-from serving.core import DecodeRow, Request, StepPlan
+from serving.core import DecodeRow, PrefillRow, Request, StepPlan
 from serving.engine.batching import BatchBuilder
+from serving.engine.results import HostOutput
 from serving.engine.user_request import Member
 
 
@@ -44,25 +44,32 @@ class RowInputs:
             vocab_size=self._vocab_size,
         )
 
-    def masks(self, plan: StepPlan, rows: Rows | None) -> Sequence[MaskBatch]:
-        """Which tokens the rows with a grammar may choose, given the seats as the last step has left them.
+    def take_proposals(self, rows: Sequence[DecodeRow | PrefillRow], lines: HostOutput | None) -> None:
+        """A program's results have been read: which drafts it has left in the seats of rows with a grammar.
 
-        Such rows run in lockstep, so all their tokens are known by now.
+        They stay there, and are what the row's next step verifies, however many steps it sits out.
+        """
+        if lines is None or lines.proposed is None:
+            return
+        for row, proposed in zip(rows, lines.proposed.tolist(), strict=False):
+            if row.request.lockstep:
+                row.request.user.proposed = proposed
+
+    def masks(self, plan: StepPlan) -> Sequence[MaskBatch]:
+        """Which tokens the rows with a grammar may choose, at each place that the step verifies.
+
+        Such rows run in lockstep: their last step has settled, so all their tokens and drafts are known by now. Nothing
+        is read from the device, which may be busy with a step that they sit out.
         """
         if not self._masks:
             return ()
         held = [row for row in plan.rows if row.request.user.constraint is not None and row.sample]
-        if not held:
-            return ()
-        made = np.asarray(rows.drafts) if rows is not None and any(row.num_drafts for row in held) else None
         masks: dict[int, np.ndarray] = {}
         for row in held:
+            member: Member = row.request.user
+            assert member.constraint is not None
             drafts: Sequence[int] = ()
-            if not row.num_drafts:
-                pass
-            elif isinstance(row, DecodeRow) and not row.continues:
-                drafts = row.tokens[row.certain :]
-            elif made is not None:
-                drafts = made[row.row_id].tolist()[: row.num_drafts]
-            masks[row.row_id] = row.request.user.constraint.masks(drafts, self._batches.heads)
+            if isinstance(row, DecodeRow) and row.num_drafts:
+                drafts = member.proposed[: row.num_drafts] if row.continues else row.tokens[row.certain :]
+            masks[row.row_id] = member.constraint.masks(drafts, self._batches.heads)
         return list(self._batches.masks(masks, self._vocab_size))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from serving.core import Request
 from serving.engine.output import Choice, RequestOutput
 from serving.engine.reasoning import ReasoningConstraint
@@ -22,9 +24,11 @@ class UserRequest:
 class Member:
     """One choice of a user's request; the scheduler's request carries it as `user`."""
 
-    __slots__ = ("choice", "constraint", "parent", "seed")
+    __slots__ = ("choice", "constraint", "parent", "proposed", "seed")
 
     def __init__(
         self, parent: UserRequest, choice: Choice, seed: int, constraint: Constraint | ReasoningConstraint | None
     ) -> None:
         self.parent, self.choice, self.seed, self.constraint = parent, choice, seed, constraint
+        self.proposed: Sequence[int] = ()
+        """Under a constraint: the drafts that the device has made for its next step, as of the last one settled."""

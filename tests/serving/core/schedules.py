@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from serving.core import (
     AdaptiveDrafts,
     ConfigError,
+    DecodeRow,
     DraftPolicy,
     FinishReason,
     Request,
     RequestRefused,
+    Row,
     Scheduler,
     SchedulerConfig,
     StepPlan,
@@ -96,6 +98,10 @@ class Run:
         self.trouble = rng.choice([0.0, 0.0, 0.03, 0.15])
         """How often something is aborted, withdrawn or lost."""
         self.waiting_results: list[tuple[StepPlan, StepResult]] = []
+        self.proposals: dict[int, dict[Request, list[int]]] = {}
+        """By step: the drafts in the seats of rows in lockstep after it. The host learns them when the step settles."""
+        self.told: dict[Request, list[int]] = {}
+        """The latest of them that have settled: what the host writes masks along."""
         self.requests: list[Request] = []
         self.seen: list[list[int]] = [[rng.randrange(self.device.model.vocab) for _ in range(30)] for _ in range(2)]
         """Token sequences that new prompts may begin like."""
@@ -160,6 +166,7 @@ class Run:
     def settle(self) -> None:
         """The oldest result arrives."""
         plan, result = self.waiting_results.pop(0)
+        self.told |= self.proposals.pop(plan.step)
         self.scheduler.observe(plan, plan.step % 5)
         lookahead, size = self.config.num_lookahead_tokens, self.config.page_size
         for emitted in self.scheduler.settle(plan, result):
@@ -185,7 +192,9 @@ class Run:
             self.settle()
         self.maybe_abort()
         for request in scheduler.running:
-            if request.lockstep and not request.progress.unsettled and len(request.output_token_ids):
+            # Every other one goes on from what the device has drafted, as all others do.
+            by_host = request.lockstep and self.requests.index(request) % 2 == 0
+            if by_host and not request.progress.unsettled and len(request.output_token_ids):
                 truth = self.device.truth(request)
                 drafts = self.device.propose(truth, len(request.tokens)) if rng.random() < 0.8 else []
                 request.draft_tokens = drafts
@@ -197,6 +206,8 @@ class Run:
         for row in plan.rows:
             before = row.request.progress.unsettled[:-1]
             expect(not row.request.lockstep or not any(other.sample for other in before), "planned too early", row)
+            self._check_proposals(row)
+        self._cover_sitting_out(plan)
         self.maybe_abort()
         if rng.random() < self.trouble:
             self.coverage["withdrawn"] += 1
@@ -210,6 +221,9 @@ class Run:
             # Allowed, though the loop settles after dispatch.
             self.settle()
         result = self.device.run(plan, scheduler)
+        self.proposals[plan.step] = {
+            row.request: list(self.device.rows[row.row_id].drafts) for row in plan.rows if row.request.lockstep
+        }
         scheduler.dispatched(plan)
         self.waiting_results.append((plan, result))
         self.device.check_index(scheduler)
@@ -221,6 +235,20 @@ class Run:
             self.settle()
         scheduler.check()
         return True
+
+    def _check_proposals(self, row: Row) -> None:
+        """A row in lockstep must verify what the host knows of, however many steps it has sat out."""
+        if row.request.lockstep and isinstance(row, DecodeRow) and row.continues and row.num_drafts:
+            mine = self.device.rows[row.row_id].drafts
+            expect(self.told.get(row.request) == mine, "masks are written along other drafts than are verified", row)
+            self.coverage["drafts under masks"] += 1
+
+    def _cover_sitting_out(self, plan: StepPlan) -> None:
+        planned = {row.request for row in plan.rows}
+        for request in self.scheduler.running:
+            waits = request.lockstep and any(row.sample for row in request.progress.unsettled)
+            if waits and request not in planned and any(row.num_drafts for row in plan.decode):
+                self.coverage["sitting out beside drafts"] += 1
 
     def lose_store(self) -> None:
         """A step failed: the donated store is gone."""

@@ -191,22 +191,26 @@ def test_lockstep_settles_first() -> None:
 
 
 def test_a_row_in_lockstep_sits_out_beside_others_that_go_on() -> None:
-    loop = Loop()
-    plain, held = loop.add([1, 2, 3], max_tokens=12), loop.add([4, 5, 6], max_tokens=6, lockstep=True)
-    for _ in range(10):
-        assert not loop.scheduler.needs_settle_before_schedule()
-        loop.step()
-    rows = [[row.request for row in plan.rows] for plan in loop.plans]
-    assert all(plain in requests for requests in rows)
-    assert [held in requests for requests in rows] == [True, False] * 5
-    loop.finish()
-    loop.check_output(plain)
-    loop.check_output(held)
+    for drafts in (0, 2):
+        loop = Loop(num_speculative_tokens=drafts)
+        plain = loop.add([1, 2, 3], max_tokens=12 * (1 + drafts))
+        held = loop.add([4, 5, 6], max_tokens=6 * (1 + drafts), lockstep=True)
+        for _ in range(10):
+            assert not loop.scheduler.needs_settle_before_schedule()
+            loop.step()
+        rows = [{row.request: row.num_drafts for row in plan.rows} for plan in loop.plans]
+        assert [held in requests for requests in rows] == [True, False] * 5
+        assert [requests[plain] for requests in rows] == [0] + [drafts] * 9
+        assert [requests[held] for requests in rows[::2]] == [0] + [drafts] * 4
+        loop.finish()
+        loop.check_output(plain)
+        loop.check_output(held)
 
 
-def test_all_wait_where_most_rows_are_in_lockstep() -> None:
-    loop = Loop()
-    requests = [loop.add([1, 2, n], max_tokens=9, lockstep=n > 3) for n in range(3, 6)]
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_all_wait_where_most_rows_are_in_lockstep(drafts: int) -> None:
+    loop = Loop(num_speculative_tokens=drafts)
+    requests = [loop.add([1, 2, n], max_tokens=9 * (1 + drafts), lockstep=n > 3) for n in range(3, 6)]
     while not all(request.output_token_ids for request in requests):
         loop.step()
     loop.plans.clear()
@@ -217,15 +221,6 @@ def test_all_wait_where_most_rows_are_in_lockstep() -> None:
     loop.finish()
     for request in requests:
         loop.check_output(request)
-
-
-def test_with_drafts_all_wait_for_a_row_in_lockstep() -> None:
-    loop = Loop(num_speculative_tokens=2)
-    loop.add([1, 2, 3], max_tokens=12)
-    loop.add([4, 5, 6], max_tokens=6, lockstep=True)
-    loop.step()
-    assert loop.scheduler.needs_settle_before_schedule()
-    loop.finish()
 
 
 def test_abort_everywhere() -> None:

@@ -43,13 +43,15 @@ REPLAY: dict[int, Fault] = {}
 """Those of rows held by anchors, which draft too: see `replay_faults`."""
 REPLAY_LAYER: dict[int, Fault] = {}
 """Those that also need a draft layer."""
+STRUCTURED: dict[int, Fault] = {}
+"""Those of rows under a grammar that draft: see `structured_faults`."""
 
 
 def fault(number: int, text: str, cases: str, compiles: str | None = None, *, table: dict[int, Fault] = DEVICE):
     """Register a fault under its number."""
 
     def register(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        assert number not in DEVICE | DRAFTS | LAYER | REPLAY | REPLAY_LAYER
+        assert number not in DEVICE | DRAFTS | LAYER | REPLAY | REPLAY_LAYER | STRUCTURED
         table[number] = Fault(number, text, cases, compiles, plant)
         return plant
 
