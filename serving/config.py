@@ -177,10 +177,11 @@ class EngineConfig(BaseModel):
     host_cache_gib: float | None = Field(
         None,
         gt=0,
-        description="GiB of the host's memory for states and pages that no longer fit on the device. Unset: none.",
+        description="GiB of the host's memory for states and pages that no longer fit on the device; replicas share "
+        "them. Unset: none.",
     )
     disk_cache: str | None = Field(
-        None, description="Folder for states and pages that outlast this process. Unset: none."
+        None, description="Folder for states and pages that outlast this process; replicas share it. Unset: none."
     )
     disk_cache_gib: float = Field(16.0, gt=0, description="GiB that disk_cache may hold.")
     enable_structured_outputs: bool = Field(
@@ -282,11 +283,6 @@ class EngineConfig(BaseModel):
             raise ValueError(
                 f"checkpoint_dtype {self.checkpoint_dtype} is no narrower than ssm_dtype {self.ssm_dtype}; "
                 "auto or int8 are allowed"
-            )
-        if self.data_parallel_size > 1 and (self.host_cache_gib or self.disk_cache):
-            raise ValueError(
-                f"data_parallel_size {self.data_parallel_size} with host_cache_gib or disk_cache: tiers belong to one "
-                "engine; start a server for each replica, which may share one disk_cache"
             )
         low, high = self.ngram_bounds
         if low > high:

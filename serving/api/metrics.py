@@ -22,6 +22,7 @@ _BETWEEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1
 _WHOLE = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
+_Tiers = Mapping[str, Mapping[str, float]]
 Observer = Callable[[RequestOutput, float], None]
 
 
@@ -119,6 +120,7 @@ class _EngineCollector:
         yield _gauge("model_info", "The model that is served.", {(("model", self._model),): 1}).metric()
         if not self.stats:
             return
+        yield from (family.metric() for family in _tiers(self.stats.get("tiers", {})))
         if "engines" not in self.stats:
             yield from (family.metric() for family in _families(self.stats))
             return
@@ -161,7 +163,7 @@ def _families(stats: Mapping[str, Any]) -> Iterator[_Family]:
         if pool in stats:
             sizes = {(("state", state),): stats[pool][state] for state in ("free", "used", "cached")}
             yield _gauge(pool, f"State {pool} by what they are." if pool == "slots" else "Pages.", sizes)
-    yield from _tiers(stats.get("tiers", {}))
+    yield from _fetches(stats.get("tiers", {}))
     drafts = loop["drafts"]
     for name, key, text in (
         ("draft_tokens", "drafted_at", "Draft tokens that were verified, by their place in the step."),
@@ -185,30 +187,41 @@ def _families(stats: Mapping[str, Any]) -> Iterator[_Family]:
     yield _counter("compilations", "Programs compiled; must not grow once ready.", {(): stats["compilations"]})
 
 
-def _tiers(tiers: Mapping[str, Mapping[str, float]]) -> Iterator[_Family]:
-    """What is held below the device, if anything is."""
+def _tiers(tiers: _Tiers) -> Iterator[_Family]:
+    """What is held below the devices, if anything is: by all engines together."""
     if not tiers:
         return
-
-    def by_tier(key: str) -> dict[Any, float]:
-        return {(("tier", name),): tier[key] for name, tier in tiers.items()}
-
-    yield _gauge("tier_checkpoints", "Checkpoints that a tier below the device holds.", by_tier("units"))
-    yield _gauge("tier_bytes", "Bytes that it holds.", by_tier("used_bytes"))
-    yield _gauge("tier_capacity_bytes", "Bytes that it may hold.", by_tier("capacity_bytes"))
+    for name, key, text in (
+        ("tier_checkpoints", "units", "Checkpoints that a tier below the device holds."),
+        ("tier_bytes", "used_bytes", "Bytes that it holds."),
+        ("tier_capacity_bytes", "capacity_bytes", "Bytes that it may hold."),
+    ):
+        yield _gauge(name, text, _by_tier(tiers, key))
     for name, key, text in (
         ("tier_stored", "stored", "Checkpoints that came to a tier."),
         ("tier_evicted", "evicted", "Checkpoints that went for others."),
         ("tier_lost", "lost", "Checkpoints that were damaged, or could not be written or read."),
         ("tier_not_kept", "not_kept", "Checkpoints not taken in: too large, or too many on their way."),
+        ("tier_stored_bytes", "stored_bytes", "Bytes that came to a tier."),
+    ):
+        yield _counter(name, text, _by_tier(tiers, key))
+
+
+def _fetches(tiers: _Tiers) -> Iterator[_Family]:
+    """What one engine has had from there."""
+    for name, key, text in (
         ("tier_fetches", "hits", "Fetches that were begun."),
         ("tier_fetches_arrived", "arrived", "Fetches that a request went on from."),
         ("tier_fetches_dearer", "dearer", "Times that computing was expected to take less time than fetching."),
         ("tier_fetched_tokens", "hit_tokens", "Tokens that the states that arrived had absorbed."),
-        ("tier_stored_bytes", "stored_bytes", "Bytes that came to a tier."),
         ("tier_fetched_bytes", "fetched_bytes", "Bytes fetched from it."),
     ):
-        yield _counter(name, text, by_tier(key))
+        if tiers:
+            yield _counter(name, text, _by_tier(tiers, key))
+
+
+def _by_tier(tiers: _Tiers, key: str) -> dict[Any, float]:
+    return {(("tier", name),): tier[key] for name, tier in tiers.items()}
 
 
 def _gauge(name: str, text: str, values: dict[Any, float]) -> _Family:

@@ -160,8 +160,9 @@ def _fetched(tiers: Tiers | None, load: RemoteLoad) -> None:
     held = load.remote.held
     assert tiers is not None
     assert held is not None
-    held.tier.stats.arrived += 1
-    held.tier.stats.fetched_bytes += tiers.size(held.tier, held.unit, load.start)
+    fetches = tiers.fetches[held.tier.name]
+    fetches.arrived += 1
+    fetches.fetched_bytes += tiers.size(held.tier, held.unit, load.start)
 
 
 def _emitted(row: PlannedRow, fed: dict[Request, int]) -> list[int]:

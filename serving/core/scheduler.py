@@ -15,6 +15,7 @@ from typing import Any
 
 from serving.core.cache.pools import Pool
 from serving.core.cache.prefix_index import PrefixIndex
+from serving.core.cache.prefix_tree import Scope
 from serving.core.cache.retention import RetentionPolicy
 from serving.core.config import SchedulerConfig
 from serving.core.planning.admission import admit, admit_short, refuse_impossible
@@ -29,6 +30,7 @@ from serving.core.planning.settlement import finish, settle
 from serving.core.reasons import FinishReason, RequestRefused
 from serving.core.requests.drafts import DraftPolicy
 from serving.core.requests.request import Fate, PlannedRow, RemoteLoad, RemoteState, Request, Status
+from serving.core.tiers.content import Chain
 from serving.core.tiers.journal import Journal
 from serving.core.tiers.prices import Prices
 from serving.core.tiers.publishing import Publishing
@@ -108,6 +110,17 @@ class Scheduler:
         """
         index = self.index
         return 0 if index is None else index.find(tokens, self._host.cache.scope(salt)).position
+
+    def fetchable(self, tokens: Sequence[int], salt: str | None, beyond: int, chains: dict[Scope, Chain]) -> int:
+        """Tokens of a prompt that a tier below the device has a state after; `beyond` if it has none after more.
+
+        Any thread may ask, as with `resumable`. `chains`: what these tokens are called, for others that ask.
+        """
+        tiers = self.tiers
+        if tiers is None or self.index is None or beyond >= len(tokens):
+            return beyond
+        scope = self._host.cache.scope(salt)
+        return tiers.reach(chains.setdefault(scope, Chain(scope, tiers.block)), tokens, beyond)
 
     @property
     def waiting(self) -> list[Request]:
@@ -279,9 +292,12 @@ class Scheduler:
             host.queues.enqueue(request)
         host.stats.resets += 1
 
-    def change_weights(self) -> None:
+    def change_weights(self, lineage: int = 0) -> None:
         """The model's weights are others from now on: what is cached is not found any more, and whatever is unfinished
-        is computed again from its tokens. No step may be unsettled."""
+        is computed again from its tokens. No step may be unsettled.
+
+        `lineage`: which ones, for replicas (`Scope`).
+        """
         host = self._host
         assert not host.unsettled, "a step under the old weights has not been settled"
         assert host.pending is None, "a step under the old weights has been planned"
@@ -289,7 +305,7 @@ class Scheduler:
             host.queues.leave(request)
             host.release_all(request, Fate.DROPPED)
             host.queues.enqueue(request)
-        host.cache.outdate()
+        host.cache.outdate(lineage)
         if host.tiers is not None:
             host.tiers.outdate()
         if host.journal is not None:

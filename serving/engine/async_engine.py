@@ -220,9 +220,13 @@ class AsyncEngine:
 
     def shutdown(self) -> None:
         """Stops the thread; iterations in progress raise `EngineStopped`."""
+        self.stop()
+        self._thread.join()
+
+    def stop(self) -> None:
+        """The same, without waiting for the thread's end."""
         self._engine.loop.leaving.set()
         self._commands.put(None)
-        self._thread.join()
 
     # -- on the engine's thread --
 

@@ -210,6 +210,7 @@ def _assemble(
     parts = _Parts(config, resolved, stored, size, settings, tokenizer, eos_token_ids, grammars)
     given = programs if len(models) == 1 else None
     engines = tuple(parts.engine(replica, each, given) for replica, each in enumerate(models))
+    connect_tiers(config, [engine.loop for engine in engines], models[0])
     at_start = config.warmup if config.warmup is not None else jax.default_backend() != "cpu"
     for replica, engine in enumerate(engines):
         if keep and not at_start:
@@ -292,7 +293,7 @@ class _Parts:
             quantization=config.quantization,
             quantization_exclude=config.excluded_from_quantization,
         )
-        engine = Engine(
+        return Engine(
             loop,
             tokenizer=self.tokenizer,
             weights=weights,
@@ -303,8 +304,6 @@ class _Parts:
             seed=config.seed + replica,
             grammars=grammars,
         )
-        connect_tiers(config, loop, model)
-        return engine
 
 
 def _compile_all(engine: Engine, *, progress: bool, keep: bool, label: str) -> None:

@@ -13,7 +13,7 @@ from serving.engine.placing import Given, Placing
 from serving.engine.prompt import Prompt
 from serving.engine.request_error import RequestError
 from serving.engine.sampling_params import SamplingParams
-from serving.engine.weights import common_version
+from serving.engine.weights import common_version, new_update
 
 
 class EngineGroup:
@@ -103,8 +103,7 @@ class EngineGroup:
 
     def close(self) -> None:
         """As `Engine.close`."""
-        for engine in self.all_at_rest():
-            engine.close()
+        list(self._pool.map(Engine.close, list(self.all_at_rest())))
         self._pool.shutdown()
 
     def at_rest(self, replica: int) -> Engine:
@@ -153,9 +152,9 @@ class GroupControl:
     def update_weights(self, given: NewWeights, *, version: str | int | None = None, partial: bool = False) -> str:
         """As `Control.update_weights`; all get one version."""
         name = common_version((engine.control.weights for engine in self._group.engines), version)
-        again = repeatable(given)
+        again, update = repeatable(given), new_update()
         for engine in self._group.all_at_rest():
-            engine.control.update_weights(again, version=name, partial=partial)
+            engine.control.update_weights(again, version=name, partial=partial, update=update)
         return name
 
     def sleep(self, level: int = 1) -> None:

@@ -1,7 +1,8 @@
 """Which of several replicas a request goes to: the one that has the least to compute before it can answer.
 
 The rule is that of routers (`serving.core.tiers.placing`). What routers are told by events is here asked of each prefix
-index itself, and so it is neither late nor of another block size.
+index itself, and so it is neither late nor of another block size. What tiers below the devices hold, all replicas can
+have: it costs each the same, so whoever has a state on its device is preferred to those who would have to fetch it.
 """
 
 from __future__ import annotations
@@ -9,10 +10,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
-from serving.core.tiers.placing import Workload, price
+from serving.core.cache.prefix_tree import Scope
+from serving.core.tiers.content import Chain
+from serving.core.tiers.placing import EVENNESS, Workload, price
 from serving.engine.engine import Engine
 from serving.engine.sampling_params import SamplingParams
+
+FETCHING = EVENNESS
+"""Of computing a token, what fetching it counts for. No less than this, or a lone conversation would be fetched by each
+replica in turn: what one has had beyond its share counts so much."""
 
 
 class Placing:
@@ -50,9 +58,9 @@ class Placing:
         reuses = params is None or params.prompt_logprobs is None
         choices = 1 if params is None else params.n
         # Outside of the lock: long prompts take a while to look up.
-        missing = [
-            len(tokens) - (engine.loop.scheduler.resumable(tokens, salt) if reuses else 0) for engine in self._engines
-        ]
+        chains: dict[Scope, Chain] = {}
+        found = [_found(engine, tokens, salt, chains) if reuses else _Found(0, 0) for engine in self._engines]
+        missing = [len(tokens) - each.anywhere for each in found]
         with self._lock:
             now = self._clock()
             recent = [work.recent(now) for work in self._work]
@@ -60,7 +68,7 @@ class Placing:
 
             def cost(replica: int) -> tuple[bool, float, int]:
                 whole = price(
-                    missing[replica],
+                    missing[replica] + FETCHING * (found[replica].anywhere - found[replica].device),
                     pending=self._work[replica].pending,
                     requests=self._choices[replica],
                     recent=recent[replica],
@@ -99,3 +107,18 @@ class Given:
         """The replica is done with it. To be called once."""
         self.computed()
         self._placing.ended(self.replica, self._choices)
+
+
+class _Found(NamedTuple):
+    """Tokens of a prompt that need not be computed."""
+
+    device: int
+    """With what the replica's device has."""
+    anywhere: int
+    """With what it could fetch, too."""
+
+
+def _found(engine: Engine, tokens: Sequence[int], salt: str | None, chains: dict[Scope, Chain]) -> _Found:
+    scheduler = engine.loop.scheduler
+    device = scheduler.resumable(tokens, salt)
+    return _Found(device, scheduler.fetchable(tokens, salt, device, chains))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import zip_longest
 from typing import Any
 
+from serving.core.tiers.tiers import FetchStats
 from serving.engine.draft_stats import DraftStats
 
 
@@ -20,9 +22,20 @@ def merged(stats: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "version": ", ".join(versions),
         "updates": max(each["weights"]["updates"] for each in stats),
     }
+    if "tiers" in whole:
+        whole["tiers"] = _tiers([each["tiers"] for each in stats])
     whole["drafts"] = DraftStats(**whole["loop"]["drafts"]).summary()
     whole["engines"] = list(stats)
     return whole
+
+
+def _tiers(engines: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Each has fetched its own; what tiers hold, they hold for all."""
+    own = [field.name for field in fields(FetchStats)]
+    return {
+        name: shared | {key: sum(engine[name][key] for engine in engines) for key in own}
+        for name, shared in engines[0].items()
+    }
 
 
 def _added(values: Sequence[Any]) -> Any:

@@ -18,7 +18,7 @@ from serving.engine.prompt import Prompt
 from serving.engine.replica_stats import merged
 from serving.engine.request_error import RequestError
 from serving.engine.sampling_params import SamplingParams
-from serving.engine.weights import common_version
+from serving.engine.weights import common_version, new_update
 
 
 class Replicas:
@@ -96,8 +96,10 @@ class Replicas:
         They do not wait for each other: what each says meanwhile is named by the version that it has.
         """
         name = common_version((engine.control.weights for engine in self.engines), version)
-        again = repeatable(given)
-        await self.call_all(lambda engine: engine.control.update_weights(again, version=name, partial=partial))
+        again, update = repeatable(given), new_update()
+        await self.call_all(
+            lambda engine: engine.control.update_weights(again, version=name, partial=partial, update=update)
+        )
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """As `AsyncEngine.pause`."""
@@ -141,8 +143,8 @@ class Replicas:
 
     def shutdown(self) -> None:
         """As `AsyncEngine.shutdown`."""
-        for engine in self.engines:
-            engine.loop.leaving.set()  # what any of them compiles need not be waited for by the others
+        for served in self._served:
+            served.stop()  # none waits for what another one compiles, or saves
         for served in self._served:
             served.shutdown()
 

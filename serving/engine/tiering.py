@@ -1,13 +1,15 @@
-"""Tiers below the device for one engine: from flags to books, folders and threads."""
+"""Tiers below the device, for an engine or for all replicas: from flags to books, folders and threads."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
 from mamba_jax.model import HybridModel
+from mamba_jax.store import Store
 from serving.config import ConfigError, EngineConfig
 from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Tier
@@ -18,9 +20,11 @@ from serving.engine.sizing import GIB, available_ram, show_bytes
 from serving.points.arrangement import Arrangement
 from serving.points.digest import model_digest
 from serving.points.point import PointPrograms
+from serving.tiers.disk import Disk
 from serving.tiers.folder import Folder
 from serving.tiers.layout import Layout
 from serving.tiers.listing import make_room
+from serving.tiers.memory import Memory
 from serving.tiers.mover import Mover
 
 log = logging.getLogger(__name__)
@@ -42,35 +46,59 @@ def check_tiers(config: EngineConfig) -> None:
         )
 
 
-def connect_tiers(config: EngineConfig, loop: StepLoop, model: HybridModel) -> None:
-    """Give a loop that nobody drives yet the tiers that its flags ask for.
+def connect_tiers(config: EngineConfig, loops: Sequence[StepLoop], model: HybridModel) -> None:
+    """Give loops that nobody drives yet the tiers that their flags ask for: replicas have the same ones.
 
     Raises:
         ConfigError: the disk's folder cannot be used at all.
     """
-    store = loop.store
-    if not (config.host_cache_gib or config.disk_cache) or store is None:
+    stores = [loop.store for loop in loops]
+    if not (config.host_cache_gib or config.disk_cache) or stores[0] is None:
         return
-    if loop.scheduler.index is None:
+    if loops[0].scheduler.index is None:
         log.warning("host_cache_gib and disk_cache have no effect: prefix caching is switched off")
         return
-    arrangement = Arrangement.of(model.config, store, waiting_form(config))
-    layout = Layout.of(arrangement, store, config.state_block_size, exact=config.rounds_rows)
-    host = disk = folder = None
-    if config.host_cache_gib:
-        host = Tier("host", int(config.host_cache_gib * GIB), layout.sizes(in_files=False))
-        log.info(_line("host", host, layout))
-    if config.disk_cache:
-        capacity = int(config.disk_cache_gib * GIB)
-        folder = _folder(Path(config.disk_cache), layout.fingerprint(model_digest(model, model.config)), capacity)
-        if folder is not None:
-            disk = Tier("disk", capacity, layout.sizes(in_files=True))
-            log.info("%s in %s", _line("disk", disk, layout), folder.path)
-    if host is None and disk is None:
+    layouts = [_layout(config, model, store) for store in stores if store is not None]
+    memory, disk = _memory(config, layouts[0]), _disk(config, layouts[0], model)
+    if memory is None and disk is None:
         return
-    tiers = Tiers(host, disk, prices=Prices(), max_leaving=MAX_LEAVING, only_blocks=config.rounds_rows)
-    loop.scheduler.use_tiers(tiers)
-    loop.mover = Mover(tiers, layout, PointPrograms(arrangement), folder)
+    for loop, layout in zip(loops, layouts, strict=True):
+        tiers = Tiers(
+            None if memory is None else memory.tier,
+            None if disk is None else disk.tier,
+            prices=Prices(),
+            max_leaving=MAX_LEAVING,
+            only_blocks=config.rounds_rows,
+        )
+        loop.scheduler.use_tiers(tiers)
+        loop.mover = Mover(tiers, layout, PointPrograms(layout.arrangement), memory, disk)
+    if disk is not None and disk.tier.units:
+        log.info("disk cache: %d checkpoints found in %s", len(disk.tier), disk.folder.path)
+
+
+def _layout(config: EngineConfig, model: HybridModel, store: Store) -> Layout:
+    arrangement = Arrangement.of(model.config, store, waiting_form(config))
+    return Layout.of(arrangement, store, config.state_block_size, exact=config.rounds_rows)
+
+
+def _memory(config: EngineConfig, layout: Layout) -> Memory | None:
+    if not config.host_cache_gib:
+        return None
+    tier = Tier("host", int(config.host_cache_gib * GIB), layout.sizes(in_files=False))
+    log.info(_line("host", tier, layout))
+    return Memory(tier)
+
+
+def _disk(config: EngineConfig, layout: Layout, model: HybridModel) -> Disk | None:
+    if not config.disk_cache:
+        return None
+    capacity = int(config.disk_cache_gib * GIB)
+    folder = _folder(Path(config.disk_cache), layout.fingerprint(model_digest(model, model.config)), capacity)
+    if folder is None:
+        return None
+    tier = Tier("disk", capacity, layout.sizes(in_files=True))
+    log.info("%s in %s", _line("disk", tier, layout), folder.path)
+    return Disk(tier, folder, layout.block, with_blocks=layout.kv is not None)
 
 
 def _folder(root: Path, fingerprint: str, capacity: int) -> Folder | None:

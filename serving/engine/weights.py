@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Collection, Iterable
 
@@ -39,6 +40,9 @@ class Weights:
         """What the weights are called in outputs."""
         self.updates = 0
         """How often they have been replaced."""
+        self.lineage = 0
+        """Which weights they are among all that replicas have had: equal only where the weights are. 0: those that the
+        engine began with, or those of an engine without replicas."""
         self.whole = True
         """Whether all of them are there, and of one version. If not, no step may run."""
         self.seconds = 0.0
@@ -55,8 +59,10 @@ class Weights:
             raise RequestError(f"weights version {version!r} is in use: two versions cannot have one name")
         return version
 
-    def replace(self, given: NewWeights, *, version: str, partial: bool = False) -> None:
+    def replace(self, given: NewWeights, *, version: str, partial: bool = False, update: int = 0) -> None:
         """Puts other weights in the place of those that there are, one parameter at a time.
+
+        `update`: of replicas, a number that only those have been given who have been given the same.
 
         Raises:
             RequestError: they do not fit. Nothing has changed.
@@ -77,6 +83,7 @@ class Weights:
             raise RequestError(str(error)) from None
         held = parameters(self._model)
         self.whole = False
+        self.lineage = hash((self.lineage, update)) if partial and update else update
         for path, value in stream:
             self._programs.replace_weight(path, value)
             held[path].set_value(value)
@@ -100,3 +107,8 @@ def common_version(replicas: Iterable[Weights], wanted: str | int | None) -> str
     A replica that failed to take the last ones has counted less, and follows the others.
     """
     return str(1 + max(weights.updates for weights in replicas)) if wanted is None else str(wanted)
+
+
+def new_update() -> int:
+    """A number for one update of all replicas; see `Weights.replace`."""
+    return 1 + secrets.randbits(60)

@@ -22,19 +22,14 @@ from serving.core.tiers.content import Name
 from serving.core.tiers.tier import Change, Unit
 from serving.core.tiers.tiers import Departure, Held, Tiers
 from serving.points.point import PointPrograms
-from serving.tiers.folder import Arrays, Folder
+from serving.tiers.disk import Disk
+from serving.tiers.folder import Arrays
 from serving.tiers.layout import Layout
-from serving.tiers.listing import Changes, Listing
+from serving.tiers.memory import Memory, Part
 
 log = logging.getLogger(__name__)
 
-_PAUSE = 30.0
-"""Seconds for which nothing is written to a disk that has refused a file."""
-_LOOK = 1.0
-"""Seconds between two looks at a disk that others may write to, at least."""
 KV = "kv"
-
-Part = Future[Arrays]
 
 
 class Stopped(Protocol):
@@ -49,61 +44,29 @@ class Stopped(Protocol):
 
 
 class Leaving:
-    """What is below the device of one engine, and its ways there.
+    """One engine's ways below the device.
 
     Args:
         tiers: the policy, whose books say what is where.
         layout: of the engine's store.
         programs: that take points out.
-        folder: of the disk tier.
+        memory: of the host tier; like the next, perhaps shared with other engines.
+        disk: the disk tier.
     """
 
-    def __init__(self, tiers: Tiers, layout: Layout, programs: PointPrograms, folder: Folder | None) -> None:
-        self.tiers, self.layout, self.programs, self.folder = tiers, layout, programs, folder
-        self.parts: dict[Name, Part] = {}
-        """Of the host's memory. Changed by the engine's thread alone, as is the next."""
-        self.writes: dict[Name, Future[Any]] = {}
-        """What is on its way to the disk, whose books have it already: to be waited for before it is read."""
+    def __init__(
+        self, tiers: Tiers, layout: Layout, programs: PointPrograms, memory: Memory | None, disk: Disk | None
+    ) -> None:
+        self.tiers, self.layout, self.programs, self.memory, self.disk = tiers, layout, programs, memory, disk
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="tier-copy")
-        self._writing = ThreadPoolExecutor(1, thread_name_prefix="tier-write")
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """What other threads have to tell the engine's."""
-        self._pause_until = 0.0
         self._closing = threading.Event()
         self._jobs: set[Future[Any]] = set()
-        self._looked, self._changes = threading.Lock(), Changes()
-        """What the thread that looks at the folder has seen, and nobody has taken in."""
-        self._listing: Listing | None = None
-        if folder is not None:
-            self._listing = Listing(folder.path, layout.block, with_blocks=layout.kv is not None)
-            self._changes.add(self._listing.look())
-            self._take_in_others()
+        if disk is not None:
+            disk.join()
+            self._take_in_others(disk)
             self.remove_gone()
-            if tiers.disk is not None and tiers.disk.units:
-                log.info("disk cache: %d checkpoints found in %s", len(tiers.disk), folder.path)
-            self._looking = threading.Thread(target=self._look, args=(self._listing,), name="tier-look", daemon=True)
-            self._looking.start()
-
-    def _take_in_others(self) -> None:
-        """What is on the disk and was not the last time: of an earlier process, or of others that share the folder."""
-        with self._looked:
-            changes, self._changes = self._changes, Changes()
-        if changes:
-            self.tiers.others_changed(changes.gone, changes.new.values(), changes.used)
-
-    def _look(self, listing: Listing) -> None:
-        """Until all ends. Between two looks there are twenty times as many seconds as one takes."""
-        pause = _LOOK
-        while not self._closing.wait(pause):
-            begin = time.monotonic()
-            try:
-                found = listing.look()
-            except OSError as error:
-                log.debug("the disk cache cannot be read: %s", error)
-                continue
-            with self._looked:
-                self._changes.add(found)
-            pause = max(_LOOK, 20 * (time.monotonic() - begin))
 
     def copy_out(self, store: Store | None) -> None:
         """After a plan and before anything else is dispatched: copy what it has evicted."""
@@ -116,8 +79,8 @@ class Leaving:
 
     def take_in(self) -> None:
         """Note what threads have done, and what other processes have."""
-        if self._changes:
-            self._take_in_others()
+        if self.disk is not None and not self.tiers.weights_replaced:
+            self._take_in_others(self.disk)
         while True:
             try:
                 event = self._events.get_nowait()
@@ -125,26 +88,28 @@ class Leaving:
                 return
             event()
 
-    def save(self, loop: Stopped, until: float) -> None:
+    def save(self, loop: Stopped | None, disk: Disk, until: float) -> None:
         """Bring what the device of a loop that has stopped holds to the disk: the most valuable first, as far as there
-        is time."""
-        index = loop.scheduler.index
-        for entry in index.by_worth() if index is not None else ():
-            if time.monotonic() > until:
-                return
-            self.tiers.left(entry, False)
-            self.copy_out(loop.store)
-            self.settle(until - time.monotonic())
-        self._spill_all(until)
+        is time. The last engine brings what is left in memory."""
+        if loop is not None and loop.store is not None and loop.scheduler.index is not None:
+            for entry in loop.scheduler.index.by_worth():
+                if time.monotonic() > until:
+                    break
+                self.tiers.left(entry, False)
+                self.copy_out(loop.store)
+                self.settle(until - time.monotonic())
+        if disk.saved() and loop is not None:
+            self._spill_all(until)
 
     def close(self) -> None:
-        """End all threads."""
+        """End all threads; those of what is shared end with the last engine that uses it."""
         self._closing.set()
-        for executor in (self._copying, self._writing):
-            executor.shutdown(wait=True, cancel_futures=True)
-        if self._listing is not None:
-            self._looking.join()
-            self._listing.close()
+        self.copy_out(None)
+        self._copying.shutdown(wait=True, cancel_futures=True)
+        self.take_in()
+        self.remove_gone()
+        if self.disk is not None:
+            self.disk.leave()
 
     @property
     def closed(self) -> bool:
@@ -162,6 +127,17 @@ class Leaving:
         self.take_in()
         self.remove_gone()
 
+    def remove_gone(self) -> None:
+        """Let go of what nobody holds any more."""
+        for tier, names in self.tiers.take_gone():
+            if tier is self.tiers.disk and self.disk is not None and names:
+                self._job(self.disk.remove(names))
+
+    def _take_in_others(self, disk: Disk) -> None:
+        changes = disk.changes()
+        if changes:
+            self.tiers.others_changed(changes.gone, changes.new.values(), changes.used)
+
     def _depart(self, store: Store, departure: Departure) -> None:
         unit, layout, programs = departure.unit, self.layout, self.programs
         per_block = layout.pages_per_block
@@ -178,14 +154,10 @@ class Leaving:
         parts[unit.name] = last = self._copy(arrays, -(-unit.tail // layout.page_size) * layout.page_size)
         size = departure.change.bytes
         last.add_done_callback(lambda part: self._events.put(lambda: self._copied(departure, part, size)))
-        if departure.tier is self.tiers.host:
-            for name in departure.change.gone:
-                self.parts.pop(name, None)
-            self.parts.update(parts)
-            change = self.tiers.spill(unit) if not departure.memory_only else None
-            if change is not None:
-                needed = {name: self.parts[name] for name in (*change.blocks, unit.name)}
-                self._write(unit, change, needed, spilled=True)
+        if self.memory is not None and departure.tier is self.tiers.host:
+            self.memory.keep(parts)
+            if not departure.memory_only:
+                self._spill(self.memory, unit, parts)
         else:
             self._write(unit, departure.change, parts, spilled=False)
 
@@ -200,7 +172,9 @@ class Leaving:
                 found[KV] = np.ascontiguousarray(found[KV][:, :tokens])
             return found
 
-        return self._job(self._copying, copy)
+        part = self._copying.submit(copy)
+        self._job(part)
+        return part
 
     def _copied(self, departure: Departure, part: Part, size: int) -> None:
         self.tiers.moved(size)
@@ -210,75 +184,48 @@ class Leaving:
 
     def _never_came(self, departure: Departure) -> None:
         self.tiers.moved(departure.change.bytes)
-        if departure.tier is self.tiers.host:
-            for name in departure.change.gone:
-                self.parts.pop(name, None)
-        elif self.folder is not None:
-            self._job(self._writing, self.folder.remove, departure.change.gone)
+        if departure.tier is self.tiers.disk and self.disk is not None:
+            self._job(self.disk.remove(departure.change.gone))
         self.tiers.lost(Held(departure.tier, departure.unit))
 
+    def _spill(self, memory: Memory, unit: Unit, parts: Mapping[Name, Part]) -> None:
+        """Have the disk hold what memory has. `parts`: those that have just come, and may have been dropped at once."""
+        blocks = unit.blocks if self.layout.kv is not None else ()
+        if not memory.has_all([name for name in (*blocks, unit.name) if name not in parts]):
+            return
+        change = self.tiers.spill(unit)
+        if change is not None:
+            names = (*change.blocks, unit.name)
+            self._write(unit, change, {name: parts.get(name) or memory.get(name) for name in names}, spilled=True)
+
     def _write(self, unit: Unit, change: Change, parts: Mapping[Name, Part], *, spilled: bool) -> None:
-        disk, folder = self.tiers.disk, self.folder
+        tier, disk = self.tiers.disk, self.disk
+        assert tier is not None
         assert disk is not None
-        assert folder is not None
-
-        names = (*change.blocks, unit.name)
-
-        def write() -> None:
-            error = ""
-            folder.remove(change.gone)
-            try:
-                if time.monotonic() < self._pause_until:
-                    raise OSError("the disk has refused a file lately")
-                for name in names:
-                    folder.write(name, parts[name].result(), unit if name == unit.name else None)
-            except Exception as problem:  # whatever it is, the books must say that the unit is not there
-                if not isinstance(problem, OSError) or time.monotonic() >= self._pause_until:
-                    log.warning("the disk cache does not take a checkpoint: %s", problem)
-                    self._pause_until = time.monotonic() + _PAUSE
-                error = str(problem) or type(problem).__name__
-            self._events.put(lambda: written(error))
 
         def written(error: str) -> None:
-            for name in names:
-                if self.writes.get(name) is job:
-                    del self.writes[name]
             if spilled:
                 self.tiers.spilled(change.bytes)
             if error:
-                self.tiers.lost(Held(disk, unit))
+                self.tiers.lost(Held(tier, unit))
                 for name in change.blocks:
                     # Other units may count on blocks that were to be written with this one.
-                    if disk.has_block(name) and not folder.has(name):
-                        self.tiers.lost_block(disk, name)
+                    if tier.has_block(name) and not disk.folder.has(name):
+                        self.tiers.lost_block(tier, name)
 
-        job = self._job(self._writing, write)
-        self.writes.update(dict.fromkeys(names, job))
-
-    def remove_gone(self) -> None:
-        """Let go of what nobody holds any more."""
-        for tier, names in self.tiers.take_gone():
-            if tier is self.tiers.host:
-                for name in names:
-                    self.parts.pop(name, None)
-            elif self.folder is not None and names and not self._closing.is_set():
-                self._job(self._writing, self.folder.remove, names)
+        self._job(disk.write(unit, change, parts, lambda error: self._events.put(lambda: written(error))))
 
     def _spill_all(self, until: float) -> None:
         """What memory has and the disk has not, because too much was on its way at the time."""
-        host = self.tiers.host
-        for unit in host.worth_spilling() if host is not None else ():
-            change = self.tiers.spill(unit)
-            if change is not None:
-                parts = {name: self.parts[name] for name in (*change.blocks, unit.name)}
-                self._write(unit, change, parts, spilled=True)
+        memory = self.memory
+        for unit in memory.tier.worth_spilling() if memory is not None else ():
+            if memory is not None:
+                self._spill(memory, unit, {})
                 self.settle(until - time.monotonic())
             if time.monotonic() > until:
                 return
 
-    def _job(self, executor: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    def _job(self, job: Future[Any]) -> None:
         if len(self._jobs) > 256:
             self._jobs = {job for job in self._jobs if not job.done()}
-        job = executor.submit(function, *arguments)
         self._jobs.add(job)
-        return job

@@ -24,9 +24,11 @@ from serving.core.tiers.content import Name
 from serving.core.tiers.tier import Unit
 from serving.core.tiers.tiers import Held, Tiers
 from serving.points.point import PointPrograms, whole
-from serving.tiers.folder import Arrays, Damaged, Folder
+from serving.tiers.disk import Disk
+from serving.tiers.folder import Arrays, Damaged
 from serving.tiers.layout import Layout
-from serving.tiers.leaving import KV, Leaving, Part, Stopped
+from serving.tiers.leaving import KV, Leaving, Stopped
+from serving.tiers.memory import PATIENCE, Memory, Part
 
 log = logging.getLogger(__name__)
 
@@ -70,12 +72,15 @@ class Mover:
         tiers: the policy, whose books say what is where.
         layout: of the engine's store.
         programs: that take points out and put them in.
-        folder: of the disk tier.
+        memory: of the host tier, which replicas share; None without.
+        disk: the disk tier, likewise.
     """
 
-    def __init__(self, tiers: Tiers, layout: Layout, programs: PointPrograms, folder: Folder | None) -> None:
-        self.tiers, self.layout, self.programs, self.folder = tiers, layout, programs, folder
-        self.leaving = Leaving(tiers, layout, programs, folder)
+    def __init__(
+        self, tiers: Tiers, layout: Layout, programs: PointPrograms, memory: Memory | None, disk: Disk | None
+    ) -> None:
+        self.tiers, self.layout, self.programs, self.memory, self.disk = tiers, layout, programs, memory, disk
+        self.leaving = Leaving(tiers, layout, programs, memory, disk)
         self._fetching = ThreadPoolExecutor(2, thread_name_prefix="tier-fetch")
         self._arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
         self._under_way = 0
@@ -128,8 +133,8 @@ class Mover:
         """
         if self.leaving.closed:
             return
-        if loop is not None and loop.store is not None and self.folder is not None:
-            self.leaving.save(loop, time.monotonic() + seconds)
+        if self.disk is not None:
+            self.leaving.save(loop, self.disk, time.monotonic() + seconds)
         self._fetching.shutdown(wait=True, cancel_futures=True)
         self.leaving.close()
 
@@ -142,14 +147,18 @@ class Mover:
             first = len(unit.blocks)
         wanted = dict(enumerate(unit.blocks[first:], first)) if layout.kv is not None else {}
         size = tier.sizes.own(unit) + len(wanted) * tier.sizes.whole_block
-        tier.stats.hits += 1
+        self.tiers.fetches[tier.name].hits += 1
         tier.touch(unit.name)
         self.tiers.fetching += size
         self._under_way += 1
-        names, leaving = (*wanted.values(), unit.name), self.leaving
-        known = {name: leaving.parts.get(name) for name in names} if tier is self.tiers.host else None
-        on_its_way = leaving.writes if known is None else leaving.parts
-        coming = [each for name in names if (each := on_its_way.get(name)) is not None]
+        names, memory, disk = (*wanted.values(), unit.name), self.memory, self.disk
+        known: dict[Name, Part] | None = None
+        coming: Sequence[Future[Any]] = ()
+        if memory is not None and tier is self.tiers.host:
+            known = {name: memory.get(name) for name in names}
+            coming = list(known.values())
+        elif disk is not None:
+            coming = disk.coming(names)
         sharding = whole(store) if store is not None else None  # lost: it is made again where it was
         self._fetching.submit(self._fetch, _Arrival(load, held, size), wanted, known, coming, sharding)
 
@@ -157,11 +166,11 @@ class Mover:
         self,
         arrival: _Arrival,
         wanted: Mapping[int, Name],
-        known: Mapping[Name, Part | None] | None,
+        known: Mapping[Name, Part] | None,
         coming: Sequence[Future[Any]],
         sharding: Any,
     ) -> None:
-        wait(coming)
+        wait(coming, timeout=PATIENCE)  # other engines may be who brings it
         unit, begin = arrival.held.unit, time.perf_counter()
         name = unit.name
         try:
@@ -177,9 +186,9 @@ class Mover:
             state, found = jax.block_until_ready(jax.device_put(arrays, sharding))
             arrival.blocks = [(at, kv) for (at, _), kv in zip(blocks, found, strict=True)]
             arrival.state = state
-            if self.folder is not None and known is None:
+            if self.disk is not None and known is None:
                 for name in (*wanted.values(), unit.name):
-                    self.folder.used(name)
+                    self.disk.folder.used(name)
         except Exception as error:  # whatever it is, the request must not wait for ever
             arrival.state = None
             arrival.error = f"{type(error).__name__}: {error}"
@@ -195,18 +204,15 @@ class Mover:
             spec[KV] = jax.ShapeDtypeStruct((layers, tokens, *rest), self.layout.kv.dtype)
         return spec
 
-    def _part(self, name: Name, known: Mapping[Name, Part | None] | None, spec: Mapping[str, Any]) -> Arrays:
+    def _part(self, name: Name, known: Mapping[Name, Part] | None, spec: Mapping[str, Any]) -> Arrays:
         if known is None:
-            assert self.folder is not None
-            return self.folder.read(name, spec)
-        part = known[name]
-        if part is None:
-            raise KeyError("it is not in memory any more")
-        return dict(part.result())
+            assert self.disk is not None
+            return self.disk.folder.read(name, spec)
+        return dict(known[name].result(timeout=0))
 
     def _take(self, loop: Loop, arrival: _Arrival) -> None:
         load, held, state = arrival.load, arrival.held, arrival.state
-        stats = held.tier.stats
+        stats = self.tiers.fetches[held.tier.name]
         if state is None:
             log.warning("a checkpoint of the %s cache cannot be had: %s", held.tier.name, arrival.error)
             if arrival.damaged is not None:

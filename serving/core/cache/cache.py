@@ -34,6 +34,8 @@ class Cache:
         """Tokens between two states that decoding publishes."""
         self.weights = 0
         """How often the model's weights have been replaced."""
+        self.lineage = 0
+        """By which; see `Scope`."""
         self.slots: SlotPool
         self.pages: PagePool | None
         self.index: PrefixIndex | None
@@ -68,13 +70,14 @@ class Cache:
 
     def scope(self, salt: str | None) -> Scope:
         """Under what a request finds prefixes, and publishes its own, as long as the weights stay as they are."""
-        return Scope(salt, self.weights)
+        return Scope(salt, self.weights, self.lineage)
 
-    def outdate(self) -> None:
+    def outdate(self, lineage: int = 0) -> None:
         """The weights are others from now on: nothing that is cached will be found any more."""
+        before, self.lineage = self.lineage, lineage
         self.weights += 1
         if self.index is not None:
-            self.index.outdate()
+            self.index.outdate(before)
 
     @property
     def pools(self) -> list[Pool]:

@@ -67,6 +67,8 @@ class PrefixIndex:
         self._level = 0
         """The highest price of what had to be given up so far."""
         self._ghosts: dict[int, None] = {}
+        self._lineage_before = 0
+        """Of the weights before these."""
         self._idle_states: LazyHeap[Checkpoint] = LazyHeap(self._state_stamp)
         self._idle_pages: LazyHeap[Node | Checkpoint] = LazyHeap(self._page_stamp)
         slots.reclaim = self.evict_state
@@ -114,7 +116,7 @@ class PrefixIndex:
             hash((last, rest[:length], "state")) in ghosts for length in range(1, min(len(rest) + 1, unit))
         ):
             return MissReason.EVICTED
-        if self.find(tokens, scope._replace(weights=scope.weights - 1)).entry is not None:
+        if self.find(tokens, scope._replace(weights=scope.weights - 1, lineage=self._lineage_before)).entry is not None:
             return MissReason.WEIGHTS_CHANGED
         if scope.salt is not None and self.find(tokens, scope._replace(salt=None)).entry is not None:
             # Said of the unsalted cache alone, which anybody can probe: what other salts hold is not told.
@@ -279,8 +281,12 @@ class PrefixIndex:
         found = [entry for entry in self.slots.owners if entry is not None]
         return sorted(found, key=lambda entry: (self.policy.rank(entry), entry.price, entry.last_use), reverse=True)
 
-    def outdate(self) -> None:
-        """The weights are others from now on: every state that there is will be evicted before any that is to come."""
+    def outdate(self, lineage: int = 0) -> None:
+        """The weights are others from now on: every state that there is will be evicted before any that is to come.
+
+        `lineage`: of the weights so far.
+        """
+        self._lineage_before = lineage
         nodes: list[Node] = list(self.roots.values())
         for node in nodes:
             nodes += node.children.values()

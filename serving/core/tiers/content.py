@@ -33,10 +33,12 @@ class State(NamedTuple):
 def root(scope: Scope) -> Name:
     """The link that all sequences of one scope begin with.
 
-    How often weights were replaced means something in this process alone, so no other one may see such names.
+    How often weights were replaced, and by which, means something in this process alone, so no other one may see such
+    names.
     """
-    salt, weights = scope
-    return _hash(b"root", b"" if salt is None else b"s" + salt.encode("utf-8", "surrogatepass"), [weights])
+    salt, weights, lineage = scope
+    which = [weights, lineage] if lineage else [weights]
+    return _hash(b"root", b"" if salt is None else b"s" + salt.encode("utf-8", "surrogatepass"), which)
 
 
 def link(before: Name, block: Sequence[int]) -> Name:

@@ -41,6 +41,6 @@ class Workload:
         return self._recent * math.exp((self._at - now) / LATELY)
 
 
-def price(tokens: int, *, pending: float, requests: int, recent: float, share: float) -> float:
+def price(tokens: float, *, pending: float, requests: int, recent: float, share: float) -> float:
     """What it costs, in tokens, to give a worker so many more to compute. `share`: the mean of all `recent`."""
     return pending + tokens + REQUEST * requests + EVENNESS * max(0.0, recent - share)

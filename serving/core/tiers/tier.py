@@ -4,14 +4,19 @@ A unit is one state with all keys and values that it needs: without either it is
 values are shared by the units whose sequences begin alike, and go with the last of them. So a unit is always whole.
 """
 
+import functools
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from serving.core.cache.prefix_tree import CheckpointKind
 from serving.core.tiers.content import Chain, Name, State, state_name
 from serving.core.tiers.journal import Journal
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class Unit(NamedTuple):
@@ -81,7 +86,7 @@ class Change(NamedTuple):
 
 @dataclass(slots=True)
 class TierStats:
-    """What a tier has done."""
+    """What has come to a tier, and gone."""
 
     stored: int = 0
     """Units."""
@@ -89,18 +94,9 @@ class TierStats:
     """Units that went for others."""
     lost: int = 0
     """Units that were damaged, could not be written or read, or were forgotten."""
-    hits: int = 0
-    """Fetches that were begun."""
-    arrived: int = 0
-    """Fetches that a request went on from."""
-    hit_tokens: int = 0
-    """Tokens that those states had absorbed."""
-    dearer: int = 0
-    """Times that computing was expected to take less time than fetching."""
     not_kept: int = 0
     """Units not taken in: too large, or too many on their way."""
     stored_bytes: int = 0
-    fetched_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -109,9 +105,23 @@ class _Block:
     units: int = 0
 
 
+def _alone(method: Callable[Concatenate["Tier", _P], _R]) -> Callable[Concatenate["Tier", _P], _R]:
+    """One thread at a time."""
+
+    @functools.wraps(method)
+    def locked(self: "Tier", *args: _P.args, **more: _P.kwargs) -> _R:
+        with self.lock:
+            return method(self, *args, **more)
+
+    return locked
+
+
 @dataclass(slots=True)
 class Tier:
-    """One tier: the least recently used unit goes first, those of little worth before all others."""
+    """One tier: the least recently used unit goes first, those of little worth before all others.
+
+    Engines that share it may use it at once, each in a thread of its own.
+    """
 
     name: str
     capacity: int
@@ -129,6 +139,10 @@ class Tier:
     """Units of little worth."""
     journal: Journal | None = None
     """Told of every unit that comes or goes."""
+    dropped: Callable[[Name], None] | None = None
+    """Told at once of every part that goes."""
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+    """For what has to stay true with what is held, as long as that takes: nothing that waits."""
 
     def __len__(self) -> int:
         return len(self.units)
@@ -142,15 +156,23 @@ class Tier:
         """Whether a block's keys and values are held."""
         return name in self._blocks
 
+    def holds(self, name: Name) -> bool:
+        """Whether a part is held: a block's keys and values, or a unit's own."""
+        return name in self.units or name in self._blocks
+
     def find(self, chain: Chain, tokens: Sequence[int], beyond: int) -> Unit | None:
         """The deepest unit of the first tokens that absorbs more than `beyond` of them.
 
         What it says of its tokens follows from `tokens` alone, whatever was noted when it was stored.
         """
-        links = chain.reach(tokens)
-        for at in range(len(tokens) // chain.block, -1, -1):
-            begin = at * chain.block
-            if begin + chain.block <= beyond:
+        links = chain.reach(tokens)  # hashing takes a while for many tokens: others go on meanwhile
+        with self.lock:
+            return self._find(chain.block, links, tokens, beyond)
+
+    def _find(self, size: int, links: Sequence[Name], tokens: Sequence[int], beyond: int) -> Unit | None:
+        for at in range(len(tokens) // size, -1, -1):
+            begin = at * size
+            if begin + size <= beyond:
                 return None
             for tail in sorted(self._tails.get(links[at], ()), reverse=True):
                 position = begin + tail
@@ -160,6 +182,7 @@ class Tier:
                         return known._replace(links=tuple(links[: at + 1]), tail=tail, position=position)
         return None
 
+    @_alone
     def add(self, unit: Unit, *, spare: bool = False, counts: bool = True) -> Change | None:
         """Hold a unit from now on; None if it is held already, or larger than the tier.
 
@@ -169,7 +192,7 @@ class Tier:
             self.touch(unit.name, spare=spare)
             return None
         if self.sizes.unit(unit) > self.capacity:
-            self.stats.not_kept += 1
+            self.refuse()
             return None
         new = []
         if self.sizes.page:
@@ -190,11 +213,20 @@ class Tier:
             self.stats.evicted += 1
             gone += self._remove(next(iter(order)))
         (self._spare if spare else self._order)[unit.name] = None
-        self.stats.stored += counts
+        size = self.sizes.own(unit) + len(new) * self.sizes.whole_block
+        if counts:
+            self.stats.stored += 1
+            self.stats.stored_bytes += size
         if self.journal is not None:
             self.journal.stored(self.name, unit.state)
-        return Change(new, gone, self.sizes.own(unit) + len(new) * self.sizes.whole_block)
+        return Change(new, gone, size)
 
+    @_alone
+    def refuse(self) -> None:
+        """Count a unit that is not taken in."""
+        self.stats.not_kept += 1
+
+    @_alone
     def touch(self, name: Name, *, spare: bool = False) -> None:
         """A unit was used, or has left the device again."""
         if name in self._order:
@@ -206,10 +238,12 @@ class Tier:
                 del self._spare[name]
                 self._order[name] = None
 
+    @_alone
     def worth_spilling(self) -> list[Unit]:
         """Units that a slower tier may have, too; the last used first."""
         return [self.units[name] for name in reversed(self._order)]
 
+    @_alone
     def drop(self, name: Name) -> list[Name]:
         """A unit is damaged, or must not be used: what may go now."""
         if name not in self.units:
@@ -217,6 +251,7 @@ class Tier:
         self.stats.lost += 1
         return self._remove(name)
 
+    @_alone
     def leave(self, name: Name) -> list[Name]:
         """Somebody else has removed a unit's own part, or a block: what nobody can use any more.
 
@@ -232,11 +267,13 @@ class Tier:
             self._remove(each)
         return found
 
+    @_alone
     def drop_block(self, name: Name) -> list[Name]:
         """A block is damaged: what may go now, all units that need it among it."""
         return [gone for unit in [unit for unit in self.units.values() if name in unit.blocks]
                 for gone in self.drop(unit.name)]  # fmt: skip
 
+    @_alone
     def forget(self, chain: Chain, tokens: Sequence[int]) -> list[Name]:
         """Drop all units that begin like these tokens: with their first block, or with fewer than that."""
         links = chain.reach(tokens)
@@ -247,6 +284,11 @@ class Tier:
             if name in short or (first is not None and first in unit.links[1:2])
         ]  # fmt: skip
         return [gone for name in found for gone in self.drop(name)]
+
+    @_alone
+    def clear(self) -> list[Name]:
+        """Nothing is of any use any more: what may go."""
+        return [gone for name in list(self.units) for gone in self.drop(name)]
 
     def _remove(self, name: Name) -> list[Name]:
         unit = self.units.pop(name)
@@ -269,8 +311,13 @@ class Tier:
                 del self._blocks[each]
                 self.used -= block.bytes
                 gone.append(each)
+        dropped = self.dropped
+        if dropped is not None:
+            for each in gone:
+                dropped(each)
         return gone
 
+    @_alone
     def check(self) -> None:
         """Raise `AssertionError` unless every byte is accounted for and every unit is whole."""
         counts: dict[Name, int] = {}

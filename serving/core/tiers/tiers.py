@@ -46,8 +46,23 @@ class Departure:
         return self.pages[len(self.unit.blocks) * pages_per_block :]
 
 
+@dataclass(slots=True)
+class FetchStats:
+    """What one engine has had from a tier."""
+
+    hits: int = 0
+    """Fetches that were begun."""
+    arrived: int = 0
+    """Fetches that a request went on from."""
+    hit_tokens: int = 0
+    """Tokens that those states had absorbed."""
+    dearer: int = 0
+    """Times that computing was expected to take less time than fetching."""
+    fetched_bytes: int = 0
+
+
 class Tiers:
-    """Host memory, disk, or both.
+    """Host memory, disk, or both, as one engine uses them. Replicas have one for each, over the same tiers.
 
     Args:
         max_leaving: bytes that may be on their way off the device at once.
@@ -63,6 +78,8 @@ class Tiers:
         self.only_blocks = only_blocks
         self.tiers: Sequence[Tier] = tiers
         """The fastest first."""
+        self.fetches = {tier.name: FetchStats() for tier in tiers}
+        """By the tier's name."""
         self.block = tiers[0].sizes.block
         self.leaving = 0
         """Bytes on their way off the device."""
@@ -70,7 +87,7 @@ class Tiers:
         """Bytes on their way from memory to the disk."""
         self.fetching = 0
         """Bytes on their way back."""
-        self._weights_replaced = False
+        self.weights_replaced = False
         """From then on nothing goes to the disk: how often they were means nothing to another process."""
         self._departures: list[Departure] = []
         self._gone: list[tuple[Tier, list[Name]]] = []
@@ -85,7 +102,7 @@ class Tiers:
         unit = unit_of(entry, self.block)
         fitting = [tier for tier in self.tiers if tier.sizes.unit(unit) <= tier.capacity]
         if not fitting:
-            self.tiers[0].stats.not_kept += 1
+            self.tiers[0].refuse()
             return
         first, spare = fitting[0], spare or replaced
         if replaced and first is self.disk:
@@ -98,13 +115,12 @@ class Tiers:
         size = sizes.own(unit) + len(new) * sizes.whole_block
         # What is worth little waits for a time when little is on its way.
         if self.leaving and self.leaving + size > (self.max_leaving // 2 if spare else self.max_leaving):
-            first.stats.not_kept += 1
+            first.refuse()
             return
         change = first.add(unit, spare=spare)
         if change is None:
             return
         self.leaving += change.bytes
-        first.stats.stored_bytes += change.bytes
         pages = _pages(entry) if sizes.page else []
         self._departures.append(Departure(unit, first, entry.slot, pages, change, spare))
 
@@ -123,18 +139,17 @@ class Tiers:
         What is evicted from memory later is there already, and what a process had when it was killed is, too.
         """
         disk = self.disk
-        if disk is None or disk is self.tiers[0] or self._weights_replaced:
+        if disk is None or disk is self.tiers[0] or self.weights_replaced:
             return None
         if unit.name in disk.units:
             disk.touch(unit.name)
             return None
         if self.spilling and self.spilling + disk.sizes.unit(unit) > self.max_leaving:
-            disk.stats.not_kept += 1
+            disk.refuse()
             return None
         change = disk.add(unit)
         if change is not None:
             self.spilling += change.bytes
-            disk.stats.stored_bytes += change.bytes
         return change
 
     def spilled(self, num_bytes: int) -> None:
@@ -147,7 +162,7 @@ class Tiers:
         What they brought counts like the process's own, so what has to go for it goes.
         """
         disk = self.disk
-        if disk is None or self._weights_replaced:
+        if disk is None or self.weights_replaced:
             return
         for name in gone:
             self._gone.append((disk, disk.leave(name)))
@@ -171,11 +186,10 @@ class Tiers:
 
         What the disk has belongs to the weights that the process was started with, and to its next start.
         """
-        self._weights_replaced = True
+        self.weights_replaced = True
         self.reset()
-        for tier in self.tiers:
-            if tier is self.host:
-                self._gone += [(tier, tier.drop(name)) for name in list(tier.units)]
+        if self.host is not None:
+            self._gone.append((self.host, self.host.clear()))
 
     def forget(self, tokens: Sequence[int], scope: Scope) -> None:
         """Nothing that these tokens lead to is to be trusted: drop it everywhere."""
@@ -211,8 +225,15 @@ class Tiers:
                                           unit.position - beyond):  # fmt: skip
                 best = Held(tier, unit)
             else:
-                tier.stats.dearer += 1
+                self.fetches[tier.name].dearer += 1
         return best
+
+    def reach(self, chain: Chain, tokens: Sequence[int], position: int) -> int:
+        """How many of these tokens the deepest unit absorbs; `position` if none goes beyond that. Nothing is moved."""
+        for tier in self.tiers:
+            unit = tier.find(chain, tokens, position)
+            position = position if unit is None else unit.position
+        return position
 
     def size(self, tier: Tier, unit: Unit, matched: int) -> int:
         """Bytes to fetch where the device has the keys and values of so many tokens."""
@@ -223,6 +244,7 @@ class Tiers:
         """By tier: its counters, how full it is, and what fetching from it takes."""
         return {
             tier.name: asdict(tier.stats)
+            | asdict(self.fetches[tier.name])
             | {"units": len(tier), "used_bytes": tier.used, "capacity_bytes": tier.capacity}
             | {"seconds_per_byte": self.prices.per_byte.get(tier.name, 0.0)}
             for tier in self.tiers

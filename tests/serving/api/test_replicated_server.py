@@ -2,21 +2,26 @@
 
 import re
 
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
+from safetensors.numpy import save_file
 
 from serving.api.http import ServerSettings, create_app
 from serving.engine.replicas import Replicas
 from serving.engine.warmup import warm_up
 from tests.support.engine_harness import EngineHarness
-from tests.support.replicas import ReplicaMaker, check_idle
+from tests.support.letter_tokens import letters
+from tests.support.replicas import ReplicaMaker, admitted, check_idle
 
 ADMIN = {"authorization": "Bearer trainer"}
 
 
 @pytest.fixture(scope="module")
 def engines():
-    return ReplicaMaker(EngineHarness()).make()
+    harness = EngineHarness()
+    harness.tokenizer = letters()
+    return ReplicaMaker(harness).make(fresh=True, enable_structured_outputs=True, host_cache_gib=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +74,22 @@ def test_metrics_say_which_engine(client):
     assert found['mamba_jax_model_info{model="tiny"}'] == 1
 
 
+def test_what_tiers_hold_is_of_all_and_what_is_fetched_of_each(engines, client):
+    found = metrics(client)
+    tier = engines[0].loop.mover.memory.tier
+    assert found['mamba_jax_tier_capacity_bytes{tier="host"}'] == tier.capacity
+    assert found['mamba_jax_tier_checkpoints{tier="host"}'] == len(tier)
+    for i in range(2):
+        assert f'mamba_jax_tier_fetches_total{{engine="{i}",tier="host"}}' in found
+
+
+def test_outputs_have_their_form_on_every_replica(engines, client):
+    before = admitted(engines)
+    answer = complete(client, [[i + 3, 4, 5] for i in range(6)], structured_outputs={"regex": "[abc]{3}"})
+    assert all(re.fullmatch("[abc]{3}", choice["text"]) for choice in answer["choices"])
+    assert [b - a for a, b in zip(before, admitted(engines), strict=True)] == [3, 3]
+
+
 def test_the_status_page_shows_all(engines, client):
     status = client.get("/status").json()
     stats = status["stats"]
@@ -92,6 +113,20 @@ def test_weights_that_only_one_has_taken_show(engines, client, monkeypatch):
     monkeypatch.setattr(engines[1].control.weights, "version", "1")
     state = client.get("/rollout_state", headers=ADMIN).json()
     assert (state["weights_version"], state["held"]) == ("0, 1", None)
+
+
+def test_new_weights_come_to_all(engines, client, tmp_path):
+    prompts = [[i + 3, 9, 8] * 5 for i in range(4)]
+    said = [choice["token_ids"] for choice in complete(client, prompts)["choices"]]
+    changed = {path: np.asarray(v * 1.3 + 0.01) for path, v in engines[0].loop.programs.weights.items()}
+    save_file(changed, tmp_path / "model.safetensors")
+    state = client.post("/update_weights", json={"path": str(tmp_path)}, headers=ADMIN).json()
+    assert (state["weights_version"], state["updates"]) == ("1", 1)
+    answer = complete(client, prompts)
+    assert all(choice["weights_versions"] == [["1", 4]] for choice in answer["choices"])
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert [choice["token_ids"] for choice in answer["choices"]] != said
+    assert len({engine.loop.scheduler._host.cache.lineage for engine in engines} - {0}) == 1
 
 
 def test_bad_requests_are_told(client):

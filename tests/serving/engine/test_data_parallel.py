@@ -4,14 +4,17 @@ import asyncio
 import contextlib
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from serving import LLM, RequestError, SamplingParams
 from serving.config import ConfigError
+from serving.core.tiers.prices import Prices
 from serving.engine.async_engine import EngineStopped
 from serving.engine.group import EngineGroup
 from serving.engine.replicas import Replicas
+from tests.support.engines import finish
 from tests.support.replicas import ReplicaMaker, admitted, check_idle
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -20,6 +23,13 @@ DRAFTS = {
     "no drafts": {},
     "drafts": {"speculative_method": "ngram", "num_speculative_tokens": 2, "adaptive_drafts": False, "num_slots": 56},
 }
+
+
+class Free(Prices):
+    """Computing a few tokens with a tiny model takes less time than any fetch."""
+
+    def worth_fetching(self, tier: str, num_bytes: int, tokens: int) -> bool:
+        return True
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +84,32 @@ def test_replicas_say_what_one_engine_says(harness, maker, traffic, mode, drafts
     check_idle(engines)
     assert min(admitted(engines)) >= len(prompts) // 2
     assert [{device.id for device in engine.loop.programs.devices} for engine in engines] == [{0}, {1}]
+
+
+@pytest.mark.parametrize(
+    ("mode", "drafts", "disk"), [("all", "drafts", True), ("align", "no drafts", True), ("all", "no drafts", False)]
+)
+def test_with_tiers_that_they_share_they_say_the_same(harness, maker, traffic, tmp_path, mode, drafts, disk):
+    """Twice each prompt, the second time to the other replica: what the first has evicted is fetched there."""
+    prompts, alone = traffic
+    folder = {"disk_cache": str(tmp_path), "disk_cache_gib": 0.05} if disk else {}
+    engines = maker.make(mode, host_cache_gib=0.02, **folder, **DRAFTS[drafts])
+    for engine in engines:
+        engine.loop.scheduler.tiers.prices = Free()
+    for turn in range(2):
+        outputs = [
+            engines[(i + turn) % 2].add_request(f"r{turn} {i}", {"prompt_token_ids": prompt}, GREEDY)
+            for i, prompt in enumerate(prompts)
+        ]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(finish, engines))
+        for prompt, tokens, output in zip(prompts, alone, outputs, strict=True):
+            harness.assert_greedy(prompt, tokens, output.outputs[0].token_ids)
+    check_idle(engines)
+    tiers = [tier for engine in engines for tier in engine.stats()["tiers"].values()]
+    assert sum(tier["arrived"] for tier in tiers) > 5
+    assert not sum(tier["lost"] for tier in tiers)
+    EngineGroup(engines).close()
 
 
 def test_a_prompt_goes_where_its_state_is(harness, maker):
@@ -287,8 +323,6 @@ def test_new_weights_come_to_all_under_one_version(harness, maker):
     ("flags", "message"),
     [
         ({"data_parallel_size": 5, "tensor_parallel_size": 2}, "takes 10 devices: JAX sees 8 cpu"),
-        ({"data_parallel_size": 2, "host_cache_gib": 0.1}, "tiers belong to one engine"),
-        ({"data_parallel_size": 2, "disk_cache": "somewhere"}, "tiers belong to one engine"),
         ({"data_parallel_size": 0}, "data_parallel_size"),
     ],
 )

@@ -17,8 +17,10 @@ from serving.core.tiers.tier import Tier, Unit
 from serving.core.tiers.tiers import Departure, Held, Tiers
 from serving.points.arrangement import Arrangement
 from serving.points.point import PointPrograms
+from serving.tiers.disk import Disk
 from serving.tiers.folder import Folder
 from serving.tiers.layout import Layout
+from serving.tiers.memory import Memory
 from serving.tiers.mover import Mover
 from tests.support.tiny_configs import FOR_ENGINES
 
@@ -92,8 +94,11 @@ def movers(tmp_path):
         disk = Tier("disk", 1 << 30, layout.sizes(in_files=True)) if "disk" in kind else None
         tiers = Tiers(host, disk, prices=Prices(), max_leaving=1 << 30)
         programs = PROGRAMS.setdefault(model, PointPrograms(layout.arrangement))
-        folder = Folder(tmp_path / layout.fingerprint("model")) if disk is not None else None
-        made.append(Mover(tiers, layout, programs, folder))
+        below = None
+        if disk is not None:
+            folder = Folder(tmp_path / layout.fingerprint("model"))
+            below = Disk(disk, folder, layout.block, with_blocks=layout.kv is not None)
+        made.append(Mover(tiers, layout, programs, None if host is None else Memory(host), below))
         return made[-1]
 
     yield make
@@ -134,7 +139,7 @@ def test_a_unit_comes_back_as_it_was(movers, model, kind):
     assert len(loop.done) == 1
     same(model, layout, full, loop.store)
     assert mover.tiers.fetching == 0
-    assert tier.stats.arrived == 1
+    assert mover.tiers.fetches[kind].arrived == 1
     assert mover.tiers.prices.per_byte[tier.name] > 0
 
 
@@ -168,7 +173,7 @@ def test_sizes_are_those_of_the_files(movers):
     depart(mover, mover.tiers.disk, full)
     depart(mover, mover.tiers.disk, full, TOKENS[:10])
     mover.settle()
-    found = sum(path.stat().st_size for path in mover.folder.path.iterdir())
+    found = sum(path.stat().st_size for path in mover.disk.folder.path.iterdir())
     assert found <= mover.tiers.disk.used < found + 4 * 4096
 
 
@@ -178,14 +183,14 @@ def test_what_is_damaged_is_dropped_and_the_request_told(movers, which):
     mover = movers("nemotronh", layout, "disk")
     unit = depart(mover, mover.tiers.disk, full)
     mover.settle()
-    path = mover.folder._file(unit.name if which == "own" else unit.blocks[1])
+    path = mover.disk.folder._file(unit.name if which == "own" else unit.blocks[1])
     path.write_bytes(path.read_bytes()[:-3])
     loop = Loop(empty)
     loop.fetch(mover, Held(mover.tiers.disk, unit))
     assert (loop.done, len(loop.failed)) == ([], 1)
     mover.settle()
     assert not mover.tiers.disk.units
-    assert not list(mover.folder.path.glob("*.*"))
+    assert not list(mover.disk.folder.path.glob("*.*"))
 
 
 def test_what_memory_has_dropped_meanwhile_is_not_waited_for(movers):
@@ -194,7 +199,7 @@ def test_what_memory_has_dropped_meanwhile_is_not_waited_for(movers):
     unit = depart(mover, mover.tiers.host, full)
     mover.tiers.lost(Held(mover.tiers.host, unit))
     mover.settle()
-    assert not mover.leaving.parts
+    assert not len(mover.memory)
     loop = Loop(empty)
     loop.fetch(mover, Held(mover.tiers.host, unit))
     assert (loop.done, len(loop.failed)) == ([], 1)

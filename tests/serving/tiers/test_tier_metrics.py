@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from serving.api.metrics import _tiers
+from serving.api.metrics import _fetches, _tiers
 from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Sizes, Tier
 from serving.core.tiers.tiers import Tiers
@@ -14,8 +14,9 @@ PAGE = Path(__file__).parents[3] / "docs" / "tiers.md"
 def test_the_page_names_every_metric_of_tiers():
     sizes = Sizes(state=1, page=0, page_size=1, block=1)
     tiers = Tiers(Tier("host", 10, sizes), Tier("disk", 20, sizes), prices=Prices(), max_leaving=1)
-    samples = [sample for family in _tiers(tiers.snapshot()) for sample in family.metric().samples]
+    found = tiers.snapshot()
+    samples = [sample for family in (*_tiers(found), *_fetches(found)) for sample in family.metric().samples]
     assert {sample.labels["tier"] for sample in samples} == {"host", "disk"}
     assert {sample.value for sample in samples if sample.name == "mamba_jax_tier_capacity_bytes"} == {10.0, 20.0}
     assert {sample.name for sample in samples} == set(re.findall(r"`(mamba_jax_tier_\w+)", PAGE.read_text()))
-    assert not list(_tiers({}))
+    assert not [*_tiers({}), *_fetches({})]

@@ -69,8 +69,8 @@ def stats(engine) -> dict:
 
 def wait_until_seen(engine, count):
     """So many units of another's have been seen on the disk; an engine sees its own there, too."""
-    mover, until = engine.loop.mover, time.monotonic() + 30
-    while len(mover.leaving._changes.new.keys() - mover.tiers.disk.units.keys()) < count:
+    disk, until = engine.loop.mover.disk, time.monotonic() + 30
+    while len(disk._changes.new.keys() - disk.tier.units.keys()) < count:
         assert time.monotonic() < until
         time.sleep(0.02)
 
@@ -112,7 +112,7 @@ def test_what_is_still_being_written_is_waited_for(start, monkeypatch):
 
 def test_two_servers_share_a_folder(start, monkeypatch):
     """What one has evicted, the other goes on from, although both were there before; and so the other way."""
-    monkeypatch.setattr("serving.tiers.leaving._LOOK", 0.02)
+    monkeypatch.setattr("serving.tiers.disk._LOOK", 0.02)
     one, other = start(**DISK), start(**HOST, **DISK)
     fill(one)
     one.loop.mover.settle()
@@ -185,11 +185,12 @@ def test_a_full_disk_leaves_everything_else_as_it_was(start, monkeypatch):
         path.write_bytes(data[: len(data) // 2])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(engine.loop.mover.folder, "_put", full)
+    folder = engine.loop.mover.disk.folder
+    monkeypatch.setattr(folder, "_put", full)
     fill(engine)
     engine.loop.mover.settle()
     assert stats(engine)["disk"]["units"] == 0
-    assert not list(engine.loop.mover.folder.path.glob("*.*"))
+    assert not list(folder.path.glob("*.*"))
 
 
 def test_others_run_while_a_request_waits(start):

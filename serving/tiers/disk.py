@@ -1,0 +1,161 @@
+"""The disk tier of a process, for all of its engines: one thread writes to the folder, another one looks at it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from serving.core.tiers.content import Name
+from serving.core.tiers.tier import Change, Tier, Unit
+from serving.tiers.folder import Folder
+from serving.tiers.listing import Changes, Listing
+from serving.tiers.memory import PATIENCE, Part
+
+log = logging.getLogger(__name__)
+
+_PAUSE = 30.0
+"""Seconds for which nothing is written to a disk that has refused a file."""
+_LOOK = 1.0
+"""Seconds between two looks at a disk that others may write to, at least."""
+
+
+class Disk:
+    """Whoever uses it calls `join` first, `saved` in the end and then `leave`; the last one ends the threads.
+
+    Several engines change the books at once, and files follow in the order in which the one thread is told. So each
+    step asks the books again: what they hold by then is not removed, and what they do not is not written.
+
+    Args:
+        tier: the books.
+        folder: of the files.
+        block: B.
+        with_blocks: a unit needs its blocks' files.
+    """
+
+    def __init__(self, tier: Tier, folder: Folder, block: int, *, with_blocks: bool) -> None:
+        self.tier, self.folder = tier, folder
+        self._users = self._unsaved = 0
+        self._writing = ThreadPoolExecutor(1, thread_name_prefix="tier-write")
+        self._writes: dict[Name, Future[None]] = {}
+        """What is on its way, whose books have it already."""
+        self._pause_until = 0.0
+        self._closing = threading.Event()
+        self._looked, self._changes = threading.Lock(), Changes()
+        """What the thread that looks at the folder has seen, and nobody has taken in."""
+        self._listing = Listing(folder.path, block, with_blocks=with_blocks)
+        self._changes.add(self._listing.look())
+        self._looking = threading.Thread(target=self._look, name="tier-look", daemon=True)
+        self._looking.start()
+
+    def join(self) -> None:
+        """One more engine uses it."""
+        with self.tier.lock:
+            self._users += 1
+            self._unsaved += 1
+
+    def saved(self) -> bool:
+        """What one engine's device held has come here, or will not. True for the last one."""
+        with self.tier.lock:
+            self._unsaved -= 1
+            return not self._unsaved
+
+    def leave(self) -> None:
+        """One engine less does. What it wanted written is, as long as another one goes on."""
+        with self.tier.lock:
+            self._users -= 1
+            last = not self._users
+        if last:
+            self._closing.set()
+            self._writing.shutdown(wait=True, cancel_futures=True)
+            self._looking.join()
+            self._listing.close()
+
+    def changes(self) -> Changes:
+        """What is on the disk, or is no more, since the last call: of an earlier process, or of others that share the
+        folder."""
+        if not self._changes:
+            return self._changes
+        with self._looked:
+            changes, self._changes = self._changes, Changes()
+        return changes
+
+    def write(self, unit: Unit, change: Change, parts: Mapping[Name, Part], done: Callable[[str], Any]) -> Future[None]:
+        """Write a unit that has come to the books, and remove what went for it.
+
+        Args:
+            unit: it.
+            change: of the books.
+            parts: its own, and all that are new.
+            done: called in the end, by another thread, with the reason why it could not be written or "".
+        """
+        names = (*change.blocks, unit.name)
+
+        def write() -> None:
+            self._remove(change.gone)
+            # Without the unit, others may count on blocks that were to come with it.
+            error = self._put(unit, [name for name in names if self.tier.holds(name)], parts)
+            with self.tier.lock:
+                for name in names:
+                    if self._writes.get(name) is job:
+                        del self._writes[name]
+            done(error)
+
+        with self.tier.lock:
+            job = self._writing.submit(write)
+            self._writes.update(dict.fromkeys(names, job))
+        return job
+
+    def coming(self, names: Sequence[Name]) -> list[Future[None]]:
+        """What has to be waited for before these are read."""
+        with self.tier.lock:
+            return [job for name in names if (job := self._writes.get(name)) is not None]
+
+    def remove(self, names: Collection[Name]) -> Future[None]:
+        """Remove files that the books do not have any more."""
+        return self._writing.submit(self._remove, names)
+
+    def _remove(self, names: Collection[Name]) -> None:
+        with self.tier.lock:
+            gone = [name for name in names if not self.tier.holds(name)]
+        self.folder.remove(gone)
+
+    def _put(self, unit: Unit, names: Sequence[Name], parts: Mapping[Name, Part]) -> str:
+        """Why it could not be written; "" if it was."""
+        if time.monotonic() < self._pause_until:
+            return "the disk has refused a file lately"
+        try:
+            until = time.monotonic() + PATIENCE
+            arrays = {name: parts[name].result(max(0.0, until - time.monotonic())) for name in names}
+        except Exception as problem:  # the engine that was to bring it has failed, which is nothing to others
+            log.warning("a checkpoint did not come to the disk cache: %s", problem)
+            return _told(problem)
+        try:
+            for name in names:
+                self.folder.write(name, arrays[name], unit if name == unit.name else None)
+        except Exception as problem:  # whatever it is, the books must say that the unit is not there
+            log.warning("the disk cache does not take a checkpoint: %s", problem)
+            self._pause_until = time.monotonic() + _PAUSE
+            return _told(problem)
+        return ""
+
+    def _look(self) -> None:
+        """Until all ends. Between two looks there are twenty times as many seconds as one takes."""
+        pause = _LOOK
+        while not self._closing.wait(pause):
+            begin = time.monotonic()
+            try:
+                found = self._listing.look()
+            except OSError as error:
+                log.debug("the disk cache cannot be read: %s", error)
+                continue
+            with self._looked:
+                self._changes.add(found)
+            pause = max(_LOOK, 20 * (time.monotonic() - begin))
+
+
+def _told(problem: Exception) -> str:
+    return str(problem) or type(problem).__name__

@@ -1,0 +1,82 @@
+"""The host memory's bytes by name: what any engine of a process has brought there, all of them can have."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future
+from functools import partial
+
+from serving.core.tiers.content import Name
+from serving.core.tiers.tier import Tier
+from serving.tiers.folder import Arrays
+
+Part = Future[Arrays]
+
+PATIENCE = 60.0
+"""Seconds after which a part that somebody was to bring is taken for lost."""
+
+
+class Memory:
+    """Never has more than the tier's books say: what leaves them is dropped at once. Any thread may use it.
+
+    An engine's plan puts a unit into the books, and its copy is begun a moment later. Whoever asks in between gets a
+    promise, which is kept by that copy, or broken when the unit leaves the books.
+
+    Args:
+        tier: the books. From now on they tell this one what they drop.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        tier.dropped = self._drop
+        self._parts: dict[Name, Part] = {}
+        self._promises: dict[Name, Part] = {}
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def keep(self, parts: Mapping[Name, Part]) -> None:
+        """These are on their way here. What the books have dropped meanwhile is not kept."""
+        with self.tier.lock:
+            for name, part in parts.items():
+                if self.tier.holds(name):
+                    self._parts[name] = part
+                    promise = self._promises.pop(name, None)
+                    if promise is not None:
+                        part.add_done_callback(partial(_pass_on, promise))
+
+    def get(self, name: Name) -> Part:
+        """A part, which may still be on its way. One that the books do not have has failed with KeyError."""
+        with self.tier.lock:
+            part = self._parts.get(name) or self._promises.get(name)
+            if part is None:
+                part = Future()
+                if self.tier.holds(name):
+                    self._promises[name] = part
+                else:
+                    part.set_exception(_gone())
+            return part
+
+    def has_all(self, names: Collection[Name]) -> bool:
+        """Whether all of these are here, or on their way."""
+        return all(name in self._parts for name in names)
+
+    def _drop(self, name: Name) -> None:
+        """With the tier's lock."""
+        self._parts.pop(name, None)
+        promise = self._promises.pop(name, None)
+        if promise is not None:
+            promise.set_exception(_gone())
+
+
+def _gone() -> KeyError:
+    return KeyError("it is not in memory any more")
+
+
+def _pass_on(promise: Part, part: Part) -> None:
+    if part.cancelled():
+        promise.set_exception(_gone())
+    elif (error := part.exception()) is not None:
+        promise.set_exception(error)
+    else:
+        promise.set_result(part.result())

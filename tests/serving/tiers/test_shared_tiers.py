@@ -1,0 +1,251 @@
+"""Replicas over one memory and one folder: what one has left there, the others go on from, and nobody harms them.
+
+Their programs emit one token for ever and leave the store as it is.
+"""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
+import pytest
+
+from serving.config import EngineConfig
+from serving.core.tiers.prices import Prices
+from serving.engine import build
+from serving.engine.placing import Placing
+from serving.engine.replica_stats import merged
+from serving.engine.sampling_params import SamplingParams
+from serving.engine.weights import new_update
+from serving.tiers.memory import Memory
+from tests.support.engines import finish
+from tests.support.no_programs import NoPrograms
+from tests.support.split_pair import FLAGS, model, tokens
+
+SMALL = FLAGS | {"debug_state": False, "max_num_seqs": 2, "num_slots": 8, "num_pages": 26, "max_num_batched_tokens": 40}
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+HOST, DISK = {"host_cache_gib": 0.004}, {"disk_cache_gib": 0.1}
+
+
+class Free(Prices):
+    """Computing nothing takes no time."""
+
+    def worth_fetching(self, tier: str, num_bytes: int, tokens: int) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return model()
+
+
+@pytest.fixture
+def start(tiny, tmp_path):
+    """Makes two replicas, and closes them."""
+    made = []
+
+    def make(**flags):
+        if "disk_cache_gib" in flags:
+            flags = {"disk_cache": str(tmp_path / "disk")} | flags
+        config = EngineConfig.create(mamba_cache_mode="all", data_parallel_size=2, **(SMALL | flags))
+        with mock.patch.object(build, "StepPrograms", return_value=NoPrograms()):
+            engines = build.assemble(config, tiny).engines
+        for engine in engines:
+            engine.loop.scheduler.tiers.prices = Free()
+            made.append(engine)
+        return engines
+
+    yield make
+    for engine in made:
+        engine.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tier-")]
+
+
+def ask(engine, name, prompt, **more):
+    """A request from beginning to end; prompt tokens that it found."""
+    output = engine.add_request(name, {"prompt_token_ids": list(prompt)}, PARAMS, **more)
+    finish(engine)
+    return output.num_cached_tokens
+
+
+def fill(engine, numbers=range(1, 7)):
+    """So many prompts that the first are evicted."""
+    for number in numbers:
+        assert ask(engine, f"first {number}", tokens(number, 61)) == 0
+
+
+def tiers(engine) -> dict:
+    return engine.stats()["tiers"]
+
+
+def names(tier) -> set:
+    return {name for unit in tier.units.values() for name in (unit.name, *unit.blocks)}
+
+
+def settle(engines):
+    for engine in engines:
+        engine.loop.mover.settle()
+        engine.loop.mover.exchange(engine.loop)
+        engine.loop.mover.settle()
+
+
+@pytest.mark.parametrize("flags", [HOST, DISK, HOST | DISK])
+def test_what_one_has_computed_the_other_goes_on_from(start, flags):
+    one, other = start(**flags)
+    fill(one)
+    assert ask(other, "again", tokens(1, 61)) == 61
+    fill(other, numbers=range(11, 17))
+    assert ask(one, "too", tokens(11, 61)) == 61
+    assert [sum(tier["arrived"] for tier in tiers(engine).values()) for engine in (one, other)] == [1, 1]
+    assert all(tier["lost"] == 0 for tier in tiers(one).values())
+    for engine in (one, other):
+        engine.loop.scheduler.check(idle=True)
+
+
+def test_what_they_hold_is_counted_once_and_what_they_fetch_by_each(start):
+    one, other = start(**HOST)
+    fill(one)
+    ask(other, "again", tokens(1, 61))
+    ask(other, "again", tokens(2, 61))
+    ask(one, "again", tokens(1, 61))
+    whole = merged([one.stats(), other.stats()])
+    found, tier = whole["tiers"]["host"], one.loop.mover.memory.tier
+    assert (found["units"], found["used_bytes"], found["capacity_bytes"]) == (len(tier), tier.used, tier.capacity)
+    assert found["stored"] == tier.stats.stored
+    assert found["arrived"] == 3
+    assert [engine["tiers"]["host"]["arrived"] for engine in whole["engines"]] == [1, 2]
+
+
+def test_both_at_once_keep_to_the_caps(start, tmp_path):
+    """Room for a few conversations in memory and a few more on the disk: both evict, write and fetch all the time."""
+    one, other = start(**HOST, **DISK)
+    memory, disk = one.loop.mover.memory, one.loop.mover.disk
+    assert memory is other.loop.mover.memory
+    for tier, conversations in ((memory.tier, 6), (disk.tier, 9)):
+        tier.capacity = conversations * (tier.sizes.state + 4 * tier.sizes.whole_block)
+    most, together = 0, threading.Barrier(2, timeout=60)
+
+    def work(engine, behind):
+        nonlocal most
+        for number in range(40):
+            together.wait()
+            ask(engine, f"{number}", tokens((number - behind) % 37, 61))
+            parts = memory._parts.copy().values()
+            held = sum(array.nbytes for part in parts if part.done() for array in part.result().values())
+            most = max(most, held)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, (one, other), (0, 3)))
+    settle((one, other))
+    for tier in (memory.tier, disk.tier):
+        tier.check()
+        assert tier.stats.evicted > 10
+        assert 0 < tier.used <= tier.capacity
+    assert 0 < most <= memory.tier.capacity
+    assert memory._parts.keys() == names(memory.tier)
+    assert not memory._promises
+    files = {path.stem: path.stat().st_size for path in (tmp_path / "disk").rglob("*.safetensors")}
+    assert sum(files.values()) <= disk.tier.capacity
+    assert files.keys() >= {name.hex() for name in names(disk.tier)}
+    assert not disk._writes
+    assert sum(tier["arrived"] for tier in tiers(other).values()) > 5, "it finds what the first has left"
+
+
+def test_what_is_damaged_is_dropped_for_all(start, tmp_path):
+    one, other = start(**DISK)
+    fill(one)
+    one.loop.mover.settle()
+    for path in (tmp_path / "disk").rglob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 16
+        path.write_bytes(data)
+    held = len(one.loop.mover.disk.tier)
+    assert ask(other, "again", tokens(1, 61)) == 0
+    assert tiers(other)["disk"]["lost"] > 0
+    assert len(one.loop.mover.disk.tier) < held
+    assert ask(other, "third", tokens(1, 61)) == 61, "it has computed it"
+
+
+def test_one_that_fails_harms_the_others_neither_in_memory_nor_on_the_disk(start, monkeypatch):
+    one, other = start(**HOST, **DISK)
+    leaving = one.loop.mover.leaving
+
+    def broken(*_):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(leaving, "_copy", lambda *_: leaving._copying.submit(broken))
+    fill(one)
+    settle((one,))
+    assert tiers(one)["host"]["units"] == tiers(one)["disk"]["units"] == 0
+    assert tiers(one)["host"]["lost"] > 0
+    fill(other)
+    settle((other,))
+    assert tiers(other)["disk"]["units"] > 0, "the disk has refused nothing"
+    one.close()
+    fill(other, numbers=range(11, 17))
+    assert ask(other, "again", tokens(1, 61)) == 61
+    settle((other,))
+    assert tiers(other)["disk"]["units"] > 6
+
+
+def test_the_next_process_finds_what_both_devices_held(start):
+    one, other = start(**HOST, **DISK)
+    fill(one, numbers=[1, 2])
+    fill(other, numbers=[11, 12])
+    one.close()
+    other.close()
+    one, other = start(**DISK)
+    assert [ask(one, f"{number}", tokens(number, 61)) for number in (1, 11)] == [61, 61]
+    assert [ask(other, f"{number}", tokens(number, 61)) for number in (2, 12)] == [61, 61]
+
+
+def test_only_those_that_were_given_the_same_weights_share(start):
+    one, other = start(**HOST)
+    fill(one)
+    one.loop.scheduler.change_weights(new_update())
+    fill(one)
+    other.loop.scheduler.change_weights(new_update())
+    fill(one, numbers=range(21, 27))
+    assert ask(other, "again", tokens(21, 61)) == 0
+    update = new_update()
+    for engine in (one, other):
+        engine.loop.scheduler.change_weights(update)
+    fill(one)
+    assert ask(other, "once more", tokens(1, 61)) == 61
+    assert tiers(other)["host"]["arrived"] == 1
+
+
+def test_a_device_that_has_a_state_is_preferred_to_those_that_would_fetch_it(start):
+    engines = start(**HOST)
+    placing = Placing(engines)
+    fill(engines[1])
+    prompt = tokens(1, 61)
+    assert [engine.loop.scheduler.fetchable(prompt, None, 0, {}) for engine in engines] == [61, 61]
+    given = [placing.give(prompt, PARAMS, None) for _ in range(4)]
+    assert sorted(place.replica for place in given) == [0, 0, 1, 1], "it costs the same everywhere"
+    for place in given:
+        place.ended()
+    assert ask(engines[1], "again", prompt) == 61
+    for _ in range(4):
+        place = placing.give(prompt, PARAMS, None)
+        assert place.replica == 1
+        place.ended()
+
+
+def test_a_part_is_promised_as_soon_as_the_books_have_it(start):
+    one, _ = start(**HOST)
+    fill(one)
+    settle((one,))
+    tier = one.loop.mover.memory.tier
+    memory, (first, second, *_) = Memory(tier), list(tier.units)
+    promise, broken = memory.get(first), memory.get(second)
+    part = one.loop.mover.memory.get(first)
+    memory.keep({first: part, b"nobody's": part})
+    assert promise.result(timeout=0) is part.result()
+    assert memory.get(first) is part
+    with pytest.raises(KeyError):
+        memory.get(b"nobody's").result(timeout=0)
+    assert not broken.done()
+    tier.drop(second)
+    with pytest.raises(KeyError):
+        broken.result(timeout=0)
+    assert len(memory) == 1
