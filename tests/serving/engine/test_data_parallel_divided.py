@@ -1,19 +1,24 @@
 """Replicas that each take several devices: the mesh of one engine beside that of the next."""
 
 import itertools
+import threading
 
 import pytest
 
 from serving import LLM, RequestError, SamplingParams
+from serving.core.tiers.prices import Prices
 from tests.serving.engine.test_tensor_parallel import FLAGS, assert_greedy, quick_compilation  # noqa: F401 - a fixture
 from tests.support.divisible_checkpoints import FAMILIES, write_checkpoint
+from tests.support.engines import finish
 from tests.support.replicas import admitted, check_idle
 
 
-def test_two_replicas_of_two_devices(tmp_path, quick_compilation):  # noqa: F811
+def test_two_replicas_of_two_devices(tmp_path, monkeypatch, quick_compilation):  # noqa: F811
+    monkeypatch.setattr(Prices, "worth_fetching", lambda *_: True)  # computing a few tokens takes less time
     case = FAMILIES["nemotronh-moe"]
     directory = write_checkpoint(tmp_path, case)
     flags = FLAGS | {"max_num_seqs": 2, "max_num_batched_tokens": 32}
+    flags |= {"host_cache_gib": 0.05, "disk_cache": str(tmp_path / "disk"), "disk_cache_gib": 0.05}
     llm = LLM(directory, data_parallel_size=2, tensor_parallel_size=2, speculative_method=case.drafts, **flags)
     params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2)
     prompts = [{"prompt_token_ids": [7 + i, 8, 9] * 14} for i in range(4)]
@@ -37,4 +42,21 @@ def test_two_replicas_of_two_devices(tmp_path, quick_compilation):  # noqa: F811
         release()
     assert_greedy(llm.generate(prompts, params, use_tqdm=False), directory)
     check_idle(llm.engines)
+    # What one mesh held comes back to the other one.
+    one, other = llm.engines
+    while one.loop.scheduler.index.evict_state():
+        pass
+    one.loop.mover.copy_out(one.loop.store)
+    while other.loop.scheduler.index.evict_state():  # what it has of its own
+        pass
+    other.loop.mover.copy_out(other.loop.store)
+    again = [other.add_request(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)]
+    finish(other)
+    assert_greedy(again, directory)
+    tiers = other.stats()["tiers"]
+    assert sum(tier["arrived"] for tier in tiers.values()) >= 2, tiers
+    assert all(output.num_cached_tokens > 0 for output in again)
+    check_idle(llm.engines)
     llm.close()
+    assert list((tmp_path / "disk").rglob("*.safetensors"))
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tier-")]
