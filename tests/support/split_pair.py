@@ -23,6 +23,7 @@ from serving.split.transport import DirectTransport
 from serving.split.wire import Ticket
 from serving.split.worker import Worker
 from tests.support.engines import QUICK_COMPILE, Continuation, finish
+from tests.support.letter_tokens import EOS, letters
 from tests.support.random_models import long_memory_model
 from tests.support.tiny_configs import ENGINE_VOCAB, FOR_ENGINES
 
@@ -76,7 +77,8 @@ def build(mode: str | None = "all", source: str = "none", **flags):
     """An engine whose steps have one shape each."""
     config = EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | DRAFTS[source] | flags))
     shared = programs(source) if config.tensor_parallel_size == 1 else None
-    built = assemble(config, model(), programs=shared)
+    texts = {"tokenizer": letters(), "eos_token_ids": (EOS,)} if config.enable_structured_outputs else {}
+    built = assemble(config, model(), programs=shared, **texts)
     built.engine.loop.batches.decode_shapes = [4]
     built.engine.loop.batches.prefill_shapes = [PrefillShape(tokens=64, rows=4, tiles=16)]
     return built
