@@ -1,7 +1,7 @@
 """The dense product of a few rows with a 16-bit weight in C++, for CPU: streams the weight once (`native/linear.cc`).
 
-Of these, XLA's own form widens or rearranges the weight first. With a float32 weight it streams as fast, and from eight
-rows on it is faster with 16 bits as well, by instructions made for them.
+Of these, XLA's own form widens or rearranges the weight first. With a float32 weight it streams as fast, and with more
+rows it is faster with 16 bits as well, by instructions made for them.
 """
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from kernels_pallas import native
 from kernels_pallas.linear import xla
 
-_MOST_ROWS = 4
+_MOST_ROWS = 8
 
 
 def unsupported(x, weight, *, out_dtype):

@@ -12,14 +12,22 @@ using Matrix = ffi::Buffer<ffi::F32, 2>;
 
 constexpr int64_t kPiece = 64;  // outputs that one thread computes at a time
 
+// Tokens of an expert are few, and put in order for each piece of it.
+template <typename Number>
+NATIVE_INLINE void product_by_outputs(const float* x, const typename Number::Stored* w, float* y, int64_t rows,
+                                      int64_t inputs, int64_t outputs, int64_t begin, int64_t end) {
+  std::vector<float> room;
+  product<Number>(in_order<Number>(x, rows, inputs, room), w, y, rows, inputs, outputs, begin, end);
+}
+
 #define NATIVE_PRODUCT(name, form, Number)                                                                           \
   NATIVE_HOT void name(const float* x, const Number::Stored* w, float* y, int64_t rows, int64_t inputs,              \
                        int64_t outputs, int64_t begin, int64_t end) {                                                \
     form<Number>(x, w, y, rows, inputs, outputs, begin, end);                                                        \
   }
-NATIVE_PRODUCT(by_outputs_float32, product, Float32)
-NATIVE_PRODUCT(by_outputs_bfloat16, product, BFloat16)
-NATIVE_PRODUCT(by_outputs_int8, product, Int8)
+NATIVE_PRODUCT(by_outputs_float32, product_by_outputs, Float32)
+NATIVE_PRODUCT(by_outputs_bfloat16, product_by_outputs, BFloat16)
+NATIVE_PRODUCT(by_outputs_int8, product_by_outputs, Int8)
 NATIVE_PRODUCT(by_inputs_float32, product_transposed, Float32)
 NATIVE_PRODUCT(by_inputs_bfloat16, product_transposed, BFloat16)
 #undef NATIVE_PRODUCT

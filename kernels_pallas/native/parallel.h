@@ -17,10 +17,12 @@ namespace native {
 // This thread works as well and waits only for pieces that another thread has begun, never for a thread to become free:
 // several operations may run at once, and their waiting must not fill the pool. A helper that comes late finds nothing
 // left and touches nothing but the counters, which it keeps alive.
+// `least`: items that are worth a piece of their own.
 template <typename Body>
-void parallel_for(xla::ffi::ThreadPool& pool, int64_t items, const Body& body) {
+void parallel_for(xla::ffi::ThreadPool& pool, int64_t items, const Body& body, int64_t least = 1) {
   const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
-  const int64_t pieces = std::min(items, threads == 1 ? int64_t{1} : threads * 4);
+  const int64_t most = std::min(items, threads == 1 ? int64_t{1} : threads * 4);
+  const int64_t pieces = std::clamp<int64_t>(items / least, std::min<int64_t>(most, 1), most);
   if (pieces <= 1) {
     if (items > 0) body(int64_t{0}, items);
     return;

@@ -9,19 +9,26 @@
 namespace native {
 
 constexpr int64_t kLanes = 16;
-constexpr int64_t kInputs = 1024;  // inputs multiplied before the next rows: a block of weights stays in the first cache
-constexpr int64_t kOutputs = 4;    // outputs and rows whose sums are kept in registers
+// Inputs of a block, which is multiplied before the next rows: one of x and two of weights stay in the first cache.
+constexpr int64_t kInputs = 1024;
+constexpr int64_t kBytes = 2048;
+constexpr int64_t kOutputs = 4;  // outputs and rows whose sums are kept in registers
 constexpr int64_t kRows = 4;
 
 typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
 typedef float Half __attribute__((vector_size(kLanes / 2 * sizeof(float))));
 typedef float Quarter __attribute__((vector_size(kLanes / 4 * sizeof(float))));
 
+struct Lanes {
+  float lane[kLanes];
+};
+
 typedef uint16_t Shorts __attribute__((vector_size(kLanes * sizeof(uint16_t))));
 typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
 typedef int32_t Integers __attribute__((vector_size(kLanes * sizeof(int32_t))));
 
-// What is loaded of a number format at once (Loaded), and how many vectors of float32 that is (kVectors).
+// What is loaded of a number format at once (Loaded: 64 bytes, as memory comes in), how many vectors of float32 that is
+// (kVectors), and whether they have the numbers in another order (kTakenApart).
 // (Vectors go by reference: how they are passed by value depends on the instruction set.)
 template <typename Number>
 struct Vectors;
@@ -30,15 +37,19 @@ template <>
 struct Vectors<Float32> {
   using Loaded = Vector;
   static constexpr int64_t kVectors = 1;
+  static constexpr bool kTakenApart = false;
   static NATIVE_INLINE void widen(const Loaded& loaded, int64_t, Vector& value) { value = loaded; }
 };
 
 template <>
 struct Vectors<BFloat16> {
-  using Loaded = Shorts;
-  static constexpr int64_t kVectors = 1;
-  static NATIVE_INLINE void widen(const Loaded& loaded, int64_t, Vector& value) {
-    const Words bits = __builtin_convertvector(loaded, Words) << 16;
+  struct Loaded {
+    Shorts parts[2];
+  };
+  static constexpr int64_t kVectors = 2;
+  static constexpr bool kTakenApart = false;
+  static NATIVE_INLINE void widen(const Loaded& loaded, int64_t k, Vector& value) {
+    const Words bits = __builtin_convertvector(loaded.parts[k], Words) << 16;
     std::memcpy(&value, &bits, sizeof value);
   }
 };
@@ -50,6 +61,7 @@ template <>
 struct Vectors<Int8> {
   using Loaded = Integers;
   static constexpr int64_t kVectors = 4;
+  static constexpr bool kTakenApart = true;
   static NATIVE_INLINE void widen(const Loaded& loaded, int64_t k, Vector& value) {
     value = __builtin_convertvector((loaded << static_cast<int32_t>(24 - 8 * k)) >> 24, Vector);
   }
@@ -59,7 +71,7 @@ struct Vectors<Int8> {
 template <typename Number>
 inline const float* in_order(const float* x, int64_t rows, int64_t inputs, std::vector<float>& room) {
   constexpr int64_t kVectors = Vectors<Number>::kVectors, kBlock = kLanes * kVectors;
-  if (kVectors == 1) return x;
+  if (!Vectors<Number>::kTakenApart) return x;
   room.assign(x, x + rows * inputs);
   for (int64_t t = 0; t < rows; ++t) {
     for (int64_t i = t * inputs; i + kBlock <= (t + 1) * inputs; i += kBlock) {
@@ -72,9 +84,9 @@ inline const float* in_order(const float* x, int64_t rows, int64_t inputs, std::
 }
 
 // By halves: added up one after the other, sixteen lanes would take longer than many a product.
-NATIVE_INLINE float total(const Vector& value) {
+NATIVE_INLINE float total(const Lanes& value) {
   Half halves[2];
-  std::memcpy(halves, &value, sizeof halves);
+  std::memcpy(halves, value.lane, sizeof halves);
   halves[0] += halves[1];
   Quarter quarters[2];
   std::memcpy(quarters, halves, sizeof quarters);
@@ -82,16 +94,21 @@ NATIVE_INLINE float total(const Vector& value) {
   return (quarters[0][0] + quarters[0][2]) + (quarters[0][1] + quarters[0][3]);
 }
 
-// sums[o][t] += w[o][:count] x[t][:count] for `outputs` rows of w and `rows` rows of x (`in_order`), `inputs` apart.
+// sums[o][t] += w[o][:count] x[t][:count] by lanes, for `outputs` rows of w and `rows` rows of x (`in_order`), `inputs`
+// apart. Meanwhile as long a piece of the first `fetched` rows from `ahead` is fetched.
 template <typename Number, int64_t outputs, int64_t rows>
-NATIVE_INLINE void multiply(const float* x, const typename Number::Stored* w, int64_t inputs, int64_t count,
-                            float* sums, int64_t apart) {
+NATIVE_INLINE void multiply(const float* x, const typename Number::Stored* w, const typename Number::Stored* ahead,
+                            int64_t fetched, int64_t inputs, int64_t count, Lanes* sums, int64_t apart) {
   constexpr int64_t kVectors = Vectors<Number>::kVectors;
-  Vector sum[outputs][rows] = {};
+  Vector sum[outputs][rows];
+  for (int64_t o = 0; o < outputs; ++o) {
+    for (int64_t t = 0; t < rows; ++t) std::memcpy(&sum[o][t], sums + o * apart + t, sizeof sum[o][t]);
+  }
   int64_t i = 0;
   for (; i + kLanes * kVectors <= count; i += kLanes * kVectors) {
     typename Vectors<Number>::Loaded loaded[outputs];
     for (int64_t o = 0; o < outputs; ++o) std::memcpy(&loaded[o], w + o * inputs + i, sizeof loaded[o]);
+    for (int64_t o = 0; o < fetched; ++o) __builtin_prefetch(ahead + o * inputs + i);
     for (int64_t k = 0; k < kVectors; ++k) {
       Vector weight[outputs];
       for (int64_t o = 0; o < outputs; ++o) Vectors<Number>::widen(loaded[o], k, weight[o]);
@@ -106,48 +123,80 @@ NATIVE_INLINE void multiply(const float* x, const typename Number::Stored* w, in
 #pragma GCC unroll 4
   for (int64_t o = 0; o < outputs; ++o) {
 #pragma GCC unroll 4
-    for (int64_t t = 0; t < rows; ++t) sums[o * apart + t] += total(sum[o][t]);
+    for (int64_t t = 0; t < rows; ++t) std::memcpy(sums + o * apart + t, &sum[o][t], sizeof sum[o][t]);
   }
   if (i == count) return;
   for (int64_t o = 0; o < outputs; ++o) {
     for (int64_t t = 0; t < rows; ++t) {
       float rest = 0;
       for (int64_t k = i; k < count; ++k) rest += Number::load(w[o * inputs + k]) * x[t * inputs + k];
-      sums[o * apart + t] += rest;
+      sums[o * apart + t].lane[0] += rest;
     }
   }
 }
 
-// Outputs [begin, end) of y [rows, outputs].
+// The same for any number of rows of x: kRows at a time, and what is left. Each time fetches its share, so that memory
+// is never idle; `ahead` may be null.
+template <typename Number, int64_t outputs>
+NATIVE_INLINE void multiply_rows(const float* x, const typename Number::Stored* w,
+                                 const typename Number::Stored* ahead, int64_t rows, int64_t inputs, int64_t count,
+                                 Lanes* sums) {
+  const int64_t times = (rows + kRows - 1) / kRows;
+  for (int64_t time = 0; time < times; ++time) {
+    const int64_t t = time * kRows, from = outputs * time / times;
+    const int64_t fetched = ahead == nullptr ? 0 : outputs * (time + 1) / times - from;
+    const typename Number::Stored* next = ahead == nullptr ? w : ahead + from * inputs;
+    const float* values = x + t * inputs;
+    switch (std::min(rows - t, kRows)) {
+      case 4:
+        multiply<Number, outputs, 4>(values, w, next, fetched, inputs, count, sums + t, rows);
+        break;
+      case 3:
+        multiply<Number, outputs, 3>(values, w, next, fetched, inputs, count, sums + t, rows);
+        break;
+      case 2:
+        multiply<Number, outputs, 2>(values, w, next, fetched, inputs, count, sums + t, rows);
+        break;
+      default:
+        multiply<Number, outputs, 1>(values, w, next, fetched, inputs, count, sums + t, rows);
+    }
+  }
+}
+
+// Outputs [begin, end) of y [rows, outputs]; x is `in_order`.
+//
+// Processors foresee one long stream, not several rows of a weight side by side that end after a page: unless the next
+// block is fetched by hand, half of the time goes by waiting for memory.
 template <typename Number>
 NATIVE_INLINE void product(const float* x, const typename Number::Stored* w, float* y, int64_t rows, int64_t inputs,
                            int64_t outputs, int64_t begin, int64_t end) {
-  std::vector<float> sums(kOutputs * rows), room;
-  x = in_order<Number>(x, rows, inputs, room);
+  constexpr int64_t kStep = kLanes * Vectors<Number>::kVectors;
+  constexpr int64_t kMost = std::min(kInputs, kBytes / static_cast<int64_t>(sizeof(typename Number::Stored)));
+  const int64_t blocks = std::max<int64_t>((inputs + kMost - 1) / kMost, 1);  // as long as each other
+  const int64_t block = std::max((inputs / blocks + kStep - 1) / kStep * kStep, kStep);
+  std::vector<Lanes> sums(kOutputs * rows);
   for (int64_t o = begin; o < end; o += kOutputs) {
     const int64_t several = std::min(kOutputs, end - o);
-    std::fill(sums.begin(), sums.end(), 0.0f);
-    for (int64_t i = 0; i < inputs; i += kInputs) {
-      const int64_t count = std::min(kInputs, inputs - i);
+    std::fill(sums.begin(), sums.end(), Lanes{});
+    for (int64_t i = 0; i < inputs; i += block) {
+      const int64_t count = std::min(block, inputs - i);
       const typename Number::Stored* weight = w + o * inputs + i;
-      int64_t t = 0;
       if (several == kOutputs) {
-        for (; t + kRows <= rows; t += kRows) {
-          multiply<Number, kOutputs, kRows>(x + t * inputs + i, weight, inputs, count, &sums[t], rows);
+        const typename Number::Stored* ahead = nullptr;
+        if (i + block < inputs) {
+          ahead = weight + block;
+        } else if (o + 2 * kOutputs <= end) {
+          ahead = w + (o + kOutputs) * inputs;
         }
-        for (; t < rows; ++t) {
-          multiply<Number, kOutputs, 1>(x + t * inputs + i, weight, inputs, count, &sums[t], rows);
-        }
+        multiply_rows<Number, kOutputs>(x + i, weight, ahead, rows, inputs, count, sums.data());
       } else {
-        for (; t < rows; ++t) {
-          for (int64_t k = 0; k < several; ++k) {
-            multiply<Number, 1, 1>(x + t * inputs + i, weight + k * inputs, inputs, count, &sums[k * rows + t], rows);
-          }
+        for (int64_t k = 0; k < several; ++k) {
+          multiply_rows<Number, 1>(x + i, weight + k * inputs, nullptr, rows, inputs, count, sums.data() + k * rows);
         }
       }
     }
     for (int64_t k = 0; k < several; ++k) {
-      for (int64_t t = 0; t < rows; ++t) y[t * outputs + o + k] = sums[k * rows + t];
+      for (int64_t t = 0; t < rows; ++t) y[t * outputs + o + k] = total(sums[k * rows + t]);
     }
   }
 }

@@ -20,10 +20,20 @@ def test_equals_definition(shape, dtype):
 
 
 @needs_native
-@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize(("inputs", "outputs"), [(4096, 24), (1040, 5), (77, 131), (16, 1), (3, 2)])
 def test_native_equals_definition(rows, inputs, outputs):
     check(rows, inputs, outputs, jnp.bfloat16, "native")
+
+
+@needs_native
+def test_native_rows_do_not_depend_on_each_other():
+    random = np.random.default_rng(2)
+    x = jnp.asarray(random.normal(size=(7, 2100)), jnp.bfloat16)
+    weight = jnp.asarray(random.normal(size=(13, 2100)), jnp.bfloat16)
+    run = jax.jit(lambda x: linear(x, weight, out_dtype=jnp.float32, implementation="native"))
+    for rows in (1, 2, 3, 5):
+        np.testing.assert_array_equal(run(x[:rows]), run(x)[:rows])
 
 
 @needs_native
@@ -35,7 +45,7 @@ def test_native_runs_where_it_is_faster():
     assert choice.chosen == {"linear": {"native": ""}}
     for x, weight, why in [
         (few.astype(jnp.float32), narrow.astype(jnp.float32), "weights are float32"),
-        (jnp.ones((5, 32), jnp.bfloat16), narrow, "5 rows, not 1 to 4"),
+        (jnp.ones((9, 32), jnp.bfloat16), narrow, "9 rows, not 1 to 8"),
         (few[:0], narrow, "0 rows"),
     ]:
         with pytest.raises(UnsupportedError, match=why):
