@@ -51,6 +51,7 @@ CORE = {
     "reasons": set(),
     "config": {"reasons"},
     "stats": {"reasons"},
+    "placing": set(),
     "cache": {"config", "reasons", "stats"},
     "tiers": {"cache"},
     "requests": {"cache", "reasons", "tiers"},

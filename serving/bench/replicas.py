@@ -11,7 +11,7 @@ tier (`serving.core.tiers.tier`); with tiers, its host holds more. Policies:
 * `events`: the least expected time until the answer begins: work that waits there, plus tokens that it would have to
   compute, by what it has told of its states (`serving.core.tiers.directory`).
 * `tiers`: the same, where hosts hold what devices evict.
-* `router`: by the router's own rule (`serving.core.tiers.placing`), which knows tokens and no speeds: as `tiers`, but
+* `router`: by the router's own rule (`serving.core.placing`), which knows tokens and no speeds: as `tiers`, but
   by affinity where nobody has a state, and what fetching takes is not counted.
 
 A line of JSON each: `hits` (prompt tokens not computed, by those an infinite cache shared by all would find), `balance`
@@ -31,9 +31,9 @@ from typing import Any
 
 from serving.core import CheckpointKind
 from serving.core.cache.prefix_tree import Scope
+from serving.core.placing import price
 from serving.core.tiers.content import Chain, Name, state_name
 from serving.core.tiers.directory import Directory
-from serving.core.tiers.placing import price
 from serving.core.tiers.tier import Sizes, Tier, Unit
 
 GRAIN = 16

@@ -13,7 +13,7 @@ from serving.engine.placing import Given, Placing
 from serving.engine.prompt import Prompt
 from serving.engine.request_error import RequestError
 from serving.engine.sampling_params import SamplingParams
-from serving.engine.weights import common_version, new_update
+from serving.engine.weights import common_version, lacking, new_update
 
 
 class EngineGroup:
@@ -72,10 +72,10 @@ class EngineGroup:
                     cache_salt=cache_salt,
                     live_text=live_text,
                 )
-            except RequestError as error:
+            except Exception as error:
                 given.ended()
                 full.append(given.replica)
-                if not error.retry or len(full) == len(self.engines):
+                if not isinstance(error, RequestError) or not error.retry or not self._placing.any_open(full):
                     raise
                 continue
             self._given[request_id] = given
@@ -151,10 +151,11 @@ class GroupControl:
 
     def update_weights(self, given: NewWeights, *, version: str | int | None = None, partial: bool = False) -> str:
         """As `Control.update_weights`; all get one version."""
-        name = common_version((engine.control.weights for engine in self._group.engines), version)
-        again, update = repeatable(given), new_update()
-        for engine in self._group.all_at_rest():
-            engine.control.update_weights(again, version=name, partial=partial, update=update)
+        weights = [engine.control.weights for engine in self._group.engines]
+        name, again, update = common_version(weights, version), repeatable(given), new_update()
+        for engine, lacks in zip(self._group.all_at_rest(), lacking(weights, name), strict=True):
+            if lacks:
+                engine.control.update_weights(again, version=name, partial=partial, update=update)
         return name
 
     def sleep(self, level: int = 1) -> None:

@@ -1,6 +1,6 @@
 """Which of several replicas a request goes to: the one that has the least to compute before it can answer.
 
-The rule is that of routers (`serving.core.tiers.placing`). What routers are told by events is here asked of each prefix
+The rule is that of routers (`serving.core.placing`). What routers are told by events is here asked of each prefix
 index itself, and so it is neither late nor of another block size. What tiers below the devices hold, all replicas can
 have: it costs each the same, so whoever has a state on its device is preferred to those who would have to fetch it.
 """
@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from serving.core.cache.prefix_tree import Scope
+from serving.core.placing import EVENNESS, Workload, price
 from serving.core.tiers.content import Chain
-from serving.core.tiers.placing import EVENNESS, Workload, price
 from serving.engine.engine import Engine
 from serving.engine.sampling_params import SamplingParams
 
@@ -81,32 +81,36 @@ class Placing:
             self._choices[best] += choices
         return Given(self, best, missing[best], choices)
 
-    def computed(self, replica: int, tokens: int) -> None:
-        """A replica has computed so many of the tokens that it was given, or will not."""
-        with self._lock:
-            self._work[replica].computed(tokens)
+    def any_open(self, without: Collection[int]) -> bool:
+        """Whether there is another replica that is not held. How long a held one would keep a request, nobody knows."""
+        return any(not engine.control.held for i, engine in enumerate(self._engines) if i not in without)
 
-    def ended(self, replica: int, choices: int) -> None:
+    def computed(self, given: Given) -> None:
+        """A replica has computed a prompt that it was given, or will not."""
+        with self._lock:  # two threads may say so
+            self._work[given.replica].computed(given.missing)
+            given.missing = 0
+
+    def ended(self, given: Given) -> None:
         """A replica is done with a request."""
+        self.computed(given)
         with self._lock:
-            self._choices[replica] -= choices
+            self._choices[given.replica] -= given.choices
 
 
 class Given:
     """A request at its replica, until it has ended."""
 
-    def __init__(self, placing: Placing, replica: int, tokens: int, choices: int) -> None:
-        self._placing, self.replica, self._tokens, self._choices = placing, replica, tokens, choices
+    def __init__(self, placing: Placing, replica: int, missing: int, choices: int) -> None:
+        self._placing, self.replica, self.missing, self.choices = placing, replica, missing, choices
 
     def computed(self) -> None:
         """Its prompt has been computed."""
-        tokens, self._tokens = self._tokens, 0
-        self._placing.computed(self.replica, tokens)
+        self._placing.computed(self)
 
     def ended(self) -> None:
         """The replica is done with it. To be called once."""
-        self.computed()
-        self._placing.ended(self.replica, self._choices)
+        self._placing.ended(self)
 
 
 class _Found(NamedTuple):

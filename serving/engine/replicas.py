@@ -18,7 +18,7 @@ from serving.engine.prompt import Prompt
 from serving.engine.replica_stats import merged
 from serving.engine.request_error import RequestError
 from serving.engine.sampling_params import SamplingParams
-from serving.engine.weights import common_version, new_update
+from serving.engine.weights import common_version, lacking, new_update
 
 
 class Replicas:
@@ -67,7 +67,7 @@ class Replicas:
                 return
             except RequestError as error:
                 full.append(place.replica)
-                if not error.retry or len(full) == len(self._served):
+                if not error.retry or not self._placing.any_open(full):
                     raise
             finally:
                 place.ended()
@@ -95,11 +95,14 @@ class Replicas:
 
         They do not wait for each other: what each says meanwhile is named by the version that it has.
         """
-        name = common_version((engine.control.weights for engine in self.engines), version)
-        again, update = repeatable(given), new_update()
-        await self.call_all(
-            lambda engine: engine.control.update_weights(again, version=name, partial=partial, update=update)
-        )
+        weights = [engine.control.weights for engine in self.engines]
+        name, again, number = common_version(weights, version), repeatable(given), new_update()
+
+        def update(engine: Engine) -> None:
+            engine.control.update_weights(again, version=name, partial=partial, update=number)
+
+        pairs = zip(self._served, lacking(weights, name), strict=True)
+        await _all(served.call(update) for served, lacks in pairs if lacks)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """As `AsyncEngine.pause`."""

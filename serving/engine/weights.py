@@ -112,3 +112,12 @@ def common_version(replicas: Iterable[Weights], wanted: str | int | None) -> str
 def new_update() -> int:
     """A number for one update of all replicas; see `Weights.replace`."""
     return 1 + secrets.randbits(60)
+
+
+def lacking(replicas: Iterable[Weights], version: str) -> list[bool]:
+    """Which replicas are to take the weights of a version: those without it, as after a try that failed on some.
+
+    All, where all have it: they say that it is in use.
+    """
+    found = [weights.version != version or not weights.whole for weights in replicas]
+    return found if any(found) else [True] * len(found)

@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 from pydantic import ValidationError
 
+from serving.core.placing import price
 from serving.core.tiers.directory import Resumable
-from serving.core.tiers.placing import price
 from serving.split.router.following import Following
 from serving.split.router.workers import Fleet, Remote, choose
 from serving.split.settings import RouterSettings

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 from pydantic import ValidationError
 
-from serving.core.tiers.placing import Workload
+from serving.core.placing import Workload
 from serving.split.manifest import Manifest, ManifestMismatch, check
 from serving.split.seal import Seal
 

@@ -227,6 +227,25 @@ def test_a_full_queue_sends_to_the_next(harness, maker):
     served(maker, body, engines)
 
 
+def test_nobody_is_sent_to_wait_at_a_held_replica(harness, maker):
+    engines = maker.make(max_num_waiting=1, max_num_seqs=1)
+    rng, gate = random.Random(12), threading.Event()
+
+    async def body(replicas):
+        await replicas._served[0].call(lambda engine: engine.control.sleep(1))
+        replicas._served[1].tell(lambda _: gate.wait(60))
+        tasks = [asyncio.create_task(last(replicas, harness.prompt(rng, 20))) for _ in range(4)]
+        await asyncio.sleep(0)
+        gate.set()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        refused = [result for result in results if isinstance(result, Exception)]
+        assert all(isinstance(error, RequestError) and error.retry for error in refused)
+        assert refused
+        await replicas.call_all(lambda engine: engine.control.wake_up())
+
+    assert admitted(served(maker, body, engines))[0] == 0
+
+
 def test_what_one_has_failed_at_stops_all(harness, maker):
     """As with one engine: the process says so, and is to be started again."""
     engines = maker.make()
@@ -287,7 +306,7 @@ def test_statistics_are_those_of_all(harness, maker):
     served(maker, body, **DRAFTS["drafts"])
 
 
-def test_new_weights_come_to_all_under_one_version(harness, maker):
+def test_new_weights_come_to_all_under_one_version(harness, maker, monkeypatch):
     engines = maker.make(fresh=True)
     first = engines[0].loop.programs.weights
     prompt = harness.prompt(random.Random(10), 40)
@@ -316,7 +335,22 @@ def test_new_weights_come_to_all_under_one_version(harness, maker):
         await replicas.update_weights(iter(first.items()), version=None, partial=False)
         assert await both() == [(before[0][0], [("3", 8)])] * 2
 
-    assert admitted(served(maker, body, engines)) == [3, 3]
+        def fail(path, value):
+            raise RuntimeError("planted")
+
+        # What fails on one may be asked for again by the same name.
+        monkeypatch.setattr(engines[1].loop.programs, "replace_weight", fail)
+        with pytest.raises(RuntimeError, match="planted"):
+            await replicas.update_weights(changed, version="four", partial=False)
+        assert [engine.control.held for engine in engines] == [False, True]
+        monkeypatch.undo()
+        await replicas.update_weights(changed, version="four", partial=False)
+        assert not any(engine.control.held for engine in engines)
+        assert await both() == [(after[0][0], [("four", 8)])] * 2
+        with pytest.raises(RequestError, match="in use"):
+            await replicas.update_weights(changed, version="four", partial=False)
+
+    assert admitted(served(maker, body, engines)) == [4, 4]
 
 
 @pytest.mark.parametrize(
