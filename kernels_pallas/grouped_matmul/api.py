@@ -10,6 +10,7 @@ from kernels_pallas.grouped_matmul import (
     pallas_gpu,
     pallas_tpu,
     quantised,
+    quantised_gpu,
     quantised_native,
     quantised_tpu,
     xla,
@@ -28,6 +29,7 @@ QUANTISED = (
     dispatch.Implementation(
         "pallas_tpu_codes", partial(quantised_tpu.grouped_matmul, codes=True), quantised_tpu.unsupported, "tpu"
     ),
+    dispatch.Implementation("pallas_gpu", quantised_gpu.grouped_matmul, quantised_gpu.unsupported, "gpu"),
     dispatch.Implementation("native", quantised_native.grouped_matmul, quantised_native.unsupported, "cpu"),
     dispatch.Implementation("xla", quantised.grouped_matmul),
 )

@@ -10,22 +10,20 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding
 
 from checkpoints.load import load_config
 from checkpoints.placing import abstract_parameters
-from checkpoints.quantised.rounding import Selection
 from mamba_jax.batch import DecodeBatch
-from mamba_jax.families import weight_names
 from mamba_jax.model import HybridModel
 from mamba_jax.modules.quantised import weight_of
 from mamba_jax.rounding import Narrow
 from mamba_jax.rows import init_rows
-from mamba_jax.sharding import TENSOR, Partition
+from mamba_jax.sharding import Partition
 from mamba_jax.store import StoreShape, init_store
 from serving.capacity.compiling import SlicePrograms, slice_mesh
 from serving.capacity.count import Counter
 from serving.capacity.targets import target
+from tests.support.narrow_parameters import narrow_parameters
 
 pytestmark = pytest.mark.tpu_compile
 
@@ -59,11 +57,7 @@ def test_weights_are_read_once_and_narrow(model, pattern, machine, kind):
     pytest.importorskip("libtpu")
     config = dataclasses.replace(load_config(model), pattern=pattern, mtp_pattern="", vocab_size=1024)
     partition = Partition.of(config, target(machine).count)
-    mesh = AbstractMesh((partition.shards,), (TENSOR,))
-    wide = abstract_parameters(config, jnp.bfloat16)
-    narrow = Selection(config, weight_names(config), kind).parameters(
-        wide, lambda path: NamedSharding(mesh, partition.parameter(path))
-    )
+    narrow = narrow_parameters(config, partition, kind)
     assert sum(weight_of(path) is not None for path in narrow) >= 10
     program = decode_program(config, machine, narrow)
     size = Counter(config, partition, narrow, ssm_dtype=jnp.dtype("float32")).weight_bytes
