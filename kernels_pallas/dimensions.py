@@ -56,6 +56,7 @@ DIMENSIONS = {
     "half": "pairs of channels that are rotated",
     "groups": "groups of heads that share B and C, or keys",
     "state": "of a recurrence: channels of B and C, or of a key; with a star, the axes of a state",
+    "decays": "of a token: one for each head, or for each of its keys' channels",
     "experts": "experts of a layer",
     "chosen": "experts of a token",
     # Sampling.

@@ -24,6 +24,7 @@ DIMENSIONS = {
     "groups": "sets of heads that share b and c",
     "inner": "channels of all heads: heads * head_dim",
     "state": "size of the state of a channel",
+    "decays": "of a token: one for each head, or for each of its keys' channels",
     "channels": "what a convolution or a norm runs over, each by itself",
     "width": "taps of a convolution; it keeps width-1 inputs",
     # Attention.
