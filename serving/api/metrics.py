@@ -209,6 +209,8 @@ def _tiers(tiers: _Tiers) -> Iterator[_Family]:
 
 def _fetches(tiers: _Tiers) -> Iterator[_Family]:
     """What one engine has had from there."""
+    if not tiers:
+        return
     for name, key, text in (
         ("tier_fetches", "hits", "Fetches that were begun."),
         ("tier_fetches_arrived", "arrived", "Fetches that a request went on from."),
@@ -216,8 +218,7 @@ def _fetches(tiers: _Tiers) -> Iterator[_Family]:
         ("tier_fetched_tokens", "hit_tokens", "Tokens that the states that arrived had absorbed."),
         ("tier_fetched_bytes", "fetched_bytes", "Bytes fetched from it."),
     ):
-        if tiers:
-            yield _counter(name, text, _by_tier(tiers, key))
+        yield _counter(name, text, _by_tier(tiers, key))
 
 
 def _by_tier(tiers: _Tiers, key: str) -> dict[Any, float]:

@@ -13,7 +13,7 @@ from serving.engine.placing import Given, Placing
 from serving.engine.prompt import Prompt
 from serving.engine.request_error import RequestError
 from serving.engine.sampling_params import SamplingParams
-from serving.engine.weights import common_version, lacking, new_update
+from serving.engine.weights import Update
 
 
 class EngineGroup:
@@ -151,12 +151,12 @@ class GroupControl:
 
     def update_weights(self, given: NewWeights, *, version: str | int | None = None, partial: bool = False) -> str:
         """As `Control.update_weights`; all get one version."""
-        weights = [engine.control.weights for engine in self._group.engines]
-        name, again, update = common_version(weights, version), repeatable(given), new_update()
-        for engine, lacks in zip(self._group.all_at_rest(), lacking(weights, name), strict=True):
+        update = Update.of([engine.control.weights for engine in self._group.engines], version)
+        again = repeatable(given)
+        for engine, lacks in zip(self._group.all_at_rest(), update.lacking, strict=True):
             if lacks:
-                engine.control.update_weights(again, version=name, partial=partial, update=update)
-        return name
+                engine.control.update_weights(again, version=update.version, partial=partial, update=update.number)
+        return update.version
 
     def sleep(self, level: int = 1) -> None:
         """As `Control.sleep`."""

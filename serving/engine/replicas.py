@@ -18,7 +18,7 @@ from serving.engine.prompt import Prompt
 from serving.engine.replica_stats import merged
 from serving.engine.request_error import RequestError
 from serving.engine.sampling_params import SamplingParams
-from serving.engine.weights import common_version, lacking, new_update
+from serving.engine.weights import Update
 
 
 class Replicas:
@@ -95,14 +95,14 @@ class Replicas:
 
         They do not wait for each other: what each says meanwhile is named by the version that it has.
         """
-        weights = [engine.control.weights for engine in self.engines]
-        name, again, number = common_version(weights, version), repeatable(given), new_update()
+        update = Update.of([engine.control.weights for engine in self.engines], version)
+        again = repeatable(given)
 
-        def update(engine: Engine) -> None:
-            engine.control.update_weights(again, version=name, partial=partial, update=number)
+        def take(engine: Engine) -> None:
+            engine.control.update_weights(again, version=update.version, partial=partial, update=update.number)
 
-        pairs = zip(self._served, lacking(weights, name), strict=True)
-        await _all(served.call(update) for served, lacks in pairs if lacks)
+        pairs = zip(self._served, update.lacking, strict=True)
+        await _all(served.call(take) for served, lacks in pairs if lacks)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """As `AsyncEngine.pause`."""

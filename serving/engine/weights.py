@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import jax
 
@@ -42,7 +43,7 @@ class Weights:
         """How often they have been replaced."""
         self.lineage = 0
         """Which weights they are among all that replicas have had: equal only where the weights are. 0: those that the
-        engine began with, or those of an engine without replicas."""
+        engine began with."""
         self.whole = True
         """Whether all of them are there, and of one version. If not, no step may run."""
         self.seconds = 0.0
@@ -62,7 +63,7 @@ class Weights:
     def replace(self, given: NewWeights, *, version: str, partial: bool = False, update: int = 0) -> None:
         """Puts other weights in the place of those that there are, one parameter at a time.
 
-        `update`: of replicas, a number that only those have been given who have been given the same.
+        `update`: of replicas, a number that only those have been given who have been given the same. 0: none has.
 
         Raises:
             RequestError: they do not fit. Nothing has changed.
@@ -83,7 +84,8 @@ class Weights:
             raise RequestError(str(error)) from None
         held = parameters(self._model)
         self.whole = False
-        self.lineage = hash((self.lineage, update)) if partial and update else update
+        update = update or new_update()
+        self.lineage = hash((self.lineage, update)) if partial else update
         for path, value in stream:
             self._programs.replace_weight(path, value)
             held[path].set_value(value)
@@ -101,23 +103,25 @@ class Weights:
             held[path].set_value(empty)
 
 
-def common_version(replicas: Iterable[Weights], wanted: str | int | None) -> str:
-    """What the next weights are called on all replicas: what was asked for, or the next number.
+class Update(NamedTuple):
+    """The next weights of all replicas."""
 
-    A replica that failed to take the last ones has counted less, and follows the others.
-    """
-    return str(1 + max(weights.updates for weights in replicas)) if wanted is None else str(wanted)
+    version: str
+    """What they are called: what was asked for, or the next number."""
+    number: int
+    """See `Weights.replace`."""
+    lacking: list[bool]
+    """Which replicas are to take them: those without this version, as after a try that failed on some. All, where all
+    have it: they say that it is in use."""
+
+    @classmethod
+    def of(cls, replicas: Sequence[Weights], wanted: str | int | None) -> Update:
+        """A replica that failed to take the last ones has counted less, and follows the others."""
+        version = str(1 + max(weights.updates for weights in replicas)) if wanted is None else str(wanted)
+        lacking = [weights.version != version or not weights.whole for weights in replicas]
+        return cls(version, new_update(), lacking if any(lacking) else [True] * len(lacking))
 
 
 def new_update() -> int:
-    """A number for one update of all replicas; see `Weights.replace`."""
+    """A number that no other update of weights has."""
     return 1 + secrets.randbits(60)
-
-
-def lacking(replicas: Iterable[Weights], version: str) -> list[bool]:
-    """Which replicas are to take the weights of a version: those without it, as after a try that failed on some.
-
-    All, where all have it: they say that it is in use.
-    """
-    found = [weights.version != version or not weights.whole for weights in replicas]
-    return found if any(found) else [True] * len(found)

@@ -217,11 +217,11 @@ class Leaving:
 
     def _spill_all(self, until: float) -> None:
         """What memory has and the disk has not, because too much was on its way at the time."""
-        memory = self.memory
-        for unit in memory.tier.worth_spilling() if memory is not None else ():
-            if memory is not None:
-                self._spill(memory, unit, {})
-                self.settle(until - time.monotonic())
+        if self.memory is None:
+            return
+        for unit in self.memory.tier.worth_spilling():
+            self._spill(self.memory, unit, {})
+            self.settle(until - time.monotonic())
             if time.monotonic() > until:
                 return
 

@@ -63,9 +63,9 @@ def saved(tmp_path_factory):
 
 
 def quantised(directory, target, formats, description):
-    """Both directories: narrow, and what it stands for."""
+    """Both directories, narrow and what it stands for, and the modules that are narrow."""
     tensors = TensorSet(directory)
-    narrow, wide, count = {}, {}, 0
+    narrow, wide, modules = {}, {}, []
     for name in sorted(tensors.names):
         module, value = name.removesuffix(".weight"), np.asarray(tensors.view(name), np.float32)
         kind = next((one for pattern, one in formats.items() if re.fullmatch(pattern, module)), None)
@@ -74,7 +74,7 @@ def quantised(directory, target, formats, description):
             parts, wide[name] = kind(value)
             del narrow[name]
             narrow |= {f"{module}.{suffix}": np.ascontiguousarray(part) for suffix, part in parts.items()}
-            count += 1
+            modules.append(module)
     for folder, content, more in (("narrow", narrow, {"quantization_config": description}), ("wide", wide, {})):
         shutil.copytree(directory, target / folder)
         for file in (target / folder).glob("*.safetensors*"):
@@ -82,7 +82,7 @@ def quantised(directory, target, formats, description):
         save_file({k: np.ascontiguousarray(v) for k, v in content.items()}, target / folder / "model.safetensors")
         config = target / folder / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | more))
-    return target / "narrow", target / "wide", count
+    return target / "narrow", target / "wide", modules
 
 
 def narrow_and_wide(kind, directory, method, target):
@@ -94,8 +94,12 @@ def narrow_and_wide(kind, directory, method, target):
         description = mixed_description(set())
     else:
         description, formats = METHODS[method]
-    narrow, wide, count = quantised(directory, target, formats, description)
-    assert count or method == "mixed"
+    narrow, wide, modules = quantised(directory, target, formats, description)
+    assert modules
+    if method != "mixed" and directory.name.startswith(WITH_DRAFTS):
+        assert any(module.startswith("mtp.") for module in modules)
+    if method != "mixed" and directory.name.startswith("latent"):
+        assert any("latent_proj" in module for module in modules)
     theirs = kind.from_pretrained(wide, dtype=torch.float32, attn_implementation="eager").eval()
     return load_model(narrow, dtype="float32", progress=False), theirs, wide
 

@@ -14,8 +14,7 @@ class Scope(NamedTuple):
     weights: int = 0
     """How often the weights had been replaced by then."""
     lineage: int = 0
-    """Of replicas, which weights these are: how often says it of one engine alone. 0 where no other engine is meant to
-    find it, and for the weights that all began with."""
+    """Of replicas, which weights these are: how often says it of one engine alone. 0: those that all began with."""
 
 
 class CheckpointKind(IntEnum):

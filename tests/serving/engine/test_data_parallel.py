@@ -332,6 +332,8 @@ def test_new_weights_come_to_all_under_one_version(harness, maker, monkeypatch):
             await replicas.update_weights({"nothing": changed["embed.weight"]}, version=None, partial=False)
         # One alone goes ahead; the next update brings both together again.
         await replicas._served[1].update_weights(changed, version=None, partial=False)
+        lineages = {engine.control.weights.lineage for engine in engines}
+        assert len(lineages - {0}) == 2, "what one alone was given has a name that no other will have"
         await replicas.update_weights(iter(first.items()), version=None, partial=False)
         assert await both() == [(before[0][0], [("3", 8)])] * 2
 

@@ -5,25 +5,14 @@ import time
 import pytest
 
 from serving.config import ConfigError, EngineConfig
-from serving.core.tiers.prices import Prices
 from serving.engine.build import assemble
-from serving.engine.sampling_params import SamplingParams
 from serving.tiers.folder import Folder
 from tests.support.engines import finish
 from tests.support.no_programs import NoPrograms
-from tests.support.split_pair import FLAGS, model, tokens
+from tests.support.small_tiers import DISK, HOST, PARAMS, SMALL, Free
+from tests.support.split_pair import model, tokens
 
-SMALL = FLAGS | {"debug_state": False, "max_num_seqs": 2, "num_slots": 8, "num_pages": 26, "max_num_batched_tokens": 40}
-PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 GIB = 1 << 30
-HOST, DISK = {"host_cache_gib": 0.004}, {"disk_cache_gib": 0.1}
-
-
-class Free(Prices):
-    """Computing nothing takes no time."""
-
-    def worth_fetching(self, tier: str, num_bytes: int, tokens: int) -> bool:
-        return True
 
 
 @pytest.fixture(scope="module")

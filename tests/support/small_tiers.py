@@ -1,0 +1,16 @@
+"""Small engines with tiers for tests of these: pools that evict at once, and fetching that is always worth it."""
+
+from serving.core.tiers.prices import Prices
+from serving.engine.sampling_params import SamplingParams
+from tests.support.split_pair import FLAGS
+
+SMALL = FLAGS | {"debug_state": False, "max_num_seqs": 2, "num_slots": 8, "num_pages": 26, "max_num_batched_tokens": 40}
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+HOST, DISK = {"host_cache_gib": 0.004}, {"disk_cache_gib": 0.1}
+
+
+class Free(Prices):
+    """Computing nothing takes no time."""
+
+    def worth_fetching(self, tier: str, num_bytes: int, tokens: int) -> bool:
+        return True
