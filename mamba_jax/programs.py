@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from kernels_pallas.dispatch import KernelChoice
 from kernels_pallas.dispatch import UnsupportedError as UnsupportedError  # what a choice may raise
 from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, StepOutput
+from mamba_jax.compiler_options import compiler_options as platform_options
 from mamba_jax.drafts import DraftSource
 from mamba_jax.model import HybridModel
 from mamba_jax.program_cache import ProgramCache
@@ -61,9 +62,9 @@ class StepPrograms:
         kernels: KernelChoice | None = None,
         processed_logprobs: bool = False,
     ) -> None:
-        """`source` makes drafts. `compiler_options` are XLA's, as `jax.stages.Lowered.compile` takes them. `kernels`
-        says what operations run by, and can report it once programs have been compiled. `processed_logprobs`: see
-        `mamba_jax.step.step`.
+        """`source` makes drafts. `compiler_options` are XLA's, as `jax.stages.Lowered.compile` takes them, added to
+        those of the platform (`mamba_jax.compiler_options`). `kernels` chooses the implementation of each operation,
+        and can report it once programs have been compiled. `processed_logprobs`: see `mamba_jax.step.step`.
 
         With a `mesh`, the model's parameters and the stores passed in must lie on it as `mamba_jax.sharding` says. The
         model and the stores may also be abstract: programs can then be compiled, for devices that are not there too.
@@ -80,7 +81,8 @@ class StepPrograms:
         # Compiled from, in place of the weights: a program that takes long must not keep replaced ones alive.
         self._like_weights = abstract(self._weights)
         self._processed_logprobs = processed_logprobs
-        self._compiler_options = dict(compiler_options or {})
+        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+        self._compiler_options = platform_options(platform) | dict(compiler_options or {})
 
         def run(weights: tuple[jax.Array, ...], store: Store, rows: Rows, batch: Any) -> tuple[Store, Rows, StepOutput]:
             filled = [(path, leaf.replace(value)) for (path, leaf), value in zip(empty, weights, strict=True)]

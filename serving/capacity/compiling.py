@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from mamba_jax.batch import DecodeBatch, PrefillBatch
+from mamba_jax.compiler_options import compiler_options
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.programs import KernelChoice, StepPrograms
 from mamba_jax.rows import Rows
@@ -60,10 +63,11 @@ class Program:
     """Of these, what is read of weights, and what is written and read of copies of them."""
     collectives: dict[str, int] = field(default_factory=dict)
     """How often devices exchange something in a greedy step, by kind."""
-    host_driven: dict[str, int] = field(default_factory=dict)
-    """Of a GPU: loops and conditionals outside of CUDA graphs, which wait for the host; by kind."""
+    launches: dict[str, int] = field(default_factory=dict)
+    """On a GPU: what the host launches in a step, by kind of thunk; `kCommandBuffer` is a CUDA graph. A step in which
+    the host launches nothing but one graph has `{"kCommandBuffer": 1}`."""
     kernels: int = 0
-    """Of a GPU: how many it launches in a step; what a loop or a conditional runs is not among them."""
+    """On a GPU: how many kernels a step runs; those inside a loop or a conditional are not counted."""
     seconds: float = 0.0
     """That compiling took."""
 
@@ -157,10 +161,14 @@ class SlicePrograms:
 
         def compile_one(name: str, lowered: jax.stages.Lowered) -> Program:
             begin = time.perf_counter()
-            # Library kernels cannot be tried out without the device.
-            options: dict[str, Any] = {"xla_gpu_autotune_level": 0} if self._gpu else {}
-            compiled = lowered.compile(options)
-            program = _summary(name, compiled, begin, gpu=self._gpu)
+            if self._gpu:
+                with TemporaryDirectory() as dump:
+                    # Library kernels cannot be timed without the device, so autotuning is off.
+                    options = {"xla_gpu_autotune_level": 0, "xla_dump_to": dump}
+                    compiled = lowered.compile(compiler_options("gpu") | options)
+                    program = _summary(name, compiled, begin, launches=count_launches(Path(dump)))
+            else:
+                program = _summary(name, lowered.compile(compiler_options("tpu")), begin)
             progress(name)
             return program
 
@@ -178,9 +186,22 @@ def count_collectives(text: str) -> dict[str, int]:
     return Traffic(text).count(COLLECTIVES)
 
 
-def count_host_driven(text: str) -> dict[str, int]:
-    """Loops and conditionals of a compiled program (as text) that no other computation contains, by kind."""
-    return dict(Counter(re.findall(r" (while|conditional)\(", text[text.find("\nENTRY ") :])))
+def count_launches(dump: Path) -> dict[str, int]:
+    """What the host launches in one run of a program, by kind of thunk.
+
+    Args:
+        dump: the folder that XLA:GPU wrote to while it compiled the program (`xla_dump_to`).
+
+    Raises:
+        FileNotFoundError: the folder has no sequence of thunks.
+    """
+    sequences = list(dump.glob("*thunk_sequence_after_thunk_passes.txt"))
+    if not sequences:
+        raise FileNotFoundError(f"XLA wrote no sequence of thunks to {dump}")
+    # Helper modules, such as kernels that were compiled by themselves, have sequences of their own.
+    text = max(sequences, key=lambda path: path.stat().st_size).read_text()
+    # Thunks inside a graph, a loop or a branch are indented.
+    return dict(Counter(re.findall(r"^\d+: (k\w+)", text, re.MULTILINE)))
 
 
 def count_kernels(text: str) -> int:
@@ -188,10 +209,13 @@ def count_kernels(text: str) -> int:
     return len(re.findall(r" (?:fusion|custom-call|copy)\(", text[text.find("\nENTRY ") :]))
 
 
-def _summary(name: str, compiled: jax.stages.Compiled, begin: float, *, gpu: bool) -> Program:
+def _summary(
+    name: str, compiled: jax.stages.Compiled, begin: float, *, launches: dict[str, int] | None = None
+) -> Program:
+    """`launches`: of a program for GPU."""
     memory: Any = compiled.memory_analysis()
     text = compiled.as_text() or ""
-    traffic = None if gpu else Traffic(text)
+    traffic = Traffic(text) if launches is None else None
     return Program(
         name=name,
         code=memory.generated_code_size_in_bytes,
@@ -200,8 +224,8 @@ def _summary(name: str, compiled: jax.stages.Compiled, begin: float, *, gpu: boo
         moved=0 if traffic is None else traffic.total(),
         weights=0 if traffic is None else traffic.of_arguments(_WEIGHTS),
         collectives=count_collectives(text),
-        host_driven=count_host_driven(text) if gpu else {},
-        kernels=count_kernels(text) if gpu else 0,
+        launches=launches or {},
+        kernels=0 if launches is None else count_kernels(text),
         seconds=time.perf_counter() - begin,
     )
 

@@ -23,12 +23,13 @@ _GPUS = {
 DESCRIBED = tuple(_GPUS)
 """Names of GPUs that programs can be compiled for."""
 
+# XLA compiles conditionals and loops into CUDA graphs only for a driver that is new enough, hence `driver_version`.
 _TEXT = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 fpus_per_core: 128
   shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536 %s
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 driver_version: "13.0.0" %s
 }
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } runtime_version { major: 12 minor: 9 patch: 0 }
 device_description_str: "%s"
