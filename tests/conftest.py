@@ -1,52 +1,89 @@
-"""Shared by all tests: eight host devices, exact float32 dots, and shape checks at the boundaries of the operations."""
+"""Shared by all tests: eight host devices, a cache of compiled programs, the choice of tests, bounds on memory."""
 
 import contextlib
 import ctypes
 import gc
+import hashlib
 import logging
 import os
 import sys
-import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+from tests.support.selection import full_tier, ignored_by_keyword, select
 
 # Before JAX is imported: tests of sharding need more than one device, and a CPU can play eight.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Many tests compile the same small programs, in several processes at once and run after run: they share them.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "mamba-jax-tests"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
-
-import jax
-import pytest
-from jaxtyping import install_import_hook
-
-import tests.support.array_annotations  # noqa: F401 - the hook below looks it up by name
+# Tests of all processes, checkouts and runs share compiled programs. Keys cover what a program follows from, but not
+# the kind of CPU: it is in the name, because machines may share a home directory.
+LINES = CPUS.read_bytes().splitlines() if (CPUS := Path("/proc/cpuinfo")).exists() else []
+CPU = hashlib.sha256(next((line for line in LINES if line.startswith(b"flags")), b""))
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mamba-jax" / f"tests-{CPU.hexdigest()[:12]}"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 MAPS, STATUS = Path("/proc/self/maps"), Path("/proc/self/status")
 KEPT_BYTES, MOST_KEPT_BYTES, FILE_BYTES = 1 << 30, 2 << 30, 5 << 29
 """What a worker may carry from one file to the next and from one test to the next, and what a file may add to that."""
-
-# Every annotated array is checked for shape and dtype, in tests only.
-_hooks = (
-    install_import_hook("kernels_pallas", "beartype.beartype"),
-    install_import_hook("mamba_jax", "tests.support.array_annotations.arrays_checked"),
-)
+UNUSED_FOR = 14 * 24 * 3600.0
+"""Seconds after which a compiled program that no test has read is deleted."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--examples", type=int, default=20_000, help="how many schedules the fuzz tests draw in all")
+    parser.addoption("--full", action="store_true", help="also run the tests outside the default tier, but the slow")
+    parser.addoption("--slow", action="store_true", help="run all tests, those marked slow included")
+    parser.addoption("--examples", type=int, help="how many schedules the fuzz tests draw in all")
     parser.addoption("--minutes", type=float, default=60.0, help="how long the soak test of the split's faults runs")
-    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.examples is None:
+        config.option.examples = 20_000 if full_tier(config) else 1_500
+    if not hasattr(config, "workerinput"):
+        _delete_unused_programs()
+    if full_tier(config):
+        _check_annotations()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    tier = "all tests" if config.option.slow else "full tier" if config.option.full else "default tier"
+    return f"{tier} (--full: all but the slow tests, --slow: all), {config.option.examples:,} schedules"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return ignored_by_keyword(collection_path, config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--slow"):
-        return
-    skip = pytest.mark.skip(reason="slow: run with --slow")
-    for item in items:
-        if "slow" in item.keywords:
-            item.add_marker(skip)
+    select(config, items)
+
+
+def _check_annotations() -> None:
+    """Check the shape and dtype of every annotated array. This costs a third of the time of importing the tests."""
+    from jaxtyping import install_import_hook
+
+    import tests.support.array_annotations  # noqa: F401 - the hook below looks it up by name
+
+    imported = {"kernels_pallas", "mamba_jax"} & set(sys.modules)
+    assert not imported, f"{imported} imported by a conftest.py or plugin, before annotations can be checked"
+    install_import_hook("kernels_pallas", "beartype.beartype")
+    install_import_hook("mamba_jax", "tests.support.array_annotations.arrays_checked")
+
+
+def _delete_unused_programs() -> None:
+    """Make the cache's folder, and bound its size."""
+    folder, oldest = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]), time.time() - UNUSED_FOR
+    with contextlib.suppress(OSError):  # JAX reports what it cannot save
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in folder.glob("*"):
+        with contextlib.suppress(OSError):  # another run deletes it as well
+            if path.is_file() and max(path.stat().st_mtime, path.stat().st_atime) < oldest:
+                path.unlink()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -96,7 +133,8 @@ def _bounded_memory_within_a_file(_bounded_memory: None) -> Iterator[None]:
 
 def _drop_programs() -> None:
     gc.collect()
-    jax.clear_caches()
+    if jax := sys.modules.get("jax"):  # tests of policy alone do not import it
+        jax.clear_caches()
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what is freed

@@ -2,33 +2,30 @@
 
 import pytest
 
-from tests.support.golden_case import BY_STEPS, NAMES, Case
-from tests.support.prompt_stepper import PromptStepper
-
 
 def pytest_generate_tests(metafunc):
     """Tests of `case` run for every fixture, or for those that their module lists as `CASES`."""
-    if "case" in metafunc.fixturenames:
-        chosen = getattr(metafunc.module, "CASES", NAMES)
-        # One worker does all tests of a fixture (with xdist's --dist loadgroup).
-        params = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in NAMES if name in chosen]
-        metafunc.parametrize("case", params, indirect=True, scope="session")
+    if "case" not in metafunc.fixturenames:
+        return
+    from tests.support.golden_case import BY_STEPS, NAMES
 
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if "stepper" in getattr(item, "fixturenames", ()) and item.callspec.params["case"] not in BY_STEPS:
-            item.add_marker(pytest.mark.slow)
+    quick = BY_STEPS if "stepper" in metafunc.fixturenames else NAMES
+    names = [name for name in NAMES if name in getattr(metafunc.module, "CASES", NAMES)]
+    params = [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+    metafunc.parametrize("case", params, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")
 def case(request):
+    from tests.support.golden_case import Case
+
     return Case(request.param)
 
 
 @pytest.fixture(scope="session")
 def compiled(case):
+    from tests.support.prompt_stepper import PromptStepper
+
     return PromptStepper(case.model, case.prompts)
 
 

@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from serving.split.transport import DirectTransport
-
 
 @pytest.fixture(autouse=True)
 def _nothing_offered_before():
     """What a test leaves with the transport, a planted fault's for example, is not there for the next."""
+    from serving.split.transport import DirectTransport
+
     DirectTransport("here").offered.clear()
 
 

@@ -1,0 +1,99 @@
+"""Which tests run: the default tier, all but the slow ones (`--full`), or all (`--slow`).
+
+A test belongs to the default tier unless a marker says otherwise:
+
+* `full`: runs with `--full`. On a module, it applies to each test of the module without the marker `smoke`.
+* `matrix`: of the cases of a parametrized test, the first runs by default. `matrix("a", "b")`: the first for each
+  combination of values of the parameters `a` and `b`. Tests that a class inherits count for each class.
+* `slow`: runs with `--slow`.
+
+A file or test that the command line names runs as with `--full`. Tests that are not selected are deselected.
+"""
+
+import functools
+import re
+from collections.abc import Hashable
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+WORD = re.compile(r"\w+")
+DEFINITION = re.compile(r"^\s*(?:async )?(?:def|class) (\w+)", re.MULTILINE)
+IMPORT = re.compile(r"^from (?:tests\.\w[\w.]*\.)?(test_\w+) import", re.MULTILINE)
+
+
+def full_tier(config: pytest.Config) -> bool:
+    """Whether the full tier is selected as a whole."""
+    return config.getoption("--full") or config.getoption("--slow")
+
+
+class Selector:
+    """Decides for each test, in the order of collection."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.full, self.slow = full_tier(config), config.getoption("--slow")
+        named = (config.invocation_params.dir / argument.split("::")[0] for argument in config.args)
+        self._named = {path for path in named if path.is_file()}
+        self._met: set[Hashable] = set()
+
+    def __call__(self, item: pytest.Item) -> bool:
+        if item.get_closest_marker("slow"):
+            return self.slow
+        if self.full or item.path in self._named:
+            return True
+        if item.get_closest_marker("full") and not item.get_closest_marker("smoke"):
+            return False
+        return self._is_first(item)
+
+    def _is_first(self, item: pytest.Item) -> bool:
+        """Whether this is the first case of its matrix; True outside a matrix."""
+        matrix = item.get_closest_marker("matrix")
+        if matrix is None:
+            return True
+        case = getattr(item, "callspec", None)
+        values = tuple(repr(case.params[name]) for name in matrix.args) if case else ()
+        key = (item.nodeid.split("[")[0], values)
+        first = key not in self._met
+        self._met.add(key)
+        return first
+
+
+def select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the selected tests in `items` and report the others as deselected."""
+    selector, selected, deselected = Selector(config), [], []
+    for item in items:
+        (selected if selector(item) else deselected).append(item)
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = selected
+
+
+def ignored_by_keyword(path: Path, config: pytest.Config) -> bool | None:
+    """True for a file without a test that `-k NAME` could select, so that it need not be imported.
+
+    Only where NAME is one word that occurs in the name of a test, class or file: such a word is not looked for in the
+    values of parameters. None (no opinion) otherwise.
+    """
+    word = config.getoption("keyword") or ""
+    if not path.match("test_*.py") or not WORD.fullmatch(word) or word in ("and", "or", "not"):
+        return None
+    found = _files_with(word.lower())
+    return True if found and path not in found else None
+
+
+@functools.cache
+def _files_with(word: str) -> frozenset[Path]:
+    """The test files in which `word` is part of the name of a test, a class, the file or one of its folders.
+
+    A file that imports from another test file may inherit its tests.
+    """
+    texts = {path: path.read_text() for path in TESTS.rglob("test_*.py")}
+    found = {
+        path
+        for path, text in texts.items()
+        if word in str(path.relative_to(TESTS)).lower()
+        or any(word in name.lower() for name in DEFINITION.findall(text) if name.lower().startswith("test"))
+    }
+    names = {path.stem for path in found}
+    return frozenset(found | {path for path, text in texts.items() if names & set(IMPORT.findall(text))})
