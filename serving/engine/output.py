@@ -117,7 +117,7 @@ class Choice:
             self.output.cumulative_logprob = 0.0
         self._params = params
         self._stream = text
-        self._stops = StopText(params.stop or (), include=params.include_stop_str_in_output)
+        self._stops = StopText(params.stop_automaton, include=params.include_stop_str_in_output)
         self._decoded = 0  # tokens whose text is known
         self._hidden = False  # the last token ends the output and is not shown
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import numbers
 import reprlib
@@ -14,12 +15,15 @@ import numpy as np
 
 from mamba_jax.sampling.table import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from serving.engine.request_error import RequestError
+from serving.engine.stop_text import StopAutomaton
 
 if TYPE_CHECKING:
     from serving.engine.reasoning import Reasoning
     from serving.engine.structured import StructuredOutputs
 
 MAX_STOP_IDS = 32
+MAX_STOP_CHARACTERS = 4096
+"""Of all stop texts of a request together."""
 MAX_CHOICES = 128
 _INT32 = 2**31 - 1
 """What the device's tables hold."""
@@ -102,6 +106,11 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else self._tuple("stop", str, "texts")
         if any(not text for text in stop):
             raise RequestError("stop must not hold an empty text")
+        if (length := sum(map(len, stop))) > MAX_STOP_CHARACTERS:
+            raise RequestError(
+                f"stop has {length:,} characters in total: at most {MAX_STOP_CHARACTERS:,} are allowed; use fewer or "
+                f"shorter texts"
+            )
         if stop and not self.detokenize:
             raise RequestError("stop texts need detokenize=True (stop_token_ids work without)")
         object.__setattr__(self, "stop", stop)
@@ -133,6 +142,11 @@ class SamplingParams:
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise RequestError(f"unknown sampling parameter {name!r}{hint}")
         return cls(**values)
+
+    @functools.cached_property
+    def stop_automaton(self) -> StopAutomaton:
+        """Finds the stop texts; built once, and shared by all choices."""
+        return StopAutomaton(self.stop or ())
 
     @property
     def greedy(self) -> bool:

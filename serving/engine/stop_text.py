@@ -2,50 +2,115 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+
+
+class StopAutomaton:
+    """The Aho-Corasick automaton of several stop texts: one state says all that a stream must remember.
+
+    A state is a node of the trie of the texts: the longest end of the stream that begins one of them. Building it takes
+    time and memory proportional to the texts' total length. It does not change, so that streams can share it.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts = tuple(texts)
+        self.next: dict[tuple[int, str], int] = {}
+        """Edges of the trie: (state, character) to state. State 0 is its root."""
+        self.fallback = [0]
+        """The state of the longest proper end of a state's text that is in the trie."""
+        self.longest: list[str | None] = [None]
+        """The longest stop text that ends in each state."""
+        self._prefix = [("", 0)]  # a stop text, and how much of it the state stands for
+        for text in self.texts:
+            self._insert(text)
+        self._link()
+
+    def _insert(self, text: str) -> None:
+        state = 0
+        for depth, character in enumerate(text, start=1):
+            child = self.next.get((state, character))
+            if child is None:
+                child = self.next[state, character] = len(self.fallback)
+                self.fallback.append(0)
+                self.longest.append(None)
+                self._prefix.append((text, depth))
+            state = child
+        self.longest[state] = text
+
+    def _link(self) -> None:
+        """Set `fallback` and `longest`, breadth first: those of shorter ends are known by then."""
+        children: list[list[tuple[str, int]]] = [[] for _ in self.fallback]
+        for (state, character), child in self.next.items():
+            children[state].append((character, child))
+        queue = deque(child for _, child in children[0])
+        while queue:
+            state = queue.popleft()
+            for character, child in children[state]:
+                self.fallback[child] = self.step(self.fallback[state], character)
+                if self.longest[child] is None:
+                    self.longest[child] = self.longest[self.fallback[child]]
+                queue.append(child)
+
+    def step(self, state: int, character: str) -> int:
+        """The state after one more character. Constant time per character, averaged over a stream."""
+        while (following := self.next.get((state, character))) is None:
+            if not state:
+                return 0
+            state = self.fallback[state]
+        return following
+
+    def depth(self, state: int) -> int:
+        """Characters that a state stands for."""
+        return self._prefix[state][1]
+
+    def prefix(self, state: int, length: int) -> str:
+        """The first `length` characters of a state's text."""
+        return self._prefix[state][0][:length]
 
 
 class StopText:
     """Passes text on until one of the stop texts is complete.
 
-    What could still become a stop text is held back, so that nothing that has been passed on is ever taken back.
+    Text that could still become a stop text is held back, so that text which was passed on is never taken back.
     """
 
-    def __init__(self, texts: Sequence[str], *, include: bool = False) -> None:
-        self.texts = tuple(texts)
+    def __init__(self, automaton: StopAutomaton, *, include: bool = False) -> None:
+        self.texts = automaton.texts
         self.found: str | None = None
         """The stop text that ended the stream."""
         self.active = True
         """False passes text on without looking for stop texts in it."""
+        self._automaton = automaton
         self._include = include
-        self._held = ""
+        self._state = 0
 
     def push(self, piece: str) -> str:
-        """Takes the next piece; returns what may be shown now. After a stop text nothing comes any more."""
+        """Takes the next piece; returns the text that may be shown now. Text after a stop text is dropped."""
         if self.found is not None:
             return ""
         if not self.texts or not self.active:
             return piece
-        text = self._held + piece
-        # The stop text that begins first wins; of those that begin together the longer, as it says more.
-        hits = [(at, -len(stop), stop) for stop in self.texts if (at := text.find(stop)) >= 0]
-        if hits:
-            at, _, self.found = min(hits)
-            self._held = ""
-            return text[: at + len(self.found)] if self._include else text[:at]
-        hold = max((self._overlap(text, stop) for stop in self.texts), default=0)
-        self._held = text[len(text) - hold :]
-        return text[: len(text) - hold]
+        automaton, before, state = self._automaton, self._state, self._state
+        held = automaton.depth(before)
+        first: tuple[int, int, str] | None = None
+        for end, character in enumerate(piece, start=held + 1):
+            state = automaton.step(state, character)
+            stop = automaton.longest[state]
+            # The stop text that begins first wins; of those that begin together, the longest.
+            if stop is not None and (first is None or (end - len(stop), -len(stop)) < first[:2]):
+                first = (end - len(stop), -len(stop), stop)
+        if first is None:
+            self._state = state
+            shown = held + len(piece) - automaton.depth(state)
+        else:
+            start, _, self.found = first
+            self._state = 0
+            shown = start + len(self.found) if self._include else start
+        text = automaton.prefix(before, min(held, shown))
+        return text + piece[: shown - held] if shown > held else text
 
     def flush(self) -> str:
-        """The stream has ended without a stop text: what was held back."""
-        held, self._held = self._held, ""
-        return held
-
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """Length of the longest end of `text` that is a beginning of `stop`, short of all of it."""
-        for size in range(min(len(text), len(stop) - 1), 0, -1):
-            if text.endswith(stop[:size]):
-                return size
-        return 0
+        """The stream has ended without a stop text: returns the text that was held back."""
+        state, self._state = self._state, 0
+        return self._automaton.prefix(state, self._automaton.depth(state))

@@ -5,7 +5,7 @@ import pytest
 
 from serving.engine.output import Choice, token_logprobs
 from serving.engine.sampling_params import SamplingParams
-from serving.engine.stop_text import StopText
+from serving.engine.stop_text import StopAutomaton, StopText
 
 
 class Letters:
@@ -18,6 +18,10 @@ class Letters:
         return ""
 
 
+def stop_text(texts, **options):
+    return StopText(StopAutomaton(texts), **options)
+
+
 def feed(choice: Choice, text: str, step: int = 1):
     for at in range(0, len(text), step):
         if choice.append([ord(letter) for letter in text[at : at + step]]):
@@ -26,7 +30,7 @@ def feed(choice: Choice, text: str, step: int = 1):
 
 @pytest.mark.parametrize("cut", range(1, 8))
 def test_a_stop_text_is_found_wherever_the_pieces_end(cut):
-    stop = StopText(["</s>", "STOP"])
+    stop = stop_text(["</s>", "STOP"])
     text = "some <text STO</s>hidden"
     shown = ""
     for at in range(0, len(text), cut):
@@ -36,7 +40,7 @@ def test_a_stop_text_is_found_wherever_the_pieces_end(cut):
 
 
 def test_what_could_begin_a_stop_text_is_held_back_and_comes_out_in_the_end():
-    stop = StopText(["abab"])
+    stop = stop_text(["abab"])
     assert stop.push("xab") == "x"
     assert stop.push("ac") == "abac"
     assert stop.push("aba") == ""
@@ -44,13 +48,13 @@ def test_what_could_begin_a_stop_text_is_held_back_and_comes_out_in_the_end():
 
 
 def test_the_stop_text_that_begins_first_wins():
-    stop = StopText(["lo w", "hello"])
+    stop = stop_text(["lo w", "hello"])
     assert stop.push("say hello world") == "say "
     assert stop.found == "hello"
 
 
 def test_including_the_stop_text():
-    stop = StopText(["."], include=True)
+    stop = stop_text(["."], include=True)
     assert stop.push("end. more") == "end."
 
 
