@@ -43,7 +43,8 @@ def convert(
         dtype: `auto` keeps the checkpoint's.
         sharding: how to hold the parameters meanwhile; what is written can be restored with any other. Orbax only.
         overwrite: replace an existing Orbax directory.
-        quantization, quantization_exclude: as for `load_model`.
+        quantization: as for `load_model`.
+        quantization_exclude: as for `load_model`.
         progress: show a bar.
     Returns:
         The directory.

@@ -1,5 +1,8 @@
-"""The example for Kubernetes: by Kubernetes' own schemas, and by what the program and its parts are called."""
+"""The Kustomize bases of one server and of a split deployment: Kubernetes' schemas, flags and pod security."""
 
+import re
+import shutil
+import subprocess
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -9,8 +12,15 @@ import yaml
 
 from serving.cli.main import app
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "kubernetes.yaml"
-OBJECTS = list(yaml.safe_load_all(PAGE.read_text()))
+BASES = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
+
+
+def objects_of(base):
+    files = yaml.safe_load((BASES / base / "kustomization.yaml").read_text())["resources"]
+    return [each for name in files for each in yaml.safe_load_all((BASES / base / name).read_text())]
+
+
+SERVER, OBJECTS = objects_of("server"), objects_of("split")
 PODS = {each["metadata"]["name"]: each["spec"]["template"] for each in OBJECTS if "template" in each["spec"]}
 ROLES = {"mamba-jax-prefill": "prefill", "mamba-jax-decode": "decode", "mamba-jax-router": "router"}
 
@@ -24,41 +34,89 @@ def container(name):
     return only
 
 
-@pytest.mark.parametrize("number", range(len(OBJECTS)))
-def test_each_object_is_what_kubernetes_takes(number):
+def validate(objects):
     kubernetes = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate, of the extra test")
-    kubernetes.validate(OBJECTS[number], kubernetes.latest_version(), strict=True)
+    for each in objects:
+        kubernetes.validate(each, kubernetes.latest_version(), strict=True)
 
 
-@pytest.mark.parametrize("name", ROLES)
-def test_commands_are_those_of_the_program(name):
-    program, command, *given = container(name)["command"]
+@pytest.mark.parametrize("objects", [SERVER, OBJECTS], ids=["server", "split"])
+def test_objects_match_kubernetes_schemas(objects):
+    validate(objects)
+
+
+@pytest.mark.parametrize("base", ["server", "server-gpu", "split", "several-hosts"])
+def test_kustomize_sets_image_and_namespace(base, tmp_path):
+    if shutil.which("kubectl") is None:
+        pytest.skip("needs kubectl, which contains kustomize")
+    shutil.copytree(BASES, tmp_path / "bases")
+    image = {"name": "mamba-jax", "newName": "registry.example.com/mamba-jax", "newTag": "1"}
+    overlay = {"resources": [f"bases/{base}"], "namespace": "models", "images": [image]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    done = subprocess.run(["kubectl", "kustomize", tmp_path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    objects = list(yaml.safe_load_all(done.stdout))
+    validate([each for each in objects if each["kind"] != "LeaderWorkerSet"])
+    assert all(each["metadata"]["namespace"] == "models" for each in objects)
+    images = re.findall(r"image: (.*)", done.stdout)
+    assert images
+    assert set(images) == {"registry.example.com/mamba-jax:1"}
+    assert ("nvidia.com/gpu: 1" in done.stdout) == (base == "server-gpu")
+
+
+def test_pods_run_without_privileges():
+    templates = [each["spec"]["template"] for each in SERVER + OBJECTS if "template" in each["spec"]]
+    assert len(templates) == 4
+    for template in templates:
+        assert template["spec"]["securityContext"]["runAsNonRoot"] is True
+        assert template["spec"]["automountServiceAccountToken"] is False
+        (only,) = template["spec"]["containers"]
+        assert only["securityContext"]["allowPrivilegeEscalation"] is False
+        assert only["securityContext"]["readOnlyRootFilesystem"] is True
+        assert "/tmp" in {mount["mountPath"] for mount in only["volumeMounts"]}
+
+
+def check_command(words):
+    program, command, *arguments = words
     assert program == "mamba-jax"
     known = typer.main.get_command(app).commands[command].params
     options = {option for parameter in known for option in parameter.opts}
-    used = {word.partition("=")[0] for word in given if word.startswith("--")}
+    used = {word.partition("=")[0] for word in arguments if word.startswith("--")}
     assert used
     assert used <= options
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_commands_use_existing_flags(name):
+    check_command(container(name)["command"])
     assert PODS[name]["metadata"]["labels"]["role"] == ROLES[name]
 
 
+def test_the_servers_command_uses_existing_flags():
+    (deployment,) = [each for each in SERVER if each["kind"] == "Deployment"]
+    (only,) = deployment["spec"]["template"]["spec"]["containers"]
+    check_command(only["command"])
+    (service,) = [each for each in SERVER if each["kind"] == "Service"]
+    assert service["spec"]["selector"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+
+
 @pytest.mark.parametrize("name", ["mamba-jax-prefill", "mamba-jax-decode"])
-def test_a_worker_may_take_its_time_to_start(name):
-    found = container(name)
-    startup = found["startupProbe"]
+def test_probes_allow_a_slow_start(name):
+    worker = container(name)
+    startup = worker["startupProbe"]
     assert startup["httpGet"]["path"] == "/health"
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 1800
-    assert found["readinessProbe"]["httpGet"]["path"] == "/ready"
-    assert found["livenessProbe"]["httpGet"]["path"] == "/health"
+    assert worker["readinessProbe"]["httpGet"]["path"] == "/ready"
+    assert worker["livenessProbe"]["httpGet"]["path"] == "/health"
 
 
-def test_all_have_the_fleets_secret_and_key():
+def test_all_pods_have_the_secret_and_the_key():
     for name in ROLES:
         variables = {each["name"] for each in container(name)["env"]}
         assert {"MAMBA_JAX_SPLIT_SECRET", "MAMBA_JAX_API_KEY"} <= variables
 
 
-def test_the_router_knows_every_worker():
+def test_the_router_is_given_every_worker():
     sets, services = names("StatefulSet"), names("Service")
     wanted = {
         f"--{ROLES[name]}=http://{name}-{i}.{name}:8000"
@@ -71,7 +129,7 @@ def test_the_router_knows_every_worker():
         assert urlsplit(url.partition("=")[2]).hostname.split(".")[1] in services
 
 
-def test_strangers_reach_the_router_only():
+def test_clients_reach_the_router_only():
     (policy,) = names("NetworkPolicy").values()
     chosen = policy["spec"]["podSelector"]
     assert chosen["matchExpressions"] == [{"key": "role", "operator": "In", "values": ["prefill", "decode"]}]

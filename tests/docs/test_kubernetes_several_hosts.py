@@ -1,4 +1,4 @@
-"""The example for several hosts: by the schemas of Kubernetes and LeaderWorkerSet, and by the program's own words."""
+"""The Kustomize base of several hosts: the schemas of Kubernetes and LeaderWorkerSet, and the program's flags."""
 
 from pathlib import Path
 
@@ -8,8 +8,11 @@ import yaml
 
 from serving.cli.main import app
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "kubernetes-several-hosts.yaml"
-SET, SERVICE, POLICY = yaml.safe_load_all(PAGE.read_text())
+BASE = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes" / "several-hosts"
+SET, SERVICE, POLICY = (
+    yaml.safe_load((BASE / name).read_text())
+    for name in yaml.safe_load((BASE / "kustomization.yaml").read_text())["resources"]
+)
 GROUP = SET["spec"]["leaderWorkerTemplate"]
 TEMPLATES = [GROUP["leaderTemplate"], GROUP["workerTemplate"]]
 PORT = {"coordinator": 8476, "plan": 8477, "http": 8000}
@@ -27,12 +30,12 @@ def pod(template):
 @pytest.mark.parametrize(
     "thing", [SERVICE, POLICY, *map(pod, TEMPLATES)], ids=["service", "policy", "leader", "follower"]
 )
-def test_each_object_is_what_kubernetes_takes(thing):
+def test_objects_match_kubernetes_schemas(thing):
     kubernetes = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate, of the extra test")
     kubernetes.validate(thing, kubernetes.latest_version(), strict=True)
 
 
-def test_the_set_is_what_its_controller_takes():
+def test_the_set_uses_known_fields_and_values():
     """The fields of leaderworkerset.x-k8s.io/v1 that are used, and their values."""
     assert (SET["apiVersion"], SET["kind"]) == ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
     assert SET["spec"].keys() <= {
@@ -43,7 +46,7 @@ def test_the_set_is_what_its_controller_takes():
         "networkConfig",
     }
     assert GROUP.keys() == {"size", "restartPolicy", "leaderTemplate", "workerTemplate"}
-    # The end of one is the end of all, and a leader is not ready before its followers are there.
+    # All pods of a group restart together, and the leader is ready only when all of them are.
     assert GROUP["restartPolicy"] == "RecreateGroupOnPodRestart"
     assert SET["spec"]["startupPolicy"] == "LeaderCreated"
     assert list(SET["metadata"]["annotations"]) == ["leaderworkerset.sigs.k8s.io/exclusive-topology"]
