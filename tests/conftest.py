@@ -4,10 +4,10 @@ import contextlib
 import ctypes
 import gc
 import hashlib
+import importlib.util
 import logging
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +15,12 @@ import pytest
 
 from tests.support.selection import full_tier, ignored_by_keyword, select
 
-# Before JAX is imported: tests of sharding need more than one device, and a CPU can play eight.
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+# Before JAX is imported. Tests of sharding need several devices. LLVM would optimize for longer than the tests compute;
+# but a compiler for GPUs, if the extra plan-gpu installed it, reads the same flag, and tests look at what it optimizes.
+FLAGS = ["--xla_force_host_platform_device_count=8"]
+if importlib.util.find_spec("jax_cuda12_plugin") is None:
+    FLAGS.append("--xla_backend_optimization_level=0")
+os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tests of all processes, checkouts and runs share compiled programs. Keys cover what a program follows from, but not
 # the kind of CPU: it is in the name, because machines may share a home directory.
@@ -30,8 +34,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 MAPS, STATUS = Path("/proc/self/maps"), Path("/proc/self/status")
 KEPT_BYTES, MOST_KEPT_BYTES, FILE_BYTES = 1 << 30, 2 << 30, 5 << 29
 """What a worker may carry from one file to the next and from one test to the next, and what a file may add to that."""
-UNUSED_FOR = 14 * 24 * 3600.0
-"""Seconds after which a compiled program that no test has read is deleted."""
+CACHE_BYTES = 3 << 30
+"""Above this, the compiled programs whose last use is longest ago are deleted."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.examples is None:
         config.option.examples = 20_000 if full_tier(config) else 1_500
     if not hasattr(config, "workerinput"):
-        _delete_unused_programs()
+        _bound_cache()
     if full_tier(config):
         _check_annotations()
 
@@ -75,15 +79,16 @@ def _check_annotations() -> None:
     install_import_hook("mamba_jax", "tests.support.array_annotations.arrays_checked")
 
 
-def _delete_unused_programs() -> None:
-    """Make the cache's folder, and bound its size."""
-    folder, oldest = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]), time.time() - UNUSED_FOR
+def _bound_cache() -> None:
+    """Make the cache's folder, and delete what is too much in it."""
+    folder, total = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]), 0
     with contextlib.suppress(OSError):  # JAX reports what it cannot save
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for path in folder.glob("*"):
-        with contextlib.suppress(OSError):  # another run deletes it as well
-            if path.is_file() and max(path.stat().st_mtime, path.stat().st_atime) < oldest:
-                path.unlink()
+    files = [(path, path.stat()) for path in folder.rglob("*") if path.is_file()]
+    for path, status in sorted(files, key=lambda file: max(file[1].st_atime, file[1].st_mtime), reverse=True):
+        total += status.st_size
+        if total > CACHE_BYTES:
+            path.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="module", autouse=True)

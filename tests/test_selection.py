@@ -14,7 +14,7 @@ def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true")
 
 def pytest_configure(config):
-    for name in ("full", "slow", "smoke", "matrix"):
+    for name in ("full", "slow", "smoke"):
         config.addinivalue_line("markers", name)
 
 def pytest_collection_modifyitems(config, items):
@@ -35,12 +35,12 @@ def test_thorough():
 def test_of_minutes():
     pass
 
-@pytest.mark.matrix
+@pytest.mark.smoke
 @pytest.mark.parametrize("n", [pytest.param(0, marks=slow), 1, 2])
 def test_cases(n):
     pass
 
-@pytest.mark.matrix("kind")
+@pytest.mark.smoke("kind")
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("kind", ["a", "b"])
 def test_kinds(kind, n):
@@ -55,7 +55,6 @@ class Operation:
         pass
 
     @pytest.mark.smoke
-    @pytest.mark.matrix
     @pytest.mark.parametrize("n", [1, 2])
     def test_sizes(self, n):
         pass

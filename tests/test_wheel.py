@@ -11,6 +11,8 @@ from zipfile import ZipFile
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"checkpoints", "kernels_pallas", "mamba_jax", "serving"}
 

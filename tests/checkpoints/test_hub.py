@@ -101,6 +101,7 @@ def test_downloads_and_refusals(hub, tmp_path):
     assert f"not in the cache, and {hub.url} cannot be reached" in unknown
 
 
+@pytest.mark.full
 def test_the_program(hub, tmp_path):
     """A prompt is continued by a model from the hub; a server would have the hub's name for it."""
     line = [sys.executable, "-m", "serving.cli", "generate", "Tom has", "--model", NAME, "--revision", "main"]

@@ -10,7 +10,10 @@ import pytest
 from checkpoints.random import write_random
 from tests.support.quantised_checkpoints import METHODS, config_of, write_quantised
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counts memory as Linux does")
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counts memory as Linux does"),
+    pytest.mark.full,
+]
 
 SIZES = {"hidden_size": 512, "n_routed_experts": 32, "moe_intermediate_size": 768, "vocab_size": 1024}
 SLACK = 8e6

@@ -12,6 +12,7 @@ from mamba_jax.model import HybridModel, parameters
 from mamba_jax.store import StoreShape
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", preset_names())
 def test_has_the_published_number_of_parameters(name):
     shapes = {path: leaf.get_value().shape for path, leaf in parameters(HybridModel.abstract(preset(name))).items()}

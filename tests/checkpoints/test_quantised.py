@@ -37,6 +37,7 @@ def written(tmp_path, model, method):
     return write_quantised(tmp_path, config_of(model), formats, description)
 
 
+@pytest.mark.smoke("method")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("model", CONFIGS)
 def test_weights_are_those_that_the_format_stands_for(tmp_path, model, method):
@@ -50,6 +51,7 @@ def test_weights_are_those_that_the_format_stands_for(tmp_path, model, method):
         np.testing.assert_allclose(got, value, rtol=2e-6, atol=1e-7, err_msg=path)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("method", ["modelopt NVFP4", "compressed FP8 block", "AWQ", "compressed INT8"])
 @pytest.mark.parametrize("model", CONFIGS)
 def test_says_what_the_wide_weights_say(tmp_path, model, method):

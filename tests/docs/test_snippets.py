@@ -25,6 +25,8 @@ PAGES = sorted(
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     if any(block.language == "python" for block in blocks_of(page))
 )
+QUICK = ("README.md", "docs/engine.md", "docs/library.md", "docs/guide/1-recurrence.md", "docs/guide/3-batching.md")
+"""Of the others each takes longer; they run with `--full`."""
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -38,7 +40,12 @@ def compiler():
     jax.config.update("jax_compilation_cache_dir", place)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def parameter(page: Path):
+    name = str(page.relative_to(ROOT))
+    return pytest.param(page, id=name, marks=() if name in QUICK else pytest.mark.full)
+
+
+@pytest.mark.parametrize("page", map(parameter, PAGES))
 def test_snippets_run_and_print_what_is_shown(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # snippets may write files
     # A module of its own: classes that a snippet defines look themselves up in theirs.

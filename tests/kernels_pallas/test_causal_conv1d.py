@@ -14,6 +14,8 @@ from kernels_pallas.causal_conv1d import (
     shapes,
 )
 
+pytestmark = pytest.mark.full
+
 SHAPES = [s.small() for s in shapes.SHAPES]
 PLAIN = SHAPES[0]
 
@@ -68,6 +70,7 @@ class Convolution:
     def update(self):
         return jitted(causal_conv1d_update, implementation=self.implementation)
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
     def test_prefill_equals_definition(self, prefill, shape):
         # Rows of one token, of fewer than the window, of several tiles; continued and fresh; then padding.
@@ -105,6 +108,7 @@ class Convolution:
         assert_close(np.concatenate(parts), y, tolerance=1e-6)
         assert_same_bits(split, after)
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("shape", SHAPES[3:], ids=lambda s: s.name)
     @pytest.mark.parametrize("steps", [1, 4])
     def test_update_equals_definition(self, update, shape, steps):
@@ -184,6 +188,7 @@ class Convolution:
         for actual, expected in zip(ours, gradients(plain), strict=True):
             assert_close(actual, expected)
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
     @pytest.mark.parametrize("rows", [1, 3])
     def test_in_place(self, rows, dtype):

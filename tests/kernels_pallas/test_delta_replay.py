@@ -15,6 +15,8 @@ from kernels_pallas import tails as rings
 from kernels_pallas.delta_replay import DeltaTail, by_channel, by_head, delta_replay, reference, shapes
 from kernels_pallas.delta_update import delta_update
 
+pytestmark = pytest.mark.full
+
 SHAPES = [s.small() for s in shapes.SHAPES]
 ODD, BY_CHANNEL = (s for s in SHAPES if s.name.startswith("6 heads, 3 groups"))
 
@@ -59,6 +61,7 @@ class DeltaReplay(Replay):
         assert (np.isnan(ours.astype(np.float32)) == ~there).all()
         assert_close(ours[there], theirs[there], dtype)
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
     def test_equals_definition(self, replay, shape):
         self.check(replay, shape, self.rows_of(shape, shape.rows), slots=2 * shape.rows + 1)
@@ -68,6 +71,7 @@ class DeltaReplay(Replay):
     def test_bfloat16(self, replay, shape, store):
         self.check(replay, shape, self.rows_of(shape, 5), dtype=jnp.bfloat16, store=store, slots=11)
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("shape", [ODD, BY_CHANNEL], ids=lambda s: s.name)
     @pytest.mark.parametrize(("rows", "dtype"), [(1, np.float32), (4, jnp.bfloat16)])
     def test_in_place(self, shape, rows, dtype):

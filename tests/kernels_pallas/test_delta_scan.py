@@ -10,6 +10,8 @@ from operation_checks import Draw, assert_close, assert_in_place, assert_same_bi
 from kernels_pallas.delta_scan import delta_scan, delta_scan_sequence, reference, shapes
 from kernels_pallas.delta_scan.inverse import unit_lower_inverse
 
+pytestmark = pytest.mark.full
+
 SHAPES = [s.small() for s in shapes.SHAPES]
 ODD, BY_CHANNEL = (s for s in SHAPES if s.name.startswith("6 heads, 3 groups"))
 TOLERANCE = 5e-5
@@ -69,6 +71,7 @@ class Scan:
     def scan(self):
         return jitted(delta_scan, implementation=self.implementation)
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
     def test_equals_definition(self, scan, shape):
         # A continued row of three tiles (the last one short), a fresh row of one, a padding tile, a continued row.
@@ -164,6 +167,7 @@ class Scan:
         assert_close(y, want_y, tolerance=TOLERANCE)
         assert_close(after[1:], want[1:], tolerance=TOLERANCE)
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
     @pytest.mark.parametrize("shape", [ODD, BY_CHANNEL, SHAPES[-1]], ids=lambda s: s.name)
     def test_in_place(self, shape, dtype):
@@ -222,6 +226,7 @@ class Sequence:
     implementation: str
     odd = ODD
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("length", [1, 3, 31, 32, 33, 101])
     def test_equals_definition(self, length):
         inputs = layer(Draw(length), self.odd, 2, length)

@@ -12,6 +12,8 @@ from test_delta_scan import SHAPES, TOLERANCE, Scan, layer, states, where
 from kernels_pallas.delta_scan import delta_scan, shapes
 from kernels_pallas.dispatch import UnsupportedError
 
+pytestmark = pytest.mark.full
+
 SMALL = dataclasses.replace(SHAPES[-1], name="4 heads, 2 groups", heads=4, groups=2, tile_size=16)
 # Keys in three pieces, tiles of three blocks.
 EVEN = dataclasses.replace(SMALL, name="4 heads of 32, 2 groups", head_dim=32, state=48, tile_size=48)
@@ -30,6 +32,7 @@ class Kernel(Scan):
             shape = dataclasses.replace(shape, **even, by_channel=False)
         Scan.test_equals_definition(self, scan, shape)
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("tile_size", [16, 128])
     def test_sizes(self, scan, tile_size):
         # 128: two blocks of tokens in a tile.
@@ -60,6 +63,7 @@ class TestTpuByChannel(TestTpu):
     test_equals_definition = test_real_sizes = None  # above, with all sizes
     test_several_blocks_of_heads = None
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("tile_size", [20, 128])
     def test_sizes(self, scan, tile_size):
         # 20: no power of two; 128: two blocks of tokens in a tile.

@@ -13,6 +13,8 @@ from kernels_pallas.delta_scan import delta_scan_sequence
 from kernels_pallas.delta_update import delta_update, reference, shapes
 from kernels_pallas.dispatch import UnsupportedError
 
+pytestmark = pytest.mark.full
+
 SHAPES = [s.small() for s in shapes.SHAPES]
 ODD, BY_CHANNEL = (s for s in SHAPES if s.name.startswith("6 heads, 3 groups"))
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -29,6 +31,7 @@ class Update:
     def update(self):
         return jitted(delta_update, implementation=self.implementation)
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
     def test_equals_definition(self, update, shape):
         self.check(update, shape, np.float32)
@@ -114,6 +117,7 @@ class Update:
         assert_close(y, y_scan)
         assert_close(after[1:], state)
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize(("rows", "dtype"), [(1, np.float32), (3, np.float32), (3, jnp.bfloat16)])
     @pytest.mark.parametrize("shape", [SHAPES[0], ODD, BY_CHANNEL, SHAPES[-1]], ids=lambda s: s.name)
     def test_in_place(self, shape, rows, dtype):
@@ -170,6 +174,7 @@ class Kernel(Update):
     def test_equals_definition(self, update, shape):
         self.check(update, shape, np.float32)
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("shape", [ODD, BY_CHANNEL], ids=lambda s: s.name)
     def test_sizes(self, update, shape):
         self.check(update, shape, np.float32)

@@ -8,6 +8,8 @@ from operation_checks import Draw, assert_close, jitted, on_device
 
 from kernels_pallas.gated_norm import gated, gated_rms_norm, reference, shapes
 
+pytestmark = pytest.mark.full
+
 SHAPES = [s.small() for s in shapes.SHAPES]
 
 
@@ -16,6 +18,7 @@ class Norm:
 
     implementation: str
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
     @pytest.mark.parametrize(
         "gating", [{}, {"norm_before_gate": True}, {"norm_before_gate": True, "activation": "sigmoid"}], ids=str

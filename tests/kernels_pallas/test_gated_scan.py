@@ -12,6 +12,8 @@ from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.gated_scan import gated_scan, reference, shapes
 from mamba_jax.layout import PrefillLayout
 
+pytestmark = pytest.mark.full
+
 SHAPES = [s.small() for s in shapes.SHAPES]
 PLAIN = SHAPES[0]
 SLOTS = 12
@@ -98,6 +100,7 @@ class GatedScan:
         untouched = [slot for slot in range(1, SLOTS) if slot not in where["writes"]]
         assert_same_bits(after[0][untouched], before[0][untouched])
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize(
         "shape",
         [pytest.param(s, marks=[pytest.mark.slow] * (s.name in ("bamba-9b", "mamba2-2.7b"))) for s in SHAPES],

@@ -11,7 +11,7 @@ from topology import compile_for_gpu, registers_of_kernels
 
 from kernels_pallas.paged_attention import paged_attention
 
-pytestmark = pytest.mark.gpu_compile
+pytestmark = [pytest.mark.gpu_compile, pytest.mark.full]
 
 NEMOTRON, NANO, *_ = MODELS
 STORE = 6

@@ -11,7 +11,7 @@ from test_gpu_compile import compiled
 from test_gpu_lower import scan_delta, update_delta
 from test_tpu_compile_delta import DIVIDED, KIMI, LARGE, NEXT, OLMO, STORE, scan_call, update_call
 
-pytestmark = pytest.mark.gpu_compile
+pytestmark = [pytest.mark.gpu_compile, pytest.mark.full]
 
 slow = pytest.mark.slow
 ODD = dataclasses.replace(OLMO, name="3 groups of 2 heads, keys of 40", heads=6, groups=3, head_dim=24, state=40)

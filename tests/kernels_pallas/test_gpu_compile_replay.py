@@ -6,7 +6,7 @@ from real_shapes import BF16, F32, MODELS, OTHERS, nbytes, replay_call
 from test_gpu_lower import replay
 from topology import compile_for_gpu, registers_of_kernels
 
-pytestmark = pytest.mark.gpu_compile
+pytestmark = [pytest.mark.gpu_compile, pytest.mark.full]
 
 slow = pytest.mark.slow
 CASES = [(MODELS[0], 64, 4, F32), (MODELS[2].divided(8), 8, 1, BF16)]

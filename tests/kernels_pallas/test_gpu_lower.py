@@ -18,6 +18,8 @@ from kernels_pallas.ssd_scan import ssd_scan
 from kernels_pallas.state_replay import Tail, state_replay
 from kernels_pallas.state_update import state_update
 
+pytestmark = pytest.mark.full
+
 STORE = 6
 ALL = [*MODELS[:3], MODELS[0].divided(8), *OTHERS]
 
@@ -59,6 +61,7 @@ def check(operation, call, donate=STORE):
     assert "output_operand_alias" in text
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("model", ALL, ids=lambda m: m.name)
 @pytest.mark.parametrize(("dtype", "store"), [(BF16, F32), (BF16, BF16), (jnp.float32, F32)])
 def test_kernels_lower(model, dtype, store):
@@ -67,6 +70,7 @@ def test_kernels_lower(model, dtype, store):
     check(replay, replay_call(model, 64, 4, 16, dtype=dtype, store=store), donate=(0, 1, 2, 3))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("model", DELTA_MODELS, ids=lambda m: m.name)
 @pytest.mark.parametrize(("dtype", "store"), [(BF16, F32), (BF16, BF16), (jnp.float32, F32)])
 def test_kernels_of_the_delta_rule_lower(model, dtype, store):

@@ -10,6 +10,8 @@ from kernels_pallas.dispatch import KernelChoice
 from kernels_pallas.grouped_matmul import grouped_matmul, reference, shapes
 from kernels_pallas.native import WHY_MISSING
 
+pytestmark = pytest.mark.full
+
 SHAPES = [s.small() for s in shapes.SHAPES]
 ODD = SHAPES[-1]
 
@@ -24,6 +26,7 @@ class Product:
 
     implementation: str
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
     @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
     def test_equals_definition(self, shape, dtype):
@@ -88,6 +91,7 @@ class TestXla(Product):
 class TestNative:
     """By itself: it leaves calls with many tokens an expert to XLA."""
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
     @pytest.mark.parametrize(("experts", "outputs", "inputs"), [(16, 130, 1100), (5, 3, 17), (1, 64, 64)])
     def test_equals_definition(self, experts, outputs, inputs, dtype):

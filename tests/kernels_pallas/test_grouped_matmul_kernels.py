@@ -9,6 +9,8 @@ from test_grouped_matmul import ODD, SHAPES, Product
 
 from kernels_pallas.grouped_matmul.pallas_tpu import lies_inputs_first
 
+pytestmark = pytest.mark.full
+
 INPUTS_FIRST = dataclasses.replace(ODD, name="outputs innermost in memory", inputs=72, outputs=128)
 
 
@@ -17,6 +19,7 @@ class TestTpu(Product):
     test_does_not_multiply_every_token_by_every_expert = None  # the interpreter's memory says nothing
     test_one_expert_has_all_tokens = None
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
     @pytest.mark.parametrize(
         "shape", [ODD, INPUTS_FIRST, pytest.param(SHAPES[0], marks=pytest.mark.slow)], ids=lambda s: s.name

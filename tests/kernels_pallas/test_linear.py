@@ -10,15 +10,19 @@ from kernels_pallas.linear import linear, reference
 from kernels_pallas.linear.shapes import SHAPES
 from kernels_pallas.native import WHY_MISSING
 
+pytestmark = pytest.mark.full
+
 needs_native = pytest.mark.skipif(WHY_MISSING is not None, reason=f"native operations: {WHY_MISSING}")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [s.small() for s in SHAPES], ids=lambda s: s.name)
 def test_equals_definition(shape, dtype):
     check(shape.rows, shape.inputs, shape.outputs, dtype, "xla")
 
 
+@pytest.mark.smoke
 @needs_native
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize(("inputs", "outputs"), [(4096, 24), (1040, 5), (77, 131), (16, 1), (3, 2)])

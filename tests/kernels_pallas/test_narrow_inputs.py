@@ -16,6 +16,8 @@ from kernels_pallas.dispatch import KernelChoice, UnsupportedError
 from kernels_pallas.linear import linear, narrow_inputs
 from kernels_pallas.quantised import Quantised
 
+pytestmark = pytest.mark.full
+
 KINDS = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 SCALE = np.float32(0.017)
 
@@ -41,6 +43,7 @@ def by_definition(x, weight):
     return q @ values.T * SCALE * np.asarray(weight.channel_scale).astype(np.float64)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_definition(kind, dtype):

@@ -18,6 +18,7 @@ from kernels_pallas.paged_attention import (
 
 SHAPES = [s.small() for s in shapes.SHAPES]
 PLAIN, LATENT = SHAPES[0], next(s for s in SHAPES if s.latent)
+pytestmark = pytest.mark.full
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 
 
@@ -73,6 +74,7 @@ class Attention:
         assert out.dtype == dtype
         assert_close(out, want, dtype)
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
     def test_prefill_equals_definition(self, shape):
         # Two blocks of a continued row, a short one of a fresh row, and a block of padding.
@@ -80,6 +82,7 @@ class Attention:
         positions = [[*range(29, 37)], [*range(37, 45)], [0, 1, 2, *[-1] * 5], [-1] * q_len]
         self.check(shape, q_len, positions, [45, 3], [0, 0, 1, 0])
 
+    @pytest.mark.smoke
     @DTYPES
     @pytest.mark.parametrize("shape", [PLAIN, LATENT], ids=lambda s: s.name)
     def test_decode_equals_definition(self, shape, dtype):
@@ -129,6 +132,7 @@ class Pages:
 
     implementation: str
 
+    @pytest.mark.smoke
     @DTYPES
     def test_write(self, dtype):
         draw = Draw()
@@ -155,6 +159,7 @@ class Pages:
             places = {"source": ints(source), "target": ints(target)}
             assert_same_bits(run(kv, **places), reference.copy_pages(kv, **places))
 
+    @pytest.mark.smoke
     @DTYPES
     @pytest.mark.parametrize("count", [1, 5])
     def test_in_place(self, count, dtype):
@@ -187,6 +192,7 @@ class Sequence:
         heads = (shape.q_heads, shape.kv_heads, shape.kv_heads)
         return [draw.normal(2, length, n, shape.head_dim) for n in heads]
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("shape", SHAPES[3:], ids=lambda s: s.name)
     @pytest.mark.parametrize("length", [1, 5, 128, 150])
     def test_equals_definition(self, shape, length):

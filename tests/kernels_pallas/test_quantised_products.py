@@ -14,6 +14,8 @@ from kernels_pallas.linear import reference as linear_reference
 from kernels_pallas.native import why_not
 from kernels_pallas.quantised import Quantised
 
+pytestmark = pytest.mark.full
+
 needs_native = pytest.mark.skipif(why_not("int8") is not None, reason=f"native operations: {why_not('int8')}")
 DTYPES = [jnp.int8, jnp.int4, jnp.float8_e4m3fn, jnp.float4_e2m1fn]
 
@@ -54,6 +56,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("form", FORMS)
 def test_dequantise_equals_definition(form):
     weight = quantised(2, 5, 12, **form)
@@ -73,6 +76,7 @@ def test_matrix_and_rows_are_of_the_same_weight(form):
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "pallas_tpu_interpreted"])
 
 
+@pytest.mark.smoke("implementation")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @IMPLEMENTATIONS
@@ -85,6 +89,7 @@ def test_linear(form, dtype, implementation):
     assert_close(out, linear_reference.linear(x, by_definition(weight)), dtype)
 
 
+@pytest.mark.smoke("implementation")
 @pytest.mark.parametrize("form", FORMS)
 @IMPLEMENTATIONS
 def test_grouped(form, implementation):
@@ -129,6 +134,7 @@ def test_kernel_over_several_blocks(groups):
     assert_close(run(x, weight, sizes), jitted(grouped_matmul, implementation="xla")(x, weight, sizes))
 
 
+@pytest.mark.smoke
 @needs_native
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 11])
 @pytest.mark.parametrize(("inputs", "outputs"), [(4096, 24), (1040, 5), (77, 131), (16, 1), (3, 2)])

@@ -13,7 +13,7 @@ from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.linear import linear
 from kernels_pallas.quantised import Quantised, bits_of
 
-pytestmark = pytest.mark.tpu_compile
+pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
 
 FORMS = {
     "int8": (jnp.int8, None, None),

@@ -9,6 +9,8 @@ from operation_checks import assert_in_place, assert_same_bits
 
 from kernels_pallas import native, slots
 
+pytestmark = pytest.mark.full
+
 INDEX = np.array([3, 0, 1, 3, 0, 4], np.int32)
 TARGET = np.array([2, 0, 5, 1, 0, 3], np.int32)
 missing = native.why_missing("read_slots") or native.why_missing("write_slots")
@@ -25,6 +27,7 @@ class TestNative:
     def form(self):
         pass
 
+    @pytest.mark.smoke
     @DTYPES
     @pytest.mark.parametrize("shape", [(), (5,), (3, 20_000)])
     def test_reads(self, dtype, shape):
@@ -33,6 +36,7 @@ class TestNative:
         expected = np.where((INDEX > 0).reshape(-1, *[1] * len(shape)), store[INDEX], np.zeros((), store.dtype))
         assert_same_bits(found, expected.astype(store.dtype))
 
+    @pytest.mark.smoke
     @DTYPES
     @pytest.mark.parametrize("shape", [(), (5,), (3, 20_000)])
     def test_writes(self, dtype, shape):
@@ -53,6 +57,7 @@ class TestNative:
         assert found.dtype == jnp.bfloat16
         assert np.asarray(found)[2].tolist() == [1.0] * 4
 
+    @pytest.mark.smoke
     def test_in_place(self):
         def move(store, source, target):
             return slots.write_slots(store, slots.read_slots(store, source), target)

@@ -9,6 +9,8 @@ from operation_checks import Draw, assert_close, assert_in_place, assert_same_bi
 
 from kernels_pallas.ssd_scan import reference, shapes, ssd_scan, ssd_scan_sequence
 
+pytestmark = pytest.mark.full
+
 SHAPES = [s.small() for s in shapes.SHAPES]
 ODD = next(s for s in SHAPES if s.name == "9 heads, 3 groups")
 
@@ -59,6 +61,7 @@ class Scan:
     def scan(self):
         return jitted(ssd_scan, implementation=self.implementation)
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
     def test_equals_definition(self, scan, shape):
         # A continued row of three tiles (the last one short), a fresh row of one, a padding tile, a continued row.
@@ -144,6 +147,7 @@ class Scan:
         assert_close(y, want_y, tolerance=1e-4)
         assert_close(after[1:], want[1:])
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
     @pytest.mark.parametrize("shape", [ODD, SHAPES[-1]], ids=lambda s: s.name)
     def test_in_place(self, shape, dtype):
@@ -201,6 +205,7 @@ class Sequence:
 
     implementation: str
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("length", [1, 3, 31, 32, 33, 101])
     def test_equals_definition(self, length):
         inputs = layer(Draw(length), ODD, 2, length)

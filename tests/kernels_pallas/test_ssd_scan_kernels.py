@@ -15,6 +15,8 @@ from test_ssd_scan import SHAPES, Scan, layer, pad, states, where
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.ssd_scan import reference, shapes, ssd_scan
 
+pytestmark = pytest.mark.full
+
 SMALL = dataclasses.replace(SHAPES[-1], name="3 heads, 3 groups", heads=3, groups=3, tile_size=16)
 EVEN = dataclasses.replace(SMALL, name="4 heads of 16, 2 groups", heads=4, groups=2, head_dim=16, tile_size=32)
 
@@ -30,6 +32,7 @@ class Kernel(Scan):
             shape = dataclasses.replace(shape, head_dim=16, state=32, tile_size=-(-shape.tile_size // 16) * 16)
         super().test_equals_definition(scan, shape)
 
+    @pytest.mark.smoke
     def test_sizes(self, scan):
         super().test_equals_definition(scan, self.odd)
 

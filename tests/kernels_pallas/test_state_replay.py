@@ -11,6 +11,8 @@ from operation_checks import Draw, assert_close, assert_in_place, assert_same_bi
 from kernels_pallas import native, state_update
 from kernels_pallas.state_replay import Tail, reference, shapes, state_replay
 
+pytestmark = pytest.mark.full
+
 SHAPES = [s.small() for s in shapes.SHAPES]
 ODD = next(s for s in SHAPES if s.name == "9 heads, 3 groups")
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -124,6 +126,7 @@ class Replay:
             found[2] = row()
         return found
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
     def test_equals_definition(self, replay, shape):
         self.check(replay, shape, self.rows_of(shape, shape.rows), slots=2 * shape.rows + 1)
@@ -227,6 +230,7 @@ class Replay:
                 start, anchor, spare = due, spare, 3 - spare
         assert start >= 32
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize(("rows", "dtype"), [(1, np.float32), (3, np.float32), (4, jnp.bfloat16)])
     @pytest.mark.parametrize("shape", [SHAPES[0], ODD, SHAPES[-2]], ids=lambda s: s.name)
     def test_in_place(self, shape, rows, dtype):

@@ -15,6 +15,8 @@ from test_state_replay import ODD, SHAPES, Replay, row
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.state_replay import state_replay
 
+pytestmark = pytest.mark.full
+
 # Triton's blocks are powers of two.
 EVEN = dataclasses.replace(ODD, name="9 heads of 16, 3 groups", head_dim=16, state=32)
 
@@ -35,6 +37,7 @@ class Kernel(Replay):
     def test_bfloat16(self, replay, shape, store):
         self.check(replay, self.odd, self.rows_of(self.odd, 5), dtype=jnp.bfloat16, store=store, slots=11)
 
+    @pytest.mark.smoke
     def test_sizes(self, replay):
         self.check(replay, self.odd, self.rows_of(self.odd, 5), slots=11)
 

@@ -9,6 +9,8 @@ from kernels_pallas import native
 from kernels_pallas.ssd_scan import ssd_scan_sequence
 from kernels_pallas.state_update import reference, shapes, state_update
 
+pytestmark = pytest.mark.full
+
 SHAPES = [s.small() for s in shapes.SHAPES]
 ODD = next(s for s in SHAPES if s.name == "9 heads, 3 groups")
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -47,6 +49,7 @@ class Update:
     def update(self):
         return jitted(state_update, implementation=self.implementation)
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
     def test_equals_definition(self, update, shape):
         self.check(update, shape, np.float32)
@@ -136,6 +139,7 @@ class Update:
         assert_close(y, y_scan)
         assert_close(after[1:], state)
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize(("rows", "dtype"), [(1, np.float32), (3, np.float32), (3, jnp.bfloat16)])
     @pytest.mark.parametrize("shape", [SHAPES[0], ODD, SHAPES[-1]], ids=lambda s: s.name)
     def test_in_place(self, shape, rows, dtype):

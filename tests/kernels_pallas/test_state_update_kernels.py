@@ -15,6 +15,8 @@ from test_state_update import ODD, SHAPES, Update, layer, states, where
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.state_update import shapes, state_update
 
+pytestmark = pytest.mark.full
+
 # Triton's blocks are powers of two.
 EVEN = dataclasses.replace(ODD, name="9 heads of 16, 3 groups", head_dim=16, state=32)
 
@@ -29,6 +31,7 @@ class Kernel(Update):
             shape = dataclasses.replace(shape, head_dim=16, state=32)
         self.check(update, shape, np.float32)
 
+    @pytest.mark.smoke
     def test_sizes(self, update):
         self.check(update, self.odd, np.float32)
 

@@ -30,7 +30,7 @@ from kernels_pallas.ssd_scan import ssd_scan
 from kernels_pallas.state_update import state_update
 from serving.capacity.traffic import Traffic
 
-pytestmark = pytest.mark.tpu_compile
+pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
 
 STORE = 6
 NEMOTRON, NANO, BAMBA, _ = MODELS
@@ -94,6 +94,7 @@ def describe(slice_name, model, *rest):
     return " ".join([slice_name, model.name, *(str(getattr(r, "__name__", r)) for r in rest)])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("slice_name", "model", "rows", "steps", "store"), cases(FEW, ALL))
 def test_state_update(slice_name, model, rows, steps, store):
     call = update_call(model, rows, steps, store=store)
@@ -170,6 +171,7 @@ ALL_ATTENTION = [
 ]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("slice_name", "model", "blocks", "q_len"), cases(FEW_ATTENTION, ALL_ATTENTION))
 def test_paged_attention(slice_name, model, blocks, q_len):
     run = functools.partial(paged_attention, scale=0.1, implementation="pallas_tpu")

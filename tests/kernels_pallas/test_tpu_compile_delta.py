@@ -11,7 +11,7 @@ from topology import SLICES
 from kernels_pallas.delta_scan import delta_scan
 from kernels_pallas.delta_update import delta_update
 
-pytestmark = pytest.mark.tpu_compile
+pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
 
 STORE = 5
 
@@ -85,6 +85,7 @@ ALL_SCANS = [(name, model, tiles, 128, F32) for name in SLICES for model in DIVI
 ALL_SCANS += [(name, model, 16, 64, BF16) for name in SLICES for model in DIVIDED]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("slice_name", "model", "tiles", "tile_size", "store"), cases(FEW_SCANS, ALL_SCANS))
 def test_delta_scan(slice_name, model, tiles, tile_size, store):
     check_in_place(slice_name, scan, scan_call(model, tiles, tile_size=tile_size, store=store), store=STORE)

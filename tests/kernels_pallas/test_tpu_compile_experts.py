@@ -16,7 +16,7 @@ from kernels_pallas.grouped_matmul import grouped_matmul
 from mamba_jax.config import MOE
 from mamba_jax.sharding import TENSOR, Partition
 
-pytestmark = pytest.mark.tpu_compile
+pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
 
 MOST = 10e6
 """Bytes beside the weights."""

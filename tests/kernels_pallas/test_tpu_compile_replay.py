@@ -8,7 +8,7 @@ from topology import SLICES, compile_for_tpu
 from kernels_pallas.state_replay import Tail, state_replay
 from serving.capacity.traffic import Traffic
 
-pytestmark = pytest.mark.tpu_compile
+pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
 
 DONATED = (0, 1, 2, 3)
 NEMOTRON, NANO, BAMBA, _ = MODELS

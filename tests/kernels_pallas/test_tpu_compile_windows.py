@@ -12,7 +12,7 @@ from topology import SLICES, tpu_devices
 from kernels_pallas.windows import read_windows, write_windows
 from serving.capacity.traffic import Traffic
 
-pytestmark = pytest.mark.tpu_compile
+pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
 
 FEW = [("v5e", 890, 3, 1024, 64, BF16), ("v6e", 300, 3, 8192, 256, BF16)]
 ALL = [

@@ -6,7 +6,7 @@ They are what makes a kernel bound by memory or not: `docs/hardware.md` compares
 import pytest
 from count_bundles import count_bundles
 
-pytestmark = pytest.mark.tpu_compile
+pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
 slow = pytest.mark.slow
 FASTER = [pytest.param("v6e", marks=slow), pytest.param("tpu7x", marks=slow)]
 

@@ -8,6 +8,8 @@ from operation_checks import Draw, assert_in_place, assert_same_bits, jitted, on
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.windows import pallas_tpu, read_windows, write_windows
 
+pytestmark = pytest.mark.full
+
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 
 
@@ -34,6 +36,7 @@ class Windows:
     def write(self):
         return jitted(write_windows, implementation=self.implementation)
 
+    @pytest.mark.smoke
     @DTYPES
     @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
     def test_read(self, read, rows, dtype):
@@ -44,6 +47,7 @@ class Windows:
         assert found.dtype == dtype
         assert_same_bits(found, expected)
 
+    @pytest.mark.smoke
     @DTYPES
     @pytest.mark.parametrize("rows", [1, 3, 8])
     def test_write(self, write, rows, dtype):

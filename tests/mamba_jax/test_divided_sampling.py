@@ -48,6 +48,7 @@ def sample(logits, rows, drafts, counts, seen):
     return emission, told, count_tokens(split_last(counts), seats, emission.tokens)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("rows", [GREEDY, MIXED], ids=["greedy", "mixed"])
 def test_several_devices_choose_what_one_chooses(rows):
     random = np.random.default_rng(5)

@@ -139,6 +139,7 @@ def test_drafts_and_what_they_leave_behind():
             assert_drafts(host, seat, rows[seat], host.table(seat - 1))
 
 
+@pytest.mark.full
 def test_drafts_of_a_layer_with_tables_of_its_own():
     host = Host(WITH_TABLES, source=MTPDrafts())
     host.seat(1)

@@ -45,6 +45,7 @@ def test_bounds_that_cross_are_refused():
         NGramDrafts(3, 2)
 
 
+@pytest.mark.full
 def test_a_seat_knows_its_tokens_and_steps_add_to_them():
     host = Host(source=NGramDrafts(1, 3))
     prompt = [int(t) for t in np.random.default_rng(2).integers(0, STEP.vocab_size, 13)]

@@ -66,6 +66,7 @@ def test_padding_does_not_matter(config):
     np.testing.assert_allclose(first[1, :7], unpadded[1, :7], atol=1e-5)
 
 
+@pytest.mark.smoke
 @CONFIGS
 def test_gradients_reach_every_weight_and_are_finite(config):
     tokens, lengths = tokens_of(), np.array([LENGTH, 7], np.int32)
@@ -127,6 +128,7 @@ def run_with_store(model, tokens, pieces):
     return [np.concatenate(parts) for parts in zip(*outs, strict=True)]
 
 
+@pytest.mark.smoke
 @CONFIGS
 @pytest.mark.parametrize("pieces", [[8, 11], [3, 1, 1, 12, 1, 1]], ids=str)
 def test_a_store_changes_nothing(config, pieces):

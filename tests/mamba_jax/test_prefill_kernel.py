@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+import pytest
 
 from mamba_jax.config import MambaConfig
 from mamba_jax.programs import KernelChoice, StepPrograms
@@ -10,6 +11,8 @@ from tests.support.engines import QUICK_COMPILE
 from tests.support.random_models import decisive_model
 from tests.support.step_host import TILE, Host, assert_holds, expected_logprobs, greedy
 from tests.support.tiny_configs import STEP, VOCAB
+
+pytestmark = pytest.mark.full
 
 WIDE = dataclasses.replace(
     STEP,

@@ -45,6 +45,7 @@ def both(config, by_groups):
     return HybridModel.from_parameters(config, few), HybridModel.from_parameters(config, wide)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("by_groups", [False, True])
 @pytest.mark.parametrize("config", [EVERYTHING, SHARED], ids=["everything", "shared"])
 def test_says_what_the_wide_model_says(config, by_groups):

@@ -204,6 +204,7 @@ def test_draws_are_distributed_as_they_should():
 EVERYTHING = {"top_p": 0.9, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2, "top_k": 7}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("num_drafts", "parameters"), [(3, {}), (3, EVERYTHING), (1, EVERYTHING)])
 def test_drafts_leave_the_distribution_as_it_was(num_drafts, parameters):
     samples, vocab, width = 50_000, 8, 1 + num_drafts

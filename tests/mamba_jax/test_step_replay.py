@@ -32,6 +32,7 @@ def anchor(host, row_id=1):
     return int(host.rows.slot[row_id]), int(host.rows.anchor[row_id]), int(host.rows.length[row_id])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("rights", [[0], [3], [1, 0, 2, 3, 0, 1], [2, 3]], ids=str)
 def test_outputs_and_anchors_are_those_of_snapshots(rights):
     """Drafts of which the first few are right, over several multiples of R; each state that lands is S(m)."""
@@ -145,6 +146,7 @@ def test_wrong_anchors_and_tails_are_seen():
     assert host.decode({"continues": True, "writes": [0]}).tag_error  # a multiple of R, and nowhere to write
 
 
+@pytest.mark.full
 def test_drafts_by_the_draft_layer_see_the_hidden_state_before_them():
     """What the layer says under replay is what it says under snapshots, step by step."""
     config = dataclasses.replace(STEP, mtp_pattern="*")

@@ -21,6 +21,7 @@ CASES = tuple(MEASURED)
 BY_DEFAULT = ("mamba2", "nemotronh", "zamba2")
 
 
+@pytest.mark.full
 def test_divergence_of_bfloat16(case, request):
     if case.name not in BY_DEFAULT and not request.config.getoption("--slow"):
         pytest.skip("slow: run with --slow")

@@ -21,6 +21,7 @@ def _random_pieces(length, generator):
     return np.diff([0, *cuts, length]).tolist()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("split", [_halves, _odd_pieces, _random_pieces])
 def test_split_prefill_equals_the_whole(case, stepper, split):
     generator = np.random.default_rng(7)
@@ -32,6 +33,7 @@ def test_split_prefill_equals_the_whole(case, stepper, split):
     assert stepper.length == [len(prompt) for prompt in case.prompts]
 
 
+@pytest.mark.smoke
 def test_decoding_token_by_token_equals_prefill(case, stepper):
     # The first token is never a decode row. The longest prompt is prefilled but for as many tokens as a chunk has.
     steps = sorted(map(len, case.prompts))[-2]

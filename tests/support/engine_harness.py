@@ -12,11 +12,11 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from checkpoints.load import load_model
 from checkpoints.tokenizer import Tokenizer
 from mamba_jax.drafts import DraftSource
-from mamba_jax.programs import StepPrograms
 from serving.config import EngineConfig
 from serving.engine.build import assemble
 from serving.engine.sampling_params import SamplingParams
-from tests.support.engines import QUICK_COMPILE, finish
+from tests.support.engines import finish
+from tests.support.step_programs import shared_programs
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "nemotronh"
 # A pool so small that 64 requests preempt and evict each other all the time.
@@ -42,9 +42,7 @@ class EngineHarness:
 
     def __init__(self, golden: Path = GOLDEN, source: DraftSource | None = None) -> None:
         self.model = load_model(golden, dtype="float32", progress=False)
-        self.programs = StepPrograms(
-            self.model, tile_size=FLAGS["tile_size"], source=source, compiler_options=QUICK_COMPILE
-        )
+        self.programs = shared_programs(self.model, tile_size=FLAGS["tile_size"], source=source)
         self._forward = nnx.jit(lambda model, tokens, lengths: model(tokens, lengths))
         self.vocab_size = self.model.config.vocab_size
         backend = tokenizers.Tokenizer(WordLevel({f"w{i}": i for i in range(self.vocab_size)}, unk_token="w0"))

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 QUICK_COMPILE = {"xla_backend_optimization_level": 0}
 """Compiler options: LLVM's optimizations would take longer than all the steps of a test."""
+QUICK_XLA_FLAGS = "--xla_backend_optimization_level=0"
+"""The same for a process of its own."""
 
 
 def finish(engine) -> None:

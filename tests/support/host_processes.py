@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.support.engines import QUICK_XLA_FLAGS
 from tests.support.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,7 +20,7 @@ class Hosts:
     def __init__(self, folder: Path, count: int, directory: Path, rounds: list[dict], *, inside=(), **job) -> None:
         """`inside`: for each host the words that start a command where it is to run."""
         port = job.pop("port", None) or free_port()
-        environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"XLA_FLAGS": QUICK_XLA_FLAGS, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
         self.logs = [folder / f"host-{host}.log" for host in range(count)]
         self.processes = []
         for host, log in enumerate(self.logs):

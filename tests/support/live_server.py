@@ -9,14 +9,13 @@ import httpx
 import openai
 
 from checkpoints.load import generation_config, load_model, load_tokenizer
-from mamba_jax.programs import StepPrograms
 from serving.api.http import ServerSettings, create_app
 from serving.api.http.server import Server
 from serving.config import EngineConfig
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.build import assemble, draft_source
 from serving.engine.warmup import warm_up
-from tests.support.engines import QUICK_COMPILE
+from tests.support.step_programs import shared_programs
 
 ENGINE = {
     "model": "demo",
@@ -106,11 +105,10 @@ class LiveServer:
 def make_engine(**flags):
     config = EngineConfig.create(**(ENGINE | flags))
     model = load_model(config.model, dtype="float32", progress=False)
-    programs = StepPrograms(
+    programs = shared_programs(
         model,
         tile_size=config.tile_size,
         source=draft_source(config, model.config),
-        compiler_options=QUICK_COMPILE,
     )
     tokenizer, eos = load_tokenizer(config.model), generation_config(config.model).eos_token_ids
     return assemble(config, model, tokenizer=tokenizer, eos_token_ids=eos, programs=programs).engine

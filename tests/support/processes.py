@@ -11,6 +11,8 @@ import time
 import httpx
 import openai
 
+from tests.support.engines import QUICK_XLA_FLAGS
+
 ENGINE = {
     "model": "demo",
     "tile_size": 16,
@@ -37,7 +39,7 @@ class Process:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.is_router = arguments[0] == "router"
-        flags = f"--xla_force_host_platform_device_count={devices}" if devices > 1 else ""
+        flags = f"{QUICK_XLA_FLAGS} --xla_force_host_platform_device_count={devices}"
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
         program = ["serving.cli"] if stages is None else ["tests.support.stoppable_worker", str(stages)]
         self.log_file = log_to / f"{arguments[0]}-{self.port}.log"

@@ -12,10 +12,10 @@ from flax import nnx
 
 from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, StepOutput, num_tiles
 from mamba_jax.model import HybridModel
-from mamba_jax.programs import StepPrograms
 from mamba_jax.rows import init_rows
 from mamba_jax.sampling import sampling_row
 from mamba_jax.store import init_store
+from tests.support.step_programs import shared_programs
 
 TILE, PAGE = 32, 16
 TOP = 20
@@ -28,7 +28,7 @@ class PromptStepper:
         self, model: HybridModel, prompts: list[np.ndarray], *, dtype: Any = jnp.float32, ssm_dtype: Any = jnp.float32
     ) -> None:
         self.model, self.prompts = model, prompts
-        self.programs = StepPrograms(model, tile_size=TILE)
+        self.programs = shared_programs(model, tile_size=TILE)
         self._dtype, self._ssm_dtype = dtype, ssm_dtype
         lengths = [len(prompt) for prompt in prompts]
         self._tokens = -(-sum(lengths) // TILE) * TILE

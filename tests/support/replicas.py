@@ -10,6 +10,7 @@ from serving.engine import build
 from serving.engine.engine import Engine
 from tests.support.engine_harness import FLAGS, EngineHarness
 from tests.support.engines import QUICK_COMPILE
+from tests.support.step_programs import shared_programs
 
 
 class ReplicaMaker:
@@ -36,7 +37,7 @@ class ReplicaMaker:
     def _shared(self, model, *, mesh, source, **more) -> StepPrograms:
         key = mesh, source
         if key not in self._programs:
-            self._programs[key] = StepPrograms(model, mesh=mesh, source=source, compiler_options=QUICK_COMPILE, **more)
+            self._programs[key] = shared_programs(model, mesh=mesh, source=source, **more)
         return self._programs[key]
 
 

@@ -2,9 +2,9 @@
 
 A test belongs to the default tier unless a marker says otherwise:
 
-* `full`: runs with `--full`. On a module, it applies to each test of the module without the marker `smoke`.
-* `matrix`: of the cases of a parametrized test, the first runs by default. `matrix("a", "b")`: the first for each
-  combination of values of the parameters `a` and `b`. Tests that a class inherits count for each class.
+* `full`: runs with `--full`. On a module: all its tests but those marked `smoke`.
+* `smoke`: of the test's cases, the first runs by default. `smoke("a", "b")`: the first for each combination of values
+  of the parameters `a` and `b`. A test that classes inherit runs once for each class.
 * `slow`: runs with `--slow`.
 
 A file or test that the command line names runs as with `--full`. Tests that are not selected are deselected.
@@ -42,18 +42,14 @@ class Selector:
             return self.slow
         if self.full or item.path in self._named:
             return True
-        if item.get_closest_marker("full") and not item.get_closest_marker("smoke"):
-            return False
-        return self._is_first(item)
+        smoke = item.get_closest_marker("smoke")
+        if smoke:
+            return self._is_first_case(item, smoke.args)
+        return not item.get_closest_marker("full")
 
-    def _is_first(self, item: pytest.Item) -> bool:
-        """Whether this is the first case of its matrix; True outside a matrix."""
-        matrix = item.get_closest_marker("matrix")
-        if matrix is None:
-            return True
+    def _is_first_case(self, item: pytest.Item, parameters: tuple[str, ...]) -> bool:
         case = getattr(item, "callspec", None)
-        values = tuple(repr(case.params[name]) for name in matrix.args) if case else ()
-        key = (item.nodeid.split("[")[0], values)
+        key = (item.nodeid.split("[")[0], *(repr(case.params[name]) for name in parameters if case))
         first = key not in self._met
         self._met.add(key)
         return first

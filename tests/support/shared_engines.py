@@ -25,6 +25,7 @@ from serving.engine.sampling_params import SamplingParams
 from tests.support.engines import QUICK_COMPILE, Continuation, finish
 from tests.support.letter_tokens import letters
 from tests.support.random_models import long_memory_model
+from tests.support.step_programs import shared_programs
 from tests.support.tiny_configs import FOR_ENGINES
 
 TILE, PAGE, MAX_LEN, ROWS = 8, 8, 88, 6
@@ -105,19 +106,19 @@ class SharedEngines:
         variant = (VARIANTS | EXACT).get(name, Variant(name, {}, TOLERANCE, TOLERANCE))
         self.flags, self.tolerance, self.of_whole = variant.flags, variant.tolerance, variant.of_whole
         self.model = long_memory_model(FOR_ENGINES[variant.model], near_ties=name == "nemotronh")
-        self.programs = self.compile_anew()
+        self.programs = shared_programs(self.model, tile_size=TILE)
         self._programs = {TILE: self.programs}
         self._alone: dict[tuple, list[Continuation]] = {}
         self._full = None
 
-    def compile_anew(self, tile_size: int = TILE) -> StepPrograms:
-        """Programs that nobody shares."""
-        return StepPrograms(self.model, tile_size=tile_size, compiler_options=QUICK_COMPILE)
+    def compile_anew(self) -> StepPrograms:
+        """Programs that no other engine or run uses, for tests that change code which they trace."""
+        return StepPrograms(self.model, tile_size=TILE, compiler_options=QUICK_COMPILE)
 
     def programs_of(self, tile_size: int) -> StepPrograms:
         """Those that engines of such tiles share."""
         if tile_size not in self._programs:
-            self._programs[tile_size] = self.compile_anew(tile_size)
+            self._programs[tile_size] = shared_programs(self.model, tile_size=tile_size)
         return self._programs[tile_size]
 
     def engine(self, mode: str | None, *, programs=None, eos_token_ids=(), **flags):

@@ -22,9 +22,10 @@ from serving.split.prefilling import ONCE, fed_tokens, ticket_of
 from serving.split.transport import DirectTransport
 from serving.split.wire import Ticket
 from serving.split.worker import Worker
-from tests.support.engines import QUICK_COMPILE, Continuation, finish
+from tests.support.engines import Continuation, finish
 from tests.support.letter_tokens import EOS, letters
 from tests.support.random_models import long_memory_model
+from tests.support.step_programs import shared_programs
 from tests.support.tiny_configs import ENGINE_VOCAB, FOR_ENGINES
 
 VOCAB, MAX_LEN = ENGINE_VOCAB, 96
@@ -62,7 +63,7 @@ def model(seed: int = 3) -> HybridModel:
 @functools.cache
 def programs(source: str) -> StepPrograms:
     """Step programs of one draft source."""
-    return StepPrograms(model(), tile_size=TILE, source=SOURCES[source], compiler_options=QUICK_COMPILE)
+    return shared_programs(model(), tile_size=TILE, source=SOURCES[source])
 
 
 @functools.cache

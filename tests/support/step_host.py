@@ -12,13 +12,12 @@ import numpy as np
 from flax import nnx
 
 from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, num_tiles
-from mamba_jax.programs import StepPrograms
 from mamba_jax.rows import init_rows
 from mamba_jax.sampling import sampling_row
 from mamba_jax.store import init_store
 from mamba_jax.tails import Replay
-from tests.support.engines import QUICK_COMPILE
 from tests.support.random_models import decisive_model
+from tests.support.step_programs import shared_programs
 from tests.support.tiny_configs import STEP
 
 TILE, PAGE, PAGES_PER_ROW = 8, 4, 12
@@ -27,7 +26,7 @@ DECODE_ROWS, PREFILL_ROWS, PREFILL_TOKENS, TILES = 6, 6, 48, 12
 
 @functools.cache
 def programs_of(config=STEP, source=None):
-    return StepPrograms(decisive_model(config), tile_size=TILE, source=source, compiler_options=QUICK_COMPILE)
+    return shared_programs(decisive_model(config), tile_size=TILE, source=source)
 
 
 @functools.cache

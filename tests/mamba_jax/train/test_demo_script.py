@@ -10,6 +10,8 @@ import typer
 
 from serving.cli.main import app
 
+pytestmark = pytest.mark.full
+
 SCRIPT = Path(str(files("mamba_jax.train"))) / "recipes/demo.sh"
 # Writes down what it is asked for, and makes what the next command looks for.
 STUB = """#!/usr/bin/env bash

@@ -63,6 +63,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(whole, tmp_path):
         assert (np.asarray(done.values[path]) == np.asarray(value)).all(), path
 
 
+@pytest.mark.full
 def test_a_killed_run_goes_back_to_its_last_state(whole, tmp_path):
     class Dies:
         def __getitem__(self, step):
@@ -79,6 +80,7 @@ def test_a_killed_run_goes_back_to_its_last_state(whole, tmp_path):
     assert losses(tmp_path) == whole[1]
 
 
+@pytest.mark.full
 def test_devices_share_a_batch(whole, tmp_path):
     run(tmp_path, devices=jax.devices()[:4], steps=3, optimizer=settings().optimizer)
     together = [record["loss"] for record in losses(tmp_path)]
@@ -87,6 +89,7 @@ def test_devices_share_a_batch(whole, tmp_path):
         run(tmp_path / "three", devices=jax.devices()[:3])
 
 
+@pytest.mark.full
 def test_bfloat16_products(whole, tmp_path):
     done = run(tmp_path, steps=3, compute_dtype="bfloat16")
     assert all(value.dtype == np.float32 for value in done.values.values())
@@ -110,6 +113,7 @@ def test_what_is_not_trained_stays(tmp_path):
         assert same != path.startswith("mtp."), path
 
 
+@pytest.mark.full
 def test_a_run_of_another_model_is_refused(whole, tmp_path):
     run(tmp_path, steps=2)
     wider = dataclasses.replace(CONFIG, hidden_size=CONFIG.hidden_size, vocab_size=CONFIG.vocab_size + 1)

@@ -50,6 +50,7 @@ def test_drafts_see_what_they_see_when_serving():
             before[place + 1] = out[place]
 
 
+@pytest.mark.full
 def test_parts_are_what_they_are_called():
     drafts = DraftSettings(depth_weights=(0.5, 0.25))
     loss = functools.partial(training_loss, config=CONFIG, drafts=drafts, dtype=jnp.float32)
@@ -65,6 +66,7 @@ def test_parts_are_what_they_are_called():
     np.testing.assert_allclose(total, expected, rtol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("targets", ["data", "model"])
 def test_detached_drafts_leave_the_model_alone(targets):
     def gradient(**options):

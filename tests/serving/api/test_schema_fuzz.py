@@ -5,6 +5,8 @@ import contextlib
 import hypothesis
 import pytest
 
+pytestmark = pytest.mark.full
+
 schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis, of the extra test")
 
 EXAMPLES = 25

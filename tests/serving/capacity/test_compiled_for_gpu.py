@@ -25,7 +25,7 @@ from serving.capacity.targets import target
 from serving.config import ConfigError
 from tests.support.narrow_parameters import narrow_parameters
 
-pytestmark = pytest.mark.gpu_compile
+pytestmark = [pytest.mark.gpu_compile, pytest.mark.full]
 
 SLOTS, PAGES, PAGE = 2000, 33_000, 64
 ROWS, TOKENS, TILE = 64, 2048, 128

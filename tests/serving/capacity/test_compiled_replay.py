@@ -22,7 +22,7 @@ from serving.capacity.plan import make_plan
 from serving.capacity.targets import target
 from serving.config import EngineConfig
 
-pytestmark = pytest.mark.tpu_compile
+pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
 SLOTS, PAGES, PAGE, ROWS, MAX_LEN = 300, 4000, 32, 64, 1024
 WHOLE = [
     ("v5e-8", 64, 0, 1.25, 1.1),

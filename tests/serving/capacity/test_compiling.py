@@ -17,9 +17,12 @@ from serving.capacity.compiling import SlicePrograms, slice_mesh
 from serving.capacity.count import collectives
 from serving.capacity.targets import target
 
+pytestmark = pytest.mark.full
+
 SLOTS, PAGES, PAGE = 400, 4000, 32
 
 
+@pytest.mark.smoke
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize(
     ("model", "pattern", "topology"),

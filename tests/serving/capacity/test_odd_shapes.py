@@ -22,6 +22,8 @@ from serving.capacity.compiling import SlicePrograms, check_compiler, slice_mesh
 from serving.capacity.targets import target
 from serving.config import ConfigError
 
+pytestmark = pytest.mark.full
+
 STORE, TILE, ROWS = 140_000_000, 32, 8
 
 

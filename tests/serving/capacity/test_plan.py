@@ -76,6 +76,7 @@ def test_experts_that_nobody_chose_are_not_read():
     assert many > 0.9 * counter.weight_bytes
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", preset_names())
 def test_every_published_size_can_be_planned(name):
     made = plan(name, "h200-1")

@@ -25,7 +25,7 @@ from serving.capacity.count import Counter
 from serving.capacity.targets import target
 from tests.support.narrow_parameters import narrow_parameters
 
-pytestmark = pytest.mark.tpu_compile
+pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
 
 ROWS, SLOTS, PAGES, PAGE = 16, 300, 1000, 32
 DENSE, EXPERTS = ("nemotron-h-8b", "M*-"), ("nemotron-3-nano-30b-a3b", "ME*E")

@@ -30,6 +30,7 @@ def test_the_estimate_by_hand():
     np.testing.assert_allclose((found.kl, found.largest), ((0.5 - 1 + np.log(2)) / 2, np.log(2)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["drafts (MTP, K=3), hits"])
 def test_serving_and_training_agree(name, tmp_path, monkeypatch):
     monkeypatch.setattr("serving.engine.build.StepPrograms", partial(StepPrograms, compiler_options=QUICK_COMPILE))

@@ -14,6 +14,8 @@ from mamba_jax.train.corpus import SAMPLE_PROBLEMS, SAMPLE_TEXT
 from serving import LLM
 from serving.cli import evaluation
 
+pytestmark = pytest.mark.full
+
 DEMO = Path(resolve("demo").files)
 FIGURES = json.loads((DEMO / "figures.json").read_text())
 CARD = (DEMO / "README.md").read_text()

@@ -17,6 +17,8 @@ from serving.cli.main import run
 from tests.support.engines import QUICK_COMPILE
 from tests.support.tiny_configs import TRAINABLE
 
+pytestmark = pytest.mark.full
+
 
 def evenness(answer):
     """The share of even tokens: nothing that a model does by itself, and easy to learn."""

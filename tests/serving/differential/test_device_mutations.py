@@ -72,6 +72,7 @@ def test_sound_programs_pass() -> None:
     run()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", DEVICE.values(), ids=lambda fault: f"D{fault.number}-{fault.plant.__name__}")
 def test_fault_shows(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     engines_of(SMALLEST).alone((1, 2, 3))  # the sound programs are compiled before anything is planted

@@ -134,6 +134,7 @@ def _parameter(fault: Fault):
     return pytest.param(fault, marks=marks, id=f"D{fault.number}-{fault.plant.__name__}")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", [_parameter(fault) for fault in ALL.values()])
 def test_fault_shows(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, replay = fault.number in LAYER | REPLAY_LAYER, fault.number in REPLAY | REPLAY_LAYER

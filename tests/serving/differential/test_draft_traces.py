@@ -22,6 +22,7 @@ REACHED = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.fuzz
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_traces_with_drafts(shard: int, request: pytest.FixtureRequest) -> None:

@@ -185,6 +185,7 @@ def test_neighbours_do_not_wait(drafts: Drafts) -> None:
     finish(engine)
 
 
+@pytest.mark.full
 def test_where_most_are_structured_all_wait() -> None:
     engine = engine_of(Drafts("ngram", 3), "all")
     outputs = {number: engine.add_request(str(number), *ask(number)) for number in (0, 3, 6, 1)}
@@ -194,6 +195,7 @@ def test_where_most_are_structured_all_wait() -> None:
     assert engine.loop.stats.drafts.accepted
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "fault", structured_faults.STRUCTURED.values(), ids=lambda fault: f"D{fault.number}-{fault.plant.__name__}"
 )

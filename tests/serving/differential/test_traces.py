@@ -1,6 +1,6 @@
-"""Random traffic through real tiny models says what greedy decoding says: `--examples N` / 33 traces, at least 700.
+"""Random traffic through real tiny models says what greedy decoding says: `--examples N` / 33 traces.
 
-That is 100 for each recurrence.
+At least 700, which are 100 for each recurrence, where N is 20,000 or more; at least 100 otherwise.
 
 Cache mode, chunking, batch mix, shared prefixes, repeats, preemption, aborts, seeds, several choices, failing and
 withdrawn steps: a trace mixes them all. See `traces.draw` for what a seed decides.
@@ -31,14 +31,15 @@ REACHED = (
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_traces(shard: int, request: pytest.FixtureRequest) -> None:
     examples = int(request.config.getoption("--examples", default=DEFAULT_EXAMPLES))
-    count = max(700, examples // SYMBOLIC_PER_TRACE) // SHARDS
+    total = max(700 if examples >= DEFAULT_EXAMPLES else 100, examples // SYMBOLIC_PER_TRACE)
+    count = total // SHARDS
     first = shard * 1_000_000
     print(f"seeds {first} to {first + count - 1}")
     met: Counter[str] = Counter()
     for seed in range(first, first + count):
         met += run_trace(seed)
     print(dict(sorted(met.items())))
-    missing = [name for name in REACHED if not met[name]]
+    missing = [name for name in REACHED if not met[name]] if total >= 700 else []
     assert not missing, f"never met: {missing}"
     assert met["cut"] <= 1 + met["comparisons"] // 200, "too many comparisons were cut short by near-ties"
     for name in PROGRAMS:

@@ -24,6 +24,7 @@ from tests.support.shared_engines import EXACT, VARIANTS
 COUNT = 16
 
 
+@pytest.mark.smoke
 @pytest.mark.fuzz
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_traces(variant: str, request: pytest.FixtureRequest) -> None:
@@ -53,6 +54,7 @@ CASES = [
 ]
 
 
+@pytest.mark.smoke
 @pytest.mark.fuzz
 @pytest.mark.parametrize(("variant", "how"), CASES)
 def test_exact_reuse(variant: str, how: str) -> None:
@@ -68,6 +70,7 @@ def test_exact_reuse(variant: str, how: str) -> None:
     assert met["cut"] <= 1 + met["comparisons"] // 50, "too many comparisons were cut short by near-ties"
 
 
+@pytest.mark.full
 def test_chunks_that_run_over_a_boundary_are_noticed() -> None:
     """Planted: states that are not rounded where the references' are. The bound is narrow enough to see it."""
 

@@ -43,6 +43,7 @@ def test_traces() -> None:
     run(0, 60, replay=8, model="nemotronh")
 
 
+@pytest.mark.full
 @pytest.mark.fuzz
 def test_traces_with_drafts() -> None:
     met = run(50_000_000, 40, drafts=True, replay=8, model="nemotronh")
@@ -50,6 +51,7 @@ def test_traces_with_drafts() -> None:
     assert met["layer"]
 
 
+@pytest.mark.full
 @pytest.mark.fuzz
 def test_traces_of_the_delta_rule() -> None:
     """Whose tails hold what a token added to the state, found as it was absorbed."""
@@ -57,12 +59,14 @@ def test_traces_of_the_delta_rule() -> None:
     assert met["layer"]
 
 
+@pytest.mark.full
 @pytest.mark.fuzz
 def test_traces_of_decays_by_channel() -> None:
     """With attention over latents."""
     run(52_000_000, 8, drafts=True, replay=8, model="kimi", reached=FEW)
 
 
+@pytest.mark.full
 @pytest.mark.fuzz
 def test_traces_with_split() -> None:
     """The prefill side has rows of either form."""

@@ -11,6 +11,7 @@ import pytest
 
 from serving import LLM, SamplingParams
 from tests.support.divisible_checkpoints import FAMILIES, write_checkpoint
+from tests.support.engines import QUICK_XLA_FLAGS
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -21,7 +22,7 @@ def test_two_processes_say_what_one_says(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"XLA_FLAGS": QUICK_XLA_FLAGS, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.support.generate_in_two_processes", str(port), str(number), str(directory)],

@@ -15,6 +15,8 @@ from tests.support.engines import QUICK_COMPILE
 from tests.support.host_processes import Hosts
 from tests.support.two_networks import ADDRESSES, TwoNetworks
 
+pytestmark = pytest.mark.full
+
 MTP = {"num_speculative_tokens": 2, "speculative_method": "mtp"}
 NGRAM = {"num_speculative_tokens": 2, "speculative_method": "ngram"}
 

@@ -13,6 +13,8 @@ from serving.split.seal import Seal
 from tests.support.listener import listener
 from tests.support.split_faults import PROMPTS, SECRET, Fleet, sealed_status
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory):

@@ -5,6 +5,8 @@ import pytest
 
 from tests.support.processes import client, router, streamed, worker
 
+pytestmark = pytest.mark.full
+
 TEXT = "The prefill worker computes the prompt once and the decode worker goes on from its state. " * 3
 
 

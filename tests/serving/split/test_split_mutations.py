@@ -15,6 +15,7 @@ from tests.support import split_pair
 TABLE = Path(__file__).parents[3] / "docs" / "mutations.md"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS, ids=[f"S{i}" for i in range(1, len(FAULTS) + 1)])
 def test_fault_is_seen(fault):
     """The same test passes without the fault: it is one of this folder's."""

@@ -84,6 +84,7 @@ def break_some(pair, rng, share):
     pair.peer.offer = unsure
 
 
+@pytest.mark.full
 def test_traces():
     """One test, because what all traces meet together is asserted as well."""
     MET.clear()

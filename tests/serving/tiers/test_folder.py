@@ -247,6 +247,7 @@ while True:
 """
 
 
+@pytest.mark.full
 def test_kill_9_in_the_middle_of_writing(tmp_path):
     rng = random.Random(1)
     root = str(Path(__file__).parents[3])
