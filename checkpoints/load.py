@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +15,7 @@ import numpy as np
 
 from checkpoints.dummy import dummy_parameters
 from checkpoints.errors import CheckpointError
+from checkpoints.file_digest import FileHasher
 from checkpoints.generation import GenerationConfig, read_generation_config
 from checkpoints.hugging_face import parameter_shapes, read_parameters
 from checkpoints.json_file import read_json
@@ -47,6 +50,16 @@ def load_config(ref: str | Path) -> HybridConfig:
     return _config(resolve(ref))
 
 
+@dataclass(frozen=True)
+class LoadedWeights:
+    """A model and what identifies its weights."""
+
+    model: HybridModel
+    digest: str
+    """Of all bytes of the weights as they are stored, the configuration, and how they were converted: equal for equal
+    weights loaded equally. Weights stored in another format have another digest."""
+
+
 def load_model(
     ref: str | Path,
     *,
@@ -75,26 +88,84 @@ def load_model(
         CheckpointError: whatever is wrong with the reference or the checkpoint, in one line.
     """
     reference = resolve(ref)
+    _check_format(load_format)
+    if load_format == "dummy":
+        return _dummy(reference, dtype, progress, sharding, seed, quantization, quantization_exclude)
+    return _read(reference, dtype, progress, sharding, quantization, quantization_exclude, None)
+
+
+def load_weights(
+    ref: str | Path,
+    *,
+    dtype: Any = "auto",
+    load_format: LoadFormat = "auto",
+    progress: bool = True,
+    sharding: Shardings = None,
+    seed: int = 0,
+    quantization: str | None = None,
+    quantization_exclude: Collection[str] = (),
+) -> LoadedWeights:
+    """Load a model as `load_model` does, and identify its weights by a digest of all of their bytes.
+
+    Every byte of the files is hashed while they are read, also those that only other processes load; a file that has
+    not changed since it was last hashed is not hashed again.
+
+    Raises:
+        CheckpointError: as `load_model`; or a file that changes while it is read.
+    """
+    reference = resolve(ref)
+    _check_format(load_format)
+    if load_format == "dummy":
+        model = _dummy(reference, dtype, progress, sharding, seed, quantization, quantization_exclude)
+        stored = f"dummy {seed} {np.__version__}"
+    else:
+        with FileHasher() as hasher:
+            model = _read(reference, dtype, progress, sharding, quantization, quantization_exclude, hasher)
+            stored = hasher.digest()
+    how = (stored, repr(model.config), str(model.dtype), quantization, sorted(quantization_exclude))
+    return LoadedWeights(model, hashlib.sha256(repr(how).encode()).hexdigest()[:32])
+
+
+def _check_format(load_format: str) -> None:
     if load_format not in ("auto", "dummy"):
         raise CheckpointError(f"load format {load_format!r} is not supported; allowed are 'auto' and 'dummy'")
-    if load_format == "dummy":
-        config = _config(reference)
-        kind = _dtype(dtype, None)
-        targets = abstract_parameters(config, kind)
-        tied = config.tie_word_embeddings
-        selection = _selection(config, quantization, quantization_exclude)
-        arrays = dummy_parameters(
-            targets, seed=seed, tied=tied, selection=selection, shardings=sharding, progress=progress
-        )
-        return HybridModel.from_parameters(config, arrays)
+
+
+def _dummy(
+    reference: Reference,
+    dtype: Any,
+    progress: bool,
+    sharding: Shardings,
+    seed: int,
+    quantization: str | None,
+    exclude: Collection[str],
+) -> HybridModel:
+    config = _config(reference)
+    targets = abstract_parameters(config, _dtype(dtype, None))
+    selection = _selection(config, quantization, exclude)
+    tied = config.tie_word_embeddings
+    arrays = dummy_parameters(targets, seed=seed, tied=tied, selection=selection, shardings=sharding, progress=progress)
+    return HybridModel.from_parameters(config, arrays)
+
+
+def _read(
+    reference: Reference,
+    dtype: Any,
+    progress: bool,
+    sharding: Shardings,
+    quantization: str | None,
+    exclude: Collection[str],
+    hasher: FileHasher | None,
+) -> HybridModel:
     if reference.kind is ReferenceKind.ORBAX:
         if quantization is not None:
             raise CheckpointError(f"{reference.name}: quantize when converting: mamba-jax convert --quantization")
-        stored = read_description(reference.files).dtype
-        return restore_orbax(reference.files, dtype=_dtype(dtype, stored), shardings=sharding, progress=progress)
+        kind = _dtype(dtype, read_description(reference.files).dtype)
+        return restore_orbax(reference.files, dtype=kind, shardings=sharding, progress=progress, hasher=hasher)
     fields = read_json(reference.files / "config.json")
     config = _hf_config(reference.files, fields)
-    tensors = LogicalTensors(reference.name, TensorSet(reference.files), read_quantisation(reference.files, fields))
+    stored = TensorSet(reference.files, hasher)
+    tensors = LogicalTensors(reference.name, stored, read_quantisation(reference.files, fields))
     config = as_stored(config, tensors.names)
     kind = _dtype(dtype, _stored_dtype(fields))
     family = family_of(config)
@@ -110,7 +181,7 @@ def load_model(
         sources,
         ignored=(*family.ignored(config), CACHE_SCALES),
         quantised=_kept_narrow(config, tensors, sources),
-        selection=_selection(config, quantization, quantization_exclude),
+        selection=_selection(config, quantization, exclude),
         shardings=sharding,
         progress=progress,
     )

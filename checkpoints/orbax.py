@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from rich.console import Console
 
 from checkpoints.config_json import config_from_json, config_to_json
 from checkpoints.errors import CheckpointError, listing
+from checkpoints.file_digest import FileHasher
 from checkpoints.json_file import read_json
 from checkpoints.placing import Shardings, abstract_parameters, held_dtype, sharding_of
 from checkpoints.resolve import ORBAX_MARKER
@@ -91,7 +93,12 @@ def save_orbax(
 
 
 def restore_orbax(
-    directory: str | Path, *, dtype: Any, shardings: Shardings = None, progress: bool = False
+    directory: str | Path,
+    *,
+    dtype: Any,
+    shardings: Shardings = None,
+    progress: bool = False,
+    hasher: FileHasher | None = None,
 ) -> HybridModel:
     """Read a model that `save_orbax` wrote; each device reads its own pieces only.
 
@@ -100,6 +107,7 @@ def restore_orbax(
         dtype: of the model; arrays are converted while they are read.
         shardings: where each parameter goes.
         progress: show that something is happening.
+        hasher: hashes every file of the weights.
     Raises:
         CheckpointError: not such a directory, an incomplete one, or one that does not fit its configuration.
     """
@@ -107,6 +115,8 @@ def restore_orbax(
     description = read_description(directory)
     targets = stored_parameters(description, dtype)
     _check(directory, description, targets)
+    if hasher is not None:
+        _hash_files(directory / WEIGHTS, hasher)
     # Without a sharding Orbax would use the one that was saved, whose devices may not exist here.
     default = SingleDeviceSharding(jax.devices()[0])
     wanted = {}
@@ -122,6 +132,15 @@ def restore_orbax(
             reason = " ".join(str(error).split())[:300]
             raise CheckpointError(f"{directory / WEIGHTS}: cannot be restored ({reason})") from error
     return HybridModel.from_parameters(description.config, arrays)
+
+
+def _hash_files(weights: Path, hasher: FileHasher) -> None:
+    for path in sorted(weights.rglob("*")):
+        status = path.stat()
+        if stat.S_ISREG(status.st_mode):
+            label = path.relative_to(weights).as_posix()
+            hasher.add(path, {label: (0, status.st_size)}, status)
+            hasher.start(path, label)
 
 
 def read_description(directory: Path) -> Description:

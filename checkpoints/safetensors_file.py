@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ class SafetensorsFile:
     """One memory-mapped file: `entries` by name, and zero-copy views of the tensors.
 
     Raises (from the constructor):
-        CheckpointError: the file is unreadable, truncated, or its header makes no sense.
+        CheckpointError: the file is unreadable, truncated, or its header is not valid.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,6 +67,8 @@ class SafetensorsFile:
                 size = file.seek(0, 2)
                 file.seek(0)
                 self.entries = _read_header(path, file, size)
+                self.status = os.fstat(file.fileno())
+                """Of the file that is mapped."""
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from checkpoints.errors import CheckpointError, listing
+from checkpoints.file_digest import FileHasher
 from checkpoints.json_file import read_json
-from checkpoints.safetensors_file import SafetensorsFile
+from checkpoints.safetensors_file import SafetensorsFile, TensorEntry
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -19,16 +20,23 @@ _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 class TensorSet:
     """The tensors of a directory by name: from its index, from `model.safetensors`, or from whatever files there are.
 
+    Args:
+        directory: of the files.
+        hasher: hashes each tensor when it is released.
+
     Raises (from the constructor):
         CheckpointError: no safetensors file, a missing shard, a truncated or corrupt file.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, hasher: FileHasher | None = None) -> None:
+        self.directory, self._hasher = directory, hasher
         self._file_of: dict[str, SafetensorsFile] = {}
         for name in _file_names(directory):
             file = SafetensorsFile(directory / name)
             self._file_of.update(dict.fromkeys(file.entries, file))
+            if hasher is not None:
+                ranges = {_label(name, entry): (entry.start, entry.end) for name, entry in file.entries.items()}
+                hasher.add(file.path, ranges, file.status)
 
     @property
     def names(self) -> set[str]:
@@ -53,7 +61,14 @@ class TensorSet:
 
     def release(self, name: str) -> None:
         """Give back the memory behind a tensor that has been copied."""
-        self._file_of[name].release(name)
+        file = self._file_of[name]
+        file.release(name)
+        if self._hasher is not None:
+            self._hasher.start(file.path, _label(name, file.entries[name]))
+
+
+def _label(name: str, entry: TensorEntry) -> str:
+    return f"{name} {entry.dtype} {list(entry.shape)}"
 
 
 def _file_names(directory: Path) -> list[str]:

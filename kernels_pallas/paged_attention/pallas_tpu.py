@@ -12,8 +12,12 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_
 LANES = 128
 # Page tables lie in scalar memory, 1 MiB of it on every TPU so far; the rest of the kernel's scalars need a little.
 SCALAR_BYTES = 900 * 1024
-# Sizes of the kernel's blocks. Its own table of them looks at the TPU at hand, and would not know another one.
-KEYS, QUERIES = 512, 32
+# Sizes of the kernel's blocks. Its own table of them asks the attached TPU; when compiling ahead no TPU is attached.
+# A block of queries reads a sequence's keys once, so long prefill wants large blocks. In decode each sequence has one
+# or a few queries, and the kernel computes a whole block for each sequence, so small blocks are faster.
+KEYS, FEWEST_QUERIES, MOST_QUERIES = 512, 32, 128
+# The default (16 MiB on v5e) is too small for blocks of 128 queries of 32 heads. Every TPU so far has at least 64 MiB.
+VMEM_BYTES = 60 << 20
 
 
 def unsupported(q, kv, *, positions, page_table, block_row, scale, first_key=0):
@@ -62,6 +66,7 @@ def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key
         # The kernel widens keys and values only where it is given a factor for them.
         **({"k_scale": 1.0, "v_scale": 1.0} if kv.dtype != q.dtype else {}),
         num_kv_pages_per_block=min(page_table.shape[1], max(1, KEYS // kv.shape[1])),
-        num_queries_per_block=min(blocks * q_len, QUERIES),
+        num_queries_per_block=min(blocks * q_len, max(FEWEST_QUERIES, min(q_len, MOST_QUERIES))),
+        vmem_limit_bytes=VMEM_BYTES,
     )
     return jnp.where(valid[..., None, None], out[place], 0)

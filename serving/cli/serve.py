@@ -176,7 +176,7 @@ def _run(
 
     def on_built(built: Built) -> None:
         if party is not None:
-            leaders.append(Leader(built.engine.loop, party))
+            leaders.append(Leader(built.engine.loop, party, built.digest))
         for line in summary(built, settings, f"{scheme}://{address}:{port}"):
             log.info(line)
 

@@ -7,12 +7,12 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
 
-from checkpoints.load import generation_config, load_config, load_model, load_tokenizer, weight_bytes
+from checkpoints.load import generation_config, load_config, load_tokenizer, load_weights, weight_bytes
 from checkpoints.tokenizer import Tokenizer
 from mamba_jax.config import HybridConfig
 from mamba_jax.drafts import DraftSource
@@ -51,6 +51,7 @@ from serving.engine.sizing import (
 from serving.engine.tiering import check_tiers, connect_tiers
 from serving.engine.warmup import warm_up
 from serving.engine.weights import Weights
+from serving.points.digest import model_digest
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,13 @@ class Built:
     size: StoreSize
     model: HybridModel
     tokenizer: Tokenizer | None
+    digest: str = ""
+    """Of the files that the weights were loaded from; empty for a model that was made in memory."""
+
+    @cached_property
+    def weights_digest(self) -> str:
+        """Identifies the weights that the engines began with."""
+        return self.digest or model_digest(self.model, self.model.config)
 
     @property
     def engine(self) -> Engine:
@@ -103,7 +111,7 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
     mesh = resolved.meshes[0]
     own = own_devices(resolved.meshes)
     check_weights_fit(weights if own is None or mesh is None else weights * len(own) // mesh.size, devices=own)
-    model = load_model(
+    loaded = load_weights(
         config.model,
         dtype=config.dtype,
         load_format=config.load_format,
@@ -113,7 +121,8 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
         quantization=config.quantization,
         quantization_exclude=config.excluded_from_quantization,
     )
-    return _assemble(config, resolved, model, tokenizer, eos, None, progress, keep=config.compilation_cache)
+    keep = config.compilation_cache
+    return _assemble(config, resolved, loaded.model, tokenizer, eos, None, progress, keep=keep, digest=loaded.digest)
 
 
 def assemble(
@@ -184,6 +193,7 @@ def _assemble(
     progress: bool,
     *,
     keep: bool = False,
+    digest: str = "",
 ) -> Built:
     policy, source, meshes = resolved.caching, resolved.source, resolved.meshes
     # Other sources, and no source, never look at the draft layer's keys and values.
@@ -207,10 +217,11 @@ def _assemble(
     grammars = None
     if config.enable_structured_outputs and tokenizer is not None:
         grammars = Grammars(tokenizer, model.config.vocab_size, eos_token_ids, seconds=config.grammar_timeout)
-    parts = _Parts(config, resolved, stored, size, settings, tokenizer, eos_token_ids, grammars)
+    parts = _Parts(config, resolved, stored, size, settings, tokenizer, eos_token_ids, grammars, digest)
     given = programs if len(models) == 1 else None
     engines = tuple(parts.engine(replica, each, given) for replica, each in enumerate(models))
-    connect_tiers(config, [engine.loop for engine in engines], models[0])
+    built = Built(engines, config, size, models[0], tokenizer, digest)
+    connect_tiers(config, [engine.loop for engine in engines], models[0].config, lambda: built.weights_digest)
     at_start = config.warmup if config.warmup is not None else jax.default_backend() != "cpu"
     for replica, engine in enumerate(engines):
         if keep and not at_start:
@@ -218,7 +229,7 @@ def _assemble(
         if at_start:
             label = f"replica {replica + 1} of {len(engines)}: " if len(engines) > 1 else ""
             _compile_all(engine, progress=progress, keep=config.compilation_cache, label=label)
-    return Built(engines, config, size, models[0], tokenizer)
+    return built
 
 
 @dataclass(frozen=True)
@@ -233,6 +244,7 @@ class _Parts:
     tokenizer: Tokenizer | None
     eos_token_ids: Sequence[int]
     grammars: Grammars | None
+    digest: str
 
     def engine(self, replica: int, model: HybridModel, programs: StepPrograms | None) -> Engine:
         """An engine for a model that lies on the devices of this replica."""
@@ -292,6 +304,7 @@ class _Parts:
             programs,
             quantization=config.quantization,
             quantization_exclude=config.excluded_from_quantization,
+            digest=self.digest,
         )
         return Engine(
             loop,

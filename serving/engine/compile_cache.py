@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import platform
 from pathlib import Path
 
 import jax
+
+from checkpoints.user_cache import cache_home
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +32,6 @@ def use_compilation_cache() -> Path | None:
     # A tiny model's programs compile in less than JAX's default threshold, but there are many of them.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     return directory
-
-
-def cache_home() -> Path:
-    """Where this user's caches live."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 def machine() -> str:

@@ -82,9 +82,7 @@ class Control:
         self.paused = self._pausing = False
         self._engine.loop.scheduler.release_new()
 
-    def update_weights(
-        self, given: NewWeights, *, version: str | int | None = None, partial: bool = False, update: int = 0
-    ) -> str:
+    def update_weights(self, given: NewWeights, *, version: str | int | None = None, partial: bool = False) -> str:
         """Replace the model's weights between two steps, where they lie. Nothing is compiled.
 
         Nothing that the old weights have computed is used any more: requests that run go on from their tokens. Which
@@ -95,7 +93,6 @@ class Control:
                 ours; pairs of both; or a directory with safetensors files.
             version: what the new weights are called in outputs; the next number if None.
             partial: replace only what is given. Otherwise all of the model's weights are needed.
-            update: of replicas, the update's number; see `Weights.replace`.
 
         Returns:
             The version.
@@ -108,7 +105,7 @@ class Control:
         before = self.weights.updates
         self._engine.drain()
         try:
-            self.weights.replace(given, version=name, partial=partial, update=update)
+            self.weights.replace(given, version=name, partial=partial)
         finally:
             if self.weights.updates != before or not self.weights.whole:
                 self._engine.loop.scheduler.change_weights(self.weights.lineage)

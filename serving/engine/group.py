@@ -155,7 +155,7 @@ class GroupControl:
         again = repeatable(given)
         for engine, lacks in zip(self._group.all_at_rest(), update.lacking, strict=True):
             if lacks:
-                engine.control.update_weights(again, version=update.version, partial=partial, update=update.number)
+                engine.control.update_weights(again, version=update.version, partial=partial)
         return update.version
 
     def sleep(self, level: int = 1) -> None:

@@ -20,10 +20,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
-from functools import cache
 from importlib.metadata import version
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +31,10 @@ from jax.experimental.compilation_cache import compilation_cache
 from mamba_jax.program_cache import look_of
 from mamba_jax.programs import StepPrograms
 from serving.engine.compile_cache import machine, use_compilation_cache
+from serving.points.sources import PROGRAM_PACKAGES, source_digest
 
 log = logging.getLogger(__name__)
 
-_DEFINED_IN = ("kernels_pallas", "mamba_jax")
 _TRACED_WITH = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 _ENVIRONMENT = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_")
 _UNUSED_FOR = 30 * 24 * 3600.0
@@ -163,7 +160,7 @@ def _surroundings(devices: list[jax.Device]) -> Iterator[str]:
     """Whatever a program depends on beside the model and the arguments."""
     yield f"{platform.python_implementation()} {sys.version}"
     yield from (f"{name} {version(name)}" for name in _TRACED_WITH)
-    yield _source_digest()
+    yield source_digest(PROGRAM_PACKAGES)
     yield f"{machine()} {devices[0].client.platform_version}"
     yield from (f"{device.id} {device.platform} {device.device_kind}" for device in devices)
     # Where the caches lie does not change what is in them.
@@ -172,24 +169,6 @@ def _surroundings(devices: list[jax.Device]) -> Iterator[str]:
         **{k: v for k, v in os.environ.items() if k.startswith(_ENVIRONMENT)},
     }
     yield from (f"{name}={value}" for name, value in sorted(settings.items()) if "cache" not in name.lower())
-
-
-@cache
-def _source_digest() -> str:
-    """Of every line of the packages that define a step."""
-    digest = hashlib.sha256()
-    for package in _DEFINED_IN:
-        for name, text in sorted(_sources(files(package), package)):
-            digest.update(f"{name} {len(text)}\n".encode() + text)
-    return digest.hexdigest()
-
-
-def _sources(folder: Traversable, name: str) -> Iterator[tuple[str, bytes]]:
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            yield from _sources(entry, f"{name}/{entry.name}")
-        elif entry.name.endswith(".py"):
-            yield f"{name}/{entry.name}", entry.read_bytes()
 
 
 def _line(error: Exception) -> str:

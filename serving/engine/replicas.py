@@ -99,7 +99,7 @@ class Replicas:
         again = repeatable(given)
 
         def take(engine: Engine) -> None:
-            engine.control.update_weights(again, version=update.version, partial=partial, update=update.number)
+            engine.control.update_weights(again, version=update.version, partial=partial)
 
         pairs = zip(self._served, update.lacking, strict=True)
         await _all(served.call(take) for served, lacks in pairs if lacks)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
 
-from mamba_jax.model import HybridModel
+from mamba_jax.config import HybridConfig
 from mamba_jax.store import Store
 from serving.config import ConfigError, EngineConfig
 from serving.core.tiers.prices import Prices
@@ -18,7 +18,6 @@ from serving.engine.loop import StepLoop
 from serving.engine.narrow_states import waiting_form
 from serving.engine.sizing import GIB, available_ram, show_bytes
 from serving.points.arrangement import Arrangement
-from serving.points.digest import model_digest
 from serving.points.point import PointPrograms
 from serving.tiers.disk import Disk
 from serving.tiers.folder import Folder
@@ -46,8 +45,16 @@ def check_tiers(config: EngineConfig) -> None:
         )
 
 
-def connect_tiers(config: EngineConfig, loops: Sequence[StepLoop], model: HybridModel) -> None:
+def connect_tiers(
+    config: EngineConfig, loops: Sequence[StepLoop], model: HybridConfig, digest: Callable[[], str]
+) -> None:
     """Give loops that nobody drives yet the tiers that their flags ask for: replicas have the same ones.
+
+    Args:
+        config: every flag.
+        loops: of the engines.
+        model: the model's configuration.
+        digest: gives what identifies the model's weights.
 
     Raises:
         ConfigError: the disk's folder cannot be used at all.
@@ -59,7 +66,7 @@ def connect_tiers(config: EngineConfig, loops: Sequence[StepLoop], model: Hybrid
         log.warning("host_cache_gib and disk_cache have no effect: prefix caching is switched off")
         return
     layouts = [_layout(config, model, store) for store in stores if store is not None]
-    memory, disk = _memory(config, layouts[0]), _disk(config, layouts[0], model)
+    memory, disk = _memory(config, layouts[0]), _disk(config, layouts[0], digest)
     if memory is None and disk is None:
         return
     for loop, layout in zip(loops, layouts, strict=True):
@@ -76,8 +83,8 @@ def connect_tiers(config: EngineConfig, loops: Sequence[StepLoop], model: Hybrid
         log.info("disk cache: %d checkpoints found in %s", len(disk.tier), disk.folder.path)
 
 
-def _layout(config: EngineConfig, model: HybridModel, store: Store) -> Layout:
-    arrangement = Arrangement.of(model.config, store, waiting_form(config))
+def _layout(config: EngineConfig, model: HybridConfig, store: Store) -> Layout:
+    arrangement = Arrangement.of(model, store, waiting_form(config))
     return Layout.of(arrangement, store, config.state_block_size, exact=config.rounds_rows)
 
 
@@ -89,11 +96,11 @@ def _memory(config: EngineConfig, layout: Layout) -> Memory | None:
     return Memory(tier)
 
 
-def _disk(config: EngineConfig, layout: Layout, model: HybridModel) -> Disk | None:
+def _disk(config: EngineConfig, layout: Layout, digest: Callable[[], str]) -> Disk | None:
     if not config.disk_cache:
         return None
     capacity = int(config.disk_cache_gib * GIB)
-    folder = _folder(Path(config.disk_cache), layout.fingerprint(model_digest(model, model.config)), capacity)
+    folder = _folder(Path(config.disk_cache), layout.fingerprint(digest()), capacity)
     if folder is None:
         return None
     tier = Tier("disk", capacity, layout.sizes(in_files=True))

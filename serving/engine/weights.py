@@ -14,6 +14,7 @@ from checkpoints.replacement import NewWeights, given_tensors, new_parameters
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.programs import StepPrograms
 from serving.engine.request_error import RequestError
+from serving.points.digest import array_digest, combined
 
 FIRST_VERSION = "0"
 
@@ -25,6 +26,7 @@ class Weights:
         model: what the programs were made of; its parameters are kept the same as theirs.
         programs: compiled for weights of these shapes: new values need no others.
         quantization, quantization_exclude: what the weights were rounded to when they were loaded.
+        digest: of the weights as they were loaded, where that is known.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Weights:
         *,
         quantization: str | None = None,
         quantization_exclude: Collection[str] = (),
+        digest: str = "",
     ) -> None:
         self._model, self._programs = model, programs
         self._quantization, self._exclude = quantization, quantization_exclude
@@ -41,9 +44,11 @@ class Weights:
         """What the weights are called in outputs."""
         self.updates = 0
         """How often they have been replaced."""
+        self.digest = digest
+        """Identifies the weights: those loaded from files by all their bytes, later ones by all their values."""
         self.lineage = 0
-        """Which weights they are among all that replicas have had: equal only where the weights are. 0: those that the
-        engine began with."""
+        """A number made of the digest, for names of states: equal only where the weights are. 0: those that the engine
+        began with."""
         self.whole = True
         """Whether all of them are there, and of one version. If not, no step may run."""
         self.seconds = 0.0
@@ -60,10 +65,8 @@ class Weights:
             raise RequestError(f"weights version {version!r} is in use: two versions cannot have one name")
         return version
 
-    def replace(self, given: NewWeights, *, version: str, partial: bool = False, update: int = 0) -> None:
-        """Puts other weights in the place of those that there are, one parameter at a time.
-
-        `update`: of replicas, a number that only those have been given who have been given the same. 0: none has.
+    def replace(self, given: NewWeights, *, version: str, partial: bool = False) -> None:
+        """Replace the weights, one parameter at a time.
 
         Raises:
             RequestError: they do not fit. Nothing has changed.
@@ -83,12 +86,16 @@ class Weights:
         except CheckpointError as error:
             raise RequestError(str(error)) from None
         held = parameters(self._model)
-        self.whole = False
-        update = update or new_update()
-        self.lineage = hash((self.lineage, update)) if partial else update
+        before = f"{self.digest} {self.lineage}" if partial else repr(self._model.config)
+        # Until all are replaced, they are a mixture that no other engine has.
+        self.whole, self.lineage = False, _number(secrets.token_hex(16))
+        digests: dict[str, jax.Array] = {}
         for path, value in stream:
             self._programs.replace_weight(path, value)
             held[path].set_value(value)
+            digests[path] = array_digest(value)
+        self.digest = combined(before, digests, self._programs.weights)
+        self.lineage = _number(self.digest)
         self.version, self.whole = version, True
         self.updates += 1
         self.seconds = time.perf_counter() - begin
@@ -108,8 +115,6 @@ class Update(NamedTuple):
 
     version: str
     """What they are called: what was asked for, or the next number."""
-    number: int
-    """See `Weights.replace`."""
     lacking: list[bool]
     """Which replicas are to take them: those without this version, as after a try that failed on some. All, where all
     have it: they say that it is in use."""
@@ -119,9 +124,9 @@ class Update(NamedTuple):
         """A replica that failed to take the last ones has counted less, and follows the others."""
         version = str(1 + max(weights.updates for weights in replicas)) if wanted is None else str(wanted)
         lacking = [weights.version != version or not weights.whole for weights in replicas]
-        return cls(version, new_update(), lacking if any(lacking) else [True] * len(lacking))
+        return cls(version, lacking if any(lacking) else [True] * len(lacking))
 
 
-def new_update() -> int:
-    """A number that no other update of weights has."""
-    return 1 + secrets.randbits(60)
+def _number(digest: str) -> int:
+    """Of 60 bits, and not 0."""
+    return 1 + int(digest[:15], 16)

@@ -8,8 +8,9 @@ from importlib.metadata import version
 from checkpoints import load_config
 from serving.config import EngineConfig
 
-_OWN = {"model", "revision", "tokenizer", "download_dir", "chat_template", "compilation_cache"}
-"""Flags that may differ: where a host keeps things. (What a model is, is compared by its structure.)"""
+_OWN = {"model", "tokenizer", "download_dir", "chat_template", "compilation_cache"}
+"""Flags that may differ: where a host keeps files. The model is compared by its structure, and by its weights once they
+are loaded (`Leader.wait_until_ready`)."""
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 
 

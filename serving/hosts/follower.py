@@ -19,7 +19,7 @@ def follow(built: Built, party: Party) -> None:
     """
     loop, vocab_size = built.engine.loop, built.engine.vocab_size
     known = {look_of(batch) for batch in loop.batches.warm_up_batches(vocab_size)}
-    party.tell(Kind.READY)
+    party.tell(Kind.READY, built.digest.encode())
     before: StepOutput | None = None
     for expected, message in enumerate(party.calls()):
         try:

@@ -12,16 +12,28 @@ from serving.hosts.wire import to_bytes
 
 
 class Leader:
-    """A loop's `followers`. From its making on, the loop dispatches nothing that the others do not."""
+    """A loop's `followers`. From its making on, the loop dispatches nothing that the others do not.
 
-    def __init__(self, loop: StepLoop, party: Party) -> None:
-        self._party, self._number = party, 0
+    Args:
+        loop: of the engine that the leader drives.
+        party: the hosts.
+        digest: of the weights that this host has loaded; those of all hosts must be equal.
+    """
+
+    def __init__(self, loop: StepLoop, party: Party, digest: str) -> None:
+        self._party, self._digest, self._number = party, digest, 0
         loop.followers = self
 
     def wait_until_ready(self) -> None:
-        """Returns when every host has loaded and compiled what it needs."""
+        """Returns when every host has loaded the same weights and compiled what it needs; otherwise all hosts end."""
         self._party.tell(Kind.READY)
-        self._party.wait_until_ready()
+        for host, digest in self._party.wait_until_ready().items():
+            if digest != self._digest:
+                self._party.end(
+                    f"host {host} has loaded other weights than host 0 (digest {digest[:8]} there, {self._digest[:8]} "
+                    "on host 0); give all hosts the same files, or the same --model and --revision",
+                    code=2,
+                )
 
     def call(self, batch: Batch) -> None:
         """The next call for all followers; the loop dispatches it right after."""

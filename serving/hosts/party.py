@@ -39,6 +39,7 @@ class Party:
     def __init__(self, host: int, links: Mapping[int, Link], *, host_timeout: float) -> None:
         self.host, self._links, self._host_timeout = host, dict(links), host_timeout
         self._received: queue.Queue[bytes | None] = queue.Queue(_WAITING_CALLS)
+        self._digests: dict[int, str] = {}
         self._ready = {other: threading.Event() for other in links}
         self._ending = threading.RLock()
         self._gone: int | None = None
@@ -75,12 +76,13 @@ class Party:
         while (call := self._received.get()) is not None:
             yield call
 
-    def wait_until_ready(self) -> None:
-        """Returns when all others can run steps."""
+    def wait_until_ready(self) -> dict[int, str]:
+        """Returns when all others can run steps: the digest of each one's weights, by the host's number."""
         for other, ready in self._ready.items():
             if not ready.wait(0):
                 log.info("waiting for host %d", other)
                 ready.wait()
+        return dict(self._digests)
 
     def end(self, line: str, *, code: int = 1, error: BaseException | None = None) -> NoReturn:
         """Ends this process, after telling the others why; collectives cannot be interrupted otherwise."""
@@ -168,6 +170,7 @@ class Party:
             self.end(payload.decode(errors="replace"))
         if kind is Kind.READY:
             self._links[other].timeout = self._host_timeout
+            self._digests[other] = payload.decode(errors="replace")[:64]
             self._ready[other].set()
             return True
         if kind is Kind.LEAVE and self.leads:

@@ -34,7 +34,7 @@ class Manifest(BaseModel):
     layout: str
     """*"""
     model: str
-    """* Hash of config, weight names and shapes, and a sample of every weight."""
+    """* Digest of configuration and weights (`Built.weights_digest`)."""
     dtype: str
     """* Of all of a state but what accumulates."""
     kv_dtype: str
@@ -80,7 +80,7 @@ def describe(
     transports: dict[str, str],
     exact_reuse: tuple[Narrow, int] | None = None,
 ) -> Manifest:
-    """The manifest of a running worker. `state` are the arrays of a state, `model` is its `model_digest`."""
+    """The manifest of a running worker. `state` are the arrays of a state, `model` is the digest of its weights."""
     layers, declared = config.num_attention_uses, arrangement.shape.arrays
     accumulated = [
         str(state[name].dtype) for name, array in declared.items() if name in state and array.role is Role.ACCUMULATED

@@ -16,7 +16,6 @@ from serving.engine.build import Built
 from serving.engine.loop import StepLoop
 from serving.engine.narrow_states import handoff_form, row_rounding
 from serving.points.arrangement import Arrangement
-from serving.points.digest import model_digest
 from serving.points.point import Piece, PointPrograms, pieces, state_spec
 from serving.split.manifest import Manifest, describe
 from serving.split.transport import Transport
@@ -58,7 +57,7 @@ class Worker:
             store,
             arrangement,
             state,
-            model=model or model_digest(built.model, config),
+            model=model or built.weights_digest,
             state_block_size=built.config.state_block_size,
             exact_reuse=row_rounding(built.config),
             max_model_len=built.size.max_model_len,

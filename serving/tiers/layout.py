@@ -13,6 +13,7 @@ from mamba_jax.store import Store
 from serving.core.tiers.tier import Sizes
 from serving.points.arrangement import Arrangement
 from serving.points.point import state_spec
+from serving.points.sources import STATE_PACKAGES, source_digest
 
 FORMAT = "mamba-jax checkpoint 1: state[layer]; kv[layer, token, K even V odd, head_dim]"
 _FILE = 4096
@@ -60,14 +61,18 @@ class Layout:
         return Sizes(state, page, self.page_size, self.block, _FILE if in_files else 0)
 
     def fingerprint(self, model: str) -> str:
-        """What must be the same for a state that one process has written to be of use to another.
+        """What must be the same for one process to go on from a state that another one wrote.
 
-        `model`: a digest of its weights.
+        A release that computes or reads weights differently has another one, so it never goes on from states that the
+        one before it computed.
+
+        Args:
+            model: a digest of its weights.
         """
         state = [(name, spec.shape, str(spec.dtype)) for name, spec in self.state.items()]
         kv = None if self.kv is None else (self.kv.shape, str(self.kv.dtype))
         exact = ("exact",) if self.exact else ()
-        text = repr((FORMAT, model, state, kv, self.page_size, self.block, *exact))
+        text = repr((FORMAT, model, source_digest(STATE_PACKAGES), state, kv, self.page_size, self.block, *exact))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -73,6 +73,22 @@ def test_equals_definition(positions, block_row, monkeypatch):
     assert (out[~valid] == 0).all()
 
 
+@pytest.mark.parametrize(("blocks", "q_len", "size"), [(64, 1, 32), (64, 4, 32), (18, 128, 128), (1, 1, 1)])
+def test_prefill_has_larger_blocks_of_queries_than_decode(blocks, q_len, size, monkeypatch):
+    """Each block of queries reads the keys before it once, so blocks of 32 read a long past four times as often."""
+    sizes = []
+
+    def record(q, *_, num_queries_per_block, **__):
+        sizes.append(num_queries_per_block)
+        return q
+
+    monkeypatch.setattr(pallas_tpu, "ragged_paged_attention", record)
+    positions = np.arange(blocks * q_len).reshape(blocks, q_len) % (PAGES * PAGE)
+    args, kwargs = call(Draw(), positions, [0] * blocks, rows=1)
+    paged_attention(*on_device(args), **on_device(kwargs), scale=0.1, implementation="pallas_tpu")
+    assert sizes == [size]
+
+
 @pytest.mark.parametrize(
     ("changed", "static", "reason"),
     [

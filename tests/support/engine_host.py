@@ -89,7 +89,7 @@ def main(job):
         programs[kind] = built.engine.loop.programs
         few_shapes(built.engine)
         if party.leads:
-            Leader(built.engine.loop, party).wait_until_ready()
+            Leader(built.engine.loop, party, built.digest).wait_until_ready()
             said.append(answers(built.engine))
             if each is not flags[-1] or not job.get("go_on"):
                 built.engine.close()

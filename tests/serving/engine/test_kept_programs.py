@@ -81,7 +81,7 @@ def test_whatever_may_change_a_program_makes_it_another(harness, engine, tmp_pat
         case "kernels":
             changes = {"kernels": KernelChoice.parse("xla")}
         case "source":
-            monkeypatch.setattr(module, "_source_digest", lambda: "edited")
+            monkeypatch.setattr(module, "source_digest", lambda packages: "edited")
         case "jax":
             jax.config.update("jax_default_matmul_precision", "bfloat16")
         case "environment":

@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from serving.config import ConfigError
+from serving.config import ConfigError, EngineConfig
 from serving.engine.control import Control
 from serving.engine.request_error import RequestError
+from serving.hosts.facts import facts_of
 from serving.hosts.follower import follow
 from serving.hosts.leader import Leader
 from serving.hosts.link import Kind
@@ -49,7 +50,7 @@ class Loop:
 
 
 def follower(messages, batches=None):
-    built = SimpleNamespace(engine=SimpleNamespace(loop=Loop(batches or builder()), vocab_size=VOCAB))
+    built = SimpleNamespace(digest="weights", engine=SimpleNamespace(loop=Loop(batches or builder()), vocab_size=VOCAB))
     party = Told(messages)
     return built, party
 
@@ -61,7 +62,7 @@ def calls(count, start=0, made=None):
 
 def test_it_runs_what_a_leader_sends():
     loop, sent = SimpleNamespace(followers=None), Told()
-    leader = Leader(loop, sent)
+    leader = Leader(loop, sent, "weights")
     assert loop.followers is leader
     batches = list(builder().warm_up_batches(VOCAB))[:5]
     for batch in batches:
@@ -71,7 +72,7 @@ def test_it_runs_what_a_leader_sends():
     built, party = follower([message for kind, message in sent.said if kind is Kind.CALL])
     follow(built, party)
     assert [type(batch) for batch in built.engine.loop.ran] == [type(batch) for batch in batches]
-    assert party.said == [(Kind.READY, b"")]
+    assert party.said == [(Kind.READY, b"weights")]
 
 
 @pytest.mark.parametrize(
@@ -130,3 +131,22 @@ def test_one_host_alone_is_none_of_several():
 )
 def test_the_coordinators_port_need_not_be_given(given, place):
     assert HostSettings.create(coordinator=given, num_hosts=2, host_id=0).meeting_place == place
+
+
+@pytest.mark.parametrize("theirs", ["weights", "others"])
+def test_hosts_with_other_weights_end_before_the_first_step(theirs):
+    """Their configurations may be equal: every answer would be wrong."""
+    party = Told()
+    party.wait_until_ready = lambda: {1: "weights", 2: theirs}
+    party.end = lambda line, code: (_ for _ in ()).throw(SystemExit(f"{line} {code}"))
+    leader = Leader(SimpleNamespace(), party, "weights")
+    if theirs == "weights":
+        leader.wait_until_ready()
+        return
+    with pytest.raises(SystemExit, match=r"host 2 has loaded other weights than host 0 .*--revision 2"):
+        leader.wait_until_ready()
+
+
+def test_a_revision_is_compared():
+    one, other = (facts_of(EngineConfig.create(model="demo", revision=revision)) for revision in (None, "v2"))
+    assert {name for name in one if one[name] != other[name]} == {"--revision"}

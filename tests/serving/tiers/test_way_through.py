@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from mamba_jax.model import parameters
 from serving.config import ConfigError, EngineConfig
 from serving.engine.build import assemble
 from serving.tiers.folder import Folder
@@ -25,11 +26,11 @@ def start(tiny, tmp_path):
     """Makes engines, and closes them."""
     made = []
 
-    def make(**flags):
+    def make(weights=None, **flags):
         if "disk_cache_gib" in flags:
             flags = {"disk_cache": str(tmp_path / "disk")} | flags
         config = EngineConfig.create(mamba_cache_mode="all", **(SMALL | flags))
-        engine = assemble(config, tiny, programs=NoPrograms()).engine
+        engine = assemble(config, weights or tiny, programs=NoPrograms()).engine
         engine.loop.scheduler.tiers.prices = Free()
         made.append(engine)
         return engine
@@ -127,6 +128,33 @@ def test_another_layout_finds_nothing_of_it(start, tmp_path):
     engine.close()
     fill(start(state_block_size=32, **DISK), numbers=[1])
     assert len(list((tmp_path / "disk").iterdir())) == 2
+
+
+def test_weights_that_differ_in_a_few_rows_find_nothing_of_it(start, tmp_path):
+    """A sample of 16 values of each tensor was once compared: an engine went on from the states of other weights."""
+    engine = start(**DISK)
+    fill(engine)
+    engine.close()
+    changed = model()
+    table = parameters(changed)["embed.weight"]
+    before = table.get_value()
+    table.set_value(before.at[1].add(1.0))
+    try:
+        assert ask(start(weights=changed, **DISK), "again", tokens(1, 61)) == 0
+    finally:
+        table.set_value(before)
+    assert ask(start(**DISK), "again", tokens(1, 61)) == 61
+    assert len(list((tmp_path / "disk").iterdir())) == 2
+
+
+def test_a_release_that_computes_otherwise_finds_nothing_of_it(start, monkeypatch):
+    engine = start(**DISK)
+    fill(engine)
+    engine.close()
+    with monkeypatch.context() as patch:
+        patch.setattr("serving.tiers.layout.source_digest", lambda packages: "edited")
+        assert ask(start(**DISK), "again", tokens(1, 61)) == 0
+    assert ask(start(**DISK), "again", tokens(1, 61)) == 61
 
 
 def test_salts_are_kept_apart(start):
