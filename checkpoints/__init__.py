@@ -1,14 +1,23 @@
-"""Weights, configurations, tokenizers and sampling defaults: from Hugging Face and Orbax directories, and to Orbax."""
+"""Weights, configurations, tokenizers and sampling defaults: from Hugging Face and Orbax directories, and to Orbax.
 
-from checkpoints.chat import ChatTemplateError
-from checkpoints.conversion import convert
-from checkpoints.errors import CheckpointError
-from checkpoints.generation import GenerationConfig
-from checkpoints.load import generation_config, load_config, load_model, load_tokenizer, require_tokenizer
-from checkpoints.orbax import restore_orbax, save_orbax
-from checkpoints.resolve import Reference, ReferenceKind, resolve
-from checkpoints.stream import StreamDecoder
-from checkpoints.tokenizer import Tokenizer
+Names are imported when they are first used: `import checkpoints` imports neither JAX nor Orbax.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from checkpoints.chat import ChatTemplateError
+    from checkpoints.conversion import convert
+    from checkpoints.errors import CheckpointError
+    from checkpoints.generation import GenerationConfig
+    from checkpoints.load import generation_config, load_config, load_model, load_tokenizer, require_tokenizer
+    from checkpoints.orbax import restore_orbax, save_orbax
+    from checkpoints.resolve import Reference, ReferenceKind
+    from checkpoints.stream import StreamDecoder
+    from checkpoints.tokenizer import Tokenizer
 
 __all__ = [
     "ChatTemplateError",
@@ -24,7 +33,26 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "require_tokenizer",
-    "resolve",
     "restore_orbax",
     "save_orbax",
 ]
+
+_MODULES = {
+    "ChatTemplateError": "chat",
+    "CheckpointError": "errors",
+    "GenerationConfig": "generation",
+    "Reference": "resolve",
+    "ReferenceKind": "resolve",
+    "StreamDecoder": "stream",
+    "Tokenizer": "tokenizer",
+    "convert": "conversion",
+    "restore_orbax": "orbax",
+    "save_orbax": "orbax",
+}
+"""Where each name is defined, if not in `checkpoints.load`."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"checkpoints.{_MODULES.get(name, 'load')}"), name)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from serving.api.http.settings import ServerSettings
-from serving.cli.vllm.flags import FLAGS, Flag
 from serving.config import EngineConfig
+from serving.vllm.flags import FLAGS, Flag
 
 DOCS = Path(__file__).resolve().parent
 OWN = {f"--{name.replace('_', '-')}" for settings in (EngineConfig, ServerSettings) for name in settings.model_fields}

@@ -9,7 +9,7 @@ model over slots and pages.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, StepOutput
 from mamba_jax.config import HybridConfig, ModelConfigError
@@ -40,6 +40,18 @@ __all__ = [
     "seat",
     "step",
 ]
+
+
+if TYPE_CHECKING:
+    __version__: str
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from checkpoints.version import version
+
+        return version()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def load(ref: str, *, dtype: Any = None, **options: Any) -> HybridModel:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from serving.core import CacheMode, ConfigError, check_replay_interval
+from serving.settings import Settings
 
 __all__ = ["CacheMode", "ConfigError", "EngineConfig", "ResolvedCaching", "read_config_file", "resolve_caching"]
 
@@ -21,13 +21,14 @@ DEFAULT_DRAFTS = 3
 _LOOKUP = (2, 4)
 
 
-class EngineConfig(BaseModel):
-    """The engine's flags. Make one with `EngineConfig.create`, whose errors are one clear line.
+class EngineConfig(Settings):
+    """The engine's flags. Make one with `EngineConfig.create`, whose errors are one clear line."""
 
-    The field order is the order of the command line's help; a field's description is its help text.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    COMMON = (
+        "model", "revision", "tokenizer", "dtype", "quantization", "kv_cache_dtype", "max_model_len", "max_num_seqs",
+        "enable_prefix_caching", "speculative_method", "num_speculative_tokens", "tensor_parallel_size",
+        "memory_utilization",
+    )  # fmt: skip
 
     model: str = Field(
         "demo", description="A Hugging Face directory, an Orbax directory, 'demo', or a hub's name as in org/name."
@@ -206,22 +207,6 @@ class EngineConfig(BaseModel):
     compilation_cache: bool = Field(True, description="Cache compiled programs on disk for the next start.")
     debug_state: bool = Field(False, description="Debugging: tag state slots and check every read, on the device.")
 
-    @classmethod
-    def create(cls, **flags: Any) -> EngineConfig:
-        """A validated configuration; flags that are None count as not given.
-
-        Raises:
-            ConfigError: an unknown flag or a bad value.
-        """
-        for name in flags:
-            if name not in cls.model_fields:
-                near = difflib.get_close_matches(name, cls.model_fields, n=1)
-                raise ConfigError(f"unknown engine flag {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-        try:
-            return cls(**{name: value for name, value in flags.items() if value is not None})
-        except ValidationError as error:
-            raise ConfigError("; ".join(_explain(cls, detail) for detail in error.errors())) from None
-
     @model_validator(mode="before")
     @classmethod
     def _fill_in_drafts(cls, flags: Any) -> Any:
@@ -290,15 +275,6 @@ class EngineConfig(BaseModel):
         if self.speculative_method is not None and not drafts:
             raise ValueError(f"speculative_method {self.speculative_method!r} needs num_speculative_tokens >= 1")
         return self
-
-
-def _explain(cls: type[BaseModel], detail: Any) -> str:
-    """One of pydantic's complaints as a short clause that names the flag, the value and what is allowed."""
-    if not detail["loc"]:
-        return str(detail["ctx"]["error"]) if "error" in detail.get("ctx", {}) else detail["msg"]
-    name = str(detail["loc"][0])
-    message = detail["msg"].replace("Input should be ", "must be ")
-    return f"{name}: {message[0].lower()}{message[1:]}, got {detail['input']!r}"
 
 
 class ResolvedCaching(NamedTuple):

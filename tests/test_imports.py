@@ -21,29 +21,30 @@ DOORS = {("serving/bench", "kernels_pallas")}
 LAZY_DOORS = {("mamba_jax/__init__.py", "checkpoints")}
 DEVICE = {"jax", "jaxlib", "flax", "orbax", "ml_dtypes", *ROOMS} - {"serving"}
 
-# Each folder of `serving` and the others that its own files import. Of the two files beside them `config` is at the
-# bottom, and `""`, the package itself, says what users import from it. What is below `serving/core` has its own table.
+# Each folder of `serving` and the others that its own files import. The files `settings` and `config` have rows of
+# their own; `""`, the package itself, says what users import from it. What is below `serving/core` has its own table.
 SERVING = {
     "core": set(),
-    "config": {"core"},
+    "settings": {"core"},
+    "config": {"core", "settings"},
+    "vllm": {"config"},
     "points": set(),
     "tiers": {"core", "points"},
     "engine": {"config", "core", "points", "tiers"},
     "": {"config", "engine"},
-    "hosts": {"config", "engine"},
+    "hosts": {"config", "engine", "settings"},
     "capacity": {"config", "engine"},
     "api": {"config", "engine"},
     "api/http/protocol": set(),
-    "api/http": {"config", "core", "engine", "api", "api/http/protocol"},
+    "api/http": {"config", "core", "engine", "api", "api/http/protocol", "settings"},
     "split/transport": set(),
-    "split": {"config", "core", "engine", "api/http", "points", "split/transport"},
+    "split": {"core", "engine", "api/http", "points", "settings", "split/transport"},
     "split/http": {"config", "core", "engine", "api", "api/http", "api/http/protocol", "split", "split/transport"},
     "split/router": {"core", "api", "api/http", "api/http/protocol", "split", "split/http"},
     "split/ray": {"config", "api/http", "split", "split/http", "split/router"},
     "bench": {"", "core", "engine"},
-    "cli/vllm": {"config"},
     "cli": {"config", "engine", "capacity", "api", "api/http", "api/http/protocol", "split", "split/http"}
-    | {"hosts", "split/router", "cli/vllm"},
+    | {"hosts", "settings", "split/router", "vllm"},
 }
 
 # The same below `serving/core`: its folders, and each of the files beside them (`""` is what the package exports).
@@ -81,7 +82,7 @@ def folder_of(module: str) -> str:
     path = ROOT.joinpath(*module.split("."))
     folder = str((path if path.is_dir() else path.parent).relative_to(ROOT / "serving"))
     if folder == ".":
-        return "config" if module == "serving.config" else ""
+        return module.removeprefix("serving.") if module in ("serving.config", "serving.settings") else ""
     return folder.split("/")[0] if folder.startswith("core") else folder
 
 

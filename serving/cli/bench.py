@@ -6,10 +6,12 @@ import importlib
 
 import typer
 
+from serving.cli.jax_import import import_jax
+
 app = typer.Typer(
     name="bench",
     help="Run a benchmark. Prints JSON lines that include machine, versions and command.",
-    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 PROGRAMS = {
@@ -42,6 +44,7 @@ def _add(name: str, module: str, text: str) -> None:
 
     @app.command(name=name, help=text, context_settings=settings, add_help_option=False)
     def command(context: typer.Context) -> None:
+        import_jax()
         try:
             code = importlib.import_module(module).main(context.args)
         except SystemExit as exit:  # argparse has printed the error or the help

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from serving.cli.options import Options, with_options
 from serving.config import ConfigError, EngineConfig
 from serving.engine.sampling_params import SamplingParams
 
 _SAMPLING = "Sampling"
 
 
+@with_options(Options("flags", EngineConfig, "Engine"), config_file=True)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; '-' reads it from stdin.")] = None,
     *,
@@ -56,9 +57,14 @@ def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Continue past the end-of-sequence token.", rich_help_panel=_SAMPLING)
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Log what the engine does and what its store holds.")
+    ] = False,
     flags: dict[str, Any],
 ) -> None:
     """Continue one PROMPT, streaming to the terminal, or a file of prompts (--input, --output)."""
+    if not verbose:
+        logging.getLogger("serving").setLevel(logging.WARNING)
     sampling = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -111,7 +117,7 @@ def convert(
         quantization=quantization,
         quantization_exclude=exclude,
     )
-    Console(stderr=True, soft_wrap=True).print(f"{source} -> {target}", markup=False, highlight=False)
+    typer.echo(f"{source} -> {target}", err=True)
 
 
 def inspect(
@@ -124,6 +130,7 @@ def inspect(
 ) -> None:
     """Show a model's structure and the memory that its state takes, without loading weights."""
     import jax.numpy as jnp
+    from rich.console import Console
     from rich.table import Table
 
     from checkpoints import load_config
@@ -167,6 +174,16 @@ def _check_files(source: Path, target: Path) -> None:
 
 
 def _generate_file(source: Path, target: Path, given: dict[str, Any], flags: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
     from serving.cli.batch_file import count_lines, run_batch
     from serving.engine.llm import LLM
 

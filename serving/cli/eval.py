@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from serving.config import ConfigError
-from serving.engine.draft_stats import DraftStats
+
+if TYPE_CHECKING:
+    from serving.engine.draft_stats import DraftStats
 
 
 def evaluate(

@@ -1,65 +1,135 @@
-"""The program `mamba-jax`. User errors are one line on stderr and exit code 2; tracebacks are bugs."""
+"""The program `mamba-jax`. User errors are one line on stderr and exit code 2; tracebacks are bugs.
+
+Only the command that was asked for is imported, and JAX only when that command runs.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from typer.core import TyperGroup
 
 from checkpoints.errors import CheckpointError
-from serving.api.http.settings import ServerSettings
-from serving.cli.bench import app as bench
-from serving.cli.commands import convert, generate, inspect
-from serving.cli.engine_options import with_engine_options
-from serving.cli.eval import evaluate
-from serving.cli.plan import plan
-from serving.cli.router import router
-from serving.cli.serve import PANEL, serve
-from serving.cli.settings_options import with_options
-from serving.cli.terminal_chat import chat
-from serving.cli.train import train
-from serving.cli.train_grpo import train_grpo
-from serving.cli.train_mtp import train_mtp
-from serving.cli.vllm.command import translate
-from serving.config import ConfigError
+from serving.cli.help import Command
+from serving.cli.jax_import import import_jax
 from serving.engine.request_error import RequestError
-from serving.hosts.settings import HostSettings
-from serving.split.settings import SplitSettings
+from serving.settings import ConfigError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a command is defined, and its line in the list of commands."""
+
+    module: str
+    name: str
+    panel: str
+    summary: str
+    jax: bool = True
+    """Whether JAX is imported before it runs."""
+
+
+COMMANDS = {
+    "generate": Entry("commands", "generate", "Run models", "Continue a prompt, or a file of prompts."),
+    "chat": Entry("terminal_chat", "chat", "Run models", "Chat with a model or a server in the terminal.", jax=False),
+    "serve": Entry("serve", "serve", "Run models", "Serve a model over HTTP with OpenAI's API."),
+    "router": Entry("router", "router", "Run models", "Route requests to prefill and decode workers.", jax=False),
+    "inspect": Entry("commands", "inspect", "Prepare models", "Show a model's structure and memory."),
+    "plan": Entry("plan", "plan", "Prepare models", "Size a model for another machine."),
+    "convert": Entry("commands", "convert", "Prepare models", "Convert or quantize a checkpoint."),
+    "train": Entry("train", "train", "Train models", "Train a model on a corpus."),
+    "train-mtp": Entry("train_mtp", "train_mtp", "Train models", "Train a draft layer by distillation."),
+    "train-grpo": Entry("train_grpo", "train_grpo", "Train models", "Train a model by reinforcement learning."),
+    "eval": Entry("eval", "evaluate", "Measure", "Evaluate a model on held-out text and problems."),
+    "bench": Entry("bench", "app", "Measure", "Run a benchmark."),
+}
+ENGINE_COMMANDS = ("generate", "chat", "serve", "plan")
+"""Commands with the engine's options, which also take `--config` and vLLM's flags."""
+
+
+class _Program(TyperGroup):
+    """Builds a command when it is first asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.commands and cmd_name in COMMANDS:
+            self.commands[cmd_name] = _build(cmd_name)
+        return self.commands.get(cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            ctx.fail(f"no command {args[0]!r}{did_you_mean(args[0], COMMANDS)}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for name, entry in COMMANDS.items():
+            panels.setdefault(entry.panel, []).append((name, entry.summary))
+        for panel, rows in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(rows)
+
+
+def _build(name: str) -> Any:
+    entry = COMMANDS[name]
+    found = getattr(importlib.import_module(f"serving.cli.{entry.module}"), entry.name)
+    if not isinstance(found, typer.Typer):
+        program = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+        program.command(name, cls=Command)(_after_jax(found) if entry.jax else found)
+        found = program
+    return typer.main.get_command(found)
+
+
+def _after_jax(function: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(function)
+    def wrapped(*arguments: Any, **options: Any) -> None:
+        import_jax()
+        function(*arguments, **options)
+
+    return wrapped
+
 
 app = typer.Typer(
     name="mamba-jax",
-    help="Hybrid Mamba2/attention language models on GPU, TPU and CPU.",
-    no_args_is_help=True,
+    cls=_Program,
+    help="Hybrid recurrent/attention language models on GPU, TPU and CPU.",
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
 )
-app.command()(with_engine_options(generate))
-_served = with_options(
-    serve, ServerSettings, "settings", panel=PANEL, without=("default_sampling", "default_chat_template_kwargs")
-)
-_served = with_options(_served, SplitSettings, "split")
-app.command()(with_engine_options(with_options(_served, HostSettings, "hosts", panel="Several hosts")))
-app.command(name="router")(router)
-app.command()(with_engine_options(chat))
-app.command()(convert)
-app.command()(inspect)
-app.command()(with_engine_options(plan))
-app.add_typer(bench)
-app.command()(train)
-app.command()(train_mtp)
-app.command()(train_grpo)
-app.command("eval")(evaluate)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        from checkpoints.version import version
+
+        typer.echo(f"mamba-jax {version()}")
+        raise typer.Exit
 
 
 @app.callback()
-def _program() -> None:
-    # With a callback, typer keeps command names even if there is only one command.
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    # With a callback, typer makes a group.
     pass
+
+
+def command(name: str) -> Any:
+    """The command of this name, built."""
+    program: Any = typer.main.get_command(app)
+    return program.get_command(typer.Context(program), name)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -69,49 +139,106 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run the program on these arguments; returns the exit code."""
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
     logger = logging.getLogger("serving")
     logger.handlers, logger.propagate = [logging.StreamHandler(sys.stderr)], False
     logger.setLevel(logging.INFO)
-    arguments = list(arguments)
+    arguments = list(arguments) or ["--help"]
     try:
-        if arguments[:1] == ["serve"]:
-            arguments = ["serve", *in_own_words(arguments[1:])]
-        code = typer.main.get_command(app).main(arguments, prog_name="mamba-jax", standalone_mode=False)
-    except (CheckpointError, ConfigError, RequestError) as error:
-        return _report(console, str(error))
+        if arguments[0] in ENGINE_COMMANDS:
+            arguments = [arguments[0], *own_words(arguments[0], arguments[1:])]
+        program: Any = typer.main.get_command(app)
+        code = program.main(arguments, prog_name="mamba-jax", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except BrokenPipeError:
-        # The reader has gone (`| head`). Keep Python from failing again when it flushes stdout at exit.
+        # The reader has closed the pipe (`| head`). Keep Python from failing again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        return _report(console, f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        return _report(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except Exception as error:
-        if not hasattr(error, "format_message"):
+        message = _message(error)
+        if message is None:
             raise
-        return _report(console, error.format_message())  # an error of the command line itself
+        return _report(message)
     return code if isinstance(code, int) else 0
 
 
-def in_own_words(words: Sequence[str]) -> Sequence[str]:
-    """A command line of `serve` with vLLM's flags replaced by ours; says which of them have no effect.
+def own_words(name: str, words: Sequence[str]) -> list[str]:
+    """A command line with the file of `--config` and vLLM's flags replaced by options of the command.
+
+    Options of the file come first, without those that the command line sets. Flags without effect are logged.
 
     Raises:
-        ConfigError: one of them asks for what is not there.
+        ConfigError: a flag that is not supported, or a file that cannot be read.
     """
-    program = typer.main.get_command(app)
-    command = program.get_command(typer.Context(program), "serve")  # type: ignore[attr-defined]
-    own = {name for option in command.params for name in option.opts}
-    translated = translate(words, own)
-    for notice in translated.notices:
-        logging.getLogger("serving.cli").info(notice)
-    return translated.words
+    from serving.config import read_config_file
+    from serving.vllm.command import Translated, translate, words_of
+
+    own = {option: param.name for param in command(name).params for option in (*param.opts, *param.secondary_opts)}
+    path, words = _config_of(words)
+    given = translate(words, own)
+    units: list[Translated] = []
+    if path is not None:
+        on_command_line = _options_in(given.words, own)
+        for key, value in read_config_file(path).items():
+            try:
+                unit = translate(words_of(key, value), own)
+            except ConfigError as error:
+                raise ConfigError(f"config file {path}: {error}") from None
+            options = _options_in(unit.words, own)
+            if None in options:
+                raise ConfigError(f"config file {path}: unknown option {key!r}{did_you_mean(key, _names(own))}")
+            if not options & on_command_line:
+                units.append(unit)
+    for each in (*units, given):
+        for notice in each.notices:
+            logging.getLogger("serving.cli").info(notice)
+    return [word for each in (*units, given) for word in each.words]
 
 
-def _report(console: Console, message: str) -> int:
-    console.print(f"mamba-jax: error: {' '.join(message.split())}", style="red", markup=False)
+def _config_of(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of `--config`, and the words without it."""
+    left, path = list(words), None
+    for i, word in enumerate(words):
+        if word == "--":
+            break
+        if word == "--config" and i + 1 < len(words):
+            path, left[i : i + 2] = words[i + 1], []
+            break
+        if word.startswith("--config="):
+            path, left[i : i + 1] = word.partition("=")[2], []
+            break
+    return path, left
+
+
+def _options_in(words: Sequence[str], own: dict[str, str]) -> set[str | None]:
+    """Names of the parameters that words set; None for an unknown option."""
+    return {own.get(word.partition("=")[0]) for word in words if word.startswith("--") and word != "--"}
+
+
+def _names(own: dict[str, str]) -> list[str]:
+    return [option[2:].replace("-", "_") for option in own if option.startswith("--")]
+
+
+def _message(error: Any) -> str | None:
+    """The line for the user; None if the error is a bug."""
+    from serving.vllm.flags import FLAGS
+
+    if isinstance(error, (CheckpointError, ConfigError, RequestError)):
+        return str(error)
+    if not hasattr(error, "format_message"):
+        return None
+    if hasattr(error, "possibilities"):
+        known = {option for param in error.ctx.command.params for option in (*param.opts, *param.secondary_opts)}
+        if error.ctx.info_name in ENGINE_COMMANDS:
+            known |= {flag.name for flag in FLAGS}
+        return f"No such option: {error.option_name}{did_you_mean(error.option_name, known)}"
+    return str(error.format_message())
+
+
+def _report(message: str) -> int:
+    typer.secho(f"mamba-jax: error: {' '.join(message.split())}", fg="red", err=True)
     return 2
 
 

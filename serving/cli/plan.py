@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+from serving.cli.options import Options, with_options
 from serving.config import ConfigError, EngineConfig
 
 
+@with_options(Options("flags", EngineConfig, "Engine"), config_file=True)
 def plan(
     topology: Annotated[str, typer.Option(help="TPU slice such as v5e-8, or GPUs such as h100-4.")],
     *,
@@ -25,6 +26,7 @@ def plan(
 ) -> None:
     """Compile and size a model for another machine. Needs no weights and no accelerator."""
     import jax
+    from rich.console import Console
 
     from serving.capacity.picture import as_svg
     from serving.capacity.plan import make_plan

@@ -6,21 +6,23 @@ import logging
 import socket
 from typing import Any
 
-from serving.cli.settings_options import with_options
+from serving.cli.options import Options, with_options
 from serving.config import ConfigError
 from serving.split.settings import RouterSettings
 
 log = logging.getLogger(__name__)
 
 
-def _router(*, settings: dict[str, Any]) -> None:
+# The router has no paths for operators.
+@with_options(Options("settings", RouterSettings, "Router", without=("admin_key",)))
+def router(*, settings: dict[str, Any]) -> None:
     """Put OpenAI's API in front of prefill and decode workers (`mamba-jax serve --role ...`)."""
     from serving.api.http.server import Server
     from serving.split.router.app import create_router
 
     if not settings.get("decode"):
         raise ConfigError("a router needs at least one decode worker: --decode URL")
-    chosen: RouterSettings = RouterSettings.create(**settings)
+    chosen = RouterSettings.create(**settings)
     for url in (*chosen.prefill, *chosen.decode):
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"{url!r} is not a URL: it must begin with http:// or https://")
@@ -36,8 +38,3 @@ def _router(*, settings: dict[str, Any]) -> None:
     app = create_router(chosen)
     server = Server(app, chosen, drain_timeout=chosen.drain_timeout, leave=app.state.relay.leave)
     server.run(sockets=[listening])
-
-
-# It has no paths of operators.
-router = with_options(_router, RouterSettings, "settings", panel="Router", without=("admin_key",))
-router.__name__ = "router"

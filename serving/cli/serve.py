@@ -14,10 +14,11 @@ from checkpoints.errors import CheckpointError
 from serving.api.http.settings import ServerSettings
 from serving.api.http.settle import settle
 from serving.api.logs import set_up_logging
-from serving.cli.vllm.flags import json_value
+from serving.cli.options import Options, with_options
 from serving.config import ConfigError, EngineConfig
 from serving.hosts.settings import HostSettings
 from serving.split.settings import SplitSettings
+from serving.vllm.flags import json_value
 
 if TYPE_CHECKING:
     from serving.hosts.party import Party
@@ -27,6 +28,13 @@ log = logging.getLogger(__name__)
 PANEL = "Server"
 
 
+@with_options(
+    Options("settings", ServerSettings, PANEL, without=("default_sampling", "default_chat_template_kwargs")),
+    Options("flags", EngineConfig, "Engine"),
+    Options("split", SplitSettings, "Prefill/decode split"),
+    Options("hosts", HostSettings, "Several hosts"),
+    config_file=True,
+)
 def serve(
     reference: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
@@ -36,7 +44,8 @@ def serve(
         bool,
         typer.Option(
             "--generation-config/--no-generation-config",
-            help="Use the checkpoint's recommended sampling parameters for what requests leave out.",
+            help="Use the checkpoint's recommended sampling parameters for what requests leave out. [default: on]",
+            show_default=False,
             rich_help_panel=PANEL,
         ),
     ] = True,
@@ -44,6 +53,7 @@ def serve(
         str | None,
         typer.Option(
             help="Sampling parameters for what requests leave out, as JSON, in place of the checkpoint's.",
+            hidden=True,
             rich_help_panel=PANEL,
         ),
     ] = None,
@@ -51,6 +61,7 @@ def serve(
         str | None,
         typer.Option(
             help="Variables of the chat template for what requests leave out, as JSON: '{\"enable_thinking\": false}'.",
+            hidden=True,
             rich_help_panel=PANEL,
         ),
     ] = None,
@@ -61,7 +72,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP with OpenAI's API. Listens on loopback only, unless --host is given."""
     begin = time.monotonic()
-    role: SplitSettings = SplitSettings.create(**(split or {}))
+    role = SplitSettings.create(**(split or {}))
     flags = role.engine_flags | flags
     if reference is not None:
         flags["model"] = reference

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import httpx
 import typer
-from rich.console import Console
 
+from serving.cli.jax_import import import_jax
+from serving.cli.options import Options, with_options
 from serving.config import ConfigError, EngineConfig
 from serving.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _HELP = "/reset starts over, /exit (or Ctrl-D) quits"
 
@@ -39,6 +42,7 @@ Answer = Callable[[Messages, Account], Iterator[str]]
 """Pieces of the answer to a conversation; fills in the account by the end."""
 
 
+@with_options(Options("flags", EngineConfig, "Engine"), config_file=True)
 def chat(
     *,
     url: Annotated[
@@ -53,6 +57,8 @@ def chat(
 ) -> None:
     """Chat with a model in the terminal. Each answer reports what prefix caching and drafts saved."""
     sampling = {"max_tokens": max_tokens, **({} if temperature is None else {"temperature": temperature})}
+    from rich.console import Console
+
     console = Console(highlight=False)
     answer = remote(url, api_key, sampling) if url is not None else local(flags, sampling)
     beginning: Messages = [{"role": "system", "content": system}] if system else []
@@ -94,6 +100,7 @@ def converse(console: Console, answer: Answer, beginning: Messages, ask: Callabl
 
 def local(flags: dict[str, Any], sampling: dict[str, Any]) -> Answer:
     """Answers by a model loaded into this process."""
+    import_jax()
     from serving.engine.fetch import fetched, tokenizer_of
     from serving.engine.llm import LLM
 
@@ -121,6 +128,8 @@ def local(flags: dict[str, Any], sampling: dict[str, Any]) -> Answer:
 
 def remote(url: str, api_key: str | None, sampling: dict[str, Any]) -> Answer:
     """Answers by a server with OpenAI's API."""
+    import httpx
+
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     client = httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=None)
 

@@ -11,9 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from mamba_jax.sampling.table import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from serving.engine.request_error import RequestError
 from serving.engine.stop_text import StopAutomaton
 
@@ -21,6 +18,8 @@ if TYPE_CHECKING:
     from serving.engine.reasoning import Reasoning
     from serving.engine.structured import StructuredOutputs
 
+MAX_LOGIT_BIAS, MAX_LOGPROBS = 300, 20
+"""As in `mamba_jax.sampling`, whose import would import JAX; a test compares them."""
 MAX_STOP_IDS = 32
 MAX_STOP_CHARACTERS = 4096
 """Of all stop texts of a request together."""
@@ -169,7 +168,7 @@ class SamplingParams:
     def _number(self, name: str, least: float, most: float, above: bool = False) -> None:
         value = getattr(self, name)
         # (NaN is in no range.)
-        wrong = isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating))
+        wrong = isinstance(value, bool) or not isinstance(value, numbers.Real)
         wrong = wrong or not least <= value <= most
         if wrong or (above and value == least):
             allowed = f"{'above' if above else 'from'} {least:g} up to {most:g}"

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from serving.config import ConfigError
+from serving.settings import Settings
 
 MEETING_PORT = 8476
 """Of the coordinator, where none is given."""
 
 
-class HostSettings(BaseModel):
+class HostSettings(Settings):
     """Which hosts run the engine together. `HostSettings.create` gives one-line errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     distributed: bool = Field(
         False,
@@ -58,18 +55,3 @@ class HostSettings(BaseModel):
         if self.coordinator is None or re.search(r":\d+$", self.coordinator):
             return self.coordinator
         return f"{self.coordinator}:{MEETING_PORT}"
-
-    @classmethod
-    def create(cls, **values: Any) -> HostSettings:
-        """Validated settings; values that are None count as not given.
-
-        Raises:
-            ConfigError: a bad value.
-        """
-        try:
-            return cls(**{name: value for name, value in values.items() if value is not None})
-        except ValidationError as error:
-            first = error.errors()[0]
-            if not first["loc"]:
-                raise ConfigError(str(first["ctx"]["error"])) from None
-            raise ConfigError(f"{first['loc'][0]}: {first['msg'].lower()}, got {first['input']!r}") from None

@@ -3,42 +3,22 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal, get_origin
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from serving.api.http.settings import ConnectionBounds, RequestBounds
-from serving.config import ConfigError
+from serving.settings import Settings
 from serving.split.seal import SECRET_VARIABLE, Seal
 from serving.split.wire import FailurePolicy, Handoff
 
 Role = Literal["prefill", "decode"]
 
 
-class _Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    @classmethod
-    def create(cls, **values: Any) -> Any:
-        """Validated settings; values that are None count as not given, and a text where several may be as the only one.
-
-        Raises:
-            ConfigError: a bad value.
-        """
-        given = {name: value for name, value in values.items() if value is not None}
-        for name, field in cls.model_fields.items():
-            if isinstance(given.get(name), str) and get_origin(field.annotation) is tuple:
-                given[name] = (given[name],)
-        try:
-            return cls(**given)
-        except ValidationError as error:
-            first = error.errors()[0]
-            name = str(first["loc"][0]) if first["loc"] else "settings"
-            raise ConfigError(f"{name}: {first['msg'].lower()}, got {first['input']!r}") from None
-
-
-class SplitSettings(_Settings):
+class SplitSettings(Settings):
     """Settings of one worker."""
+
+    COMMON = ("role",)
 
     role: Role | None = Field(
         None,
@@ -104,7 +84,7 @@ def _seal(secret: str | None) -> Seal:
     return Seal(secret or os.environ.get(SECRET_VARIABLE, ""))
 
 
-class RouterSettings(_Settings, ConnectionBounds, RequestBounds):
+class RouterSettings(ConnectionBounds, RequestBounds):
     """Settings of the router: what it accepts is bounded as a server's is."""
 
     prefill: tuple[str, ...] = Field((), description="URL of a prefill worker; repeatable.")

@@ -7,10 +7,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-import typer
 import yaml
 
-from serving.cli.main import app
+from serving.cli import main
 
 BASES = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
 
@@ -79,7 +78,7 @@ def test_pods_run_without_privileges():
 def check_command(words):
     program, command, *arguments = words
     assert program == "mamba-jax"
-    known = typer.main.get_command(app).commands[command].params
+    known = main.command(command).params
     options = {option for parameter in known for option in parameter.opts}
     used = {word.partition("=")[0] for word in arguments if word.startswith("--")}
     assert used

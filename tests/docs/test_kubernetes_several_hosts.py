@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
-import typer
 import yaml
 
-from serving.cli.main import app
+from serving.cli.main import command
 
 BASE = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes" / "several-hosts"
 SET, SERVICE, POLICY = (
@@ -56,7 +55,7 @@ def test_all_hosts_run_the_same_command_of_the_program():
     leader, follower = (template["spec"]["containers"][0]["command"] for template in TEMPLATES)
     assert leader == follower
     assert leader[:2] == ["mamba-jax", "serve"]
-    known = {option for each in typer.main.get_command(app).commands["serve"].params for option in each.opts}
+    known = {option for each in command("serve").params for option in each.opts}
     assert {word for word in leader if word.startswith("--")} <= known
     flags = dict(zip(leader[2::2], leader[3::2], strict=True))
     assert flags["--coordinator"] == f"$(LWS_LEADER_ADDRESS):{PORT['coordinator']}"

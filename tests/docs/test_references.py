@@ -50,8 +50,8 @@ def test_the_command_line_knows_what_pages_show(page, line):
     command, context = PROGRAM, typer.Context(PROGRAM, info_name="mamba-jax")
     while hasattr(command, "commands"):
         name, *words = words
-        assert name in command.commands, f"{page}: there is no command {name!r}"
-        command = command.commands[name]
+        command = command.get_command(context, name)
+        assert command is not None, f"{page}: there is no command {name!r}"
         context = typer.Context(command, info_name=name, parent=context)
     if not command.context_settings.get("ignore_unknown_options"):  # those parse their words themselves
         command.parse_args(context, words)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from serving.config import ConfigError
 from serving.engine.sampling_params import MAX_LOGPROBS
+from serving.settings import Settings
 
 LogFormat = Literal["text", "json"]
 ToolCallParser = Literal["auto", "none", "hermes", "nemotron", "qwen3_coder"]
@@ -16,7 +16,7 @@ ToolCallParser = Literal["auto", "none", "hermes", "nemotron", "qwen3_coder"]
 ReasoningParser = Literal["auto", "none", "think"]
 
 
-class ConnectionBounds(BaseModel):
+class ConnectionBounds(Settings):
     """Limits on what one connection, and all of them together, may hold."""
 
     max_connections: int = Field(4096, ge=1, description="Maximum number of open connections; further ones are closed.")
@@ -27,7 +27,7 @@ class ConnectionBounds(BaseModel):
     read_timeout: float = Field(60.0, gt=0, description="Seconds that a client may leave a response unread.")
 
 
-class RequestBounds(BaseModel):
+class RequestBounds(Settings):
     """Checks on every request before a handler sees it, and the log line after."""
 
     api_key: tuple[str, ...] = Field(
@@ -56,7 +56,10 @@ class RequestBounds(BaseModel):
 class ServerSettings(ConnectionBounds, RequestBounds):
     """How the server listens, what it accepts and how it logs. `ServerSettings.create` gives one-line errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    COMMON = (
+        "host", "port", "served_model_name", "api_key", "tool_call_parser", "reasoning_parser", "log_requests",
+        "ssl_keyfile", "ssl_certfile",
+    )  # fmt: skip
 
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 serves the whole network.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
@@ -119,23 +122,3 @@ class ServerSettings(ConnectionBounds, RequestBounds):
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("ssl_keyfile and ssl_certfile must be given together")
         return self
-
-    @classmethod
-    def create(cls, **values: Any) -> ServerSettings:
-        """Validated settings; values that are None count as not given.
-
-        Raises:
-            ConfigError: a bad value.
-        """
-        given = {name: value for name, value in values.items() if value is not None}
-        for name in ("served_model_name", "api_key", "admin_key", "allowed_origins"):
-            if isinstance(given.get(name), str):
-                given[name] = (given[name],)
-        try:
-            return cls(**given)
-        except ValidationError as error:
-            first = error.errors()[0]
-            if not first["loc"]:
-                raise ConfigError(str(first["ctx"]["error"])) from None
-            where = ".".join(map(str, first["loc"]))
-            raise ConfigError(f"{where}: {first['msg'].lower()}, got {first['input']!r}") from None

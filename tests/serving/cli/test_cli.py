@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from serving.cli.batch_file import repair
-from serving.cli.main import run
+from serving.cli.main import own_words, run
 from serving.engine.llm import LLM
 from serving.engine.request_error import RequestError
 
@@ -85,6 +85,11 @@ def test_one_prompt_is_streamed_to_stdout(capfd):
     assert out.startswith("The quick brown fox")
     assert out.endswith("\n")
     assert "Traceback" not in err
+    assert "state slots" not in err
+    assert run(["generate", "The quick brown fox", "--verbose", *arguments]) == 0
+    out_again, err = capfd.readouterr()
+    assert out_again == out
+    assert "decoding keeps" in err
 
 
 def test_inspect_counts_without_loading(capfd):
@@ -202,3 +207,34 @@ def test_flags_from_a_file_yield_to_the_command_line(tmp_path, capfd):
     assert "page_size 48" in capfd.readouterr().err
     assert run(["generate", "x", "--config", str(config), "--page-size", "7"]) == 2
     assert "page_size 7 " in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("gpu-memory-utilization: 1.5", "memory_utilization: must be less than or equal to 1"),
+        ("no_such: 1", "config file flags.yaml: unknown option 'no_such'"),
+        ("max_model_length: 1", "unknown option 'max_model_length'; did you mean 'max_model_len'?"),
+        ("pipeline_parallel_size: 2", "--pipeline-parallel-size is not supported"),
+        ("speculative-config: {method: dspark}", "method 'dspark'"),
+        ("enable_lora: true", "--enable-lora is not supported"),
+        ("enable_lora: false\ntrust-remote-code: true\nmax-num-seqs: 0", "max_num_seqs: must be greater"),
+    ],
+)
+def test_a_file_has_the_same_options_as_the_command_line(text, said, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("flags.yaml").write_text(text + "\n")
+    assert run(["generate", "x", "--config=flags.yaml"]) == 2
+    assert said in capfd.readouterr().err
+
+
+def test_a_list_on_the_command_line_replaces_that_of_the_file(tmp_path):
+    config = tmp_path / "server.toml"
+    config.write_text('served-model-name = ["a", "b"]\nblock-size = 16\n[default_chat_template_kwargs]\nx = false\n')
+    assert own_words("serve", ["m", "--config", str(config)]) == [
+        "--served-model-name", "a", "--served-model-name", "b", "--page-size", "16",
+        '--default-chat-template-kwargs={"x": false}', "m",
+    ]  # fmt: skip
+    words = own_words("serve", ["--config", str(config), "--served-model-name", "c", "d", "--no-warmup"])
+    assert words[-5:] == ["--served-model-name", "c", "--served-model-name", "d", "--no-warmup"]
+    assert "a" not in words

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--port", "70000"], "port: input should be less than or equal to 65535"),
+        (["--port", "70000"], "port: must be less than or equal to 65535"),
         (["--log-format", "xml"], "log_format"),
         (["--model", "/does/not/exist"], "/does/not/exist: no such model"),
         (["--page-size", "7"], "page_size 7 does not divide"),
@@ -74,7 +74,7 @@ def test_settings_come_from_everywhere(monkeypatch):
     assert settings.served_model_name == ("demo",)
     assert settings.host == "127.0.0.1"
     assert not config.warmup
-    with pytest.raises(ConfigError, match="unknown engine flag 'prot'"):
+    with pytest.raises(ConfigError, match="unknown setting 'prot'"):
         settle({"prot": 1}, {})
 
 

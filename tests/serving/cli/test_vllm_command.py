@@ -17,11 +17,11 @@ import httpx
 import pytest
 
 from checkpoints.resolve import DEMO_DIRECTORY
-from serving.cli.engine_options import whole_number
-from serving.cli.main import in_own_words, run
-from serving.cli.vllm.command import translate
-from serving.cli.vllm.flags import FLAGS
+from serving.cli.main import own_words, run
+from serving.cli.options import whole_number
 from serving.config import ConfigError
+from serving.vllm.command import translate
+from serving.vllm.flags import FLAGS
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -151,7 +151,7 @@ def test_words(line, ours):
     ("line", "said"),
     [
         ("-pp 2", "--tensor-parallel-size only"),
-        ("--enable-lora", "--enable-lora: not there: no adapters"),
+        ("--enable-lora", "--enable-lora is not supported: no adapters"),
         ("--lora-modules a b", "no adapters"),
         ("--speculative-config '{\"method\": \"dspark\", \"model\": \"x\"}'", "method 'dspark' is not there"),
         ("--speculative-config '{\"model\": \"x\"}'", "a draft model is not there"),
@@ -180,7 +180,7 @@ def test_every_flag_says_what_becomes_of_it():
 def test_flags_of_our_own_are_left_alone(caplog):
     assert translate(["--kv-cache-dtype", "fp8"], own={"--kv-cache-dtype"}).words == ["--kv-cache-dtype", "fp8"]
     with caplog.at_level(logging.INFO, logger="serving.cli"):
-        assert in_own_words(["--page-size", "8", "--swap-space", "4"]) == ["--page-size", "8"]
+        assert own_words("serve", ["--page-size", "8", "--swap-space", "4"]) == ["--page-size", "8"]
     assert "--swap-space 4: has no effect: a preempted request is computed again" in caplog.text
 
 

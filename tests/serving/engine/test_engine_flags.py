@@ -19,7 +19,7 @@ from serving.config import ConfigError, EngineConfig, read_config_file, resolve_
             {"checkpoint_dtype": "float16", "ssm_dtype": "bfloat16"},
             "checkpoint_dtype float16 is no narrower than ssm_dtype bfloat16; auto or int8 are allowed",
         ),
-        ({"max_num_seq": 3}, "unknown engine flag 'max_num_seq'; did you mean 'max_num_seqs'?"),
+        ({"max_num_seq": 3}, "unknown setting 'max_num_seq'; did you mean 'max_num_seqs'?"),
         ({"num_speculative_tokens": 17}, "num_speculative_tokens: must be less than or equal to 16, got 17"),
         (
             {"speculative_method": "mtp", "num_speculative_tokens": 0},

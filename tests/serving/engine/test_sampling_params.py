@@ -113,3 +113,11 @@ def test_what_comes_from_json_and_numpy():
 def test_stop_texts_need_text():
     with pytest.raises(RequestError, match="stop texts need detokenize=True"):
         SamplingParams(stop="x", detokenize=False)
+
+
+def test_limits_are_those_of_the_devices_table():
+    from mamba_jax import sampling
+    from serving.engine import sampling_params
+
+    for name in ("MAX_LOGIT_BIAS", "MAX_LOGPROBS"):
+        assert getattr(sampling_params, name) == getattr(sampling, name)

@@ -1,4 +1,4 @@
-"""From a command line of `vllm serve` to one of `mamba-jax serve`."""
+"""Translates a command line of `vllm serve` to one of `mamba-jax serve`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from serving.cli.vllm.flags import FLAGS, Flag, Takes, Words
 from serving.config import ConfigError
+from serving.vllm.flags import FLAGS, Flag, Takes, Words
 
 
 @dataclass
@@ -57,13 +57,28 @@ def translate(words: Sequence[str], own: Collection[str] = ()) -> Translated:
     return done
 
 
+def words_of(name: str, value: object) -> Words:
+    """One entry of a configuration file, or one keyword, as a command line: `tp_size: 2` as `--tp-size=2`.
+
+    True is the flag itself, False is its opposite `--no-...`, a list repeats the flag, None is nothing.
+    """
+    dashed = "--" + str(name).replace("_", "-")
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [dashed if value else f"--no-{dashed[2:]}"]
+    if isinstance(value, (list, tuple)) and not any(isinstance(item, (list, tuple, dict)) for item in value):
+        return [f"{dashed}={item}" for item in value]
+    return [f"{dashed}={value if isinstance(value, (str, int, float)) else json.dumps(value)}"]
+
+
 def _apply(flag: Flag, name: str, values: Words, done: Translated) -> None:
     if flag.unnecessary:
         done.notices.append(f"{' '.join([name, *values])}: has no effect: {flag.unnecessary}")
     elif flag.missing:
         if name in _OPPOSITES or (values and set(values) <= set(flag.harmless)):
             return
-        raise ConfigError(f"{name}: not there: {flag.missing}")
+        raise ConfigError(f"{name} is not supported: {flag.missing}")
     elif name in _OPPOSITES:
         done.words += flag.off or []
     elif flag.becomes is not None:

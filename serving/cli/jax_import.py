@@ -1,0 +1,49 @@
+"""Imports JAX without the lines that a GPU plugin writes on a machine that has no NVIDIA driver."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+_NOISE = ("absl::InitializeLog() is called", "cudart_stub.cc")
+_DRIVER_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
+
+
+def import_jax() -> None:
+    """Imports JAX, and drops those lines from stderr.
+
+    The plugin's libraries write them to file descriptor 2 when they are loaded, before any log level applies.
+    """
+    libraries = _plugin_libraries()
+    if "jax" in sys.modules or not libraries or any(map(os.path.exists, _DRIVER_FILES)):
+        return
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        try:
+            os.dup2(file.fileno(), 2)
+            import jax  # noqa: F401
+
+            # JAX loads these when it looks for devices; loading them again writes nothing.
+            for library in libraries:
+                ctypes.CDLL(str(library))
+        except OSError:
+            pass  # JAX reports a library that cannot be loaded
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            file.seek(0)
+            for line in file.read().decode(errors="replace").splitlines(keepends=True):
+                if not any(noise in line for noise in _NOISE):
+                    sys.stderr.write(line)
+
+
+def _plugin_libraries() -> list[Path]:
+    """The shared libraries of the installed CUDA plugins for JAX."""
+    spec = importlib.util.find_spec("jax_plugins")
+    folders = (spec.submodule_search_locations or ()) if spec is not None else ()
+    return sorted(library for folder in folders for library in Path(folder).glob("xla_cuda*/*.so"))

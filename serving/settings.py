@@ -1,0 +1,57 @@
+"""The base class of all settings: how a table of values becomes validated settings, and how an error is worded."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, ClassVar, Self, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from serving.core.reasons import ConfigError
+
+__all__ = ["ConfigError", "Settings", "did_you_mean"]
+
+
+class Settings(BaseModel):
+    """Frozen settings, each defined once: for Python keywords, command-line options and configuration files.
+
+    The field order is the order of the command line's help; a field's description is its help text.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    COMMON: ClassVar[tuple[str, ...]] = ()
+    """Fields whose options `--help` shows; `--help-all` shows the others too."""
+
+    @classmethod
+    def create(cls, **values: Any) -> Self:
+        """Validated settings. A value that is None counts as not given; a string for a list is its only item.
+
+        Raises:
+            ConfigError: an unknown name or a bad value.
+        """
+        given = {name: value for name, value in values.items() if value is not None}
+        for name, value in given.items():
+            if name not in cls.model_fields:
+                raise ConfigError(f"unknown setting {name!r}{did_you_mean(name, cls.model_fields)}")
+            if isinstance(value, str) and get_origin(cls.model_fields[name].annotation) is tuple:
+                given[name] = (value,)
+        try:
+            return cls(**given)
+        except ValidationError as error:
+            raise ConfigError("; ".join(map(_explain, error.errors()))) from None
+
+
+def did_you_mean(name: str, known: Any) -> str:
+    """The end of an error message that suggests the nearest of the known names; empty if none is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _explain(detail: Any) -> str:
+    """One of pydantic's errors as a short clause with the name, the allowed values and the value."""
+    if not detail["loc"]:
+        return str(detail["ctx"]["error"]) if "error" in detail.get("ctx", {}) else detail["msg"]
+    name = ".".join(map(str, detail["loc"]))
+    message = detail["msg"].replace("Input should be ", "must be ")
+    return f"{name}: {message[0].lower()}{message[1:]}, got {detail['input']!r}"

@@ -1,0 +1,1 @@
+"""vLLM's flags and keyword names, translated to those of this project."""

@@ -1,0 +1,109 @@
+"""Help pages: what they import, their layout, suggestions for typing errors, and the version."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import mamba_jax
+from serving.api.http.settings import ServerSettings
+from serving.cli.main import COMMANDS, command, run
+from serving.config import EngineConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+MAY_IMPORT = {
+    # typer and pydantic, with what they need.
+    "typer", "click", "shellingham", "annotated_doc", "pydantic", "pydantic_core", "annotated_types",
+    "typing_extensions", "typing_inspection", "rich", "colorama",
+    # Configuration files.
+    "yaml",
+    # This project.
+    "checkpoints", "serving",
+}  # fmt: skip
+"""Packages that `--help` of any command may import, the standard library aside."""
+
+
+def imported_by(*arguments):
+    """Top-level packages that a process has imported after running the program with these arguments."""
+    script = (
+        "import sys\nbefore = set(sys.modules)\nfrom serving.cli.main import run\n"
+        f"code = run({list(arguments)!r})\nassert code == 0, code\n"
+        "import json\nprint('\\n' + json.dumps(sorted(set(sys.modules) - before)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert not done.stderr
+    names = {name.split(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
+    return {name for name in names - set(sys.stdlib_module_names) if not name.startswith(("_", "cython"))}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["serve", "--help-all"]],
+    ids=" ".join,
+)
+def test_help_imports_only_what_is_listed(arguments):
+    assert imported_by(*arguments) <= MAY_IMPORT
+
+
+def test_importing_serving_imports_no_jax():
+    script = "import sys, serving, checkpoints, serving.api.http.settings; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert not {"jax", "numpy", "flax", "orbax", "fastapi"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("arguments", [[], *([name] for name in COMMANDS), ["serve", "--all"]], ids=" ".join)
+def test_help_fits_80_characters(arguments, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    line = [*arguments, "--help"] if arguments[-1:] != ["--all"] else ["serve", "--help-all"]
+    assert run(line) == 0
+    page = capsys.readouterr().out
+    assert page.startswith("Usage: mamba-jax")
+    assert max(map(len, page.splitlines())) <= 80
+    assert not re.search(r" <(?!/?think>)[a-z]", page), "types are written as INTEGER, TEXT, ..."
+
+
+def test_serve_shows_common_options_and_the_others_on_request(capsys):
+    run(["serve", "--help"])
+    short = capsys.readouterr().out
+    run(["serve", "--help-all"])
+    everything = capsys.readouterr().out
+    shown = re.findall(r"^  --(?:\[no-\])?([\w-]+)", short, re.MULTILINE)
+    assert 20 <= len(shown) <= 30
+    assert {"model", "max-model-len", "tensor-parallel-size", "port", "api-key"} <= set(shown)
+    every = {name.replace("_", "-") for settings in (EngineConfig, ServerSettings) for name in settings.model_fields}
+    assert every - {"default-sampling"} <= set(re.findall(r"^  --(?:\[no-\])?([\w-]+)", everything, re.MULTILINE))
+    hidden = sum(getattr(param, "hidden", False) for param in command("serve").params)
+    assert hidden > 70
+    assert f"{hidden} more options: mamba-jax serve --help-all" in short
+    assert "more options" not in everything
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serv"], "no command 'serv'; did you mean 'serve'?"),
+        (["levitate"], "no command 'levitate'"),
+        (["serve", "--max-model-length", "4"], "No such option: --max-model-length; did you mean '--max-model-len'?"),
+        (["inspect", "--modle", "demo"], "No such option: --modle; did you mean '--model'?"),
+        (["generate", "x", "--gpu-memory-utilisation", "1"], "did you mean '--gpu-memory-utilization'?"),
+    ],
+)
+def test_typing_errors_get_a_suggestion(arguments, said, capsys):
+    assert run(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_pyproject(capsys):
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert mamba_jax.__version__ == version
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"mamba-jax {version}\n"
+
+
+def test_every_common_option_exists():
+    for settings in (EngineConfig, ServerSettings):
+        assert set(settings.COMMON) <= set(settings.model_fields)
