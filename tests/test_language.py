@@ -26,7 +26,7 @@ ALLOWED = {
     ".": 2,
     "benchmarks": 23,
     "checkpoints": 11,
-    "docs": 102,
+    "docs": 70,
     "kernels_pallas": 10,
     "mamba_jax": 27,
     "serving/api": 17,
