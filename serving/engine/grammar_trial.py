@@ -6,12 +6,15 @@ vocabulary, then one for each grammar, which is answered by one: a frame is its 
 
 import contextlib
 import fcntl
+import itertools
 import json
 import math
 import os
+import random
 import resource
 import select
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,9 +29,18 @@ SPACE = r"( |\r?\n[ \t]{0,20})?"
 write nothing else. A schema can say otherwise: `"x-guidance": {"whitespace_pattern": ...}`."""
 
 
+WALKS, WALK_TOKENS = 4, 32
+"""A grammar is followed along so many random outputs, of so many tokens each."""
+MASK_SECONDS = 0.1
+"""Processor time that one mask may take on such a walk."""
+
+
 def limits() -> llguidance.LLParserLimits:
-    """Bounds of following a grammar, beside the library's own: a lexer's states are 1 to 2 KB each."""
-    return llguidance.LLParserLimits(max_lexer_states=50_000)
+    """Bounds of following a grammar for one token: a fifth of the library's own.
+
+    Ordinary grammars stay far below them; at the limits a mask takes about 20 ms. A lexer's states are 1 to 2 KB each.
+    """
+    return llguidance.LLParserLimits(step_max_items=10_000, step_lexer_fuel=40_000, max_lexer_states=50_000)
 
 
 def form_of(kind: str, value: Any) -> str:
@@ -58,9 +70,43 @@ def compiled(vocabulary: llguidance.LLTokenizer, form: str) -> llguidance.LLMatc
     if not matcher.is_error():
         matcher.compute_bitmask()  # some faults show here only
     if matcher.is_error():
-        message = matcher.get_error().partition("<")[0].strip()  # what follows is the parser's state
-        raise ValueError("no output is possible" if message == "NoExtensionBias" else message)
+        raise ValueError(why_failed(matcher))
     return matcher
+
+
+def why_failed(matcher: llguidance.LLMatcher) -> str:
+    """A matcher's error, without the parser's state that the library appends."""
+    message = str(matcher.get_error()).partition("<")[0].strip()
+    return "no output is possible" if message == "NoExtensionBias" else message
+
+
+def follow(start: llguidance.LLMatcher) -> None:
+    """Follow a grammar along random outputs. Raises ValueError if masks take too long, or all of the outputs fail."""
+    random_ = random.Random(0)  # the same grammar is always judged alike
+    failures = []
+    for _ in range(WALKS):
+        matcher = start.deep_copy()
+        for _ in range(WALK_TOKENS):
+            begin = time.process_time()
+            mask = matcher.compute_bitmask()
+            if time.process_time() - begin > MASK_SECONDS:
+                raise ValueError(f"following the grammar takes more than {MASK_SECONDS:g} seconds a token: simplify it")
+            token = None if matcher.is_error() else _any_token(mask, random_)
+            if token is None or not matcher.consume_token(token) or matcher.is_stopped():
+                break
+        if not matcher.is_error():
+            return
+        failures.append(why_failed(matcher))
+    raise ValueError(f"following the grammar becomes too complex: {failures[0]}")
+
+
+def _any_token(mask: bytes, random_: random.Random) -> int | None:
+    """A random token that a mask allows; None if there is none."""
+    begin = random_.randrange(len(mask))
+    for at in itertools.chain(range(begin, len(mask)), range(begin)):
+        if mask[at]:
+            return 8 * at + random_.choice([bit for bit in range(8) if mask[at] >> bit & 1])
+    return None
 
 
 def read_frame(stream: BinaryIO) -> Any:
@@ -134,6 +180,7 @@ def main() -> None:
             with watched(given):
                 form = form_of(*request)
                 matcher = compiled(vocabulary, form)
+                follow(matcher)
             answer = {"form": form, "bytes": max(0, _pages()[1] - before)}
             del matcher
         except MemoryError:

@@ -19,7 +19,7 @@ FORMS = (
     {"choice": ["ab", "abba", "x"]},
     {"grammar": 'start: "(" start ")" | "x"'},
     {"json": {"enum": ["a", "b"]}},
-    {"grammar": "start: " + TOO_BIG},
+    {"grammar": 'start: "x" | ' + TOO_BIG},
     None,
 )
 

@@ -37,6 +37,20 @@ def test_what_takes_too_much_is_refused_and_remembered(grammars):
 
 
 @pytest.mark.parametrize(
+    "grammar", ["start: s\ns: s s s | s s | /[a-z ]/ |", "start: s\ns: s s | /[a-z ]/ |"], ids=["three", "two"]
+)
+def test_a_grammar_that_becomes_slow_when_it_is_followed_is_refused(grammars, grammar):
+    """It compiles in a millisecond; its masks take twenty at the fourth token and hundreds later."""
+    with pytest.raises(RequestError, match="following the grammar becomes too complex"):
+        grammars.start(StructuredOutputs(grammar=grammar))
+
+
+def test_one_output_that_can_be_followed_is_enough(grammars):
+    parts = '("a" | "b" | "ab")? ' * 300
+    grammars.start(StructuredOutputs(grammar=f'start: "x" ("y" "!" | "z" {parts} "?")'))
+
+
+@pytest.mark.parametrize(
     ("form", "says"),
     [
         ({"grammar": "start: a\na: a"}, "no output is possible"),
