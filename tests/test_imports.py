@@ -30,7 +30,7 @@ SERVING = {
     "vllm": {"config"},
     "points": set(),
     "tiers": {"core", "points"},
-    "engine": {"config", "core", "points", "tiers"},
+    "engine": {"config", "core", "points", "tiers", "vllm"},
     "": {"config", "engine"},
     "hosts": {"config", "engine", "settings"},
     "capacity": {"config", "engine"},

@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 from checkpoints.errors import CheckpointError
 from serving.cli.help import Command
 from serving.cli.jax_import import import_jax
+from serving.cli.printable import printable
 from serving.engine.request_error import RequestError
 from serving.settings import ConfigError, did_you_mean
 
@@ -238,7 +239,7 @@ def _message(error: Any) -> str | None:
 
 
 def _report(message: str) -> int:
-    typer.secho(f"mamba-jax: error: {' '.join(message.split())}", fg="red", err=True)
+    typer.secho(f"mamba-jax: error: {printable(' '.join(message.split()))}", fg="red", err=True)
     return 2
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +11,9 @@ import typer
 
 from serving.cli.jax_import import import_jax
 from serving.cli.options import Options, with_options
+from serving.cli.printable import printable
 from serving.config import ConfigError, EngineConfig
+from serving.engine.request_error import RequestError
 from serving.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ def chat(
 
 
 def converse(console: Console, answer: Answer, beginning: Messages, ask: Callable[[], str] | None = None) -> None:
-    """Reads questions and prints answers until input ends. `ask` is for tests."""
+    """Reads questions and prints answers until input ends; a failed request is reported. `ask` is for tests."""
     messages = list(beginning)
     while True:
         try:
@@ -90,11 +92,15 @@ def converse(console: Console, answer: Answer, beginning: Messages, ask: Callabl
         try:
             for piece in answer(messages, account):
                 said.append(piece)
-                console.print(piece, end="", markup=False, soft_wrap=True)
+                console.print(printable(piece), end="", markup=False, soft_wrap=True)
             console.print()
             console.print(str(account), style="dim")
         except KeyboardInterrupt:
             console.print("\nstopped", style="dim")
+        except (ConfigError, RequestError) as error:
+            console.print(f"\nerror: {printable(str(error))}", style="red", markup=False, soft_wrap=True)
+            messages.pop()  # the question can be asked again
+            continue
         messages.append({"role": "assistant", "content": "".join(said)})
 
 
@@ -151,18 +157,18 @@ def _pieces(lines: Iterator[str], account: Account) -> Iterator[str]:
     for line in lines:
         if not line.startswith("data: ") or line == "data: [DONE]":
             continue
-        event = json.loads(line[6:])
-        if "error" in event:
-            raise ConfigError(event["error"]["message"])
-        if event.get("usage"):
-            _read_usage(event["usage"], account)
-        yield from _texts(event["choices"])
-
-
-def _texts(choices: Sequence[dict[str, Any]]) -> Iterator[str]:
-    for choice in choices:
-        if choice["delta"].get("content"):
-            yield choice["delta"]["content"]
+        try:
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise ConfigError(str(event["error"]["message"]))
+            if event.get("usage"):
+                _read_usage(event["usage"], account)
+            texts = [str(choice["delta"].get("content") or "") for choice in event["choices"]]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"the server sent an invalid event: {line[:80]}") from None
+        yield from filter(None, texts)
 
 
 def _read_usage(usage: dict[str, Any], account: Account) -> None:

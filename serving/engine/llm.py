@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,9 @@ from serving.engine.output import RequestOutput
 from serving.engine.prompt import Prompt
 from serving.engine.request_error import RequestError
 from serving.engine.sampling_params import SamplingParams
+from serving.vllm.keywords import engine_flags
+
+log = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -34,7 +38,7 @@ class LLM:
 
     Args:
         model: a Hugging Face directory, an Orbax directory, `demo`, or a hub's name.
-        **flags: the engine's flags; see `EngineConfig`.
+        **flags: the engine's flags (see `EngineConfig`), also by vLLM's names: `gpu_memory_utilization=0.8`.
 
     Raises:
         ConfigError: a bad flag.
@@ -42,7 +46,10 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **flags: Any) -> None:
-        built = build_engine(EngineConfig.create(model=None if model is None else str(model), **flags))
+        own, notices = engine_flags(flags)
+        for notice in notices:
+            log.info(notice)
+        built = build_engine(EngineConfig.create(model=None if model is None else str(model), **own))
         self.engine: Engine = built.engine
         """With `data_parallel_size` the first of several, which are alike."""
         self.front: Engine | EngineGroup = self.engine if len(built.engines) == 1 else EngineGroup(built.engines)
@@ -69,6 +76,16 @@ class LLM:
         """None for a model without tokenizer files: it takes and gives token ids only."""
         return self._tokenizer
 
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            RequestError: the model has none.
+        """
+        if self._tokenizer is None:
+            raise RequestError("this model has no tokenizer")
+        return self._tokenizer
+
     @property
     def compilations(self) -> int:
         """Step programs compiled so far. It does not grow after a warm-up."""
@@ -91,7 +108,7 @@ class LLM:
         """Completes prompts; the outputs are in the prompts' order.
 
         Args:
-            prompts: texts, or `{"prompt_token_ids": [...]}`; one of them or a list.
+            prompts: texts, lists of token ids, or `{"prompt_token_ids": [...]}`; one of them or a list.
             sampling_params: one for all, or one per prompt.
             use_tqdm: show a progress bar on a terminal.
             priority: smaller is served first; one for all, or one per prompt.
@@ -102,7 +119,9 @@ class LLM:
         """
         if self.front.control.why_held is not None:
             raise RequestError(self.front.control.why_held)
-        many: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        many: Sequence[Any] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        if many and all(isinstance(token, int) for token in many):
+            many = [many]  # one prompt's token ids
         params = _one_each(sampling_params, len(many), "sampling_params")
         priorities = [priority] * len(many) if isinstance(priority, int) else list(priority)
         if len(priorities) != len(many):
@@ -136,6 +155,11 @@ class LLM:
             RequestError: no tokenizer, or a request that cannot be served as asked.
             ChatTemplateError: the template refuses a conversation.
         """
+        if isinstance(messages, (str, Mapping)):
+            raise RequestError(
+                "messages must be a list of messages, or a list of such lists, got a single "
+                f"{'text' if isinstance(messages, str) else 'message'}: use [{{'role': 'user', 'content': ...}}]"
+            )
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         prompts: list[Prompt] = [{"prompt_token_ids": self.encode_chat(c, **template)} for c in conversations]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from checkpoints.tokenizer import Tokenizer
 from serving.engine.request_error import RequestError
 
-Prompt = str | Mapping[str, Any]
-"""A text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`."""
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": [...]}`."""
 
 
 def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str | None, list[int]]:
@@ -24,6 +24,8 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) ->
         RequestError: it is no prompt.
     """
     given: Any = prompt
+    if isinstance(prompt, (list, tuple)):
+        return None, _token_ids(prompt, vocab_size)
     if isinstance(prompt, Mapping):
         if "prompt_token_ids" in prompt:
             return prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"], vocab_size)

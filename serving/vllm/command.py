@@ -24,6 +24,11 @@ _NAMED = {name: flag for flag in FLAGS for name in (flag.name, *flag.short)}
 _OPPOSITES = {f"--no-{flag.name[2:]}": flag for flag in FLAGS if flag.takes is Takes.NOTHING}
 
 
+def is_known(name: str) -> bool:
+    """Whether a keyword such as `gpu_memory_utilization` is in the table of vLLM's flags."""
+    return f"--{name.replace('_', '-')}" in _NAMED | _OPPOSITES
+
+
 def translate(words: Sequence[str], own: Collection[str] = ()) -> Translated:
     """Replaces vLLM's flags by ours; all other words stay as they are.
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from serving.api.http.settle import settle
 from serving.cli.main import run
 from serving.cli.serve import bind
-from serving.cli.terminal_chat import Account, converse, remote
+from serving.cli.terminal_chat import Account, _pieces, converse, remote
 from serving.config import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -111,6 +111,39 @@ def test_a_conversation():
     assert "10 prompt tokens, 8 of them cached; 2 new; 3 of 4 drafts accepted" in text
     assert [len(messages) for messages in seen] == [1, 3, 1]
     assert seen[1][1] == {"role": "assistant", "content": "two [b]words[/b]"}
+
+
+def test_a_failed_request_does_not_end_the_conversation():
+    seen = []
+
+    def answer(messages, account):
+        seen.append([message["content"] for message in messages])
+        if len(seen) == 1:
+            raise ConfigError("http://127.0.0.1:1: connection \x1b[31mrefused")
+        yield "fine"
+
+    text = said(answer, ["one", "two"])
+    assert "error: http://127.0.0.1:1: connection [31mrefused" in text
+    assert "fine" in text
+    assert seen == [["one"], ["two"]], "the question without an answer is dropped"
+
+
+def test_a_refused_connection_and_bad_events_are_reported():
+    text = said(remote("http://127.0.0.1:1", None, {}), ["one", "two"])
+    assert text.count("error: http://127.0.0.1:1") == 2
+    for event in ("{", "[]", '{"choices": 5}', '{"choices": [{}]}', '{"error": 1}', '"x"'):
+        with pytest.raises(ConfigError):
+            list(_pieces(iter([f"data: {event}"]), Account()))
+
+
+def test_terminal_escapes_are_removed():
+    def answer(messages, account):
+        yield "a\x1b]0;title\x07b\x1b"
+        yield "[2Jc\r\x9b31md\u202ee\tf\n"
+
+    text = said(answer, ["one"])
+    assert "a]0;titleb[2Jc31mde" in text
+    assert not any(character in text for character in "\x1b\x07\r\x9b\u202e")
 
 
 def test_a_conversation_with_a_server(server):

@@ -19,9 +19,11 @@ import pytest
 from checkpoints.resolve import DEMO_DIRECTORY
 from serving.cli.main import own_words, run
 from serving.cli.options import whole_number
-from serving.config import ConfigError
+from serving.config import ConfigError, EngineConfig
+from serving.engine.llm import LLM
 from serving.vllm.command import translate
 from serving.vllm.flags import FLAGS
+from serving.vllm.keywords import engine_flags
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -167,6 +169,45 @@ def test_words(line, ours):
 def test_what_is_not_there_is_one_line(line, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         translate(shlex.split(line))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "flags"),
+    [
+        ({"gpu_memory_utilization": 0.8, "trust_remote_code": True}, {"memory_utilization": "0.8"}),
+        ({"tensor_parallel_size": 2, "seed": 1, "enforce_eager": False}, {"tensor_parallel_size": 2, "seed": 1}),
+        ({"dtype": "half", "quantization": "modelopt", "max_model_len": -1}, {"dtype": "float16"}),
+        (
+            {"kv_cache_dtype": "fp8_e4m3", "swap_space": 4, "block_size": 16},
+            {"kv_cache_dtype": "fp8", "page_size": "16"},
+        ),
+        (
+            {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+            {"speculative_method": "mtp", "num_speculative_tokens": "2"},
+        ),
+        ({"limit_mm_per_prompt": {"image": 0}, "compilation_config": 3, "tokenizer": None}, {"tokenizer": None}),
+        ({"enable_prefix_caching": False, "enable_lora": False}, {"enable_prefix_caching": False}),
+    ],
+)
+def test_keywords_of_a_python_engine(keywords, flags):
+    translated, _ = engine_flags(keywords)
+    assert translated == flags
+    EngineConfig.create(**translated)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size is not supported"),
+        ({"served_model_name": "a"}, "served_model_name is an option of `mamba-jax serve`"),
+        ({"gpu_memory_utilisation": 0.5}, "unknown setting 'gpu_memory_utilisation'"),
+        ({"max_model_len": "many"}, "max_model_len: must be a valid integer"),
+        ({"gpu_memory_utilization": 2}, "memory_utilization: must be less than or equal to 1"),
+    ],
+)
+def test_keywords_that_are_wrong(keywords, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        LLM("demo", **keywords)
 
 
 def test_every_flag_says_what_becomes_of_it():

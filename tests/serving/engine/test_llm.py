@@ -43,6 +43,27 @@ def test_one_prompt_may_come_alone(llm):
     assert len(llm.generate([], GREEDY)) == 0
 
 
+def test_prompts_may_be_token_ids(llm):
+    expected = llm.generate(["w5 w6", "w8"], GREEDY)
+    outputs = llm.generate([[5, 6], (8,)], GREEDY)
+    assert [output.outputs[0].token_ids for output in outputs] == [each.outputs[0].token_ids for each in expected]
+    (one,) = llm.generate([5, 6], GREEDY)
+    assert one.prompt_token_ids == [5, 6]
+    for wrong in ([[5, "6"]], [[]], [[10**6]], [[True]]):
+        with pytest.raises(RequestError):
+            llm.generate(wrong, GREEDY)
+
+
+def test_the_tokenizer_is_given(llm):
+    assert llm.get_tokenizer() is llm.tokenizer
+
+
+@pytest.mark.parametrize("messages", [{"role": "user", "content": "x"}, "x"])
+def test_a_conversation_is_a_list(llm, messages):
+    with pytest.raises(RequestError, match="messages must be a list of messages"):
+        llm.chat(messages)
+
+
 def test_one_bad_prompt_starts_nothing(llm):
     with pytest.raises(RequestError, match="not in the vocabulary"):
         llm.generate([{"prompt_token_ids": [5]}, {"prompt_token_ids": [10**6]}], GREEDY)
