@@ -12,6 +12,8 @@ from tests.support.divisible_checkpoints import FAMILIES, write_checkpoint
 from tests.support.engines import finish
 from tests.support.replicas import admitted, check_idle
 
+pytestmark = pytest.mark.full
+
 
 def test_two_replicas_of_two_devices(tmp_path, monkeypatch, quick_compilation):  # noqa: F811
     monkeypatch.setattr(Prices, "worth_fetching", lambda *_: True)  # computing a few tokens takes less time

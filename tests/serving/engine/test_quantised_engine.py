@@ -72,6 +72,7 @@ def wide_model(directory):
     return load_model(directory, dtype="float32", progress=False)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ARRANGEMENTS)
 def test_chooses_what_the_wide_weights_choose(mixed, name):
     llm = LLM(mixed[0], **(FLAGS | ARRANGEMENTS[name]))
@@ -110,6 +111,7 @@ def said(directory, **flags):
     return np.array([next(iter(each.values())).logprob for each in output.prompt_logprobs[1:]])
 
 
+@pytest.mark.full
 def test_keys_and_values_in_8_bits_are_divided_by_the_checkpoints_scales(large_keys, tmp_path):
     directory, tensors = large_keys
     save_file(tensors, directory / "model.safetensors")
@@ -123,6 +125,7 @@ def test_keys_and_values_in_8_bits_are_divided_by_the_checkpoints_scales(large_k
     assert np.abs(said(tmp_path / "unscaled", kv_cache_dtype="fp8") - wide).max() > 5 * narrow
 
 
+@pytest.mark.full
 def test_keys_and_values_in_8_bits_in_every_arrangement(mixed):
     outputs = {}
     for name in ("no cache", "all, drafts", "all, drafts, two devices"):
@@ -156,6 +159,7 @@ def test_scales_lie_where_their_values_lie(mixed):
         assert tuple(spec) == divided, path
 
 
+@pytest.mark.full
 def test_prefill_and_decode_on_two_workers(mixed, monkeypatch):
     model = load_model(mixed[0], dtype="float32", progress=False)
     monkeypatch.setattr(split_pair, "model", lambda seed=3: model)

@@ -117,6 +117,7 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(checkpoint):
     np.testing.assert_array_equal(parameters(llm.model)["blocks.0.mixer.d"].get_value(), good[name])
 
 
+@pytest.mark.full
 def test_divided_and_rounded_weights_stay_divided_and_rounded(checkpoint):
     divided = LLM(checkpoint(0), tensor_parallel_size=2, **FLAGS)
     places = {path: value.sharding for path, value in divided.engine.loop.programs.weights.items()}
@@ -130,6 +131,7 @@ def test_divided_and_rounded_weights_stay_divided_and_rounded(checkpoint):
     jax.tree.map(np.testing.assert_array_equal, held, wanted)
 
 
+@pytest.mark.full
 def test_five_hundred_requests_under_changing_weights():
     made = VersionedEngine(seed=1)
     compiled = made.compile()
@@ -171,6 +173,7 @@ def test_nothing_stale_comes_from_tiers_or_by_replay(beside, tmp_path):
     engine.close()
 
 
+@pytest.mark.full
 def test_a_stale_hit_would_be_seen(monkeypatch):
     monkeypatch.setattr(Cache, "scope", lambda self, salt: Scope(salt))
     made = VersionedEngine(seed=2)

@@ -86,6 +86,7 @@ def assert_greedy(outputs, directory):
             assert chosen.logprobs[i][token].logprob == pytest.approx(expected[i, token], abs=1e-3)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("name", "interval"),
     [
@@ -103,6 +104,7 @@ def test_every_family_on_two_devices(name, interval, tmp_path):
     assert_lean(llm)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("interval", [1, 8])
 def test_eight_devices_share_heads_groups_and_keys(interval, tmp_path):
     """Also by replay, of whose inputs each device has those of its own heads and of the group that they share."""
