@@ -21,7 +21,7 @@ from serving.hosts.follower import follow
 from serving.hosts.host import gather
 from serving.hosts.leader import Leader
 from serving.hosts.settings import HostSettings
-from tests.support.engines import QUICK_COMPILE
+from tests.support.engines import QUICK_COMPILE, use_widest_steps
 
 FLAGS = {
     "tile_size": 16,
@@ -52,18 +52,12 @@ def ask(engine, prompts, params):
 
 def answers(engine):
     """Two prompts that share blocks, the first one again, and all of them drawn: tokens, and what was found cached."""
-    few_shapes(engine)
+    use_widest_steps(engine)
     first, again, drawn = (
         ask(engine, *each) for each in ((PROMPTS[:2], GREEDY), (PROMPTS[2:], GREEDY), (PROMPTS, DRAWN))
     )
     engine.loop.scheduler.check(idle=True)
     return first[0] + again[0] + drawn[0], again[1]
-
-
-def few_shapes(engine):
-    """One program for each kind of step."""
-    batches = engine.loop.batches
-    batches.decode_shapes, batches.prefill_shapes = batches.decode_shapes[-1:], batches.prefill_shapes[-1:]
 
 
 def main(job):
@@ -87,7 +81,7 @@ def main(job):
         else:
             built = build.assemble(config, built.model, programs=programs.get(kind), led=True)
         programs[kind] = built.engine.loop.programs
-        few_shapes(built.engine)
+        use_widest_steps(built.engine)
         if party.leads:
             Leader(built.engine.loop, party, built.digest).wait_until_ready()
             said.append(answers(built.engine))

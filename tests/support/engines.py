@@ -8,6 +8,12 @@ QUICK_XLA_FLAGS = "--xla_backend_optimization_level=0"
 """The same for a process of its own."""
 
 
+def use_widest_steps(engine) -> None:
+    """Run all steps of an engine by the widest program of each kind, so that a test compiles few."""
+    batches = engine.loop.batches
+    batches.decode_shapes, batches.prefill_shapes = batches.decode_shapes[-1:], batches.prefill_shapes[-1:]
+
+
 def finish(engine) -> None:
     """Run an engine until nothing is left to do, the last step in flight included."""
     for _ in range(5000):

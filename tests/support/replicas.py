@@ -9,7 +9,7 @@ from serving.config import EngineConfig
 from serving.engine import build
 from serving.engine.engine import Engine
 from tests.support.engine_harness import FLAGS, EngineHarness
-from tests.support.engines import QUICK_COMPILE
+from tests.support.engines import QUICK_COMPILE, use_widest_steps
 from tests.support.step_programs import shared_programs
 
 
@@ -30,8 +30,7 @@ class ReplicaMaker:
         with mock.patch.object(build, "StepPrograms", make if fresh else self._shared):
             built = build.assemble(config, self.harness.model, tokenizer=self.harness.tokenizer, eos_token_ids=(2,))
         for engine in built.engines:
-            batches = engine.loop.batches
-            batches.decode_shapes, batches.prefill_shapes = batches.decode_shapes[-1:], batches.prefill_shapes[-1:]
+            use_widest_steps(engine)
         return list(built.engines)
 
     def _shared(self, model, *, mesh, source, **more) -> StepPrograms:

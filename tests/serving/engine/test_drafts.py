@@ -16,14 +16,14 @@ from serving.config import ConfigError, EngineConfig
 from serving.engine.build import assemble, draft_source
 from serving.engine.draft_stats import DraftStats
 from serving.engine.sampling_params import SamplingParams
-from tests.support.engines import QUICK_COMPILE
+from tests.support.engines import QUICK_COMPILE, use_widest_steps
 
 NGRAM = NGramDrafts(1, 4)
 # With K = 3 a row may need 8 slots where states are kept; pages for less than half of what four rows can become.
 SIZES = {"max_num_seqs": 4, "num_slots": 34, "num_pages": 22}
 CASES = [
     ("nemotronh-moe", "mtp", 3),
-    ("nemotronh-moe", "ngram", 1),
+    pytest.param(("nemotronh-moe", "ngram", 1), marks=pytest.mark.full),
     ("mamba2", "ngram", 3),
 ]
 
@@ -39,10 +39,13 @@ class Drafting:
 
     def engine(self, mode, **flags):
         drafts = {"speculative_method": self.method, "num_speculative_tokens": self.drafts, "prompt_lookup_min": 1}
-        return self.harness.engine(mode, **(SIZES | drafts | {"adaptive_drafts": False} | flags))
+        engine = self.harness.engine(mode, **(SIZES | drafts | {"adaptive_drafts": False} | flags))
+        use_widest_steps(engine)
+        return engine
 
     def alone(self, prompts, params):
         engine = self.plain.engine("none", **SIZES)
+        use_widest_steps(engine)
         return [
             self.plain.run(engine, [prompt], each)[0].outputs[0].token_ids
             for prompt, each in zip(prompts, params, strict=True)
