@@ -13,7 +13,6 @@ from serving.config import EngineConfig
 from serving.engine import build
 from serving.engine.placing import Placing
 from serving.engine.replica_stats import merged
-from serving.engine.weights import new_update
 from serving.tiers.memory import Memory
 from tests.support.engines import finish
 from tests.support.no_programs import NoPrograms
@@ -189,14 +188,13 @@ def test_the_next_process_finds_what_both_devices_held(start):
 def test_only_those_that_were_given_the_same_weights_share(start):
     one, other = start(**HOST)
     fill(one)
-    one.loop.scheduler.change_weights(new_update())
+    one.loop.scheduler.change_weights(1)
     fill(one)
-    other.loop.scheduler.change_weights(new_update())
+    other.loop.scheduler.change_weights(2)
     fill(one, numbers=range(21, 27))
     assert ask(other, "again", tokens(21, 61)) == 0
-    update = new_update()
     for engine in (one, other):
-        engine.loop.scheduler.change_weights(update)
+        engine.loop.scheduler.change_weights(3)
     fill(one)
     assert ask(other, "once more", tokens(1, 61)) == 61
     assert tiers(other)["host"]["arrived"] == 1
