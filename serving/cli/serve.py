@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import ssl
 import time
@@ -200,10 +201,13 @@ def _run(
 
     # (Made before anything is loaded: its package may be missing.)
     traces = Traces(settings.otlp_traces_endpoint, settings.served_model_name[0])
-    server, _ = make_server(
+    server, context = make_server(
         settings, config, role, listening, led=party is not None,
         on_built=on_built, on_compiled=on_compiled, on_ready=on_ready, traces=traces,
     )  # fmt: skip
     if party is not None:
         party.expect_signals()
     server.run(sockets=[listening])
+    if context.engine.abandoned:
+        logging.shutdown()
+        os._exit(1)  # the runtime's own end would wait for the step

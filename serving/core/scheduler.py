@@ -177,7 +177,9 @@ class Scheduler:
                 budget.tokens = min(budget.tokens, host.fairness.tokens_beside_decoding)
             budget.grant_share()
             prompts = [
-                request for request in running if not request.progress.num_sampling_steps and not request.transfer.load
+                request
+                for request in running
+                if not request.progress.num_sampling_steps and not request.transfer.load and not request.blocked
             ]
             long = [request for request in prompts if host.fairness.is_long(request)]
             if long and budget.tokens > 1:  # a single token cannot be shared, and goes to the first in order
@@ -434,5 +436,5 @@ class Scheduler:
 
 
 def _sits_out(request: Request) -> bool:
-    """Whether a request needs the host to know its last tokens, and they are still under way."""
-    return request.lockstep and any(row.sample for row in request.progress.unsettled)
+    """Whether a request needs what the host does not know yet: its last tokens, or what the engine makes of them."""
+    return request.lockstep and (request.blocked or any(row.sample for row in request.progress.unsettled))

@@ -73,6 +73,10 @@ class AsyncEngine:
         self._streams: dict[str, _Stream] = {}
         self._ids = itertools.count()
         self._stopped: Exception | None = None
+        self._left = threading.Event()
+        """Set once the thread runs no more steps; it may still save what the disk tier is to have."""
+        self.abandoned = False
+        """Whether `shutdown` has given up waiting for a step: only the end of the process ends the thread."""
         self._latest_stats, self._counted_at = engine.stats(), time.monotonic()
         self._step_began: float | None = None
         self._gate = threading.Lock()
@@ -218,10 +222,27 @@ class AsyncEngine:
         """
         return self._latest_stats
 
-    def shutdown(self) -> None:
-        """Stops the thread; iterations in progress raise `EngineStopped`."""
+    def shutdown(self, step_timeout: float | None = None) -> bool:
+        """Stops the thread; iterations in progress raise `EngineStopped`.
+
+        `step_timeout`: seconds to wait for the step that runs; None waits until it ends. Returns False, and sets
+        `abandoned`, if the step still runs by then.
+        """
         self.stop()
-        self._thread.join()
+        if not self.abandoned and not self._left.wait(step_timeout):
+            self._abandon()
+        if not self.abandoned:
+            self._thread.join()
+        return not self.abandoned
+
+    def _abandon(self) -> None:
+        """The thread does not return from a step: answer everyone who waits for it."""
+        reason = EngineStopped(f"the engine is shutting down, and its step has not ended for {self.step_seconds:.0f} s")
+        log.critical("%s; it is abandoned", reason)
+        with self._gate:
+            self.abandoned, self._stopped = True, self._stopped or reason
+        for stream in list(self._streams.values()):
+            stream.put(reason)
 
     def stop(self) -> None:
         """The same, without waiting for the thread's end."""
@@ -253,6 +274,7 @@ class AsyncEngine:
             reason = EngineStopped(f"the engine has failed: {error}")
         with self._gate:
             self._stopped = reason
+        self._left.set()
         while not self._commands.empty():  # queued before the gate closed: answered below, or harmless
             command = self._commands.get()
             if command is not None:

@@ -24,6 +24,7 @@ from serving.core import (
 from serving.engine.control import Control
 from serving.engine.grammars import Grammars
 from serving.engine.loop import PlanError, StepLoop
+from serving.engine.mask_workers import FollowedChoice
 from serving.engine.output import Choice, RequestMetrics, RequestOutput, token_logprobs
 from serving.engine.prompt import Prompt, read_prompt
 from serving.engine.reasoning import ReasoningConstraint
@@ -189,6 +190,10 @@ class Engine:
     def close(self) -> None:
         """For good: ends every request, and saves what the disk tier is to have."""
         self.abort_all()
+        if self.loop.inputs.mask_workers is not None:
+            self.loop.inputs.mask_workers.close()
+        if self.grammars is not None:
+            self.grammars.close()
         self.loop.close()
 
     def abort_all(self) -> None:
@@ -213,6 +218,9 @@ class Engine:
             settled = None
         if settled is not None:
             self._settle(settled, changed)
+        if self.loop.inputs.mask_workers is not None:
+            for request, reason, refused in self.loop.inputs.mask_workers.pop_refused():
+                self.fail(request.user.parent.output.request_id, reason, refused=refused)
         # Whatever has ended meanwhile, by whatever way, is answered now: there may be no other step.
         unsaid, self._unsaid = self._unsaid, {}
         self.control.stepped()
@@ -293,8 +301,11 @@ class Engine:
             fork_of=output.request_id if index else None,
             sampling=params if index == 0 else replace(params, prompt_logprobs=None),
         )
-        request.user = Member(parent, Choice(index, params, stream), seed, constraint)
+        followed = None if constraint is None else FollowedChoice(constraint)
+        request.user = Member(parent, Choice(index, params, stream), seed, followed)
         self.loop.scheduler.add(request)
+        if followed is not None and self.loop.inputs.mask_workers is not None:
+            self.loop.inputs.mask_workers.submit(request, followed, ())
         parent.members.append(request)
         output.outputs.append(request.user.choice.output)
 
@@ -320,12 +331,12 @@ class Engine:
         output, choice = parent.output, member.choice
         if choice.output.finished:
             return None
-        tokens, complete = emitted.tokens, False
-        if member.constraint is not None:
-            tokens = tokens[: member.constraint.advance(tokens)]
-            complete = member.constraint.finished
-            if member.constraint.error is not None:
-                self.fail(output.request_id, f"structured outputs: {member.constraint.error}", refused=True)
+        tokens, complete, followed = emitted.tokens, False, member.followed
+        if followed is not None:
+            tokens = tokens[: followed.advance(tokens)]
+            complete = followed.constraint.finished
+            if followed.constraint.error is not None:
+                self.fail(output.request_id, f"structured outputs: {followed.constraint.error}", refused=True)
                 return None
         tables = None
         if parent.params.logprobs is not None and tokens:
@@ -344,6 +355,8 @@ class Engine:
             choice.finish(str(request.finish_reason), request.stop_reason if by_token and asked else None)
         elif parent.live_text:
             choice.refresh()
+        if followed is not None and not request.finished and self.loop.inputs.mask_workers is not None:
+            self.loop.inputs.mask_workers.submit(request, followed, member.proposed)
         metrics = output.metrics
         if metrics is not None and metrics.first_token_time is None and emitted.tokens:
             metrics.first_token_time = now

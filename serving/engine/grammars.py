@@ -7,12 +7,6 @@ its trial survives does the same here.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import queue
-import select
-import subprocess
-import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -27,17 +21,12 @@ from mamba_jax.sampling.masks import mask_words
 from serving.engine import grammar_trial
 from serving.engine.request_error import RequestError
 from serving.engine.structured import Constraint, StructuredOutputs
+from serving.engine.trials import Trials
 
-_TRIALS = 2
-"""Processes that try grammars, at most."""
-_MEMORY = 256 << 20
-"""Bytes that compiling one grammar may take."""
 _KEPT, _KEPT_BYTES = 128, 256 << 20
 """Compiled grammars that are kept for the next request that asks for the same."""
 _REFUSED = 1024
 """Grammars that are remembered as refused."""
-_PATIENCE = 30.0
-"""Seconds that a grammar waits for a process to try it."""
 
 
 class Grammar:
@@ -67,7 +56,7 @@ class Grammars:
         self._held: weakref.WeakValueDictionary[str, Grammar] = weakref.WeakValueDictionary()
         self._refused: OrderedDict[str, str] = OrderedDict()
         self._pending: dict[str, Future[Grammar]] = {}
-        self._trials = _Trials(self._settings, seconds)
+        self._trials = Trials(self._settings, seconds)
 
     def start(self, outputs: StructuredOutputs) -> Constraint:
         """A constraint at the beginning of an output. Takes a while for a grammar that has not been seen before.
@@ -79,28 +68,44 @@ class Grammars:
         return Constraint(matcher, mask_words(self._vocab_size), frozenset(self._eos))
 
     def compile(self, outputs: StructuredOutputs) -> Grammar:
-        """The grammar of an output's form.
+        """The grammar of an output's form; waits for its trial.
 
         Raises:
             RequestError: it is broken, or takes too much to compile; or, to be tried again, too many others are being
                 compiled.
+        """
+        return self.submit(outputs).result()
+
+    def submit(self, outputs: StructuredOutputs, client: str | None = None) -> Future[Grammar]:
+        """As `compile`, without waiting: a grammar that is known is there at once. `client` is whose trial it is.
+
+        The future raises what `compile` does.
+
+        Raises:
+            RequestError: the grammar was refused before, or too many others are being compiled.
         """
         key = outputs.key()
         with self._lock:
             known = self._held.get(key)
             if known is not None:
                 self._keep(key, known)
-                return known
+                found: Future[Grammar] = Future()
+                found.set_result(known)
+                return found
             if key in self._refused:
                 self._refused.move_to_end(key)
                 raise RequestError(self._refused[key])
-            pending = self._pending.get(key)
-            if pending is None:
-                mine = self._pending[key] = Future()
-        if pending is not None:
-            return pending.result()
+            if key in self._pending:
+                return self._pending[key]
+            tried = self._trials.submit(key, client)
+            pending = self._pending[key] = Future()
+        # In the thread of the trial, or here if that has ended already.
+        tried.add_done_callback(lambda tried: self._take(key, tried, pending))
+        return pending
+
+    def _take(self, key: str, tried: Future[dict[str, Any]], pending: Future[Grammar]) -> None:
         try:
-            found = self._compile(key)
+            found = self._compile(tried.result())
         except BaseException as error:
             with self._lock:
                 del self._pending[key]
@@ -108,13 +113,16 @@ class Grammars:
                     self._refused[key] = str(error)
                     if len(self._refused) > _REFUSED:
                         self._refused.popitem(last=False)
-            mine.set_exception(error)
-            raise
+            pending.set_exception(error)
+            return
         with self._lock:
             del self._pending[key]
             self._keep(key, found)
-        mine.set_result(found)
-        return found
+        pending.set_result(found)
+
+    def close(self) -> None:
+        """End all trials; nothing more will be compiled."""
+        self._trials.close()
 
     def _keep(self, key: str, grammar: Grammar) -> None:
         self._held[key] = self._kept[key] = grammar
@@ -123,8 +131,7 @@ class Grammars:
         while len(self._kept) > _KEPT or (total > _KEPT_BYTES and len(self._kept) > 1):
             total -= self._kept.popitem(last=False)[1].num_bytes
 
-    def _compile(self, key: str) -> Grammar:
-        tried = self._trials.run(key)
+    def _compile(self, tried: dict[str, Any]) -> Grammar:
         if "error" in tried:
             raise RequestError(f"structured outputs: {tried['error']}")
         with self._vocabulary_lock:
@@ -140,98 +147,3 @@ class Grammars:
         return {
             "tokenizer": self._tokenizer.to_json(), "vocab_size": self._vocab_size, "eos_token_ids": list(self._eos)
         }  # fmt: skip
-
-
-class _Trials:
-    """Up to a few processes, started when they are needed, ended when one takes too long or with this object."""
-
-    def __init__(self, settings: Any, seconds: float) -> None:
-        self._settings, self._seconds = settings, seconds
-        self._free: queue.LifoQueue[subprocess.Popen[bytes] | None] = queue.LifoQueue()
-        for _ in range(_TRIALS):
-            self._free.put(None)  # may be started
-        self._running: set[subprocess.Popen[bytes]] = set()
-        weakref.finalize(self, _stop_all, self._running)
-
-    def run(self, key: str) -> dict[str, Any]:
-        """What became of a grammar: its form and size, or an error.
-
-        Raises:
-            RequestError: no process became free, or could be started.
-        """
-        try:
-            process = self._free.get(timeout=_PATIENCE)
-        except queue.Empty:
-            raise RequestError("too many grammars are being compiled: try again later", retry=True) from None
-        try:
-            if process is not None and process.poll() is not None:  # ended by somebody else
-                self._running.discard(process)
-                process = None
-            process = process or self._start()
-            answer = self._ask(process, key)
-        except BaseException:
-            if process is not None:
-                self._end(process)
-            self._free.put(None)
-            raise
-        if answer is not None:
-            self._free.put(process)
-            return answer
-        self._end(process)
-        self._free.put(None)
-        if process.returncode in (-24, -9):  # SIGXCPU, or ours
-            return {"error": f"the grammar takes more than {self._seconds:g} seconds to compile"}
-        return {"error": f"the grammar takes more than {_MEMORY >> 20} MiB to compile"}
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        # By path, and without the folder on the module path: its files have names of the standard library.
-        process = subprocess.Popen(
-            [sys.executable, "-P", grammar_trial.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for this process
-        )
-        self._running.add(process)
-        self._write(process, self._settings() | {"memory": _MEMORY, "seconds": self._seconds})
-        assert process.stdout is not None
-        greeting = grammar_trial.read_frame(process.stdout)  # type: ignore[arg-type]
-        if greeting is None or "error" in greeting:
-            self._end(process)
-            why = "the process that tries grammars has ended" if greeting is None else greeting["error"]
-            raise RequestError(f"structured outputs: {why}", retry=greeting is None)
-        return process
-
-    def _ask(self, process: subprocess.Popen[bytes], key: str) -> dict[str, Any] | None:
-        """The process's answer; None if it has ended, or had to be."""
-        assert process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._write(process, json.loads(key))
-        # Its own limit is processor time; on a machine with too much to do that takes longer.
-        if not select.select([process.stdout], [], [], 3 * self._seconds + 5)[0]:
-            process.kill()
-        found: dict[str, Any] | None = grammar_trial.read_frame(process.stdout)  # type: ignore[arg-type]
-        return found
-
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
-        self._running.discard(process)
-        _stop(process)
-
-    @staticmethod
-    def _write(process: subprocess.Popen[bytes], value: Any) -> None:
-        assert process.stdin is not None
-        grammar_trial.write_frame(process.stdin, value)  # type: ignore[arg-type]
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-    process.wait()
-
-
-def _stop_all(processes: set[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        _stop(process)

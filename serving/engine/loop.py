@@ -301,9 +301,12 @@ class StepLoop:
 
     def _plan(self) -> StepPlan | None:
         begin = time.perf_counter()
+        self.inputs.collect_masks()
         lockstep = self.scheduler.needs_settle_before_schedule()
         self.stats.lockstep_steps += lockstep
         plan = None if lockstep else self.scheduler.schedule()
+        if plan is None and not self._settling and self.inputs.collect_masks(idle=True):
+            plan = self.scheduler.schedule()
         if self.mover is not None:
             # What was evicted for this plan is still where it was, until the plan or an arrival is dispatched.
             self.mover.copy_out(self._store)

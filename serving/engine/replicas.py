@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
@@ -144,12 +145,20 @@ class Replicas:
         """Theirs as one, and each one's by itself under `engines`."""
         return merged([served.latest_stats for served in self._served])
 
-    def shutdown(self) -> None:
+    def shutdown(self, step_timeout: float | None = None) -> bool:
         """As `AsyncEngine.shutdown`."""
         for served in self._served:
             served.stop()  # none waits for what another one compiles, or saves
+        end = None if step_timeout is None else time.monotonic() + step_timeout
+        ended = True
         for served in self._served:
-            served.shutdown()
+            ended &= served.shutdown(None if end is None else max(0.0, end - time.monotonic()))
+        return ended
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether any of them is."""
+        return any(served.abandoned for served in self._served)
 
 
 Served = AsyncEngine | Replicas

@@ -11,6 +11,7 @@ from mamba_jax.batch import SeatBatch
 from mamba_jax.sampling.masks import MaskBatch
 from serving.core import DecodeRow, PrefillRow, Request, StepPlan
 from serving.engine.batching import BatchBuilder
+from serving.engine.mask_workers import MaskWorkers
 from serving.engine.results import HostOutput
 from serving.engine.user_request import Member
 
@@ -25,7 +26,9 @@ class RowInputs:
     """
 
     def __init__(self, batches: BatchBuilder, *, vocab_size: int, masks: bool) -> None:
-        self._batches, self._vocab_size, self._masks = batches, vocab_size, masks
+        self._batches, self._vocab_size = batches, vocab_size
+        self.mask_workers = MaskWorkers(batches.heads) if masks else None
+        """None: requests cannot have grammars."""
 
     def seat(self, request: Request) -> SeatBatch:
         """The sampling parameters of a request that takes a seat."""
@@ -58,18 +61,19 @@ class RowInputs:
     def masks(self, plan: StepPlan) -> Sequence[MaskBatch]:
         """Which tokens the rows with a grammar may choose, at each place that the step verifies.
 
-        Such rows run in lockstep: their last step has settled, so all their tokens and drafts are known by now. Nothing
-        is read from the device, which may be busy with a step that they sit out.
+        Such rows run in lockstep: their last step has settled, and their masks have been computed along all drafts that
+        it left. Nothing is read from the device, which may be busy with a step that they sit out.
         """
-        if not self._masks:
+        if self.mask_workers is None:
             return ()
-        held = [row for row in plan.rows if row.request.user.constraint is not None and row.sample]
         masks: dict[int, np.ndarray] = {}
-        for row in held:
+        for row in plan.rows:
             member: Member = row.request.user
-            assert member.constraint is not None
-            drafts: Sequence[int] = ()
-            if isinstance(row, DecodeRow) and row.num_drafts:
-                drafts = member.proposed[: row.num_drafts] if row.continues else row.tokens[row.certain :]
-            masks[row.row_id] = member.constraint.masks(drafts, self._batches.heads)
+            if member.followed is not None and row.sample:
+                assert member.followed.masks is not None, "a row whose mask is not ready has been planned"
+                masks[row.row_id] = member.followed.masks
         return list(self._batches.masks(masks, self._vocab_size))
+
+    def collect_masks(self, *, idle: bool = False) -> bool:
+        """Take in masks that are ready: see `MaskWorkers.collect`."""
+        return self.mask_workers is not None and self.mask_workers.collect(idle=idle)

@@ -7,6 +7,7 @@ draft that the grammar does not allow is rejected like any other wrong one, and 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -68,11 +69,15 @@ class StructuredOutputs:
         return cls(**value)
 
     def key(self) -> str:
-        """Its kind and value as JSON: equal texts ask for the same.
+        """Its kind and value as JSON: equal texts ask for the same. Made once: a schema may be long.
 
         Raises:
             RequestError: a schema that is not JSON, or too long a value.
         """
+        return self._key
+
+    @functools.cached_property
+    def _key(self) -> str:
         for kind in ("regex", "choice", "grammar"):
             if getattr(self, kind) is not None:
                 asked = [kind, getattr(self, kind)]

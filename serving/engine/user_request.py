@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from serving.core import Request
+from serving.engine.mask_workers import FollowedChoice
 from serving.engine.output import Choice, RequestOutput
-from serving.engine.reasoning import ReasoningConstraint
 from serving.engine.sampling_params import SamplingParams
-from serving.engine.structured import Constraint
 
 
 class UserRequest:
@@ -24,11 +23,9 @@ class UserRequest:
 class Member:
     """One choice of a user's request; the scheduler's request carries it as `user`."""
 
-    __slots__ = ("choice", "constraint", "parent", "proposed", "seed")
+    __slots__ = ("choice", "followed", "parent", "proposed", "seed")
 
-    def __init__(
-        self, parent: UserRequest, choice: Choice, seed: int, constraint: Constraint | ReasoningConstraint | None
-    ) -> None:
-        self.parent, self.choice, self.seed, self.constraint = parent, choice, seed, constraint
+    def __init__(self, parent: UserRequest, choice: Choice, seed: int, followed: FollowedChoice | None) -> None:
+        self.parent, self.choice, self.seed, self.followed = parent, choice, seed, followed
         self.proposed: Sequence[int] = ()
-        """Under a constraint: the drafts that the device has made for its next step, as of the last one settled."""
+        """Under a grammar: the drafts that the device has made for its next step, as of the last one settled."""

@@ -10,7 +10,7 @@ import openai
 
 from checkpoints.load import generation_config, load_model, load_tokenizer
 from serving.api.http import ServerSettings, create_app
-from serving.api.http.server import Server
+from serving.api.http.server import STEP_TIMEOUT, Server
 from serving.config import EngineConfig
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.build import assemble, draft_source
@@ -53,7 +53,11 @@ class LiveServer:
         )
         self.context = app.state.context
         self.uvicorn = Server(
-            app, chosen, drain_timeout=drain_timeout, leave=self.async_engine.shutdown, root_path=chosen.root_path
+            app,
+            chosen,
+            drain_timeout=drain_timeout,
+            leave=partial(self.async_engine.shutdown, STEP_TIMEOUT),
+            root_path=chosen.root_path,
         )
         self.thread = threading.Thread(target=partial(self.uvicorn.run, sockets=[listening]), daemon=True)
         self.thread.start()

@@ -30,6 +30,7 @@ from serving.api.http.limits import Limits
 from serving.api.http.profiling import profiling_router
 from serving.api.http.response_store import ResponseStore
 from serving.api.http.responses import responses_router
+from serving.api.http.server import STEP_TIMEOUT
 from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
 from serving.api.metrics import Metrics
@@ -75,7 +76,7 @@ def create_app(
             await asyncio.gather(preparing, return_exceptions=True)
             context.ready = False
             context.close()
-            await asyncio.to_thread(engine.shutdown)
+            await asyncio.to_thread(engine.shutdown, settings.drain_timeout + STEP_TIMEOUT)
             await asyncio.to_thread(context.traces.close)
 
     app = FastAPI(

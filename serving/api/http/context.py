@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from fastapi import Request
@@ -28,8 +27,6 @@ class Context:
     metrics: Metrics
     traces: Traces
     codec: TextCodec
-    compilers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, thread_name_prefix="grammar"))
-    """Threads in which requests wait for their grammars."""
     started: float = field(default_factory=time.time)
     ready: bool = False
     """The programs that no step can do without have been compiled: requests are taken."""
@@ -58,7 +55,6 @@ class Context:
     def close(self) -> None:
         """Stop the threads."""
         self.codec.close()
-        self.compilers.shutdown(wait=False, cancel_futures=True)
 
     def check_alive(self) -> None:
         """Whether the engine can be expected to answer at all.

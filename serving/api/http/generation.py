@@ -11,6 +11,7 @@ from typing import Any
 
 from serving.api.http.context import Context
 from serving.api.http.errors import ApiError
+from serving.api.http.keys import client_id
 from serving.api.http.protocol.common import (
     CompletionTokensDetails,
     GenerationRequest,
@@ -182,7 +183,9 @@ async def check_form(context: Context, params: SamplingParams) -> Grammar | None
     form, grammars = params.structured_outputs, context.engine.engine.grammars
     if form is None or grammars is None:
         return None
-    return await asyncio.get_running_loop().run_in_executor(context.compilers, grammars.compile, form)
+    # The key of a long schema takes a while, as does a trial; a grammar that is known does not wait behind trials.
+    pending = await asyncio.to_thread(grammars.submit, form, client_id())
+    return await asyncio.shield(asyncio.wrap_future(pending))  # others may wait for the same
 
 
 async def run(context: Context, job: Job) -> list[RequestOutput]:

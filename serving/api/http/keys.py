@@ -7,8 +7,10 @@ asked for on paths that change what the server does for everybody: a router of s
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Iterable
+from contextvars import ContextVar
 
 from fastapi import Request
 from starlette.datastructures import Headers
@@ -23,6 +25,20 @@ def sent_key(headers: Headers) -> str | None:
     if scheme.lower() == "bearer":
         return key.strip()
     return headers.get("x-api-key")
+
+
+_client: ContextVar[str | None] = ContextVar("client", default=None)
+
+
+def client_id() -> str | None:
+    """Whose request is being handled, as a digest of its key; None where the server has no keys."""
+    return _client.get()
+
+
+def set_client(headers: Headers) -> None:
+    """Have `client_id` name the sender of the request that the current task handles."""
+    key = sent_key(headers)
+    _client.set(None if key is None else hashlib.sha256(key.encode()).hexdigest()[:16])
 
 
 def is_one_of(key: str | None, keys: Iterable[str]) -> bool:

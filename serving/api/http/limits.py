@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serving.api.http.errors import ApiError, as_api_error
 from serving.api.http.generation import Tally
 from serving.api.http.json_values import weight
-from serving.api.http.keys import check_key
+from serving.api.http.keys import check_key, set_client
 from serving.api.http.settings import RequestBounds
 from serving.api.http.streaming import ClientGone
 from serving.api.metrics import Metrics
@@ -89,6 +89,7 @@ class Limits:
     def _check(self, scope: Scope, headers: Headers) -> None:
         if self._keys and _path(scope) not in OPEN_PATHS and scope["method"] != "OPTIONS":
             check_key(headers, self._keys)
+            set_client(headers)
         if scope["method"] == "POST" and not _empty(headers):
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":

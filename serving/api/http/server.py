@@ -18,23 +18,33 @@ _GRACE = 3
 """Seconds for the last answers, once everything that ran has been ended."""
 
 
+STEP_TIMEOUT = 5.0
+"""Seconds that the step which runs when draining is over may take."""
+
+
 class Server(uvicorn.Server):
     """One application on sockets that are bound already.
 
     At shutdown no new connection is taken, and running requests get `drain_timeout` seconds to end. Those that have not
-    ended then are ended by `leave`: streams with an error event, the rest with 503. Whoever does not even take that is
-    cut off.
+    ended then are ended by `leave`: streams with an error event, the rest with 503. Connections that do not take even
+    that are cut off. Where `leave` cannot end the engine, nothing else is waited for.
 
     Args:
         app: the application.
         bounds: of its connections.
         drain_timeout: seconds.
-        leave: ends all requests that still run; called in a thread.
+        leave: ends all requests that still run; called in a thread. False: a step of the engine does not end.
         **options: further ones of `uvicorn.Config`.
     """
 
     def __init__(
-        self, app: FastAPI, bounds: ConnectionBounds, *, drain_timeout: float, leave: Callable[[], None], **options: Any
+        self,
+        app: FastAPI,
+        bounds: ConnectionBounds,
+        *,
+        drain_timeout: float,
+        leave: Callable[[], bool | None],
+        **options: Any,
     ) -> None:
         self._drain_timeout, self._leave = drain_timeout, leave
         app.state.ending = lambda: self.should_exit
@@ -64,7 +74,9 @@ class Server(uvicorn.Server):
 
     async def _end(self) -> None:
         await asyncio.sleep(self._drain_timeout)
-        await asyncio.to_thread(self._leave)
+        left = await asyncio.to_thread(self._leave)
         await asyncio.sleep(_GRACE)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
+        if left is False:
+            self.force_exit = True  # or uvicorn would wait for handlers that wait for the engine

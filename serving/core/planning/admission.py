@@ -38,15 +38,15 @@ def refuse_impossible(host: HostState, request: Request) -> None:
 def admit(host: HostState, plan: StepPlan, budget: Budget) -> None:
     """Admit waiting requests in order while there is room. The first that does not fit ends it.
 
-    Only forks that wait for their first sibling's prompt end are passed over, and long prompts if enough of them are
-    being prefilled. Where a row was just preempted, none is admitted: the room is needed.
+    Only requests that may not start yet are passed over, and long prompts if enough of them are being prefilled. Where
+    a row was just preempted, none is admitted: the room is needed.
     """
     at = overtaken = 0
     room = host.fairness.room_for_long(host.queues.running)
     while not plan.preempted and host.queues.free_row_ids and at < len(host.queues.waiting):
         request = host.queues.waiting[at]
         long = host.fairness.is_long(request)
-        if _waits_for_sibling(host, request) or host.holds_back(request):
+        if _is_passed_over(host, request):
             at += 1
         elif long and room <= 0:
             at, overtaken = at + 1, overtaken + 1
@@ -63,10 +63,13 @@ def admit_short(host: HostState, plan: StepPlan, budget: Budget) -> None:
     for request in host.fairness.overtaking(host.queues.waiting):
         if plan.preempted or not host.queues.free_row_ids:
             return
-        if host.holds_back(request):
-            continue
-        if not _waits_for_sibling(host, request) and not _admit_one(host, request, plan, budget):
+        if not _is_passed_over(host, request) and not _admit_one(host, request, plan, budget):
             return
+
+
+def _is_passed_over(host: HostState, request: Request) -> bool:
+    """Whether a request may not start yet, for a reason other than room."""
+    return request.blocked or host.holds_back(request) or _waits_for_sibling(host, request)
 
 
 def _waits_for_sibling(host: HostState, request: Request) -> bool:

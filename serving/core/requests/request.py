@@ -48,6 +48,7 @@ class Request:
 
     __slots__ = (
         "arrival",
+        "blocked",
         "cache_salt",
         "draft_acceptance",
         "draft_tokens",
@@ -119,6 +120,9 @@ class Request:
 
         # What the scheduler knows of it.
         self.arrival = 0
+        self.blocked = False
+        """Set by the engine while it computes what the next step needs of a request in lockstep: no step has a row of
+        it until then."""
         self.max_total = 0
         """The most tokens the sequence may come to have."""
         self.draft_tokens: Sequence[int] | None = None

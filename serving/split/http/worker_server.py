@@ -5,10 +5,11 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 
 from serving.api.http.app import create_app
 from serving.api.http.context import Context
-from serving.api.http.server import Server
+from serving.api.http.server import STEP_TIMEOUT, Server
 from serving.api.http.settings import ServerSettings
 from serving.api.traces import Traces
 from serving.config import ConfigError, EngineConfig
@@ -79,7 +80,7 @@ def make_server(
     engine = serve_engines(built.engines)
     app = create_app(engine, settings, routers=opened.routers, prepare=prepare, on_ready=on_ready, traces=traces)
     server = Server(
-        app, settings, drain_timeout=settings.drain_timeout, leave=engine.shutdown,
+        app, settings, drain_timeout=settings.drain_timeout, leave=partial(engine.shutdown, STEP_TIMEOUT),
         ssl_keyfile=settings.ssl_keyfile, ssl_certfile=settings.ssl_certfile, root_path=settings.root_path,
     )  # fmt: skip
     return server, app.state.context

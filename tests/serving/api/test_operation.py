@@ -332,6 +332,47 @@ def test_a_body_with_too_many_values():
     assert json.loads(sent[1]["body"])["error"]["code"] == "too_many_values"
 
 
+def test_a_step_that_hangs_does_not_hold_up_the_end(server, caplog):
+    """Streams get an error event, other requests 503, and the server ends, though its engine does not."""
+    engine = make_engine()
+    engine.loop.programs = server.async_engine.engine.loop.programs
+    step, hangs, go_on = engine.step, threading.Event(), threading.Event()
+
+    def hanging():
+        if hangs.is_set():
+            go_on.wait(120)
+        return step()
+
+    engine.step = hanging
+    other = LiveServer(engine, prepare=False, drain_timeout=0.2)
+    other.wait_until_ready()
+    body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
+
+    async def ask() -> tuple[str, int]:
+        async with httpx.AsyncClient(base_url=other.url, timeout=60) as client:
+            async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+                lines = answer.aiter_lines()
+                await anext(lines)
+                hangs.set()
+                late = asyncio.create_task(client.post("/v1/completions", json=body))
+                await asyncio.sleep(0.3)
+                other.uvicorn.should_exit = True
+                text = [line async for line in lines]
+            return "\n".join(text), (await late).status_code
+
+    try:
+        text, status = asyncio.run(ask())
+        other.thread.join(60)
+        assert not other.thread.is_alive()
+        assert other.async_engine.abandoned
+        *_, last, done = [line for line in text.splitlines() if line]
+        assert done == "data: [DONE]"
+        assert json.loads(last[6:])["error"]["code"] == "engine_stopped"
+        assert status == 503
+    finally:
+        go_on.set()
+
+
 def test_the_end_tells_everybody(server, caplog):
     """What still runs when the time to drain is over: an error event, or 503, and no traceback in the log."""
     engine = make_engine()

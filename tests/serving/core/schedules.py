@@ -107,6 +107,8 @@ class Run:
         """Token sequences that new prompts may begin like."""
         self.aborted: set[Request] = set()
         self.coverage: Counter[str] = Counter()
+        self.blocks = random.Random(seed) if seed % 5 == 3 else None
+        """Says when requests in lockstep are blocked; draws of its own, too."""
         self.changes = random.Random(seed) if seed % 4 == 2 else None
         """Says when the weights change; draws of its own leave all else of a schedule as it was."""
 
@@ -200,10 +202,16 @@ class Run:
                 request.draft_tokens = drafts
             else:
                 request.draft_tokens = None
+        self._block()
         plan = scheduler.schedule()
+        if plan is None and any(request.blocked for request in self.requests):
+            for request in self.requests:
+                request.blocked = False
+            return True
         if plan is None:
             return False
         for row in plan.rows:
+            expect(not row.request.blocked, "a blocked request has a row", row)
             before = row.request.progress.unsettled[:-1]
             expect(not row.request.lockstep or not any(other.sample for other in before), "planned too early", row)
             self._check_proposals(row)
@@ -235,6 +243,13 @@ class Run:
             self.settle()
         scheduler.check()
         return True
+
+    def _block(self) -> None:
+        """The engine has begun to compute masks, or is done with some."""
+        for request in self.requests if self.blocks is not None else ():
+            if request.lockstep and not request.finished and not request.progress.unsettled:
+                request.blocked = self.blocks.random() < 0.4
+                self.coverage["blocked"] += request.blocked
 
     def _check_proposals(self, row: Row) -> None:
         """A row in lockstep must verify what the host knows of, however many steps it has sat out."""

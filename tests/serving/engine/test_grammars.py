@@ -92,8 +92,8 @@ def test_others_compile_meanwhile():
 
 def test_equal_grammars_are_compiled_once(grammars, monkeypatch):
     asked = []
-    run = grammars._trials.run
-    monkeypatch.setattr(grammars._trials, "run", lambda key: asked.append(key) or run(key))
+    submit = grammars._trials.submit
+    monkeypatch.setattr(grammars._trials, "submit", lambda *args: asked.append(args) or submit(*args))
     outputs = StructuredOutputs(regex="once|and for all")
     threads = [threading.Thread(target=grammars.start, args=(outputs,)) for _ in range(8)]
     for thread in threads:
@@ -110,9 +110,46 @@ def test_a_grammar_stays_for_as_long_as_it_is_held(grammars, monkeypatch):
     assert grammars.compile(StructuredOutputs(regex="held")) is held
 
 
+def test_known_and_small_grammars_do_not_wait_behind_expensive_ones():
+    """Two dozen grammars that take all the time that a trial may take, of a client with a key, and one without."""
+    tokenizer = load_tokenizer("demo")
+    fresh = Grammars(tokenizer, tokenizer.vocab_size, (0,), seconds=20.0)
+    known = fresh.compile(StructuredOutputs(regex="known"))
+    bombs = [
+        StructuredOutputs(json={"type": "object", "patternProperties": {f"^{i}x{j}_.*": {} for j in range(5000)}})
+        for i in range(24)
+    ]
+    waiting, refused = [], 0
+    for bomb in bombs:
+        try:
+            waiting.append(fresh.submit(bomb, "attacker"))
+        except RequestError:
+            refused += 1
+    assert len(waiting) == 16
+    assert refused == 8
+    assert fresh.submit(StructuredOutputs(regex="known"), "victim").result(0) is known
+    for i in range(3):
+        fresh.submit(StructuredOutputs(regex=f"[a-z]{{{i + 1}}}"), "victim").result(60)
+        done = sum(each.done() for each in waiting)
+        assert done == 0, "an expensive grammar was compiled first"
+    assert len(fresh._trials._slow.trying) <= 1
+    fresh.close()
+    with pytest.raises(RequestError, match="too many grammars"):
+        waiting[-1].result(60)
+
+
+def test_the_queue_of_trials_is_bounded(grammars, monkeypatch):
+    monkeypatch.setattr("serving.engine.trials._WAITING", 0)
+    with pytest.raises(RequestError, match="too many grammars") as caught:
+        grammars.submit(StructuredOutputs(regex="one too many"))
+    assert caught.value.retry
+    monkeypatch.undo()
+    assert grammars.compile(StructuredOutputs(regex="one too many"))  # it was not remembered as refused
+
+
 def test_a_process_that_was_killed_is_replaced(grammars):
     grammars.start(StructuredOutputs(regex="before"))
-    for process in list(grammars._trials._running):
+    for process in list(grammars._trials._processes):
         process.kill()
         process.wait()
     assert not grammars.start(StructuredOutputs(regex="after")).finished
@@ -127,7 +164,7 @@ def test_a_trial_does_not_outlive_its_parent():
         "tokenizer = load_tokenizer('demo')\n"
         "grammars = Grammars(tokenizer, tokenizer.vocab_size, (0,), seconds=600.0)\n"
         "run = grammars._trials._ask\n"
-        "grammars._trials._ask = lambda process, key: print(process.pid, flush=True) or run(process, key)\n"
+        "grammars._trials._ask = lambda process, *args: print(process.pid, flush=True) or run(process, *args)\n"
         "grammars.start(TOO_SLOW)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)

@@ -1,0 +1,173 @@
+"""Masks of structured outputs, computed on threads of their own: a slow grammar never holds up the engine's thread.
+
+A request whose mask is not ready has no row in a step (`Request.blocked`); its neighbours go on. Before each step the
+engine waits for a moment, and only for choices whose masks have been quick so far. All others are computed by one
+thread of low priority, and each choice has a budget of processor time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from serving.core import Request
+from serving.engine.reasoning import ReasoningConstraint
+from serving.engine.structured import Constraint
+
+log = logging.getLogger(__name__)
+
+_PATIENCE = 0.01
+"""Seconds that a step waits for masks of quick choices, all together."""
+_IDLE_PATIENCE = 0.01
+"""Seconds that an engine which has nothing else to do waits for a mask before it looks for new requests."""
+_QUICK = 0.002
+"""Processor time in seconds of a mask that is worth waiting for."""
+_MOST_PER_STEP = 1.0
+"""Processor time in seconds that the masks of one step of a choice may take."""
+_ALLOWANCE, _PER_TOKEN = 2.0, 0.01
+"""Processor time in seconds that all masks of a choice may take: so much, and so much more for each token."""
+
+
+class FollowedChoice:
+    """One choice's place in its grammar, and the masks of its next step."""
+
+    __slots__ = ("constraint", "masks", "seconds", "slow")
+
+    def __init__(self, constraint: Constraint | ReasoningConstraint) -> None:
+        self.constraint = constraint
+        self.masks: np.ndarray | None = None
+        """uint32 [heads, words]: what may come next, and after each draft. None while that is being computed."""
+        self.seconds = 0.0
+        """Processor time that following the grammar has taken."""
+        self.slow = False
+        """The engine does not wait for its masks."""
+
+    def advance(self, tokens: Sequence[int]) -> int:
+        """`Constraint.advance`, timed."""
+        begin = time.thread_time()
+        count = self.constraint.advance(tokens)
+        self.seconds += time.thread_time() - begin
+        return count
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    request: Request
+    choice: FollowedChoice
+    drafts: Sequence[int]
+    masks: np.ndarray | None = None
+    seconds: float = 0.0
+    failure: Exception | None = None
+
+
+class MaskWorkers:
+    """Computes the masks of one engine. All methods are for the engine's thread.
+
+    Args:
+        heads: masks of a choice's step, H: one more than its drafts.
+    """
+
+    def __init__(self, heads: int) -> None:
+        self._heads = heads
+        self._quick_pool = ThreadPoolExecutor(2, thread_name_prefix="masks")
+        self._slow_pool = ThreadPoolExecutor(1, thread_name_prefix="slow-masks", initializer=_lower_priority)
+        self._done: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._new: list[_Job] = []
+        self._awaited: set[_Job] = set()
+        """Under way, and worth waiting for."""
+        self._under_way = 0
+        self._refused: list[tuple[Request, str, bool]] = []
+
+    def submit(self, request: Request, choice: FollowedChoice, drafts: Sequence[int]) -> None:
+        """Compute the masks of a choice's next step, which may verify `drafts`; the request is blocked until then."""
+        request.blocked, choice.masks = True, None
+        self._new.append(_Job(request, choice, tuple(drafts)))
+
+    def collect(self, *, idle: bool = False) -> bool:
+        """Take in the masks that are ready; returns whether there were any.
+
+        Waits for quick choices or, where the engine is `idle`, for the first of any.
+        """
+        self._start()
+        end = time.monotonic() + (_IDLE_PATIENCE if idle else _PATIENCE)
+        taken = False
+        while self._under_way:
+            left = end - time.monotonic() if (not taken if idle else self._awaited) else 0.0
+            try:
+                job = self._done.get(block=left > 0, timeout=max(left, 0.0))
+            except queue.Empty:
+                break
+            taken = True
+            self._take(job)
+        for job in self._awaited:  # a moment has passed: from now on others do not wait for these
+            job.choice.slow = True
+        self._awaited.clear()
+        return taken
+
+    def pop_refused(self) -> list[tuple[Request, str, bool]]:
+        """Requests that cannot go on since the last call: why, and whether their grammar is at fault."""
+        refused, self._refused = self._refused, []
+        return refused
+
+    def close(self) -> None:
+        """End the threads once they are done with what they compute."""
+        self._quick_pool.shutdown(wait=False, cancel_futures=True)
+        self._slow_pool.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self) -> None:
+        new, self._new = [job for job in self._new if not job.request.finished], []
+        self._under_way += len(new)
+        quick = [job for job in new if not job.choice.slow]
+        self._awaited.update(quick)
+        if quick:  # one task for all: handing over a task takes as long as a quick mask
+            self._quick_pool.submit(self._compute, quick)
+        for job in new:
+            if job.choice.slow:
+                self._slow_pool.submit(self._compute, [job])
+
+    def _take(self, job: _Job) -> None:
+        self._under_way -= 1
+        self._awaited.discard(job)
+        request, choice = job.request, job.choice
+        if request.finished:
+            return
+        choice.slow = job.seconds > _QUICK
+        choice.seconds += job.seconds
+        if job.failure is not None:
+            log.error("the masks of request %s could not be computed", request.request_id, exc_info=job.failure)
+            self._refused.append((request, f"structured outputs: internal error: {job.failure}", False))
+            return
+        most = _ALLOWANCE + _PER_TOKEN * len(request.output_token_ids)
+        if job.seconds > _MOST_PER_STEP or choice.seconds > most:
+            spent = f"{job.seconds:.1f} s for one token" if job.seconds > _MOST_PER_STEP else f"{choice.seconds:.1f} s"
+            text = f"structured outputs: following the grammar takes too long ({spent}): simplify it"
+            self._refused.append((request, text, True))
+            return
+        choice.masks, request.blocked = job.masks, False
+
+    def _compute(self, jobs: Sequence[_Job]) -> None:
+        """In a thread of a pool. Each result is handed over as soon as it is there."""
+        for job in jobs:
+            begin = time.thread_time()
+            try:
+                if not job.request.finished:
+                    job.masks = job.choice.constraint.masks(job.drafts, self._heads)
+            except Exception as error:
+                job.failure = error
+            job.seconds = time.thread_time() - begin
+            self._done.put(job)
+
+
+def _lower_priority() -> None:
+    # Linux has priorities of threads; where a system has none, the thread runs as others do.
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

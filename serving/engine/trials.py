@@ -1,0 +1,227 @@
+"""Trials of grammars in processes of their own, so that a grammar that takes too long or too much memory ends there.
+
+Each new grammar is tried for a short time first. If that is not enough, it moves to a slow lane with one process, so
+that ordinary grammars never wait behind expensive ones. Both lanes are bounded, and a client has one trial at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from serving.engine import grammar_trial
+from serving.engine.request_error import RequestError
+
+MEMORY = 256 << 20
+"""Bytes that compiling one grammar may take."""
+QUICK_SECONDS = 0.5
+"""Processor time of the first, short trial."""
+_QUICK_PROCESSES = 2
+_WAITING, _WAITING_OF_CLIENT = 64, 16
+"""Grammars that may wait for a trial: of all clients, and of one."""
+_PATIENCE = 30.0
+"""Seconds that a grammar waits for a process to try it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Trial:
+    grammar: str
+    client: str | None
+    result: Future[dict[str, Any]] = field(default_factory=Future)
+    until: float = field(default_factory=lambda: time.monotonic() + _PATIENCE)
+
+
+class Trials:
+    """Tries grammars. May be used by several threads.
+
+    Args:
+        settings: gives the vocabulary, as the process takes it.
+        seconds: processor time that one grammar may take.
+    """
+
+    def __init__(self, settings: Callable[[], dict[str, Any]], seconds: float) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        quick = min(QUICK_SECONDS, seconds)
+        self._quick = _Lane(quick, _QUICK_PROCESSES)
+        self._slow = _Lane(seconds, 1) if seconds > quick else None
+        self._seconds = seconds
+        self._waiting: Counter[str | None] = Counter()
+        """Grammars of each client in either lane, those under trial included."""
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        weakref.finalize(self, _stop_all, self._processes)
+
+    def submit(self, grammar: str, client: str | None = None) -> Future[dict[str, Any]]:
+        """Try a grammar (`StructuredOutputs.key`): the result is its form and size, or an error.
+
+        `client` is whose it is; None is not bounded as one client. The result raises RequestError, to be tried again,
+        where no process became free or could be started.
+
+        Raises:
+            RequestError: too many grammars wait already.
+        """
+        with self._lock:
+            most = _WAITING if client is None else _WAITING_OF_CLIENT
+            if self._waiting.total() >= _WAITING or self._waiting[client] >= most:
+                raise _too_many()
+            self._waiting[client] += 1
+            trial = _Trial(grammar, client)
+            self._quick.waiting.append(trial)
+        self._quick.threads.submit(self._run_next, self._quick)
+        return trial.result
+
+    def close(self) -> None:
+        """End all trials; those that wait fail."""
+        with self._lock:
+            waiting = [trial for lane in (self._quick, self._slow) if lane is not None for trial in lane.waiting]
+            for trial in waiting:
+                trial.until = 0.0
+        for process in list(self._processes):
+            process.kill()
+
+    def _run_next(self, lane: _Lane) -> None:
+        """In a thread of a lane: try the first grammar of a client that has no other one under trial here."""
+        with self._lock:
+            trial = next((each for each in lane.waiting if each.client not in lane.trying), None)
+            if trial is None:
+                return  # when the client's other trial ends, this one is looked for again
+            lane.waiting.remove(trial)
+            if trial.client is not None:
+                lane.trying.add(trial.client)
+        moved = False
+        try:
+            moved = self._run(lane, trial)
+        except BaseException as error:
+            self._forget(trial)
+            trial.result.set_exception(error)
+        finally:
+            with self._lock:
+                lane.trying.discard(trial.client)
+                more = bool(lane.waiting)
+            if more:
+                lane.threads.submit(self._run_next, lane)
+            if moved and self._slow is not None:
+                self._slow.threads.submit(self._run_next, self._slow)
+
+    def _run(self, lane: _Lane, trial: _Trial) -> bool:
+        """Returns whether the grammar has moved to the slow lane."""
+        if time.monotonic() > trial.until:
+            raise _too_many()
+        answer = self._try(lane, trial.grammar)
+        if answer is None:
+            if lane is self._quick and self._slow is not None:
+                with self._lock:
+                    trial.until = time.monotonic() + _PATIENCE
+                    self._slow.waiting.append(trial)
+                return True
+            answer = {"error": f"the grammar takes more than {self._seconds:g} seconds to compile"}
+        self._forget(trial)
+        trial.result.set_result(answer)
+        return False
+
+    def _forget(self, trial: _Trial) -> None:
+        with self._lock:
+            self._waiting[trial.client] -= 1
+            if not self._waiting[trial.client]:
+                del self._waiting[trial.client]
+
+    def _try(self, lane: _Lane, grammar: str) -> dict[str, Any] | None:
+        """What became of a grammar; None: it takes longer than this lane allows."""
+        process = lane.processes.pop() if lane.processes else None
+        if process is not None and process.poll() is not None:  # something else ended it
+            self._processes.discard(process)
+            process = None
+        try:
+            process = process or self._start(lane)
+            answer = self._ask(process, grammar, lane.seconds)
+        except BaseException:
+            if process is not None:
+                self._end(process)
+            raise
+        if answer is not None:
+            lane.processes.append(process)
+            return answer
+        self._end(process)
+        if process.returncode in (-24, -9):  # SIGXCPU, or ours
+            return None
+        return {"error": f"the grammar takes more than {MEMORY >> 20} MiB to compile"}
+
+    def _start(self, lane: _Lane) -> subprocess.Popen[bytes]:
+        # By path, and without the folder on the module path: its files have names of the standard library.
+        process = subprocess.Popen(
+            [sys.executable, "-P", grammar_trial.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for this process
+        )
+        self._processes.add(process)
+        self._write(process, self._settings() | {"memory": MEMORY, "seconds": lane.seconds})
+        assert process.stdout is not None
+        greeting = grammar_trial.read_frame(process.stdout)  # type: ignore[arg-type]
+        if greeting is None or "error" in greeting:
+            self._end(process)
+            why = "the process that tries grammars has ended" if greeting is None else greeting["error"]
+            raise RequestError(f"structured outputs: {why}", retry=greeting is None)
+        return process
+
+    def _ask(self, process: subprocess.Popen[bytes], grammar: str, seconds: float) -> dict[str, Any] | None:
+        """The process's answer; None if it has ended, or had to be."""
+        assert process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._write(process, json.loads(grammar))
+        # Its own limit is processor time; on a machine with too much to do that takes longer.
+        if not select.select([process.stdout], [], [], 3 * seconds + 5)[0]:
+            process.kill()
+        found: dict[str, Any] | None = grammar_trial.read_frame(process.stdout)  # type: ignore[arg-type]
+        return found
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        self._processes.discard(process)
+        _stop(process)
+
+    @staticmethod
+    def _write(process: subprocess.Popen[bytes], value: Any) -> None:
+        assert process.stdin is not None
+        grammar_trial.write_frame(process.stdin, value)  # type: ignore[arg-type]
+
+
+class _Lane:
+    """Grammars that wait, and the processes that are free; one thread drives each process."""
+
+    def __init__(self, seconds: float, processes: int) -> None:
+        self.seconds = seconds
+        self.threads = ThreadPoolExecutor(processes, thread_name_prefix="grammar-trial")
+        self.waiting: deque[_Trial] = deque()
+        self.trying: set[str | None] = set()
+        """Clients that have a grammar under trial here."""
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+
+def _too_many() -> RequestError:
+    return RequestError("structured outputs: too many grammars are being compiled: try again later", retry=True)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+    process.wait()
+
+
+def _stop_all(processes: set[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        _stop(process)

@@ -1,0 +1,148 @@
+"""Masks are computed off the engine's thread: a slow grammar holds up its own request only, and has a budget."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from mamba_jax.programs import StepPrograms
+from serving import SamplingParams
+from serving.config import EngineConfig
+from serving.core import Request
+from serving.engine import mask_workers
+from serving.engine.build import assemble
+from serving.engine.mask_workers import FollowedChoice, MaskWorkers
+from serving.engine.request_error import RequestError
+from serving.engine.structured import Constraint
+from tests.support.engines import QUICK_COMPILE
+from tests.support.letter_tokens import EOS, letters
+
+
+class Scripted:
+    """A constraint whose masks take as long as a test wants."""
+
+    def __init__(self, work=lambda: None):
+        self.work = work
+
+    def masks(self, drafts, heads):
+        self.work()
+        return np.full((heads, 1), len(drafts), np.uint32)
+
+
+def compute(seconds):
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def collect(workers, *requests):
+    end = time.monotonic() + 60
+    while any(request.blocked for request in requests):
+        assert time.monotonic() < end
+        workers.collect(idle=True)
+
+
+def test_masks_of_all_choices_arrive():
+    workers = MaskWorkers(3)
+    requests = [Request(f"r{i}", [1], lockstep=True) for i in range(5)]
+    choices = [FollowedChoice(Scripted()) for _ in requests]
+    for i, (request, choice) in enumerate(zip(requests, choices, strict=True)):
+        workers.submit(request, choice, [7] * i)
+        assert request.blocked
+    collect(workers, *requests)
+    assert [int(choice.masks[0, 0]) for choice in choices] == list(range(5))
+    assert not workers.collect()
+
+
+def test_a_step_does_not_wait_for_a_choice_that_was_slow():
+    workers, go_on = MaskWorkers(1), threading.Event()
+    slow, quick = (Request(name, [1], lockstep=True) for name in ("slow", "quick"))
+    stuck, other = FollowedChoice(Scripted(lambda: go_on.wait(60))), FollowedChoice(Scripted())
+    workers.submit(slow, stuck, ())
+    workers.collect()  # waits for a moment, once
+    assert slow.blocked
+    assert stuck.slow
+    for _ in range(3):
+        workers.submit(quick, other, ())
+        collect(workers, quick)
+    assert slow.blocked
+    go_on.set()
+    collect(workers, slow)
+    assert not stuck.slow  # it took no time of a processor
+
+
+@pytest.mark.parametrize(("limit", "says"), [("_MOST_PER_STEP", "for one token"), ("_ALLOWANCE", "takes too long")])
+def test_a_choice_has_a_budget(monkeypatch, limit, says):
+    monkeypatch.setattr(mask_workers, limit, 0.005)
+    workers, request = MaskWorkers(1), Request("r", [1], lockstep=True)
+    choice = FollowedChoice(Scripted(lambda: compute(0.02)))
+    workers.submit(request, choice, ())
+    refused = []
+    while not refused:
+        workers.collect(idle=True)
+        refused = workers.pop_refused()
+    assert refused[0][0] is request
+    assert says in refused[0][1]
+    assert refused[0][2]
+    assert request.blocked
+
+
+def test_masks_that_cannot_be_computed_are_the_requests_own_failure():
+    workers, request = MaskWorkers(1), Request("r", [1], lockstep=True)
+
+    def fail():
+        raise ZeroDivisionError("nothing to divide")
+
+    workers.submit(request, FollowedChoice(Scripted(fail)), ())
+    refused = []
+    while not refused:
+        workers.collect(idle=True)
+        refused = workers.pop_refused()
+    assert "nothing to divide" in refused[0][1]
+    assert not refused[0][2]
+
+
+@pytest.fixture(scope="module")
+def structured(harness):
+    config = EngineConfig.create(**harness.flags, enable_structured_outputs=True)
+    programs = StepPrograms(harness.model, tile_size=harness.flags["tile_size"], compiler_options=QUICK_COMPILE)
+    return lambda: assemble(config, harness.model, tokenizer=letters(), eos_token_ids=(EOS,), programs=programs).engine
+
+
+def test_neighbours_go_on_while_a_mask_takes_for_ever(structured, monkeypatch):
+    engine, go_on, sound = structured(), threading.Event(), Constraint.masks
+
+    def masks(self, drafts, heads):
+        if len(self._followed) == 2:
+            go_on.wait(120)
+        return sound(self, drafts, heads)
+
+    monkeypatch.setattr(Constraint, "masks", masks)
+    form = SamplingParams(temperature=0.0, max_tokens=8, structured_outputs={"regex": "[a-z]{5}"})
+    plain = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    held = engine.add_request("held", {"prompt_token_ids": [5, 6]}, form)
+    other = engine.add_request("other", {"prompt_token_ids": [7]}, plain)
+    while not other.finished:
+        engine.step()
+    assert len(held.outputs[0].token_ids) == 2
+    for _ in range(3):
+        engine.step()  # nothing to do: returns soon
+    go_on.set()
+    while not held.finished:
+        engine.step()
+    assert len(held.outputs[0].text) == 5
+    engine.loop.scheduler.check(idle=True)
+
+
+def test_a_request_over_its_budget_is_refused(structured, monkeypatch):
+    monkeypatch.setattr(mask_workers, "_ALLOWANCE", -1.0)
+    engine = structured()
+    params = SamplingParams(max_tokens=8, structured_outputs={"regex": "[a-z]{5}"})
+    output = engine.add_request("r", {"prompt_token_ids": [5, 6]}, params)
+    while not output.finished:
+        engine.step()
+    assert isinstance(output.failure, RequestError)
+    assert "following the grammar takes too long" in str(output.failure)
+    assert not engine.loop.scheduler.has_unfinished
+    engine.loop.scheduler.check(idle=True)
