@@ -129,7 +129,9 @@ class ChatTemplates:
                 return ChatTemplate(name, self._special_tokens)
             known = listing(sorted(self._sources)) or "none"
             raise ChatTemplateError(f"this model has no chat template named {name!r} (it has: {known})")
-        return self._compiled.setdefault(name, ChatTemplate(self._sources[name], self._special_tokens))
+        if name not in self._compiled:
+            self._compiled[name] = ChatTemplate(self._sources[name], self._special_tokens)
+        return self._compiled[name]
 
 
 def plain_message(message: Message) -> dict[str, Any]:

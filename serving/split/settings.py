@@ -120,6 +120,12 @@ class RouterSettings(ConnectionBounds, RequestBounds):
     slack: int = Field(
         4, ge=0, description="How many more requests than the least busy worker the chosen one may have."
     )
+    max_worker_requests: int = Field(
+        3072,
+        ge=1,
+        description="Maximum number of requests under way at one worker; further ones go to another worker or get 503. "
+        "Keep the sum over all routers below the worker's --max-connections, with some to spare for health checks.",
+    )
     check_interval: float = Field(1.0, gt=0, description="Seconds between health checks of each worker.")
     check_timeout: float = Field(
         5.0, gt=0, description="Seconds to wait for a health check; after three missed ones a worker is down."

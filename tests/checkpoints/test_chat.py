@@ -4,6 +4,7 @@ import datetime
 
 import pytest
 
+from checkpoints import chat
 from checkpoints.chat import ChatTemplate, ChatTemplateError, ChatTemplates
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -175,3 +176,19 @@ def test_loops_with_all_that_loops_can_have():
         "{% for x in [1, 2] %}{% if x == 1 %}{% continue %}{% endif %}{{ x }}{% break %}{% endfor %}"
     )
     assert render(source) == "123none12"
+
+
+def test_a_template_is_compiled_once(monkeypatch):
+    compiled = []
+
+    class Counting(ChatTemplate):
+        def __init__(self, source, special_tokens):
+            compiled.append(source)
+            super().__init__(source, special_tokens)
+
+    monkeypatch.setattr(chat, "ChatTemplate", Counting)
+    templates = ChatTemplates({"default": "d", "tool_use": "t"}, {})
+    for _ in range(10):
+        templates.choose(None, tools=False).render([])
+        templates.choose(None, tools=True).render([])
+    assert compiled == ["d", "t"]

@@ -33,6 +33,9 @@ class _BoundedConnection(HttpToolsProtocol):
     _head: asyncio.TimerHandle | None = None
     """Runs while the head of a request is incomplete."""
     _head_bytes = 0
+    """Received since the head began, while it is incomplete."""
+    _parsed_bytes = 0
+    """Of the request's line and headers, as far as they have been parsed: exact where a piece also holds a body."""
     _unread: asyncio.TimerHandle | None = None
     """Runs while the client does not read."""
 
@@ -52,9 +55,32 @@ class _BoundedConnection(HttpToolsProtocol):
             if self._head_bytes > self.bounds.max_header_bytes:
                 self._cut("the head of a request is too long")
 
+    def on_message_begin(self) -> None:
+        self._parsed_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._parsed_bytes += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._parsed_bytes += len(name) + len(value) + len(b": \r\n")
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._stop_head_clock()
-        super().on_headers_complete()
+        if self._parsed_bytes > self.bounds.max_header_bytes:
+            self._cut("the head of a request is too long")
+        else:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self.transport.is_closing():  # cut off at the end of its head, a request has no cycle
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self.transport.is_closing():
+            super().on_message_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from serving.engine.sampling_params import MAX_LOGPROBS
 from serving.settings import Settings
@@ -51,6 +51,13 @@ class RequestBounds(Settings):
     )
     body_timeout: float = Field(60.0, gt=0, description="Seconds to wait for a request's body (408).")
     log_requests: bool = Field(True, description="Log one line per request.")
+
+    @field_validator("api_key", "admin_key")
+    @classmethod
+    def _keys_fit_a_header(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(key.isascii() and key.isprintable() and key and " " not in key for key in keys):
+            raise ValueError("a key must be printable ASCII without spaces, and not empty")
+        return keys
 
 
 class ServerSettings(ConnectionBounds, RequestBounds):

@@ -51,7 +51,7 @@ def settle(
     values.setdefault("served_model_name", (config.model if whole else Path(config.model).name,))
     config = fetched(config)
     for setting, variable in _KEY_VARIABLES.items():
-        if variable in os.environ:
+        if os.environ.get(variable):  # an empty variable counts as unset
             values.setdefault(setting, (os.environ[variable],))
     if with_generation_config and "default_sampling" not in values:
         recommended = generation_config(config.model)

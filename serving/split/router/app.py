@@ -36,16 +36,21 @@ from serving.split.router.relay import Relay
 from serving.split.router.workers import Fleet
 from serving.split.settings import RouterSettings
 
-_PASSED_ON = ("authorization", "x-api-key", "x-request-id", "traceparent", "tracestate")
+_KEYS = ("authorization", "x-api-key")
+_TRACING = ("x-request-id", "traceparent", "tracestate")
+_MAX_FORWARDED_BYTES = 8192
+"""Maximum size of one forwarded header value, and of all of them together: a worker bounds its header bytes, too."""
 
 
 def create_router(settings: RouterSettings) -> FastAPI:
     """An ASGI application in front of the workers that `settings` names."""
     # Every wait for a worker has a deadline of its own, around all of it: see `Remote.attended`.
     timeout = httpx.Timeout(None, connect=settings.connect_timeout)
-    client = httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(max_connections=None))
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+    client = httpx.AsyncClient(timeout=timeout, limits=limits)
     # The fleet's key is for what the router asks by itself. Clients' requests go on with the clients' own, or none.
     fleet = Fleet.of(settings.prefill, settings.decode, client, own_key(settings.api_key), settings.seal)
+    fleet.max_worker_requests = settings.max_worker_requests
     following = Following(fleet) if settings.routing == "events" else None
     relay = Relay(fleet, settings, following)
     metrics = Metrics("router")
@@ -153,4 +158,22 @@ async def _ask(relay: Relay, path: str, request: Request) -> Response:
 
 
 def _headers(request: Request) -> dict[str, str]:
-    return {name: value for name, value in request.headers.items() if name in _PASSED_ON}
+    """The headers to forward, without optional white space. A header for tracing with characters that HTTP clients
+    refuse to send is left out.
+
+    Raises:
+        ApiError: 400 for such characters in a key; 431 for values that are too long.
+    """
+    found: dict[str, str] = {}
+    for name in (*_KEYS, *_TRACING):
+        value = request.headers.get(name, "").strip(" \t")
+        if not value:
+            continue
+        if value.isascii() and value.isprintable():
+            found[name] = value
+        elif name in _KEYS:
+            raise ApiError(400, f"the header {name} holds characters other than printable ASCII")
+    if sum(map(len, found.values())) > _MAX_FORWARDED_BYTES:
+        names = ", ".join((*_KEYS, *_TRACING))
+        raise ApiError(431, f"the headers {names} together are larger than {_MAX_FORWARDED_BYTES:,} bytes")
+    return found

@@ -99,6 +99,7 @@ class Placement:
             without: not these.
             counts: in the statistics.
         """
+        without = [*without, *self.fleet.full(workers)]
         by_text = choose(workers, key, slack=self.settings.slack, without=without)
         up = [worker for worker in workers if worker.up and worker not in without]
         if by_text is None or not any(worker in found.states for worker in up):

@@ -2,8 +2,9 @@
 
 A request has one deadline, from its arrival to the beginning of its answer (or all of it, where it is not streamed);
 what is left of it goes along with everything that is asked of workers. A worker that says 503 or 429 is busy: another
-one is asked. One that cannot be reached is down: nothing goes there, and what waits for it goes to another. What else a
-worker answers is the request's own business, and passed on.
+one is asked. So it is when a connection fails; whether the worker is down is then for its health checks to say
+(`Fleet.lost_request`). Any other answer of a worker is passed on. A failure of this process (a header that cannot be
+sent, no free descriptor) is never counted against a worker.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from serving.split.http.peer import said
 from serving.split.router.asked import Asked
 from serving.split.router.following import Following
 from serving.split.router.placement import Found, Placement
-from serving.split.router.workers import Fleet, Remote, choose
+from serving.split.router.workers import Fleet, Remote, choose, local_failure
 from serving.split.settings import RouterSettings
 from serving.split.wire import Share, Ticket
 
@@ -95,7 +96,7 @@ class Relay:
         def end() -> None:
             self._leaving = True
             for worker in (*self.fleet.prefill, *self.fleet.decode):
-                worker.leave()
+                worker.end_waits()
 
         if self._loop is not None:
             self._loop.call_soon_threadsafe(end)
@@ -114,12 +115,12 @@ class Relay:
         wanted = asked.splittable and len(text) > settings.split_above and bool(self.fleet.prefill)
         ticket: Ticket | None = None
         found = await self.placement.look(asked.kind, asked.content, asked.body, asked.headers)
-        tried: list[Remote] = []
+        tried, lost = list[Remote](), list[Remote]()
         try:
             while True:
                 worker = self.placement.choose(self.fleet.decode, key, found, without=tried, counts=not tried)
                 if worker is None:
-                    raise ApiError(503, _nobody("decode", tried), code="no_worker", headers=_RETRY)
+                    raise _no_worker("decode", self.fleet.decode, lost)
                 tried.append(worker)
                 if wanted and ticket is None:
                     ticket = await self._prefill(asked, key, found, worker, until)
@@ -142,7 +143,8 @@ class Relay:
                 except WorkerLost as error:
                     self.stats.decode_retries += 1
                     if not error.busy:
-                        worker.failed(str(error))
+                        lost.append(worker)
+                        self.fleet.lost_request(worker, str(error))
         except BaseException:
             if ticket is not None:
                 await self._release(ticket)
@@ -155,7 +157,7 @@ class Relay:
             ApiError: none has one.
         """
         until = time.monotonic() + self.settings.first_token_timeout
-        tried: list[Remote] = []
+        tried, lost = list[Remote](), list[Remote]()
         while (worker := choose(self.fleet.decode, b"", slack=self.settings.slack, without=tried)) is not None:
             tried.append(worker)
             method = "POST" if asked.content else "GET"
@@ -168,9 +170,11 @@ class Relay:
                     return found
             except TimeoutError:
                 self._check_time(worker, until)
+                lost.append(worker)
             except httpx.HTTPError as error:
-                worker.failed(_why(error))
-        raise ApiError(503, _nobody("decode", tried), code="no_worker", headers=_RETRY)
+                self._lost(worker, error)
+                lost.append(worker)
+        raise _no_worker("decode", self.fleet.decode, lost)
 
     async def _prefill(self, asked: Asked, key: bytes, found: Found, decode: Remote, until: float) -> Ticket | None:
         """A ticket from the first prefill worker that has one; None if a decode worker is to do without.
@@ -180,6 +184,7 @@ class Relay:
         """
         settings, fleet = self.settings, self.fleet
         tried = [one for one in fleet.prefill if (one.url, decode.url) in fleet.mismatched]
+        lost = [*tried]
         first = True
         while (worker := self.placement.choose(fleet.prefill, key, found, without=tried, counts=first)) is not None:
             tried.append(worker)
@@ -199,11 +204,13 @@ class Relay:
                 log.warning("prefill worker %s: %s", worker.url, said(answer.status_code, answer.content))
             except TimeoutError:
                 self._check_time(worker, until)
+                lost.append(worker)
             except (httpx.HTTPError, ValidationError) as error:
-                worker.failed(_why(error))
+                self._lost(worker, error)
+                lost.append(worker)
             self.stats.prefill_retries += 1
         if settings.on_failure == "fail":
-            raise ApiError(503, _nobody("prefill", tried), code="no_worker", headers=_RETRY)
+            raise _no_worker("prefill", fleet.prefill, lost)
         return None
 
     async def _share(self, worker: Remote, found: Found, asked: Asked, until: float) -> Ticket | None:
@@ -254,6 +261,7 @@ class Relay:
             if not worker.up:
                 raise WorkerLost("it has gone") from None
         except httpx.HTTPError as error:
+            _check_local(error)
             raise WorkerLost(_why(error)) from None
         log.warning("decode worker %s: %s", worker.url, why)
         if self.settings.on_failure == "fail" and not ticket.shared:
@@ -289,6 +297,7 @@ class Relay:
                 self._check_time(worker, until)
                 raise WorkerLost("it has gone") from None
             except httpx.HTTPError as error:
+                _check_local(error)
                 raise WorkerLost(_why(error)) from None
             held = stack.pop_all()
         passed = ("content-type", "retry-after", "cache-control", "x-request-id")
@@ -300,18 +309,27 @@ class Relay:
                     yield piece
                 while asked.stream:
                     try:
-                        async with worker.attended(self.settings.stall_timeout):
+                        async with worker.attended(self.settings.stall_timeout, streaming=True):
                             piece = await anext(pieces, b"")
                     except TimeoutError:
                         raise (_leaving() if self._leaving else _broken_off()) from None
                     except httpx.HTTPError as error:
-                        worker.failed(_why(error))
+                        self.fleet.lost_request(worker, _why(error))
                         raise _broken_off() from None
                     if not piece:
                         return
                     yield piece
 
         return Answer(found.status_code, answered, rest())
+
+    def _lost(self, worker: Remote, error: Exception) -> None:
+        """A request to a worker has failed without an answer.
+
+        Raises:
+            ApiError: the failure is this router's own.
+        """
+        _check_local(error)
+        self.fleet.lost_request(worker, _why(error))
 
     def _check_time(self, worker: Remote, until: float) -> None:
         """After a timeout: if it was the request's own, or all of them end, that was it.
@@ -350,9 +368,24 @@ def _why(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def _nobody(role: str, tried: list[Remote]) -> str:
-    busy = any(worker.up for worker in tried)
-    return f"all {role} workers are busy" if busy else f"no {role} worker is available"
+def _check_local(error: Exception) -> None:
+    """
+    Raises:
+        ApiError: an error of the HTTP client was raised on this machine, and says nothing of the worker.
+    """
+    why = local_failure(error)
+    if why is None:
+        return
+    if isinstance(error, httpx.LocalProtocolError):
+        raise ApiError(400, f"the request cannot be forwarded to a worker: {why}") from None
+    raise ApiError(503, f"the router cannot open a connection: {why}", code="busy", headers=_RETRY) from None
+
+
+def _no_worker(role: str, workers: list[Remote], lost: list[Remote]) -> ApiError:
+    """`lost`: those that have not answered; the others that are up have no room."""
+    busy = any(worker.up and worker not in lost for worker in workers)
+    message = f"all {role} workers are busy" if busy else f"no {role} worker is available"
+    return ApiError(503, message, code="no_worker", headers=_RETRY)
 
 
 def _leaving() -> ApiError:

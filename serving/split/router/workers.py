@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import logging
 import math
+import os
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -22,6 +24,29 @@ from serving.split.seal import Seal
 log = logging.getLogger(__name__)
 
 _MISSES = 3
+"""Health checks without an answer, after which a worker is down."""
+_LOST = 8
+"""Requests lost without a health check answered in between, after which a worker is down."""
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+
+
+def local_failure(error: BaseException | None) -> str | None:
+    """What is wrong on this machine, if an error of the HTTP client was raised here and says nothing of the worker:
+    a message that it refuses to send, or no descriptor, port or memory for a connection. None otherwise."""
+    if isinstance(error, httpx.LocalProtocolError | httpx.UnsupportedProtocol):
+        return str(error)
+    waiting, seen = [error], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, OSError) and each.errno in _EXHAUSTED:
+            return os.strerror(each.errno).lower()
+        waiting += [each.__cause__, each.__context__]
+        if isinstance(each, BaseExceptionGroup):
+            waiting += each.exceptions
+    return None
 
 
 @dataclass(eq=False)
@@ -37,25 +62,28 @@ class Remote:
     requests: int = 0
     failures: int = 0
     missed: int = 0
-    """Looks at its health, one after the other, that it has not answered in time."""
+    """Health checks in a row that it has not answered."""
+    lost: int = 0
+    """Requests lost since the last health check that it has answered."""
     manifest: Manifest | None = None
     work: Workload = field(default_factory=Workload)
     """Prompt tokens that this router has given it."""
-    _attended: set[asyncio.Timeout] = field(default_factory=set)
+    _waits: dict[asyncio.Timeout, float] = field(default_factory=dict)
+    """Since when each wait lasts, on the event loop's clock; minus infinity for a request that can be retried."""
 
     @asynccontextmanager
-    async def attended(self, seconds: float) -> AsyncIterator[None]:
-        """Around every wait for this worker.
+    async def attended(self, seconds: float, *, streaming: bool = False) -> AsyncIterator[None]:
+        """Around every wait for this worker. `streaming`: for the next piece of a stream, which cannot be retried.
 
         Raises:
-            TimeoutError: it took longer, or the worker has been marked down meanwhile.
+            TimeoutError: it took longer, or the worker is down and this is not a stream that still flows.
         """
-        async with asyncio.timeout(max(0.0, seconds)) as scope:
-            self._attended.add(scope)
+        async with asyncio.timeout(max(0.0, seconds) if self.up or streaming else 0.0) as scope:
+            self._waits[scope] = asyncio.get_running_loop().time() if streaming else -math.inf
             try:
                 yield
             finally:
-                self._attended.discard(scope)
+                del self._waits[scope]
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -85,19 +113,20 @@ class Remote:
             if late is not None:
                 late.cancel()
 
-    def failed(self, why: str) -> None:
-        """It did not answer: nothing goes there until a look at its health says otherwise, and nobody waits for it."""
-        self.failures += 1
+    def mark_down(self, why: str, stalled_after: float = 5.0) -> None:
+        """Send it no request until it answers a health check. Requests that can be retried end now; streams end once
+        they have been silent for `stalled_after` seconds."""
         if self.up:
             log.warning("%s worker %s is down: %s", self.role, self.url, why)
         self.up = False
-        self.leave()
+        self.end_waits(stalled_after)
 
-    def leave(self) -> None:
-        """Nobody waits for it any longer: all waits end as if their time were up."""
-        for scope in self._attended:
-            if not scope.expired():
-                scope.reschedule(asyncio.get_running_loop().time())
+    def end_waits(self, longer_than: float = -math.inf) -> None:
+        """End all waits that last longer than so many seconds, as if their time were up."""
+        now = asyncio.get_running_loop().time()
+        for scope, since in self._waits.items():
+            if now - since > longer_than and not scope.expired():
+                scope.reschedule(now)
 
 
 def choose(workers: Iterable[Remote], key: bytes, *, slack: int, without: Iterable[Remote] = ()) -> Remote | None:
@@ -131,6 +160,12 @@ class Fleet:
     """Of the fleet."""
     mismatched: dict[tuple[str, str], str] = field(default_factory=dict)
     """Pairs of (prefill, decode) that cannot exchange states, and why."""
+    max_worker_requests: int = 1 << 30
+    """Requests under way at one worker; a worker with as many gets no more."""
+    patience: float = 5.0
+    """Seconds for the answer to a health check."""
+    _checks: dict[Remote, asyncio.Task[None]] = field(default_factory=dict)
+    """Health checks under way because a request was lost."""
 
     @classmethod
     def of(
@@ -157,37 +192,61 @@ class Fleet:
             known[:] = [worker for worker in known if worker.url in wanted]
             known += [Remote(url, role) for url in sorted(wanted - {worker.url for worker in known})]
 
+    def full(self, workers: Iterable[Remote]) -> list[Remote]:
+        """The workers that have as many requests as they may."""
+        return [worker for worker in workers if worker.load >= self.max_worker_requests]
+
     async def watch(self, interval: float, patience: float = 5.0) -> None:
-        """Look at every worker again and again; each answers within `patience` seconds, or has missed a look."""
+        """Check every worker's health again and again; a check waits `patience` seconds for its answer."""
+        self.patience = patience
         while True:
-            await asyncio.gather(*(self._look(worker, patience) for worker in (*self.prefill, *self.decode)))
+            await asyncio.gather(*(self._look(worker) for worker in (*self.prefill, *self.decode)))
             self._compare()
             await asyncio.sleep(interval)
 
-    async def _look(self, worker: Remote, patience: float) -> None:
+    def lost_request(self, worker: Remote, why: str) -> None:
+        """A request to a worker has failed without an answer. Any client may have caused that, so a health check made
+        now decides whether the worker is down; or `_LOST` such requests before it has answered one."""
+        worker.failures += 1
+        if not worker.up:
+            return
+        worker.lost += 1
+        log.debug("%s worker %s has lost a request: %s", worker.role, worker.url, why)
+        if worker.lost >= _LOST:
+            worker.mark_down(f"{worker.lost} requests lost, the last one: {why}", self.patience)
+        if worker not in self._checks:
+            check = self._checks[worker] = asyncio.create_task(self._look(worker, with_manifest=False))
+            check.add_done_callback(lambda _: self._checks.pop(worker, None))
+
+    async def _look(self, worker: Remote, *, with_manifest: bool = True) -> None:
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(self.patience):
                 answer = await self.client.get(f"{worker.url}/ready", headers=self.headers)
                 up, found = answer.status_code == 200, None
-                if up and (worker.manifest is None or not worker.up):
+                if up and with_manifest and (worker.manifest is None or not worker.up):
                     headers = self.headers | self.seal.headers("/split/manifest", b"")
                     found = await self.client.get(f"{worker.url}/split/manifest", headers=headers)
             if found is not None:
                 worker.manifest = Manifest.model_validate(found.json()) if found.status_code == 200 else None
                 if worker.manifest is None:
                     log.error("%s is not a %s worker: it answers %d", worker.url, worker.role, found.status_code)
-            why, worker.missed = f"status {answer.status_code}", 0
-        except (TimeoutError, httpx.TimeoutException):
-            # A busy machine is slow to answer; who still answers nothing after some looks is down.
-            worker.missed += 1
-            up, why = worker.up and worker.missed < _MISSES, "it does not answer"
+            why, worker.missed, worker.lost = f"status {answer.status_code}", 0, 0
+        except (TimeoutError, httpx.TimeoutException, httpx.NetworkError, httpx.ProtocolError) as error:
+            if (local := local_failure(error)) is not None:
+                log.warning("the health of %s worker %s is unknown: %s", worker.role, worker.url, local)
+                return
+            # A busy machine is slow to answer, and a server may close an idle connection just as it is used again.
+            # Only a refused connection is a clear answer.
+            worker.missed = _MISSES if isinstance(error, httpx.ConnectError) else worker.missed + 1
+            up, why = worker.up and worker.missed < _MISSES, str(error) or "it does not answer"
         except (httpx.HTTPError, ValidationError, ValueError) as error:
             up, why = False, str(error) or type(error).__name__
         if up and not worker.up:
             log.info("%s worker %s is up", worker.role, worker.url)
             worker.up = True
-        elif not up and worker.up:
-            worker.failed(why)
+        elif not up:
+            worker.failures += worker.up
+            worker.mark_down(why, self.patience)
 
     def _compare(self) -> None:
         """Say of each pair once if it does not fit together."""

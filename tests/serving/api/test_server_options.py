@@ -5,9 +5,11 @@ import pytest
 from checkpoints import CheckpointError
 from checkpoints.load import load_tokenizer
 from serving.api.http import ServerSettings
+from serving.api.http.keys import is_one_of
 from serving.api.http.settle import settle
 from serving.config import ConfigError, EngineConfig
 from serving.engine.build import build_engine
+from serving.split.settings import RouterSettings
 from tests.support.live_server import LiveServer
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if mood is defined %} ({{ mood }}){% endif %}"
@@ -92,3 +94,16 @@ def test_sampling_of_the_operators():
     with pytest.raises(ConfigError, match="--override-generation-config: temperature"):
         settle({}, {}, override={"temperature": -1})
     assert ServerSettings.create().allowed_origins == ()
+
+
+@pytest.mark.parametrize("name", ["api_key", "admin_key"])
+def test_an_empty_key_is_no_key(name, monkeypatch):
+    monkeypatch.setenv(f"MAMBA_JAX_{name.upper()}", "")
+    assert getattr(settle({}, {})[0], name) == ()
+    for bad in ("", "two words", "caf\xe9", ("good", "")):
+        with pytest.raises(ConfigError, match=f"{name}: .*a key must be printable"):
+            ServerSettings.create(**{name: bad})
+    with pytest.raises(ConfigError, match=f"{name}: .*a key must be printable"):
+        RouterSettings.create(**{name: ("",)})
+    assert not is_one_of("", ("", "other"))
+    assert is_one_of("other", ("", "other"))

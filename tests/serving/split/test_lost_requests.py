@@ -1,0 +1,216 @@
+"""A request that fails is not a worker that is down: what the router retries, what it blames, and what goes on."""
+
+import asyncio
+import errno
+import json
+
+import httpx
+import pytest
+
+from serving.api.http.errors import ApiError
+from serving.split.router.app import create_router
+from serving.split.settings import RouterSettings
+from tests.support.fake_workers import BODY, Workers, ask, asked, relay
+
+STREAM = BODY | {"stream": True}
+CUT = httpx.RemoteProtocolError("Server disconnected without sending a response.")
+NOT_READY = httpx.Response(503, json={})
+
+
+class Endless(Workers):
+    """Its streams go on until `last` is set; a prompt of "cut" is cut off without an answer."""
+
+    def __init__(self, **broken):
+        super().__init__(**broken)
+        self.last = asyncio.Event()
+
+    async def __call__(self, request):
+        if request.url.path == "/v1/completions":
+            if json.loads(request.content)["prompt"] == "cut":
+                raise CUT
+            return httpx.Response(200, content=self.pieces())
+        return await super().__call__(request)
+
+    async def pieces(self):
+        while not self.last.is_set():
+            yield b"data: 1\n\n"
+            await asyncio.sleep(0.01)
+        yield b"data: [DONE]\n\n"
+
+
+def exhausted() -> httpx.ConnectError:
+    """What httpx raises where the process has no file descriptor left."""
+    error = httpx.ConnectError("All connection attempts failed")
+    error.__cause__ = OSError(errno.EMFILE, "Too many open files")
+    return error
+
+
+def test_a_lost_request_is_retried_and_the_worker_stays_up():
+    over = relay(Workers(d1={"/v1/completions": CUT}, p1={"/split/prefill": CUT}))
+    for i in range(12):
+        assert ask(over, BODY | {"prompt": f"text {i}"})[0] == 200
+    assert over.stats.decode_retries >= 1
+    assert over.stats.prefill_retries >= 1
+    assert all(worker.up for worker in (*over.fleet.prefill, *over.fleet.decode))
+
+
+def test_streams_flow_on_while_other_requests_to_the_worker_are_lost():
+    workers = Endless()
+
+    async def run():
+        over = relay(workers, prefill=(), decode=("d1",))
+        streams = [(await over.answer(asked("completions", STREAM))).body for _ in range(3)]
+        reads = [asyncio.create_task(_all(body)) for body in streams]
+        for _ in range(20):
+            with pytest.raises(ApiError):
+                await over.answer(asked("completions", STREAM | {"prompt": "cut"}))
+        await asyncio.sleep(0.05)
+        workers.last.set()
+        assert all(read[-1] == b"data: [DONE]\n\n" for read in await asyncio.gather(*reads))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("ready", [NOT_READY, httpx.ConnectError("refused")], ids=["not ready", "refused"])
+def test_the_health_check_after_a_lost_request_decides(ready):
+    """New requests go elsewhere; a stream that flows is not cut, as while a worker drains."""
+    workers = Endless(d1={"/ready": ready})
+
+    async def run():
+        over = relay(workers, prefill=(), decode=("d1",))
+        answer = await over.answer(asked("completions", STREAM))
+        read = asyncio.create_task(_all(answer.body))
+        with pytest.raises(ApiError, match="no decode worker is available"):
+            await over.answer(asked("completions", STREAM | {"prompt": "cut"}))
+        await asyncio.sleep(0.05)
+        assert not over.fleet.decode[0].up
+        workers.last.set()
+        assert (await read)[-1] == b"data: [DONE]\n\n"
+
+    asyncio.run(run())
+
+
+def test_a_silent_stream_of_a_worker_that_is_down_ends():
+    async def run():
+        over = relay(Workers(), prefill=(), decode=("d1",))
+        worker = over.fleet.decode[0]
+
+        async def wait():
+            async with worker.attended(60, streaming=True):
+                await asyncio.sleep(60)
+
+        waiting = asyncio.create_task(wait())
+        await asyncio.sleep(0.05)
+        worker.mark_down("no answer", stalled_after=30.0)
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        worker.mark_down("no answer", stalled_after=0.01)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(waiting, 30)
+
+    asyncio.run(run())
+
+
+def test_a_connection_lost_by_a_health_check_is_one_missed_check():
+    over = relay(Workers(d1={"/ready": CUT}), decode=("d1",))
+
+    async def run():
+        found = []
+        for _ in range(3):
+            await over.fleet._look(over.fleet.decode[0])
+            found.append(over.fleet.decode[0].up)
+        return found
+
+    assert asyncio.run(run()) == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(httpx.LocalProtocolError("Illegal header value b'abc '"), 400), (exhausted(), 503)],
+    ids=["header", "descriptors"],
+)
+@pytest.mark.parametrize("path", ["/split/prefill", "/split/expect", "/v1/completions"])
+def test_an_error_raised_in_the_router_blames_no_worker(error, status, path):
+    over = relay(Workers(**{name: {path: error} for name in ("p1", "p2", "d1", "d2")}))
+    with pytest.raises(ApiError) as refused:
+        ask(over)
+    assert refused.value.status == status
+    workers = (*over.fleet.prefill, *over.fleet.decode)
+    assert [(worker.up, worker.failures) for worker in workers] == [(True, 0)] * 4
+
+
+def test_a_router_without_descriptors_keeps_what_it_knows_of_workers():
+    over = relay(Workers(d1={"/ready": exhausted()}), decode=("d1",))
+
+    async def run():
+        for _ in range(5):
+            await over.fleet._look(over.fleet.decode[0])
+
+    asyncio.run(run())
+    assert over.fleet.decode[0].up
+
+
+def test_a_worker_gets_no_more_requests_than_its_connections_allow():
+    over = relay(Workers())
+    over.fleet.max_worker_requests = 2
+    over.fleet.decode[0].load = 2
+    for i in range(8):
+        assert json.loads(ask(over, BODY | {"prompt": f"text {i}"})[1])["from"] == "d2"
+    over.fleet.decode[1].load = 2
+    with pytest.raises(ApiError, match="all decode workers are busy"):
+        ask(over)
+
+
+HEADERS = ("authorization", "x-api-key", "x-request-id", "traceparent", "tracestate")
+
+
+@pytest.fixture
+def front(monkeypatch):
+    """A router over fake workers, and the headers that it sent to them."""
+    sent = []
+
+    class Noting(Workers):
+        async def __call__(self, request):
+            sent.append(request.headers)
+            return await super().__call__(request)
+
+    made = httpx.AsyncClient
+    monkeypatch.setattr(httpx, "AsyncClient", lambda **_: made(transport=httpx.MockTransport(Noting())))
+    app = create_router(RouterSettings.create(decode=("http://d1",)))
+    monkeypatch.undo()
+    return sent, httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
+
+
+def _post(client, headers):
+    async def run():
+        async with client:
+            return await client.post("/v1/completions", json=BODY, headers=headers)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", HEADERS)
+@pytest.mark.parametrize("space", [b" ", b"\t", b" \t "])
+def test_white_space_around_a_header_is_not_forwarded(front, name, space):
+    sent, client = front
+    assert _post(client, [(name.encode(), space + b"abc" + space)]).status_code == 200
+    assert [headers[name] for headers in sent] == ["abc"]
+
+
+@pytest.mark.parametrize("name", HEADERS)
+@pytest.mark.parametrize("value", [b"caf\xe9", b"\xff\xfe", b"a\x7fb", b"a\x01b"])
+def test_bytes_that_a_client_refuses_to_send_are_not_forwarded(front, name, value):
+    sent, client = front
+    status = _post(client, [(name.encode(), value)]).status_code
+    assert status == (400 if name in ("authorization", "x-api-key") else 200)
+    assert not any(name in headers for headers in sent)
+
+
+def test_forwarded_headers_are_bounded(front):
+    sent, client = front
+    assert _post(client, [(b"x-api-key", b"k" * 9000)]).status_code == 431
+    assert not sent
+
+
+async def _all(body):
+    return [piece async for piece in body]
