@@ -26,7 +26,7 @@ ALLOWED = {
     ".": 2,
     "benchmarks": 23,
     "checkpoints": 10,
-    "docs": 58,
+    "docs": 42,
     "kernels_pallas": 10,
     "mamba_jax": 27,
     "serving/api": 17,
