@@ -157,6 +157,7 @@ def test_masks_along_drafts_are_those_without(kind, form, begun):
             other.advance([drafts[head]])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_an_engine(drafts):
     """Marks of letters: the reasoning is at most so long, and the answer has its form; with drafts the same."""

@@ -8,6 +8,7 @@ from tests.support.split_pair import GREEDY, B, Pair, alone, assert_as_alone, bu
 LENGTHS = (1, 2, B - 1, B, B + 1, 3 * B + 5)
 
 
+@pytest.mark.smoke("source")
 @pytest.mark.parametrize("source", ["none", "ngram", "mtp"])
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
 def test_tokens_are_those_of_one_engine(mode, source):
@@ -46,6 +47,7 @@ def test_keys_and_values_in_8_bits_travel_as_they_are():
     assert_as_one_engine(pair, narrow, (B - 1, 2 * B + 3))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "bound"), [("int8", 0.01), ("bfloat16", 0.002)])
 def test_states_may_travel_in_fewer_bits(kind, bound):
     """Nearly the same is said, by fewer bytes."""

@@ -84,6 +84,7 @@ def differences(got, expected):
     return most, others
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "bound"), [("int8", 0.01), slow("bfloat16", 0.002), slow("float16", 0.001)])
 def test_checkpoints_in_fewer_bits(kind, bound):
     """What came back from memory says nearly the same; where rows are rounded too, just the same."""
