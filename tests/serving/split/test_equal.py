@@ -41,6 +41,7 @@ def assert_as_one_engine(pair, flags, lengths):
     assert pair.decode_side.stats.failed == 0
 
 
+@pytest.mark.full
 def test_keys_and_values_in_8_bits_travel_as_they_are():
     narrow = {"kv_cache_dtype": "fp8"}
     pair = Pair("all", "mtp", prefill=narrow, decode=narrow)
