@@ -5,6 +5,8 @@ import pytest
 from tests.support.hostile_requests import HOSTILE, check_that_nobody_notices
 from tests.support.processes import router, worker
 
+pytestmark = pytest.mark.full
+
 BOUNDS = ("--header-timeout=2", "--body-timeout=3", "--no-log-requests")
 
 
