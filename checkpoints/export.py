@@ -28,18 +28,20 @@ def hugging_face_tensors(config: HybridConfig, values: Mapping[str, Any], *, onl
     """
     shapes = {path: leaf.shape for path, leaf in abstract_parameters(config, np.float32).items()}
     tensors: dict[str, np.ndarray] = {}
+    wholes: dict[tuple[str, ...], tuple[HFSource, np.ndarray]] = {}
     for path, source in weight_names(config).items():
         if not path.startswith(only):
             continue
         value, stored = np.asarray(values[path], np.float32), source.stored(shapes[path])
-        for name, part in _parts(source, value):
-            if source.rows is None:
-                tensors[name] = part.reshape(stored)
-            else:
-                rows = slice(*source.rows)
-                whole = tensors.setdefault(name, np.empty(stored, np.float32))
-                pieces = whole.reshape(source.pieces, -1, *stored[1:])
-                pieces[:, rows] = part.reshape(pieces[:, rows].shape)
+        if source.rows is None:
+            tensors |= {name: part.reshape(stored) for name, part in _parts(source, value)}
+        else:
+            _, whole = wholes.setdefault(source.names, (source, np.empty(stored, np.float32)))
+            pieces = whole.reshape(source.pieces, -1, *stored[1:])
+            rows = slice(*source.rows)
+            pieces[:, rows] = value.reshape(pieces[:, rows].shape)
+    for names, (source, whole) in wholes.items():
+        tensors |= zip(names, np.split(whole, np.cumsum(source.cuts)[:-1]) if source.cuts else [whole], strict=True)
     return tensors
 
 

@@ -148,23 +148,24 @@ class _StoredParameter:
         if not self._source.names:
             return np.full(self._shape, self._source.default, self._dtype)[index]
         if not self._source.stack:
-            return self._one(self._source.names[0], self._shape)[index]
+            return self._one(self._source.names, self._shape)[index]
         # Straight into the stacked array, so that no second copy of all experts exists.
         count, (first, *rest) = len(self._source.names), self._shape
         if math.prod(self._shape[:2]) > count < first:
-            parts = [self._one(name, (first // count, *rest)) for name in self._source.names]
+            parts = [self._one((name,), (first // count, *rest)) for name in self._source.names]
             return np.concatenate(parts)[index].astype(self._dtype)
         axes = 1 if count == first else 2
         names = np.array(self._source.names, object).reshape(self._shape[:axes])[index[:axes]]
         lengths = [len(range(*s.indices(n))) for s, n in zip(index[axes:], self._shape[axes:], strict=True)]
         stacked = np.empty((*names.shape, *lengths), self._dtype)
         for entry, name in np.ndenumerate(names):
-            stacked[entry] = self._one(name, self._shape[axes:])[index[axes:]]
+            stacked[entry] = self._one((name,), self._shape[axes:])[index[axes:]]
             self._tensors.release(name)
         return stacked
 
-    def _one(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        view = self._tensors.view(name)
+    def _one(self, names: tuple[str, ...], shape: tuple[int, ...]) -> np.ndarray:
+        views = [self._tensors.view(name) for name in names]
+        view = views[0] if len(views) == 1 else np.concatenate(views)
         if self._source.rows is not None:
             view = view.reshape(self._source.pieces, -1, *view.shape[1:])[:, slice(*self._source.rows)]
         return view.reshape(shape)
@@ -194,14 +195,16 @@ def match_sources(
         if source is None:
             source = _likely(sources[path], names)
             used.update(source.names)
-            missing |= {name: source.stored(target.shape) for name in source.names if name not in names}
+            missing |= {name: shape for name, shape in source.shapes(target.shape).items() if name not in names}
             continue
         found[path] = source
         used.update(source.names)
-        expected = source.stored(target.shape)
+        expected = source.shapes(target.shape)
+        if source.cuts and _adds_up([tensors.shape(name) for name in source.names], source.stored(target.shape)):
+            continue
         for name in source.names:
-            if tensors.shape(name) != expected:
-                wrong[name] = f"{name} is {list(tensors.shape(name))}, expected {list(expected)}"
+            if tensors.shape(name) != expected[name]:
+                wrong[name] = f"{name} is {list(tensors.shape(name))}, expected {list(expected[name])}"
     skip = re.compile("|".join(f"(?:{pattern})" for pattern in ignored))
     left = sorted(name for name in names - used if not skip.fullmatch(name))
     problems = []
@@ -214,6 +217,11 @@ def match_sources(
     if problems:
         raise CheckpointError(f"{where}: tensors do not fit config.json: {'; '.join(problems)}")
     return found
+
+
+def _adds_up(pieces: list[tuple[int, ...]], whole: tuple[int, ...]) -> bool:
+    """Whether tensors of these shapes, one after the other along the first axis, make the whole."""
+    return all(piece[1:] == whole[1:] for piece in pieces) and sum(piece[0] for piece in pieces) == whole[0]
 
 
 def _likely(source: HFSource, names: set[str]) -> HFSource:

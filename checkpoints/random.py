@@ -66,7 +66,10 @@ def tensor_shapes(config: HybridConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors that a Hugging Face checkpoint of this model holds."""
     parameters = abstract_parameters(config, np.float32)
     sources = weight_names(config)
-    return {name: source.stored(parameters[path].shape) for path, source in sources.items() for name in source.names}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path, source in sources.items():
+        shapes |= source.shapes(parameters[path].shape)
+    return shapes
 
 
 def write_random(

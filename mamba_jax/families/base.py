@@ -20,7 +20,7 @@ class HFSource:
     """
 
     names: tuple[str, ...]
-    """Tensors in the file. Exactly one unless `stack`."""
+    """Tensors in the file. Exactly one unless `stack` or `cuts`."""
     rows: tuple[int, int] | None = None
     """Half-open range of the tensor's first axis; None = all of it."""
     stored_shape: tuple[int, ...] | None = None
@@ -35,11 +35,22 @@ class HFSource:
     pieces: int = 1
     """The tensor's first axis has so many equal pieces one after the other, and `rows` are those of each piece."""
 
+    cuts: tuple[int, ...] = ()
+    """`names` are one tensor cut along its first axis: rows of each, as its makers publish it. A file may cut it
+    elsewhere, as only the sum counts; `stored_shape` and `rows` are the whole tensor's."""
+
     def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape that each of `names` must have in the file, for a parameter of this shape."""
         if self.stored_shape is not None:
             return self.stored_shape
         return tuple(shape[1:]) if self.stack else tuple(shape)
+
+    def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """The shape of each of `names` as their makers publish them, for a parameter of this shape."""
+        stored = self.stored(shape)
+        if self.cuts:
+            return {name: (rows, *stored[1:]) for name, rows in zip(self.names, self.cuts, strict=True)}
+        return dict.fromkeys(self.names, stored)
 
     def find(self, available: Container[str]) -> HFSource | None:
         """This source or the first alternative whose names are all available; None if there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from mamba_jax.config import (
@@ -86,11 +87,7 @@ def _delta(fields: Fields, hidden: int, heads: int) -> DeltaConfig:
 
 
 def weight_names(config: HybridConfig) -> dict[str, HFSource]:
-    """Names as Ai2's checkpoints have them, and as transformers' modules do. A layer there is two sublayers here.
-
-    What transformers 5.23 saves is neither: it cuts conv1d into equal thirds under the names of queries, keys and
-    values. Unless these are equally wide, such a file is refused for its shapes.
-    """
+    """Names as Ai2's checkpoints have them, and as transformers' modules do. A layer there is two sublayers here."""
     body: dict[str, HFSource] = {}
     for i in range(0, len(config.pattern), 2):
         name, first, second = f"layers.{i // 2}", f"blocks.{i}", f"blocks.{i + 1}"
@@ -119,20 +116,17 @@ def _delta_names(path: str, name: str, config: DeltaConfig) -> dict[str, HFSourc
     spelt = {part: part for part in ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj")}
     spelt |= {"z_proj": "g_proj", "out_proj": "o_proj", "norm": "o_norm"}
     sources = {f"{path}.{ours}.weight": tensor(f"{name}.{theirs}.weight") for ours, theirs in spelt.items()}
-    together = f"{name}.conv1d.weight", (2 * keys + inner, 1, width)
-    apart = f"{name}.q_conv1d.weight", f"{name}.k_conv1d.weight"
+    channels = 2 * keys + inner
+
+    def conv(rows: tuple[int, int]) -> HFSource:
+        together = tensor(f"{name}.conv1d.weight", rows=rows, shape=(channels, 1, width))
+        # transformers 5.23 saves equal thirds of conv1d under these names, however wide queries, keys and values are.
+        names = tuple(f"{name}.{part}_conv1d.weight" for part in "qkv")
+        return replace(together, names=names, cuts=(keys, keys, inner), alternatives=(together,))
+
     return sources | {
-        f"{path}.conv_qk.weight": HFSource(
-            apart,
-            stored_shape=(keys, 1, width),
-            stack=True,
-            alternatives=(tensor(together[0], rows=(0, 2 * keys), shape=together[1]),),
-        ),
-        f"{path}.conv_v.weight": HFSource(
-            (f"{name}.v_conv1d.weight",),
-            stored_shape=(inner, 1, width),
-            alternatives=(tensor(together[0], rows=(2 * keys, 2 * keys + inner), shape=together[1]),),
-        ),
+        f"{path}.conv_qk.weight": conv((0, 2 * keys)),
+        f"{path}.conv_v.weight": conv((2 * keys, channels)),
         f"{path}.dt_bias": tensor(f"{name}.dt_bias"),
         f"{path}.a_log": tensor(f"{name}.A_log"),
     }

@@ -23,7 +23,12 @@ GRANITE = {
 MAMBA2 = {
     "model_type": "mamba2", **SMALL, "num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 1, "expand": 2,
 }  # fmt: skip
-FAMILIES = {"nemotron_h": CHECKPOINT, "bamba": BAMBA, "granite": GRANITE, "mamba2": MAMBA2}
+OLMO = {
+    "model_type": "olmo_hybrid", **SMALL, **HEADS, "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 5,
+    "intermediate_size": 48, "eos_token_id": 2,
+}  # fmt: skip
+FAMILIES = {"nemotron_h": CHECKPOINT, "bamba": BAMBA, "granite": GRANITE, "mamba2": MAMBA2, "olmo_hybrid": OLMO}
 
 
 def load(directory):
