@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -24,15 +25,35 @@ def load_streams(corpus: Path, tokenizer: Tokenizer, settings: DataSettings) -> 
     Raises:
         CheckpointError: there is no such corpus.
     """
-    files = [corpus] if corpus.is_file() else sorted((corpus / "train").glob("*.jsonl"))
-    if not files:
-        raise CheckpointError(f"{corpus}: no corpus; create one with `python -m mamba_jax.train.corpus {corpus}`")
     return {
         file.stem: TokenStream.of(
             encoded(read_documents(file), tokenizer, settings.chat_share), aligned=file.stem in settings.aligned
         )
-        for file in files
+        for file in _files(corpus)
     }
+
+
+def corpus_digest(corpus: Path) -> str:
+    """SHA-256 over names and contents of the training documents' files.
+
+    Raises:
+        CheckpointError: there is no such corpus, or it cannot be read.
+    """
+    digest = hashlib.sha256()
+    for file in _files(corpus):
+        try:
+            with file.open("rb") as content:
+                digest.update(f"{file.name}\n{hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
+    return digest.hexdigest()
+
+
+def _files(corpus: Path) -> list[Path]:
+    files = [corpus] if corpus.is_file() else sorted((corpus / "train").glob("*.jsonl"))
+    if not files:
+        raise CheckpointError(f"{corpus}: no corpus; create one with `python -m mamba_jax.train.corpus {corpus}`")
+    return files
 
 
 def shares_of(streams: Mapping[str, TokenStream], settings: DataSettings) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 import types
 import typing
@@ -129,6 +130,15 @@ def _build(kind: Any, fields: Any, where: str) -> Any:
     return kind(**{name: _value(hints[name], value, where + name) for name, value in fields.items()})
 
 
+def _number(text: str) -> float | str:
+    """The finite number that a text spells; otherwise the text."""
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return number if math.isfinite(number) else text
+
+
 def _value(hint: Any, value: Any, name: str) -> Any:
     """The value of one setting, in the type that it is declared with."""
     if dataclasses.is_dataclass(hint):
@@ -148,6 +158,8 @@ def _value(hint: Any, value: Any, name: str) -> Any:
         if not isinstance(value, dict):
             raise ModelConfigError(f"{name} is {value!r}: a mapping is expected")
         return {key: one if inner[1] is Any else _value(inner[1], one, f"{name}.{key}") for key, one in value.items()}
+    if hint is float and isinstance(value, str):
+        value = _number(value)  # YAML reads 1e-3, which has no point, as text
     wanted: type | types.UnionType = float | int if hint is float else hint
     if not isinstance(value, wanted) or (isinstance(value, bool) and hint is not bool):
         raise ModelConfigError(f"{name} is {value!r}: {hint.__name__} is expected")

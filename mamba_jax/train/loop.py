@@ -33,6 +33,10 @@ CHECKPOINTS = "checkpoints"
 Record = dict[str, float]
 
 
+class TrainingDiverged(RuntimeError):
+    """The loss or its gradient is not finite; the last good state is on disk."""
+
+
 class StepData(Protocol):
     """The sequences of each step; `data.Batches`."""
 
@@ -90,6 +94,7 @@ def train(
         progress: called with each record of the log.
     Raises:
         ModelConfigError: settings that do not fit each other, the machine, or the run on disk; quantised weights.
+        TrainingDiverged: the loss or its gradient is not finite. The state before that step is saved.
     """
     refuse_quantised(values or {})
     mesh = Mesh(np.array(devices or jax.devices()), ("batch",))
@@ -115,15 +120,21 @@ def train(
     )
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def update(state: TrainState, frozen: Parameters, tokens: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+    def update(
+        state: TrainState, frozen: Parameters, tokens: jax.Array, step: jax.Array
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         def of(values: Parameters) -> Any:
             return loss({**frozen, **values}, tokens)
 
-        (_, parts), gradient = jax.value_and_grad(of, has_aux=True)(state.values)
+        (total, parts), gradient = jax.value_and_grad(of, has_aux=True)(state.values)
         changes, moments = optimizer.update(gradient, state.optimizer, state.values)
         values = optax.apply_updates(state.values, changes)
         parts["gradient_norm"] = optax.global_norm(gradient)
-        return TrainState(state.step + 1, values, moments), parts
+        # A step that is not finite changes nothing, and neither do those after it: their number is no longer the next.
+        # So the state stays the last good one until the host looks.
+        good = jnp.isfinite(total) & jnp.isfinite(parts["gradient_norm"]) & (state.step == step)
+        changed = TrainState(state.step + 1, values, moments)
+        return jax.tree.map(lambda new, old: jnp.where(good, new, old), changed, state), parts
 
     directory.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(directory / CHECKPOINTS)
@@ -135,14 +146,30 @@ def train(
             step = int(state.step)
             while step < settings.steps and not interrupted():
                 tokens = jax.device_put(batches[step], by_sequence)
-                state, parts = update(state, frozen, tokens)
+                state, parts = update(state, frozen, tokens, jnp.int32(step))
                 step += 1
+                save = step % settings.save_every == 0 or step == settings.steps or interrupted()
+                if save or log.is_due(step):
+                    _stop_if_diverged(state, step, checkpoints)
                 log.add(step, parts)
-                if step % settings.save_every == 0 or step == settings.steps or interrupted():
+                if save:
                     checkpoints.save(state)
         return Run({**frozen, **state.values}, step, finished=step >= settings.steps)
     finally:
         checkpoints.close()
+
+
+def _stop_if_diverged(state: TrainState, step: int, checkpoints: Checkpoints) -> None:
+    """Raises TrainingDiverged unless all steps so far are finite; first saves the state before the wrong one."""
+    good = int(state.step)  # waits for the step
+    if good == step:
+        return
+    if checkpoints.latest != good:
+        checkpoints.save(state)
+    raise TrainingDiverged(
+        f"the loss or its gradient is not finite at step {good + 1}; the state after {good} steps is saved;"
+        " use a lower optimizer.learning_rate, more optimizer.warmup_steps or compute_dtype float32"
+    )
 
 
 def read_log(path: Path) -> list[Record]:
@@ -168,8 +195,12 @@ class _Log:
         self._rate = learning_rate(settings.optimizer, settings.steps)
         self._seconds, self._then = (kept[-1]["seconds"] if kept else 0.0), time.monotonic()
 
+    def is_due(self, step: int) -> bool:
+        """Whether this step has a record."""
+        return step % self._settings.log_every == 0 or step == self._settings.steps
+
     def add(self, step: int, parts: Mapping[str, jax.Array]) -> None:
-        if step % self._settings.log_every and step != self._settings.steps:
+        if not self.is_due(step):
             return
         record = {"step": step} | {name: float(value) for name, value in parts.items()}  # waits for the step
         now = time.monotonic()

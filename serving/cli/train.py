@@ -10,8 +10,11 @@ import typer
 import yaml
 from rich.console import Console
 
-from serving.cli.train_progress import training_bar
+from serving.cli.train_progress import training_bar, training_errors
 from serving.config import ConfigError
+
+TOKENS = "tokens.npz"
+"""The tokenised corpus, in the folder of a run."""
 
 
 def train(
@@ -25,7 +28,7 @@ def train(
     """Train a model and write it to OUTPUT/model as a Hugging Face directory."""
     from checkpoints.export import write_hugging_face
     from checkpoints.train_tokenizer import write_tokenizer
-    from mamba_jax.config import ModelConfigError
+    from checkpoints.training_data import corpus_digest
     from mamba_jax.families import config_from_hf
     from mamba_jax.train.config import read_config
     from mamba_jax.train.corpus import write_sample
@@ -33,21 +36,22 @@ def train(
     from mamba_jax.train.loop import train as run_training
     from mamba_jax.train.loss import DRAFT_LAYER
     from mamba_jax.train.plot import plot_losses
+    from mamba_jax.train.recipe import keep_recipe
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    try:
+    with training_errors(console):
         settings = read_config(config, _overrides(set or []))
         model = config_from_hf(settings.model)
-    except ModelConfigError as error:
-        raise ConfigError(str(error)) from error
     source = corpus if corpus is not None else Path(settings.data.corpus)
+    # A run whose corpus is gone goes on from the tokens in its folder.
+    has_corpus = corpus is not None or source.exists() or not (output / TOKENS).is_file()
+    with training_errors(console):
+        keep_recipe(output, settings, corpus_digest=corpus_digest(source) if has_corpus else None)
     tokenizer = output / "tokenizer"
     if not (tokenizer / "tokenizer.json").is_file():
-        if not (source / "train").is_dir():
-            raise ConfigError(f"no corpus at {source}; create one with `python -m mamba_jax.train.corpus {source}`")
         with console.status("Training the tokenizer"):
             write_tokenizer(source, tokenizer, model.vocab_size)
-    try:
+    with training_errors(console):
         batches = _batches(settings, source, output, console)
         with training_bar(settings.steps, console) as show:
             # Muon normalises gradients, so parameters without a loss must be excluded or they would drift.
@@ -60,15 +64,16 @@ def train(
                 trained=lambda path: drafting or not path.startswith(DRAFT_LAYER),
                 progress=show,
             )
-    except ModelConfigError as error:
-        raise ConfigError(str(error)) from error
     if not run.finished:
         console.print(f"interrupted after {run.steps} steps; run the same command again to resume", markup=False)
     write_hugging_face(output / "model", model, run.values, settings.model, files_from=tokenizer)
     if (source / "heldout").is_dir():
         write_sample(source, output / "model")
-    if plot_losses(read_log(output / LOG), output / "loss.svg"):
+    records = read_log(output / LOG)
+    if plot_losses(records, output / "loss.svg"):
         console.print(f"{output / 'loss.svg'}", markup=False)
+    elif records:
+        console.print("loss.svg is not drawn: install mamba-jax[plots]", markup=False)
     console.print(f"{output / 'model'}", markup=False)
     sys.stdout.flush()
 
@@ -78,7 +83,7 @@ def _batches(settings: Any, corpus: Path, output: Path, console: Console) -> Any
     from checkpoints.training_data import load_streams, shares_of
     from mamba_jax.train.data import Batches, read_streams, save_streams
 
-    kept = output / "tokens.npz"
+    kept = output / TOKENS
     if kept.is_file():
         streams = read_streams(kept)
     else:

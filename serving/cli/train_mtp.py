@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from serving.cli.train_progress import training_bar
+from serving.cli.train_progress import training_bar, training_errors
 from serving.config import ConfigError
 
 _DEPTH_WEIGHTS = (1.0, 0.8, 0.6)
@@ -43,13 +43,13 @@ def train_mtp(
     """Train a draft layer by distillation, leaving the model itself unchanged."""
     from checkpoints.draft_layer import begun_draft_layer, with_draft_layer, write_with_draft_layer
     from checkpoints.load import load_config, load_model, require_tokenizer
-    from checkpoints.training_data import load_streams, shares_of
-    from mamba_jax.config import ModelConfigError
+    from checkpoints.training_data import corpus_digest, load_streams, shares_of
     from mamba_jax.model import parameters
     from mamba_jax.train.config import DataSettings, DraftSettings, OptimizerSettings, TrainConfig
     from mamba_jax.train.data import Batches, read_streams, save_streams
     from mamba_jax.train.loop import refuse_quantised, train
     from mamba_jax.train.loss import DRAFT_LAYER
+    from mamba_jax.train.recipe import keep_recipe
     from serving.cli.own_text import own_text
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -60,15 +60,13 @@ def train_mtp(
     tokenizer = require_tokenizer(model)
     raw, config = with_draft_layer(model, pattern or load_config(model).mtp_pattern or "*-")
     values: dict[str, Any] = {path: leaf.get_value() for path, leaf in parameters(load_model(model)).items()}
-    try:
+    with training_errors(console):
         refuse_quantised(values)
-    except ModelConfigError as error:
-        raise ConfigError(f"{model}: {error}") from error
     start = begun_draft_layer(config, values, seed)
     if not anew:
         start |= {path: value for path, value in values.items() if path in start}
     values = {path: value for path, value in values.items() if not path.startswith(DRAFT_LAYER)} | start
-    try:
+    with training_errors(console):
         settings = TrainConfig(
             data=DataSettings(),
             optimizer=OptimizerSettings(
@@ -86,6 +84,8 @@ def train_mtp(
             compute_dtype=compute_dtype,  # type: ignore[arg-type]
             seed=seed,
         )
+        if run is not None:
+            keep_recipe(run, settings, corpus_digest=corpus_digest(data), model=str(model), rollouts=str(rollouts))
         with console.status("Tokenising"):
             streams = load_streams(data, tokenizer, settings.data)
         shares = shares_of(streams, settings.data)
@@ -114,8 +114,6 @@ def train_mtp(
                 model_weight=0.0,
                 progress=show,
             )
-    except ModelConfigError as error:
-        raise ConfigError(str(error)) from error
     if not done.finished:
         console.print(
             f"interrupted after {done.steps} steps" + ("; run the same command again to resume" if run else "")

@@ -5,8 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from serving.config import ConfigError
+
+
+@contextmanager
+def training_errors(console: Console) -> Iterator[None]:
+    """Within, settings that do not fit are a `ConfigError`, and a loss that is not finite ends the program with 1."""
+    from mamba_jax.config import ModelConfigError
+    from mamba_jax.train.loop import TrainingDiverged
+
+    try:
+        yield
+    except ModelConfigError as error:
+        raise ConfigError(str(error)) from error
+    except TrainingDiverged as error:
+        console.print(f"mamba-jax: error: {error}", style="red", markup=False)
+        raise typer.Exit(1) from error
 
 
 @contextmanager

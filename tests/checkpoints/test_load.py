@@ -145,7 +145,7 @@ def test_a_convolution_cut_in_equal_thirds(tmp_path):
     assert_equal(values(load(target)), expected)
     name = next(name for name in tensors if name.endswith(".q_conv1d.weight"))
     save_file({**tensors, name: tensors[name][1:]}, target / "model.safetensors")
-    with pytest.raises(checkpoints.CheckpointError, match="q_conv1d.weight is .* expected"):
+    with pytest.raises(checkpoints.CheckpointError, match=r"q_conv1d\.weight is .* expected"):
         load(target)
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from mamba_jax.config import ModelConfigError
 from mamba_jax.train.config import OptimizerSettings
-from mamba_jax.train.loop import LOG, initial_values, read_log, train
+from mamba_jax.train.loop import CHECKPOINTS, LOG, TrainingDiverged, initial_values, read_log, train
+from mamba_jax.train.state import Checkpoints
 from tests.support.tiny_training import CONFIG, LENGTH, batches, settings
 
 ONE = jax.devices()[:1]
@@ -123,6 +124,19 @@ def test_a_run_of_another_model_is_refused(whole, tmp_path):
 
 def test_tokens_are_counted(whole):
     assert whole[1][-1]["tokens"] == 12 * settings().batch_size * LENGTH
+
+
+def test_a_loss_that_is_not_finite_stops_at_the_last_good_state(tmp_path):
+    """The first step is finite and makes weights of 1e38; the second is not, and the host looks after the fourth."""
+    optimizer = OptimizerSettings(learning_rate=1e38, warmup_steps=0, weight_decay=0.0)
+    with pytest.raises(TrainingDiverged, match="not finite at step 2; the state after 1 steps is saved"):
+        run(tmp_path, log_every=4, optimizer=optimizer)
+    saved = Checkpoints(tmp_path / CHECKPOINTS)
+    assert saved.latest == 1
+    saved.close()
+    assert losses(tmp_path) == []
+    one = run(tmp_path, steps=1, optimizer=optimizer)
+    assert all(np.isfinite(np.asarray(value)).all() for value in one.values.values())
 
 
 def test_quantised_weights_are_refused(tmp_path):

@@ -69,6 +69,33 @@ def test_train_writes_a_model_that_drafts(trained):
     assert llm.tokenizer.has_chat_template
 
 
+def test_another_corpus_with_the_same_output_is_refused(trained, capsys, monkeypatch):
+    monkeypatch.chdir(trained)
+    assert json.loads((trained / "run/recipe.json").read_text())["settings"]["steps"] == 10
+    write_lines(trained / "other/train/text.jsonl", [problem(i) for i in range(100)])
+    line = ["train", "--config", "run.yaml", "--output", "run"]
+    assert run([*line, "--corpus", "other"]) == 2
+    assert "corpus digest was" in capsys.readouterr().err
+    assert run([*line, "--corpus", "corpus", "--set", "optimizer.learning_rate=1e-3"]) == 2
+    assert "optimizer.learning_rate was 0.01, is 0.001" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_finite_is_exit_code_1(trained, capsys, monkeypatch):
+    monkeypatch.chdir(trained)
+    line = ["train", "--config", "run.yaml", "--output", "diverged", "--corpus", "corpus"]
+    changes = ["--set", "optimizer.learning_rate=1e38", "--set", "optimizer.warmup_steps=0"]
+    assert run([*line, *changes, "--set", "optimizer.name=adamw"]) == 1
+    assert "the loss or its gradient is not finite at step" in capsys.readouterr().err
+    assert not (trained / "diverged/model").exists()
+
+
+def test_a_missing_plot_is_said(trained, capsys, monkeypatch):
+    monkeypatch.chdir(trained)
+    monkeypatch.setattr("mamba_jax.train.plot.plot_losses", lambda records, path: False)
+    assert run(["train", "--config", "run.yaml", "--output", "run", "--corpus", "corpus"]) == 0
+    assert "loss.svg is not drawn: install mamba-jax[plots]" in capsys.readouterr().err
+
+
 def test_train_mtp_leaves_the_rest_alone(trained, capsys):
     source, target = trained / "run/model", trained / "drafting"
     line = ["train-mtp", "--model", str(source), "--data", str(trained / "corpus/train/text.jsonl")]

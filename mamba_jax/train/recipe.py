@@ -1,0 +1,67 @@
+"""The recipe of a run, kept in its folder: a run is resumed with the same settings and corpus, or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mamba_jax.config import ModelConfigError
+from mamba_jax.train.config import TrainConfig
+
+RECIPE = "recipe.json"
+_MAY_DIFFER = {"log_every", "save_every", "validate_every", "data.corpus"}
+"""Settings that change neither weights nor data. The corpus is compared by its digest, not by its path."""
+
+
+def keep_recipe(directory: Path, settings: TrainConfig, **inputs: str | None) -> None:
+    """Write `recipe.json`, or compare it with the one that the folder has.
+
+    With a stable schedule, `steps` and `optimizer.decay_steps` may differ: the decay starts later.
+
+    Args:
+        directory: of the run; created if it does not exist.
+        settings: of the run.
+        inputs: what else the run reads, by name: the digest of the corpus, the model to start from. None: not known,
+            and not compared.
+    Raises:
+        ModelConfigError: the folder has a run with other settings or inputs, or its recipe cannot be read.
+    """
+    wanted = json.loads(json.dumps({"settings": dataclasses.asdict(settings), **inputs}))
+    path = directory / RECIPE
+    if path.is_file():
+        try:
+            kept = json.loads(path.read_text())
+            before, after = dict(_flat(kept["settings"])), dict(_flat(wanted["settings"]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelConfigError(f"{path}: cannot be read ({error}); use another --output") from error
+        allowed = set(_MAY_DIFFER)
+        if settings.optimizer.schedule == "stable":
+            allowed |= {"steps", "optimizer.decay_steps"}
+        differences = [
+            f"{name} was {before.get(name)!r}, is {after.get(name)!r}"
+            for name in sorted(before.keys() | after.keys())
+            if name not in allowed and before.get(name) != after.get(name)
+        ]
+        for name, value in inputs.items():
+            if value is None:
+                wanted[name] = kept.get(name)
+            elif kept.get(name) not in (None, value):
+                differences.append(f"{name.replace('_', ' ')} was {kept[name]}, is {value}")
+        if differences:
+            raise ModelConfigError(
+                f"{directory} has a run with another recipe: {'; '.join(differences)}; use another --output"
+            )
+    directory.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(wanted, indent=1) + "\n")
+
+
+def _flat(fields: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by dotted name; mappings without fields of their own (an empty mixture) count as values."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield before + name, value
