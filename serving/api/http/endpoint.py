@@ -13,6 +13,7 @@ from starlette.responses import Response
 from serving.api.http.context import Context, context_of
 from serving.api.http.errors import ApiError
 from serving.api.http.generation import Job, Tally, run
+from serving.api.http.keys import salt_of
 from serving.api.http.protocol.common import WholeAnswer
 from serving.api.http.streaming import EventStream, openai_failure, start, until_gone
 from serving.engine.output import RequestOutput
@@ -69,6 +70,7 @@ async def respond(
     context = context_of(request)
     context.check(body.model)
     writer = await until_gone(request.receive, writer_of(context, body))
+    writer.job.cache_salt = salt_of(writer.job.cache_salt, request.headers, context.settings)
     headers, request.state.tally = ignored_header(body), writer.tally
     with context.traces.under(request.headers):
         if body.stream:

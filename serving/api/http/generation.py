@@ -49,7 +49,7 @@ class ResponseContext:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
     """One HTTP request as the engine's: several prompts under the same parameters."""
 
@@ -58,6 +58,7 @@ class Job:
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
+    """The client's, until `respond` puts the one in its place that the prefix cache is asked with."""
 
 
 @dataclass

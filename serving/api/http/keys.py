@@ -17,6 +17,8 @@ from starlette.datastructures import Headers
 
 from serving.api.http.context import context_of
 from serving.api.http.errors import ApiError
+from serving.api.http.settings import ServerSettings
+from serving.core.cache.prefix_tree import client_salt
 
 
 def sent_key(headers: Headers) -> str | None:
@@ -60,6 +62,17 @@ def check_key(headers: Headers, keys: Iterable[str]) -> None:
             401, "missing or wrong API key: send the header Authorization: Bearer KEY", code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )  # fmt: skip
+
+
+def salt_of(salt: str | None, headers: Headers, settings: ServerSettings) -> str | None:
+    """The salt under which a request's prefixes are cached.
+
+    With more than one API key each key has prefixes of its own, unless the server is told to share them.
+    """
+    key = sent_key(headers)
+    if settings.share_prefix_cache or len(set(settings.api_key)) < 2 or key is None:
+        return salt
+    return client_salt(salt, key)
 
 
 def admin_only(request: Request) -> None:

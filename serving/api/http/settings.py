@@ -75,6 +75,9 @@ class ServerSettings(ConnectionBounds, RequestBounds):
         min_length=1,
         description="Name of the model in requests; repeatable, responses use the first. Unset: its directory's name.",
     )
+    share_prefix_cache: bool = Field(
+        False, description="With several API keys: let requests of one key go on from prefixes of another's."
+    )
     max_choices: int = Field(1024, ge=1, description="Maximum number of completions per request: prompts times n.")
     tool_call_parser: ToolCallParser = Field(
         "auto",

@@ -1,5 +1,6 @@
 """The parts of the prefix index: nodes, the checkpoints that hang at them, and what a search returns."""
 
+import hashlib
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -8,13 +9,26 @@ NO_TAIL: tuple[int, ...] = ()
 
 
 class Scope(NamedTuple):
-    """Who may find a prefix: whoever asks with the same salt, while the weights are those that computed it."""
+    """Which requests may find a prefix: those with the same salt, while the weights are those that computed it.
+
+    `Cache.scope` makes the scopes of an engine's requests.
+    """
 
     salt: str | None
+    """The request's own; on a server that separates its clients, made by `client_salt`."""
     weights: int = 0
     """How often the weights had been replaced by then."""
     lineage: int = 0
     """Of replicas, which weights these are: how often says it of one engine alone. 0: those that all began with."""
+
+
+def client_salt(salt: str | None, key: str) -> str:
+    """The salt of a request whose prefixes are found only by requests with the same API key.
+
+    The key's hash has a fixed length and comes first, so no salt that a client chooses gives another client's.
+    """
+    owner = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16, person=b"cache owner").hexdigest()
+    return owner if salt is None else f"{owner}:{salt}"
 
 
 class CheckpointKind(IntEnum):

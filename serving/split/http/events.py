@@ -74,7 +74,7 @@ def events_router(journal: Journal, *, model: str, seal: Seal | None = None) -> 
     @router.post("/tokens", response_model=Tokens)
     async def tokens(body: Asked, request: Request) -> Tokens:
         """A prompt's tokens, and the salt of its cache: what names in events are made of."""
-        found = await until_gone(request.receive, prompt_of(context_of(request), body.kind, body.body))
+        found = await until_gone(request.receive, prompt_of(context_of(request), body.kind, body.body, request.headers))
         return Tokens(tokens=found.tokens, salt=found.salt)
 
     return router

@@ -13,6 +13,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.datastructures import Headers
 
 from serving.api.http.context import Context, context_of
 from serving.api.http.errors import ApiError
@@ -66,7 +67,7 @@ def prefill_router(side: PrefillSide, url: str, *, seal: Seal | None = None) -> 
     async def prefill(body: PrefillRequest, request: Request) -> Ticket:
         """Compute a prompt, and keep its state until it is fetched or its lease runs out."""
         context = context_of(request)
-        return await until_gone(request.receive, _prefill(context, side, body, url))
+        return await until_gone(request.receive, _prefill(context, side, body, url, request.headers))
 
     @router.get("/status")
     async def status(request: Request) -> dict[str, Any]:
@@ -78,8 +79,8 @@ def prefill_router(side: PrefillSide, url: str, *, seal: Seal | None = None) -> 
     return router
 
 
-async def _prefill(context: Context, side: PrefillSide, body: PrefillRequest, url: str) -> Ticket:
-    found = await prompt_of(context, body.kind, body.body)
+async def _prefill(context: Context, side: PrefillSide, body: PrefillRequest, url: str, headers: Headers) -> Ticket:
+    found = await prompt_of(context, body.kind, body.body, headers)
     prompt, priority, salt = found.tokens, found.priority, found.salt
     fed = fed_tokens(prompt, body.handoff)
     if not fed:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
+from starlette.datastructures import Headers
 
 from serving.api.http import messages_input, responses_input
 from serving.api.http.chat_turn import messages_of, template_options
 from serving.api.http.context import Context
 from serving.api.http.errors import ApiError
 from serving.api.http.generation import check_size
+from serving.api.http.keys import salt_of
 from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.protocol.completions import CompletionRequest
 from serving.api.http.protocol.messages import MessagesRequest
@@ -28,8 +30,8 @@ class Prompt(NamedTuple):
     salt: str | None
 
 
-async def prompt_of(context: Context, kind: Kind, body: dict[str, Any]) -> Prompt:
-    """The one prompt of a request.
+async def prompt_of(context: Context, kind: Kind, body: dict[str, Any], headers: Headers) -> Prompt:
+    """The one prompt of a request. `headers` are those of the client.
 
     Raises:
         ApiError, RequestError: it is none that could be served, or has several.
@@ -54,7 +56,8 @@ async def prompt_of(context: Context, kind: Kind, body: dict[str, Any]) -> Promp
         else:
             prompt = given
     check_size(context, [prompt], "messages" if isinstance(request, ChatRequest) else "prompt")
-    return Prompt(list(prompt), request.priority, request.cache_salt)
+    salt = salt_of(request.cache_salt, headers, context.settings)
+    return Prompt(list(prompt), request.priority, salt)
 
 
 def _parsed(kind: Kind, body: dict[str, Any]) -> ChatRequest | CompletionRequest:

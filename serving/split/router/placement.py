@@ -66,7 +66,14 @@ class Placement:
         if following is None or not following.knows_any or not self._has_choice:
             return Found(tokens=_guess(body))
         given = body.get("prompt")
-        if kind == "completions" and isinstance(given, list) and all(isinstance(each, int) for each in given):
+        # Workers with several keys may have a cache for each: only they know the salt that it has.
+        separated = len(set(self.settings.api_key)) != 1 and bool(headers.keys() & {"authorization", "x-api-key"})
+        if (
+            not separated
+            and kind == "completions"
+            and isinstance(given, list)
+            and all(isinstance(each, int) for each in given)
+        ):
             try:
                 prompt = Tokens(tokens=given, salt=body.get("cache_salt"))
             except ValidationError:  # the worker says what is wrong with it

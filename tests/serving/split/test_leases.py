@@ -61,7 +61,7 @@ def a_side(**settings):
 
 @pytest.fixture
 def no_prompt(monkeypatch):
-    async def prompt(context, kind, body):
+    async def prompt(context, kind, body, headers):
         return Prompt([1, 2, 3], 0, None)
 
     monkeypatch.setattr(prefill_routes, "prompt_of", prompt)
@@ -76,7 +76,7 @@ def test_clients_that_leave_at_any_moment_leave_no_places_taken(no_prompt):
 
         async def one():
             await asyncio.sleep(rng.random() * 0.5)
-            task = asyncio.create_task(prefill_routes._prefill(context, side, BODY, "http://here"))
+            task = asyncio.create_task(prefill_routes._prefill(context, side, BODY, "http://here", {}))
             await asyncio.sleep(rng.random() * 0.05)
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, ApiError):
@@ -101,7 +101,7 @@ def test_a_prompt_that_is_not_computed_in_time_is_given_up(no_prompt):
         context = SimpleNamespace(engine=Engine(lambda: 0.05))
         late = BODY.model_copy(update={"seconds": 0.15})
         with pytest.raises(ApiError, match="in time") as error:
-            await prefill_routes._prefill(context, side, late, "http://here")
+            await prefill_routes._prefill(context, side, late, "http://here", {})
         assert error.value.status == 503
         await asyncio.sleep(0.4)
         assert side.kept == 0
@@ -114,7 +114,7 @@ def test_a_lease_does_not_run_out_while_its_prompt_is_computed(no_prompt):
     async def run():
         side = a_side(lease=0.2, max_lease=60.0)
         context = SimpleNamespace(engine=Engine(lambda: 0.1))  # half a second for the prompt
-        working = asyncio.create_task(prefill_routes._prefill(context, side, BODY, "http://here"))
+        working = asyncio.create_task(prefill_routes._prefill(context, side, BODY, "http://here", {}))
         expired = 0
         while not working.done():
             expired += side.sweep()

@@ -1,0 +1,93 @@
+"""Each API key has a prefix cache of its own, unless the server is told to share one."""
+
+import pytest
+from fastapi.testclient import TestClient
+from starlette.datastructures import Headers
+
+from serving.api.http import ServerSettings, create_app, keys
+from serving.api.http.keys import salt_of
+from serving.config import EngineConfig
+from serving.core.cache.prefix_tree import client_salt
+from serving.engine.build import assemble
+from serving.engine.replicas import serve_engines
+from tests.support.letter_tokens import letters
+from tests.support.no_programs import NoPrograms
+from tests.support.split_pair import FLAGS, model
+
+PROMPT = list(range(3, 45))
+KEYS = ("first-key", "second-key")
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+@pytest.fixture
+def serve():
+    """Makes clients of a server with some flags; `ask(key, salt)` gives the cached tokens of a prompt."""
+    opened = []
+
+    def make(**flags):
+        config = EngineConfig.create(mamba_cache_mode="all", **FLAGS | {"debug_state": False})
+        built = assemble(config, model(), programs=NoPrograms(), tokenizer=letters().with_chat_template(TEMPLATE))
+        settings = ServerSettings.create(served_model_name="tiny", **flags)
+        client = TestClient(create_app(serve_engines(built.engines), settings))
+        client.__enter__()
+        opened.append(client)
+
+        def ask(key, salt=None, header="authorization", path="completions"):
+            words = {"messages": [{"role": "user", "content": "a b c " * 12}]}
+            body = {"prompt": PROMPT} if path == "completions" else words
+            body |= {"max_tokens": 2} | ({} if salt is None else {"cache_salt": salt})
+            sent = {} if key is None else {header: f"Bearer {key}" if header == "authorization" else key}
+            answer = client.post(f"/v1/{path}", json=body, headers=sent)
+            assert answer.status_code == 200, answer.text
+            usage = answer.json()["usage"]
+            details = usage.get("prompt_tokens_details") or {"cached_tokens": usage.get("cache_read_input_tokens", 0)}
+            return details["cached_tokens"]
+
+        while client.get("/ready").status_code != 200:
+            pass
+        return ask
+
+    yield make
+    for client in opened:
+        client.__exit__(None, None, None)
+
+
+def test_keys_are_separated(serve):
+    ask = serve(api_key=KEYS)
+    assert [ask(KEYS[0]), ask(KEYS[1]), ask(KEYS[0]), ask(KEYS[1])] == [0, 0, len(PROMPT), len(PROMPT)]
+    assert ask(KEYS[0], header="x-api-key") == len(PROMPT), "it is the same key"
+    # The same salt under another key is another one.
+    assert [ask(KEYS[0], "salt"), ask(KEYS[1], "salt"), ask(KEYS[0], "salt")] == [0, 0, len(PROMPT)]
+    assert ask(KEYS[1], client_salt(None, KEYS[0])) == 0, "no salt of a client's gives another's"
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+def test_every_endpoint_separates(serve, path):
+    ask = serve(api_key=KEYS)
+    assert [ask(key, path=path) > 0 for key in (KEYS[0], KEYS[1], KEYS[0])] == [False, False, True]
+
+
+@pytest.mark.parametrize("flags", [{"api_key": KEYS, "share_prefix_cache": True}, {"api_key": KEYS[:1]}, {}])
+def test_one_cache_where_there_is_one_client_or_sharing_is_asked_for(serve, flags):
+    ask = serve(**flags)
+    several = flags.get("api_key", [None])
+    assert [ask(several[0]), ask(several[-1])] == [0, len(PROMPT)]
+    assert [ask(several[0], "salt"), ask(several[-1], "salt")] == [0, len(PROMPT)]
+
+
+PARTS = {"key": lambda salt, key: client_salt(salt, ""), "salt": lambda salt, key: client_salt(None, key)}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_that_is_left_out_is_seen(serve, part, monkeypatch):
+    monkeypatch.setattr(keys, "client_salt", PARTS[part])
+    with pytest.raises(AssertionError):
+        test_keys_are_separated(serve)
+
+
+def test_a_client_salt_is_that_of_one_key_and_one_salt():
+    seen = {client_salt(salt, key) for salt in (None, "", "a", "b", ":a") for key in ("a", "b", "a:", "ab")}
+    assert len(seen) == 20
+    settings = ServerSettings.create(api_key=KEYS)
+    assert salt_of("a", Headers({"x-api-key": KEYS[0]}), settings) == client_salt("a", KEYS[0])
+    assert KEYS[0] not in client_salt("a", KEYS[0])
