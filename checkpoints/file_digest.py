@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from checkpoints.errors import CheckpointError
-from checkpoints.user_cache import cache_home
+from checkpoints.user_cache import cache_home, make_private
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class FileHasher:
             return
         target = self._kept_in(file)
         try:
-            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(target.parent)
             with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False) as unfinished:
                 json.dump({"path": str(file.path), "file": file.identity, "digests": file.known}, unfinished)
             try:

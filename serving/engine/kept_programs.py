@@ -28,6 +28,7 @@ import jax
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
+from checkpoints.user_cache import make_private
 from mamba_jax.program_cache import look_of
 from mamba_jax.programs import StepPrograms
 from serving.engine.compile_cache import machine, use_compilation_cache
@@ -53,7 +54,7 @@ class KeptPrograms:
         Raises:
             OSError: the folder cannot be made, or is somebody else's.
         """
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(folder)
         status = folder.stat()
         if status.st_uid != os.getuid() or status.st_mode & 0o022:
             raise PermissionError(f"{folder} can be written by others")

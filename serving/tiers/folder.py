@@ -11,25 +11,35 @@ Files are as trustworthy as the folder: whoever can write there decides what the
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import re
 import socket
+import stat
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from checkpoints.user_cache import make_private
 from serving.core import CheckpointKind
-from serving.core.tiers.content import Name
+from serving.core.tiers.content import SIZE, Name
 from serving.core.tiers.tier import Unit
 
 Arrays = dict[str, np.ndarray]
 
 ENDING, UNFINISHED = ".safetensors", ".unfinished"
+MARKER = "CACHEDIR.TAG"
+"""Says whose a folder is, as https://bford.info/cachedir has it: backups leave such folders out."""
+_MARK = b"Signature: 8a477f597d28d172789f06886806bc55\n# Checkpoints of mamba-jax: this folder may be removed.\n"
+FOLDER_NAME = re.compile(r"[0-9a-f]{32}")
+PART_NAME = re.compile(rf"[0-9a-f]{{{2 * SIZE}}}{re.escape(ENDING)}")
+UNFINISHED_NAME = re.compile(rf".+-\d+-\d+{re.escape(UNFINISHED)}")
 _MOST_HEADER = 1 << 24
 
 
@@ -48,9 +58,15 @@ class Folder:
     """
 
     def __init__(self, path: Path) -> None:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = path
         self._count = 0
+        self._make()
+
+    def _make(self) -> None:
+        make_private(self.path)
+        marker = self.path / MARKER
+        if not os.path.lexists(marker):
+            marker.write_bytes(_MARK)
 
     def try_out(self) -> None:
         """Raise OSError if nothing can be written here."""
@@ -76,8 +92,8 @@ class Folder:
         self._count += 1
         unfinished = self.path / f"{socket.gethostname()}-{os.getpid()}-{self._count}{UNFINISHED}"
         try:
-            # Another server that looks for room may have taken the folder for one that nobody uses.
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self.path.is_dir():  # another server has removed it to make room
+                self._make()
             self._put(unfinished, data)
             unfinished.replace(self._file(name))
         except OSError:
@@ -97,7 +113,8 @@ class Folder:
             Damaged: it is not what was written, or not what is expected.
         """
         path = self._file(name)
-        data = path.read_bytes()
+        with open_regular(path) as file:
+            data = file.read()
         try:
             note = _note(data)
             found = load(data)
@@ -126,10 +143,40 @@ class Folder:
 
     def has(self, name: Name) -> bool:
         """Whether there is a file of this name."""
-        return self._file(name).is_file()
+        return is_regular(self._file(name))
 
     def _file(self, name: Name) -> Path:
         return self.path / (name.hex() + ENDING)
+
+
+def is_marked(path: Path) -> bool:
+    """Whether a folder is one that `Folder` made: only such folders may be removed to make room."""
+    try:
+        with open_regular(path / MARKER) as file:
+            return FOLDER_NAME.fullmatch(path.name) is not None and not path.is_symlink() and file.read(4096) == _MARK
+    except OSError:
+        return False
+
+
+def is_regular(path: Path) -> bool:
+    """Whether there is a regular file, and no link to one."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it.
+
+    Raises:
+        OSError: it is not there, or not a regular file: to open a FIFO would wait for a writer for ever.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
 
 
 def _raw(array: np.ndarray) -> np.ndarray:
@@ -148,7 +195,7 @@ def _checksum(note: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> int:
 
 def unit_of(path: Path, name: Name, block: int) -> Unit | None:
     """What a file's header says; None for a block. Raises ValueError where that cannot be, or the file is cut short."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         head = file.read(8)
         length = int.from_bytes(head, "little")
         if len(head) < 8 or length > _MOST_HEADER:

@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import math
 import os
-import shutil
 import socket
 import time
 from dataclasses import dataclass, field
@@ -20,7 +19,16 @@ from pathlib import Path
 
 from serving.core.tiers.content import Name
 from serving.core.tiers.tier import Unit
-from serving.tiers.folder import ENDING, UNFINISHED, unit_of
+from serving.tiers.folder import (
+    ENDING,
+    MARKER,
+    PART_NAME,
+    UNFINISHED,
+    UNFINISHED_NAME,
+    is_marked,
+    is_regular,
+    unit_of,
+)
 
 _LOCK = "in-use"
 _ABANDONED = 3600.0
@@ -111,9 +119,11 @@ class Listing:
             for entry in entries:
                 path = Path(entry.path)
                 try:
-                    if path.name.endswith(UNFINISHED):
+                    if not entry.is_file(follow_symlinks=False):
+                        continue
+                    if UNFINISHED_NAME.fullmatch(path.name):
                         self._remove_abandoned(path)
-                    elif path.name.endswith(ENDING):
+                    elif PART_NAME.fullmatch(path.name):
                         name = bytes.fromhex(path.name.removesuffix(ENDING))
                         there.add(name)
                         if name not in self._seen:
@@ -178,40 +188,63 @@ class Listing:
             path.unlink()
 
     def _has(self, name: Name) -> bool:
-        return self._file(name).is_file()
+        return is_regular(self._file(name))
 
     def _file(self, name: Name) -> Path:
         return self.path / (name.hex() + ENDING)
 
 
 def make_room(root: Path, own: Path, most: int) -> None:
-    """Remove other models' folders under `root` that nobody uses, the longest unused first, until all together hold
-    `most` bytes."""
+    """Empty other models' folders under `root` that no process uses, the longest unused first, until all together hold
+    `most` bytes.
+
+    Only folders with our marker count, and only files with our names are removed: a folder that holds anything else
+    stays, with that in it.
+    """
     found = []
     for path in root.iterdir():
         with contextlib.suppress(OSError):
-            sizes = [file.stat() for file in path.iterdir()] if path.is_dir() else []
-            found.append((max((each.st_mtime for each in sizes), default=0.0), sum(s.st_size for s in sizes), path))
+            if is_marked(path):
+                sizes = [file.lstat() for file in path.iterdir() if _is_ours(file)]
+                found.append((max((each.st_mtime for each in sizes), default=0.0), sum(s.st_size for s in sizes), path))
     total = sum(size for _, size, _ in found)
     for _, size, path in sorted(found, key=lambda each: each[0]):
         if total <= most:
             return
-        if path != own and path.is_dir() and len(path.name) == len(own.name) and not _in_use(path):
-            shutil.rmtree(path, ignore_errors=True)
+        if path != own and not _in_use(path):
+            _remove(path)
             total -= size
+
+
+def _is_ours(file: Path) -> bool:
+    known = PART_NAME.fullmatch(file.name) or UNFINISHED_NAME.fullmatch(file.name)
+    return known is not None and is_regular(file)
+
+
+def _remove(path: Path) -> None:
+    """The marker goes last, so that a removal that was cut short is taken up again."""
+    with contextlib.suppress(OSError):
+        files = list(path.iterdir())
+        ours = [file for file in files if _is_ours(file)]
+        for file in ours:
+            file.unlink(missing_ok=True)
+        if {file.name for file in files} - {file.name for file in ours} <= {_LOCK, MARKER}:
+            for name in (_LOCK, MARKER):
+                (path / name).unlink(missing_ok=True)
+            path.rmdir()
 
 
 def _locked(path: Path) -> int | None:
     """A descriptor to lock; None where the folder allows none."""
     try:
-        return os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except OSError:
         return None
 
 
 def _in_use(path: Path) -> bool:
     try:
-        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        lock = os.open(path / _LOCK, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
     try:

@@ -87,6 +87,9 @@ def _draft_policy(kind: str, config: SchedulerConfig, rng: random.Random) -> Dra
 class Run:
     """A schedule under way."""
 
+    salts: Sequence[str | None] = (None, None, None, "salt")
+    """Of requests."""
+
     def __init__(
         self, seed: int, *, scheduler: type[Scheduler] = Scheduler, config: SchedulerConfig | None = None
     ) -> None:
@@ -124,7 +127,7 @@ class Run:
         if rng.random() < 0.97:
             room = self.config.max_model_len - 1
             prompt = prompt[: rng.choice([room, room, max(1, room // 2)])] or [1]
-        salt = rng.choice([None, None, None, "salt"])
+        salt = rng.choice(self.salts)
         first = self.make(prompt, salt, None)
         if first is not None and rng.random() < 0.15:
             for _ in range(rng.randrange(1, 3)):

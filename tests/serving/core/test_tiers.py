@@ -1,5 +1,6 @@
 """The policy of tiers below the device: what is held, what goes, what is found, and random schedules over all of it."""
 
+import collections
 import random
 from collections import Counter
 
@@ -7,10 +8,12 @@ import pytest
 
 from serving.core import CheckpointKind
 from serving.core.cache.prefix_tree import Scope
+from serving.core.tiers import content, naming
 from serving.core.tiers.content import Chain, link, root, state_name
 from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Sizes, Tier, Unit
 from serving.core.tiers.tiers import Tiers
+from tests.serving.core.symbolic import Violation
 from tests.serving.core.test_fuzz import SHARDS, examples
 from tests.serving.core.tiered import run_tiered
 
@@ -186,6 +189,22 @@ def test_random_schedules_with_tiers(shard: int, request: pytest.FixtureRequest)
     print(dict(sorted(met.items())))
     missing = [name for name in REACHED if not met[name]]
     assert not missing, f"never met: {missing}"
+
+
+LEFT_OUT = {
+    "salt": lambda scope: scope._replace(salt=None),
+    "empty salt": lambda scope: scope._replace(salt=scope.salt or None),
+    "weights": lambda scope: scope._replace(weights=0, lineage=0),
+}
+
+
+@pytest.mark.parametrize("part", LEFT_OUT)
+def test_a_part_of_the_scope_that_names_leave_out_is_seen(part, monkeypatch):
+    """A name below the device that lacks it lets a request go on from another's state."""
+    for module in (content, naming):
+        monkeypatch.setattr(module, "root", lambda scope: root(LEFT_OUT[part](scope)))
+    with pytest.raises(Violation):
+        collections.deque(map(run_tiered, range(2000)), maxlen=0)
 
 
 def test_random_books():

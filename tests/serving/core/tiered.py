@@ -43,6 +43,9 @@ class TieredScheduler(Scheduler):
 class TieredRun(Run):
     """One schedule with tiers of any size."""
 
+    salts = (None, None, "", "salt")
+    """An empty salt is a salt: what has none must not find it, below the device either."""
+
     def __init__(self, seed: int) -> None:
         apart = random.Random(seed * 31 + 7)
         config = random_config(random.Random(seed))

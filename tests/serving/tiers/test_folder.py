@@ -154,18 +154,82 @@ def test_a_file_under_another_name_is_not_used(tmp_path):
     assert not list(tmp_path.glob("*.safetensors"))
 
 
+def others_folder(root: Path, name: str, number: int = 0) -> Path:
+    """A folder of another model with one part of 1,000 bytes, last used at a time."""
+    path = Folder(root / name).path
+    part = path / f"{'0' * 40}.safetensors"
+    part.write_bytes(bytes(1000))
+    os.utime(part, (number, number))
+    return path
+
+
 def test_other_models_folders_make_room_unless_they_are_used(tmp_path):
-    for number, name in enumerate(["a" * 32, "b" * 32, "c" * 32, "d" * 32, "notes"]):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_bytes(bytes(1000))
-        os.utime(tmp_path / name / "file", (number, number))
+    for number, name in enumerate("abcd"):
+        others_folder(tmp_path, name * 32, number)
     other = Listing(tmp_path / ("b" * 32), B, with_blocks=True)
-    os.utime(tmp_path / ("b" * 32) / "in-use", (0, 0))
-    make_room(tmp_path, tmp_path / ("a" * 32), 4500)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a" * 32, "b" * 32, "d" * 32, "notes"]
-    other.close()
     make_room(tmp_path, tmp_path / ("a" * 32), 3500)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a" * 32, "d" * 32, "notes"]
+    assert sorted(path.name[0] for path in tmp_path.iterdir()) == ["a", "b", "d"]
+    other.close()
+    make_room(tmp_path, tmp_path / ("a" * 32), 2500)
+    assert sorted(path.name[0] for path in tmp_path.iterdir()) == ["a", "d"]
+
+
+def test_folders_and_files_that_are_not_ours_stay(tmp_path):
+    """A folder with a name of 32 characters was once removed, whatever it held."""
+    root = tmp_path / "cache"
+    plain = root / ("b" * 32)
+    plain.mkdir(parents=True)
+    (plain / f"{'1' * 40}.safetensors").write_bytes(bytes(5000))
+    named = others_folder(root, "photographs-of-the-last-holidays")
+    (named / "photograph.jpg").write_bytes(bytes(5000))
+    mixed = others_folder(root, "c" * 32)
+    kept = ["model.safetensors", "notes.unfinished", "photograph.jpg"]
+    for name in kept:
+        (mixed / name).write_bytes(bytes(5000))
+    (root / ("d" * 32)).symlink_to(others_folder(tmp_path / "elsewhere", "d" * 32))
+    before = sorted(root.parent.rglob("*"))
+    make_room(root, root / ("a" * 32), 0)
+    assert [path.name for path in before if not path.exists()] == [f"{'0' * 40}.safetensors"]
+    assert not (mixed / f"{'0' * 40}.safetensors").exists()
+    disk = Disk(mixed)
+    disk.store(unit([1] * 5))
+    disk.restart()
+    assert all((mixed / name).exists() for name in kept), "a look removes only our damaged files"
+
+
+@pytest.mark.parametrize("name", ["part", "in-use", "unfinished"])
+def test_a_fifo_does_not_hang_anything(tmp_path, name):
+    tokens = [1] * 5
+    part = f"{unit(tokens).name.hex()}.safetensors"
+    path = tmp_path / ("a" * 32)
+    path.mkdir()
+    os.mkfifo(path / {"part": part, "in-use": "in-use", "unfinished": "host-1-2.unfinished"}[name])
+    code = (
+        "import sys; from pathlib import Path; from tests.serving.tiers.test_folder import Disk, unit\n"
+        "from serving.tiers.listing import make_room\n"
+        "disk = Disk(Path(sys.argv[1])); assert disk.fetch([1] * 5) == 'miss'; disk.store(unit([1] * 5))\n"
+        "assert disk.fetch([1] * 5) == 'hit'; make_room(disk.folder.path.parent, Path('/'), 0)"
+    )
+    root = Path(__file__).parents[3]
+    subprocess.run([sys.executable, "-c", code, str(path)], cwd=root, timeout=120, check=True)
+
+
+def test_a_fifo_in_place_of_a_part_is_not_read(tmp_path):
+    disk = Disk(tmp_path)
+    disk.store(unit([1] * 5))
+    file = disk.folder._file(unit([1] * 5).name)
+    file.unlink()
+    os.mkfifo(file)
+    assert disk.fetch([1] * 5) == "dropped"
+
+
+def test_folders_that_are_made_are_private(tmp_path):
+    before = os.umask(0)
+    try:
+        path = Folder(tmp_path / "one" / "two" / ("a" * 32)).path
+    finally:
+        os.umask(before)
+    assert [each.stat().st_mode & 0o777 for each in (path, path.parent, path.parent.parent)] == [0o700] * 3
 
 
 @pytest.mark.parametrize("shard", range(2))
