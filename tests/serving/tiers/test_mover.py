@@ -190,7 +190,7 @@ def test_what_is_damaged_is_dropped_and_the_request_told(movers, which):
     assert (loop.done, len(loop.failed)) == ([], 1)
     mover.settle()
     assert not mover.tiers.disk.units
-    assert not list(mover.disk.folder.path.glob("*.*"))
+    assert not list(mover.disk.folder.path.glob("*.safetensors"))
 
 
 def test_what_memory_has_dropped_meanwhile_is_not_waited_for(movers):
