@@ -1,1 +1,1 @@
-"""Training: the demo model, and multi-token-prediction layers for any hybrid."""
+"""Training of the demo model, and of multi-token-prediction layers for any hybrid model."""

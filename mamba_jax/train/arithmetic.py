@@ -1,4 +1,4 @@
-"""A reward that can be checked: whether a text comes to a result, and whether the sums on its way are right."""
+"""A verifiable reward: whether a text states a result, and whether its calculations are right."""
 
 import math
 import re
@@ -8,18 +8,18 @@ _EQUATION = re.compile(rf"(?<![\d.])({_NUMBER})\s*([-+*/])\s*({_NUMBER})\s*=\s*\
 _DO = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "/": lambda a, b: a / b}
 _RESULT = re.compile(r"####\s*-?\d")
 LEAST_EQUATIONS = 2
-"""A text with fewer is marked as if the missing ones were wrong."""
+"""A text with fewer equations is rated as if the missing ones were wrong."""
 FOR_RESULT = 0.25
-"""What the result is worth, whatever it is; the rest is for the sums."""
+"""Reward for stating any result; the rest is for right equations."""
 
 
 def equations(text: str) -> dict[str, bool]:
-    """Every `a + b = c` of a text (also with - * /), and whether it is right; each counts once."""
+    """Each distinct `a + b = c` of a text (also with - * /), and whether it is right."""
     return {match[0]: _is_right(*match.groups()) for match in _EQUATION.finditer(text)}
 
 
 def arithmetic_reward(text: str) -> float:
-    """From 0 to 1: `FOR_RESULT` for a line `#### number`, and the rest by the share of a text's sums that are right."""
+    """From 0 to 1: `FOR_RESULT` for a line `#### number`, the rest in proportion to the text's right equations."""
     found = equations(text).values()
     share = sum(found) / max(len(found), LEAST_EQUATIONS)
     return FOR_RESULT * bool(_RESULT.search(text)) + (1 - FOR_RESULT) * share

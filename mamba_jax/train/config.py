@@ -1,4 +1,4 @@
-"""What a training run is: one frozen description, read from a YAML or TOML file."""
+"""The settings of a training run, read from a YAML or TOML file."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from mamba_jax.config import ModelConfigError
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Which documents are read, and how often."""
+    """The documents of the training data, and their proportions."""
 
     corpus: str = "corpus"
-    """A directory as `mamba_jax.train.corpus` writes it; relative to where the program runs."""
+    """A directory written by `mamba_jax.train.corpus`; relative to the working directory."""
     mixture: dict[str, float] = field(default_factory=dict)
-    """Share of the sequences that come from each source; empty = all sources, by their size."""
+    """Proportion of sequences from each source; empty: all sources, in proportion to their size."""
     aligned: tuple[str, ...] = ()
     """Sources of short documents: their sequences begin where a document begins."""
     chat_share: float = 0.0
-    """Share of the question-and-answer documents that are put in the chat template."""
+    """Proportion of the question-and-answer documents that are rendered with the chat template."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class OptimizerSettings:
     name: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 1e-3
     adamw_learning_rate: float | None = None
-    """muon: of the weights that are left to AdamW, if it is another."""
+    """With muon: learning rate of the weights that AdamW updates. Unset: `learning_rate`."""
     warmup_steps: int = 100
     schedule: Literal["cosine", "stable"] = "cosine"
-    """cosine: down to 0 over all steps. stable: constant, then linearly to 0 over the last `decay_steps`, so that a run
-    may be given more or fewer steps as long as its decay has not begun (Hagele et al., 2024)."""
+    """cosine: down to 0 over all steps. stable: constant, then linearly to 0 over the last `decay_steps`, so that
+    `steps` may be changed until the decay begins (Hagele et al., 2024)."""
     decay_steps: int = 0
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
@@ -54,11 +54,11 @@ class DraftSettings:
     """How the multi-token-prediction layer is trained."""
 
     depth_weights: tuple[float, ...] = (0.3,)
-    """Weight of the loss of each draft in a row, the first first; their number is how far the layer is unrolled."""
+    """Weights of the losses of successive drafts; their number is the depth to which the layer is unrolled."""
     targets: Literal["data", "model"] = "data"
-    """data: the tokens of the text. model: the model's own distribution, which is what drafts are accepted by."""
+    """data: the tokens of the text. model: the model's own distribution, which determines the acceptance of drafts."""
     detach: bool = False
-    """The loss of drafts does not reach the weights of the model proper."""
+    """Stop the gradient of the drafts' loss at the model's own weights."""
     every: int = 1
     """Unroll the layer over every n-th sequence of a batch only."""
 
@@ -68,7 +68,7 @@ class TrainConfig:
     """A training run."""
 
     model: dict[str, Any] = field(default_factory=dict)
-    """What config.json holds."""
+    """The contents of config.json."""
     data: DataSettings = field(default_factory=DataSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     drafts: DraftSettings = field(default_factory=DraftSettings)
@@ -76,7 +76,7 @@ class TrainConfig:
     batch_size: int = 8
     sequence_length: int = 512
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the products; weights and their moments are always float32."""
+    """Dtype of the products; weights and their moments are always float32."""
     seed: int = 0
     log_every: int = 10
     save_every: int = 100
@@ -95,11 +95,11 @@ class TrainConfig:
 
 
 def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
-    """A run's description from a file.
+    """Read the settings of a run from a file.
 
     Args:
-        path: YAML, or TOML if it ends so.
-        overrides: values that come before the file's, under dotted names ("optimizer.learning_rate").
+        path: a YAML file, or a TOML file if its name ends with .toml.
+        overrides: values that take precedence over the file's, under dotted names ("optimizer.learning_rate").
     Raises:
         ModelConfigError: the file cannot be read, or has fields that are unknown or wrong.
     """
@@ -140,7 +140,7 @@ def _number(text: str) -> float | str:
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:
-    """The value of one setting, in the type that it is declared with."""
+    """Convert the value of one setting to its declared type."""
     if dataclasses.is_dataclass(hint):
         return _build(hint, value, name + ".")
     if isinstance(hint, types.UnionType):

@@ -38,20 +38,20 @@ TRAIN_SEED, HELD_OUT_SEED = 1, 900_001
 HELD_OUT_PROBLEMS = 1000
 
 SAMPLE_PROBLEMS, SAMPLE_TEXT = "heldout_problems.jsonl", "heldout_text.jsonl"
-"""What `write_sample` writes."""
+"""File names written by `write_sample`."""
 _PIECE = 5000  # characters
 
 Document = dict[str, Any]
 
 
 def read_documents(path: Path) -> Iterator[Document]:
-    """The documents of one .jsonl file."""
+    """Read the documents of a .jsonl file."""
     with path.open(encoding="utf-8") as lines:
         yield from (json.loads(line) for line in lines)
 
 
 def problem_text(document: Document) -> str:
-    """A maths problem in the form in which it is trained on; up to "Answer:" it is the prompt."""
+    """Format a maths problem for training; the text up to "Answer:" is the prompt."""
     return f"{problem_prompt(document)} {document['answer']}\n"
 
 
@@ -61,7 +61,7 @@ def problem_prompt(document: Document) -> str:
 
 
 def text_of(document: Document) -> str:
-    """A document as plain text."""
+    """Convert a document to plain text."""
     return document["text"] if "text" in document else problem_text(document)
 
 
@@ -69,8 +69,8 @@ def prepare(directory: Path, *, problems: int = 40_000) -> dict[str, Any]:
     """Write the corpus; returns the manifest.
 
     Args:
-        directory: made if need be.
-        problems: how many maths problems to train on.
+        directory: created if it does not exist.
+        problems: number of maths problems for training.
     Raises:
         RuntimeError: a package cannot be installed or read.
     """
@@ -97,13 +97,13 @@ def prepare(directory: Path, *, problems: int = 40_000) -> dict[str, Any]:
 
 
 def write_sample(corpus: Path, directory: Path, *, problems: int = 200, text_bytes: int = 50_000) -> None:
-    """Write a small part of what is held out beside a model, so that it can be evaluated without the corpus.
+    """Write a small part of the held-out data to a model's directory, to evaluate it without the corpus.
 
     Args:
-        corpus: as `prepare` has written it.
-        directory: gets `heldout_problems.jsonl` and `heldout_text.jsonl`.
-        problems: how many, the first ones.
-        text_bytes: about how much text of each source, beginnings of documents spread over all of it.
+        corpus: directory written by `prepare`.
+        directory: receives `heldout_problems.jsonl` and `heldout_text.jsonl`.
+        problems: number of problems, from the beginning.
+        text_bytes: approximate bytes of text from each source, taken from beginnings of documents all over the source.
     """
     pieces: list[Document] = []
     for path in sorted((corpus / "heldout").glob("*.jsonl")):
@@ -119,7 +119,7 @@ def write_sample(corpus: Path, directory: Path, *, problems: int = 200, text_byt
 
 
 def _install(directory: Path) -> dict[str, str]:
-    """Installs what is missing; returns the environment in which the readers find it."""
+    """Install missing packages; return the environment variables with which the readers find them."""
     if not corpus_readers.PYTHON_DOCS.is_dir() or not corpus_readers.AUSTEN.is_dir():
         _run(["apt-get", "update", "-qq"])
         _run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", *DEBIAN_PACKAGES])
@@ -143,7 +143,7 @@ def _run(command: list[str], **options: Any) -> str:
 
 
 def _write(path: Path, documents: Iterable[Document]) -> dict[str, Any]:
-    """Writes documents; returns what the manifest says about the file."""
+    """Write documents; return the file's entry in the manifest."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(document, ensure_ascii=False) + "\n" for document in documents]
     content = "".join(lines).encode()
@@ -153,7 +153,7 @@ def _write(path: Path, documents: Iterable[Document]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="mamba_jax.train.corpus", description="Prepare the demo model's corpus.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--problems", type=int, default=40_000, help="maths problems to train on")

@@ -1,4 +1,4 @@
-"""Reads the packages that the corpus comes from, and prints one document a line as JSON.
+"""Read the packages that contain the corpus, and print one document per line as JSON.
 
 Run as a file, by a Python that finds `rdata` and `reasoning_gym`; so it imports nothing of this project. See `corpus`.
 
@@ -17,20 +17,20 @@ from pathlib import Path
 
 PYTHON_DOCS = Path("/usr/share/doc/python3.11/html/_sources")
 AUSTEN = Path("/usr/lib/R/site-library/janeaustenr/data")
-# What every question of the data set ends with: it says nothing about the problem.
+# Each question of the data set ends with this text, which is not part of the problem.
 REQUEST = " Give the result as your final answer. Do not include units."
 
 
 def python_docs() -> Iterator[dict[str, str]]:
-    """The sources of the Python documentation, one document for each file."""
+    """Yield the sources of the Python documentation, one document for each file."""
     for path in sorted(PYTHON_DOCS.rglob("*.rst.txt")):
         yield {"id": str(path.relative_to(PYTHON_DOCS)), "text": path.read_text(encoding="utf-8")}
 
 
 def austen() -> Iterator[dict[str, str]]:
-    """The six novels, cut at chapters, with the lines of a paragraph joined.
+    """Yield the chapters of the six novels, with the lines of a paragraph joined.
 
-    R keeps them in a "lazy-load database": an index of (offset, length) by name, and for each name the length before
+    R stores them in a "lazy-load database": an index of (offset, length) by name, and for each name the length before
     compression (four bytes, big endian) followed by zlib's output, which holds a serialised vector of lines.
     """
     import rdata
@@ -63,7 +63,7 @@ def _chapters(lines: list[str]) -> Iterator[str]:
 
 
 def gsm_symbolic(count: int, seed: int) -> Iterator[dict[str, str]]:
-    """Problems of grade-school maths with a worked answer that ends in `#### result`."""
+    """Yield problems of grade-school maths with a worked answer that ends in `#### result`."""
     import reasoning_gym
 
     for number, item in enumerate(reasoning_gym.create_dataset("gsm_symbolic", size=count, seed=seed)):

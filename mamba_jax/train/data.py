@@ -1,4 +1,4 @@
-"""Sequences of tokens for each step, drawn from several sources in fixed shares.
+"""Sequences of tokens for each step, drawn from several sources in fixed proportions.
 
 Which sequences a step sees follows from the seed and the step's number alone, so a run that goes on from a checkpoint
 sees what it would have seen.

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 TOKENS_AT_ONCE = 128
-"""About. On CPU, of 128, 512 and 2048 the fastest (vocabulary 4096)."""
+"""Approximate number. On CPU, the fastest of 128, 512 and 2048 (vocabulary 4096)."""
 _F32 = jnp.float32
 
 
@@ -27,13 +27,13 @@ def mean_cross_entropy(
     targets: Int[Array, "batch length"],
     multiplier: float = 1.0,
 ) -> Float[Array, ""]:
-    """Mean of -log softmax(multiplier * weight hidden)[target] over all places, in float32.
+    """Mean of -log softmax(multiplier * weight hidden)[target] over all positions, in float32.
 
     Args:
-        hidden: after the final norm.
-        weight: of the head.
-        targets: what comes next.
-        multiplier: of the logits.
+        hidden: hidden states after the final norm.
+        weight: the head's weight.
+        targets: the next tokens.
+        multiplier: factor of the logits.
     """
     return _cross_entropy(hidden, weight, targets, multiplier, gradient=False)[0]
 
@@ -76,15 +76,15 @@ def distillation(
     weight: Float[Array, "vocab hidden"],
     multiplier: float = 1.0,
 ) -> tuple[Float[Array, " drafts"], Float[Array, " drafts"]]:
-    """Mean cross-entropy of drafts against the model's own distribution, and how often both choose the same token.
+    """Mean cross-entropy of drafts against the model's own distribution, and the frequency of equal choices.
 
     Draft number n (from 0) has nothing to say about the first n + 1 places. Differentiable in `drafting` only.
 
     Args:
         drafting: the draft layer's hidden states, pass by pass (see `rollout`).
-        hidden: the model's.
-        weight: of the head, which they share.
-        multiplier: of the logits.
+        hidden: the model's hidden states.
+        weight: the weight of the shared head.
+        multiplier: factor of the logits.
     """
     return _distillation(drafting, hidden, weight, multiplier, gradient=False)[0]
 
@@ -106,7 +106,7 @@ def _distillation(
         own_share, own_mass, highest = _exponentials(logits)
         logits = logits.reshape(-1, drafts, own.shape[0])
         by_draft = (jnp.log(own_mass) + highest).reshape(drafts, -1) - (share * logits).sum(axis=0)
-        # Not by argmax, which XLA does one by one on CPU.
+        # Not argmax, which XLA computes element by element on CPU.
         at_best = jnp.where((guide == best)[:, None], logits, -jnp.inf).max(axis=0)
         agrees = at_best >= highest.reshape(drafts, -1)
         carry = carry[0] + (counts * by_draft).sum(1), carry[1] + (counts * agrees).sum(1)
@@ -129,7 +129,7 @@ distillation.defvjp(functools.partial(_distillation, gradient=True), _distillati
 
 
 def _pieces(x: Array, axis: int) -> Array:
-    """Cut along the length, at `axis`; the axis before it, the batch, may be divided over devices. Pieces first."""
+    """Split along the length, `axis`; the batch axis before it may be sharded. The pieces become the first axis."""
     batch, length = x.shape[axis - 1 : axis + 1]
     size = max(n for n in range(1, length + 1) if length % n == 0 and (n == 1 or n * batch <= TOKENS_AT_ONCE))
     return jnp.moveaxis(x.reshape(*x.shape[:axis], length // size, size, *x.shape[axis + 1 :]), axis, 0)

@@ -1,4 +1,4 @@
-"""The training loop: data-parallel over all devices, resumable, bit for bit the same when it is resumed on a CPU."""
+"""The training loop: data-parallel over all devices, and resumable with bitwise equal results on a CPU."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ class StepData(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a run."""
+    """The result of a run."""
 
     values: Parameters
-    """All weights; float32 those that were trained."""
+    """All weights; trained ones are float32."""
     steps: int
     finished: bool
     """False if it was interrupted; it can be resumed."""
 
 
 def initial_values(config: HybridConfig, seed: int) -> Parameters:
-    """Random float32 weights to start from."""
+    """Random float32 initial weights."""
     model = HybridModel(config, rngs=nnx.Rngs(seed), dtype=jnp.float32)
     return {path: leaf.get_value() for path, leaf in parameters(model).items()}
 
 
 def refuse_quantised(values: Mapping[str, Any]) -> None:
-    """Raises ModelConfigError where there are quantised weights among parameters: a gradient would leave their grid."""
+    """Raise ModelConfigError if parameters include quantized weights, which cannot be trained."""
     if found := sorted({weight for path in values if (weight := weight_of(path))}):
         raise ModelConfigError(
             f"{len(found)} weights are quantized ({found[0]}, ...): training needs the wide checkpoint they are from"
@@ -83,17 +83,17 @@ def train(
     """Train until `settings.steps`, or until interrupted (SIGINT or SIGTERM), from the newest state in `directory`.
 
     Args:
-        settings: of the run.
-        config: of the model.
+        settings: the run's settings.
+        config: the model's configuration.
         batches: sequences, one token longer than `settings.sequence_length`, by step.
-        directory: holds the states (`checkpoints/`) and the log (`log.jsonl`).
-        values: weights to start from; random ones if None.
-        trained: which weights, by dotted path, are trained; the others stay as they are.
+        directory: contains the checkpoints (`checkpoints/`) and the log (`log.jsonl`).
+        values: initial weights; random ones if None.
+        trained: predicate on dotted paths that selects the trained weights; the others do not change.
         model_weight: see `training_loss`.
-        devices: to divide each batch among; all if None.
+        devices: devices that share each batch; all if None.
         progress: called with each record of the log.
     Raises:
-        ModelConfigError: settings that do not fit each other, the machine, or the run on disk; quantised weights.
+        ModelConfigError: the settings do not fit each other, the machine, or the run on disk; or weights are quantized.
         TrainingDiverged: the loss or its gradient is not finite. The state before that step is saved.
     """
     refuse_quantised(values or {})
@@ -106,7 +106,7 @@ def train(
     everywhere, by_sequence = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("batch",)))
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     start = values if values is not None else initial_values(config, settings.seed)
-    # Copies: the step below is given its state to overwrite.
+    # Copies, because the step below donates its state.
     moving = {path: jnp.array(v, jnp.float32, copy=True) for path, v in start.items() if trained(path)}
     frozen = jax.device_put({path: v for path, v in start.items() if not trained(path)}, everywhere)
     fresh = TrainState(jnp.zeros((), jnp.int32), moving, optimizer.init(moving))
@@ -186,7 +186,7 @@ def read_log(path: Path) -> list[Record]:
 
 
 class _Log:
-    """One JSON line every so many steps. What was logged after the state that a run goes on from is dropped."""
+    """Writes a JSON line every `log_every` steps. Removes entries after the checkpoint from which a run continues."""
 
     def __init__(self, path: Path, settings: TrainConfig, *, after: int, progress: Callable[[Record], None]) -> None:
         kept = [record for record in read_log(path) if record["step"] <= after]
@@ -214,11 +214,11 @@ class _Log:
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Within, SIGINT and SIGTERM only set a flag, so that the step at hand can be finished and kept."""
+    """SIGINT and SIGTERM only set a flag in this context, so that the current step can be finished and saved."""
     seen: list[int] = []
     try:
         old = {number: signal.signal(number, lambda n, _: seen.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # signals belong to the main thread
+    except ValueError:  # only the main thread may set signal handlers
         old = {}
     try:
         yield lambda: bool(seen)

@@ -1,4 +1,4 @@
-"""What is minimised: the cross-entropy of the next token, and of every draft of the multi-token-prediction layer."""
+"""The training loss: the cross-entropy of the next token, and of each draft of the multi-token-prediction layer."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mamba_jax.train.rollout import rollout
 Parameters = dict[str, Array]
 """Weights by dotted path, as in `mamba_jax.model.parameters`."""
 DRAFT_LAYER = "mtp."
-"""What the paths of the draft layer's weights begin with."""
+"""Prefix of the paths of the draft layer's weights."""
 
 
 def build(config: HybridConfig, values: Mapping[str, Array], dtype: DTypeLike) -> HybridModel:
-    """The model with these weights, in `dtype` (what is always float32 stays so)."""
+    """The model with these weights in `dtype`, except for those that are always float32."""
     kinds = parameters(HybridModel.abstract(config, dtype=dtype))
     return HybridModel.from_parameters(config, {path: v.astype(kinds[path].dtype) for path, v in values.items()})
 
@@ -43,10 +43,10 @@ def training_loss(
     Args:
         values: float32 weights.
         tokens: sequences with one token more than the model is run over.
-        config: of the model.
-        drafts: how the draft layer, if there is one, is trained.
-        dtype: of the products.
-        model_weight: of the next token's loss; 0 trains the draft layer alone.
+        config: the model's configuration.
+        drafts: settings of the draft layer's training, if there is one.
+        dtype: dtype of the products.
+        model_weight: weight of the next token's loss; 0 trains only the draft layer.
     Returns:
         The loss; and `loss` (of the next token, if it has any weight), for each draft n from 1 `draft_loss_n` and
         `draft_agreement_n`, the share of places where its first choice is the model's.
@@ -90,7 +90,7 @@ def _draft_loss(
 def _each_draft(
     model: HybridModel, passes: list[Array], targets: Array, hidden: Array, drafts: DraftSettings
 ) -> tuple[Array, Array]:
-    """Loss and agreement of each draft, where the head's weights have a gradient too."""
+    """Loss and agreement of each draft, with a gradient for the head's weights."""
     guide = jax.lax.stop_gradient(model.logits(hidden))
     best, losses, agreements = guide.argmax(-1), [], []
     for n, state in enumerate(passes):

@@ -11,10 +11,10 @@ from optax import contrib
 from mamba_jax.config import ModelConfigError
 from mamba_jax.train.config import OptimizerSettings
 
-# Linear maps between hidden spaces. The rest (embedding, head, convolutions, norms, what steers recurrences and
-# routers) is left to AdamW.
+# Linear maps between hidden spaces. AdamW updates all others (embedding, head, convolutions, norms, parameters of
+# recurrences, routers).
 _MUON = re.compile(r".*\.(in_proj_zx|in_proj_bc|out_proj|[qkvo]_proj|gate_proj|up_proj|down_proj|eh_proj)\.weight")
-# Muon's step scaled to have the size of Adam's, so that one learning rate serves both (Liu et al., 2025).
+# Scales Muon's updates to the size of Adam's, so that both use one learning rate (Liu et al., 2025).
 _MUON_RMS = 0.2
 
 
@@ -22,7 +22,7 @@ def learning_rate(settings: OptimizerSettings, steps: int) -> optax.Schedule:
     """The learning rate of each step.
 
     Raises:
-        ModelConfigError: warm-up and decay take more steps than there are.
+        ModelConfigError: warm-up and decay take more steps than the run has.
     """
     warmup, peak = settings.warmup_steps, settings.learning_rate
     if warmup + settings.decay_steps > steps:
@@ -61,12 +61,12 @@ def _times(rate: optax.Schedule, wanted: float | None, peak: float) -> optax.Sch
 
 
 def _decayed(values: dict[str, jax.Array]) -> dict[str, bool]:
-    """Matrices are decayed; norms, biases, convolutions and what steers recurrences are not."""
+    """Matrices decay; norms, biases, convolutions and parameters of recurrences do not."""
     return {path: value.ndim >= 2 and ".conv_" not in path for path, value in values.items()}
 
 
 def _muon_dimensions(values: dict[str, jax.Array]) -> dict[str, contrib.MuonDimensionNumbers | None]:
-    """Weights are [..., out, in]; whatever comes before counts matrices."""
+    """Weights are [..., out, in]; the leading axes enumerate matrices."""
     return {
         path: contrib.MuonDimensionNumbers(value.ndim - 1, value.ndim - 2) if _MUON.fullmatch(path) else None
         for path, value in values.items()

@@ -1,4 +1,4 @@
-"""Learning from rewards: GRPO (Shao et al., 2024). Several answers to each prompt are compared with each other.
+"""Reinforcement learning by GRPO (Shao et al., 2024), which compares several answers to each prompt.
 
 The answers come from an engine that serves the same weights; what it says of their log-probabilities is taken as it is,
 so that training corrects for whatever lies between the two.
@@ -22,28 +22,28 @@ from mamba_jax.model import HybridModel
 from mamba_jax.train.loss import Parameters, build
 
 _EPSILON = 1e-4
-"""Added to a group's standard deviation: rewards that are all but equal teach nothing."""
+"""Added to a group's standard deviation, so that nearly equal rewards have no effect."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Answers:
-    """Sampled sequences with what was thought of them."""
+    """Sampled sequences with their advantages."""
 
     tokens: Int[Array, "batch length"]
     """Prompt and answer, then padding."""
     lengths: Int[Array, " batch"]
     answered: Bool[Array, "batch length_1"]
-    """Places whose next token is one of the answer's."""
+    """Positions whose next token belongs to the answer."""
     logprobs: Float[Array, "batch length_1"]
-    """Of the next token at each place, as the engine gave them when it drew it (at temperature 1)."""
+    """Log-probability of the next token at each position, as reported by the engine (at temperature 1)."""
     advantages: Float[Array, " batch"]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PolicyState:
-    """What a run carries from step to step."""
+    """The state of a run between steps."""
 
     values: Parameters
     """Weights, float32, by dotted path."""
@@ -51,7 +51,7 @@ class PolicyState:
 
 
 def group_advantages(rewards: Float[Array, "prompts samples"]) -> Float[Array, "prompts samples"]:
-    """How much better each answer is than the others to the same prompt, in their standard deviations."""
+    """Difference of each reward to the mean of its prompt's answers, in their standard deviations."""
     mean, deviation = rewards.mean(axis=1, keepdims=True), rewards.std(axis=1, keepdims=True)
     return (rewards - mean) / (deviation + _EPSILON)
 
@@ -81,10 +81,10 @@ def policy_loss(
 
     Args:
         values: float32 weights.
-        answers: with advantages; those of weights a few steps older are allowed.
-        config: of the model.
-        dtype: of the products.
-        clip: how far the ratio of new to old probability may leave 1 before it stops counting.
+        answers: answers with advantages; their weights may be a few steps older.
+        config: the model's configuration.
+        dtype: dtype of the products.
+        clip: distance from 1 at which the ratio of new to old probability is clipped.
     Returns:
         The loss; and `kl`, what lies between the probabilities that the answers were drawn by and those of these
         weights (per token, by the estimator of Schulman, 2020), and `clipped`, the share of tokens that do not count.
@@ -106,13 +106,13 @@ def policy_loss(
 
 
 class PolicyTrainer:
-    """Steps of one model. Weights and optimiser state are donated: take `values` anew after each step.
+    """Trains one model step by step. Weights and optimizer state are donated: read `values` again after each step.
 
     Args:
-        config: of the model.
+        config: the model's configuration.
         values: weights by dotted path; copied.
-        optimizer: of all of them.
-        dtype: of the products.
+        optimizer: optimizer of all weights.
+        dtype: dtype of the products.
         clip: see `policy_loss`.
     """
 
@@ -140,10 +140,10 @@ class PolicyTrainer:
 
     @property
     def values(self) -> Parameters:
-        """The weights as they are now; gone after the next step."""
+        """The current weights; the next step donates them."""
         return self._state.values
 
     def step(self, answers: Answers) -> dict[str, float]:
-        """One step of the optimiser; returns figures (see `policy_loss`)."""
+        """Run one step of the optimizer; return its figures (see `policy_loss`)."""
         self._state, parts = self._update(self._state, answers)
         return {name: float(value) for name, value in parts.items()}

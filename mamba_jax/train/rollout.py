@@ -1,4 +1,4 @@
-"""The draft layer unrolled over whole sequences, each draft in a row seeing just what it sees when serving."""
+"""The draft layer, unrolled over whole sequences. Each draft attends to the same keys as in serving."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RolloutLayout(SequenceLayout):
         seen = (place[None] <= place[:, None] - depth) & (place[None] >= first_key)
         scores = jnp.einsum("bqhrd,bkhd->bhrqk", queries, passes[0, 0], preferred_element_type=jnp.float32)
         scores = jnp.where(seen, scores * scale, -jnp.inf)
-        # The one key of each later pass, moved to the query's place.
+        # The one key of each later pass, shifted to the query's position.
         later = [jnp.roll(passes[e], depth - e, axis=2) for e in range(1, depth + 1)]
         own = jnp.stack([jnp.einsum("bqhrd,bqhd->bhrq", queries, one[0]) for one in later], axis=-1)
         weights = jax.nn.softmax(jnp.concatenate([scores, own.astype(jnp.float32) * scale], axis=-1), axis=-1)
@@ -65,8 +65,8 @@ def rollout(
 
     Args:
         tokens: whole sequences.
-        hidden: what the model gives for them, after the final norm.
-        depth: how many drafts in a row.
+        hidden: the model's hidden states, after the final norm.
+        depth: number of successive drafts.
     Returns:
         For each pass n, states whose logits predict the token after each token, n + 1 drafts after the last token that
         the model has seen. The first n + 1 of each sequence mean nothing: there is no pair for them.

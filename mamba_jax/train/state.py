@@ -1,4 +1,4 @@
-"""What a run carries from step to step, and how it is kept on disk."""
+"""The state of a training run, and its checkpoints on disk."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ KEPT_CHECKPOINTS = 2
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that decides how a run goes on, beside its settings and its data."""
+    """The state of a run, except for its settings and data."""
 
     step: Int[Array, ""]
     """Steps done."""
     values: dict[str, Array]
-    """The weights that are trained, float32, by dotted path."""
+    """The trained weights in float32, by dotted path."""
     optimizer: Any
 
 
 class Checkpoints:
-    """A run's states on disk, the latest few; a state that was not written completely does not count.
+    """The latest checkpoints of a run on disk. Incomplete checkpoints are ignored.
 
     Args:
-        directory: made if need be.
+        directory: created if it does not exist.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -40,19 +40,19 @@ class Checkpoints:
 
     @property
     def latest(self) -> int | None:
-        """Steps done in the newest state."""
+        """The step of the newest checkpoint, or None."""
         return self._manager.latest_step()
 
     def save(self, state: TrainState) -> None:
-        """Write a state; returns when it is on disk."""
+        """Write a checkpoint; return when it is on disk."""
         self._manager.save(int(state.step), args=ocp.args.StandardSave(state), force=True)
         self._manager.wait_until_finished()
 
     def restore(self, like: TrainState) -> TrainState:
-        """The newest state, placed as `like` is.
+        """The newest checkpoint, with the sharding of `like`.
 
         Raises:
-            ModelConfigError: it is of another model or optimiser.
+            ModelConfigError: the checkpoint belongs to another model or optimizer.
         """
         targets = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         try:
@@ -62,5 +62,5 @@ class Checkpoints:
             raise ModelConfigError(f"the run on disk does not fit this configuration ({reason})") from error
 
     def close(self) -> None:
-        """Let go of the directory."""
+        """Release the directory."""
         self._manager.close()
