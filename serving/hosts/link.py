@@ -8,6 +8,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from enum import IntEnum
 
 MAX_FRAME = 64 << 20
@@ -15,6 +16,7 @@ MAX_FRAME = 64 << 20
 _HEADER = struct.Struct(">BI")
 _HELLO = struct.Struct(">I32s32s")
 _HELLO_SECONDS = 3.0
+"""Time for a whole greeting."""
 _CLOSED = "has closed its connection"
 
 
@@ -101,10 +103,10 @@ class Link:
         Raises:
             LinkError: whoever is there is not the leader.
         """
-        self._socket.settimeout(_HELLO_SECONDS)
-        theirs, ours = self._take(32), secrets.token_bytes(32)
+        until = time.monotonic() + _HELLO_SECONDS
+        theirs, ours = self._take(32, until), secrets.token_bytes(32)
         self._send(_HELLO.pack(host, ours, _proof(key, b"follower", host, theirs, ours)))
-        if not hmac.compare_digest(self._take(32), _proof(key, b"leader", host, theirs, ours)):
+        if not hmac.compare_digest(self._take(32, until), _proof(key, b"leader", host, theirs, ours)):
             raise LinkError("does not know the meeting's key")
         self.timeout = self.timeout
 
@@ -114,10 +116,11 @@ class Link:
         Raises:
             LinkError: whoever is there is no follower.
         """
+        until = time.monotonic() + _HELLO_SECONDS
         self._socket.settimeout(_HELLO_SECONDS)
         ours = secrets.token_bytes(32)
         self._send(ours)
-        host, theirs, proof = _HELLO.unpack(self._take(_HELLO.size))
+        host, theirs, proof = _HELLO.unpack(self._take(_HELLO.size, until))
         if not hmac.compare_digest(proof, _proof(key, b"follower", host, ours, theirs)):
             raise LinkError("does not know the meeting's key")
         self._send(_proof(key, b"leader", host, ours, theirs))
@@ -134,10 +137,16 @@ class Link:
         except OSError as error:
             raise LinkError(f"cannot be reached any more ({error.strerror or error})") from None
 
-    def _take(self, size: int) -> bytes:
+    def _take(self, size: int, until: float | None = None) -> bytes:
+        """So many bytes; all of them by the time `until`, where it is given."""
         found: bytearray | bytes = bytearray()
         while len(found) < size:
             try:
+                if until is not None:
+                    left = until - time.monotonic()
+                    if left <= 0:
+                        raise LinkError(f"has not proven within {_HELLO_SECONDS:g} s that it knows the meeting's key")
+                    self._socket.settimeout(left)
                 piece = self._socket.recv(min(size - len(found), 1 << 20))
             except TimeoutError:
                 raise LinkError(f"has said nothing for {self._timeout:g} s") from None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import queue
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -26,6 +28,8 @@ _INVITATION = 4096
 """Bytes of what the leader tells all hosts over JAX's collectives."""
 _ANSWER_WAIT = 5.0
 """Seconds that a follower waits longer than the leader, which knows who is missing."""
+_GREETINGS = 64
+"""Greetings at once."""
 _SHUTDOWN = 10
 """Seconds that JAX waits, at a host's end, for those of the others."""
 
@@ -79,7 +83,7 @@ def meet(settings: HostSettings, facts: Mapping[str, str]) -> Party:
 
 def _invite(settings: HostSettings, facts: Mapping[str, str], end: float) -> dict[int, Link]:
     key = secrets.token_bytes(32)
-    with _listening(settings.plan_port) as listening:
+    with _listening(settings.meeting_host, settings.plan_port) as listening:
         addresses = list(dict.fromkeys(_own_addresses(settings)))
         _tell_all({"key": key.hex(), "port": listening.getsockname()[1], "addresses": addresses[:16]}, leads=True)
         links: dict[int, Link] = {}
@@ -95,17 +99,41 @@ def _invite(settings: HostSettings, facts: Mapping[str, str], end: float) -> dic
 
 
 def _gather(listening: socket.socket, key: bytes, links: dict[int, Link], facts: Mapping[str, str], end: float) -> None:
-    """Fills `links` with all followers; what may come meanwhile besides is turned away."""
+    """Fills `links` with all followers. Callers are greeted side by side, so none delays another; those that do not
+    know the key are turned away."""
     wanted = set(range(1, jax.process_count()))
-    while missing := wanted - links.keys():
-        link = _next_caller(listening, end, min(missing))
-        link.timeout = max(1.0, end - time.monotonic())
+    greeted: queue.SimpleQueue[tuple[int, Link] | None] = queue.SimpleQueue()
+    greetings = threading.BoundedSemaphore(_GREETINGS)
+
+    def greet(link: Link) -> None:
+        host = None
         try:
-            other = link.greeted(key)
+            host = link.greeted(key), link
         except LinkError as error:
-            log.warning("a stranger at the hosts' meeting: it %s", error)
+            log.warning("a connection to the hosts' meeting was refused: it %s", error)
             link.close()
+        finally:
+            greetings.release()
+            greeted.put(host)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):  # it has been closed: all are there, or the time is over
+            while True:
+                connected, _ = listening.accept()
+                greetings.acquire()
+                threading.Thread(target=greet, args=(Link(connected, 5.0),), name="greeting", daemon=True).start()
+
+    listening.settimeout(None)
+    threading.Thread(target=accept, name="meeting", daemon=True).start()
+    while missing := wanted - links.keys():
+        try:
+            found = greeted.get(timeout=max(0.1, end - time.monotonic()))
+        except queue.Empty:
+            raise LinkError(f"host {min(missing)} has not come in time") from None
+        if found is None:
             continue
+        other, link = found
+        link.timeout = max(1.0, end - time.monotonic())
         if other not in missing:
             links[-1] = link  # it gets an answer, too
             raise LinkError(f"two hosts are started as number {other}, or there is no such number")
@@ -151,25 +179,26 @@ def _tell_all(invitation: dict[str, Any], *, leads: bool) -> Any:
 
 
 @contextlib.contextmanager
-def _listening(port: int) -> Iterator[socket.socket]:
+def _listening(place: str | None, port: int) -> Iterator[socket.socket]:
+    """Listens at the coordinator's address, by which the others reach this host; on all where that is not its own."""
+    made = None
+    with contextlib.suppress(OSError):
+        if place is not None:
+            family, _, _, _, address = socket.getaddrinfo(place, port, type=socket.SOCK_STREAM)[0]
+            made = socket.create_server(address[:2], family=family)
     try:
-        if socket.has_dualstack_ipv6():
+        if made is None and socket.has_dualstack_ipv6():
             made = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        else:
+        elif made is None:
             made = socket.create_server(("", port))
     except OSError as error:
         raise ConfigError(f"plan_port: cannot listen on port {port}: {error.strerror or error}") from None
     with made:
-        yield made
-
-
-def _next_caller(listening: socket.socket, end: float, missing: int) -> Link:
-    listening.settimeout(max(0.1, end - time.monotonic()))
-    try:
-        connected, _ = listening.accept()
-    except OSError as error:
-        raise LinkError(f"host {missing} has not come ({error})") from None
-    return Link(connected, 5.0)
+        try:
+            yield made
+        finally:
+            with contextlib.suppress(OSError):
+                made.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
 
 
 def _reach(addresses: list[str], port: int, key: bytes, host: int, end: float) -> Link:
@@ -194,8 +223,8 @@ def _reach(addresses: list[str], port: int, key: bytes, host: int, end: float) -
 
 def _own_addresses(settings: HostSettings) -> Iterator[str]:
     """Where others may find this host, the likeliest first."""
-    if settings.meeting_place is not None:
-        yield settings.meeting_place.rpartition(":")[0].strip("[]")
+    if settings.meeting_host is not None:
+        yield settings.meeting_host
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing: it only asks for the route to the world
         yield probe.getsockname()[0]

@@ -55,3 +55,9 @@ class HostSettings(Settings):
         if self.coordinator is None or re.search(r":\d+$", self.coordinator):
             return self.coordinator
         return f"{self.coordinator}:{MEETING_PORT}"
+
+    @property
+    def meeting_host(self) -> str | None:
+        """Host of the coordinator, without its port."""
+        place = self.meeting_place
+        return None if place is None else place.rpartition(":")[0].strip("[]")

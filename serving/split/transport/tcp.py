@@ -24,7 +24,11 @@ _LENGTH = struct.Struct("!I")
 _CHECKSUM = struct.Struct("!I")
 _PIECE = 1 << 20
 _MOST_READERS = 64
-"""Connections that are served at once."""
+"""Connections to which arrays are sent at once."""
+_MOST_SILENT = 128
+"""Connections that have not sent a key. One more closes the one that has been silent for longest."""
+_KEY_SECONDS = 5.0
+"""Time for a connection to send its key, which a receiver does at once."""
 _SERVING = 60.0
 """Seconds in which a reader must have taken everything."""
 
@@ -38,18 +42,14 @@ class TcpTransport:
     def __init__(self, host: str = "127.0.0.1") -> None:
         self._offered: dict[int, list[jax.Array]] = {}
         self._lock = threading.Lock()
-        readers = threading.BoundedSemaphore(_MOST_READERS)
+        self._readers = threading.BoundedSemaphore(_MOST_READERS)
+        self._silent: dict[socket.socket, None] = {}
         transport = self
 
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
-                if not readers.acquire(blocking=False):
-                    return
-                try:
-                    with contextlib.suppress(OSError):
-                        transport._serve(self.request)
-                finally:
-                    readers.release()
+                with contextlib.suppress(OSError):
+                    transport._serve(self.request)
 
         self._server = _Server((host, 0), Handler)
         self.address = f"{host}:{self._server.server_address[1]}"
@@ -94,25 +94,49 @@ class TcpTransport:
         self._server.server_close()
 
     def _serve(self, connection: socket.socket) -> None:
+        arrays = self._asked_for(connection)
         until = time.monotonic() + _SERVING
-        (key,) = _KEY.unpack(_exactly(connection, _KEY.size, until))
-        with self._lock:
-            arrays = self._offered.get(key)
         if arrays is None:
             _send(connection, _LENGTH.pack(0), until)
             return
-        header = _header(arrays)
-        _send(connection, _LENGTH.pack(len(header)) + header, until)
-        for array in arrays:
-            content = np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8).data
-            _send(connection, content, until)
-            _send(connection, _CHECKSUM.pack(zlib.crc32(content)), until)
-        self.drain(key)
+        # A key is known only to those who were told it, so other connections take none of these places.
+        if not self._readers.acquire(timeout=_SERVING):
+            return
+        try:
+            header = _header(arrays[1])
+            _send(connection, _LENGTH.pack(len(header)) + header, until)
+            for array in arrays[1]:
+                content = np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8).data
+                _send(connection, content, until)
+                _send(connection, _CHECKSUM.pack(zlib.crc32(content)), until)
+        finally:
+            self._readers.release()
+        self.drain(arrays[0])
+
+    def _asked_for(self, connection: socket.socket) -> tuple[int, list[jax.Array]] | None:
+        """The key that a connection sends, and the arrays behind it."""
+        with self._lock:
+            self._silent[connection] = None
+            oldest = next(iter(self._silent)) if len(self._silent) > _MOST_SILENT else None
+            if oldest is not None:
+                del self._silent[oldest]
+        if oldest is not None:
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
+        try:
+            (key,) = _KEY.unpack(_exactly(connection, _KEY.size, time.monotonic() + _KEY_SECONDS))
+        finally:
+            with self._lock:
+                self._silent.pop(connection, None)
+        with self._lock:
+            arrays = self._offered.get(key)
+        return None if arrays is None else (key, arrays)
 
 
 class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
     allow_reuse_address = True
+    request_queue_size = 128
 
 
 def _header(arrays: Sequence[Any]) -> bytes:

@@ -1,5 +1,6 @@
 """How hosts find their leader, here between threads: only what JAX's collectives carry is played."""
 
+import contextlib
 import queue
 import socket
 import threading
@@ -89,9 +90,63 @@ def test_strangers_are_passed_over(invitations):
     assert sorted(links) == [1, 2]
 
 
+def test_slow_and_silent_connections_delay_nobody(invitations):
+    """A byte now and then once held the meeting for as long as it lasted, and 20 silent connections made it fail."""
+    hosts = Hosts([0], seconds=30)
+    invitation = invitations.get(timeout=30)
+    address, done = ("127.0.0.1", invitation["port"]), threading.Event()
+    slow = [socket.create_connection(address) for _ in range(30)]
+
+    def drip():
+        while not done.wait(0.3):
+            for each in slow[:5]:
+                with contextlib.suppress(OSError):
+                    each.sendall(b"x")
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    try:
+        assert [host for host, _ in Hosts([1, 2], seconds=30).wait()] == [1, 2]
+        ((host, links),) = hosts.wait()
+        assert (host, sorted(links)) == (0, [1, 2])
+    finally:
+        done.set()
+        dripping.join()
+        for each in slow:
+            each.close()
+
+
+def test_a_greeting_has_one_deadline(monkeypatch):
+    monkeypatch.setattr("serving.hosts.link._HELLO_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        caller = socket.create_connection(listening.getsockname())
+        done = threading.Event()
+
+        def drip():
+            while not done.wait(0.2):
+                with contextlib.suppress(OSError):
+                    caller.sendall(b"x")
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        try:
+            with pytest.raises(meeting.LinkError, match="has not proven within 1 s|has said nothing"):
+                Link(listening.accept()[0], 60).greeted(b"k" * 32)
+        finally:
+            done.set()
+            dripping.join()
+            caller.close()
+
+
+@pytest.mark.parametrize(("place", "bound"), [("127.0.0.1", "127.0.0.1"), (None, "::"), ("192.0.2.1", "::")])
+def test_the_meeting_listens_at_the_coordinators_address(place, bound):
+    with meeting._listening(place, 0) as listening:
+        assert listening.getsockname()[0] in (bound, "0.0.0.0" if bound == "::" else bound)
+
+
 def test_one_that_does_not_come_is_named(invitations):
     found = Hosts([0, 2], seconds=3).wait()
-    assert found == ["the hosts have not met: host 1 has not come (timed out)"] * 2
+    assert found == ["the hosts have not met: host 1 has not come in time"] * 2
 
 
 def test_numbers_are_given_once(invitations):

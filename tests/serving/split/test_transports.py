@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import socket
 import time
 from pathlib import Path
 
@@ -108,3 +109,23 @@ def test_nobody_there(pair):
     _, receiver = pair
     with pytest.raises(TransportError):
         receiver.fetch("127.0.0.1:9", 1, SPECS, 0.5)
+
+
+def test_silent_connections_shut_nobody_out():
+    """64 of them once took all places for a minute."""
+    sender, receiver = TcpTransport(), TcpTransport()
+    host, _, port = sender.address.rpartition(":")
+    silent = []
+    try:
+        for _ in range(200):
+            silent.append(socket.create_connection((host, int(port)), timeout=20))
+        sender.offer(5, ARRAYS)
+        assert len(receiver.fetch(sender.address, 5, SPECS, 20.0)) == len(ARRAYS)
+        # A connection that has sent no key is closed in time.
+        silent[-1].settimeout(30)
+        assert silent[-1].recv(1) == b""
+    finally:
+        for each in silent:
+            each.close()
+        sender.close()
+        receiver.close()
