@@ -130,7 +130,7 @@ def test_a_greeting_has_one_deadline(monkeypatch):
         dripping = threading.Thread(target=drip)
         dripping.start()
         try:
-            with pytest.raises(meeting.LinkError, match="has not proven within 1 s|has said nothing"):
+            with pytest.raises(meeting.LinkError, match=r"has not proven within 1 s|has said nothing"):
                 Link(listening.accept()[0], 60).greeted(b"k" * 32)
         finally:
             done.set()
