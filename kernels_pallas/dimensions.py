@@ -1,6 +1,6 @@
-"""The legend of dimensions: what the names in annotations of `kernels_pallas` and `mamba_jax` stand for.
+"""The names of dimensions in annotations of `kernels_pallas` and `mamba_jax`.
 
-A star before a name stands for any number of axes; `name-1` is one less than that dimension.
+A star before a name means any number of axes; `name-1` is one less than that dimension.
 """
 
 DIMENSIONS = {
@@ -9,30 +9,30 @@ DIMENSIONS = {
     "tokens": "the same, in operations and in batches",
     "batch": "whole sequences; with a star, any leading axes",
     "length": "tokens of each whole sequence, padding included",
-    "length_1": "the same without the last one, which nothing follows",
+    "length_1": "the same without the last token, which has no next token",
     "max_len": "tokens that a sequence may have",
-    "rows": "sequences that have a part in a step",
-    "seats": "rows that there can be, and padding's",
-    "steps": "tokens of a decode row: the certain ones, then drafts",
+    "rows": "sequences in a step",
+    "seats": "maximum number of rows, plus one for padding",
+    "steps": "tokens of a decode row: known ones, then drafts",
     "drafts": "drafts of a row",
-    "count": "drafts that are asked for",
-    "H": "places of a row after which a token is sampled",
-    "tiles": "pieces that prefill rows are cut into",
+    "count": "requested drafts",
+    "H": "positions of a row after which a token is sampled",
+    "tiles": "tiles that prefill rows are divided into",
     "tile_size": "tokens of a tile",
     "blocks": "rows, or tiles, of queries",
     "q_len": "queries of a block",
-    "writes": "slots that a step writes, by place",
-    "places": "where something is said of a token",
+    "writes": "slots that a step writes, by position",
+    "places": "positions of tokens",
     "passes": "drafts in a row, in training",
     "more": "passes, and one",
     "documents": "of a training corpus",
     "prompts": "of a training step by reinforcement",
     "samples": "answers to each of its prompts",
-    "windows": "stretches of a training corpus, each as long as a batch's sequences",
+    "windows": "windows of a training corpus, each as long as a batch's sequences",
     # The store.
     "slots": "slots of the store, the null slot included",
     "tails": "tails of the store, the null tail included",
-    "entries": "tokens that a tail has room for",
+    "entries": "capacity of a tail in tokens",
     "few": "entries that move together",
     "pages": "pages of the store, the null page included; in page tables, those of a row",
     "pages_per_row": "pages of a row",
@@ -40,12 +40,12 @@ DIMENSIONS = {
     # Layers.
     "hidden": "channels of the hidden state",
     "inner": "channels of a recurrence: heads * head_dim",
-    "channels": "channels of whatever it is",
-    "size": "channels of whatever it is",
+    "channels": "channels of any array",
+    "size": "channels of any array",
     "inputs": "of a product",
     "outputs": "of a product",
-    "both": "a token's embedding and its hidden state, side by side",
-    "width": "inputs that a convolution sees; what one device has of an axis",
+    "both": "a token's embedding and its hidden state, concatenated",
+    "width": "inputs of a convolution; one device's part of an axis",
     "heads": "heads of a recurrence, or of queries",
     "q_heads": "heads of queries",
     "kv_heads": "heads of keys and values",
@@ -61,10 +61,10 @@ DIMENSIONS = {
     "chosen": "experts of a token",
     # Sampling.
     "vocab": "tokens of the vocabulary",
-    "part": "those of one device's part of it",
-    "top": "likeliest tokens that are reported",
+    "part": "tokens of one device's part of the vocabulary",
+    "top": "most likely tokens that are reported",
     "stops": "stop tokens of a seat",
-    "biases": "tokens of a seat whose logits are moved",
+    "biases": "tokens of a seat with a logit bias",
     "words": "32 bits of a mask of the vocabulary each",
     # Any.
     "n": "any number",

@@ -1,10 +1,9 @@
-"""Choosing an implementation: a named choice is strict, the automatic one falls back and reports why.
+"""Select the implementation of an operation. A named choice is strict; the automatic choice falls back and reports why.
 
-Automatically, an operation runs by the first of its implementations that is made for the platform compiled for and can
-run the call. A Pallas kernel also has to compile: it is compiled alone first, for the shapes of the call, so that a
-kernel that the compiler refuses costs a warning and not the program. A CPU has native operations instead (`native`),
-which were compiled when the package was installed; Pallas kernels run there only when named (`..._interpreted`), by
-Pallas' interpreter.
+The automatic choice is the first implementation for the target platform that supports the call. A Pallas kernel must
+also compile: it is first compiled alone, for the shapes of the call. If the compiler rejects it, a warning is logged
+and another implementation is used. CPUs use native operations (`native`), which are compiled when the package is
+installed; Pallas kernels run there only if named (`..._interpreted`), in Pallas' interpreter.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class UnsupportedError(ValueError):
-    """The implementation asked for does not exist, or cannot run this call."""
+    """The requested implementation does not exist or does not support this call."""
 
 
 def _always(*args: Any, **kwargs: Any) -> None:
@@ -35,7 +34,7 @@ def _always(*args: Any, **kwargs: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """One way to run an operation. `unsupported(*args, **kwargs)` tells why it cannot run a call, or gives None."""
+    """An implementation of an operation. `unsupported(*args, **kwargs)` returns why it cannot run a call, or None."""
 
     name: str
     run: Callable[..., Any]
@@ -43,11 +42,13 @@ class Implementation:
     platform: str | None = None
     """"tpu", "gpu" or "cpu": for this platform only. None: plain JAX, for all."""
     automatic: bool = True
-    """Whether it is ever chosen without being named."""
+    """Whether the automatic choice may select it."""
 
 
 def kernels(platform: str, module: Any, operation: str) -> tuple[Implementation, Implementation]:
-    """The implementations by `module.<operation>`, a kernel for `platform`: compiled, and interpreted (on any)."""
+    """The implementations of `module.<operation>`, a kernel for `platform`: compiled, and interpreted (on any
+    platform).
+    """
     run, name = getattr(module, operation), f"pallas_{platform}"
     interpreted = functools.partial(run, interpret=True)
     return (
@@ -57,7 +58,7 @@ def kernels(platform: str, module: Any, operation: str) -> tuple[Implementation,
 
 
 class KernelChoice:
-    """What programs are compiled for, and which implementations they use; remembers what was chosen, and why.
+    """The target of compilation and the implementations of operations; records the choices and their reasons.
 
     choice = KernelChoice(named={"ssd_scan": "xla"})
     with choice.applied():
@@ -74,10 +75,10 @@ class KernelChoice:
     ) -> None:
         """
         Args:
-            platform: "tpu", "gpu" or "cpu" that programs are compiled for; by default the one at hand.
-            device: kernels are tried on this one's compiler; it may be described only
-                (`jax.experimental.topologies`). By default the first one at hand, if that is of `platform`; else
-                kernels are only lowered, which finds most of what a compiler would refuse.
+            platform: "tpu", "gpu" or "cpu", the target of compilation; by default that of the local devices.
+            device: the device whose compiler tests kernels; it may be a description only
+                (`jax.experimental.topologies`). By default the first local device, if it is of `platform`; otherwise
+                kernels are only lowered, which finds most errors.
             named: implementations by operation, or one name for all operations that have it.
         """
         self.platform = platform or jax.default_backend()
@@ -86,14 +87,14 @@ class KernelChoice:
         self.device = device
         self.named = named or {}
         self.chosen: dict[str, dict[str, str]] = {}
-        """By operation: each implementation in use, and why it is."""
+        """For each operation: the implementations in use, with reasons."""
 
     @classmethod
     def parse(cls, text: str, **kwargs: Any) -> "KernelChoice":
-        """A choice as users write it: "auto", a name for all operations that have it, or "scan=xla,update=pallas_tpu".
+        """Parse a choice: "auto", a name for all operations that have it, or "scan=xla,update=pallas_tpu".
 
         Raises:
-            UnsupportedError: it is written otherwise.
+            UnsupportedError: the text has another form.
         """
         text = text.strip()
         if "=" not in text:
@@ -108,7 +109,7 @@ class KernelChoice:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """While it lasts, this thread's operations are chosen by it."""
+        """Apply this choice to operations of the current thread."""
         token = _current.set(self)
         try:
             yield
@@ -117,22 +118,22 @@ class KernelChoice:
 
     @property
     def description(self) -> str:
-        """What this makes of a program's text, beside the source: equal descriptions choose equally."""
+        """Identifies the choice: with equal descriptions, the same source compiles to the same program."""
         library = f" native {native.fingerprint()}" if self.platform == "cpu" else ""
         return f"{self.platform} {self.named!r}{library}"
 
     def name_for(self, operation: str, candidates: Sequence[Implementation]) -> str | None:
-        """The implementation that the user named for an operation, if any."""
+        """Return the implementation that the user named for an operation, or None."""
         if isinstance(self.named, str):
             return self.named if any(c.name == self.named for c in candidates) else None
         return self.named.get(operation)
 
     def remember(self, operation: str, implementation: str, why: str) -> None:
-        """Notes what an operation runs by, for the report."""
+        """Record the implementation of an operation, for the report."""
         self.chosen.setdefault(operation, {})[implementation] = why
 
     def report(self) -> str:
-        """One line: what each operation runs by in the programs traced so far, and why not by a kernel."""
+        """One line: the implementation of each operation in the programs traced so far, and why it is not a kernel."""
         parts = []
         for operation, chosen in sorted(self.chosen.items()):
             by = " and ".join(name + (f" ({why})" if why else "") for name, why in sorted(chosen.items()))
@@ -146,13 +147,14 @@ _current: contextvars.ContextVar[KernelChoice | None] = contextvars.ContextVar("
 
 
 def device_kind() -> str:
-    """What programs are being compiled for, as the device calls itself; empty where nobody has said."""
+    """The device kind that programs are compiled for; empty if it is not set."""
     choice = _current.get() or KernelChoice()
     return choice.device.device_kind if choice.device is not None else ""
 
 
 def call(operation: str, candidates: Sequence[Implementation], name: str | None, *args: Any, **kwargs: Any) -> Any:
-    """Runs `operation` by the implementation called `name`, or, for None, by the first of `candidates` that can.
+    """Run `operation` with the implementation `name`, or, for None, with the first of `candidates` that supports the
+    call.
 
     Raises:
         UnsupportedError: `name` is unknown or cannot run this call, or no candidate can.
@@ -187,7 +189,7 @@ def call(operation: str, candidates: Sequence[Implementation], name: str | None,
 def _fails_to_compile(
     operation: str, kernel: Implementation, device: jax.Device | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> str | None:
-    """What the compiler says against a kernel on arguments of these shapes, or None if it takes them."""
+    """The compiler's error for a kernel with arguments of these shapes, or None if it compiles."""
     leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs)))
     described = tuple(
         # Not by its attributes: types of numbers, such as `out_dtype`, have a dtype, too.

@@ -1,8 +1,8 @@
 """A few recurrent steps of many rows in plain JAX, for any recurrence, with states in slots.
 
-A recurrence is two functions: `step(state, *inputs)` gives one row's next state, in the store's dtype, and
-`read(state, *queries)` what is read from it. `inputs` and `queries` are arrays [rows, steps, ...]; of each, the
-functions get what belongs to one row and step.
+A recurrence consists of two functions: `step(state, *inputs)` returns one row's next state in the store's dtype, and
+`read(state, *queries)` returns the output. `inputs` and `queries` are arrays [rows, steps, ...]; the functions receive
+the part of one row and step.
 """
 
 import math
@@ -33,7 +33,7 @@ def all_rows(
     read_slot: Int[Array, " rows"],
     write_slot: Int[Array, "rows steps"],
 ) -> Updated:
-    """Gathers all rows' states, runs the rows side by side, and scatters."""
+    """Gathers all rows' states, runs the rows in parallel, and scatters the states."""
     state, y = read_slots(store, read_slot), []
     for t in range(write_slot.shape[1]):
         state = jax.vmap(step)(state, *(v[:, t] for v in inputs))
@@ -51,7 +51,7 @@ def row_blocks(
     read_slot: Int[Array, " rows"],
     write_slot: Int[Array, "rows steps"],
 ) -> Updated:
-    """A loop over a few rows at a time, from slots to slots while their states are in the processor's cache.
+    """A loop over a few rows at a time, from slots to slots, so that their states stay in the processor's cache.
 
     A product (`dot`) in the loop would make XLA lay out, and copy, the whole store differently.
     """

@@ -1,18 +1,19 @@
-"""Reading and writing slots (and pages) of a store in place. Index 0 is nowhere: it may hold anything, NaN included.
+"""Read and write slots (and pages) of a store in place. Slot 0 is null: its contents are undefined and may include NaN.
 
-What an operation on slots promises its callers:
+An operation on slots guarantees:
 
-* slot 0 reads as zeros, and a write to it is lost;
-* a row's read comes before all of its own writes: a row may write the slot that it reads;
+* slot 0 reads as zeros, and writes to it are dropped;
+* a row's read comes before all of its own writes, so a row may write the slot that it reads;
 * several rows may read one slot.
 
-What it asks of them, because rows run in any order and side by side:
+Because rows run concurrently and in any order, callers must ensure:
 
 * no row writes a slot that another row reads;
 * no two writes of a call name the same slot.
 
 On CPU, XLA computes with 16-bit floats by converting to float32 and back, and does so for whole operands: updating one
-slot of a bfloat16 store would convert all of it. There, slots travel as 16-bit integers, which are never converted.
+slot of a bfloat16 store would convert all of it. There, slots are read and written as 16-bit integers, which are never
+converted.
 """
 
 import jax
@@ -46,7 +47,7 @@ def put(
 def write_slot_if(
     store: Shaped[Array, "slots *shape"], value: Shaped[Array, "*shape"], index: Int[Array, ""]
 ) -> Shaped[Array, "slots *shape"]:
-    """The store with `value` at `index`, for use inside a loop; what slot 0 holds afterwards means nothing."""
+    """The store with `value` at `index`, for use inside a loop; the contents of slot 0 are undefined afterwards."""
 
     def branch(store, value, index):
         return lax.cond(index > 0, lambda store: put(store, value, index), lambda store: store, store)
@@ -65,8 +66,8 @@ def read_slots(
 ) -> Shaped[Array, "n *shape"]:
     """The slots at `index`; zeros where it is 0.
 
-    `divided`: the compiler may have divided slots over devices, as it does outside of `shard_map`. It cannot see into
-    native operations, and would collect the whole store on every device for one.
+    `divided`: the compiler may have divided slots over devices, as it does outside of `shard_map`. The compiler cannot
+    partition native operations, and would gather the whole store on every device for one.
     """
 
     def read(store, index):
@@ -132,7 +133,7 @@ def _narrow_as_bits(read, v, index):
 def write_one_by_one(
     store: Shaped[Array, "slots *shape"], values: Shaped[Array, "n *shape"], index: Int[Array, " n"]
 ) -> Shaped[Array, "slots *shape"]:
-    """As `write_slots`, but by slices one after the other, whatever the platform: a scatter may want another layout."""
+    """Like `write_slots`, but with slices one after the other on all platforms: a scatter may need another layout."""
     return lax.fori_loop(0, len(index), lambda i, store: write_slot_if(store, load(values, i), index[i]), store)
 
 

@@ -1,4 +1,4 @@
-"""Public forms of the causal convolution. Per channel, over the last `width` inputs of the row:
+"""The causal convolution. Per channel, over the last `width` inputs of the row:
 
     y_t = activation(bias + sum_i weight[i] * x_{t - (width - 1) + i})
 

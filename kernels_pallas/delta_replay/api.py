@@ -1,9 +1,8 @@
-"""Public form of the delta rule's replay. What anchor and tail are, `kernels_pallas.state_replay` says.
+"""Replay of the delta rule. `kernels_pallas.state_replay` describes anchors and tails.
 
-The rule (Yang et al., 2024) adds u[n] k[n] to the decayed state, where u[n] = beta (v - S k) is what was not remembered
-of a token's value. A tail keeps u as it was found when its token was absorbed: replaying it is then linear, as Mamba2
-is. Only the new tokens' u have to be found, one after the other, and all that they ask of the anchor, their k and q, is
-known beforehand: it is read once.
+The rule (Yang et al., 2024) adds u[n] k[n] to the decayed state, where u[n] = beta (v - S k) is the difference between
+a token's value and the stored one. A tail stores the u of each token, so replaying it is linear, as in Mamba2. Only
+the u of new tokens are computed, one after the other. Their k and q are known beforehand, so the anchor is read once.
 """
 
 import math

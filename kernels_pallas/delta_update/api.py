@@ -1,4 +1,4 @@
-"""Public form of the delta update: the recurrence of `kernels_pallas.delta_scan`, step by step (Yang et al., 2024)."""
+"""The delta update: the recurrence of `kernels_pallas.delta_scan`, step by step (Yang et al., 2024)."""
 
 from jaxtyping import Array, Float, Int
 

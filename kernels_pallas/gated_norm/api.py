@@ -1,4 +1,4 @@
-"""Public form of the gated RMS norm.
+"""The gated RMS norm.
 
     gate first (all known models): norm(y * silu(z)) * weight
     norm_before_gate:              norm(y) * weight * silu(z)

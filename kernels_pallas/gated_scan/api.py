@@ -1,11 +1,11 @@
-"""Public form of what lies between the projections of a Mamba2 layer, for prefill.
+"""The operations between the projections of a Mamba2 layer, for prefill.
 
     x = convolution(x)                       `kernels_pallas.causal_conv1d`
     y = scan(x, dt, a, b, c, d)              `kernels_pallas.ssd_scan`
     out = norm(y * silu(z)) * weight         `kernels_pallas.gated_norm`
 
-Each of these reads and writes [tokens, inner]; as one operation, none of it need ever lie in memory but z and x as the
-projection gives them, and the output. Source: the Mamba2 block (Dao and Gu, 2024).
+Each of these reads and writes [tokens, inner]. As one operation, only z and x from the projection and the output are
+stored in memory. Source: the Mamba2 block (Dao and Gu, 2024).
 """
 
 from typing import TypedDict, Unpack
@@ -23,7 +23,7 @@ GATED_SCAN = (
 
 
 class Places(TypedDict):
-    """Where the tokens of ragged rows are: packed one after the other from the first on, and cut into tiles.
+    """The positions of the tokens of ragged rows: packed one after the other from the first on, and divided into tiles.
 
     A row's tiles are consecutive, and so are the tokens of a row's tiles.
     """
@@ -81,7 +81,7 @@ def gated_scan(
     dtype.
 
     Args:
-        zx: what gates, and what the convolution takes. Padding may hold anything finite.
+        zx: the gate, and the convolution's input. Padding may contain any finite values.
         dt: step sizes after softplus; never 0 for a token.
         a: -exp(A_log).
         b: convolved already, as is c.

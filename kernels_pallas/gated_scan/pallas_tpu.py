@@ -150,7 +150,7 @@ def gated_scan(
     )
     if norm is not None and not normalise:
         y = rms_norm(y, norm, groups=groups, eps=eps)
-    # What no tile has, nobody has written.
+    # Tokens outside of all tiles have not been written.
     return jnp.where((jnp.arange(tokens) < count.sum())[:, None], y, 0), store, windows
 
 

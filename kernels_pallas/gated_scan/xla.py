@@ -1,4 +1,4 @@
-"""One operation after the other, each by its own implementations."""
+"""The operations one after the other, each with its own implementation."""
 
 import jax.numpy as jnp
 

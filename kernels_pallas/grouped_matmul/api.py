@@ -1,4 +1,4 @@
-"""Public form of the grouped product: token t of expert e gives w[e] @ x[t]."""
+"""The grouped product: w[e] @ x[t] for token t of expert e."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Public form of the dense product y = x W^T."""
+"""The dense product y = x W^T."""
 
 from functools import partial
 

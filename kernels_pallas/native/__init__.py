@@ -52,7 +52,7 @@ def why_missing(operation: str) -> str | None:
 
 @functools.cache
 def fingerprint() -> str:
-    """What programs compiled here depend on beside their text: the library that they call, or why there is none."""
+    """Identifies the native library that compiled programs depend on, or states why there is none."""
     if WHY_MISSING is not None:
         return WHY_MISSING
     return hashlib.sha256(Path(str(importlib.import_module(_MODULE).__file__)).read_bytes()).hexdigest()

@@ -37,7 +37,7 @@ struct BFloat16 {
   }
 };
 
-// Whole numbers, which somebody else multiplies by their scale.
+// Integers; the caller multiplies by their scale.
 struct Int8 {
   using Stored = int8_t;
   static NATIVE_INLINE float load(Stored value) { return static_cast<float>(value); }

@@ -1,7 +1,8 @@
-"""Public forms of attention. A cache is one array per attention layer, [pages, page_size, 2 * kv_heads, head_dim], with
-the key of head h at index 2h and its value at 2h + 1 (the layout of JAX's ragged paged attention kernel). Query head i
-uses kv head i // (q_heads / kv_heads). Page 0 is nowhere: it may hold anything, is never read and never written. A
-cache may be narrower than the queries: keys and values are rounded once, when they are written.
+"""Attention over a paged cache and over whole sequences. A cache is one array per attention layer, [pages, page_size,
+2 * kv_heads, head_dim], with the key of head h at index 2h and its value at 2h + 1 (the layout of JAX's ragged paged
+attention kernel). Query head i uses kv head i // (q_heads / kv_heads). Page 0 is null: its contents are undefined, and
+it is never read or written. A cache may be narrower than the queries: keys and values are rounded once, when they are
+written.
 
 A cache with one entry for each token holds latents: all query heads share it, as key and as value ("DeepSeek-V2", 2024,
 section 2.1.2, with the projections of keys and values absorbed into those of queries and of the output).
@@ -34,7 +35,7 @@ def write_kv(
     offset: Int[Array, " tokens"],
     implementation: str | None = None,
 ) -> Float[Array, "pages page_size kv_entries head_dim"]:
-    """Puts each token's key and value at (page, offset); those for page 0 are dropped. Donate kv: updated in place.
+    """Write each token's key and value at (page, offset); those for page 0 are dropped. Donate kv: updated in place.
 
     Numbers too large for a cache in 8 bits become the largest that it can hold. Of latents v is None, and k [tokens, 1,
     head_dim].

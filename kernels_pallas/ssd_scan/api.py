@@ -1,4 +1,4 @@
-"""Public form of the scan. For every token t of a row, per head (group g = head // (heads / groups)):
+"""The scan. For each token t of a row, per head (group g = head // (heads / groups)):
 
     h_t = exp(dt_t * a) * h_{t-1} + dt_t * x_t (outer) b_t[g]
     y_t = h_t . c_t[g] + d * x_t

@@ -1,6 +1,6 @@
-"""Public form of the replay: outputs of a few new tokens from an anchor, which is only read, and a tail of inputs.
+"""Replay: compute outputs of a few new tokens from an anchor, which is only read, and a tail of inputs.
 
-The recurrence is that of `kernels_pallas.state_update`. A row that has absorbed c tokens is not held as S(c) but as its
+The recurrence is that of `kernels_pallas.state_update`. A row of c tokens is not stored as S(c) but as its
 anchor S(a), a <= c, in a slot, and its tail, the inputs of tokens a .. c-1. A step reads both, appends its own tokens'
 inputs to the tail, and writes a whole state only when it reaches a multiple of the interval.
 """
@@ -59,9 +59,9 @@ def state_replay(
     m = (length // interval + 1) * interval <= length + num_tokens, S(m) goes to `write_slot`. No other slot, and no
     other entry of a tail, changes a bit.
 
-    What lies in a tail counts only at anchor_length <= n < length; everything else, NaN or the last tenant's, is never
-    looked at. So rejected drafts are given back by not advancing `length`, and a tail needs no reset: with
-    anchor_length = length nothing of it is read.
+    Only entries of a tail with anchor_length <= n < length are used; all others may contain anything, including NaN or
+    another row's inputs. Rejected drafts are therefore discarded by not advancing `length`, and a tail needs no reset:
+    with anchor_length = length, none of its entries is read.
 
     Slots are used as `kernels_pallas.slots` says: no row writes a slot that another row reads; a row may write the one
     that it reads itself (it does so where no other slot is left). States are computed in float32 and rounded to their

@@ -1,4 +1,4 @@
-"""Public form of the state update: the recurrence of `kernels_pallas.ssd_scan`, step by step (Dao and Gu, 2024)."""
+"""The state update: the recurrence of `kernels_pallas.ssd_scan`, step by step (Dao and Gu, 2024)."""
 
 from jaxtyping import Array, Float, Int
 

@@ -173,7 +173,7 @@ def _step(x, dt, a, b, c, d, before, keep, *, held, dtype, digits: int):
     place, lane = (lax.broadcasted_iota(jnp.int32, x.shape, axis) for axis in (0, 1))
 
     def of_channels(v):
-        """What is said of heads, [together, sets], for each of their channels."""
+        """Repeats values of heads, [together, sets], for each of their channels."""
         columns, spread = v.T, jnp.zeros(x.shape, F32)
         for i in range(together):
             spread = jnp.where(lax.div(lane, head_dim) == i, columns[:, i : i + 1], spread)

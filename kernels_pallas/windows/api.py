@@ -1,7 +1,7 @@
-"""Public forms of reading and writing windows: some rows' slots of a store, whose other slots stay where they are.
+"""Read and write windows: the slots of some rows in a store, without moving its other slots.
 
-Any store can be read and written so (`kernels_pallas.slots`). But windows are small, and all slots' windows of a layer
-fit in a TPU's fast memory: left to itself, its compiler brings all of them there, changes a few, and takes all back.
+`kernels_pallas.slots` does this for any store. But windows are small, and all windows of a layer fit in a TPU's fast
+memory, so the compiler would move all of them there, change a few, and move all of them back.
 """
 
 from jaxtyping import Array, Float, Int
@@ -40,7 +40,7 @@ def write_windows(
 
     Args:
         store: donate it: it is updated in place.
-        share: of the rows, how many are not for index 0 in the long run; nothing but estimates depend on it.
+        share: average fraction of rows whose index is not 0; used only for estimates.
 
     Raises:
         ValueError: shapes that do not fit together.
