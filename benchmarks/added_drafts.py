@@ -1,4 +1,4 @@
-"""What `mamba-jax train-mtp` gives a model of a family that has no drafts: acceptance before and after.
+"""Acceptance of drafts before and after `mamba-jax train-mtp`, for a model of a family without drafts.
 
     python -m benchmarks.added_drafts DIRECTORY --corpus corpus
 

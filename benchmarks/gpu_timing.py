@@ -1,4 +1,4 @@
-"""Timing operations on a store that is updated in place, beside the bandwidth of a copy."""
+"""Time operations on a store that is updated in place, and compare with the bandwidth of a copy."""
 
 from __future__ import annotations
 

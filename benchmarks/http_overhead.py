@@ -1,4 +1,4 @@
-"""What HTTP costs: the same requests through `Engine` directly and through the server, in turns, in one run.
+"""The cost of HTTP: the same requests through `Engine` directly and through the server, in turns, in one run.
 
     python -m benchmarks.http_overhead --model demo --concurrency 32 --tokens 64
 

@@ -1,8 +1,8 @@
-"""A decode step of one row with weights in fewer bits, beside the same model in float32 and bfloat16, in turns.
+"""A decode step of one row with quantized weights, compared with float32 and bfloat16, in turns.
 
     python -m benchmarks.quantised_decode mamba2-370m --kinds int8
 
-Random weights; each model's compiled decode program alone, behind a prompt of 64 tokens. int8 weights are tried with
+Random weights; only the compiled decode program, after a prompt of 64 tokens. int8 weights are measured with
 activations in float32 and in bfloat16. Medians over the turns, and the ratio of the fastest turns, which is steadier on
 a busy machine.
 """

@@ -2,10 +2,10 @@
 
     python -m benchmarks.replay mamba2-130m --rows 1,8,32 --drafts 0,3
 
-Random weights; each form's compiled decode program alone, its rows at all places between two multiples of R. Beside the
-times, the bytes of states and tails that a step has to move on average: every row's state read, and those that are due
-written; the tail's tokens read, and the step's own written. Medians over the turns, and the ratio of the fastest turns,
-which is steadier on a busy machine.
+Random weights; each form's compiled decode program alone, its rows at all places between two multiples of R. Also
+prints the bytes of states and tails that a step transfers on average: every row's state read, and those that are due
+written; the tail's tokens read, and the step's own written. Medians over the turns, and the ratio of the fastest
+turns, which is steadier on a busy machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a split costs on paper: bytes of one request by model and length, and how long a link takes for them.
+"""Estimate the cost of a split: bytes of one request by model and length, and the time to transfer them.
 
     python -m benchmarks.split_on_paper
 

@@ -1,10 +1,10 @@
-"""What a row under a grammar costs its neighbours: 31 plain rows beside one structured row, against 31 plain rows.
+"""The cost of a constrained row for other rows: 31 plain rows with and without one constrained row.
 
     python -m benchmarks.structured_rows --model demo --rows 31 --tokens 128 --turns 9
 
-Both run on one engine, in turns. The structured row has more to say than the others, so it is there all the time.
-Prints tokens per second of the plain rows (alone, and beside it) and of the structured one, how many steps waited for
-the one before, and the median of the turns' ratios.
+Both run on one engine, in turns. The constrained row has a longer output than the others, so it is always present.
+Prints tokens per second of the plain rows (without and with it) and of the constrained one, the number of steps that
+waited for the previous one, and the median of the turns' ratios.
 
 With `--drafts K` all rows draft, always K tokens: by n-grams, or by `--method mtp`.
 """

@@ -1,4 +1,4 @@
-"""What tiers below the device cost and save in time: first tokens, and the decoding of others.
+"""The effect of host memory and disk tiers on the time to the first token, and on other decoding requests.
 
     python -m benchmarks.tier_latency [--tokens 2048] [--conversations 8] [--rounds 12]
 
@@ -33,7 +33,7 @@ from serving.engine.engine import Engine
 from serving.engine.sampling_params import SamplingParams
 
 NEW = 32
-"""Tokens of a turn that nobody has seen."""
+"""New tokens of a turn."""
 PAGE = 32
 
 

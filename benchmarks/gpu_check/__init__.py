@@ -1,1 +1,1 @@
-"""What a GPU shows that a compiler cannot: whether kernels are right there, and how fast they and programs are."""
+"""Checks of kernels on a GPU, and their speed and that of whole programs."""

@@ -1,4 +1,5 @@
-"""Every GPU kernel checked against XLA and timed beside it, then whole programs and the engine. Prints JSON lines.
+"""Check each GPU kernel against XLA and compare their times; then measure whole programs and the engine. Prints JSON
+lines.
 
     python -m benchmarks.gpu_check kernels              # updates and scans, attention, experts
     python -m benchmarks.gpu_check programs             # decode and prefill of whole models, dispatch, LLM.generate
@@ -6,9 +7,9 @@
     python -m benchmarks.gpu_check programs --tiny      # does the script itself work? on any machine
     JAX_PLATFORMS=cpu python -m benchmarks.gpu_check golden > golden.json   # greedy tokens, for `programs --golden`
 
-Each of the first two is meant for one call of some minutes on one GPU. Bandwidths are given beside that of a copy on
-the same machine (read + write). Lines on block sizes say which were the fastest: a kernel's defaults should be those.
-The scan of `mamba-ssm` is timed as well where that is installed.
+Each of the first two takes some minutes on one GPU. Bandwidths are compared with that of a copy on the same machine
+(read + write). Lines on block sizes report the fastest ones, which should be a kernel's defaults. The scan of
+`mamba-ssm` is also timed if it is installed.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ MOST = 40e9
 
 
 def check_attention(sizes: Sizes, copy: float, *, sweep: bool) -> bool:
-    """Each against plain XLA; times beside the bytes of the keys and values that are read."""
+    """Check each against plain XLA; report times with the bytes of the keys and values read."""
     ok = True
     per_key = 2 * sizes.kv_heads * sizes.key_dim * 2
     for context, rows, steps in itertools.product(sizes.contexts, sizes.rows, sizes.steps):

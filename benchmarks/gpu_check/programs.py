@@ -1,4 +1,4 @@
-"""Step programs of whole models with random weights, beside the least bytes they move; and what a dispatch costs."""
+"""Step programs of whole models with random weights, their minimum of bytes, and the cost of a dispatch."""
 
 from __future__ import annotations
 

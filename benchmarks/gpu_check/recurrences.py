@@ -1,4 +1,4 @@
-"""The updates and scans of Mamba2 and of the gated delta rule, beside XLA and the `mamba-ssm` package."""
+"""The updates and scans of Mamba2 and of the gated delta rule, compared with XLA and the `mamba-ssm` package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured, and how a kernel is held beside others."""
+"""The measured sizes, and the comparison of a kernel with other implementations."""
 
 from __future__ import annotations
 
