@@ -64,7 +64,7 @@ def _vllm_row(flag: Flag) -> str:
         return f"| {names} | unnecessary | {flag.unnecessary} |"
     if flag.missing:
         fine = f" ({' and '.join(flag.harmless)} is fine)" if flag.harmless else ""
-        return f"| {names} | not there | {flag.missing}{fine} |"
+        return f"| {names} | not supported | {flag.missing}{fine} |"
     ours = flag.ours if "`" in flag.ours else ", ".join(f"`{name}`" for name in flag.ours.split(", "))
     return f"| {names} | {'same, other values' if flag.ours == flag.name else 'alias'} | {ours} |"
 

@@ -14,9 +14,12 @@ from serving.capacity.result import CapacityPlan
 GIB = 1 << 30
 
 
-def as_json(plan: CapacityPlan) -> dict[str, Any]:
-    """Everything, as plain values."""
+def as_json(plan: CapacityPlan, at_context: int | None = None) -> dict[str, Any]:
+    """Everything, as plain values. `at_context` adds the number of sequences of that many tokens."""
     fields = dataclasses.asdict(plan)
+    if at_context is not None:
+        sequences, limit = plan.sequences_at(at_context)
+        fields["at_context"] = {"tokens": at_context, "sequences": sequences, "limited_by": limit}
     fields["compiled"] = plan.compiled
     if plan.size is not None:
         fields["size"]["tokens_in_pages"] = tokens_in_pages(plan)
@@ -35,12 +38,14 @@ def verdict(plan: CapacityPlan) -> str:
     return f"{where}: does not fit, the compiler refuses a program"
 
 
-def as_text(plan: CapacityPlan) -> RenderableType:
-    """The report for a terminal."""
+def as_text(plan: CapacityPlan, at_context: int | None = None) -> RenderableType:
+    """The report for a terminal. `at_context` adds the number of sequences of that many tokens."""
     parts: list[RenderableType] = [Text(verdict(plan), style="bold green" if plan.fits else "bold red"), _machine(plan)]
     parts += [Text(), _memory(plan)]
     if plan.size is not None:
         parts += [Text(), _capacity(plan)]
+        if at_context is not None:
+            parts.append(Text(_at_context(plan, at_context)))
     if plan.steps:
         parts += [Text(), _steps(plan)]
     if plan.programs:
@@ -49,6 +54,24 @@ def as_text(plan: CapacityPlan) -> RenderableType:
     if not plan.compiled and plan.size is not None:
         parts.append(Text("By arithmetic only: nothing was compiled, and temporaries are a rough upper bound."))
     return Group(*parts)
+
+
+def as_comparison(plans: list[CapacityPlan], failures: dict[str, str], at_context: int | None) -> RenderableType:
+    """The smallest machine of each kind that holds the model, and why the others do not."""
+    table = Table(title="Smallest machine of each kind, by arithmetic", title_justify="left", box=None, pad_edge=False)
+    columns = ["machine", "devices", "memory", "to spare each"] + (["sequences at once"] if at_context else [])
+    for name in columns:
+        table.add_column(name, justify="left" if name == "machine" else "right")
+    for plan in sorted(plans, key=lambda plan: plan.target.count * plan.target.device.memory):
+        memory = plan.target.count * plan.target.device.memory
+        row = [plan.target.name, f"{plan.target.count}", gib(memory), gib(plan.spare)]
+        table.add_row(*row, *([f"{plan.sequences_at(at_context)[0]:,}"] if at_context else []))
+    return Group(table, *(Text(f"{name}: {why}", style="dim") for name, why in failures.items()))
+
+
+def _at_context(plan: CapacityPlan, tokens: int) -> str:
+    sequences, limit = plan.sequences_at(tokens)
+    return f"At {tokens:,} tokens each, {sequences:,} sequences run at once (limited by {limit})."
 
 
 def tokens_in_pages(plan: CapacityPlan) -> int:

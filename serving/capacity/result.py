@@ -71,3 +71,13 @@ class CapacityPlan:
     def compiled(self) -> bool:
         """Whether the compiler has been asked, or everything is arithmetic."""
         return bool(self.programs)
+
+    def sequences_at(self, tokens: int) -> tuple[int, str]:
+        """How many sequences of `tokens` tokens run at once, and what limits them: `pages` or `max_num_seqs`."""
+        if self.size is None:
+            return 0, "memory"
+        size = self.size
+        if not size.num_pages:
+            return size.max_num_seqs, "max_num_seqs"
+        by_pages = (size.num_pages - 1) // -(-tokens // size.page_size)
+        return (by_pages, "pages") if by_pages < size.max_num_seqs else (size.max_num_seqs, "max_num_seqs")

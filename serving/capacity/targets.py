@@ -41,16 +41,16 @@ TPUS = {
 }
 
 # GPUs: NVIDIA's data sheets, SXM forms where there are several, without sparsity. Links are NVLink, or PCIe 4.0 x16
-# where there is none.
+# where there is none. Memory is the total that the CUDA driver reports.
 GPUS = {
-    "a10g": Device("NVIDIA A10G", "gpu", 24 * 10**9, 600e9, 70e12, 64e9),
-    "a100-40gb": Device("NVIDIA A100 40 GB", "gpu", 40 * 10**9, 1555e9, 312e12, 600e9),
-    "a100": Device("NVIDIA A100 80 GB", "gpu", 80 * 10**9, 2039e9, 312e12, 600e9),
-    "l4": Device("NVIDIA L4", "gpu", 24 * 10**9, 300e9, 121e12, 64e9),
-    "l40s": Device("NVIDIA L40S", "gpu", 48 * 10**9, 864e9, 362e12, 64e9),
-    "h100": Device("NVIDIA H100 SXM", "gpu", 80 * 10**9, 3350e9, 989e12, 900e9),
-    "h200": Device("NVIDIA H200", "gpu", 141 * 10**9, 4800e9, 989e12, 900e9),
-    "b200": Device("NVIDIA B200", "gpu", 180 * 10**9, 7700e9, 2250e12, 1800e9),
+    "a10g": Device("NVIDIA A10G", "gpu", int(22.0 * GIB), 600e9, 70e12, 64e9),
+    "a100-40gb": Device("NVIDIA A100 40 GB", "gpu", int(39.4 * GIB), 1555e9, 312e12, 600e9),
+    "a100": Device("NVIDIA A100 80 GB", "gpu", int(79.1 * GIB), 2039e9, 312e12, 600e9),
+    "l4": Device("NVIDIA L4", "gpu", int(22.0 * GIB), 300e9, 121e12, 64e9),
+    "l40s": Device("NVIDIA L40S", "gpu", int(44.4 * GIB), 864e9, 362e12, 64e9),
+    "h100": Device("NVIDIA H100 SXM", "gpu", int(79.1 * GIB), 3350e9, 989e12, 900e9),
+    "h200": Device("NVIDIA H200", "gpu", int(139.7 * GIB), 4800e9, 989e12, 900e9),
+    "b200": Device("NVIDIA B200", "gpu", int(178.3 * GIB), 7700e9, 2250e12, 1800e9),
 }
 GPU_COUNTS = (1, 2, 4, 8)
 
@@ -106,6 +106,13 @@ def known() -> list[str]:
     """Every name of a machine."""
     slices = [f"{kind}-{size}" for kind, sizes in _SLICES.items() for size in sizes]
     return slices + [f"{kind}-{count}" for kind in GPUS for count in GPU_COUNTS]
+
+
+def families() -> list[list[Target]]:
+    """All machines by kind of device, smallest first."""
+    names = [[f"{kind}-{size}" for size in sizes] for kind, sizes in _SLICES.items()]
+    names += [[f"{kind}-{count}" for count in GPU_COUNTS] for kind in GPUS]
+    return [[target(name) for name in group] for group in names]
 
 
 def larger(of: Target) -> list[Target]:

@@ -80,6 +80,7 @@ class _Program(TyperGroup):
                 formatter.write_dl(rows)
 
 
+@functools.cache
 def _build(name: str) -> Any:
     entry = COMMANDS[name]
     found = getattr(importlib.import_module(f"serving.cli.{entry.module}"), entry.name)

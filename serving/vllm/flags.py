@@ -96,7 +96,7 @@ def json_value(name: str, text: str) -> Any:
 
 
 _MTP = ("mtp", "nemotron_h_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp")
-_FOR_DRAFT_KERNELS = ("moe_backend", "attention_backend", "draft_tensor_parallel_size")
+_FOR_DRAFT_KERNELS = ("moe_backend", "attention_backend", "draft_tensor_parallel_size", "enforce_eager")
 _DRAFT_KEYS = {
     "num_speculative_tokens": "--num-speculative-tokens",
     "prompt_lookup_min": "--prompt-lookup-min",
@@ -119,14 +119,14 @@ def drafts(value: str) -> Words:
     else:
         asked = f"method {method!r}" if method is not None else "a draft model"
         raise ConfigError(
-            f"--speculative-config: {asked} is not there; drafts come from the model's own layer (mtp) or from ngram"
+            f"--speculative-config: {asked} is not supported; drafts come from the model's own layer (mtp) or ngram"
         )
     for key, number in given.items():
         if key in _FOR_DRAFT_KERNELS:
             continue
         if key not in _DRAFT_KEYS:
             known = ", ".join(["method", *_DRAFT_KEYS])
-            raise ConfigError(f"--speculative-config: {key!r} is not there; allowed are {known}")
+            raise ConfigError(f"--speculative-config: unknown key {key!r}; allowed: {known}")
         words += [_DRAFT_KEYS[key], str(number)]
     return words
 
@@ -161,6 +161,12 @@ def _quantization(value: str) -> Words:
     return [] if value in _STORED else ["--quantization", value]
 
 
+_TEXT_ONLY = "text only"
+_GENERATE_ONLY = "only text generation is served, not embeddings or classification"
+_ONE_HOST = "replicas are on one host: start a server on each host, with `mamba-jax router` in front"
+_BALANCE = "a server balances its own replicas, `mamba-jax router` servers"
+_ALL_DEVICES = "all devices of a replica compute each sequence"
+_NO_ADAPTERS = "no adapters: merge them into the weights first"
 _ONE_PROGRAM = "programs are always compiled, at start-up"
 _BUILT_IN = "forms are built in; no code of a checkpoint is run"
 _MEMORY = "a preempted request is computed again from its tokens"
@@ -217,6 +223,7 @@ FLAGS: tuple[Flag, ...] = (
     switch("--disable-log-requests", "--no-log-requests", "--log-requests"),
     unnecessary("--enable-auto-tool-choice", "calls are read wherever a request has tools", Takes.NOTHING),
     unnecessary("--tool-parser-plugin", _BUILT_IN),
+    unnecessary("--tool-call-parser-plugin", _BUILT_IN),
     unnecessary("--reasoning-parser-plugin", _BUILT_IN),
     unnecessary("--trust-remote-code", "families are built in; no code of a checkpoint is run", Takes.NOTHING),
     unnecessary("--enforce-eager", _ONE_PROGRAM, Takes.NOTHING),
@@ -224,6 +231,8 @@ FLAGS: tuple[Flag, ...] = (
     unnecessary("--optimization-level", _ONE_PROGRAM, Takes.A_VALUE, "-O"),
     unnecessary("--max-seq-len-to-capture", _ONE_PROGRAM),
     unnecessary("--cuda-graph-sizes", _ONE_PROGRAM, Takes.VALUES),
+    unnecessary("--cudagraph-capture-sizes", _ONE_PROGRAM, Takes.VALUES),
+    unnecessary("--max-cudagraph-capture-size", _ONE_PROGRAM),
     unnecessary("--swap-space", _MEMORY),
     unnecessary("--preemption-mode", _MEMORY),
     unnecessary("--async-scheduling", "a step is dispatched before the last one's results are read", Takes.NOTHING),
@@ -236,6 +245,17 @@ FLAGS: tuple[Flag, ...] = (
     unnecessary("--attention-config", _KERNELS),
     unnecessary("--mamba-ssu-algorithm", _KERNELS),
     unnecessary("--enable-flashinfer-autotune", _KERNELS, Takes.NOTHING),
+    unnecessary("--kernel-config", _KERNELS),
+    unnecessary("--disable-cascade-attn", _KERNELS, Takes.NOTHING),
+    unnecessary("--additional-config", "settings of vLLM's platform plugins"),
+    unnecessary("--disable-hybrid-kv-cache-manager", "states and pages have one manager", Takes.NOTHING),
+    unnecessary("--enable-mamba-cache-stochastic-rounding", "states are rounded to the nearest value", Takes.NOTHING),
+    unnecessary("--mamba-cache-philox-rounds", "states are rounded to the nearest value"),
+    unnecessary("--enable-sleep-mode", "sleep and wake-up are always available", Takes.NOTHING),
+    unnecessary("--scheduling-policy", "requests may have a priority; equal ones are served in order"),
+    unnecessary("--stream-interval", "tokens are sent when they are ready"),
+    renamed("--kv-offloading-size", "--host-cache-gib"),
+    unnecessary("--kv-offloading-backend", "--host-cache-gib is built in"),
     unnecessary("--safetensors-load-strategy", "weights are read tensor by tensor, straight to their devices"),
     unnecessary("--device", "JAX uses the accelerator that it finds; JAX_PLATFORMS=cpu says otherwise"),
     unnecessary("--distributed-executor-backend", "one process drives all local devices"),
@@ -246,15 +266,32 @@ FLAGS: tuple[Flag, ...] = (
         Takes.NOTHING,
     ),
     unnecessary("--disable-custom-all-reduce", "sums over devices are XLA's", Takes.NOTHING),
+    unnecessary("--all2all-backend", "exchanges between devices are XLA's"),
+    unnecessary("--enable-eplb", "experts are divided evenly and stay where they are", Takes.NOTHING),
+    unnecessary("--eplb-config", "experts are divided evenly and stay where they are"),
+    unnecessary("--data-parallel-hybrid-lb", _BALANCE, Takes.NOTHING),
+    unnecessary("--data-parallel-external-lb", _BALANCE, Takes.NOTHING),
+    unnecessary("--data-parallel-backend", "one process drives all replicas"),
+    unnecessary("--data-parallel-rpc-port", "one process drives all replicas"),
     unnecessary("--structured-outputs-config", "grammars are llguidance's"),
     unnecessary("--guided-decoding-backend", "grammars are llguidance's"),
     unnecessary("--prefix-caching-hash-algo", "prefixes are found by their tokens, not by a hash"),
     unnecessary("--tokenizer-mode", "tokenizer.json is read by the tokenizers library"),
     unnecessary("--chat-template-content-format", "lists of text parts become one text"),
-    unnecessary("--limit-mm-per-prompt", "text only"),
-    unnecessary("--language-model-only", "text only", Takes.NOTHING),
-    unnecessary("--runner", "models generate text"),
-    unnecessary("--task", "models generate text"),
+    unnecessary("--limit-mm-per-prompt", _TEXT_ONLY),
+    unnecessary("--language-model-only", _TEXT_ONLY, Takes.NOTHING),
+    unnecessary("--mm-encoder-tp-mode", _TEXT_ONLY),
+    unnecessary("--mm-encoder-attn-backend", _TEXT_ONLY),
+    unnecessary("--mm-processor-cache-type", _TEXT_ONLY),
+    unnecessary("--mm-processor-cache-gb", _TEXT_ONLY),
+    unnecessary("--mm-processor-kwargs", _TEXT_ONLY),
+    unnecessary("--media-io-kwargs", _TEXT_ONLY),
+    unnecessary("--video-pruning-rate", _TEXT_ONLY),
+    unnecessary("--allowed-local-media-path", _TEXT_ONLY),
+    unnecessary("--skip-mm-profiling", _TEXT_ONLY, Takes.NOTHING),
+    missing("--runner", _GENERATE_ONLY, harmless=("auto", "generate")),
+    missing("--task", _GENERATE_ONLY, harmless=("auto", "generate")),
+    missing("--convert", _GENERATE_ONLY, harmless=("auto", "none")),
     unnecessary("--disable-log-stats", "numbers are at /metrics, not in the log", Takes.NOTHING),
     unnecessary("--enable-server-load-tracking", "numbers are at /metrics", Takes.NOTHING),
     unnecessary("--enable-prompt-tokens-details", "usage always has them", Takes.NOTHING),
@@ -263,8 +300,17 @@ FLAGS: tuple[Flag, ...] = (
     unnecessary("--disable-fastapi-docs", "/docs shows nothing but the API's description", Takes.NOTHING),
     missing("--pipeline-parallel-size", "layers are divided by --tensor-parallel-size only", "-pp", harmless=("1",)),
     missing("--api-server-count", "one process serves HTTP", harmless=("1",)),
-    missing("--enable-lora", "no adapters: merge them into the weights first", takes=Takes.NOTHING),
-    missing("--lora-modules", "no adapters: merge them into the weights first", takes=Takes.VALUES),
+    missing("--decode-context-parallel-size", _ALL_DEVICES, "-dcp", harmless=("1",)),
+    missing("--prefill-context-parallel-size", _ALL_DEVICES, "-pcp", harmless=("1",)),
+    missing("--data-parallel-address", _ONE_HOST),
+    missing("--data-parallel-rank", _ONE_HOST),
+    missing("--data-parallel-size-local", _ONE_HOST),
+    missing("--data-parallel-start-rank", _ONE_HOST),
+    missing("--enable-lora", _NO_ADAPTERS, takes=Takes.NOTHING),
+    missing("--lora-modules", _NO_ADAPTERS, takes=Takes.VALUES),
+    missing("--max-lora-rank", _NO_ADAPTERS),
+    missing("--max-loras", _NO_ADAPTERS),
+    missing("--hf-token", "set HF_TOKEN in the environment: other users of this machine can read a command line"),
     missing("--cpu-offload-gb", "weights stay on the device; `mamba-jax plan` says what fits", harmless=("0",)),
     missing("--kv-transfer-config", "see --role and docs/split.md"),
     missing("--hf-overrides", "edit config.json"),

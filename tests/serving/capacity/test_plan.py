@@ -9,13 +9,15 @@ from xml.etree import ElementTree
 import jax.numpy as jnp
 import pytest
 
+from checkpoints.errors import CheckpointError
 from checkpoints.load import load_config
 from checkpoints.presets import preset_names
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.sharding import Partition
 from serving.capacity.count import Counter, collectives, decode_workload
+from serving.capacity.models import resolved_model
 from serving.capacity.plan import make_plan
-from serving.capacity.targets import target
+from serving.capacity.targets import families, known, target
 from serving.cli.main import run
 from serving.config import ConfigError, EngineConfig
 
@@ -132,7 +134,10 @@ def test_command_says_what_is_missing(capsys):
         (["--model", "nemotron-h-8b", "--topology", "v7-8"], "is not known"),
         (["--model", "falcon-h1-34b", "--topology", "h100-8"], "does not divide this model's 20 attention heads"),
         (["--model", "nemotron-h-8b", "--topology", "h100-8", "--tensor-parallel-size", "4"], "has 8 device"),
-        (["--model", "nothing-here", "--topology", "h100"], "nothing-here"),
+        (["--model", "nothing-here", "--topology", "h100"], "nothing-here: no such model"),
+        (["--model", "nemotron-nano-9b", "--topology", "h100"], "did you mean nemotron-nano-9b-v2 or"),
+        (["--model", "nemotron-h-8b", "--topology", "h100", "--at-context", "9000"], "at most 8192 tokens"),
+        (["--model", "nemotron-h-8b", "--topology", "all", "--full"], "need one machine"),
     ],
 )
 def test_command_refuses_in_one_line(arguments, message, capsys):
@@ -140,6 +145,70 @@ def test_command_refuses_in_one_line(arguments, message, capsys):
     error = capsys.readouterr().err
     assert message in " ".join(error.split())
     assert "Traceback" not in error
+
+
+def test_command_finds_the_smallest_machine_of_each_kind(capsys, monkeypatch):
+    groups = [["h200-1"], ["l4-1", "l4-2"], ["v5e-1"]]
+    machines = [[target(name) for name in names] for names in groups]
+    monkeypatch.setattr("serving.capacity.targets.families", lambda: machines)
+    wanted = ["--model", "nemotron-h-8b", "--topology", "all", "--at-context", "4096", "--max-num-seqs", "32"]
+    assert run(["plan", *wanted]) == 0
+    text = capsys.readouterr().out
+    rows = [line.split() for line in text.splitlines() if " GiB" in line]
+    assert [row[0] for row in rows] == ["l4-2", "h200-1"], "by memory"
+    assert all(int(row[-1]) > 0 for row in rows)
+    assert "TPU v5e: v5e-1: does not fit" in text
+    del machines[1:]
+    assert run(["plan", *wanted, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["fits"]["h200-1"]["at_context"] == {"tokens": 4096, "sequences": 32, "limited_by": "max_num_seqs"}
+    assert not report["does_not_fit"]
+    machines[:] = [[target("h100-8")]]
+    assert run(["plan", "--model", "falcon-h1-34b", "--topology", "all", "--json"]) == 1
+    assert "does not divide" in json.loads(capsys.readouterr().out)["does_not_fit"]["NVIDIA H100 SXM"]
+
+
+def test_every_machine_is_in_one_group():
+    assert [machine.name for group in families() for machine in group] == known()
+
+
+def test_sequences_at_a_context_are_limited_by_pages_or_by_rows():
+    made = plan("nemotron-h-8b", "h200-1", max_num_seqs=64)
+    pages = made.size.num_pages - 1
+    assert made.sequences_at(32) == (64, "max_num_seqs")
+    sequences, limit = made.sequences_at(8000)
+    assert (sequences, limit) == (pages // 250, "pages") or (sequences, limit) == (64, "max_num_seqs")
+    longer = made.sequences_at(10**6)
+    assert longer == (pages // 31250, "pages")
+    assert plan("mamba2-130m", "l4-1").sequences_at(10**6)[1] == "max_num_seqs"
+
+
+@pytest.mark.parametrize(
+    ("name", "published", "quantization"),
+    [
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nemotron-3-nano-30b-a3b", None),
+        ("nvidia/NVIDIA-Nemotron-Nano-9B-v2-FP8", "nemotron-nano-9b-v2", "fp8"),
+        ("ibm-granite/granite-4.0-h-tiny", "granite-4.0-h-tiny", None),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3-next-80b-a3b", None),
+        ("moonshotai/Kimi-Linear-48B-A3B-Instruct", "kimi-linear-48b-a3b", None),
+        ("tiiuae/Falcon-H1-7B-Base", "falcon-h1-7b", None),
+    ],
+)
+def test_a_hubs_name_stands_for_the_published_model(name, published, quantization, monkeypatch):
+    def offline(config, **_):
+        raise CheckpointError(f"{config.model}: cannot be reached")
+
+    monkeypatch.setattr("serving.capacity.models.fetched", offline)
+    config, notice = resolved_model(EngineConfig.create(model=name))
+    assert (config.model, config.quantization) == (published, quantization)
+    assert published in notice
+    with pytest.raises(CheckpointError, match="cannot be reached"):
+        resolved_model(EngineConfig.create(model=name, revision="v1"))
+
+
+def test_published_models_are_listed(capsys):
+    assert run(["plan", "--list-models"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(preset_names())
 
 
 @pytest.mark.parametrize(("topology", "extra"), [("v6e-8", "plan"), ("h200-8", "plan-gpu")])
