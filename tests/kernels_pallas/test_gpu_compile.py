@@ -1,7 +1,7 @@
 """Kernels compiled by XLA's compiler for an H200 that is not at hand, at the sizes of real models: it takes them,
 stores are updated in place, caches are not copied, and registers are not spilled.
 
-A few by default; all with --slow.
+A few with --full; all with --slow.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """The gated delta rule's kernels compiled by XLA's compiler for an H200 that is not at hand, at sizes of real models.
 
-A few by default; all with --slow.
+A few with --full; all with --slow.
 """
 
 import dataclasses

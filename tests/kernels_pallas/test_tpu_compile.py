@@ -1,7 +1,7 @@
 """Kernels compiled by the TPU's own compiler at the sizes of real models: it takes them (so VMEM suffices), they update
 the store in place, and nothing of the store's size stands beside it.
 
-A few by default; all with --slow.
+One of each of two kernels by default, a few with --full; all with --slow.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """The experts' products compiled by the TPU's own compiler, for every published size and whole and divided over 4 and 8
 devices: nothing but the kernel touches the weights.
 
-A few by default; all with --slow.
+A few with --full; all with --slow.
 """
 
 import functools

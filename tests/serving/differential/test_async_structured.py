@@ -58,6 +58,7 @@ async def said(served: AsyncEngine, seed: int) -> tuple:
     return (last.outputs[0].finish_reason, *last.outputs[0].token_ids)
 
 
+@pytest.mark.smoke
 def test_what_each_says_alone(make):
     seeds = range(24)
 
