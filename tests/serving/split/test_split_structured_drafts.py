@@ -11,6 +11,7 @@ STRUCTURED = SamplingParams(temperature=0.0, max_tokens=20, structured_outputs={
 ASKED = [(tokens(5, 2 * B + 3), STRUCTURED), (tokens(6, B), GREEDY), (tokens(7, B - 1), GREEDY)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("source", [pytest.param("ngram", marks=pytest.mark.slow), "mtp"])
 def test_each_says_what_one_engine_without_drafts_says(source):
     plain = build("none", enable_structured_outputs=True).engine
