@@ -34,6 +34,7 @@ def prompts(*lengths):
     return [tuple(int(t) for t in rng.integers(0, VOCAB, n)) for n in lengths]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("config", "num_drafts"), [(STEP, 3), (NO_ATTENTION, 0)], ids=["hybrid", "no attention"])
 def test_prefill_then_decode_by_hand(config, num_drafts):
     """What the library's user does: prefill a prompt, then decode token by token."""

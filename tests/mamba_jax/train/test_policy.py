@@ -36,6 +36,7 @@ def test_advantages_compare_within_a_group():
     np.testing.assert_allclose(found, [[1, -1], [0, 0]], atol=1e-3)
 
 
+@pytest.mark.smoke
 def test_log_probabilities_are_those_of_each_sequence_alone(values):
     model, given = build(CONFIG, values, jnp.float32), answers(values)
     for row, length in enumerate(given.lengths):
@@ -56,6 +57,7 @@ def test_the_loss_by_hand(values):
     np.testing.assert_allclose((parts["kl"], parts["clipped"]), (np.e - 2, 5 / 7), rtol=1e-4)
 
 
+@pytest.mark.smoke
 def test_what_was_good_becomes_likelier(values):
     trainer = PolicyTrainer(CONFIG, values, optax.sgd(0.05))
     given = answers(values)

@@ -21,10 +21,11 @@ from tests.serving.differential.splitting import impatient
 from tests.serving.differential.traces import draw, run_trace
 from tests.support.shared_engines import EXACT, VARIANTS
 
+pytestmark = pytest.mark.full
+
 COUNT = 16
 
 
-@pytest.mark.smoke
 @pytest.mark.fuzz
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_traces(variant: str, request: pytest.FixtureRequest) -> None:
@@ -54,7 +55,6 @@ CASES = [
 ]
 
 
-@pytest.mark.smoke
 @pytest.mark.fuzz
 @pytest.mark.parametrize(("variant", "how"), CASES)
 def test_exact_reuse(variant: str, how: str) -> None:
@@ -70,7 +70,6 @@ def test_exact_reuse(variant: str, how: str) -> None:
     assert met["cut"] <= 1 + met["comparisons"] // 50, "too many comparisons were cut short by near-ties"
 
 
-@pytest.mark.full
 def test_chunks_that_run_over_a_boundary_are_noticed() -> None:
     """Planted: states that are not rounded where the references' are. The bound is narrow enough to see it."""
 

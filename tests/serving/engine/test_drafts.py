@@ -24,7 +24,7 @@ SIZES = {"max_num_seqs": 4, "num_slots": 34, "num_pages": 22}
 CASES = [
     ("nemotronh-moe", "mtp", 3),
     pytest.param(("nemotronh-moe", "ngram", 1), marks=pytest.mark.full),
-    ("mamba2", "ngram", 3),
+    pytest.param(("mamba2", "ngram", 3), marks=pytest.mark.full),
 ]
 
 

@@ -31,6 +31,7 @@ def ask(llm, prompts, params):
     return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
 
 
+@pytest.mark.full
 def test_64_requests_at_once_say_what_they_say_without_drafts(harness, llm):
     rng = random.Random(3)
     few = dict.fromkeys((5, 6, 9), 100.0)
@@ -57,6 +58,7 @@ def test_64_requests_at_once_say_what_they_say_without_drafts(harness, llm):
     llm.engine.loop.scheduler.check(idle=True)
 
 
+@pytest.mark.full
 def test_the_second_turn_finds_what_was_decoded_and_says_what_a_cold_run_says(harness, llm):
     rng = random.Random(4)
     prompt = harness.prompt(rng, 12)
