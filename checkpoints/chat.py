@@ -147,6 +147,8 @@ def plain_message(message: Message) -> dict[str, Any]:
     if isinstance(content, Sequence) and not isinstance(content, str):
         plain["content"] = "\n".join(_part_text(part) for part in content)
     if plain.get("tool_calls"):
+        if not isinstance(plain["tool_calls"], list | tuple):
+            raise ChatTemplateError("a message's tool_calls must be a list")
         plain["tool_calls"] = [_plain_tool_call(call) for call in plain["tool_calls"]]
     return plain
 
@@ -162,12 +164,15 @@ def _part_text(part: Any) -> str:
 
 def _plain_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     """OpenAI clients send arguments as a JSON string, templates loop over an object."""
+    if not isinstance(call, Mapping):
+        raise ChatTemplateError("a tool call must be an object")
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return dict(call)
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError as error:
+        json.dumps(arguments, ensure_ascii=False).encode()  # half a surrogate pair has no tokens
+    except (ValueError, RecursionError) as error:
         raise ChatTemplateError(f"a tool call's arguments are not valid JSON ({error})") from error
     return {**call, "function": {**function, "arguments": arguments}}
 

@@ -87,6 +87,7 @@ class Folder:
         plain = {key: np.ascontiguousarray(array) for key, array in arrays.items()}
         note |= {f"dtype {key}": str(array.dtype) for key, array in plain.items()}
         raw = {key: _raw(array) for key, array in plain.items()}
+        note["header checksum"] = str(_header_checksum(note))
         note["checksum"] = str(_checksum(note, raw))
         data = save(raw, note)
         self._count += 1
@@ -193,6 +194,13 @@ def _checksum(note: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> int:
     return found
 
 
+def _header_checksum(note: Mapping[str, str]) -> int:
+    """Of what the header notes, without the checksums. Routers are told of a file by its header alone, before its
+    arrays are read."""
+    noted = sorted(item for item in note.items() if item[0] not in ("checksum", "header checksum"))
+    return zlib.crc32(json.dumps(noted).encode())
+
+
 def unit_of(path: Path, name: Name, block: int) -> Unit | None:
     """What a file's header says; None for a block. Raises ValueError where that cannot be, or the file is cut short."""
     with open_regular(path) as file:
@@ -207,6 +215,8 @@ def unit_of(path: Path, name: Name, block: int) -> Unit | None:
         end = max(entry["data_offsets"][1] for entry in header.values())
         if path.stat().st_size != 8 + length + end or note["name"] != name.hex():
             raise ValueError("cut short, or another part's")
+        if note.pop("header checksum") != str(_header_checksum(note)):
+            raise ValueError("the header is not what was written")
         if "links" not in note:
             return None
         links = tuple(bytes.fromhex(link) for link in note["links"].split(","))

@@ -192,3 +192,20 @@ def test_a_template_is_compiled_once(monkeypatch):
         templates.choose(None, tools=False).render([])
         templates.choose(None, tools=True).render([])
     assert compiled == ["d", "t"]
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [5],
+        5,
+        "x",
+        [None],
+        [[]],
+        True,
+        *([{"function": {"name": "f", "arguments": text}}] for text in ("[" * 50_000, r'"\ud800"')),
+    ],
+)
+def test_wrong_tool_calls_are_refused(calls):
+    with pytest.raises(ChatTemplateError, match=r"tool.call"):
+        render("{{ messages[0].tool_calls }}", [{"role": "assistant", "tool_calls": calls}])

@@ -148,7 +148,144 @@ def deep(depth: int) -> dict[str, object]:
     return value
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+NESTED = "[" * 50_000 + "]" * 50_000
+
+
+def tool(**parameters: object) -> dict[str, object]:
+    """A function with these parameters, for a call that is forced."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    return chat(tools=tools, tool_choice="required")
+
+
+def call(arguments: str, name: str = "f") -> dict[str, object]:
+    """A conversation in which the assistant has called a function."""
+    made = {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return chat(messages=[{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [made]}])
+
+
+def written(*texts: str) -> list[dict[str, object]]:
+    """Requests to whose answers the model is held: it writes these texts."""
+    return [chat(tools=[TOOL], structured_outputs={"choice": [text]}, max_tokens=400) for text in texts]
+
+
+def as_message(**fields: object) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1} | fields
+
+
+def with_headers(*headers: tuple[bytes, bytes]) -> Callable[[str], Answers]:
+    """Posts a completion once with each header, as it is."""
+
+    def send(url: str) -> Answers:
+        content = json.dumps(completion()).encode()
+        found = set()
+        for name, value in headers:
+            head = (
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+            )
+            head += name + b": " + value + b"\r\ncontent-length: %d\r\n\r\n" % len(content)
+            found |= raw(head + content)(url)
+        return found
+
+    return send
+
+
+FORWARDED = (b"x-request-id", b"traceparent", b"tracestate", b"authorization", b"x-api-key")
 HOSTILE = [
+    Hostile(
+        "headers that end with white space",
+        with_headers(*((name, b"abc" + end) for name in FORWARDED for end in (b" ", b"\t", b" \t "))),
+        frozenset({200}),
+    ),
+    Hostile(
+        "headers with bytes above 0x7f",
+        with_headers(*((name, value) for name in FORWARDED for value in (b"caf\xe9", b"\xff\xfe"))),
+        frozenset({200, 400}),
+    ),
+    Hostile(
+        "heads at and above the limit",
+        with_headers(*((b"x-api-key", b"k" * size) for size in (9000, 60_000, 65_200, 68_004, 200_000))),
+        frozenset({0, 200, 431}),
+    ),
+    Hostile(
+        "calls of wrong types",
+        post(
+            CHAT,
+            *(
+                chat(messages=[{"role": "assistant", "tool_calls": calls}])
+                for calls in ([5], 5, "x", [None], [[]], True, [{"function": 5}], [{}])
+            ),
+        ),
+        frozenset({200, 400}),
+    ),
+    Hostile(
+        "arguments that are no JSON",
+        post(CHAT, *map(call, (NESTED, r'{"a": "\ud800"}', "NaN", '{"a": Infinity}', "5", "{"))),
+        frozenset({200, 400}),
+    ),
+    Hostile(
+        "calls that a model writes wrongly",
+        post(
+            CHAT,
+            *written(
+                r'<tool_call>{"name": "\q", "arguments": {}}</tool_call>',
+                r'<tool_call>{"name": "\ud800", "arguments": {"a": "\udfff"}}</tool_call>',
+                r'<tool_call>{"arguments": {"a": "\ud800"}, "name": "f"}</tool_call>',
+                '<tool_call>{"arguments": {"a": NaN}, "name": "f"}</tool_call>',
+                "<tool_call><function=f><parameter=a>Infinity</parameter></function></tool_call>",
+                r'<tool_call><function=f><parameter=a>"\ud800"</parameter></function></tool_call>',
+            ),
+        ),
+        frozenset({200, 400}),
+    ),
+    Hostile(
+        "values of wrong types to responses",
+        post(
+            "/v1/responses",
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": 5}]},
+            {"input": [{"role": "user", "content": 5}]},
+            {"input": [{"role": "user", "content": True}]},
+            {"input": [{"type": "reasoning", "content": 5}]},
+            {"input": [{"type": "function_call", "call_id": "c", "name": 5, "arguments": 5}]},
+        ),
+        frozenset({200, 400}),
+    ),
+    Hostile(
+        "schemas of wrong types for a forced call",
+        post(
+            CHAT,
+            tool(type="object", required=5),
+            tool(type="object", properties=5),
+            tool(type="object", properties={"a": 5}),
+            tool(type="object", properties={"a": {"type": "string", "enum": 5}}),
+        ),
+        frozenset({400}),
+    ),
+    Hostile(
+        "values that are nested deeply",
+        post(
+            "/v1/responses",
+            {
+                "input": "x",
+                "max_output_tokens": 1,
+                "tools": [{"type": "function", "name": "f", "parameters": deep(400)}],
+            },
+        ),
+        frozenset({400}),
+    ),
+    Hostile(
+        "messages that are nested deeply",
+        post(
+            "/v1/messages",
+            as_message(
+                messages=[
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": deep(900)}]}
+                ]
+            ),
+            as_message(tools=[{"name": "f", "input_schema": deep(400)}]),
+        ),
+        frozenset({400}),
+    ),
     Hostile("a template of the client's", post(CHAT, chat(chat_template_kwargs={"chat_template": LOOPS})), NO_TEMPLATE),
     Hostile(
         "a template that fills memory",

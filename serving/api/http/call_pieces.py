@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from serving.api.http.json_values import well_formed
 from serving.api.http.protocol.chat import CalledFunction, ToolCall
 
 
@@ -38,7 +39,8 @@ class CallParser(Protocol):
 
 
 class Numbering:
-    """Gives calls their numbers and ids."""
+    """Gives calls their numbers and ids. Everything that a model writes as a call passes through here, so this is where
+    it is made well-formed."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -47,11 +49,11 @@ class Numbering:
     def begin(self, name: str) -> CallPiece:
         """The first piece of the next call."""
         self.count += 1
-        return CallPiece(self.count - 1, name=name, id=f"call_{uuid.uuid4().hex}")
+        return CallPiece(self.count - 1, name=well_formed(name), id=f"call_{uuid.uuid4().hex}")
 
     def more(self, arguments: str) -> CallPiece:
         """More of the arguments of the latest call."""
-        return CallPiece(self.count - 1, arguments)
+        return CallPiece(self.count - 1, well_formed(arguments))
 
 
 def whole_calls(pieces: Iterable[CallPiece]) -> list[ToolCall]:

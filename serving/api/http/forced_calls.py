@@ -49,7 +49,8 @@ def _as_json(rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
 def _marked(rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
     properties = schema.get("properties")
     properties = properties if isinstance(properties, Mapping) else {}
-    required = schema.get("required") or ()
+    required = schema.get("required")
+    required = required if isinstance(required, list) else ()
     within = {key: schema[key] for key in _WITHIN if key in schema}
     parts, rules = [], []
     for i, (key, value) in enumerate(properties.items()):
@@ -63,7 +64,7 @@ def _parameter(rule: str, key: str, schema: Any, within: Mapping[str, Any]) -> l
     begin, end = f"<parameter={key}>\n", "\n</parameter>\n"
     if isinstance(schema, Mapping) and schema.get("type") == "string":
         choices = schema.get("enum")
-        if choices and all(isinstance(choice, str) for choice in choices):
+        if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
             return [f"{rule}: {_text(begin)} ({' | '.join(map(_text, choices))}) {_text(end)}"]
         most = schema.get("maxLength")
         letters = f".{{0,{most}}}" if isinstance(most, int) and 0 <= most <= _LONGEST else ".*"

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from serving.api.http.call_pieces import CallPiece, Numbering
+from serving.api.http.json_values import parse_written
 
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _LONGEST_HEAD = 2048
@@ -116,7 +117,7 @@ class JsonCalls:
             self._text = self._text[found.end() :]
             self._balance, self._seen = _Balance(self._closing), 0
             self._in_arguments = self.began = True
-            return [self._numbering.begin(json.loads(found[1], strict=False))]
+            return [self._numbering.begin(_name(found[1]))]
         self._seen, complete = self._balance.push(self._text, self._seen)
         if not complete:
             return []
@@ -139,13 +140,21 @@ class JsonCalls:
         return [self._numbering.more(shown)] if shown else []
 
 
+def _name(text: str) -> str:
+    """A JSON string's value; what stands between its quotes where it has a wrong escape."""
+    try:
+        return str(parse_written(text))
+    except ValueError:
+        return text[1:-1]
+
+
 def _read(text: str) -> tuple[str, dict[str, Any]] | None:
     """A call's name and arguments, in any order and under any of the usual names; None for what is none."""
     try:
-        call = json.loads(text, strict=False)
+        call = parse_written(text)
         name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
         if isinstance(arguments, str):  # an object within a text, as some models write it
-            arguments = json.loads(arguments, strict=False)
-    except (ValueError, RecursionError):
+            arguments = parse_written(arguments)
+    except ValueError:
         return None
     return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.api.http.errors import ApiError, as_api_error
 from serving.api.http.generation import Tally
-from serving.api.http.json_values import weight
+from serving.api.http.json_values import MAX_DEPTH, depth, weight
 from serving.api.http.keys import check_key, set_client
 from serving.api.http.settings import RequestBounds
 from serving.api.http.streaming import ClientGone
@@ -148,6 +148,10 @@ class Limits:
                 f"the body holds too many JSON values: at most {most:,} are allowed, where a string, array or object "
                 "counts as 10",
                 code="too_many_values",
+            )
+        if depth(body) > MAX_DEPTH:
+            raise ApiError(
+                400, f"the body is nested more than {MAX_DEPTH} levels deep", param="body", code="too_deeply_nested"
             )
         _refuse_half_characters(body)
 

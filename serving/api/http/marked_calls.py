@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from serving.api.http.call_pieces import CallPiece, Numbering, may_begin
+from serving.api.http.json_values import parse_written
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
@@ -72,7 +73,8 @@ class MarkedCalls:
         if self._text.startswith(self._closing):
             self._end(self._text[len(self._closing) :])
         elif (name := self._named(_FUNCTION)) is not None:
-            self._schemas = self._parameters.get(name, {}).get("properties") or {}
+            schemas = self._parameters.get(name, {}).get("properties")
+            self._schemas = schemas if isinstance(schemas, Mapping) else {}
             self._in_function, self.began, self._given = True, True, 0
             return [self._numbering.begin(name), self._numbering.more("{")]
         elif self._text and not self._could_be(self._closing, _FUNCTION):
@@ -148,6 +150,6 @@ class MarkedCalls:
 
 def _read(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_written(text)
+    except ValueError:
         return text

@@ -15,6 +15,7 @@ from serving.api.http.context import Context, context_of
 from serving.api.http.endpoint import answer, respond
 from serving.api.http.errors import ApiError
 from serving.api.http.generation import stream
+from serving.api.http.json_values import parse_written, well_formed
 from serving.api.http.messages_input import chat_request
 from serving.api.http.protocol.messages import (
     ContentBlock,
@@ -137,8 +138,9 @@ def _content(block: Block) -> ContentBlock:
 def _arguments(text: str) -> dict[str, Any]:
     """A call that has been cut off by its length has no arguments that could be told."""
     try:
-        found = json.loads(text or "{}", strict=False)
-    except (ValueError, RecursionError):
+        # Escaped halves of surrogate pairs become characters only here.
+        found = parse_written(well_formed(json.dumps(parse_written(text or "{}"), ensure_ascii=False)))
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
 

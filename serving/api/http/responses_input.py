@@ -73,7 +73,9 @@ def messages_of_input(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str
                 else:
                     messages.append({"role": "system" if role == "developer" else role, "content": content})
             case "reasoning":
-                parts = item.get("content") or item.get("summary") or ()
+                parts = item.get("content") or item.get("summary") or []
+                if not isinstance(parts, list):
+                    raise _wrong(i, "the content of a reasoning item must be a list")
                 thought = "\n".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
                 _assistant(messages, new=True)["reasoning_content"] = thought
             case "function_call":
@@ -104,6 +106,8 @@ def _text(i: int, content: Any) -> str:
     if isinstance(content, str):
         return content
     parts = []
+    if not isinstance(content, list | None):
+        raise _wrong(i, "content must be a string or a list of parts")
     for part in content or ():
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from serving.engine.sampling_params import MAX_LOGPROBS
 from serving.settings import Settings
@@ -56,7 +57,7 @@ class RequestBounds(Settings):
     @classmethod
     def _keys_fit_a_header(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
         if not all(key.isascii() and key.isprintable() and key and " " not in key for key in keys):
-            raise ValueError("a key must be printable ASCII without spaces, and not empty")
+            raise PydanticCustomError("key", "a key must be printable ASCII without spaces, and not empty")
         return keys
 
 

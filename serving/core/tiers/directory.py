@@ -18,18 +18,16 @@ class Resumable(NamedTuple):
     tiers: frozenset[str]
 
 
-class _Known(NamedTuple):
-    state: State
-    tiers: set[str]
-
-
 class Directory:
-    """What all replicas have told. They may tell something twice, or take back what is not known."""
+    """What all replicas have told. They may tell something twice, take back what is not known, or contradict each
+    other: the first description of a state counts, and others are refused. Nothing that they tell makes a method raise.
+    """
 
     def __init__(self, block: int) -> None:
         self.block = block
-        self._told: dict[int, dict[Name, _Known]] = {}
-        """By replica."""
+        self._told: dict[int, dict[Name, set[str]]] = {}
+        """By replica: the tiers in which it has each state."""
+        self._states: dict[Name, State] = {}
         self._replicas: dict[Name, set[int]] = {}
         """That have a state, by its name."""
         self._tails: dict[Name, dict[int, int]] = {}
@@ -42,33 +40,33 @@ class Directory:
         """How many states it has."""
         return len(self._told.get(replica, ()))
 
-    def stored(self, replica: int, tier: str, state: State) -> None:
-        """A replica could go on from a state there."""
-        told = self._told.setdefault(replica, {})
-        known = told.get(state.name)
-        if known is None:
-            known = told[state.name] = _Known(state, set())
-            replicas = self._replicas.setdefault(state.name, set())
-            if not replicas:
-                tails = self._tails.setdefault(state.link, {})
-                tails[state.tail] = tails.get(state.tail, 0) + 1
-            replicas.add(replica)
-        known.tiers.add(tier)
+    def stored(self, replica: int, tier: str, state: State) -> bool:
+        """A replica could go on from a state there. False if that contradicts what is known of the state."""
+        known = self._states.setdefault(state.name, state)
+        if known != state:
+            return False
+        replicas = self._replicas.setdefault(state.name, set())
+        if not replicas:
+            tails = self._tails.setdefault(state.link, {})
+            tails[state.tail] = tails.get(state.tail, 0) + 1
+        replicas.add(replica)
+        self._told.setdefault(replica, {}).setdefault(state.name, set()).add(tier)
+        return True
 
     def evicted(self, replica: int, tier: str, name: Name) -> None:
         """It could not any more."""
-        known = self._told.get(replica, {}).get(name)
-        if known is None:
+        tiers = self._told.get(replica, {}).get(name)
+        if tiers is None:
             return
-        known.tiers.discard(tier)
-        if not known.tiers:
+        tiers.discard(tier)
+        if not tiers:
             del self._told[replica][name]
-            self._gone(replica, known.state)
+            self._gone(replica, name)
 
     def forget(self, replica: int) -> None:
         """A replica has gone, or has begun anew: nothing that it told counts."""
-        for known in self._told.pop(replica, {}).values():
-            self._gone(replica, known.state)
+        for name in self._told.pop(replica, {}):
+            self._gone(replica, name)
 
     def find(self, chain: Chain, tokens: Sequence[int]) -> Iterator[Resumable]:
         """All that could go on from somewhere in these tokens: the deepest first, each replica once."""
@@ -84,14 +82,15 @@ class Directory:
                 for replica in self._replicas.get(name, ()):
                     if replica not in seen:
                         seen.add(replica)
-                        yield Resumable(replica, position, frozenset(self._told[replica][name].tiers))
+                        yield Resumable(replica, position, frozenset(self._told[replica][name]))
 
-    def _gone(self, replica: int, state: State) -> None:
-        replicas = self._replicas[state.name]
+    def _gone(self, replica: int, name: Name) -> None:
+        replicas = self._replicas[name]
         replicas.discard(replica)
         if replicas:
             return
-        del self._replicas[state.name]
+        del self._replicas[name]
+        state = self._states.pop(name)
         tails = self._tails[state.link]
         tails[state.tail] -= 1
         if not tails[state.tail]:

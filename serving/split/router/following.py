@@ -31,6 +31,8 @@ _AGAIN = 2.0
 _RARELY = 60.0
 _LONGEST = 1 << 20
 """Bytes of one message."""
+_LONGEST_BLOCK = 1 << 24
+"""Tokens."""
 MOST_STATES = 1 << 19
 """Of one worker."""
 
@@ -62,9 +64,11 @@ class Stream:
                     self.directory.evicted(self.replica, tier, _name(name))
                 return
             for name, link, tail, position in states:
-                if not 0 <= int(tail) < self.directory.block:
-                    raise Nonsense(f"a tail of {tail} tokens")
-                self.directory.stored(self.replica, tier, State(_name(name), _name(link), int(tail), int(position)))
+                state = State(_name(name), _name(link), _count(tail), _count(position))
+                if not 0 <= state.tail < self.directory.block or (state.position - state.tail) % self.directory.block:
+                    raise Nonsense(f"a tail of {tail} tokens before position {position}")
+                if not self.directory.stored(self.replica, tier, state):
+                    log.debug("a state at position %d contradicts what another worker said: left out", position)
         except (KeyError, TypeError, ValueError) as error:
             raise Nonsense(f"a message that makes no sense: {error}") from None
         if self.directory.states_of(self.replica) > MOST_STATES:
@@ -89,6 +93,10 @@ class Following:
                 workers = {*self._fleet.prefill, *self._fleet.decode}
                 for worker in [worker for worker in self._tasks if worker not in workers]:
                     self._tasks.pop(worker).cancel()
+                for worker in [worker for worker, task in self._tasks.items() if task.done()]:
+                    log.error("reading the events of %s ended: begun again", worker.url)
+                    self._forget(worker)
+                    del self._tasks[worker]
                 for worker in workers - self._tasks.keys():
                     self._tasks[worker] = asyncio.create_task(self._keep_reading(worker))
                 await asyncio.sleep(interval)
@@ -148,6 +156,9 @@ class Following:
                     await self._read(worker)
                 except (httpx.HTTPError, TimeoutError, ValueError) as error:
                     why = str(error) or type(error).__name__
+                except Exception as error:
+                    log.exception("reading the events of %s failed", worker.url)
+                    why = type(error).__name__
                 finally:
                     told = self._forget(worker)
                 if told:
@@ -183,10 +194,10 @@ class Following:
 
     def _begin(self, worker: Remote, fields: dict[str, Any]) -> None:
         try:
-            key = block, weights = int(fields["block"]), int(fields["weights"])
-        except (KeyError, TypeError, ValueError):
+            key = block, weights = _count(fields["block"]), _count(fields["weights"])
+        except (KeyError, ValueError):
             raise Nonsense("a snapshot that makes no sense") from None
-        if block < 1 or weights < 0:
+        if not 1 <= block <= _LONGEST_BLOCK or weights < 0:
             raise Nonsense(f"blocks of {block} tokens")
         self._forget(worker)
         directory = self._directories.setdefault(key, Directory(block))
@@ -214,10 +225,19 @@ async def _messages(answer: httpx.Response) -> AsyncIterator[tuple[str, dict[str
         for message in whole:
             lines = dict(line.split(b": ", 1) for line in message.split(b"\n") if b": " in line)
             if b"event" in lines:
-                fields = json.loads(lines.get(b"data", b"null"))
+                try:
+                    fields = json.loads(lines.get(b"data", b"null"))
+                except RecursionError:
+                    raise Nonsense("a message that is nested too deeply") from None
                 if not isinstance(fields, dict):
                     raise Nonsense("a message without fields")
                 yield lines[b"event"].decode(errors="replace"), fields
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
+        raise Nonsense(f"{str(value)[:40]!r} is not a number of tokens")
+    return value
 
 
 def _name(text: Any) -> Name:

@@ -157,3 +157,22 @@ def test_choices_that_are_none(server, fields):
 def test_a_call_and_a_form_do_not_go_together(server):
     with pytest.raises(openai.BadRequestError, match="cannot be combined"):
         ask(server, tool_choice="required", response_format={"type": "json_object"})
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"required": 5},
+        {"required": [5]},
+        {"properties": 5},
+        {"properties": {"a": 5}},
+        {"properties": {"a": {"type": "string", "enum": 5}}},
+    ],
+)
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_schemas_of_wrong_types_are_refused(server, parameters, choice):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", **parameters}}}]
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": choice, "max_tokens": 1}
+    answer = server.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == "tools"

@@ -219,3 +219,24 @@ def test_what_is_kept_is_bounded():
     nothing = ResponseStore(0, 10_000)
     nothing.put("a", stored("x"))
     assert nothing.get("a", None) is None
+
+
+DEEP: dict = {}
+for _ in range(300):
+    DEEP = {"a": DEEP}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": 5}]},
+        {"input": [{"role": "user", "content": 5}]},
+        {"input": [{"role": "user", "content": True}]},
+        {"input": [{"type": "reasoning", "content": 5}]},
+        {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": DEEP}]},
+    ],
+)
+def test_values_of_wrong_types_are_refused(server, fields):
+    answer = server.http.post("/v1/responses", json=fields | {"max_output_tokens": 1})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"]

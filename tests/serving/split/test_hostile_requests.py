@@ -1,4 +1,5 @@
-"""One hostile request, to a server or to a router: it ends, nobody else notices, and what is held stays bounded."""
+"""One hostile request to a server, a router or a prefill worker: it ends, no other client notices, and what is held
+stays bounded."""
 
 import pytest
 
@@ -24,6 +25,7 @@ def places(tmp_path_factory):
             each.wait_until_ready(900)
         yield {
             "server": (server.url, [server.process.pid]),
+            "prefill worker": (prefill.url, [prefill.process.pid]),
             "router": (front.url, [each.process.pid for each in (front, server, prefill)]),
         }
     finally:
@@ -31,7 +33,7 @@ def places(tmp_path_factory):
             each.close()
 
 
-@pytest.mark.parametrize("place", ["server", "router"])
+@pytest.mark.parametrize("place", ["server", "router", "prefill worker"])
 @pytest.mark.parametrize("hostile", HOSTILE, ids=lambda hostile: hostile.name)
 def test_nobody_notices(places, hostile, place):
     check_that_nobody_notices(hostile, *places[place])

@@ -10,7 +10,7 @@ import pytest
 
 from serving.core.cache.prefix_tree import Scope
 from serving.core.tiers.content import Chain, State, state_name
-from serving.core.tiers.directory import Resumable
+from serving.core.tiers.directory import Directory, Resumable
 from serving.core.tiers.journal import Journal
 from serving.split.http.events import follow
 from serving.split.router import following as following_module
@@ -182,6 +182,60 @@ def test_a_stream_of_nonsense_is_given_up(said):
 
     servers = Servers(a=talk())
     run(servers, test)
+
+
+BLOCK_OF = 'event: snapshot\ndata: {"block": %s, "weights": 0}\n\n'
+TAIL_OF = 'event: stored\ndata: {"tier": "device", "states": [["%s", "%s", 0, %s]]}\n\n'
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        *(
+            (BLOCK_OF % value).encode()
+            for value in ("Infinity", "1e999", "NaN", '"4"', "4.0", "[" * 100_000, "9" * 5000)
+        ),
+        *(
+            HEAD + (TAIL_OF % (NAME, NAME, value)).encode()
+            for value in ("Infinity", "1e999", "-4", "{}", "[" * 100_000)
+        ),
+    ],
+    ids=lambda said: said[-60:].decode()[:30].strip(),
+)
+def test_a_worker_is_followed_again_after_malformed_events(said):
+    """Once the worker says what it should, it is followed, whatever it said before."""
+
+    async def talk():
+        yield said
+        await asyncio.sleep(60)
+
+    good = Journal(B)
+    good.stored("device", state_of(PROMPT[:8]))
+
+    async def test(fleet, following):
+        await until(lambda: "a" in servers.streams)
+        servers.journals["a"] = good
+        await until(lambda: by_host(following.find(PROMPT, None)) == {"a": (8, "device")})
+
+    servers = Servers(a=talk())
+    run(servers, test)
+
+
+def test_a_worker_that_contradicts_another_changes_nothing():
+    """The same name with another tail or link: the first one's word counts, and both can go in any order."""
+    honest = state_of(PROMPT[:9])
+    for wrong in (honest._replace(tail=0, position=8), honest._replace(link=bytes(20)), honest._replace(position=13)):
+        for first_to_go in (0, 1):
+            directory = Directory(B)
+            assert directory.stored(0, "device", honest)
+            assert not directory.stored(1, "device", wrong)
+            directory.evicted(1, "device", wrong.name)
+            found = list(directory.find(Chain(Scope(None), B), PROMPT))
+            assert found == [Resumable(0, 9, frozenset({"device"}))]
+            directory.forget(first_to_go)
+            directory.forget(1 - first_to_go)
+            assert not len(directory)
+            assert not list(directory.find(Chain(Scope(None), B), PROMPT))
 
 
 def test_more_states_than_a_worker_can_have_are_not_taken_in(monkeypatch):

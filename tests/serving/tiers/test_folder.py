@@ -17,7 +17,7 @@ from serving.core import CheckpointKind
 from serving.core.cache.prefix_tree import Scope
 from serving.core.tiers.content import Chain, state_name
 from serving.core.tiers.tier import Sizes, Tier, Unit
-from serving.tiers.folder import Damaged, Folder
+from serving.tiers.folder import ENDING, Damaged, Folder, unit_of
 from serving.tiers.listing import Changes, Listing, make_room
 
 B, PAGE = 4, 2
@@ -457,3 +457,20 @@ def test_two_processes_share_a_folder_and_its_cap(tmp_path, monkeypatch):
     assert disk.listing.alone
     for number in range(60):
         assert disk.fetch([number] * 13) in ("hit", "miss")
+
+
+def test_a_flipped_bit_in_a_header_is_noticed_before_the_arrays_are_read(tmp_path):
+    """Routers are told of what headers say."""
+    disk, tokens = Disk(tmp_path), list(range(11))
+    disk.store(unit(tokens))
+    name = unit(tokens).name
+    path = disk.folder.path / (name.hex() + ENDING)
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    for at in range(8, 8 + length):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        try:
+            found = unit_of(path, name, B)
+        except ValueError:
+            continue
+        assert found == unit(tokens), at

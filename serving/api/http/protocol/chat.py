@@ -23,13 +23,29 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
     role: str = Field(min_length=1)
     content: str | Items[ContentPart] | None = None
+    tool_calls: Items[dict[str, Any]] | None = None
+
+
+def _schema_of_object(schema: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Checks the parts of a JSON schema that the server itself reads."""
+    properties, required = (schema or {}).get("properties"), (schema or {}).get("required")
+    if properties is not None and not isinstance(properties, dict):
+        raise ValueError("properties must be an object")
+    if required is not None and not (isinstance(required, list) and all(isinstance(name, str) for name in required)):
+        raise ValueError("required must be a list of strings")
+    for name, value in (properties or {}).items():
+        if not isinstance(value, dict | bool):
+            raise ValueError(f"properties: {name[:64]!r} must be a JSON schema")
+        if isinstance(value, dict) and not isinstance(value.get("enum"), list | None):
+            raise ValueError(f"properties: enum of {name[:64]!r} must be a list")
+    return schema
 
 
 class Function(BaseModel):
     model_config = ConfigDict(extra="allow")
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any] | None, AfterValidator(_schema_of_object)] = None
 
 
 class Tool(BaseModel):
