@@ -1,4 +1,4 @@
-"""Writes the tables of flags in engine.md and vllm.md from where the flags are defined, and nowhere else.
+"""Generate the tables of flags in engine.md and vllm.md from the definitions of the flags.
 
 python -m docs.flags
 """
@@ -23,13 +23,13 @@ ALSO_VLLMS = (
     "--override-generation-config", "--port", "--revision", "--root-path", "--seed", "--ssl-certfile", "--ssl-keyfile",
     "--tokenizer",
 )  # fmt: skip
-"""Flags of vLLM's that are taken as they are, once they are there."""
+"""Flags of vLLM that have the same meaning here."""
 OF_THE_COMMAND = {"--config", "--default-chat-template-kwargs", "--override-generation-config"}
 
 
 def table() -> str:
-    """A Markdown table: flag, values, default, meaning."""
-    lines = ["| flag | values | default | |", "|---|---|---|---|"]
+    """A Markdown table of the engine's flags."""
+    lines = ["| Flag | Values | Default | Description |", "|---|---|---|---|"]
     for name, field in EngineConfig.model_fields.items():
         dashed = name.replace("_", "-")
         if field.annotation is bool or bool in get_args(field.annotation):
@@ -51,11 +51,11 @@ def _values(annotation: Any) -> str:
 
 
 def vllm_table() -> str:
-    """A Markdown table: vLLM's flag, what becomes of it, why."""
+    """A Markdown table of vLLM's flags and their support."""
     same = [flag for flag in ALSO_VLLMS if flag in OWN | OF_THE_COMMAND]
     rows = [f"| `{flag}` | same | |" for flag in same]
     rows += [_vllm_row(flag) for flag in FLAGS if flag.becomes is not None or flag.name not in OWN]
-    return "\n".join(["| flag | here | |", "|---|---|---|", *rows]) + "\n"
+    return "\n".join(["| vLLM's flag | Support | Notes |", "|---|---|---|", *rows]) + "\n"
 
 
 def _vllm_row(flag: Flag) -> str:
@@ -70,11 +70,11 @@ def _vllm_row(flag: Flag) -> str:
 
 
 TABLES = {"engine.md": ("flags", table), "vllm.md": ("vllm", vllm_table)}
-"""Pages, and the mark and the maker of each one's table."""
+"""For each page: the marker of its table, and the function that generates it."""
 
 
 def with_table(name: str, page: str) -> str:
-    """The page with the table between its marks."""
+    """The page with the table between its markers."""
     mark, make = TABLES[name]
     begin, end = f"<!-- {mark}: begin -->\n", f"<!-- {mark}: end -->\n"
     return re.sub(f"{begin}.*{end}", lambda _: begin + make() + end, page, flags=re.DOTALL)
