@@ -23,10 +23,9 @@ EXEMPT = {"CONTRIBUTING.md", "tests/test_language.py"}
 """They quote the words."""
 FOLDERS = ("benchmarks", "checkpoints", "deploy", "docs", "kernels_pallas", "mamba_jax", "serving", "tests", ".github")
 ALLOWED = {
-    ".": 2,
     "benchmarks": 4,
     "checkpoints": 10,
-    "docs": 39,
+    "docs": 5,
     "kernels_pallas": 2,
     "mamba_jax": 25,
     "serving/api": 16,
@@ -35,10 +34,10 @@ ALLOWED = {
     "serving/cli": 3,
     "serving/core": 46,
     "serving/engine": 30,
-    "serving/hosts": 8,
+    "serving/hosts": 7,
     "serving/split": 51,
     "serving/tiers": 15,
-    "tests": 168,
+    "tests": 162,
 }
 """What is not rewritten yet."""
 

@@ -12,7 +12,7 @@ from tests.serving.differential.faults import fault as _fault
 fault = partial(_fault, table=STRUCTURED)
 
 
-@fault(53, "a row under a grammar takes part in the step beside the one that it waits for", "masks: lockstep")
+@fault(53, "a row under a grammar takes part in a step while it waits for another one", "masks: lockstep")
 def no_sitting_out(patch: Patch) -> None:
     patch.setattr(scheduler, "_sits_out", lambda request: False)
 

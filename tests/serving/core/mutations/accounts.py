@@ -15,7 +15,7 @@ def surplus_kept(patch: Patch) -> None:
     patch.setattr(RowPages, "return_surplus", lambda self, tokens: None)
 
 
-@mutation(35, "an abort between planning and dispatch leaks what the row held beside its request", "A52 B12")
+@mutation(35, "an abort between planning and dispatch leaks what the row held in addition to its request", "A52 B12")
 def leak_on_abort(patch: Patch) -> None:
     state, row_pages = RowState.release, RowPages.release
 

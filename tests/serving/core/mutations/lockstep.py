@@ -6,7 +6,7 @@ from serving.core import scheduler
 from tests.serving.core.mutations.registry import Patch, mutation
 
 
-@mutation(82, "a row in lockstep does not sit out the step beside the one that it waits for", "masks: lockstep")
+@mutation(82, "a row in lockstep takes part in a step while it waits for another one", "masks: lockstep")
 def no_sitting_out(patch: Patch) -> None:
     patch.setattr(scheduler, "_sits_out", lambda request: False)
 

@@ -65,7 +65,7 @@ def no_share(patch: Patch) -> None:
 
 @mutation(
     54,
-    "a checkpoint's slots are taken although somebody waits for a row id",
+    "a checkpoint's slots are taken although a request waits for a row id",
     "invariant 11",
     "test_eviction:test_checkpoints_never_block_admission",
 )

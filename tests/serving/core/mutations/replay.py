@@ -102,7 +102,7 @@ def written_over_with_drafts(patch: Patch) -> None:
     patch.setattr(RowReplay, "reserve_decode", reserve)
 
 
-@mutation(74, "no slot is kept beside a checkpoint that is the anchor", "replay: no spare")
+@mutation(74, "no slot is kept in addition to a checkpoint that is the anchor", "replay: no spare")
 def nothing_beside_a_checkpoint(patch: Patch) -> None:
     def trim(self: Any, after: Any) -> None:
         keep = {self._anchor_slot(after), self._current, *(after.writes if after is not None else ())}

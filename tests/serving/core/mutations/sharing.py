@@ -98,7 +98,7 @@ def adopt_without_reference(patch: Patch) -> None:
     patch.setattr(RowPages, "exchange", exchange)
 
 
-@mutation(40, "a state that somebody reads may be evicted", "invariant 2")
+@mutation(40, "a state that a row reads may be evicted", "invariant 2")
 def evict_in_use(patch: Patch) -> None:
     def evict(self: Any, max_rank: int | None) -> bool:
         for root in self.roots.values():
