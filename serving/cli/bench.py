@@ -14,6 +14,13 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+
+@app.callback(invoke_without_command=True)
+def _help(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
 PROGRAMS = {
     "throughput": ("serving.bench.throughput", "Offline throughput: tokens per second for many prompts at once."),
     "latency": (

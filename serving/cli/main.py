@@ -179,6 +179,8 @@ def own_words(name: str, words: Sequence[str]) -> list[str]:
 
     own = {option: param.name for param in command(name).params for option in (*param.opts, *param.secondary_opts)}
     path, words = _config_of(words)
+    if _config_of(words)[0] is not None:
+        raise ConfigError("--config is given more than once; put all options in one file")
     given = translate(words, own)
     units: list[Translated] = []
     if path is not None:

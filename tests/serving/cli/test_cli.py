@@ -228,6 +228,11 @@ def test_a_file_has_the_same_options_as_the_command_line(text, said, tmp_path, c
     assert said in capfd.readouterr().err
 
 
+def test_only_one_file_is_read(capfd):
+    assert run(["generate", "x", "--config", "a.yaml", "--config=b.yaml"]) == 2
+    assert "--config is given more than once" in capfd.readouterr().err
+
+
 def test_a_list_on_the_command_line_replaces_that_of_the_file(tmp_path):
     config = tmp_path / "server.toml"
     config.write_text('served-model-name = ["a", "b"]\nblock-size = 16\n[default_chat_template_kwargs]\nx = false\n')

@@ -97,6 +97,12 @@ def test_typing_errors_get_a_suggestion(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [[], ["bench"]], ids=["mamba-jax", "bench"])
+def test_a_group_without_a_command_shows_its_help(arguments, capsys):
+    assert run(arguments) == 0
+    assert capsys.readouterr().out.startswith("Usage: mamba-jax")
+
+
 def test_the_version_is_that_of_pyproject(capsys):
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert mamba_jax.__version__ == version
