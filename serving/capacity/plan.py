@@ -34,7 +34,6 @@ from serving.capacity.targets import Target, larger
 from serving.config import ConfigError, EngineConfig, ResolvedCaching, resolve_caching
 from serving.engine.batching import BatchBuilder, PrefillShape
 from serving.engine.drafting import draft_source
-from serving.engine.gpu_memory import jax_share, share_notices
 from serving.engine.narrow_states import row_rounding, waiting_form
 from serving.engine.replay import resolve_replay
 from serving.engine.sizing import StoreSize, scheduler_config, size_store, workspace_bytes
@@ -80,8 +79,10 @@ class _Planner:
         self.dtype = jnp.dtype("bfloat16" if config.dtype == "auto" else config.dtype)
         self.kv_dtype = jnp.dtype(config.kv_dtype(self.dtype))
         self.policy: ResolvedCaching = resolve_caching(config)
-        self.memory = int(target.device.memory * jax_share(target.device.platform))
-        """Of one device, as far as JAX gives it out."""
+        self.memory = int(target.device.memory * config.memory_utilization)
+        """Bytes of one device for weights, states and pages, as on the machine itself."""
+        # On a GPU the command line has JAX's allocator take just that. A TPU's programs may use all of its memory.
+        self.limit = self.memory if target.device.platform == "gpu" else target.device.memory
         with_mtp = source is not None and source.stores_kv
         self.stored = model if with_mtp else dataclasses.replace(model, mtp_pattern="")
         self.lookahead = max(1, config.num_speculative_tokens) if with_mtp else 0
@@ -123,7 +124,7 @@ class _Planner:
             raise ConfigError(str(error)) from None
 
     def plan(self, compile: bool, full: bool, context: int | None, progress: Callable[[str], None]) -> CapacityPlan:
-        target, limit = self.target, self.memory
+        target, limit = self.target, self.limit
         weights, workspace = self.counter.weight_bytes, self._workspace(self.partition)
         try:
             size = self._size(self.partition, weights, workspace)
@@ -153,7 +154,7 @@ class _Planner:
         programs: tuple[Program, ...] = ()
         kernels, notes, begin = (
             "",
-            [self.kept, *size.notices, *share_notices(target.device.platform)],
+            [self.kept, *size.notices],
             time.perf_counter(),
         )
         if compile:
@@ -228,14 +229,13 @@ class _Planner:
 
     def _size(self, partition: Partition, weights: int, workspace: int) -> StoreSize:
         """As the engine will do it on the machine itself."""
-        usable = int(self.memory * self.config.memory_utilization)
         return size_store(
             self.config,
             self._shape(partition),
             mode=self.policy.mode,
             dtype=self.dtype,
             model_max_len=self.model.max_position_embeddings,
-            memory=usable - weights - workspace - self.config.reserved_bytes,
+            memory=self.memory - weights - workspace - self.config.reserved_bytes,
             most_tokens=sys.maxsize,
             replay=self.replay,
         )
@@ -251,10 +251,8 @@ class _Planner:
         least += pages * shape.bytes_per_page(config.page_size, self.kv_dtype)
         if self.replay is not None:
             least += 2 * shape.bytes_per_tail(self.dtype, config.ssm_dtype, self.replay)
-        usable = int(self.memory * config.memory_utilization)
         notes = [f"{config.memory_utilization:.0%} of the memory is used (memory_utilization)"]
-        notes += share_notices(self.target.device.platform)
-        if weights < usable - workspace - config.reserved_bytes:
+        if weights < self.memory - workspace - config.reserved_bytes:
             notes.append(reason)
         if enough := self._enough():
             notes.append(f"the smallest of its kind that holds it: {enough}")
@@ -264,8 +262,8 @@ class _Planner:
             dtype=self._dtype_name,
             parameters=self.abstract.num_parameters,
             fits=False,
-            spare=usable - weights - workspace - least,
-            limit=usable,
+            spare=self.memory - weights - workspace - least,
+            limit=self.memory,
             weights=weights,
             store=least,
             code=0,

@@ -1,26 +1,55 @@
-"""How much of a GPU's memory JAX gives to programs."""
+"""How much of a GPU's memory JAX gives to programs, and how much of that the engine uses.
+
+JAX's allocator takes its part of a GPU's memory when it first uses the GPU, by an environment variable, and three
+quarters where the variable is not set. The command line sets the variable from `memory_utilization` first, so that the
+engine's fraction is one of the whole device. An application that imports mamba-jax decides for itself.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 from serving.config import ConfigError
 
 DEFAULT_SHARE = 0.75
-VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", VARIABLE)
+VARIABLE = "XLA_CLIENT_MEM_FRACTION"
+_VARIABLES = (VARIABLE, "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
-def jax_share(platform: str, environment: Mapping[str, str] = os.environ) -> float:
-    """The part of a device's memory that JAX's allocator has: of a GPU three quarters, unless the environment says
-    otherwise. It is the limit whether or not it is taken at once (`XLA_PYTHON_CLIENT_PREALLOCATE`).
+def reserve_gpu_memory(utilization: float, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have JAX take `utilization` of each GPU's memory, unless the environment already says how much.
+
+    It has no effect after JAX's first use of a GPU, and none on other platforms.
+    """
+    if _chosen_share(environment) is None:
+        environment[VARIABLE] = f"{utilization:g}"
+
+
+def usable_share(platform: str, utilization: float, environment: Mapping[str, str] = os.environ) -> float:
+    """The fraction of JAX's limit (`bytes_limit` of a device's memory statistics) that the engine may use.
+
+    On a GPU for which the environment gives JAX a share, the engine uses `utilization` of the whole device, at most all
+    of JAX's share; elsewhere `utilization` of the limit.
 
     Raises:
-        ConfigError: the environment gives no such part.
+        ConfigError: the environment's share is not a number above 0 and up to 1.
     """
-    if platform != "gpu":
-        return 1.0
+    share = _chosen_share(environment) if platform == "gpu" else None
+    return utilization if share is None else min(1.0, utilization / share)
+
+
+def share_notices(platform: str, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """What to tell a user whose environment leaves the share to JAX."""
+    if platform != "gpu" or _chosen_share(environment) is not None:
+        return ()
+    return (
+        f"JAX takes {DEFAULT_SHARE:.0%} of a GPU's memory, and memory_utilization is a fraction of that; set "
+        f"{VARIABLE}=0.9 before JAX starts to use more",
+    )
+
+
+def _chosen_share(environment: Mapping[str, str]) -> float | None:
     for variable in _VARIABLES:
         if text := environment.get(variable):
             try:
@@ -28,16 +57,6 @@ def jax_share(platform: str, environment: Mapping[str, str] = os.environ) -> flo
             except ValueError:
                 share = 0.0
             if not 0 < share <= 1:
-                raise ConfigError(f"{variable} is {text!r}: a number above 0 and up to 1 is expected")
+                raise ConfigError(f"{variable} is {text!r}; expected a number above 0 and up to 1")
             return share
-    return DEFAULT_SHARE
-
-
-def share_notices(platform: str, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """What a user should know who has left the choice to JAX."""
-    if platform != "gpu" or any(environment.get(variable) for variable in _VARIABLES):
-        return ()
-    return (
-        f"JAX takes {DEFAULT_SHARE:.0%} of a GPU's memory, and memory_utilization is a part of that: "
-        f"{VARIABLE}=0.95 in the environment gives it more",
-    )
+    return None

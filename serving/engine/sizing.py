@@ -15,6 +15,7 @@ from mamba_jax.store import StoreShape
 from mamba_jax.tails import Replay
 from serving.config import CacheMode, ConfigError, EngineConfig, ResolvedCaching
 from serving.core import SchedulerConfig
+from serving.engine.gpu_memory import usable_share
 from serving.engine.replay import spares
 
 GIB = 1 << 30
@@ -254,7 +255,7 @@ def check_weights_fit(num_bytes: int, *, devices: Iterable[jax.Device] | None = 
 
 def store_memory(config: EngineConfig, *, workspace: int, devices: Iterable[jax.Device] | None = None) -> int:
     """Bytes that the store may take on each of the devices: `memory_utilization` of the memory, less what is in use,
-    less `workspace` and what is reserved.
+    less `workspace` and what is reserved. On a GPU see `gpu_memory`.
 
     Raises:
         ConfigError: nothing is left.
@@ -263,7 +264,8 @@ def store_memory(config: EngineConfig, *, workspace: int, devices: Iterable[jax.
     stats = [device.memory_stats() if device.platform != "cpu" else None for device in found]
     limits = [each for each in stats if each and "bytes_limit" in each]
     if limits:
-        free = min(int(s["bytes_limit"] * config.memory_utilization) - s.get("bytes_in_use", 0) for s in limits)
+        share = usable_share(found[0].platform, config.memory_utilization)
+        free = min(int(s["bytes_limit"] * share) - s.get("bytes_in_use", 0) for s in limits)
         free -= workspace + config.reserved_bytes
     elif any(device.platform == "gpu" for device in found):
         raise ConfigError(

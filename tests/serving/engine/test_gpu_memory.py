@@ -1,36 +1,78 @@
-"""What of a GPU's memory JAX gives out."""
+"""How much of a GPU's memory JAX gives to programs, and how much of that the engine uses."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from serving.config import ConfigError, EngineConfig
-from serving.engine.gpu_memory import jax_share, share_notices
+from serving.engine import sizing
+from serving.engine.gpu_memory import reserve_gpu_memory, share_notices, usable_share
 from serving.engine.sizing import store_memory
 
+WHOLE = 100 << 30
 
-def test_three_quarters_unless_told_otherwise():
-    assert jax_share("gpu", {}) == 0.75
-    assert jax_share("gpu", {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".95"}) == 0.95
-    assert jax_share("gpu", {"XLA_CLIENT_MEM_FRACTION": "0.5", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".95"}) == 0.5
-    assert jax_share("tpu", {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}) == 1
+
+def gpu(share, in_use=0):
+    """A GPU of which JAX has this share."""
+    stats = {"bytes_limit": int(share * WHOLE), "bytes_in_use": in_use}
+    return SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+
+
+def test_the_command_line_reserves_what_the_engine_uses():
+    environment = {}
+    reserve_gpu_memory(0.9, environment)
+    assert environment == {"XLA_CLIENT_MEM_FRACTION": "0.9"}
+    assert usable_share("gpu", 0.9, environment) == 1
+    assert share_notices("gpu", environment) == ()
+
+
+@pytest.mark.parametrize("variable", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_a_share_that_the_user_has_set_is_kept(variable):
+    environment = {variable: "0.5"}
+    reserve_gpu_memory(0.9, environment)
+    assert environment == {variable: "0.5"}
+    assert usable_share("gpu", 0.9, environment) == 1
+    assert usable_share("gpu", 0.4, environment) == pytest.approx(0.8)
+
+
+def test_without_a_share_the_fraction_is_of_what_jax_takes():
+    assert usable_share("gpu", 0.9, {}) == 0.9
+    (notice,) = share_notices("gpu", {})
+    assert "75%" in notice
+    assert "XLA_CLIENT_MEM_FRACTION=0.9" in notice
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_other_platforms_have_no_share(platform):
+    assert usable_share(platform, 0.9, {"XLA_CLIENT_MEM_FRACTION": "0.5"}) == 0.9
+    assert share_notices(platform, {}) == ()
 
 
 @pytest.mark.parametrize("text", ["0", "1.5", "most"])
-def test_refuses_what_is_no_part(text):
-    with pytest.raises(ConfigError, match="a number above 0 and up to 1"):
-        jax_share("gpu", {"XLA_PYTHON_CLIENT_MEM_FRACTION": text})
+def test_refuses_a_share_that_is_not_a_fraction(text):
+    with pytest.raises(
+        ConfigError, match=f"XLA_CLIENT_MEM_FRACTION is '{text}'; expected a number above 0 and up to 1"
+    ):
+        usable_share("gpu", 0.9, {"XLA_CLIENT_MEM_FRACTION": text})
 
 
-def test_says_so_to_those_who_have_not_chosen():
-    (notice,) = share_notices("gpu", {})
-    assert "75%" in notice
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in notice
-    assert share_notices("gpu", {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}) == ()
-    assert share_notices("cpu", {}) == ()
+@pytest.mark.parametrize(
+    ("environment", "share", "expected"),
+    [
+        ({}, 0.75, 0.75 * 0.9),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.9"}, 0.9, 0.9),
+        ({"XLA_CLIENT_MEM_FRACTION": "1"}, 1, 0.9),
+    ],
+    ids=["application", "command line", "user"],
+)
+def test_the_store_fills_its_part_of_the_device(environment, share, expected, monkeypatch):
+    monkeypatch.setattr(sizing, "usable_share", lambda platform, used: usable_share(platform, used, environment))
+    weights, workspace = 30 << 30, 2 << 30
+    free = store_memory(EngineConfig(model="m"), workspace=workspace, devices=[gpu(share, in_use=weights)])
+    assert free == pytest.approx(expected * WHOLE - weights - workspace, abs=2)
 
 
-def test_a_gpu_that_tells_nothing_is_not_sized_by_the_hosts_memory():
+def test_a_gpu_without_memory_statistics_is_not_sized_by_the_hosts_memory():
     silent = SimpleNamespace(platform="gpu", memory_stats=lambda: None)
     with pytest.raises(ConfigError, match="does not say how much memory"):
         store_memory(EngineConfig(model="m"), workspace=0, devices=[silent])
