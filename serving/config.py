@@ -163,7 +163,7 @@ class EngineConfig(Settings):
         "error if an implementation named here cannot run.",
     )
     memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="Fraction of the device's memory for weights, states and pages."
+        0.9, gt=0, le=1, description="Fraction of the whole device's memory for weights, states and pages."
     )
     reserved_bytes: int = Field(
         0,

@@ -34,6 +34,7 @@ from serving.capacity.targets import Target, larger
 from serving.config import ConfigError, EngineConfig, ResolvedCaching, resolve_caching
 from serving.engine.batching import BatchBuilder, PrefillShape
 from serving.engine.drafting import draft_source
+from serving.engine.gpu_memory import reserved_share
 from serving.engine.narrow_states import row_rounding, waiting_form
 from serving.engine.replay import resolve_replay
 from serving.engine.sizing import StoreSize, scheduler_config, size_store, workspace_bytes
@@ -81,8 +82,9 @@ class _Planner:
         self.policy: ResolvedCaching = resolve_caching(config)
         self.memory = int(target.device.memory * config.memory_utilization)
         """Bytes of one device for weights, states and pages, as on the machine itself."""
-        # On a GPU the command line has JAX's allocator take just that. A TPU's programs may use all of its memory.
-        self.limit = self.memory if target.device.platform == "gpu" else target.device.memory
+        share = reserved_share(config.memory_utilization) if target.device.platform == "gpu" else 1.0
+        self.limit = int(target.device.memory * share)
+        """Bytes of one device that programs may use."""
         with_mtp = source is not None and source.stores_kv
         self.stored = model if with_mtp else dataclasses.replace(model, mtp_pattern="")
         self.lookahead = max(1, config.num_speculative_tokens) if with_mtp else 0

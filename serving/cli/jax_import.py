@@ -1,4 +1,7 @@
-"""Imports JAX without the lines that a GPU plugin writes on a machine that has no NVIDIA driver."""
+"""Imports JAX for a command: with the GPU memory that the command uses, and without noise.
+
+A GPU plugin writes lines to stderr on a machine that has no NVIDIA driver.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,20 @@ import sys
 import tempfile
 from pathlib import Path
 
+from serving.config import EngineConfig
+from serving.engine.gpu_memory import reserve_gpu_memory
+
 _NOISE = ("absl::InitializeLog() is called", "cudart_stub.cc")
 _DRIVER_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 
 
-def import_jax() -> None:
-    """Imports JAX, and drops those lines from stderr.
+def import_jax(memory_utilization: float | None = None) -> None:
+    """Imports JAX, which is to take this fraction of each GPU's memory (the engine's default unless given).
 
-    The plugin's libraries write them to file descriptor 2 when they are loaded, before any log level applies.
+    The libraries of a GPU plugin write their lines to file descriptor 2 when they are loaded, before any log level
+    applies.
     """
+    reserve_gpu_memory(memory_utilization or EngineConfig.model_fields["memory_utilization"].default)
     libraries = _plugin_libraries()
     if "jax" in sys.modules or not libraries or any(map(os.path.exists, _DRIVER_FILES)):
         return

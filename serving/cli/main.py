@@ -94,7 +94,7 @@ def _build(name: str) -> Any:
 def _after_jax(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def wrapped(*arguments: Any, **options: Any) -> None:
-        import_jax()
+        import_jax(options.get("memory_utilization"))
         function(*arguments, **options)
 
     return wrapped

@@ -106,7 +106,7 @@ def converse(console: Console, answer: Answer, beginning: Messages, ask: Callabl
 
 def local(flags: dict[str, Any], sampling: dict[str, Any]) -> Answer:
     """Answers by a model loaded into this process."""
-    import_jax()
+    import_jax(flags.get("memory_utilization"))
     from serving.engine.fetch import fetched, tokenizer_of
     from serving.engine.llm import LLM
 

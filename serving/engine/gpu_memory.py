@@ -14,16 +14,23 @@ from serving.config import ConfigError
 
 DEFAULT_SHARE = 0.75
 VARIABLE = "XLA_CLIENT_MEM_FRACTION"
+HEADROOM = 0.03
+"""The fraction of a GPU that JAX takes beyond the engine's: for per-row arrays, and gaps between buffers."""
 _VARIABLES = (VARIABLE, "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def reserve_gpu_memory(utilization: float, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have JAX take `utilization` of each GPU's memory, unless the environment already says how much.
+    """Have JAX take `reserved_share(utilization)` of each GPU's memory, unless the environment already says how much.
 
     It has no effect after JAX's first use of a GPU, and none on other platforms.
     """
     if _chosen_share(environment) is None:
-        environment[VARIABLE] = f"{utilization:g}"
+        environment[VARIABLE] = f"{reserved_share(utilization):g}"
+
+
+def reserved_share(utilization: float) -> float:
+    """The fraction of a GPU's memory that the command line has JAX take."""
+    return min(1.0, utilization + HEADROOM)
 
 
 def usable_share(platform: str, utilization: float, environment: Mapping[str, str] = os.environ) -> float:

@@ -1,9 +1,11 @@
 """How much of a GPU's memory JAX gives to programs, and how much of that the engine uses."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
 
+from serving.cli import main
 from serving.config import ConfigError, EngineConfig
 from serving.engine import sizing
 from serving.engine.gpu_memory import reserve_gpu_memory, share_notices, usable_share
@@ -21,8 +23,8 @@ def gpu(share, in_use=0):
 def test_the_command_line_reserves_what_the_engine_uses():
     environment = {}
     reserve_gpu_memory(0.9, environment)
-    assert environment == {"XLA_CLIENT_MEM_FRACTION": "0.9"}
-    assert usable_share("gpu", 0.9, environment) == 1
+    assert environment == {"XLA_CLIENT_MEM_FRACTION": "0.93"}
+    assert usable_share("gpu", 0.9, environment) == pytest.approx(0.9 / 0.93)
     assert share_notices("gpu", environment) == ()
 
 
@@ -60,7 +62,7 @@ def test_refuses_a_share_that_is_not_a_fraction(text):
     ("environment", "share", "expected"),
     [
         ({}, 0.75, 0.75 * 0.9),
-        ({"XLA_CLIENT_MEM_FRACTION": "0.9"}, 0.9, 0.9),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.93"}, 0.93, 0.9),
         ({"XLA_CLIENT_MEM_FRACTION": "1"}, 1, 0.9),
     ],
     ids=["application", "command line", "user"],
@@ -76,3 +78,15 @@ def test_a_gpu_without_memory_statistics_is_not_sized_by_the_hosts_memory():
     silent = SimpleNamespace(platform="gpu", memory_stats=lambda: None)
     with pytest.raises(ConfigError, match="does not say how much memory"):
         store_memory(EngineConfig(model="m"), workspace=0, devices=[silent])
+
+
+@pytest.mark.parametrize(
+    ("options", "share"), [({"memory_utilization": 0.6}, "0.63"), ({}, "0.93"), ({"memory_utilization": 0.99}, "1")]
+)
+def test_a_command_reserves_gpu_memory_before_it_starts(options, share, monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    seen = []
+    main._after_jax(lambda **_: seen.append(os.environ["XLA_CLIENT_MEM_FRACTION"]))(**options)
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
+    assert seen == [share]
