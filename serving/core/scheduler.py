@@ -18,7 +18,7 @@ from serving.core.cache.prefix_index import PrefixIndex
 from serving.core.cache.prefix_tree import Scope
 from serving.core.cache.retention import RetentionPolicy
 from serving.core.config import SchedulerConfig
-from serving.core.planning.admission import admit, admit_short, refuse_impossible
+from serving.core.planning.admission import admit, admit_short, displace, refuse_impossible
 from serving.core.planning.budget import Budget
 from serving.core.planning.decode import plan_decode
 from serving.core.planning.host_state import HostState
@@ -67,7 +67,7 @@ class Scheduler:
         self._host.queues.unfinished[request.request_id] = request
         self._host.forget(request)
         self._host.stats.requests += 1
-        self._host.queues.enqueue(request)
+        self._host.queues.start(request)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request at any moment; None if there is no such request (any more)."""
@@ -173,9 +173,10 @@ class Scheduler:
                 spare -= max(0, plan_decode(host, request, plan, budget, max(0, spare)))
         prefilling = any(not request.progress.num_sampling_steps for request in running)
         if prefilling or host.queues.waiting:
-            if plan.decode:
-                budget.tokens = min(budget.tokens, host.fairness.tokens_beside_decoding)
+            budget.tokens = min(budget.tokens, host.fairness.prompt_tokens(decoding=bool(plan.decode)))
             budget.grant_share()
+            if host.queues.waiting and not host.queues.free_row_ids:
+                displace(host, plan)
             prompts = [
                 request
                 for request in running

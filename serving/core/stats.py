@@ -16,6 +16,8 @@ class Stats:
     refused: int = 0
     finished: Counter[FinishReason] = field(default_factory=Counter)
     preemptions: int = 0
+    displacements: int = 0
+    """Preemptions for a request that had no row while another had several."""
     resets: int = 0
     weight_changes: int = 0
     withdrawn: int = 0

@@ -92,6 +92,7 @@ class AsyncEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        client: str | None = None,
         live: bool = True,
         export: Any = None,
         begun: Callable[[], None] | None = None,
@@ -101,7 +102,8 @@ class AsyncEngine:
         Each output is a copy that later ones do not change. Leaving the iteration early, by `break`, cancellation or
         an error, aborts the request. Without `live` only the finished output is yielded, which costs the engine less.
 
-        `export` goes to `Engine.add_request`. `begun` is called on the engine's thread once there is a first token.
+        `client` and `export` go to `Engine.add_request`. `begun` is called on the engine's thread once there is a first
+        token.
 
         Raises:
             RequestError: the request cannot be served as asked; its grammar may show that late.
@@ -122,6 +124,7 @@ class AsyncEngine:
                     sampling_params,
                     priority=priority,
                     cache_salt=cache_salt,
+                    client=client,
                     live_text=live,
                     export=export,
                 )

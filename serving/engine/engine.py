@@ -96,6 +96,7 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        client: str | None = None,
         live_text: bool = False,
         remote: RemoteState | None = None,
         export: Any = None,
@@ -108,6 +109,7 @@ class Engine:
             params: sampling parameters; the defaults are those of `SamplingParams`.
             priority: smaller is served first.
             cache_salt: requests share cached prefixes only with those of the same salt.
+            client: whose request it is; waiting clients are served in turn.
             live_text: keep `text` up to date after each step, not only at the end.
             remote: another worker has computed the prompt. Ignored where prompt log-probabilities are asked for.
             export: for `StepLoop.connector`: gets the state at the prompt's end.
@@ -134,7 +136,7 @@ class Engine:
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         for index in range(params.n):
             try:
-                self._add_choice(parent, index, seed, priority, cache_salt)
+                self._add_choice(parent, index, seed, priority, cache_salt, client)
             except RequestRefused as error:
                 for member in parent.members:
                     self.loop.scheduler.abort(member.request_id)
@@ -279,7 +281,9 @@ class Engine:
                     f"logit_bias: token id {token} is not in the vocabulary (0 to {self.vocab_size - 1})"
                 )
 
-    def _add_choice(self, parent: UserRequest, index: int, seed: int, priority: int, cache_salt: str | None) -> None:
+    def _add_choice(
+        self, parent: UserRequest, index: int, seed: int, priority: int, cache_salt: str | None, client: str | None
+    ) -> None:
         output, params = parent.output, parent.params
         stream = None
         if params.detokenize and self.tokenizer is not None:
@@ -299,6 +303,7 @@ class Engine:
             prompt_logprobs=params.prompt_logprobs is not None and index == 0,
             lockstep=constraint is not None,
             fork_of=output.request_id if index else None,
+            client=client,
             sampling=params if index == 0 else replace(params, prompt_logprobs=None),
         )
         followed = None if constraint is None else FollowedChoice(constraint)

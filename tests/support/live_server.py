@@ -92,7 +92,8 @@ class LiveServer:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             stats = self.http.get("/status").json()["stats"]
-            if not stats["running"] and not stats["waiting"] and not stats["slots"]["used"]:
+            used = stats["running"] or stats["waiting"] or stats["slots"]["used"]
+            if not used and not self.async_engine.num_unfinished:  # the numbers may be a moment old
                 break
             time.sleep(0.05)
         engine = self.async_engine.engine

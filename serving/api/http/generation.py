@@ -225,6 +225,7 @@ async def _one(context: Context, job: Job, index: int, *, live: bool) -> AsyncGe
         name,
         priority=job.priority,
         cache_salt=job.cache_salt,
+        client=client_id(),
         live=live,
     )
     with context.traces.request(name, len(job.prompts[index]), job.params) as note:

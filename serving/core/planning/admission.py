@@ -1,16 +1,24 @@
 """From the queue to a row id: the prefix lookup, and the first chunk."""
 
+import itertools
+from collections import Counter
+
 from serving.core.cache.prefix_tree import Match
 from serving.core.planning.budget import Budget
 from serving.core.planning.fairness import MOST_OVERTAKEN
 from serving.core.planning.host_state import HostState
 from serving.core.planning.plan import StepPlan
+from serving.core.planning.preemption import preempt
 from serving.core.planning.prefill import plan_prefill
 from serving.core.planning.remote import drop_remote, remote_is_unneeded, reserve
 from serving.core.reasons import MissReason, RequestRefused, check_prompt_length
 from serving.core.requests.request import Fate, RemoteState, Request
 from serving.core.tiers.content import Chain
 
+DISPLACE_AFTER = 16
+"""Steps that a request waits for a row, first in turn, before a choice of another request makes room for it."""
+MOST_DISPLACEMENTS = 4
+"""How often one choice makes room for others."""
 _LOOK_AGAIN = 8
 """Steps after which a request that did not fit is looked up again while there is little room."""
 
@@ -41,15 +49,16 @@ def admit(host: HostState, plan: StepPlan, budget: Budget) -> None:
     Only requests that may not start yet are passed over, and long prompts if enough of them are being prefilled. Where
     a row was just preempted, none is admitted: the room is needed.
     """
-    at = overtaken = 0
+    overtaken = 0
     room = host.fairness.room_for_long(host.queues.running)
-    while not plan.preempted and host.queues.free_row_ids and at < len(host.queues.waiting):
-        request = host.queues.waiting[at]
-        long = host.fairness.is_long(request)
+    for request in host.queues.in_turn():
+        if plan.preempted or not host.queues.free_row_ids:
+            return
         if _is_passed_over(host, request):
-            at += 1
-        elif long and room <= 0:
-            at, overtaken = at + 1, overtaken + 1
+            continue
+        long = host.fairness.is_long(request)
+        if long and room <= 0:
+            overtaken += 1
             if overtaken == MOST_OVERTAKEN:
                 return
         elif not _admit_one(host, request, plan, budget):
@@ -60,11 +69,63 @@ def admit(host: HostState, plan: StepPlan, budget: Budget) -> None:
 
 def admit_short(host: HostState, plan: StepPlan, budget: Budget) -> None:
     """Admit short requests ahead of the long ones in the queue, while there is room."""
-    for request in host.fairness.overtaking(host.queues.waiting):
-        if plan.preempted or not host.queues.free_row_ids:
+    priority = host.queues.waiting[0].priority
+    for request in itertools.islice(host.queues.in_turn(), MOST_OVERTAKEN):
+        if plan.preempted or not host.queues.free_row_ids or request.priority != priority:
             return
-        if not _is_passed_over(host, request) and not _admit_one(host, request, plan, budget):
+        if host.fairness.is_long(request) or _is_passed_over(host, request):
+            continue
+        if not _admit_one(host, request, plan, budget):
             return
+
+
+def displace(host: HostState, plan: StepPlan) -> None:
+    """Where all rows are taken, make room for a request that has waited for a while and has far fewer than another.
+
+    A client with at least two rows more than the request's own has to give one up; or, of the same client, a request
+    with at least two choices running more than this one. Each choice is displaced a few times at most.
+    """
+    queues = host.queues
+    clients = Counter(each.client for each in queues.running)
+    flows = Counter(map(_flow, queues.running))
+    largest: dict[str | None, int] = {}  # request of each client
+    for (client, _), rows in flows.items():
+        largest[client] = max(largest.get(client, 0), rows)
+    largest_clients = clients.most_common(2)
+    for request in itertools.islice(queues.in_turn(), MOST_OVERTAKEN):
+        of_others = next((rows for client, rows in largest_clients if client != request.client), 0)
+        if of_others < clients[request.client] + 2 and largest.get(request.client, 0) < flows[_flow(request)] + 2:
+            continue
+        if _is_passed_over(host, request):
+            continue
+        if request.queueing.waits_since is None:
+            request.queueing.waits_since = plan.step
+        if plan.step - request.queueing.waits_since < DISPLACE_AFTER:
+            continue
+        candidates = [each for each in queues.running if _gives_way(each, request, clients, flows)]
+        if not candidates:
+            continue
+        victim = max(candidates, key=lambda each: (clients[each.client], flows[_flow(each)], each.order))
+        preempt(host, victim, plan, behind=request)
+        victim.queueing.num_displacements += 1
+        host.stats.displacements += 1
+        return
+
+
+def _gives_way(
+    running: Request, waiting: Request, clients: Counter[str | None], flows: Counter[tuple[str | None, str]]
+) -> bool:
+    """Whether a row of one request may be taken for another; `clients` and `flows` count the rows of each."""
+    if running.priority < waiting.priority or running.queueing.num_displacements >= MOST_DISPLACEMENTS:
+        return False
+    if running.client != waiting.client:
+        return clients[running.client] >= clients[waiting.client] + 2
+    return flows[_flow(running)] >= flows[_flow(waiting)] + 2
+
+
+def _flow(request: Request) -> tuple[str | None, str]:
+    """What all choices of a request have in common."""
+    return request.client, request.fork_of or request.request_id
 
 
 def _is_passed_over(host: HostState, request: Request) -> bool:
@@ -131,8 +192,8 @@ def _admit_one(host: HostState, request: Request, plan: StepPlan, budget: Budget
     if match is not None and match.entry is not None and host.cache.index is not None:
         host.cache.index.touch(match.entry)
     _explain(host, request, match, plan)
-    queues.leave(request)
-    queues.enter(request)
+    queues.admitted(request)
+    request.queueing.waits_since = None
     plan.admitted.append(request)
     return True
 

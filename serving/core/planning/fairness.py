@@ -3,7 +3,8 @@
 While a long prompt is under way, short ones come first in each step but share only half of its tokens, so neither kind
 waits for the other to finish. Long prompts may hold half of the row ids while they prefill; the rest is left to short
 prompts, which overtake the long ones in the queue. A step that also decodes feeds as many prompt tokens as fit into
-`max_decode_pause`, judging by what such steps have taken so far.
+`max_decode_pause`, judging by what such steps have taken so far. Without decoding rows a step may take five times as
+long: that bounds the wait of a short prompt that comes meanwhile.
 """
 
 from serving.core.config import SchedulerConfig
@@ -11,6 +12,8 @@ from serving.core.requests.request import Request
 
 MOST_OVERTAKEN = 64
 """How many waiting requests are looked past for one that is short."""
+_PAUSES_WITHOUT_DECODING = 5
+"""A step that only prefills may take so many times `max_decode_pause`."""
 _WEIGHT = 0.3
 """Of the latest step in the moving average of seconds per token."""
 
@@ -25,18 +28,22 @@ class Fairness:
         self._pause = config.max_decode_pause
         self._seconds_per_token: float | None = None
 
-    @property
-    def tokens_beside_decoding(self) -> int:
-        """Prompt tokens of a step that decodes too, at most: whole tiles, at least one."""
+    def prompt_tokens(self, *, decoding: bool) -> int:
+        """Prompt tokens of a step at most: whole tiles, at least one. `decoding`: whether it decodes, too.
+
+        A step that does not decode may take longer, but not as long as a short prompt that comes must not wait.
+        """
         if self._pause is None or not self._seconds_per_token:  # a clock may say that no time has passed
             return self._most
-        fits = int(self._pause / self._seconds_per_token)
+        fits = int(self._pause * (1 if decoding else _PAUSES_WITHOUT_DECODING) / self._seconds_per_token)
         return min(self._most, max(fits - fits % self._tile, self._tile))
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """A step with so many prompt tokens took so long."""
+        """A step with so many prompt tokens took so long. Less than a tile says little of what a token takes."""
         latest = seconds / num_tokens
         before = self._seconds_per_token
+        if before is not None and num_tokens < self._tile and latest > before:
+            return
         self._seconds_per_token = latest if before is None else before + _WEIGHT * (latest - before)
 
     def is_long(self, request: Request) -> bool:
@@ -49,12 +56,3 @@ class Fairness:
         """How many more long prompts may start."""
         prefilling = (request for request in running if not request.progress.num_sampling_steps)
         return self._most_long - sum(map(self.is_long, prefilling))
-
-    def overtaking(self, waiting: list[Request]) -> list[Request]:
-        """Short requests that wait behind a long one of the same priority, in order."""
-        first = waiting[0]
-        return [
-            request
-            for request in waiting[:MOST_OVERTAKEN]
-            if request.priority == first.priority and not self.is_long(request)
-        ]

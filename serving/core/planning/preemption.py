@@ -5,8 +5,8 @@ from serving.core.planning.plan import StepPlan
 from serving.core.requests.request import Fate, Request
 
 
-def preempt(host: HostState, victim: Request, plan: StepPlan) -> None:
-    """Back to the queue, at its old place; slots and pages go, tokens stay.
+def preempt(host: HostState, victim: Request, plan: StepPlan, *, behind: Request | None = None) -> None:
+    """Back to the front of the queue, or behind another that waits; slots and pages go, tokens stay.
 
     If it has a row in the step being planned, that is taken out. What a dispatched step still brings counts: those
     tokens were computed properly, though the state that goes with them is given away.
@@ -21,7 +21,10 @@ def preempt(host: HostState, victim: Request, plan: StepPlan) -> None:
     victim.queueing.num_preemptions += 1
     host.stats.preemptions += 1
     plan.preempted.append(victim)
-    host.queues.enqueue(victim)
+    if behind is None:
+        host.queues.enqueue(victim)
+    else:
+        host.queues.enqueue_behind(victim, behind)
 
 
 def preempt_later(host: HostState, request: Request, plan: StepPlan) -> bool:

@@ -64,8 +64,7 @@ def reserve(host: HostState, request: Request, match: Match | None) -> bool:
     first, end = pages.num_published, pages.pages_for(remote.position)
     load = RemoteLoad(request, remote, first * config.page_size, slot, pages.table[first:end])
     request.transfer.load = load
-    host.queues.leave(request)
-    host.queues.enter(request)
+    host.queues.admitted(request)
     (host.loads if remote.held is None else host.fetches).append(load)
     return True
 

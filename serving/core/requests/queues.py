@@ -1,11 +1,42 @@
-"""Who waits, who runs, and which row ids are free."""
+"""Which requests wait, which run, and which row ids are free.
 
+Waiting requests are served fairly: clients (API keys) in turn, and of each client the first choice of each request
+before the second of any. Running requests are ordered by priority, then arrival: the last one is preempted first.
+"""
+
+import heapq
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from operator import attrgetter
 
 from serving.core.requests.request import Request, Status
 
-_ORDER = attrgetter("order")
+_ORDER, _PLACE = attrgetter("order"), attrgetter("place")
+_STARTS_PER_TURN = 64
+"""New requests that may start at the same turn: those with later turns are not overtaken for ever."""
+
+
+class _Group:
+    """Waiting requests of one client and one priority."""
+
+    __slots__ = ("served", "started", "turn", "waiting")
+
+    def __init__(self, served: int) -> None:
+        self.waiting: list[Request] = []
+        """By turn, rank and arrival."""
+        self.served = served
+        """Admissions, less those that other clients had before this one came: the group with the fewest is next."""
+        self.turn = self.started = 0
+        """How many requests have started at this turn."""
+
+    def new_turn(self) -> int:
+        """The turn of a request that starts now: that of the first one waiting."""
+        if not self.waiting:
+            return 0
+        if self.waiting[0].queueing.turn != self.turn:
+            self.turn, self.started = self.waiting[0].queueing.turn, 0
+        self.started += 1
+        return self.turn + self.started // _STARTS_PER_TURN
 
 
 class Queues:
@@ -15,28 +46,86 @@ class Queues:
         self.num_rows = num_rows
         self.unfinished: dict[str, Request] = {}
         self.waiting: list[Request] = []
-        """By priority, then arrival."""
+        """By priority, turn, rank and arrival; `in_turn` says in which order clients are served."""
         self.running: list[Request] = []
         """By priority, then arrival: the last one is preempted first."""
         self.free_row_ids = list(range(num_rows, 0, -1))
+        self._groups: dict[tuple[int, str | None], _Group] = {}
+
+    def start(self, request: Request) -> None:
+        """A new request: gives it its turn, and queues it."""
+        first = self.unfinished.get(request.fork_of) if request.fork_of is not None else None
+        group = self._groups.get((request.priority, request.client))
+        if first is not None and first is not request:
+            first.queueing.last_turn += 1
+            request.queueing.turn, request.queueing.rank = first.queueing.last_turn, 1
+        elif group is not None:
+            request.queueing.turn = group.new_turn()
+        request.queueing.last_turn = request.queueing.turn
+        self._insert(request)
 
     def enqueue(self, request: Request) -> None:
-        """To the waiting ones, at its place."""
-        request.status = Status.WAITING
-        insort(self.waiting, request, key=_ORDER)
+        """Back to the waiting ones, before all others of its client."""
+        group = self._groups.get((request.priority, request.client))
+        if group is not None and group.waiting:
+            request.queueing.turn = min(request.queueing.turn, group.waiting[0].queueing.turn)
+        request.queueing.rank = -1
+        self._insert(request)
+
+    def enqueue_behind(self, request: Request, other: Request) -> None:
+        """Back to the waiting ones, so that `other`, which waits, is served before it."""
+        request.queueing.turn, request.queueing.rank = max(request.queueing.turn, other.queueing.turn + 1), 1
+        self._insert(request)
+        mine, theirs = (self._groups[each.priority, each.client] for each in (request, other))
+        if mine is not theirs:
+            mine.served = max(mine.served, theirs.served + 1)
 
     def enter(self, request: Request) -> None:
         """To the running ones, at its place."""
         request.status = Status.RUNNING
         insort(self.running, request, key=_ORDER)
 
+    def admitted(self, request: Request) -> None:
+        """From the waiting ones to the running ones; its client has had its turn."""
+        group = self._groups[request.priority, request.client]
+        group.served += 1
+        self.leave(request)
+        self.enter(request)
+
     def leave(self, request: Request) -> None:
         """Out of the queue that it is in."""
-        queue = self.running if request.status is Status.RUNNING else self.waiting
-        del queue[bisect_left(queue, request.order, key=_ORDER)]
+        if request.status is Status.RUNNING:
+            del self.running[bisect_left(self.running, request.order, key=_ORDER)]
+            return
+        del self.waiting[bisect_left(self.waiting, request.place, key=_PLACE)]
+        name = (request.priority, request.client)
+        group = self._groups[name]
+        del group.waiting[bisect_left(group.waiting, request.place, key=_PLACE)]
+        if not group.waiting:
+            del self._groups[name]
+
+    def in_turn(self) -> Iterator[Request]:
+        """Waiting requests in the order in which they are to be admitted.
+
+        Between two of them the first may be `admitted`; nothing else may change. Of a client whose request was not, the
+        next one comes after those of the other clients.
+        """
+        groups = self._groups
+        for priority in sorted({priority for priority, _ in groups}):
+            names = [name for name in groups if name[0] == priority]
+            heap = [(groups[name].served, groups[name].waiting[0].arrival, i, 0) for i, name in enumerate(names)]
+            heapq.heapify(heap)
+            while heap:
+                served, _, i, at = heapq.heappop(heap)
+                group = groups[names[i]]
+                request = group.waiting[at]
+                yield request
+                at += request.status is Status.WAITING
+                if names[i] in groups and at < len(group.waiting):
+                    heapq.heappush(heap, (served + 1, group.waiting[at].arrival, i, at))
 
     def stop_all(self) -> list[Request]:
-        """Nobody runs any more: those who did, in no queue, and all row ids are free."""
+        """Stop all running requests: returns them, in no queue. All row ids are free."""
         stopped, self.running[:] = self.running.copy(), []
         self.free_row_ids = list(range(self.num_rows, 0, -1))
         return stopped
@@ -49,3 +138,18 @@ class Queues:
         """Raise `AssertionError` unless every row id and every request is accounted for."""
         assert len(self.free_row_ids) + len(self.running) == self.num_rows, "row ids leaked"
         assert len(self.unfinished) == len(self.running) + len(self.waiting), "requests leaked"
+        grouped = [request for group in self._groups.values() for request in group.waiting]
+        assert sorted(grouped, key=_PLACE) == self.waiting, "clients' queues differ from the queue of all"
+        assert all(group.waiting for group in self._groups.values()), "an empty group is left"
+
+    def _insert(self, request: Request) -> None:
+        request.status = Status.WAITING
+        insort(self.waiting, request, key=_PLACE)
+        name = (request.priority, request.client)
+        group = self._groups.get(name)
+        if group is None:
+            least = min(
+                (other.served for (priority, _), other in self._groups.items() if priority == name[0]), default=0
+            )
+            group = self._groups[name] = _Group(least)
+        insort(group.waiting, request, key=_PLACE)

@@ -50,6 +50,7 @@ class Request:
         "arrival",
         "blocked",
         "cache_salt",
+        "client",
         "draft_acceptance",
         "draft_tokens",
         "finish_reason",
@@ -90,6 +91,7 @@ class Request:
         prompt_logprobs: bool = False,
         lockstep: bool = False,
         fork_of: str | None = None,
+        client: str | None = None,
         sampling: Any = None,
     ) -> None:
         # What was asked.
@@ -107,6 +109,8 @@ class Request:
         """Computes every prompt token: the cache is not read (but is published to)."""
         self.lockstep = lockstep
         self.fork_of = fork_of
+        self.client = client
+        """Whose request it is: waiting clients are served in turn. None is a client as any other."""
         self.sampling = sampling
         self.user: Any = None
         """For the engine: whatever it keeps beside the request."""
@@ -157,8 +161,13 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who comes first: priority, then arrival."""
+        """Which of the running ones comes first: priority, then arrival."""
         return (self.priority, self.arrival)
+
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """Which of a client's waiting ones comes first: by priority, turn, rank and arrival."""
+        return (self.priority, self.queueing.turn, self.queueing.rank, self.arrival)
 
     def __repr__(self) -> str:
         return f"Request({self.request_id!r}, {self.status.name.lower()}, {len(self.tokens)} tokens)"
@@ -171,6 +180,16 @@ class Queueing:
     prompt_done: bool = False
     """The prompt's last token has been dispatched at least once."""
     num_preemptions: int = 0
+    turn: int = 0
+    """Among the waiting ones of its client: first choices of requests have the same, later choices later ones."""
+    rank: int = 0
+    """Within a turn: -1 for those that were preempted, 0 for first choices, 1 for others."""
+    last_turn: int = 0
+    """Of the choices of its request so far."""
+    waits_since: int | None = None
+    """The step in which it was found to be first in turn, without a row id for it."""
+    num_displacements: int = 0
+    """How often it has made room for another request."""
     retry_above: int = -1
     """Retry once more than this many pages are free."""
     retry_at: int = 0

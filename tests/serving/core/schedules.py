@@ -110,7 +110,9 @@ class Run:
         """Token sequences that new prompts may begin like."""
         self.aborted: set[Request] = set()
         self.coverage: Counter[str] = Counter()
-        self.blocks = random.Random(seed) if seed % 5 == 3 else None
+        self.clients = seed % 16 == 5
+        """Whether requests have clients."""
+        self.blocks = random.Random(seed) if seed % 16 == 3 else None
         """Says when requests in lockstep are blocked; draws of its own, too."""
         self.changes = random.Random(seed) if seed % 4 == 2 else None
         """Says when the weights change; draws of its own leave all else of a schedule as it was."""
@@ -148,6 +150,7 @@ class Run:
             prompt_logprobs=rng.random() < 0.05,
             lockstep=rng.random() < 0.1,
             fork_of=fork_of,
+            client=[None, "a", "b"][len(self.requests) * 7 // 5 % 3] if self.clients else None,
         )
         try:
             self.scheduler.add(request)
@@ -333,6 +336,7 @@ class Run:
         stats = self.scheduler.stats()
         for key in (
             "preemptions",
+            "displacements",
             "full_hits",
             "page_copies",
             "states_evicted",

@@ -13,14 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serving.core.planning import admission
 from tests.serving.core.schedules import random_config, run_seed
 
 SHARDS = 4
 DEFAULT_EXAMPLES = 20_000
 
 REACHED = """
-abort running, abort waiting, accepted_tokens, anchors, blocked, boundaries_not_kept, cached_tokens, drafts under masks,
-drafts_cut, full_hits, page_copies, pages_evicted, preemptions, refused, resets, rows_stalled,
+abort running, abort waiting, accepted_tokens, anchors, blocked, boundaries_not_kept, cached_tokens, displacements,
+drafts under masks, drafts_cut, full_hits, page_copies, pages_evicted, preemptions, refused, resets, rows_stalled,
 sitting out beside drafts, states_evicted, weight_changes, withdrawn,
 miss caching_off, miss evicted, miss not_found, miss not_yet_written, miss prompt_logprobs, miss salt_differs,
 miss state_evicted, miss too_short, miss weights_changed
@@ -34,7 +35,8 @@ def examples(request: pytest.FixtureRequest) -> int:
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_random_schedules(shard: int, request: pytest.FixtureRequest) -> None:
+def test_random_schedules(shard: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "DISPLACE_AFTER", 2)  # schedules are short
     count = -(-examples(request) // SHARDS)
     first = shard * 1_000_000_000
     print(f"seeds {first} to {first + count - 1}")

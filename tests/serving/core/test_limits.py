@@ -317,5 +317,10 @@ def test_a_step_that_decodes_keeps_to_its_pause() -> None:
     loop.scheduler.finish(talker.request_id, FinishReason.ABORT)
     plan = loop.step()
     assert plan is not None
-    assert prompts_of(plan) == [("r2", 28)], "nobody waits: no limit"
+    assert prompts_of(plan) == [("r2", 2)], "a short prompt that comes meanwhile must not wait long"
+    for _ in range(60):
+        loop.scheduler.observe(plan, 0.4)
+    plan = loop.step()
+    assert plan is not None
+    assert prompts_of(plan) == [("r2", 24)], "five times as long as with decoding rows"
     loop.finish()

@@ -1,0 +1,174 @@
+"""Waiting requests are served in turn: clients, then requests, then the choices of a request."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from serving.core import Request
+from serving.core.planning.admission import DISPLACE_AFTER, MOST_DISPLACEMENTS
+from serving.core.requests.queues import Queues
+from serving.core.requests.request import Status
+from tests.serving.core.drive import Loop
+
+
+class Line:
+    """Queues alone, with requests that are admitted one at a time."""
+
+    def __init__(self) -> None:
+        self.queues, self.arrivals = Queues(10_000), 0
+
+    def add(self, name: str, n: int = 1, client: str | None = None, priority: int = 0) -> list[Request]:
+        made = []
+        for index in range(n):
+            self.arrivals += 1
+            request = Request(
+                name if not index else f"{name}#{index}", [1], fork_of=name if index else None, client=client,
+                priority=priority,
+            )  # fmt: skip
+            request.arrival = self.arrivals
+            self.queues.unfinished[request.request_id] = request
+            self.queues.start(request)
+            made.append(request)
+        return made
+
+    def admit(self) -> Request:
+        request = next(self.queues.in_turn())
+        self.queues.admitted(request)
+        self.queues.free_row_ids.pop()
+        self.queues.check()
+        return request
+
+    def names(self, count: int) -> list[str]:
+        return [self.admit().request_id for _ in range(count)]
+
+
+def test_first_choices_come_before_second_ones() -> None:
+    line = Line()
+    line.add("a", 3)
+    line.add("b", 2)
+    assert line.names(2) == ["a", "b"]
+    line.add("c")
+    assert line.names(4) == ["c", "a#1", "b#1", "a#2"]
+
+
+def test_clients_take_turns() -> None:
+    line = Line()
+    for i in range(4):
+        line.add(f"a{i}", client="a")
+    for i in range(2):
+        line.add(f"b{i}", client="b")
+    assert line.names(6) == ["a0", "b0", "a1", "b1", "a2", "a3"]
+    for i in range(3):
+        line.add(f"a{i}+", client="a")
+    assert line.names(1) == ["a0+"]
+    for i in range(2):
+        line.add(f"b{i}+", client="b")  # it has saved up nothing, and has lost nothing
+    assert line.names(4) == ["a1+", "b0+", "a2+", "b1+"]
+
+
+def test_priority_comes_first() -> None:
+    line = Line()
+    line.add("low", 2, client="a", priority=1)
+    line.add("high", 2, client="b")
+    assert line.names(4) == ["high", "high#1", "low", "low#1"]
+
+
+@pytest.mark.parametrize("client", [None, "other"])
+def test_a_new_request_waits_for_few_choices_of_one_with_many(client: str | None) -> None:
+    line = Line()
+    for prompt in range(8):
+        line.add(f"greedy{prompt}", 128, client="greedy" if client else None)
+    line.names(100)
+    line.add("victim", client=client)
+    assert "victim" in line.names(9)
+
+
+def test_later_choices_are_not_overtaken_for_ever() -> None:
+    line = Line()
+    line.add("many", 4)
+    for i in range(1000):
+        line.add(f"new{i}")
+        line.add(f"more{i}")  # they come twice as fast as they are admitted
+        line.admit()
+        if not any(request.request_id.startswith("many") for request in line.queues.waiting):
+            return
+    raise AssertionError("later choices starve")
+
+
+def test_random_queues_keep_their_books() -> None:
+    rng, line = random.Random(3), Line()
+    running: list[Request] = []
+    for i in range(2000):
+        match rng.randrange(4):
+            case 0:
+                line.add(f"r{i}", rng.randrange(1, 5), rng.choice([None, "a", "b"]), rng.choice([0, 0, 1]))
+            case 1 if line.queues.waiting:
+                running.append(line.admit())
+            case 2 if running:
+                back = running.pop(rng.randrange(len(running)))
+                line.queues.leave(back)
+                line.queues.free_row_ids.append(1)
+                waiting = [other for other in line.queues.waiting if other.priority == back.priority]
+                if waiting and rng.random() < 0.5:
+                    line.queues.enqueue_behind(back, waiting[0])
+                    order = list(line.queues.in_turn())
+                    assert order.index(waiting[0]) < order.index(back)
+                else:
+                    line.queues.enqueue(back)
+            case 3 if line.queues.waiting:
+                gone = rng.choice(line.queues.waiting)
+                line.queues.leave(gone)
+                del line.queues.unfinished[gone.request_id]
+        line.queues.check()
+        assert Counter(line.queues.in_turn()) == Counter(line.queues.waiting)
+
+
+@pytest.mark.parametrize("client", [None, "victim"])
+def test_a_request_with_many_choices_gives_up_a_row(client: str | None) -> None:
+    """One request holds all rows for thousands of tokens; another one begins after a few steps all the same."""
+    loop = Loop(max_num_seqs=4, max_model_len=64, cache_mode="all")
+    options = {"client": "greedy"} if client else {}
+    first = loop.add([1, 2, 3], max_tokens=60, request_id="greedy", **options)
+    for i in range(1, 8):
+        loop.add([1, 2, 3], max_tokens=60, request_id=f"greedy#{i}", fork_of="greedy", **options)
+    while len(loop.scheduler.running) < 4:
+        loop.step()
+    victim = loop.add([7, 8], max_tokens=3, client=client)
+    for _ in range(DISPLACE_AFTER + 6):
+        loop.step()
+    assert victim.finished
+    assert loop.scheduler.stats()["displacements"] == 1
+    loop.finish()
+    loop.check_output(victim)
+    loop.check_output(first)
+    assert loop.scheduler.stats()["preemptions"] >= 1
+
+
+def test_requests_of_one_choice_each_are_not_displaced() -> None:
+    loop = Loop(max_num_seqs=2, max_model_len=64)
+    for i in range(2):
+        loop.add([i], max_tokens=50)
+    loop.step()
+    waits = loop.add([5], max_tokens=1)
+    for _ in range(3 * DISPLACE_AFTER):
+        loop.step()
+    assert waits.status is Status.WAITING
+    loop.finish()
+    assert loop.scheduler.stats()["displacements"] == 0
+
+
+def test_all_finish_however_many_others_come() -> None:
+    loop = Loop(max_num_seqs=2, max_model_len=64)
+    for i in range(4):
+        loop.add([1], max_tokens=40, request_id="many" if not i else f"many#{i}", fork_of="many" if i else None)
+    many = list(loop.scheduler.waiting)
+    for step in range(2500):
+        if step % 20 == 0:
+            loop.add([step % 9], max_tokens=3)
+        loop.step()
+        if all(request.finished for request in many):
+            break
+    assert all(request.finished for request in many)
+    assert max(request.queueing.num_displacements for request in many) <= MOST_DISPLACEMENTS
+    loop.finish()
