@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import openai
 
+from serving.split.http.sealed import SealAuth
 from serving.split.seal import Seal
 from tests.support.processes import Process, router, streamed, worker
 from tests.support.stoppable_worker import Stages
@@ -155,8 +156,7 @@ class Fleet:
 
 def sealed_status(process: Process) -> dict:
     """What a worker says at /split/status, to one of its fleet."""
-    headers = Seal(SECRET).headers("/split/status", b"")
-    return httpx.get(f"{process.url}/split/status", headers=headers, timeout=30).json()
+    return httpx.get(f"{process.url}/split/status", auth=SealAuth(Seal(SECRET)), timeout=30).json()
 
 
 def at_rest(process: Process, seconds: float) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from serving.split.http.sealed import SealAuth
 from serving.split.manifest import Manifest, ManifestMismatch
 from serving.split.prefill_side import TooMany
 from serving.split.seal import Seal
@@ -63,7 +64,7 @@ class HttpPeer:
     """
 
     def __init__(self, url: str, manifest: Manifest, client: httpx.AsyncClient, seal: Seal) -> None:
-        self.url, self.manifest, self._client, self._seal = url, manifest, client, seal
+        self.url, self.manifest, self._client, self._auth = url, manifest, client, SealAuth(seal)
         self._loop = asyncio.get_running_loop()
 
     @classmethod
@@ -143,9 +144,10 @@ class HttpPeer:
     async def _post(self, path: str, message: BaseModel, seconds: float) -> tuple[int, bytes]:
         """Status and content of the answer."""
         body, content = message.model_dump_json().encode(), bytearray()
-        own = {"content-type": "application/json"} | self._seal.headers(path, body)
+        own = {"content-type": "application/json"}
+        asked = self._client.stream("POST", path, content=body, headers=own, auth=self._auth)
         try:
-            async with asyncio.timeout(seconds), self._client.stream("POST", path, content=body, headers=own) as answer:
+            async with asyncio.timeout(seconds), asked as answer:
                 async for piece in answer.aiter_bytes():
                     content += piece
                     if len(content) > _LONGEST:

@@ -177,8 +177,7 @@ class Following:
 
     async def _read(self, worker: Remote) -> None:
         fleet = self._fleet
-        headers = fleet.headers | fleet.seal.headers(_PATH, b"")
-        async with fleet.client.stream("GET", worker.url + _PATH, headers=headers) as answer:
+        async with fleet.client.stream("GET", worker.url + _PATH, headers=fleet.headers, auth=fleet.auth) as answer:
             if answer.status_code != 200:
                 log.debug("%s publishes no events: status %d", worker.url, answer.status_code)
                 return

@@ -174,12 +174,14 @@ class Placement:
             return None
         worker = min(telling, key=lambda each: each.load)
         message = json.dumps({"kind": kind}).encode()[:-1] + b', "body": ' + content + b"}"
-        sealed = {**headers, "content-type": "application/json"} | fleet.seal.headers(_PATH, message)
+        whole = {**headers, "content-type": "application/json"}
         begin, answer = time.monotonic(), bytearray()
         try:
             async with (
                 asyncio.timeout(_PATIENCE),
-                fleet.client.stream("POST", worker.url + _PATH, content=message, headers=sealed) as response,
+                fleet.client.stream(
+                    "POST", worker.url + _PATH, content=message, headers=whole, auth=fleet.auth
+                ) as response,
             ):
                 async for piece in response.aiter_bytes():
                     answer += piece

@@ -347,8 +347,8 @@ class Relay:
             )  # fmt: skip
 
     async def _post(self, url: str, path: str, message: bytes, headers: dict[str, str]) -> httpx.Response:
-        sealed = _as_json(headers) | self.fleet.seal.headers(path, message)
-        return await self.fleet.client.post(url + path, content=message, headers=sealed)
+        fleet = self.fleet
+        return await fleet.client.post(url + path, content=message, headers=_as_json(headers), auth=fleet.auth)
 
     async def _release(self, ticket: Ticket) -> None:
         message = json.dumps({"id": ticket.id, "wanted": False}).encode()

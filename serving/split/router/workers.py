@@ -18,6 +18,7 @@ import httpx
 from pydantic import ValidationError
 
 from serving.core.placing import Workload
+from serving.split.http.sealed import SealAuth
 from serving.split.manifest import Manifest, ManifestMismatch, check
 from serving.split.seal import Seal
 
@@ -158,6 +159,8 @@ class Fleet:
     """Of what the router asks by itself."""
     seal: Seal = field(default_factory=Seal)
     """Of the fleet."""
+    auth: httpx.Auth = field(init=False)
+    """Seals what the router sends to workers."""
     mismatched: dict[tuple[str, str], str] = field(default_factory=dict)
     """Pairs of (prefill, decode) that cannot exchange states, and why."""
     max_worker_requests: int = 1 << 30
@@ -166,6 +169,9 @@ class Fleet:
     """Seconds for the answer to a health check."""
     _checks: dict[Remote, asyncio.Task[None]] = field(default_factory=dict)
     """Health checks under way because a request was lost."""
+
+    def __post_init__(self) -> None:
+        self.auth = SealAuth(self.seal)
 
     @classmethod
     def of(
@@ -224,8 +230,8 @@ class Fleet:
                 answer = await self.client.get(f"{worker.url}/ready", headers=self.headers)
                 up, found = answer.status_code == 200, None
                 if up and with_manifest and (worker.manifest is None or not worker.up):
-                    headers = self.headers | self.seal.headers("/split/manifest", b"")
-                    found = await self.client.get(f"{worker.url}/split/manifest", headers=headers)
+                    asked = f"{worker.url}/split/manifest"
+                    found = await self.client.get(asked, headers=self.headers, auth=self.auth)
             if found is not None:
                 worker.manifest = Manifest.model_validate(found.json()) if found.status_code == 200 else None
                 if worker.manifest is None:

@@ -12,9 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fastapi import APIRouter, FastAPI
 
+from serving.api.http.errors import ApiError
 from serving.split.http.peer import HttpPeer
-from serving.split.seal import Seal
+from serving.split.http.sealed import SealAuth, sealed
+from serving.split.seal import HEADER as HEADER_OF_SEALS
+from serving.split.seal import Seal, SealChecker
 from serving.split.transport import TcpTransport, TransportError
 from serving.split.transport import tcp as tcp_module
 from serving.split.wire import SplitError, SplitTimeout
@@ -148,17 +152,67 @@ def test_nothing_is_allocated_on_a_strangers_word():
     assert zlib.crc32(b"") == 0  # of an array without elements
 
 
-def test_a_seal_is_of_one_message_at_one_time():
+def test_a_seal_is_of_one_message_to_one_receiver_at_one_time():
     now = [1000.0]
     seal = Seal("0123456789abcdef", clock=lambda: now[0])
-    (header,) = seal.headers("/split/expect", b"body").values()
-    assert seal.holds(header, "/split/expect", b"body")
-    assert not seal.holds(header, "/split/offer", b"body")
-    assert not seal.holds(header, "/split/expect", b"other")
-    assert not seal.holds("", "/split/expect", b"body")
-    assert not seal.holds("nan:" + header.partition(":")[2], "/split/expect", b"body")
-    assert not Seal("fedcba9876543210", clock=lambda: now[0]).holds(header, "/split/expect", b"body")
+    checker, other = SealChecker(seal), SealChecker(seal)
+
+    def made(receiver=checker.name):
+        return seal.headers("/split/expect", b"body", receiver)[HEADER_OF_SEALS]
+
+    header = made()
+    assert not checker.holds(header, "/split/offer", b"body")
+    assert not checker.holds(header, "/split/expect", b"other")
+    assert not checker.holds("", "/split/expect", b"body")
+    assert not checker.holds("nan:" + header.partition(":")[2], "/split/expect", b"body")
+    assert not checker.holds(header.replace(checker.name, other.name), "/split/expect", b"body")
+    assert not other.holds(header, "/split/expect", b"body"), "it was made for another receiver"
+    assert not checker.holds(made(other.name), "/split/expect", b"body")
+    strange = SealChecker(Seal("fedcba9876543210", clock=lambda: now[0]))
+    assert not strange.holds(made(strange.name), "/split/expect", b"body")
+    assert checker.holds(header, "/split/expect", b"body"), "what was refused has used nothing up"
+    assert not checker.holds(header, "/split/expect", b"body"), "it has come before"
+    late = made()
     now[0] += 61
-    assert not seal.holds(header, "/split/expect", b"body")
-    assert Seal().headers("/split/expect", b"") == {}
+    assert not checker.holds(late, "/split/expect", b"body")
+    early, now[0] = made(), now[0] - 59
+    assert checker.holds(early, "/split/expect", b"body")
+    for passed in (59, 59):
+        now[0] += passed
+        assert not checker.holds(early, "/split/expect", b"body"), "a message from a clock ahead is replayed"
+    now[0] += 300
+    assert checker.holds(made(), "/split/expect", b"body")
+    assert len(checker._seen) == len(checker._order) == 1, "what cannot be replayed any more is not remembered"
+    assert Seal().headers("/split/expect", b"", "") == {}
     assert "0123456789abcdef" not in repr(seal)
+
+
+@pytest.mark.parametrize("root", ["", "/models/one"])
+def test_sealed_messages_pass_below_a_root_path_and_after_a_restart(root):
+    """With --root-path every sealed message was once refused: its path was another one there."""
+    seal, served = Seal("0123456789abcdef"), []
+
+    def server():
+        app = FastAPI()
+        app.state.context = None
+        router = APIRouter(prefix="/split", dependencies=[sealed(seal)])
+        router.add_api_route("/expect", lambda: served.append(1), methods=["POST"])
+        app.include_router(router)
+
+        @app.exception_handler(ApiError)
+        async def refused(request, error):
+            return error.response(request.url.path)
+
+        return app
+
+    async def ask(app, auth):
+        transport = httpx.ASGITransport(app, root_path=root)
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://worker{root}") as client:
+            return (await client.post("/split/expect", content=b"body", auth=auth)).status_code
+
+    auth, app = SealAuth(seal), server()
+    assert [asyncio.run(ask(app, auth)) for _ in range(3)] == [200] * 3
+    assert [asyncio.run(ask(server(), auth)) for _ in range(2)] == [200] * 2
+    assert asyncio.run(ask(app, SealAuth(Seal("fedcba9876543210")))) == 401
+    assert asyncio.run(ask(app, None)) == 401
+    assert len(served) == 5

@@ -164,7 +164,7 @@ def test_messages_without_the_fleets_seal(fleet):
 
     with listener(stranger) as port:
         ticket = {"id": "x", "worker": f"http://127.0.0.1:{port}", "handoff": "full", "prompt_token_ids": [1, 2]}
-        for headers in ({}, Seal("another fleet's secret").headers("/split/expect", b"")):
+        for headers in ({}, Seal("another fleet's secret").headers("/split/expect", b"", "")):
             answer = httpx.post(f"{fleet.decode.url}/split/expect", json=ticket | {"position": 2}, headers=headers)
             assert answer.status_code == 401
     assert not heard

@@ -11,10 +11,11 @@ import pytest
 from serving.api.http.context import Context
 from serving.api.http.errors import ApiError
 from serving.api.http.settings import ServerSettings
+from serving.split.http.sealed import SealAuth
 from serving.split.router.app import create_router
 from serving.split.router.asked import Asked
 from serving.split.router.workers import Remote, choose
-from serving.split.seal import HEADER, Seal
+from serving.split.seal import HEADER, RECEIVER, Seal, SealChecker
 from serving.split.settings import RouterSettings
 from tests.support.fake_workers import BODY, Workers, ask, asked, relay
 
@@ -266,14 +267,18 @@ def test_busy_is_not_down(status):
 
 def test_messages_to_workers_are_sealed_and_clients_are_not_the_fleet():
     seal, seen = Seal("0123456789abcdef"), {}
+    checker = SealChecker(seal)
 
     class Noting(Workers):
         async def __call__(self, request):
-            seen[request.url.path] = seal.holds(request.headers.get(HEADER, ""), request.url.path, request.content)
+            path = request.url.path
+            seen[path] = checker.holds(request.headers.get(HEADER, ""), path, request.content)
+            if path.startswith("/split/") and not seen[path]:
+                return httpx.Response(401, headers={RECEIVER: checker.name})
             return await super().__call__(request)
 
     over = relay(Noting(d1={"/split/expect": httpx.Response(409, json={})}), decode=("d1",))
-    over.fleet.seal = seal
+    over.fleet.auth = SealAuth(seal)
     ask(over)
     assert seen == {"/split/prefill": True, "/split/expect": True, "/split/release": True, "/v1/completions": False}
 

@@ -18,6 +18,7 @@ from serving.engine.build import assemble
 from serving.split.http import events
 from serving.split.http.events import events_router
 from serving.split.http.roles import open_role
+from serving.split.http.sealed import SealAuth
 from serving.split.router.app import create_router
 from serving.split.router.workers import choose
 from serving.split.seal import Seal
@@ -127,8 +128,7 @@ def messages(lines):
 
 
 def stream(server):
-    headers = SEAL.headers("/internal/events", b"")
-    return httpx.stream("GET", f"{server.url}/internal/events", headers=headers, timeout=30)
+    return httpx.stream("GET", f"{server.url}/internal/events", auth=SealAuth(SEAL), timeout=30)
 
 
 def name_of(tokens, salt=None) -> str:
@@ -271,8 +271,7 @@ def test_a_busy_workers_state_goes_to_another_one(start, front):
     status = over.status()
     assert (status["relay"]["shared"], status["relay"]["alone"]) == (1, 1)
     assert {worker["url"]: worker["requests"] for worker in status["decode"]}[other.url] == 1
-    headers = SEAL.headers("/split/status", b"")
-    assert other.http.get("/split/status", headers=headers).json()["arrived"] == 1
+    assert other.http.get("/split/status", auth=SealAuth(SEAL)).json()["arrived"] == 1
     other.assert_idle()
     one.assert_idle()
 
@@ -292,7 +291,6 @@ def test_prompts_are_computed_where_most_of_them_is(start, front):
     assert (status["relay"]["split"], status["relay"]["alone"]) == (4, 0)
     assert {worker["url"]: worker["requests"] for worker in status["prefill"]} == {one.url: 2, other.url: 2}
     assert status["placement"]["resumable_tokens"]["prefill device"] >= 4 * 15
-    headers = SEAL.headers("/split/status", b"")
-    assert decode.http.get("/split/status", headers=headers).json()["arrived"] == 4
+    assert decode.http.get("/split/status", auth=SealAuth(SEAL)).json()["arrived"] == 4
     for server in (one, other, decode):
         server.assert_idle()
