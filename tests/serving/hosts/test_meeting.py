@@ -73,7 +73,7 @@ def test_hosts_that_were_started_otherwise_say_in_what(invitations):
     assert found == [line, line]
 
 
-def test_strangers_are_passed_over(invitations):
+def test_connections_without_the_key_are_refused(invitations):
     hosts = Hosts([0])
     invitation = invitations.get(timeout=30)
     address = ("127.0.0.1", invitation["port"])
@@ -90,7 +90,7 @@ def test_strangers_are_passed_over(invitations):
     assert sorted(links) == [1, 2]
 
 
-def test_slow_and_silent_connections_delay_nobody(invitations):
+def test_slow_and_silent_connections_do_not_delay_the_hosts(invitations):
     """A byte now and then once held the meeting for as long as it lasted, and 20 silent connections made it fail."""
     hosts = Hosts([0], seconds=30)
     invitation = invitations.get(timeout=30)

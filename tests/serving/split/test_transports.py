@@ -111,7 +111,7 @@ def test_nobody_there(pair):
         receiver.fetch("127.0.0.1:9", 1, SPECS, 0.5)
 
 
-def test_silent_connections_shut_nobody_out():
+def test_silent_connections_do_not_block_transfers():
     """64 of them once took all places for a minute."""
     sender, receiver = TcpTransport(), TcpTransport()
     host, _, port = sender.address.rpartition(":")
