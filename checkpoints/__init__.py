@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from checkpoints.chat import ChatTemplateError
     from checkpoints.conversion import convert
     from checkpoints.errors import CheckpointError
+    from checkpoints.export import save_hugging_face
     from checkpoints.generation import GenerationConfig
     from checkpoints.load import generation_config, load_config, load_model, load_tokenizer, require_tokenizer
     from checkpoints.orbax import restore_orbax, save_orbax
@@ -34,6 +35,7 @@ __all__ = [
     "load_tokenizer",
     "require_tokenizer",
     "restore_orbax",
+    "save_hugging_face",
     "save_orbax",
 ]
 
@@ -47,6 +49,7 @@ _MODULES = {
     "Tokenizer": "tokenizer",
     "convert": "conversion",
     "restore_orbax": "orbax",
+    "save_hugging_face": "export",
     "save_orbax": "orbax",
 }
 """Where each name is defined, if not in `checkpoints.load`."""

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 
 from checkpoints.errors import CheckpointError
+from checkpoints.export import save_hugging_face
 from checkpoints.json_file import read_json
 from checkpoints.load import load_config, load_model, quantised_as, source_dtype
 from checkpoints.orbax import save_orbax
@@ -37,9 +38,9 @@ def convert(
     """Write a model as another directory, with its configuration, tokenizer and sampling defaults.
 
     Args:
-        source: any reference that `load_model` can load; for Hugging Face's form, a wide Hugging Face directory.
+        source: any reference that `load_model` can load; for Hugging Face's form, a directory with wide weights.
         target: the directory to make.
-        form: Orbax, or with `quantization` Hugging Face's, with tensors as compressed-tensors has them.
+        form: Orbax or Hugging Face's; quantized, the latter has tensors as compressed-tensors writes them.
         dtype: `auto` keeps the checkpoint's.
         sharding: how to hold the parameters meanwhile; what is written can be restored with any other. Orbax only.
         overwrite: replace an existing Orbax directory.
@@ -56,7 +57,7 @@ def convert(
         raise CheckpointError(f"form {form!r} is not known; allowed are {', '.join(get_args(Form))}")
     if form == "hugging-face":
         return _rewrite(reference, Path(target).expanduser(), dtype, quantization, quantization_exclude)
-    if isinstance(dtype, str) and dtype == "auto":
+    if _is_auto(dtype):
         dtype = source_dtype(reference)
     model = load_model(
         source,
@@ -72,10 +73,11 @@ def convert(
 def _rewrite(
     reference: Reference, target: Path, dtype: Any, quantization: str | None, exclude: Collection[str]
 ) -> Path:
-    if quantization is None:
-        raise CheckpointError("Hugging Face's form is written for quantized weights only: give a quantization")
+    if reference.kind is ReferenceKind.ORBAX and quantization is None:
+        model = load_model(reference.name, dtype=source_dtype(reference) if _is_auto(dtype) else dtype, progress=False)
+        return save_hugging_face(target, model, reference.files)
     if reference.kind not in (ReferenceKind.HUGGING_FACE, ReferenceKind.DEMO):
-        raise CheckpointError(f"{reference.name}: Hugging Face's form is written from a Hugging Face directory only")
+        raise CheckpointError(f"{reference.name}: quantized weights are written from a Hugging Face directory only")
     if already := quantised_as(reference.name):
         raise CheckpointError(f"{reference.name}: is quantized already ({already})")
     config = as_stored(load_config(reference.name), TensorSet(reference.files).names)
@@ -86,6 +88,10 @@ def _rewrite(
         config,
         read_json(reference.files / "config.json"),
         sources,
-        Selection(config, sources, quantization, exclude),
-        dtype=None if isinstance(dtype, str) and dtype == "auto" else jnp.dtype(dtype),
+        None if quantization is None else Selection(config, sources, quantization, exclude),
+        dtype=None if _is_auto(dtype) else jnp.dtype(dtype),
     )
+
+
+def _is_auto(dtype: Any) -> bool:
+    return isinstance(dtype, str) and dtype == "auto"

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
 
+from checkpoints.errors import CheckpointError
+from checkpoints.json_file import read_json
 from checkpoints.placing import abstract_parameters
-from checkpoints.tensor_set import SINGLE_FILE
+from checkpoints.resolve import ORBAX_MARKER
+from checkpoints.tensor_files import TensorFiles
 from mamba_jax.config import HybridConfig
-from mamba_jax.families import weight_names
+from mamba_jax.families import as_stored, config_from_hf, weight_names
 from mamba_jax.families.base import HFSource
+from mamba_jax.model import HybridModel, parameters
+from mamba_jax.modules.quantised import weight_of
 
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -26,23 +31,40 @@ def hugging_face_tensors(config: HybridConfig, values: Mapping[str, Any], *, onl
 
     Those only whose path begins with `only`.
     """
+    own = {path: np.asarray(value, np.float32) for path, value in values.items() if path.startswith(only)}
+    return dict(stored_tensors(config, own, only=only))
+
+
+def stored_tensors(
+    config: HybridConfig, values: Mapping[str, Any], *, only: str = ""
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a Hugging Face checkpoint one by one, each in the dtype of its weights.
+
+    On the host are those that are not complete yet only: one, unless a tensor holds several parameters.
+
+    Args:
+        config: of the model.
+        values: weights by dotted path.
+        only: those whose path begins so.
+    """
     shapes = {path: leaf.shape for path, leaf in abstract_parameters(config, np.float32).items()}
-    tensors: dict[str, np.ndarray] = {}
-    wholes: dict[tuple[str, ...], tuple[HFSource, np.ndarray]] = {}
-    for path, source in weight_names(config).items():
-        if not path.startswith(only):
-            continue
-        value, stored = np.asarray(values[path], np.float32), source.stored(shapes[path])
+    sources = {path: source for path, source in weight_names(config).items() if path.startswith(only)}
+    left = collections.Counter(source.names for source in sources.values())
+    wholes: dict[tuple[str, ...], np.ndarray] = {}
+    for path, source in sources.items():
+        value, stored = np.asarray(values[path]), source.stored(shapes[path])
         if source.rows is None:
-            tensors |= {name: part.reshape(stored) for name, part in _parts(source, value)}
-        else:
-            _, whole = wholes.setdefault(source.names, (source, np.empty(stored, np.float32)))
-            pieces = whole.reshape(source.pieces, -1, *stored[1:])
-            rows = slice(*source.rows)
-            pieces[:, rows] = value.reshape(pieces[:, rows].shape)
-    for names, (source, whole) in wholes.items():
-        tensors |= zip(names, np.split(whole, np.cumsum(source.cuts)[:-1]) if source.cuts else [whole], strict=True)
-    return tensors
+            yield from ((name, part.reshape(stored)) for name, part in _parts(source, value))
+            continue
+        whole = wholes.setdefault(source.names, np.empty(stored, value.dtype))
+        pieces = whole.reshape(source.pieces, -1, *stored[1:])
+        rows = slice(*source.rows)
+        pieces[:, rows] = value.reshape(pieces[:, rows].shape)
+        left[source.names] -= 1
+        if not left[source.names]:
+            del wholes[source.names]
+            cuts = np.split(whole, np.cumsum(source.cuts)[:-1]) if source.cuts else [whole]
+            yield from zip(source.names, cuts, strict=True)
 
 
 def _parts(source: HFSource, value: np.ndarray) -> list[tuple[str, np.ndarray]]:
@@ -72,16 +94,54 @@ def write_hugging_face(
     Returns:
         The directory.
     """
+    kept = {path: np.asarray(value).astype(_DTYPES[dtype]) for path, value in values.items()}
+    return _write(directory, config, kept, {**hf_config, "dtype": dtype}, files_from)
+
+
+def save_hugging_face(directory: str | Path, model: HybridModel, like: str | Path) -> Path:
+    """Write a model as a Hugging Face directory that transformers reads, each weight in its own dtype.
+
+    Args:
+        directory: does not exist, or is empty.
+        model: with wide weights.
+        like: a directory of the same architecture, whose config.json, tokenizer and sampling defaults are copied.
+    Returns:
+        The directory.
+    Raises:
+        CheckpointError: the directory has content, `like` describes another model, or weights are quantized.
+    """
+    directory, like = Path(directory).expanduser(), Path(like)
+    if directory.exists() and any(directory.iterdir()):
+        raise CheckpointError(f"{directory}: exists already and is not empty")
+    values = {path: leaf.get_value() for path, leaf in parameters(model).items()}
+    if quantised := [path for path in values if weight_of(path)]:
+        raise CheckpointError(f"{len(quantised)} weights are quantized ({quantised[0]}, ...): load the wide checkpoint")
+    fields = read_json(like / "config.json")
+    names = {name for source in weight_names(model.config).values() for name in source.names}
+    if as_stored(config_from_hf(fields), names) != model.config:
+        raise CheckpointError(f"{like / 'config.json'}: describes another model than the one to be saved")
+    fields = {name: value for name, value in fields.items() if name != "torch_dtype"} | {"dtype": model.dtype.name}
+    return _write(directory, model.config, values, fields, like)
+
+
+def _write(
+    directory: Path,
+    config: HybridConfig,
+    values: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    files_from: Path | None,
+) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {name: value.astype(_DTYPES[dtype]) for name, value in hugging_face_tensors(config, values).items()}
+    files = TensorFiles(directory)
+    for name, value in stored_tensors(config, values):
+        files.add(name, value)
     if config.tie_word_embeddings:
         # Not every family in transformers ties them though config.json says so; then it looks for this name.
-        tensors["lm_head.weight"] = np.asarray(values["embed.weight"], np.float32).astype(_DTYPES[dtype])
-    save_file(tensors, directory / SINGLE_FILE, {"format": "pt"})
-    (directory / SINGLE_FILE).chmod(0o644)
-    (directory / "config.json").write_text(json.dumps({**hf_config, "dtype": dtype}, indent=1) + "\n")
+        files.add("lm_head.weight", np.asarray(values["embed.weight"]))
+    files.close()
+    (directory / "config.json").write_text(json.dumps(fields, indent=1) + "\n")
     if files_from is not None:
-        for path in [*files_from.glob("*.json"), *files_from.glob("*.jinja")]:
-            if path.name != "config.json" and not path.name.endswith(".index.json"):
+        for path in [*files_from.glob("*.json"), *files_from.glob("*.jinja"), *files_from.glob("*.jsonl")]:
+            if path.name not in ("config.json", ORBAX_MARKER) and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, directory / path.name)
     return directory

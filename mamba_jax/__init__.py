@@ -37,6 +37,7 @@ __all__ = [
     "init_store",
     "load",
     "parameters",
+    "save",
     "seat",
     "step",
 ]
@@ -66,4 +67,26 @@ def load(ref: str, *, dtype: Any = None, **options: Any) -> HybridModel:
     from checkpoints import load_model
 
     model: HybridModel = load_model(ref, dtype="auto" if dtype is None else dtype, **options)
+    model.source = str(ref)
     return model
+
+
+def save(model: HybridModel, directory: str, *, like: str | None = None) -> None:
+    """Writes a model as a Hugging Face directory that transformers reads. See `checkpoints.save_hugging_face`.
+
+    Args:
+        model: with wide weights; each keeps its dtype.
+        directory: does not exist, or is empty.
+        like: a model whose config.json and tokenizer are copied; None: the one that `load` has read.
+    Raises:
+        checkpoints.CheckpointError: the directory has content, or `like` has no config.json or another model's.
+    """
+    from checkpoints import CheckpointError, save_hugging_face
+    from checkpoints.resolve import resolve
+
+    like = model.source if like is None else like
+    if like is None:
+        raise CheckpointError(
+            "the model was not loaded by mamba_jax.load: give like=, a directory with its config.json"
+        )
+    save_hugging_face(directory, model, resolve(like).files)

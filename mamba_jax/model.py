@@ -9,8 +9,9 @@ from typing import Any, cast, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mamba_jax.config import MLP, SHARED, HybridConfig, Per
@@ -31,6 +32,9 @@ class HybridModel(nnx.Module):
     `model(tokens, lengths)` scores whole sequences and can be differentiated. Serving calls `hidden` with a layout and
     a store instead; both run the same modules.
     """
+
+    source: str | None = None
+    """What `mamba_jax.load` has read it from."""
 
     def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32) -> None:
         """Random weights of the given dtype (routers and what steers the recurrences are always float32)."""
@@ -58,16 +62,22 @@ class HybridModel(nnx.Module):
         self.lm_head = None if tied else Table(normal(rngs, (config.vocab_size, config.hidden_size), dtype))
         self.mtp = MTP(config, rngs=rngs, dtype=dtype) if config.mtp_pattern else None
 
-    def __call__(
-        self, tokens: Int[Array, "batch length"], lengths: Int[Array, " batch"] | None = None
-    ) -> Float[Array, "batch length vocab"]:
+    def __call__(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Float[Array, "batch length vocab"]:
         """Logits (float32) for the token after each token.
 
         Args:
-            tokens: sequences, each followed by padding of any value.
-            lengths: how many tokens of each sequence count; all if None. Logits of padding mean nothing.
+            tokens: integers [batch, length], each sequence followed by padding of any value.
+            lengths: integers [batch], how many tokens of each sequence count; all if None. Logits of padding mean nothing.
+        Raises:
+            TypeError: tokens or lengths are no arrays, or not of integers.
+            ValueError: they have other shapes, or a length is not between 0 and the sequences' length.
         """
+        tokens = _integers("tokens", tokens, "[batch, length]", 2)
         batch, length = tokens.shape
+        if lengths is not None:
+            lengths = _integers("lengths", lengths, "[batch]", 1, between=(0, length))
+            if lengths.shape != (batch,):
+                raise ValueError(f"lengths has shape {list(lengths.shape)}: expected [{batch}], one per sequence")
         hidden, _ = self.hidden(tokens.reshape(-1), SequenceLayout.of(batch, length, lengths), None)
         return self.logits(hidden).reshape(batch, length, -1)
 
@@ -212,6 +222,23 @@ class HybridModel(nnx.Module):
             for path, leaf in parameters(self).items()
             if (weight_of(path) is None) or path.endswith(".values")
         )
+
+
+def _integers(name: str, value: Any, axes: str, rank: int, between: tuple[int, int] | None = None) -> Array:
+    """An argument as an array of integers, checked; values are checked where they are known, so not under `jax.jit`."""
+    if not isinstance(value, jax.Array | np.ndarray):
+        raise TypeError(f"{name} is a {type(value).__name__}: expected an array {axes} of integers (use jnp.array)")
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"{name} has dtype {value.dtype}: expected integers")
+    if value.ndim != rank:
+        hint = "; use tokens[None] for one sequence" if (rank, value.ndim) == (2, 1) else ""
+        raise ValueError(f"{name} has shape {list(value.shape)}: expected {axes}{hint}")
+    if between is not None and value.size and not isinstance(value, jax.core.Tracer):
+        low, high = between
+        known = np.asarray(value)
+        if known.min() < low or known.max() > high:
+            raise ValueError(f"{name} is {known.tolist()}: expected numbers from {low} to {high}")
+    return jnp.asarray(value)
 
 
 class _SameKey:

@@ -94,10 +94,13 @@ def generate(
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="Hugging Face directory.")],
+    source: Annotated[Path, typer.Argument(help="Hugging Face or Orbax directory.")],
     target: Annotated[Path, typer.Argument(help="Directory to create.")],
     form: Annotated[
-        str, typer.Option(help="orbax, or hugging-face: with --quantization, tensors as compressed-tensors has them.")
+        str,
+        typer.Option(
+            help="orbax or hugging-face; quantized, the latter has tensors as compressed-tensors writes them."
+        ),
     ] = "orbax",
     dtype: Annotated[str, typer.Option(help="Data type of the stored weights; auto keeps the checkpoint's.")] = "auto",
     quantization: Annotated[str | None, typer.Option(help="Quantize the weights: int8, fp8, int4 or nvfp4.")] = None,

@@ -1,13 +1,18 @@
 """Writing Hugging Face directories, and adding a draft layer to one."""
 
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import checkpoints
+import mamba_jax
 from checkpoints.draft_layer import fresh_draft_layer, with_draft_layer, write_with_draft_layer
 from checkpoints.export import hugging_face_tensors, write_hugging_face
+from checkpoints.json_file import read_json
 from checkpoints.random import RandomTensors, write_random
+from checkpoints.tensor_set import TensorSet
 from mamba_jax.model import parameters
 from tests.support.tiny_configs import CHECKPOINT
 
@@ -90,3 +95,54 @@ def test_what_cannot_be_added(tmp_path):
     fields, config = with_draft_layer(source, "-")
     with pytest.raises(checkpoints.CheckpointError, match="is not empty"):
         write_with_draft_layer(source, source, fields, config, fresh_draft_layer(config, 0))
+
+
+GOLDENS = sorted(path.parent for path in (Path(__file__).parents[1] / "golden").glob("*/goldens.npz"))
+
+
+@pytest.mark.parametrize("golden", GOLDENS, ids=lambda path: path.name)
+def test_a_saved_model_has_the_tensors_that_transformers_wrote(golden, tmp_path):
+    """Names may be another of the spellings that the family reads; all values come back, and transformers' names are
+    kept where a checkpoint has one spelling only."""
+    model = mamba_jax.load(str(golden), dtype="float32")
+    mamba_jax.save(model, str(tmp_path / "saved"))
+    assert_equal(values(load(tmp_path / "saved")), values(model))
+    theirs, ours = TensorSet(golden), TensorSet(tmp_path / "saved")
+    for name in ours.names & theirs.names:
+        np.testing.assert_array_equal(ours.view(name), np.asarray(theirs.view(name), np.float32), err_msg=name)
+    saved, before = (read_json(directory / "config.json") for directory in (tmp_path / "saved", golden))
+    assert {**saved, "dtype": None, "torch_dtype": None} == {**before, "dtype": None, "torch_dtype": None}
+    assert saved["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    "golden", [path for path in GOLDENS if path.name in ("bamba", "olmo-hybrid")], ids=lambda p: p.name
+)
+def test_conversion_to_hugging_face_keeps_names_and_values(golden, tmp_path):
+    checkpoints.convert(golden, tmp_path / "copy", form="hugging-face")
+    theirs, ours = TensorSet(golden), TensorSet(tmp_path / "copy")
+    assert ours.names == theirs.names
+    for name in ours.names:
+        assert ours.dtype(name) == theirs.dtype(name)
+        np.testing.assert_array_equal(ours.view(name), theirs.view(name), err_msg=name)
+    assert read_json(tmp_path / "copy/config.json") == read_json(golden / "config.json")
+    checkpoints.convert(golden, tmp_path / "wide", form="hugging-face", dtype="float32")
+    assert_equal(values(load(tmp_path / "wide")), values(load(golden)))
+    checkpoints.convert(golden, tmp_path / "orbax", progress=False)
+    checkpoints.convert(tmp_path / "orbax", tmp_path / "back", form="hugging-face")
+    assert_equal(values(load(tmp_path / "back")), values(load(golden)))
+
+
+def test_what_cannot_be_saved_is_said(tmp_path):
+    one = write_random(tmp_path / "one", BAMBA, seed=1)
+    model = mamba_jax.load(str(one), dtype="float32")
+    with pytest.raises(checkpoints.CheckpointError, match="exists already"):
+        mamba_jax.save(model, str(one))
+    other = write_random(tmp_path / "other", GRANITE, seed=1)
+    with pytest.raises(checkpoints.CheckpointError, match="describes another model"):
+        mamba_jax.save(model, str(tmp_path / "new"), like=str(other))
+    with pytest.raises(checkpoints.CheckpointError, match="give like="):
+        mamba_jax.save(load(one), str(tmp_path / "new"))
+    narrow = mamba_jax.load(str(one), dtype="float32", quantization="int8")
+    with pytest.raises(checkpoints.CheckpointError, match="weights are quantized"):
+        mamba_jax.save(narrow, str(tmp_path / "new"))
