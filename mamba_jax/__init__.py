@@ -86,7 +86,5 @@ def save(model: HybridModel, directory: str, *, like: str | None = None) -> None
 
     like = model.source if like is None else like
     if like is None:
-        raise CheckpointError(
-            "the model was not loaded by mamba_jax.load: give like=, a directory with its config.json"
-        )
+        raise CheckpointError("the model was not loaded by mamba_jax.load: give like=, a directory with config.json")
     save_hugging_face(directory, model, resolve(like).files)

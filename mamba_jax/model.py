@@ -67,7 +67,8 @@ class HybridModel(nnx.Module):
 
         Args:
             tokens: integers [batch, length], each sequence followed by padding of any value.
-            lengths: integers [batch], how many tokens of each sequence count; all if None. Logits of padding mean nothing.
+            lengths: integers [batch], how many tokens of each sequence count; all if None. Logits of padding mean
+                nothing.
         Raises:
             TypeError: tokens or lengths are no arrays, or not of integers.
             ValueError: they have other shapes, or a length is not between 0 and the sequences' length.

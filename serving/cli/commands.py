@@ -98,9 +98,7 @@ def convert(
     target: Annotated[Path, typer.Argument(help="Directory to create.")],
     form: Annotated[
         str,
-        typer.Option(
-            help="orbax or hugging-face; quantized, the latter has tensors as compressed-tensors writes them."
-        ),
+        typer.Option(help="orbax, or hugging-face (quantized weights in the form of compressed-tensors)."),
     ] = "orbax",
     dtype: Annotated[str, typer.Option(help="Data type of the stored weights; auto keeps the checkpoint's.")] = "auto",
     quantization: Annotated[str | None, typer.Option(help="Quantize the weights: int8, fp8, int4 or nvfp4.")] = None,
