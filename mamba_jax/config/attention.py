@@ -28,6 +28,12 @@ class RopeConfig:
 
     theta: float
     size: int
+    frequencies: tuple[float, ...] = ()
+    """Radians per position of each pair of elements; empty: powers of theta."""
+    scale: float = 1.0
+    """On cosine and sine."""
+    positions: int = 0
+    """How many positions scaled frequencies are made for; 0: as many as the model's."""
 
     def __post_init__(self) -> None:
         if self.size < 1:

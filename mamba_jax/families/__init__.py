@@ -103,7 +103,15 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         ModelConfigError: wrong fields, or such as ask for something that is not supported.
     """
     family = get(raw.get("model_type"))
-    return with_added_mtp(family.config_from_hf(raw), raw)
+    return with_added_mtp(_with_scaled_positions(family.config_from_hf(raw)), raw)
+
+
+def _with_scaled_positions(config: HybridConfig) -> HybridConfig:
+    """The longest context that scaled rotary frequencies are made for, where it is longer than the config's."""
+    rope = None if config.attention is None else config.attention.rope
+    if rope is None or rope.positions <= (config.max_position_embeddings or 0):
+        return config
+    return dataclasses.replace(config, max_position_embeddings=rope.positions)
 
 
 def weight_names(config: HybridConfig) -> dict[str, HFSource]:

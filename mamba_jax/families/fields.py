@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mamba_jax.config import ModelConfigError, RopeConfig
+from mamba_jax.config import ModelConfigError
 
 
 class Fields:
@@ -118,21 +118,6 @@ class Fields:
         if default is None or self.explicit_null("num_key_value_heads"):
             default = heads
         return self.integer("num_key_value_heads", default)
-
-    def rope(self, head_dim: int, *, share: float | None = None, theta: float = 10_000.0) -> RopeConfig:
-        """Rotary embedding, from `rope_parameters` or the older fields.
-
-        `share` is the share of each head that is rotated unless `rope_parameters` has another; None: the whole head in
-        any case, as in families whose code does not look at it. `theta` is the family's default.
-        """
-        parameters = self.given("rope_scaling", "rope_parameters") or {}
-        if not isinstance(parameters, Mapping):
-            raise ModelConfigError(f"config field rope_parameters is {parameters!r}: an object is expected")
-        inner = Fields(parameters)
-        inner.only("rope_type", ("default",), "type")
-        theta = inner.number("rope_theta", self.number("rope_theta", theta))
-        size = head_dim if share is None else int(head_dim * inner.number("partial_rotary_factor", share))
-        return RopeConfig(theta=theta, size=size)
 
 
 def _number(name: str, value: Any) -> float:

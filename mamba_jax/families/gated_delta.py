@@ -21,6 +21,7 @@ from mamba_jax.config.delta import DELTA, DeltaConfig
 from mamba_jax.families import parts
 from mamba_jax.families.base import HFSource, tensor, with_prefix
 from mamba_jax.families.fields import Fields
+from mamba_jax.families.rope import rope_config
 
 KINDS = {"linear_attention": DELTA, "full_attention": ATTENTION}
 ROPE_SHARE = 0.25
@@ -85,7 +86,7 @@ def _attention(fields: Fields, hidden: int, kv_heads: int, eps: float) -> Attent
         scale=head_dim**-0.5,
         input_size=hidden,
         bias=fields.flag("attention_bias", False),
-        rope=fields.rope(head_dim, share=fields.number("partial_rotary_factor", ROPE_SHARE)),
+        rope=rope_config(fields, head_dim, share=fields.number("partial_rotary_factor", ROPE_SHARE)),
         qk_norm=QKNormConfig(eps, unit_offset=True),
         output_gate=True,
     )

@@ -21,6 +21,7 @@ from mamba_jax.config.short_conv import SHORT_CONV, ShortConvConfig
 from mamba_jax.families import parts
 from mamba_jax.families.base import Family, HFSource, tensor
 from mamba_jax.families.fields import Fields
+from mamba_jax.families.rope import rope_config
 
 _SPARSE = "lfm2_moe"
 _ROPE_THETA = 1e6
@@ -66,7 +67,7 @@ def _attention(fields: Fields, hidden: int, eps: float) -> AttentionConfig:
         head_dim=head_dim,
         scale=head_dim**-0.5,
         input_size=hidden,
-        rope=fields.rope(head_dim, theta=_ROPE_THETA),
+        rope=rope_config(fields, head_dim, theta=_ROPE_THETA),
         qk_norm=QKNormConfig(eps),
     )
 

@@ -20,6 +20,7 @@ from mamba_jax.config.delta import DELTA, DeltaConfig
 from mamba_jax.families import parts
 from mamba_jax.families.base import Family, HFSource, tensor
 from mamba_jax.families.fields import Fields
+from mamba_jax.families.rope import rope_config
 
 _NORM_EPS = 1e-5  # of the gated norm, whatever the config says of the others
 
@@ -67,7 +68,7 @@ def _attention(fields: Fields, hidden: int, heads: int, eps: float) -> Attention
         scale=head_dim**-0.5,
         input_size=hidden,
         bias=fields.flag("attention_bias", False),
-        rope=fields.rope(head_dim) if rotates else None,
+        rope=rope_config(fields, head_dim) if rotates else None,
         qk_norm=QKNormConfig(eps, all_heads=True),
     )
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from mamba_jax.config import AttentionConfig, HybridConfig, MambaConfig, ModelConfigError
 from mamba_jax.families.base import HFSource, tensor, with_prefix
 from mamba_jax.families.fields import Fields
+from mamba_jax.families.rope import rope_config
 
 OWN_DRAFT_EMBEDDING, OWN_DRAFT_HEAD = "mtp.embed.weight", "mtp.lm_head.weight"
 
@@ -58,7 +59,7 @@ def attention_config(
         scale=head_dim**-0.5 if scale is None else scale,
         input_size=hidden,
         bias=fields.flag("attention_bias", False),
-        rope=fields.rope(head_dim, share=rope_share) if rope else None,
+        rope=rope_config(fields, head_dim, share=rope_share) if rope else None,
     )
 
 

@@ -21,6 +21,7 @@ from mamba_jax.config import (
 from mamba_jax.families import parts
 from mamba_jax.families.base import Family, HFSource, tensor
 from mamba_jax.families.fields import Fields
+from mamba_jax.families.rope import rope_config
 
 _KINDS = {"linear_attention": MAMBA, "mamba": MAMBA, "hybrid": SHARED}
 _DEFAULT_PATTERN = "M" + "MMMMMZ" * 7 + "MMMMZ" + "MMMZ" + "MM"
@@ -65,7 +66,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
             head_dim=head_dim,
             scale=(head_dim / 2) ** -0.5,
             input_size=2 * hidden,
-            rope=fields.rope(head_dim) if fields.flag("use_mem_rope", False) else None,
+            rope=rope_config(fields, head_dim) if fields.flag("use_mem_rope", False) else None,
         ),
         mlp=MLPConfig(
             fields.integer("intermediate_size", 4 * hidden) or 4 * hidden,

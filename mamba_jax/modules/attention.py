@@ -111,9 +111,10 @@ class Attention(nnx.Module):
 def _rotations(positions: Int[Array, " T"], rope: RopeConfig) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
     """Cosine and sine of each position's angles, in float32."""
     # Constants, rounded once: a power in float32 would be off by more, times the position.
-    frequency = rope.theta ** (-np.arange(0, rope.size, 2) / rope.size)
+    powers = rope.theta ** (-np.arange(0, rope.size, 2) / rope.size)
+    frequency = np.array(rope.frequencies) if rope.frequencies else powers
     angle = positions.astype(jnp.float32)[:, None] * frequency.astype(np.float32)
-    return jnp.cos(angle), jnp.sin(angle)
+    return scaled(jnp.cos(angle), rope.scale), scaled(jnp.sin(angle), rope.scale)
 
 
 def _rotate(

@@ -1,0 +1,137 @@
+"""Rotary embeddings, also for longer contexts than a model was trained for: linear, YaRN, llama3 and LongRoPE.
+
+Frequencies and factors as in transformers' `modeling_rope_utils.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from mamba_jax.config import ModelConfigError, RopeConfig
+from mamba_jax.families.fields import Fields
+
+_Scaled = tuple[np.ndarray, float, float]
+"""Frequencies [size / 2], the factor of cosine and sine, and how many positions they are made for."""
+
+
+def rope_config(fields: Fields, head_dim: int, *, share: float | None = None, theta: float = 10_000.0) -> RopeConfig:
+    """Rotary embedding, from `rope_parameters` or the older fields.
+
+    `share` is the share of each head that is rotated unless `rope_parameters` has another; None: the whole head in
+    any case, as in families whose code does not look at it. `theta` is the family's default.
+    """
+    parameters = fields.given("rope_scaling", "rope_parameters") or {}
+    if not isinstance(parameters, Mapping):
+        raise ModelConfigError(f"config field rope_parameters is {parameters!r}: an object is expected")
+    inner = Fields(parameters)
+    kind = inner.text("rope_type", "default", "type")
+    theta = inner.number("rope_theta", fields.number("rope_theta", theta))
+    size = head_dim if share is None else int(head_dim * inner.number("partial_rotary_factor", share))
+    return RopeConfig(theta, size) if kind == "default" else _scaled(kind, inner, fields, theta, size)
+
+
+def _scaled(kind: str, rope: Fields, fields: Fields, theta: float, size: int) -> RopeConfig:
+    """A rotary embedding with the frequencies of one of the known kinds.
+
+    Args:
+        kind: `rope_type`.
+        rope: `rope_parameters`.
+        fields: the config, for `max_position_embeddings`.
+        theta: base of the unscaled frequencies.
+        size: elements of each head that are rotated.
+    Raises:
+        ModelConfigError: the kind is not supported, or its fields are missing or wrong.
+    """
+    if kind not in _KINDS:
+        raise ModelConfigError(f"config field rope_type is {kind!r}: supported are default, {', '.join(_KINDS)}")
+    if size % 2:
+        raise ModelConfigError(f"rope_type {kind} rotates an odd number of elements, {size}: an even one is expected")
+    trained = _positive(fields, "max_position_embeddings")
+    original = fields.given("original_max_position_embeddings") or rope.given("original_max_position_embeddings")
+    if original is None:
+        original = trained
+    if isinstance(original, bool) or not isinstance(original, int | float) or original <= 1:
+        raise ModelConfigError(f"config field original_max_position_embeddings is {original!r}: a number is expected")
+    plain = theta ** (-np.arange(0, size, 2) / size)
+    frequencies, scale, positions = _KINDS[kind](rope, plain, theta, float(trained), float(original))
+    return RopeConfig(
+        theta=theta, size=size, frequencies=tuple(map(float, frequencies)), scale=scale, positions=int(positions)
+    )
+
+
+def _linear(rope: Fields, plain: np.ndarray, theta: float, trained: float, original: float) -> _Scaled:
+    factor = _positive(rope, "factor")
+    return plain / factor, 1.0, trained * factor
+
+
+def _llama3(rope: Fields, plain: np.ndarray, theta: float, trained: float, original: float) -> _Scaled:
+    factor, low, high = (_positive(rope, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    if low >= high:
+        raise ModelConfigError(f"low_freq_factor is {low}: less than high_freq_factor, {high}, is expected")
+    turns = original * plain / (2 * math.pi)
+    share = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 - share) * plain / factor + share * plain, 1.0, trained
+
+
+def _yarn(rope: Fields, plain: np.ndarray, theta: float, trained: float, original: float) -> _Scaled:
+    """YaRN (Peng et al., 2023): frequencies of many turns stay, those of few are divided by the factor."""
+    factor = trained / original if rope.given("factor") is None else _positive(rope, "factor")
+    size = 2 * len(plain)
+
+    def dimension(turns: float) -> float:
+        """The (fractional) index of the frequency with so many turns in the original context."""
+        return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = (dimension(rope.number(name, default) or default) for name, default in _TURNS)
+    if rope.flag("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    ramp = np.clip((np.arange(len(plain)) - low) / (high - low if high != low else 1e-3), 0, 1)
+    scale = rope.given("attention_factor")
+    if scale is None:
+        ours, all_dimensions = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
+        if ours and all_dimensions:
+            scale = _temperature(factor, ours) / _temperature(factor, all_dimensions)
+        else:
+            scale = _temperature(factor, 1.0)
+    else:
+        scale = _positive(rope, "attention_factor")
+    return plain / factor * ramp + plain * (1 - ramp), scale, original * factor
+
+
+def _longrope(rope: Fields, plain: np.ndarray, theta: float, trained: float, original: float) -> _Scaled:
+    """LongRoPE (Ding et al., 2024). The long factors apply at every length, as states cannot change with it, unless the
+    config's context is not longer than the original one."""
+    name = "long_factor" if trained > original else "short_factor"
+    factors = rope.numbers(name, (1.0,) * len(plain))
+    if rope.given(name) is None or min(factors) <= 0:
+        raise ModelConfigError(f"config field {name} is {rope.given(name)!r}: {len(plain)} numbers over 0 are expected")
+    factor = trained / original if rope.given("factor") is None else _positive(rope, "factor")
+    scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    if rope.given("attention_factor") is not None:
+        scale = _positive(rope, "attention_factor")
+    return plain / np.array(factors), scale, trained
+
+
+_TURNS = (("beta_fast", 32.0), ("beta_slow", 1.0))
+_KINDS: Mapping[str, Callable[[Any, np.ndarray, float, float, float], _Scaled]] = {
+    "linear": _linear,
+    "yarn": _yarn,
+    "llama3": _llama3,
+    "longrope": _longrope,
+}
+
+
+def _temperature(factor: float, multiplier: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
+
+
+def _positive(fields: Fields, name: str) -> float:
+    value = fields.number(name, 0.0)
+    if not 0 < value < math.inf:
+        raise ModelConfigError(f"config field {name} is {fields.given(name)!r}: a number over 0 is expected")
+    return value
