@@ -1,0 +1,55 @@
+"""Odd requests get an answer below 500, from a server and through a router. (The split's tests send them to processes.)"""
+
+import contextlib
+import socket
+import threading
+import time
+from functools import partial
+
+import httpx
+import pytest
+
+from serving.api.http.server import Server
+from serving.split.router.app import create_router
+from serving.split.settings import RouterSettings
+from tests.support.hostile_requests import HOSTILE
+
+ODD = (
+    "headers that end with white space", "headers with bytes above 0x7f", "heads at and above the limit",
+    "calls of wrong types", "arguments that are no JSON", "calls that a model writes wrongly",
+    "values of wrong types to responses", "schemas of wrong types for a forced call", "values that are nested deeply",
+    "messages that are nested deeply",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def front(server):
+    listening = socket.create_server(("127.0.0.1", 0))
+    settings = RouterSettings.create(decode=(server.url,), routing="affinity", log_requests=False)
+    app = create_router(settings)
+    router = Server(app, settings, drain_timeout=1.0, leave=app.state.relay.leave)
+    thread = threading.Thread(target=partial(router.run, sockets=[listening]), daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(url + "/ready").status_code == 200:
+                break
+        time.sleep(0.05)
+    yield url
+    router.should_exit = True
+    thread.join(60)
+
+
+@pytest.mark.parametrize("place", ["server", "router"])
+@pytest.mark.parametrize("hostile", [each for each in HOSTILE if each.name in ODD], ids=lambda each: each.name)
+def test_no_odd_request_gives_a_server_error(server, front, hostile, place):
+    answers = hostile.send(server.url if place == "server" else front)
+    assert answers <= hostile.allowed, answers
+    status = httpx.get(front + "/status").json()
+    assert all(worker["up"] for worker in status["decode"])
+
+
+def test_every_odd_request_is_in_the_shared_list():
+    assert set(ODD) <= {each.name for each in HOSTILE}
