@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serving.api.http.settings import ConnectionBounds
 
 log = logging.getLogger(__name__)
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the number of files and connections that this process may have open as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError) as error:
+            log.warning("at most %d open files: the limit cannot be raised (%s)", soft, error)
 
 
 def bounded(bounds: ConnectionBounds) -> type[HttpToolsProtocol]:

@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from serving.api.http.connections import bounded
+from serving.api.http.connections import bounded, raise_descriptor_limit
 from serving.api.http.settings import ConnectionBounds
 
 _GRACE = 3
@@ -47,12 +47,14 @@ class Server(uvicorn.Server):
         **options: Any,
     ) -> None:
         self._drain_timeout, self._leave = drain_timeout, leave
+        self._handshake_timeout = bounds.header_timeout
         app.state.ending = lambda: self.should_exit
         """Whether streams without an end are to end now."""
+        self._connection = bounded(bounds)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=bounded(bounds),
+                http=self._connection,
                 ws="none",
                 log_config=None,
                 access_log=False,
@@ -61,6 +63,26 @@ class Server(uvicorn.Server):
                 **options,
             )
         )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """What uvicorn does, with a deadline for TLS handshakes, for which uvicorn has no option."""
+        raise_descriptor_limit()
+        config = self.config
+        if not config.is_ssl or not sockets:
+            await super().startup(sockets)
+            return
+        await super().startup([])
+
+        def connection() -> asyncio.Protocol:
+            return self._connection(config=config, server_state=self.server_state, app_state=self.lifespan.state)
+
+        loop = asyncio.get_running_loop()
+        for each in sockets:
+            server = await loop.create_server(
+                connection, sock=each, ssl=config.ssl, backlog=config.backlog,
+                ssl_handshake_timeout=self._handshake_timeout,
+            )  # fmt: skip
+            self.servers.append(server)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """What uvicorn does, with an end to it."""

@@ -1,4 +1,4 @@
-"""Odd requests get an answer below 500, from a server and through a router. (The split's tests send them to processes.)"""
+"""Odd requests get an answer below 500, from a server and through a router, both in this process."""
 
 import contextlib
 import socket
