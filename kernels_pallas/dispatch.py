@@ -140,7 +140,10 @@ class KernelChoice:
             parts.append(f"{operation} by {by}")
         if unused := sorted(set(self.named) - set(self.chosen)) if isinstance(self.named, Mapping) else []:
             parts.append(f"named, but not in use: {', '.join(unused)}")
-        return f"kernels for {self.platform}: " + (", ".join(parts) or "nothing traced yet")
+        chosen = native.instructions() if self.platform == "cpu" else None
+        return f"kernels for {self.platform}{f' ({chosen})' if chosen else ''}: " + (
+            ", ".join(parts) or "nothing traced yet"
+        )
 
 
 _current: contextvars.ContextVar[KernelChoice | None] = contextvars.ContextVar("kernel_choice", default=None)

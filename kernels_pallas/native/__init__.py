@@ -50,6 +50,11 @@ def why_missing(operation: str) -> str | None:
     return WHY_MISSING or (None if operation in _REGISTERED else "not in the library, which is older: install again")
 
 
+def instructions() -> str | None:
+    """The instruction set that products run with: "avx512", "avx2" or "baseline"; None without native operations."""
+    return None if WHY_MISSING is not None else getattr(importlib.import_module(_MODULE), "INSTRUCTIONS", "baseline")
+
+
 @functools.cache
 def fingerprint() -> str:
     """Identifies the native library that compiled programs depend on, or states why there is none."""

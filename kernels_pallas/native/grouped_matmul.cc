@@ -14,23 +14,21 @@ constexpr int64_t kPiece = 64;  // outputs that one thread computes at a time
 
 // Tokens of an expert are few, and put in order for each piece of it.
 template <typename Number>
-NATIVE_INLINE void product_by_outputs(const float* x, const typename Number::Stored* w, float* y, int64_t rows,
-                                      int64_t inputs, int64_t outputs, int64_t begin, int64_t end) {
+void by_outputs(const float* x, const typename Number::Stored* w, float* y, int64_t rows, int64_t inputs,
+                int64_t outputs, int64_t begin, int64_t end) {
   std::vector<float> room;
-  product<Number>(in_order<Number>(x, rows, inputs, room), w, y, rows, inputs, outputs, begin, end);
+  product_of(in_order<Number>(x, rows, inputs, room), w, y, rows, inputs, outputs, begin, end);
 }
 
-#define NATIVE_PRODUCT(name, form, Number)                                                                           \
-  NATIVE_HOT void name(const float* x, const Number::Stored* w, float* y, int64_t rows, int64_t inputs,              \
-                       int64_t outputs, int64_t begin, int64_t end) {                                                \
-    form<Number>(x, w, y, rows, inputs, outputs, begin, end);                                                        \
-  }
-NATIVE_PRODUCT(by_outputs_float32, product_by_outputs, Float32)
-NATIVE_PRODUCT(by_outputs_bfloat16, product_by_outputs, BFloat16)
-NATIVE_PRODUCT(by_outputs_int8, product_by_outputs, Int8)
-NATIVE_PRODUCT(by_inputs_float32, product_transposed, Float32)
-NATIVE_PRODUCT(by_inputs_bfloat16, product_transposed, BFloat16)
-#undef NATIVE_PRODUCT
+NATIVE_HOT void by_inputs_float32(const float* x, const float* w, float* y, int64_t rows, int64_t inputs,
+                                  int64_t outputs, int64_t begin, int64_t end) {
+  product_transposed<Float32>(x, w, y, rows, inputs, outputs, begin, end);
+}
+
+NATIVE_HOT void by_inputs_bfloat16(const float* x, const uint16_t* w, float* y, int64_t rows, int64_t inputs,
+                                   int64_t outputs, int64_t begin, int64_t end) {
+  product_transposed<BFloat16>(x, w, y, rows, inputs, outputs, begin, end);
+}
 
 struct Group {
   int64_t expert, first, tokens;
@@ -64,15 +62,15 @@ ffi::Error run(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer w, ffi::Buffer<ffi
   switch (w.element_type()) {
     case ffi::F32: {
       const auto* weights = static_cast<const float*>(w.untyped_data());
-      return by_inputs ? call(weights, by_inputs_float32) : call(weights, by_outputs_float32);
+      return by_inputs ? call(weights, by_inputs_float32) : call(weights, by_outputs<Float32>);
     }
     case ffi::BF16: {
       const auto* weights = static_cast<const uint16_t*>(w.untyped_data());
-      return by_inputs ? call(weights, by_inputs_bfloat16) : call(weights, by_outputs_bfloat16);
+      return by_inputs ? call(weights, by_inputs_bfloat16) : call(weights, by_outputs<BFloat16>);
     }
     case ffi::S8:
       if (by_inputs) return ffi::Error::InvalidArgument("grouped_matmul: weights in int8 are stored by outputs");
-      return call(static_cast<const int8_t*>(w.untyped_data()), by_outputs_int8);
+      return call(static_cast<const int8_t*>(w.untyped_data()), by_outputs<Int8>);
     default:
       return ffi::Error::InvalidArgument("grouped_matmul: weights must be float32, bfloat16 or int8");
   }

@@ -8,46 +8,30 @@ namespace {
 namespace ffi = xla::ffi;
 using Matrix = ffi::Buffer<ffi::F32, 2>;
 
-NATIVE_HOT void product_float32(const float* x, const float* w, float* y, int64_t rows, int64_t inputs, int64_t outputs,
-                                int64_t begin, int64_t end) {
-  product<Float32>(x, w, y, rows, inputs, outputs, begin, end);
-}
-
-NATIVE_HOT void product_bfloat16(const float* x, const uint16_t* w, float* y, int64_t rows, int64_t inputs,
-                                 int64_t outputs, int64_t begin, int64_t end) {
-  product<BFloat16>(x, w, y, rows, inputs, outputs, begin, end);
-}
-
-NATIVE_HOT void product_int8(const float* x, const int8_t* w, float* y, int64_t rows, int64_t inputs, int64_t outputs,
-                             int64_t begin, int64_t end) {
-  product<Int8>(x, w, y, rows, inputs, outputs, begin, end);
-}
-
 constexpr int64_t kPiece = 64 << 10;  // bytes of the weight: fewer are read before another thread has woken up
 
 ffi::Error run(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer w, ffi::Result<Matrix> y) {
   const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1], outputs = w.dimensions()[0];
-  auto call = [&](const float* values, const auto* weight, const auto& part) {
+  auto call = [&](const float* values, const auto* weight) {
     const int64_t blocks = (outputs + kOutputs - 1) / kOutputs;
     const int64_t bytes = std::max<int64_t>(kOutputs * inputs * sizeof *weight, 1);
     parallel_for(
         pool, blocks,
         [&](int64_t begin, int64_t end) {
-          part(values, weight, y->typed_data(), rows, inputs, outputs, begin * kOutputs,
-               std::min(end * kOutputs, outputs));
+          product_of(values, weight, y->typed_data(), rows, inputs, outputs, begin * kOutputs,
+                     std::min(end * kOutputs, outputs));
         },
         std::max<int64_t>(kPiece / bytes, 1));
     return ffi::Error::Success();
   };
   switch (w.element_type()) {
     case ffi::F32:
-      return call(x.typed_data(), static_cast<const float*>(w.untyped_data()), product_float32);
+      return call(x.typed_data(), static_cast<const float*>(w.untyped_data()));
     case ffi::BF16:
-      return call(x.typed_data(), static_cast<const uint16_t*>(w.untyped_data()), product_bfloat16);
+      return call(x.typed_data(), static_cast<const uint16_t*>(w.untyped_data()));
     case ffi::S8: {
       std::vector<float> room;
-      return call(in_order<Int8>(x.typed_data(), rows, inputs, room), static_cast<const int8_t*>(w.untyped_data()),
-                  product_int8);
+      return call(in_order<Int8>(x.typed_data(), rows, inputs, room), static_cast<const int8_t*>(w.untyped_data()));
     }
     default:
       return ffi::Error::InvalidArgument("linear: weights must be float32, bfloat16 or int8");

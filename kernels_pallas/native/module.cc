@@ -9,6 +9,10 @@
 #define DECLARE(name) extern "C" XLA_FFI_Error* name(XLA_FFI_CallFrame* frame);
 HANDLERS(DECLARE)
 
+namespace native {
+const char* instructions();
+}
+
 namespace {
 
 bool add(PyObject* module, const char* name, XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
@@ -27,7 +31,10 @@ PyMODINIT_FUNC PyInit__handlers(void) {
 #define ADD(name) add(module, #name, name) &&
   if (HANDLERS(ADD) true) {
     // Of weights; an earlier library has no such line, and knows float32 and bfloat16.
-    if (PyModule_AddStringConstant(module, "DTYPES", "float32 bfloat16 int8") == 0) return module;
+    if (PyModule_AddStringConstant(module, "DTYPES", "float32 bfloat16 int8") == 0 &&
+        PyModule_AddStringConstant(module, "INSTRUCTIONS", native::instructions()) == 0) {
+      return module;
+    }
   }
   Py_DECREF(module);
   return nullptr;

@@ -6,6 +6,7 @@
 
 // One build runs everywhere: hot loops are compiled for several instruction sets, chosen when the library is loaded.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#define NATIVE_DISPATCH
 #define NATIVE_HOT __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define NATIVE_HOT

@@ -12,8 +12,7 @@ constexpr int64_t kLanes = 16;
 // Inputs of a block, which is multiplied before the next rows: one of x and two of weights stay in the first cache.
 constexpr int64_t kInputs = 1024;
 constexpr int64_t kBytes = 2048;
-constexpr int64_t kOutputs = 4;  // outputs and rows whose sums are kept in registers
-constexpr int64_t kRows = 4;
+constexpr int64_t kOutputs = 4;  // outputs whose sums are kept in registers
 
 typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
 typedef float Half __attribute__((vector_size(kLanes / 2 * sizeof(float))));
@@ -23,33 +22,40 @@ struct Lanes {
   float lane[kLanes];
 };
 
-typedef uint16_t Shorts __attribute__((vector_size(kLanes * sizeof(uint16_t))));
-typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
-typedef int32_t Integers __attribute__((vector_size(kLanes * sizeof(int32_t))));
-
-// What is loaded of a number format at once (Loaded: 64 bytes, as memory comes in), how many vectors of float32 that is
-// (kVectors), and whether they have the numbers in another order (kTakenApart).
+// How each number format is loaded (at: the first of kLanes * kVectors numbers) and widened to `width` lanes of vector
+// k, from lane `part` on. kTakenApart: the vectors hold the numbers in another order.
 // (Vectors go by reference: how they are passed by value depends on the instruction set.)
 template <typename Number>
 struct Vectors;
 
+template <int64_t width>
+struct Registers {
+  typedef float Floats __attribute__((vector_size(width * sizeof(float))));
+  typedef uint16_t Shorts __attribute__((vector_size(width * sizeof(uint16_t))));
+  typedef uint32_t Words __attribute__((vector_size(width * sizeof(uint32_t))));
+  typedef int32_t Integers __attribute__((vector_size(width * sizeof(int32_t))));
+};
+
 template <>
 struct Vectors<Float32> {
-  using Loaded = Vector;
   static constexpr int64_t kVectors = 1;
   static constexpr bool kTakenApart = false;
-  static NATIVE_INLINE void widen(const Loaded& loaded, int64_t, Vector& value) { value = loaded; }
+  template <int64_t width>
+  static NATIVE_INLINE void widen(const float* at, int64_t, int64_t part, typename Registers<width>::Floats& value) {
+    std::memcpy(&value, at + part, sizeof value);
+  }
 };
 
 template <>
 struct Vectors<BFloat16> {
-  struct Loaded {
-    Shorts parts[2];
-  };
   static constexpr int64_t kVectors = 2;
   static constexpr bool kTakenApart = false;
-  static NATIVE_INLINE void widen(const Loaded& loaded, int64_t k, Vector& value) {
-    const Words bits = __builtin_convertvector(loaded.parts[k], Words) << 16;
+  template <int64_t width>
+  static NATIVE_INLINE void widen(const uint16_t* at, int64_t k, int64_t part,
+                                  typename Registers<width>::Floats& value) {
+    typename Registers<width>::Shorts loaded;
+    std::memcpy(&loaded, at + k * kLanes + part, sizeof loaded);
+    const auto bits = __builtin_convertvector(loaded, typename Registers<width>::Words) << 16;
     std::memcpy(&value, &bits, sizeof value);
   }
 };
@@ -59,11 +65,14 @@ struct Vectors<BFloat16> {
 // k + 8, ...; `in_order` brings the inputs into the same order.
 template <>
 struct Vectors<Int8> {
-  using Loaded = Integers;
   static constexpr int64_t kVectors = 4;
   static constexpr bool kTakenApart = true;
-  static NATIVE_INLINE void widen(const Loaded& loaded, int64_t k, Vector& value) {
-    value = __builtin_convertvector((loaded << static_cast<int32_t>(24 - 8 * k)) >> 24, Vector);
+  template <int64_t width>
+  static NATIVE_INLINE void widen(const int8_t* at, int64_t k, int64_t part, typename Registers<width>::Floats& value) {
+    typename Registers<width>::Integers loaded;
+    std::memcpy(&loaded, at + kVectors * part, sizeof loaded);
+    value = __builtin_convertvector((loaded << static_cast<int32_t>(24 - 8 * k)) >> 24,
+                                    typename Registers<width>::Floats);
   }
 };
 
@@ -95,36 +104,42 @@ NATIVE_INLINE float total(const Lanes& value) {
 }
 
 // sums[o][t] += w[o][:count] x[t][:count] by lanes, for `outputs` rows of w and `rows` rows of x (`in_order`), `inputs`
-// apart. Meanwhile as long a piece of the first `fetched` rows from `ahead` is fetched.
-template <typename Number, int64_t outputs, int64_t rows>
+// apart. Meanwhile as long a piece of the first `fetched` rows from `ahead` is fetched. The sums of `width` lanes at a
+// time are kept in registers; each lane adds up the same numbers in the same order at every width.
+template <typename Number, int64_t outputs, int64_t rows, int64_t width = kLanes>
 NATIVE_INLINE void multiply(const float* x, const typename Number::Stored* w, const typename Number::Stored* ahead,
                             int64_t fetched, int64_t inputs, int64_t count, Lanes* sums, int64_t apart) {
-  constexpr int64_t kVectors = Vectors<Number>::kVectors;
-  Vector sum[outputs][rows];
-  for (int64_t o = 0; o < outputs; ++o) {
-    for (int64_t t = 0; t < rows; ++t) std::memcpy(&sum[o][t], sums + o * apart + t, sizeof sum[o][t]);
-  }
-  int64_t i = 0;
-  for (; i + kLanes * kVectors <= count; i += kLanes * kVectors) {
-    typename Vectors<Number>::Loaded loaded[outputs];
-    for (int64_t o = 0; o < outputs; ++o) std::memcpy(&loaded[o], w + o * inputs + i, sizeof loaded[o]);
-    for (int64_t o = 0; o < fetched; ++o) __builtin_prefetch(ahead + o * inputs + i);
-    for (int64_t k = 0; k < kVectors; ++k) {
-      Vector weight[outputs];
-      for (int64_t o = 0; o < outputs; ++o) Vectors<Number>::widen(loaded[o], k, weight[o]);
-      for (int64_t t = 0; t < rows; ++t) {
-        Vector value;
-        std::memcpy(&value, x + t * inputs + i + k * kLanes, sizeof value);
-        for (int64_t o = 0; o < outputs; ++o) sum[o][t] += weight[o] * value;
+  constexpr int64_t kVectors = Vectors<Number>::kVectors, kStep = kLanes * kVectors;
+  using Floats = typename Registers<width>::Floats;
+  for (int64_t part = 0; part < kLanes; part += width) {
+    Floats sum[outputs][rows];
+    for (int64_t o = 0; o < outputs; ++o) {
+      for (int64_t t = 0; t < rows; ++t) std::memcpy(&sum[o][t], sums[o * apart + t].lane + part, sizeof sum[o][t]);
+    }
+    for (int64_t i = 0; i + kStep <= count; i += kStep) {
+      if (part == 0) {
+        for (int64_t o = 0; o < fetched; ++o) __builtin_prefetch(ahead + o * inputs + i);
+      }
+      for (int64_t k = 0; k < kVectors; ++k) {
+        Floats weight[outputs];
+        for (int64_t o = 0; o < outputs; ++o) {
+          Vectors<Number>::template widen<width>(w + o * inputs + i, k, part, weight[o]);
+        }
+        for (int64_t t = 0; t < rows; ++t) {
+          Floats value;
+          std::memcpy(&value, x + t * inputs + i + k * kLanes + part, sizeof value);
+          for (int64_t o = 0; o < outputs; ++o) sum[o][t] += weight[o] * value;
+        }
       }
     }
-  }
-  // Unrolled, the sums stay in registers.
+    // Unrolled, the sums stay in registers.
 #pragma GCC unroll 4
-  for (int64_t o = 0; o < outputs; ++o) {
+    for (int64_t o = 0; o < outputs; ++o) {
 #pragma GCC unroll 4
-    for (int64_t t = 0; t < rows; ++t) std::memcpy(sums + o * apart + t, &sum[o][t], sizeof sum[o][t]);
+      for (int64_t t = 0; t < rows; ++t) std::memcpy(sums[o * apart + t].lane + part, &sum[o][t], sizeof sum[o][t]);
+    }
   }
+  const int64_t i = count / kStep * kStep;
   if (i == count) return;
   for (int64_t o = 0; o < outputs; ++o) {
     for (int64_t t = 0; t < rows; ++t) {
@@ -135,12 +150,13 @@ NATIVE_INLINE void multiply(const float* x, const typename Number::Stored* w, co
   }
 }
 
-// The same for any number of rows of x: kRows at a time, and what is left. Each time fetches its share, so that memory
-// is never idle; `ahead` may be null.
-template <typename Number, int64_t outputs>
+// The same for any number of rows of x: as many at a time as have their sums in registers, and what is left. Each time
+// fetches its share, so that memory is never idle; `ahead` may be null.
+template <typename Number, int64_t outputs, int64_t width>
 NATIVE_INLINE void multiply_rows(const float* x, const typename Number::Stored* w,
                                  const typename Number::Stored* ahead, int64_t rows, int64_t inputs, int64_t count,
                                  Lanes* sums) {
+  constexpr int64_t kRows = width == kLanes ? 4 : 2;
   const int64_t times = (rows + kRows - 1) / kRows;
   for (int64_t time = 0; time < times; ++time) {
     const int64_t t = time * kRows, from = outputs * time / times;
@@ -149,16 +165,17 @@ NATIVE_INLINE void multiply_rows(const float* x, const typename Number::Stored* 
     const float* values = x + t * inputs;
     switch (std::min(rows - t, kRows)) {
       case 4:
-        multiply<Number, outputs, 4>(values, w, next, fetched, inputs, count, sums + t, rows);
+        multiply<Number, outputs, kRows, width>(values, w, next, fetched, inputs, count, sums + t, rows);
         break;
       case 3:
-        multiply<Number, outputs, 3>(values, w, next, fetched, inputs, count, sums + t, rows);
+        multiply<Number, outputs, std::min<int64_t>(kRows, 3), width>(values, w, next, fetched, inputs, count, sums + t,
+                                                                      rows);
         break;
       case 2:
-        multiply<Number, outputs, 2>(values, w, next, fetched, inputs, count, sums + t, rows);
+        multiply<Number, outputs, 2, width>(values, w, next, fetched, inputs, count, sums + t, rows);
         break;
       default:
-        multiply<Number, outputs, 1>(values, w, next, fetched, inputs, count, sums + t, rows);
+        multiply<Number, outputs, 1, width>(values, w, next, fetched, inputs, count, sums + t, rows);
     }
   }
 }
@@ -167,7 +184,7 @@ NATIVE_INLINE void multiply_rows(const float* x, const typename Number::Stored* 
 //
 // Processors foresee one long stream, not several rows of a weight side by side that end after a page: unless the next
 // block is fetched by hand, half of the time goes by waiting for memory.
-template <typename Number>
+template <typename Number, int64_t width>
 NATIVE_INLINE void product(const float* x, const typename Number::Stored* w, float* y, int64_t rows, int64_t inputs,
                            int64_t outputs, int64_t begin, int64_t end) {
   constexpr int64_t kStep = kLanes * Vectors<Number>::kVectors;
@@ -188,10 +205,11 @@ NATIVE_INLINE void product(const float* x, const typename Number::Stored* w, flo
         } else if (o + 2 * kOutputs <= end) {
           ahead = w + (o + kOutputs) * inputs;
         }
-        multiply_rows<Number, kOutputs>(x + i, weight, ahead, rows, inputs, count, sums.data());
+        multiply_rows<Number, kOutputs, width>(x + i, weight, ahead, rows, inputs, count, sums.data());
       } else {
         for (int64_t k = 0; k < several; ++k) {
-          multiply_rows<Number, 1>(x + i, weight + k * inputs, nullptr, rows, inputs, count, sums.data() + k * rows);
+          multiply_rows<Number, 1, width>(x + i, weight + k * inputs, nullptr, rows, inputs, count,
+                                          sums.data() + k * rows);
         }
       }
     }
@@ -235,5 +253,17 @@ NATIVE_INLINE void product_transposed(const float* x, const typename Number::Sto
     }
   }
 }
+
+// `product` for weights in float32, bfloat16 and int8 (x `in_order`), in product.cc: the templates take seconds to
+// compile for each instruction set, so no other file instantiates them.
+void product_of(const float* x, const float* w, float* y, int64_t rows, int64_t inputs, int64_t outputs, int64_t begin,
+                int64_t end);
+void product_of(const float* x, const uint16_t* w, float* y, int64_t rows, int64_t inputs, int64_t outputs,
+                int64_t begin, int64_t end);
+void product_of(const float* x, const int8_t* w, float* y, int64_t rows, int64_t inputs, int64_t outputs, int64_t begin,
+                int64_t end);
+
+// The instruction set that `product_of` runs with: "avx512", "avx2" or "baseline".
+const char* instructions();
 
 }  // namespace native

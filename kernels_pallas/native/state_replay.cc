@@ -31,9 +31,9 @@ struct Stores {
   float* dt;
 };
 
-NATIVE_HOT void score(const Tokens& in) {
+void score(const Tokens& in) {
   const int64_t tokens = in.before + in.count;
-  product<Float32>(in.queries, in.keys, in.scores, in.count, in.state, tokens, 0, tokens);
+  product_of(in.queries, in.keys, in.scores, in.count, in.state, tokens, 0, tokens);
 }
 
 NATIVE_HOT void read(const Tokens& in, const float* anchor) { read_anchor<Float32>(in, anchor); }

@@ -40,7 +40,7 @@ class Traces:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
             raise ConfigError(
-                f"--otlp-traces-endpoint needs OpenTelemetry ({error.name} is missing): pip install 'mamba-jax[traces]'"
+                f"--otlp-traces-endpoint needs OpenTelemetry ({error.name} is missing): pip install '.[traces]'"
             ) from None
         # A provider of this server's own: the process's global one belongs to whoever embeds us.
         self._provider = TracerProvider(resource=Resource.create({"service.name": "mamba-jax"}))

@@ -28,6 +28,7 @@ def environment(model: str, *, devices: bool = True) -> dict[str, Any]:
     return {
         "metric": "environment",
         "cpu": cpu_name(),
+        "instructions": cpu_instructions(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         **found,
         "python": platform.python_version(),
@@ -58,6 +59,17 @@ def cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def cpu_instructions() -> str:
+    """Those instruction sets of the CPU that decide how fast products are; empty if the system does not list them."""
+    telling = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "bf16", "asimd")
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    return " ".join(name for name in telling if name in flags)
 
 
 def emit(**fields: Any) -> None:

@@ -79,7 +79,7 @@ def check_compiler(target: Target) -> None:
     if not all(map(_is_installed, needed)):
         whose, extra = ("GPU", "plan-gpu") if gpu else ("TPU", "plan")
         raise ConfigError(
-            f"the {whose}'s compiler is not installed: pip install 'mamba-jax[{extra}]' (Linux, x86-64), "
+            f"the {whose}'s compiler is not installed: pip install '.[{extra}]' (Linux, x86-64), "
             "or add --analysis to plan by arithmetic only"
         )
 

@@ -35,7 +35,7 @@ SLICES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 def tpu_devices(name: str):
     """The devices of a slice of TPUs called `name` in SLICES; skips the test where there is no compiler for them."""
     if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu is not installed (pip install mamba-jax[plan])")
+        pytest.skip("libtpu is not installed (pip install '.[plan]')")
     from jax.experimental import topologies
 
     for setting, value in SETTINGS.items():

@@ -29,7 +29,7 @@ def lines_of(text: str) -> list[dict]:
     """The JSON lines of an output, the first of which must describe machine and command."""
     lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     assert lines[0]["metric"] == "environment"
-    assert {"cpu", "cores", "python", "jax", "model", "command"} <= set(lines[0])
+    assert {"cpu", "instructions", "cores", "python", "jax", "model", "command"} <= set(lines[0])
     return lines
 
 
