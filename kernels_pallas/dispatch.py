@@ -132,18 +132,19 @@ class KernelChoice:
         """Record the implementation of an operation, for the report."""
         self.chosen.setdefault(operation, {})[implementation] = why
 
+    def instructions(self) -> str | None:
+        """The instruction set that C++ products use on CPU; None elsewhere, or without native operations."""
+        return native.instructions() if self.platform == "cpu" else None
+
     def report(self) -> str:
-        """One line: the implementation of each operation in the programs traced so far, and why it is not a kernel."""
+        """One line: the implementation of each operation traced so far, and why it is not a kernel."""
         parts = []
         for operation, chosen in sorted(self.chosen.items()):
             by = " and ".join(name + (f" ({why})" if why else "") for name, why in sorted(chosen.items()))
             parts.append(f"{operation} by {by}")
         if unused := sorted(set(self.named) - set(self.chosen)) if isinstance(self.named, Mapping) else []:
             parts.append(f"named, but not in use: {', '.join(unused)}")
-        chosen = native.instructions() if self.platform == "cpu" else None
-        return f"kernels for {self.platform}{f' ({chosen})' if chosen else ''}: " + (
-            ", ".join(parts) or "nothing traced yet"
-        )
+        return f"kernels for {self.platform}: " + (", ".join(parts) or "nothing traced yet")
 
 
 _current: contextvars.ContextVar[KernelChoice | None] = contextvars.ContextVar("kernel_choice", default=None)
