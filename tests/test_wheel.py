@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 from pathlib import Path
 from zipfile import ZipFile
@@ -26,14 +27,19 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    # From a copy: setuptools leaves its build folder in the sources, and would put what it finds there into the wheel.
+def sources(tmp_path_factory) -> Path:
+    # A copy: setuptools leaves its build folder in the sources, and would put what it finds there into the wheel.
     sources = tmp_path_factory.mktemp("sources")
     for package in PACKAGES:
-        shutil.copytree(ROOT / package, sources / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / package, sources / package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for path in ROOT.iterdir():
-        if path.name == "LICENSE" or path.suffix in (".toml", ".md", ".py"):
+        if path.name in ("LICENSE", "MANIFEST.in") or path.suffix in (".toml", ".md", ".py"):
             shutil.copy(path, sources)
+    return sources
+
+
+@pytest.fixture(scope="module")
+def wheel(sources) -> Path:
     run(sys.executable, "-c", "from setuptools import build_meta; build_meta.build_wheel('.')", cwd=sources)
     [wheel] = sources.glob("*.whl")
     return wheel
@@ -60,6 +66,24 @@ def test_it_holds_the_packages_and_nothing_else(wheel):
 def test_it_is_what_the_environment_imports(home, package):
     found = run(home / "bin/python", "-c", f"import {package}; print({package}.__file__)", cwd=home)
     assert Path(found.strip()).is_relative_to(home)
+
+
+def test_without_native_operations_the_wheel_is_for_every_platform(sources, monkeypatch):
+    monkeypatch.setenv("MAMBA_JAX_NO_NATIVE", "1")
+    shutil.rmtree(sources / "build", ignore_errors=True)
+    run(sys.executable, "-c", "from setuptools import build_meta; build_meta.build_wheel('pure')", cwd=sources)
+    [wheel] = (sources / "pure").glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not [name for name in ZipFile(wheel).namelist() if name.endswith((".so", ".cc", ".h"))]
+
+
+def test_the_source_distribution_holds_what_the_native_operations_are_built_from(sources):
+    run(sys.executable, "-c", "from setuptools import build_meta; build_meta.build_sdist('.')", cwd=sources)
+    [archive] = sources.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        names = {name.split("/", 1)[-1] for name in files.getnames()}
+    native = ROOT / "kernels_pallas" / "native"
+    assert {f"kernels_pallas/native/{path.name}" for path in native.iterdir() if path.suffix in (".cc", ".h")} <= names
 
 
 def test_generate(home):
