@@ -212,7 +212,7 @@ class ResponseWriter:
         if status == "incomplete" and items:
             items[-1].status = "incomplete"
         whole = self._object(status, items)
-        if self._body.store:
+        if self._body.store is not False:
             messages = [*self._messages, *messages_of_input(items_as_input(items))]
             stored = Stored(messages, whole.model_dump_json(by_alias=True).encode(), owner_of(self._key))
             self._store.put(self.job.id, stored)
@@ -235,10 +235,10 @@ class ResponseWriter:
             metadata=body.metadata or {},
             model=self._model,
             output=items,
-            parallel_tool_calls=body.parallel_tool_calls,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,
             reasoning=body.reasoning,
-            store=body.store,
+            store=body.store is not False,
             temperature=body.temperature,
             text=body.text,
             tool_choice=body.tool_choice if body.tool_choice is not None else "auto",

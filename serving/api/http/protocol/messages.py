@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from serving.api.http.protocol.common import MAX_STOP_TEXTS, Count, Int32, Items, RequestModel, WholeAnswer
+from serving.api.http.protocol.common import MAX_STOP_TEXTS, Count, Int32, Items, RequestModel, WholeAnswer, refusal
 
 Parts = Items[dict[str, Any]]
 
@@ -73,6 +73,12 @@ class MessagesRequest(Conversation):
     stop_sequences: Annotated[Items[str], Field(max_length=MAX_STOP_TEXTS)] | None = None
     stream: bool = False
     output_config: OutputConfig | None = None
+
+    @model_validator(mode="after")
+    def _refuse_several_answers(self) -> MessagesRequest:
+        if (self.model_extra or {}).get("n") not in (None, 1):
+            raise refusal("n", "n is not supported: this API gives one answer")
+        return self
 
 
 class TextBlock(BaseModel):

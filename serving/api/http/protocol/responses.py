@@ -62,20 +62,22 @@ class ResponsesRequest(RequestModel):
     previous_response_id: str | None = Field(
         None, max_length=128, description="An answer of this process that has been stored; the conversation goes on."
     )
-    store: bool = Field(True, description="Keep the answer in memory, within bounds, until the process ends.")
+    store: bool | None = Field(None, description="Keep the answer in memory, within bounds, until the process ends.")
     stream: bool = False
     max_output_tokens: Count | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     tools: Items[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = None
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool | None = None
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: ReasoningOptions | None = None
     metadata: dict[str, str] | None = None
 
     @model_validator(mode="after")
     def _refuse(self) -> ResponsesRequest:
+        if (self.model_extra or {}).get("n") not in (None, 1):
+            raise refusal("n", "n is not supported: this API gives one answer")
         for name in _NOT_THERE:
             if (self.model_extra or {}).get(name):
                 raise refusal(name, f"{name} is not supported")
