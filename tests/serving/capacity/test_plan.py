@@ -152,6 +152,7 @@ def test_command_finds_the_smallest_machine_of_each_kind(capsys, monkeypatch):
     machines = [[target(name) for name in names] for names in groups]
     monkeypatch.setattr("serving.capacity.targets.families", lambda: machines)
     wanted = ["--model", "nemotron-h-8b", "--topology", "all", "--at-context", "4096", "--max-num-seqs", "32"]
+    wanted += ["--memory-utilization", "0.7"]  # too little for one L4
     assert run(["plan", *wanted]) == 0
     text = capsys.readouterr().out
     rows = [line.split() for line in text.splitlines() if " GiB" in line]

@@ -13,18 +13,18 @@ def test_settings_go_to_all_who_have_them():
     found = Arguments.of(
         {
             "model": "demo", "prefill": "1-4", "decode": 2, "resources": {"TPU": 4}, "lease": 7.0, "on_failure": "fail",
-            "handoff": "recompute-last", "api_key": "for clients", "max_body_bytes": 2048, "max_num_seqs": 3,
+            "handoff": "recompute-last", "api_key": "for-clients", "max_body_bytes": 2048, "max_num_seqs": 3,
             "drain_timeout": 4.0,
         }
     )  # fmt: skip
-    both = {"api_key": "for clients", "max_body_bytes": 2048, "drain_timeout": 4.0}
+    both = {"api_key": "for-clients", "max_body_bytes": 2048, "drain_timeout": 4.0}
     secret = found.split["split_secret"]
     assert len(secret) >= 32
     assert found.split == {"lease": 7.0, "on_failure": "fail", "split_secret": secret}
     assert found.server == both
     assert found.routing == both | {"handoff": "recompute-last", "on_failure": "fail", "split_secret": secret}
     assert found.engine == {"model": "demo", "max_num_seqs": 3}
-    assert RouterSettings.create(**found.routing).api_key == ("for clients",)
+    assert RouterSettings.create(**found.routing).api_key == ("for-clients",)
     assert SplitSettings.create(role="prefill", **found.split).lease == 7.0
     assert Arguments.of({}).split["split_secret"] != secret, "another application is another fleet"
 
