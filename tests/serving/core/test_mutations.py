@@ -9,7 +9,7 @@ import pytest
 from tests.serving.core.mutations import CORE, Mutation
 from tests.serving.core.schedules import run_seed
 
-BOUND = 3_000
+BOUND = 6_000
 
 
 def caught_after(mutation: Mutation, bound: int = BOUND) -> tuple[int, str] | None:
