@@ -160,6 +160,9 @@ def main(arguments: list[str]) -> int:
     if not accelerated():
         # The extra `test` installs libtpu; without this, JAX looks for a TPU and logs warnings.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+        # Packages are installed without bytecode: compiling their sources in every run would take seconds.
+        os.environ.setdefault("PYTHONPYCACHEPREFIX", str(VENV / "bytecode"))
     module = [str(PYTHON), "-m"]
     if command == "test":
         commands = [[*module, "pytest", *rest]]

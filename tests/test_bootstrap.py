@@ -1,6 +1,7 @@
 """bootstrap.py: which steps it runs, with an installer that only records its calls."""
 
 import importlib.util
+import os
 import shutil
 from pathlib import Path
 
@@ -50,6 +51,16 @@ def test_the_second_run_installs_nothing(bootstrap):
     bootstrap.calls.clear()
     assert bootstrap.main(["generate", "hello"]) == 0
     assert bootstrap.calls == [[str(bootstrap.PYTHON), "-m", "serving.cli", "generate", "hello"]]
+
+
+def test_bytecode_is_kept_even_where_python_writes_none(bootstrap, monkeypatch):
+    """An installation has no bytecode: each run would compile the sources of all packages that it imports."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    assert bootstrap.main(["generate", "hello"]) == 0
+    assert "PYTHONDONTWRITEBYTECODE" not in os.environ
+    assert os.environ["PYTHONPYCACHEPREFIX"] == str(bootstrap.VENV / "bytecode")
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX")
 
 
 @pytest.mark.parametrize("name", ["kernels_pallas/native/linear.cc", "kernels_pallas/native/product.h", "setup.py"])
