@@ -98,20 +98,21 @@ def write_hugging_face(
     return _write(directory, config, kept, {**hf_config, "dtype": dtype}, files_from)
 
 
-def save_hugging_face(directory: str | Path, model: HybridModel, like: str | Path) -> Path:
+def save_hugging_face(directory: str | Path, model: HybridModel, like: str | Path, *, overwrite: bool = False) -> Path:
     """Write a model as a Hugging Face directory that transformers reads, each weight in its own dtype.
 
     Args:
         directory: does not exist, or is empty.
         model: with wide weights.
         like: a directory of the same architecture, whose config.json, tokenizer and sampling defaults are copied.
+        overwrite: `directory` may hold an earlier state of the same model.
     Returns:
         The directory.
     Raises:
         CheckpointError: the directory has content, `like` describes another model, or weights are quantized.
     """
     directory, like = Path(directory).expanduser(), Path(like)
-    if directory.exists() and any(directory.iterdir()):
+    if not overwrite and directory.exists() and any(directory.iterdir()):
         raise CheckpointError(f"{directory}: exists already and is not empty")
     values = {path: leaf.get_value() for path, leaf in parameters(model).items()}
     if quantised := [path for path in values if weight_of(path)]:

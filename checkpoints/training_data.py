@@ -15,13 +15,16 @@ from mamba_jax.train.data import TokenStream
 _AT_ONCE = 1000  # documents
 
 
-def load_streams(corpus: Path, tokenizer: Tokenizer, settings: DataSettings) -> dict[str, TokenStream]:
-    """The training documents of each source, tokenised; every document ends with the eos token.
+def load_streams(
+    corpus: Path, tokenizer: Tokenizer, settings: DataSettings, *, part: str = "train"
+) -> dict[str, TokenStream]:
+    """The documents of each source, tokenised; every document ends with the eos token.
 
     Args:
         corpus: a directory with `train/SOURCE.jsonl`, or one .jsonl file.
         tokenizer: of the model to be trained.
         settings: which sources are aligned, and how many problems are put in the chat template.
+        part: the folder of the corpus that is read: `train` or `heldout`.
     Raises:
         CheckpointError: there is no such corpus.
     """
@@ -29,7 +32,7 @@ def load_streams(corpus: Path, tokenizer: Tokenizer, settings: DataSettings) -> 
         file.stem: TokenStream.of(
             encoded(read_documents(file), tokenizer, settings.chat_share), aligned=file.stem in settings.aligned
         )
-        for file in _files(corpus)
+        for file in _files(corpus, part)
     }
 
 
@@ -49,8 +52,10 @@ def corpus_digest(corpus: Path) -> str:
     return digest.hexdigest()
 
 
-def _files(corpus: Path) -> list[Path]:
-    files = [corpus] if corpus.is_file() else sorted((corpus / "train").glob("*.jsonl"))
+def _files(corpus: Path, part: str = "train") -> list[Path]:
+    files = [corpus] if corpus.is_file() else sorted((corpus / part).glob("*.jsonl"))
+    if not files and part != "train":
+        raise CheckpointError(f"{corpus}: no validation data; give a .jsonl file or a folder with {part}/SOURCE.jsonl")
     if not files:
         raise CheckpointError(f"{corpus}: no corpus; create one with `python -m mamba_jax.train.corpus {corpus}`")
     return files

@@ -16,6 +16,9 @@ import yaml
 
 from mamba_jax.config import ModelConfigError
 
+FINE_TUNING = Path(__file__).parent / "recipes" / "fine-tune.yaml"
+"""Settings for fine-tuning an existing model, used where no others are given."""
+
 
 @dataclass(frozen=True)
 class DataSettings:
@@ -29,6 +32,11 @@ class DataSettings:
     """Sources of short documents: their sequences begin where a document begins."""
     chat_share: float = 0.0
     """Proportion of the question-and-answer documents that are rendered with the chat template."""
+    validation: str | None = None
+    """Validation data: a .jsonl file, or a corpus of which `heldout/` is used. Unset: `corpus/heldout` if present."""
+    held_out: float = 0.0
+    """Proportion of each source's documents that is not trained on but used for validation if the corpus has no
+    `heldout/` and `validation` is unset."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +89,29 @@ class TrainConfig:
     log_every: int = 10
     save_every: int = 100
     """Steps between checkpoints."""
+    validate_every: int = 100
+    """Steps between computations of the validation loss, if there is validation data."""
+    validation_sequences: int = 128
+    """Maximum number of sequences in the validation loss, spread evenly over the validation data."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "sequence_length", "log_every", "save_every"):
+        for name in (
+            "steps",
+            "batch_size",
+            "sequence_length",
+            "log_every",
+            "save_every",
+            "validate_every",
+            "validation_sequences",
+        ):
             if getattr(self, name) < 1:
                 raise ModelConfigError(f"{name} is {getattr(self, name)}: at least 1 is expected")
         if self.drafts.every < 1 or self.batch_size % self.drafts.every:
             raise ModelConfigError(f"drafts.every is {self.drafts.every}: it must divide batch_size, {self.batch_size}")
         if not 0 <= self.data.chat_share <= 1:
             raise ModelConfigError(f"data.chat_share is {self.data.chat_share}: a share between 0 and 1 is expected")
+        if not 0 <= self.data.held_out < 1:
+            raise ModelConfigError(f"data.held_out is {self.data.held_out}: a share from 0 to below 1 is expected")
         if self.data.mixture and min(self.data.mixture.values()) <= 0:
             raise ModelConfigError(f"data.mixture is {self.data.mixture}: shares above 0 are expected")
 

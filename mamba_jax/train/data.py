@@ -29,7 +29,7 @@ class TokenStream:
     """Sequences begin with a document. Otherwise anywhere."""
 
     @classmethod
-    def of(cls, documents: Iterable[Sequence[int]], *, aligned: bool = False) -> TokenStream:
+    def of(cls, documents: Iterable[Sequence[int] | np.ndarray], *, aligned: bool = False) -> TokenStream:
         """The stream of these documents."""
         arrays = [np.asarray(document, np.int32) for document in documents]
         lengths = np.cumsum([0, *map(len, arrays)])
@@ -44,6 +44,26 @@ class TokenStream:
         after = np.searchsorted(self.starts, np.arange(0, last + 1, length))
         starts = self.starts[np.unique(np.minimum(after, len(self.starts) - 1))]
         return starts[starts <= last]
+
+
+def hold_out(streams: Mapping[str, TokenStream], share: float) -> tuple[dict[str, TokenStream], dict[str, TokenStream]]:
+    """Divide the documents of each source into training and validation data.
+
+    Args:
+        streams: tokens by source.
+        share: of the documents, above 0 and below 1; those for validation are spread evenly.
+    Returns:
+        The streams for training, and those for validation.
+    """
+    training: dict[str, TokenStream] = {}
+    validation: dict[str, TokenStream] = {}
+    for name, stream in streams.items():
+        documents = np.split(stream.tokens, stream.starts[1:])
+        held = np.diff(np.floor(np.arange(len(documents) + 1) * share)) > 0
+        for target, wanted in ((training, False), (validation, True)):
+            chosen = [document for document, is_held in zip(documents, held, strict=True) if is_held == wanted]
+            target[name] = TokenStream.of(chosen, aligned=stream.aligned)
+    return training, validation
 
 
 def save_streams(path: Path, streams: Mapping[str, TokenStream]) -> None:

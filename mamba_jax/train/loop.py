@@ -27,6 +27,7 @@ from mamba_jax.train.config import TrainConfig
 from mamba_jax.train.loss import Parameters, training_loss
 from mamba_jax.train.optimizer import learning_rate, make_optimizer
 from mamba_jax.train.state import Checkpoints, TrainState
+from mamba_jax.train.validation import Validation
 
 LOG = "log.jsonl"
 CHECKPOINTS = "checkpoints"
@@ -77,6 +78,7 @@ def train(
     values: Parameters | None = None,
     trained: Callable[[str], bool] = lambda path: True,
     model_weight: float = 1.0,
+    validation: Int32[np.ndarray, "sequences length"] | None = None,
     devices: Sequence[jax.Device] | None = None,
     progress: Callable[[Record], None] = lambda record: None,
 ) -> Run:
@@ -90,6 +92,8 @@ def train(
         values: initial weights; random ones if None.
         trained: predicate on dotted paths that selects the trained weights; the others do not change.
         model_weight: see `training_loss`.
+        validation: sequences of the same length, whose loss is computed every `settings.validate_every` steps and
+            after the last.
         devices: devices that share each batch; all if None.
         progress: called with each record of the log.
     Raises:
@@ -118,6 +122,16 @@ def train(
         dtype=jnp.dtype(settings.compute_dtype),
         model_weight=model_weight,
     )
+    validate = None
+    if validation is not None:
+        validate = Validation(
+            validation,
+            batch_size=settings.batch_size,
+            config=config,
+            dtype=jnp.dtype(settings.compute_dtype),
+            sharding=by_sequence,
+            devices=mesh.size,
+        )
 
     @functools.partial(jax.jit, donate_argnums=0)
     def update(
@@ -149,9 +163,13 @@ def train(
                 state, parts = update(state, frozen, tokens, jnp.int32(step))
                 step += 1
                 save = step % settings.save_every == 0 or step == settings.steps or interrupted()
-                if save or log.is_due(step):
+                due = validate is not None and (step % settings.validate_every == 0 or step == settings.steps)
+                if save or due or log.is_due(step):
                     _stop_if_diverged(state, step, checkpoints)
-                log.add(step, parts)
+                if validate is not None and due:
+                    parts["validation_loss"] = validate.loss({**frozen, **state.values})
+                if due or log.is_due(step):
+                    log.add(step, parts)
                 if save:
                     checkpoints.save(state)
         return Run({**frozen, **state.values}, step, finished=step >= settings.steps)
@@ -186,7 +204,7 @@ def read_log(path: Path) -> list[Record]:
 
 
 class _Log:
-    """Writes a JSON line every `log_every` steps. Removes entries after the checkpoint from which a run continues."""
+    """Writes records as JSON lines. Removes entries after the checkpoint from which a run continues."""
 
     def __init__(self, path: Path, settings: TrainConfig, *, after: int, progress: Callable[[Record], None]) -> None:
         kept = [record for record in read_log(path) if record["step"] <= after]
@@ -196,12 +214,10 @@ class _Log:
         self._seconds, self._then = (kept[-1]["seconds"] if kept else 0.0), time.monotonic()
 
     def is_due(self, step: int) -> bool:
-        """Whether this step has a record."""
+        """Whether this step has a record even without a validation loss."""
         return step % self._settings.log_every == 0 or step == self._settings.steps
 
-    def add(self, step: int, parts: Mapping[str, jax.Array]) -> None:
-        if not self.is_due(step):
-            return
+    def add(self, step: int, parts: Mapping[str, jax.Array | float]) -> None:
         record = {"step": step} | {name: float(value) for name, value in parts.items()}  # waits for the step
         now = time.monotonic()
         self._seconds, self._then = self._seconds + now - self._then, now

@@ -19,8 +19,9 @@ def plot_losses(records: Sequence[dict[str, float]], path: Path) -> bool:
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for name in sorted({name for r in records for name in r if name == "loss" or name.startswith("draft_loss_")}):
-        label = "next token" if name == "loss" else f"draft {name.removeprefix('draft_loss_')}"
+    labels = {"loss": "next token", "validation_loss": "next token, validation"}
+    for name in sorted({name for r in records for name in r if name in labels or name.startswith("draft_loss_")}):
+        label = labels.get(name) or f"draft {name.removeprefix('draft_loss_')}"
         shown = [r for r in records if name in r]
         axes.plot([r["tokens"] / 1e6 for r in shown], [r[name] for r in shown], label=label, linewidth=1)
     axes.set(xlabel="tokens, millions", ylabel="loss, nats per token")

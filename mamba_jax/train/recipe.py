@@ -12,7 +12,14 @@ from mamba_jax.config import ModelConfigError
 from mamba_jax.train.config import TrainConfig
 
 RECIPE = "recipe.json"
-_MAY_DIFFER = {"log_every", "save_every", "validate_every", "data.corpus"}
+_MAY_DIFFER = {
+    "log_every",
+    "save_every",
+    "validate_every",
+    "validation_sequences",
+    "data.corpus",
+    "data.validation",
+}
 """Settings that change neither weights nor data. The corpus is compared by its digest, not by its path."""
 
 

@@ -39,6 +39,8 @@ def training_bar(steps: int, console: Console) -> Iterator[Callable[[dict[str, f
 
         def show(record: dict[str, float]) -> None:
             numbers = [f"loss {record['loss' if 'loss' in record else 'draft_loss_1']:.3f}"]
+            if "validation_loss" in record:
+                numbers.append(f"validation loss {record['validation_loss']:.3f}")
             if "draft_agreement_1" in record:
                 numbers.append(f"drafts right {record['draft_agreement_1']:.0%}")
             numbers.append(f"{record['tokens'] / max(record['seconds'], 1e-9):,.0f} tokens/s")
