@@ -96,7 +96,7 @@ def train(
     if plot_losses(records, output / "loss.svg"):
         console.print(f"{output / 'loss.svg'}", markup=False)
     elif records:
-        console.print("loss.svg is not drawn: install mamba-jax[plots]", markup=False)
+        console.print("loss.svg is not drawn: pip install '.[plots]'", markup=False)
     console.print(f"{output / 'model'}", markup=False)
     sys.stdout.flush()
 

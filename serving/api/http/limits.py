@@ -150,9 +150,7 @@ class Limits:
                 code="too_many_values",
             )
         if depth(body) > MAX_DEPTH:
-            raise ApiError(
-                400, f"the body is nested more than {MAX_DEPTH} levels deep", param="body", code="too_deeply_nested"
-            )
+            raise ApiError(400, f"the body is nested more than {MAX_DEPTH} levels deep", code="too_deeply_nested")
         _refuse_half_characters(body)
 
     def _log(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:

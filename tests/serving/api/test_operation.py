@@ -355,7 +355,8 @@ def test_a_step_that_hangs_does_not_hold_up_the_end(server, caplog):
                 await anext(lines)
                 hangs.set()
                 late = asyncio.create_task(client.post("/v1/completions", json=body))
-                await asyncio.sleep(0.3)
+                while len(other.uvicorn.server_state.tasks) < 2:
+                    await asyncio.sleep(0.01)
                 other.uvicorn.should_exit = True
                 text = [line async for line in lines]
             return "\n".join(text), (await late).status_code

@@ -97,7 +97,7 @@ def test_a_stream_that_is_left_is_said_to_be(server, spans_of):
 def test_without_an_endpoint_nothing_is_imported_and_without_the_sdk_it_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     Traces(None, "demo").close()
-    with pytest.raises(ConfigError, match=r"needs OpenTelemetry .*mamba-jax\[traces\]"):
+    with pytest.raises(ConfigError, match=r"needs OpenTelemetry .*pip install '\.\[traces\]'"):
         Traces("http://localhost:4318/v1/traces", "demo")
 
 

@@ -217,7 +217,7 @@ def test_without_the_compiler_the_extra_is_named(topology, extra, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     machine = target(topology)
     config = EngineConfig.create(model="nemotron-h-8b", tensor_parallel_size=8)
-    with pytest.raises(ConfigError, match=rf"mamba-jax\[{extra}\].*--analysis"):
+    with pytest.raises(ConfigError, match=rf"pip install '\.\[{extra}\]'.*--analysis"):
         make_plan(config, machine)
 
 

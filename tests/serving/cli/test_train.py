@@ -93,7 +93,7 @@ def test_a_missing_plot_is_said(trained, capsys, monkeypatch):
     monkeypatch.chdir(trained)
     monkeypatch.setattr("mamba_jax.train.plot.plot_losses", lambda records, path: False)
     assert run(["train", "--config", "run.yaml", "--output", "run", "--corpus", "corpus"]) == 0
-    assert "loss.svg is not drawn: install mamba-jax[plots]" in capsys.readouterr().err
+    assert "loss.svg is not drawn: pip install '.[plots]'" in capsys.readouterr().err
 
 
 def test_train_mtp_leaves_the_rest_alone(trained, capsys):

@@ -131,7 +131,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(monkeypatch):
     def never(*_, **__):
         raise AssertionError("weights are being loaded")
 
-    monkeypatch.setattr(build, "load_model", never)
+    monkeypatch.setattr(build, "load_weights", never)
     monkeypatch.setattr(sizing, "available_ram", lambda: 8 << 30)
     config = EngineConfig.create(model="nemotron-h-8b", load_format="dummy", dtype="bfloat16")
     with pytest.raises(ConfigError, match=r"the weights take 15\.1 GiB and 8\.0 GiB of memory are free") as caught:
