@@ -4,13 +4,16 @@ It takes packed queries of sequences of any length, each sequence's queries bein
 handed to it as a sequence of its own, which ends at the block's last query: blocks need no order, and a row's blocks
 see each its own keys. What the kernel cannot do is left to `xla`: hide the first keys (draft layers), and heads that
 are not whole registers.
+
+The kernel keeps the page tables of all its blocks in scalar memory. Where they do not fit, the blocks are divided over
+several calls; they share nothing, so the result is the same.
 """
 
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
 LANES = 128
-# Page tables lie in scalar memory, 1 MiB of it on every TPU so far; the rest of the kernel's scalars need a little.
+# Every TPU so far has 1 MiB of scalar memory for page tables and the kernel's other scalars, which need little.
 SCALAR_BYTES = 900 * 1024
 # Sizes of the kernel's blocks. Its own table of them asks the attached TPU; when compiling ahead no TPU is attached.
 # A block of queries reads a sequence's keys once, so long prefill wants large blocks. In decode each sequence has one
@@ -33,14 +36,27 @@ def unsupported(q, kv, *, positions, page_table, block_row, scale, first_key=0):
     entries, in_word = kv.shape[2], 4 // kv.dtype.itemsize
     if entries % in_word or not (entries // in_word in (1, 2, 4) or entries // in_word % 8 == 0):
         return f"{entries // 2} kv heads do not fill registers"
-    blocks, pages = q.shape[0], page_table.shape[1]
-    if (needed := 4 * blocks * -(-pages // LANES) * LANES) > SCALAR_BYTES:
-        return f"page tables of {blocks} blocks x {pages} pages take {needed} bytes of scalar memory"
+    if not _blocks_per_call(page_table):
+        return f"a page table of {page_table.shape[1]} pages does not fit in {SCALAR_BYTES} bytes of scalar memory"
     return None
+
+
+def _blocks_per_call(page_table):
+    """Number of blocks whose page tables fit in scalar memory."""
+    return SCALAR_BYTES // (4 * -(-page_table.shape[1] // LANES) * LANES)
 
 
 def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key=0):
     """See `api.paged_attention`; a block's valid queries come first, at consecutive positions."""
+    calls = -(-q.shape[0] // _blocks_per_call(page_table))
+    size = -(-q.shape[0] // calls)
+    parts = [slice(start, start + size) for start in range(0, q.shape[0], size)]
+    outs = [_attend(q[part], kv, positions[part], page_table, block_row[part], scale) for part in parts]
+    return outs[0] if len(outs) == 1 else jnp.concatenate(outs)
+
+
+def _attend(q, kv, positions, page_table, block_row, scale):
+    """One call of the kernel."""
     blocks, q_len = positions.shape
     valid = positions >= 0
     count = valid.sum(axis=1, dtype=jnp.int32)

@@ -73,6 +73,33 @@ def test_equals_definition(positions, block_row, monkeypatch):
     assert (out[~valid] == 0).all()
 
 
+@pytest.mark.parametrize("blocks_per_call", [1, 2, 3])
+def test_tables_too_long_for_scalar_memory_take_several_calls(blocks_per_call, monkeypatch):
+    calls = []
+
+    def count(q, kv, kv_lens, page_indices, *rest, **static):
+        calls.append(len(page_indices))
+        return stand_in(q, kv, kv_lens, page_indices, *rest, **static)
+
+    monkeypatch.setattr(pallas_tpu, "ragged_paged_attention", count)
+    monkeypatch.setattr(pallas_tpu, "SCALAR_BYTES", 4 * pallas_tpu.LANES * blocks_per_call)
+    positions = [[2, 3, 4, -1], [5, 6, 7, 8], [9, -1, -1, -1], [0, 1, 2, 3], [-1, -1, -1, -1]]
+    args, kwargs = call(Draw(), positions, [0, 0, 0, 1, 1], rows=2)
+    out = paged_attention(*on_device(args), **on_device(kwargs), scale=0.1, implementation="pallas_tpu")
+    want = reference.paged_attention(*args, **kwargs, scale=0.1)
+    valid = np.array(positions) >= 0
+    assert_close(out[valid], want[valid], tolerance=1e-4)
+    assert sum(calls) == 5
+    assert max(calls) <= blocks_per_call
+
+
+def test_refuses_a_table_that_scalar_memory_cannot_hold_even_for_one_block(monkeypatch):
+    monkeypatch.setattr(pallas_tpu, "SCALAR_BYTES", 4 * pallas_tpu.LANES - 1)
+    args, kwargs = call(Draw(), [[3]], [0], rows=1)
+    with pytest.raises(UnsupportedError, match="a page table of 4 pages does not fit in 511 bytes of scalar memory"):
+        paged_attention(*on_device(args), **on_device(kwargs), scale=0.1, implementation="pallas_tpu")
+
+
 @pytest.mark.parametrize(("blocks", "q_len", "size"), [(64, 1, 32), (64, 4, 32), (18, 128, 128), (1, 1, 1)])
 def test_prefill_has_larger_blocks_of_queries_than_decode(blocks, q_len, size, monkeypatch):
     """Each block of queries reads the keys before it once, so blocks of 32 read a long past four times as often."""

@@ -185,6 +185,23 @@ def test_paged_attention(slice_name, model, blocks, q_len):
     assert compiled.memory_analysis().temp_size_in_bytes <= max(8 * nbytes(call[0]), 1 << 20)
 
 
+@pytest.mark.parametrize(
+    ("page_size", "context", "calls"),
+    [(128, 1 << 18, 1), pytest.param(32, 1 << 18, 3, marks=slow), pytest.param(128, 1 << 20, 3, marks=slow)],
+)
+def test_paged_attention_with_tables_of_long_contexts(page_size, context, calls):
+    """64 rows: the default page size on TPU holds 262,144 tokens in one call, other sizes take more."""
+    pages = context // page_size + 1
+    call = attention_call(NEMOTRON.divided(8), 64, 1, page_size=page_size, pages_per_row=pages)
+
+    def attend(q, kv, positions, page_table, block_row):
+        places = {"positions": positions, "page_table": page_table, "block_row": block_row}
+        return paged_attention(q, kv, **places, scale=0.1, implementation="pallas_tpu")
+
+    text = compile_for_tpu("v6e", attend, *call).as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') == calls
+
+
 @pytest.mark.parametrize("slice_name", ["v5e", pytest.param("v6e", marks=slow), pytest.param("tpu7x", marks=slow)])
 def test_paged_attention_over_a_cache_in_8_bits(slice_name):
     q, kv, *places = attention_call(NEMOTRON, 64, 1)
