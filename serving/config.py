@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -107,8 +108,11 @@ class EngineConfig(Settings):
         description="Which recurrent states to keep for reuse: none, align (those at the ends of prefill chunks) or "
         "all (one per state block). Unset: all if prefix caching is on.",
     )
-    page_size: int = Field(
-        32, ge=1, description="Tokens per page of keys and values. Must divide the state block size."
+    page_size: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens per page of keys and values. Must divide the state block size. Unset: 128 on TPU and 32 "
+        "elsewhere, or the largest divisor of the state block size that divides it.",
     )
     state_block_size: int = Field(
         256,
@@ -218,6 +222,13 @@ class EngineConfig(Settings):
         """That of cached keys and values, where activations have `dtype`."""
         return "float8_e4m3fn" if self.kv_cache_dtype == "fp8" else dtype
 
+    def page_size_on(self, platform: str) -> int:
+        """Tokens per page on a platform; the default also divides `state_block_size`.
+
+        The attention kernel on TPU keeps page tables in scalar memory, which is small.
+        """
+        return self.page_size or math.gcd(128 if platform == "tpu" else 32, self.state_block_size)
+
     @property
     def narrows_states(self) -> bool:
         """Whether states that leave the device are narrower than those of running rows."""
@@ -249,7 +260,7 @@ class EngineConfig(Settings):
             raise ValueError(
                 f"state_block_size {block} is not a multiple of tile_size {tile}; try {-(-block // tile) * tile}"
             )
-        if block % page:
+        if page is not None and block % page:
             below = max(size for size in range(1, min(page, block) + 1) if block % size == 0)
             raise ValueError(f"page_size {page} does not divide state_block_size {block}; try {below}")
         if block < 1 + drafts:

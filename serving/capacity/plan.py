@@ -240,6 +240,7 @@ class _Planner:
             memory=self.memory - weights - workspace - self.config.reserved_bytes,
             most_tokens=sys.maxsize,
             replay=self.replay,
+            platform=self.target.device.platform,
         )
 
     def _too_small(self, weights: int, workspace: int, reason: str) -> CapacityPlan:
@@ -248,9 +249,10 @@ class _Planner:
         config, width = self.config, 1 + self.config.num_speculative_tokens
         per_row = width if self.policy.mode == "none" else 2 * width
         slots = 1 + (per_row if self.replay is None else 2)
-        pages = 1 - (-(config.state_block_size + 2 * width) // config.page_size)
+        page_size = config.page_size_on(self.target.device.platform)
+        pages = 1 - (-(config.state_block_size + 2 * width) // page_size)
         least = slots * shape.bytes_per_slot(self.dtype, config.ssm_dtype)
-        least += pages * shape.bytes_per_page(config.page_size, self.kv_dtype)
+        least += pages * shape.bytes_per_page(page_size, self.kv_dtype)
         if self.replay is not None:
             least += 2 * shape.bytes_per_tail(self.dtype, config.ssm_dtype, self.replay)
         notes = [f"{config.memory_utilization:.0%} of the memory is used (memory_utilization)"]
@@ -330,7 +332,7 @@ class _Planner:
                 self.partition.store_shape(StoreShape.of(self.stored)),
                 num_slots=size.num_slots,
                 num_pages=size.num_pages,
-                page_size=config.page_size,
+                page_size=size.page_size,
                 dtype=self.dtype,
                 ssm_dtype=jnp.dtype(config.ssm_dtype),
                 kv_dtype=self.kv_dtype,

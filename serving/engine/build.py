@@ -261,7 +261,7 @@ class _Parts:
             self.stored,
             num_slots=size.num_slots,
             num_pages=size.num_pages,
-            page_size=config.page_size,
+            page_size=size.page_size,
             dtype=model.dtype,
             ssm_dtype=jnp.dtype(config.ssm_dtype),
             kv_dtype=jnp.dtype(config.kv_dtype(model.dtype)),
@@ -366,5 +366,6 @@ def _size(
         model_max_len=stored.max_position_embeddings,
         memory=least_of_all_processes(store_memory(config, workspace=workspace, devices=own_devices(meshes))),
         replay=replay,
+        platform=jax.default_backend(),
         most_tokens=CPU_STORE_TOKENS if jax.default_backend() == "cpu" else sys.maxsize,
     )

@@ -123,6 +123,7 @@ def size_store(
     memory: int,
     most_tokens: int = CPU_STORE_TOKENS,
     replay: Replay | None = None,
+    platform: str = "cpu",
 ) -> StoreSize:
     """Fit the store into `memory` bytes.
 
@@ -131,14 +132,17 @@ def size_store(
     Its pages may reach 2(1 + K) tokens past `max_model_len`: the step in flight and the one being planned are both
     given room for all their drafts.
 
+    `platform` decides the default page size.
+
     What remains is divided so that pages and checkpoints of the same number of tokens fit, up to `most_tokens`.
 
     Raises:
         ConfigError: not even one sequence fits.
     """
     notices: list[str] = []
+    page_size = config.page_size_on(platform)
     slot_bytes = shape.bytes_per_slot(dtype, config.ssm_dtype, debug_state=config.debug_state)
-    page_bytes = shape.bytes_per_page(config.page_size, config.kv_dtype(dtype))
+    page_bytes = shape.bytes_per_page(page_size, config.kv_dtype(dtype))
     width = 1 + config.num_speculative_tokens
     tail_bytes = 0
     if replay is not None:
@@ -157,14 +161,14 @@ def size_store(
     seqs = config.max_num_seqs
 
     def pages_for(tokens: int) -> int:
-        return -(-(tokens + 2 * width) // config.page_size) if page_bytes else 0
+        return -(-(tokens + 2 * width) // page_size) if page_bytes else 0
 
     # One sequence must fit, whatever is left for others.
     if config.num_pages is None and page_bytes:
         room = memory - slot_bytes - bytes_of(1) - page_bytes
-        fits = max(room, 0) // page_bytes * config.page_size - 2 * width
+        fits = max(room, 0) // page_bytes * page_size - 2 * width
         if fits < min(max_len, config.state_block_size):
-            raise ConfigError(_too_small(memory, slot_bytes, page_bytes, config))
+            raise ConfigError(_too_small(memory, slot_bytes, page_bytes, page_size))
         if fits < max_len:
             if config.max_model_len is not None:
                 raise ConfigError(
@@ -174,7 +178,7 @@ def size_store(
             notices.append(f"max_model_len is {fits:,} instead of {max_len:,}: more pages do not fit")
             max_len = fits
     elif config.num_pages is not None and page_bytes:
-        fits = config.num_pages * config.page_size - 2 * width
+        fits = config.num_pages * page_size - 2 * width
         if fits < 2:
             raise ConfigError(
                 f"num_pages={config.num_pages} cannot hold one sequence: at least {pages_for(2)} are needed"
@@ -194,14 +198,14 @@ def size_store(
         # Where memory is scarce, half of it is for running sequences: the rest is for their pages, and for reuse.
         most_seqs = _most(seqs, max(room // 2, min(room, bytes_of(1))), bytes_of)
         if not most_seqs:
-            raise ConfigError(_too_small(memory, slot_bytes, page_bytes, config))
+            raise ConfigError(_too_small(memory, slot_bytes, page_bytes, page_size))
     if seqs > most_seqs:
         notices.append(f"max_num_seqs is {most_seqs} instead of {seqs}: more state slots do not fit")
         seqs = most_seqs
 
     private = slots_of(seqs)
     left = memory - slot_bytes - bytes_of(seqs) - page_bytes
-    tokens = _tokens_for(left, config, slot_bytes if mode != "none" else 0, page_bytes)
+    tokens = _tokens_for(left, slot_bytes / config.state_block_size if mode != "none" else 0, page_bytes / page_size)
     usable = seqs * (max_len + 2 * width) if mode == "none" else most_tokens  # nothing outlives its request
     tokens = max(min(tokens, most_tokens, usable), max_len + 2 * width)
     if config.num_pages is not None or not page_bytes:
@@ -209,7 +213,7 @@ def size_store(
     else:
         # States are far larger than pages: at least a quarter goes to pages, as far as running sequences can fill them.
         running = min(pages_for(seqs * max_len), pages_for(most_tokens), left // 4 // page_bytes)
-        pages = max(tokens // config.page_size, running, pages_for(max_len))
+        pages = max(tokens // page_size, running, pages_for(max_len))
     reusable = 0 if mode == "none" else max(tokens // config.state_block_size, 1)
     if config.num_pages is None:
         reusable = min(reusable, max((left - pages * page_bytes) // slot_bytes, 0))
@@ -223,7 +227,7 @@ def size_store(
         running_slots=private,
         bytes_per_slot=slot_bytes,
         bytes_per_page=page_bytes,
-        page_size=config.page_size,
+        page_size=page_size,
         state_block_size=config.state_block_size,
         mode=mode,
         notices=tuple(notices),
@@ -322,7 +326,7 @@ def scheduler_config(
         max_num_seqs=size.max_num_seqs,
         max_num_batched_tokens=budget,
         max_model_len=size.max_model_len,
-        page_size=config.page_size,
+        page_size=size.page_size,
         state_block_size=config.state_block_size,
         tile_size=config.tile_size,
         cache_mode=policy.mode,
@@ -349,14 +353,14 @@ def _most(rows: int, budget: int, cost: Callable[[int], int]) -> int:
     return bisect_right(range(1, rows + 1), budget, key=cost)
 
 
-def _tokens_for(left: int, config: EngineConfig, slot_bytes: int, page_bytes: int) -> int:
-    """Tokens whose pages and checkpoints take `left` bytes together."""
-    per_token = page_bytes / config.page_size + slot_bytes / config.state_block_size
+def _tokens_for(left: int, slot_bytes: float, page_bytes: float) -> int:
+    """Tokens whose pages and checkpoints take `left` bytes together, given the bytes of each for a token."""
+    per_token = slot_bytes + page_bytes
     return int(max(left, 0) / per_token) if per_token else 0
 
 
-def _too_small(memory: int, slot_bytes: int, page_bytes: int, config: EngineConfig) -> str:
-    pages = f" and pages of {show_bytes(page_bytes)} for {config.page_size} tokens" if page_bytes else ""
+def _too_small(memory: int, slot_bytes: int, page_bytes: int, page_size: int) -> str:
+    pages = f" and pages of {show_bytes(page_bytes)} for {page_size} tokens" if page_bytes else ""
     return (
         f"{show_bytes(memory)} of memory do not hold one sequence: a state slot takes {show_bytes(slot_bytes)}{pages} "
         "(raise memory_utilization, or lower num_speculative_tokens)"

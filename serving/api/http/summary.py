@@ -28,7 +28,7 @@ def summary(built: Built, settings: ServerSettings, url: str) -> Iterator[str]:
     yield f"serves    {lengths}, {scheduler.max_num_batched_tokens:,} tokens a step{each}"
     slots, pages = scheduler.num_slots - 1, max(scheduler.num_pages - 1, 0)
     caching = f"mode {scheduler.cache_mode}" if scheduler.cache_mode != "none" else "off"
-    yield f"caching   {caching}, {slots:,} state slots, {pages:,} pages of {config.page_size} tokens{each}"
+    yield f"caching   {caching}, {slots:,} state slots, {pages:,} pages of {scheduler.page_size} tokens{each}"
     drafts = f"{config.num_speculative_tokens} ({config.speculative_method or 'the model decides'})"
     yield f"drafts    {drafts if config.num_speculative_tokens else 'off'}"
     names = ", ".join(settings.served_model_name)

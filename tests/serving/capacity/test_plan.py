@@ -66,7 +66,7 @@ def test_keys_and_values_in_8_bits_leave_room_for_more_tokens():
     assert narrow.size.num_pages * narrow.size.num_slots > wide.size.num_pages * wide.size.num_slots
     assert "keys and values in float8_e4m3fn" in narrow.dtype
     (few, many) = (made.steps[-1].work.bytes for made in (narrow, wide))
-    assert many - few == 16 * wide.context * wide.size.bytes_per_page // 32 // 2
+    assert many - few == 16 * wide.context * wide.size.bytes_per_page // wide.size.page_size // 2
 
 
 def test_experts_that_nobody_chose_are_not_read():

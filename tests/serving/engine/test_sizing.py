@@ -8,9 +8,9 @@ import pytest
 
 from mamba_jax.config import AttentionConfig, HybridConfig, MambaConfig
 from mamba_jax.store import StoreShape, init_store, store_bytes
-from serving.config import ConfigError, EngineConfig
+from serving.config import ConfigError, EngineConfig, resolve_caching
 from serving.engine import build, sizing
-from serving.engine.sizing import available_ram, size_store
+from serving.engine.sizing import available_ram, scheduler_config, size_store
 from serving.split.settings import SplitSettings
 
 CONFIG = HybridConfig(
@@ -49,6 +49,27 @@ def test_it_fits_and_is_used(shape, mode, memory):
         assert found.total_bytes > 0.8 * memory
     elif shape is PURE:
         assert found.num_pages == 0
+
+
+@pytest.mark.parametrize(
+    ("platform", "flags", "page_size"),
+    [
+        ("tpu", {}, 128),
+        ("gpu", {}, 32),
+        ("cpu", {}, 32),
+        ("tpu", {"page_size": 64}, 64),
+        ("tpu", {"state_block_size": 192, "tile_size": 64}, 64),
+        ("cpu", {"state_block_size": 48, "tile_size": 16}, 16),
+    ],
+)
+def test_the_default_page_size_depends_on_the_platform_and_divides_the_state_block(platform, flags, page_size):
+    config = EngineConfig.create(**flags)
+    sizes = {"dtype": jnp.float32, "model_max_len": 4096, "memory": 64 * MIB, "most_tokens": sys.maxsize}
+    found = size_store(config, SHAPE, mode="all", platform=platform, **sizes)
+    assert found.page_size == page_size
+    assert found.bytes_per_page == SHAPE.bytes_per_page(page_size, jnp.float32)
+    settings = scheduler_config(config, resolve_caching(config), found, lookahead=0)
+    assert settings.page_size == page_size
 
 
 def test_the_bytes_are_those_of_the_arrays():
