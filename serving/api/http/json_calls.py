@@ -8,56 +8,18 @@ from typing import Any
 
 from serving.api.http.call_pieces import CallPiece, Numbering
 from serving.api.http.json_values import parse_written
+from serving.api.http.written_object import WrittenObject, read_object
 
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _LONGEST_HEAD = 2048
 _BETWEEN = " \t\r\n,[]"
 
 
-class _Balance:
-    """Finds the end of a JSON object that comes in pieces. Looks at each character once."""
-
-    def __init__(self, closing: str) -> None:
-        self._closing = closing
-        self._depth, self._in_text, self._escaped = 0, False, False
-        self.broken = False
-        """The closing mark of the calls has come within the object."""
-
-    def push(self, text: str, at: int) -> tuple[int, bool]:
-        """Reads `text` from `at`. Returns how far it can be read, and whether the object ends there."""
-        while at < len(text):
-            letter = text[at]
-            if self._in_text:
-                if self._escaped:
-                    self._escaped = False
-                elif letter == "\\":
-                    self._escaped = True
-                elif letter == '"':
-                    self._in_text = False
-            elif letter == '"':
-                self._in_text = True
-            elif letter in "{[":
-                self._depth += 1
-            elif letter in "}]":
-                self._depth -= 1
-                if self._depth <= 0:
-                    return at + 1, True
-            elif letter == "<":  # never part of JSON, except in texts
-                seen = text[at : at + len(self._closing)]
-                if seen == self._closing:
-                    self.broken = True
-                    return at, True
-                if self._closing.startswith(seen):
-                    return at, False
-            at += 1
-        return at, False
-
-
 class JsonCalls:
     """The parser.
 
-    The arguments come out as they are written, once the name is known. An object that does not begin with its name and
-    then its arguments comes out when it is complete.
+    The arguments come out as they are written, as valid JSON, once the name is known. An object that does not begin
+    with its name and then its arguments comes out when it is complete.
     """
 
     def __init__(self, closing: str, numbering: Numbering) -> None:
@@ -65,9 +27,11 @@ class JsonCalls:
         self._text = ""
         """From the beginning of what has not been read for good."""
         self._seen = 0
-        """How much of it the balance has been told of."""
-        self._balance: _Balance | None = None
-        """Of the object that is being read."""
+        """How much of it `_object` has read."""
+        self._object: WrittenObject | None = None
+        """The object that is being read."""
+        self._valid = ""
+        """What it has returned, while the name is not known."""
         self._in_arguments = self._after_arguments = False
         self.began = self.over = False
         self.rest = ""
@@ -77,14 +41,14 @@ class JsonCalls:
         self._text += text
         pieces: list[CallPiece] = []
         while not self.over:
-            before = len(self._text), self._seen, self._in_arguments, self._balance
+            before = len(self._text), self._seen, self._in_arguments, self._object
             if self._in_arguments:
                 pieces += self._arguments()
-            elif self._balance is not None:
+            elif self._object is not None:
                 pieces += self._head()
             else:
                 self._between()
-            if before == (len(self._text), self._seen, self._in_arguments, self._balance):
+            if before == (len(self._text), self._seen, self._in_arguments, self._object):
                 break
         if last and not self.over:
             self._end("")
@@ -100,7 +64,7 @@ class JsonCalls:
         if self._text.startswith(self._closing):
             self._end(self._text[len(self._closing) :])
         elif self._text.startswith("{"):
-            self._balance, self._seen = _Balance(self._closing), 0
+            self._object, self._seen, self._valid = WrittenObject(self._closing), 0, ""
         elif self._text and not self._closing.startswith(self._text):
             if not self.began:
                 self._end("")
@@ -111,19 +75,20 @@ class JsonCalls:
 
     def _head(self) -> list[CallPiece]:
         """Within an object whose name is not known yet."""
-        assert self._balance is not None
+        assert self._object is not None
         found = _HEAD.match(self._text) if self._seen <= _LONGEST_HEAD else None
         if found is not None:
             self._text = self._text[found.end() :]
-            self._balance, self._seen = _Balance(self._closing), 0
+            self._object, self._seen = WrittenObject(self._closing), 0
             self._in_arguments = self.began = True
             return [self._numbering.begin(_name(found[1]))]
-        self._seen, complete = self._balance.push(self._text, self._seen)
+        self._seen, valid, complete = self._object.push(self._text, self._seen)
+        self._valid += valid
         if not complete:
             return []
-        whole, broken = self._text[: self._seen], self._balance.broken
-        self._text, self._balance, self._seen = self._text[self._seen :], None, 0
-        call = None if broken else _read(whole)
+        broken = self._object.broken
+        self._text, self._object, self._seen = self._text[self._seen :], None, 0
+        call = None if broken else _read(self._valid)
         if call is None:
             if not self.began:
                 self._end("")
@@ -132,11 +97,11 @@ class JsonCalls:
         return [self._numbering.begin(call[0]), self._numbering.more(json.dumps(call[1], ensure_ascii=False))]
 
     def _arguments(self) -> list[CallPiece]:
-        assert self._balance is not None
-        read, complete = self._balance.push(self._text, 0)
-        shown, self._text = self._text[:read], self._text[read:]
+        assert self._object is not None
+        read, shown, complete = self._object.push(self._text)
+        self._text = self._text[read:]
         if complete:
-            self._in_arguments, self._after_arguments, self._balance = False, True, None
+            self._in_arguments, self._after_arguments, self._object = False, True, None
         return [self._numbering.more(shown)] if shown else []
 
 
@@ -154,7 +119,7 @@ def _read(text: str) -> tuple[str, dict[str, Any]] | None:
         call = parse_written(text)
         name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
         if isinstance(arguments, str):  # an object within a text, as some models write it
-            arguments = parse_written(arguments)
+            arguments = read_object(arguments)
     except ValueError:
         return None
     return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None

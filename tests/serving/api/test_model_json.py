@@ -1,6 +1,7 @@
 """What a model writes is made well-formed before it is passed on, however it is written."""
 
 import json
+import random
 
 import pytest
 
@@ -9,6 +10,7 @@ from serving.api.http.json_values import MAX_DEPTH, depth, parse_written, well_f
 from serving.api.http.messages import _arguments
 from serving.api.http.protocol.chat import Tool
 from serving.api.http.tool_calls import ToolCallReader
+from serving.api.http.written_object import WrittenObject
 
 DEEP = "[" * 50_000 + "]" * 50_000
 
@@ -29,10 +31,19 @@ def calls(form, text, parameters=None):
     return found[0]
 
 
+def strictly(text):
+    """The value of a text that is JSON, without the constants that Python's parser takes too."""
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    return json.loads(text, parse_constant=refuse)
+
+
 @pytest.mark.parametrize("name", [r"\q", r"\ud800", r"a\udfffb", r"\u12"])
 @pytest.mark.parametrize("form", ["hermes", "nemotron"])
 def test_a_name_with_a_wrong_escape(form, name):
-    begin, end = {"hermes": ("<tool_call>", "</tool_call>"), "nemotron": ("<TOOLCALL>[", "]</TOOLCALL>")}[form]
+    begin, end = MARKS[form]
     assert len(calls(form, f'{begin}{{"name": "{name}", "arguments": {{}}}}{end}')) == 1
     calls(form, f'{begin}{{"arguments": {{"a": "{name}"}}, "name": "{name}"}}{end}')
 
@@ -45,11 +56,76 @@ def test_values_between_marks_become_json(value):
     if value is DEEP:
         text = text.replace(DEEP, DEEP[:2000] + DEEP[-2000:])
     ((_, arguments),) = calls("qwen3_coder", text)
+    assert "a" in strictly(arguments)
 
-    def refuse(constant):
-        raise AssertionError(constant)
 
-    assert "a" in json.loads(arguments, parse_constant=refuse)
+MARKS = {"hermes": ("<tool_call>", "</tool_call>"), "nemotron": ("<TOOLCALL>[", "]</TOOLCALL>")}
+REPAIRED = {
+    '{"a": NaN, "b": [-Infinity, 1]}': {"a": "NaN", "b": ["-Infinity", 1]},
+    '{"a": 1e999, "b": 01, "c": 1_0}': {"a": "1e999", "b": "01", "c": "1_0"},
+    '{"a": True, "b": None}': {"a": True, "b": None},
+    r'{"a": "\q\u12", "b": "\ud800", "c": "\udc00\ud83d\ude00"}': {
+        "a": r"\q\u12", "b": "\N{REPLACEMENT CHARACTER}", "c": "\N{REPLACEMENT CHARACTER}\U0001f600"
+    },
+    '{"a": "x\ny\x00"}': {"a": "x\ny\x00"},
+    '{"a": 1,, "b": [1, 2,],}': {"a": 1, "b": [1, 2]},
+    '{a: b "c" 1 "d": }': {"a": "b", "c": 1, "d": None},
+    '{"a": [1, {"b": 2], "c": 3}': {"a": [1, {"b": 2}], "c": 3},
+    '{"a": 1]}': {"a": 1},
+    '{{"a": 1}, [2]}': {"": [2]},
+    '{"a"}': {"a": None},
+    '{"a": <b>, "c": 1 < 2}': None,
+    '{"a": ' + "9" * 5000 + "}": {"a": "9" * 5000},
+    '{"a": ' + DEEP[:1000] + DEEP[-1000:] + "}": None,
+}  # fmt: skip
+"""What a model writes as an object, and what the client gets; None: any valid object."""
+
+
+@pytest.mark.parametrize("form", MARKS)
+@pytest.mark.parametrize("text", REPAIRED)
+def test_arguments_that_are_not_json_become_json(form, text):
+    begin, end = MARKS[form]
+    for whole in (f'{{"name": "f", "arguments": {text}}}', f'{{"arguments": {text}, "name": "f"}}'):
+        ((name, arguments),) = calls(form, f"{begin}{whole}{end}")
+        found = strictly(arguments)
+        assert name == "f"
+        assert isinstance(found, dict) if REPAIRED[text] is None else found == REPAIRED[text]
+        assert depth(arguments.encode()) <= MAX_DEPTH
+        assert _arguments(arguments) == found
+
+
+@pytest.mark.parametrize("form", MARKS)
+def test_arguments_that_the_closing_mark_cuts_off_are_closed(form):
+    begin, end = MARKS[form]
+    ((_, arguments),) = calls(form, f'{begin}{{"name": "f", "arguments": {{"a": [1, {{"b": 2, {end.strip("]")}')
+    assert strictly(arguments) == {"a": [1, {"b": 2}]}
+
+
+def test_any_text_after_a_bracket_becomes_valid_json():
+    pick = random.Random(7)
+    parts = ['"', '"a"', ":", ",", "{", "}", "[", "]", " ", "1", "-", ".5", "e9", "NaN", "true", "\\", "u", "d83d",
+             "\\udc00", "<", "</t>", "\n", "\t", "\x01", "\ud800", "é", "\xa0"]  # fmt: skip
+    for _ in range(3000):
+        text = "{" + "".join(pick.choices(parts, k=pick.randrange(24)))
+        whole = text + '"}"}' + "]}" * 12
+        found = []
+        for cuts in ([whole], whole):
+            written, valid, left, complete = WrittenObject("</t>"), "", "", False
+            for piece in cuts:
+                left += piece
+                read, more, complete = written.push(left)
+                valid, left = valid + more, left[read:]
+                if complete:
+                    break
+            found.append((valid, complete))
+        assert found[0] == found[1], whole
+        if complete:
+            assert isinstance(strictly(valid), dict), whole
+
+
+def test_valid_json_passes_unchanged():
+    text = '{ "a" : [1, -2.5e3 ,true,null, "x\\u00e9\\n\\ud83d\\ude00"],\n"b":{} ,"c":[ ],"d":[[{"e":""}]] }'
+    assert WrittenObject().push(text + "rest") == (len(text), text, True)
 
 
 @pytest.mark.parametrize(
