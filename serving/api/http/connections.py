@@ -2,6 +2,9 @@
 
 A proxy in front of the server usually bounds the same. Without one, or behind one that does not, each of these would
 keep a file descriptor, and some of them memory, for as long as a client likes.
+
+Connections beyond the limit are answered with 503 and closed, so that a router or a load balancer sends their requests
+elsewhere: a closed connection looks like a server that has failed. A reserve bounds how many are being refused at once.
 """
 
 from __future__ import annotations
@@ -12,7 +15,11 @@ import resource
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from serving.api.http.errors import TOO_MANY_CONNECTIONS, ApiError
 from serving.api.http.settings import ConnectionBounds
+
+_REFUSAL_TIMEOUT = 5.0
+"""Seconds for reading the head of a request that is refused, and for the client to take the answer."""
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +32,11 @@ def raise_descriptor_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         except (OSError, ValueError) as error:
             log.warning("at most %d open files: the limit cannot be raised (%s)", soft, error)
+
+
+def reserve(max_connections: int) -> int:
+    """Connections beyond the limit that may be open at once to be refused; further ones are closed."""
+    return max(16, max_connections // 8)
 
 
 def bounded(bounds: ConnectionBounds) -> type[HttpToolsProtocol]:
@@ -49,15 +61,29 @@ class _BoundedConnection(HttpToolsProtocol):
     """Of the request's line and headers, as far as they have been parsed: exact where a piece also holds a body."""
     _unread: asyncio.TimerHandle | None = None
     """Runs while the client does not read."""
+    _refusal: asyncio.TimerHandle | None = None
+    """Runs while the connection is beyond the limit: its request is refused."""
+    _refused = False
+    """The refusal has been sent. What the client still sends is not read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.bounds.max_connections:
+        most = self.bounds.max_connections
+        if len(self.connections) > most + reserve(most):
             self._cut("too many connections")
-        else:
-            self._expect_head()
+            return
+        if len(self.connections) > most:
+            self.refuse()
+        self._expect_head()
+
+    def refuse(self) -> None:
+        """Answer the first request with 503 and close."""
+        if self._refusal is None:
+            self._refusal = self.loop.call_later(_REFUSAL_TIMEOUT, self._cut, "the refusal has not been read")
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         if self._head is None and (self.cycle is None or self.cycle.response_complete):
             self._expect_head()
         super().data_received(data)
@@ -82,16 +108,39 @@ class _BoundedConnection(HttpToolsProtocol):
         self._stop_head_clock()
         if self._parsed_bytes > self.bounds.max_header_bytes:
             self._cut("the head of a request is too long")
+        elif self._refusal is not None:
+            self._send_refusal()
         else:
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        if not self.transport.is_closing():  # cut off at the end of its head, a request has no cycle
+        if not self._ended:  # cut off or refused at the end of its head, a request has no cycle
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self.transport.is_closing():
+        if not self._ended:
             super().on_message_complete()
+
+    @property
+    def _ended(self) -> bool:
+        return self._refused or self.transport.is_closing()
+
+    def _send_refusal(self) -> None:
+        if self._refused:  # a second request in the same piece
+            return
+        self._refused = True
+        body = ApiError(503, "the server has too many connections", code=TOO_MANY_CONNECTIONS).body(
+            self.url.decode(errors="replace")
+        )
+        head = (
+            b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\n"
+            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+        )
+        self.transport.write(head + body)
+        if self.transport.can_write_eof():  # closed with unread data, it could be reset before the client has read
+            self.transport.write_eof()
+        else:
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -105,6 +154,8 @@ class _BoundedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_clock()
+        if self._refusal is not None:
+            self._refusal.cancel()
         self.resume_writing()
         super().connection_lost(exc)
 

@@ -10,7 +10,7 @@
 | 429 | rate_limit_error | the queue is full (`Retry-After` says when to come back) |
 | 500 | server_error | a bug; the log has the rest |
 | 502 | unavailable_error | given up: another worker's state did not come (policy `fail`), logits are not finite |
-| 503 | unavailable_error | still compiling, shutting down, or the engine has failed |
+| 503 | unavailable_error | still compiling, shutting down, too many connections, or the engine has failed |
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ _ALTERNATIVES = {
 _PARAMETERS = frozenset(field.name for field in fields(SamplingParams))
 ANTHROPICS = "/v1/messages"
 """What their paths begin with."""
+TOO_MANY_CONNECTIONS = "too_many_connections"
+"""Code of a refusal at `--max-connections`, which says nothing about the server's health."""
 _LONGEST = 500  # characters of a message: it may quote what the client sent
 
 

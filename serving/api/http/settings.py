@@ -20,7 +20,9 @@ ReasoningParser = Literal["auto", "none", "think"]
 class ConnectionBounds(Settings):
     """Limits on what one connection, and all of them together, may hold."""
 
-    max_connections: int = Field(4096, ge=1, description="Maximum number of open connections; further ones are closed.")
+    max_connections: int = Field(
+        4096, ge=1, description="Maximum number of open connections; requests on further ones get 503."
+    )
     header_timeout: float = Field(10.0, gt=0, description="Seconds to wait for a request's headers.")
     max_header_bytes: int = Field(
         64 << 10, ge=1024, description="Maximum size of a request's line and headers in bytes."

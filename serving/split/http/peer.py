@@ -173,8 +173,16 @@ def said(status: int, content: bytes) -> str:
     return f"status {status}"
 
 
+def error_code(content: bytes) -> str | None:
+    """The code of an error object; None if there is none."""
+    with contextlib.suppress(ValidationError):
+        return _Error.model_validate_json(content).error.code
+    return None
+
+
 class _Message(BaseModel):
     message: str
+    code: str | None = None
 
 
 class _Error(BaseModel):

@@ -17,7 +17,9 @@ from typing import Any
 import httpx
 from pydantic import ValidationError
 
+from serving.api.http.errors import TOO_MANY_CONNECTIONS
 from serving.core.placing import Workload
+from serving.split.http.peer import error_code
 from serving.split.http.sealed import SealAuth
 from serving.split.manifest import Manifest, ManifestMismatch, check
 from serving.split.seal import Seal
@@ -229,6 +231,9 @@ class Fleet:
             async with asyncio.timeout(self.patience):
                 answer = await self.client.get(f"{worker.url}/ready", headers=self.headers)
                 up, found = answer.status_code == 200, None
+                if answer.status_code == 503 and error_code(answer.content) == TOO_MANY_CONNECTIONS:
+                    worker.missed = worker.lost = 0  # it answers, so it is no more down than before
+                    return
                 if up and with_manifest and (worker.manifest is None or not worker.up):
                     asked = f"{worker.url}/split/manifest"
                     found = await self.client.get(asked, headers=self.headers, auth=self.auth)
