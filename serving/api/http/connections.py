@@ -39,20 +39,22 @@ def reserve(max_connections: int) -> int:
     return max(16, max_connections // 8)
 
 
-def bounded(bounds: ConnectionBounds) -> type[HttpToolsProtocol]:
+def bounded(bounds: ConnectionBounds) -> type[BoundedConnection]:
     """The protocol class of a server whose connections have these bounds."""
 
-    class Connection(_BoundedConnection):
+    class Connection(BoundedConnection):
         pass
 
     Connection.bounds = bounds
     return Connection
 
 
-class _BoundedConnection(HttpToolsProtocol):
+class BoundedConnection(HttpToolsProtocol):
     """uvicorn's connection with clocks. What exceeds a bound is cut off: such a client is not waiting for an answer."""
 
     bounds: ConnectionBounds
+    beyond_limit = False
+    """There were too many connections when this one was accepted."""
     _head: asyncio.TimerHandle | None = None
     """Runs while the head of a request is incomplete."""
     _head_bytes = 0
@@ -72,14 +74,9 @@ class _BoundedConnection(HttpToolsProtocol):
         if len(self.connections) > most + reserve(most):
             self._cut("too many connections")
             return
-        if len(self.connections) > most:
-            self.refuse()
-        self._expect_head()
-
-    def refuse(self) -> None:
-        """Answer the first request with 503 and close."""
-        if self._refusal is None:
+        if self.beyond_limit or len(self.connections) > most:
             self._refusal = self.loop.call_later(_REFUSAL_TIMEOUT, self._cut, "the refusal has not been read")
+        self._expect_head()
 
     def data_received(self, data: bytes) -> None:
         if self._refused:

@@ -11,8 +11,9 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from serving.api.http.connections import bounded, raise_descriptor_limit
+from serving.api.http.connections import BoundedConnection, bounded, raise_descriptor_limit
 from serving.api.http.settings import ConnectionBounds
+from serving.api.http.tls import TlsListener
 
 _GRACE = 3
 """Seconds for the last answers, once everything that ran has been ended."""
@@ -47,7 +48,7 @@ class Server(uvicorn.Server):
         **options: Any,
     ) -> None:
         self._drain_timeout, self._leave = drain_timeout, leave
-        self._handshake_timeout = bounds.header_timeout
+        self._bounds = bounds
         app.state.ending = lambda: self.should_exit
         """Whether streams without an end are to end now."""
         self._connection = bounded(bounds)
@@ -65,24 +66,22 @@ class Server(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """What uvicorn does, with a deadline for TLS handshakes, for which uvicorn has no option."""
+        """What uvicorn does, with bounded TLS handshakes."""
         raise_descriptor_limit()
         config = self.config
-        if not config.is_ssl or not sockets:
+        if config.ssl is None or not sockets:
             await super().startup(sockets)
             return
         await super().startup([])
 
-        def connection() -> asyncio.Protocol:
+        def connection() -> BoundedConnection:
             return self._connection(config=config, server_state=self.server_state, app_state=self.lifespan.state)
 
-        loop = asyncio.get_running_loop()
         for each in sockets:
-            server = await loop.create_server(
-                connection, sock=each, ssl=config.ssl, backlog=config.backlog,
-                ssl_handshake_timeout=self._handshake_timeout,
-            )  # fmt: skip
-            self.servers.append(server)
+            listener = TlsListener(
+                each, config.ssl, self._bounds, self.server_state.connections, connection, backlog=config.backlog
+            )
+            self.servers.append(listener)  # type: ignore[arg-type]  # uvicorn closes it and waits, no more
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """What uvicorn does, with an end to it."""

@@ -1,18 +1,20 @@
-"""TLS: a handshake has a deadline. The number of open files is raised at the start."""
+"""TLS: a handshake has a deadline and counts as a connection. The number of open files is raised at the start."""
 
+import contextlib
 import resource
 import shutil
 import socket
 import ssl
 import subprocess
 import threading
+import time
 from functools import partial
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
-from serving.api.http.connections import raise_descriptor_limit
+from serving.api.http.connections import raise_descriptor_limit, reserve
 from serving.api.http.server import Server
 from serving.api.http.settings import ConnectionBounds
 
@@ -91,6 +93,36 @@ def test_a_handshake_has_a_deadline(place, certificate, sent):
     for wire in wires:
         wire.close()
     assert get(address, certificate) == {200}
+
+
+def test_silent_handshakes_count_as_connections(place, certificate):
+    address, server = place
+    assert get(address, certificate) == {200}  # it runs
+    server._bounds = server._bounds.model_copy(update={"header_timeout": 30.0})
+    room = server._bounds.max_connections + reserve(server._bounds.max_connections)
+    with contextlib.ExitStack() as stack:
+        wires = [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(room + 10)]
+        late = wires[room:]
+        assert all(closed(wire, 20) for wire in late)
+        for wire in wires[20:room]:  # beyond the limit there is still room for refusals
+            wire.close()
+        context = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
+        url = f"https://127.0.0.1:{address[1]}/health"
+        answer = None
+        for _ in range(100):  # the server must notice that the others have left
+            with contextlib.suppress(httpx.TransportError):
+                answer = httpx.get(url, verify=context, timeout=30)
+                break
+            time.sleep(0.1)
+        assert answer is not None
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "too_many_connections"
+        assert not any(closed(wire, 0.01) for wire in wires[:20])
+    for _ in range(100):
+        if (found := httpx.get(url, verify=context, timeout=30).status_code) == 200:
+            break
+        time.sleep(0.1)
+    assert found == 200
 
 
 def test_the_limit_of_open_files_is_raised():
