@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, cast
 
 import jax
@@ -18,11 +16,10 @@ from checkpoints.errors import CheckpointError
 from checkpoints.load import load_config, weight_shapes
 from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch
 from mamba_jax.config import HybridConfig, ModelConfigError
-from mamba_jax.drafts import DraftSource
 from mamba_jax.model import HybridModel
 from mamba_jax.modules.quantised import weight_of
 from mamba_jax.programs import UnsupportedError
-from mamba_jax.rows import Rows, init_rows
+from mamba_jax.rows import Rows
 from mamba_jax.sharding import TENSOR, Partition, rows_shardings
 from mamba_jax.store import StoreShape, init_store
 from mamba_jax.store_layout import lanes_of
@@ -31,13 +28,12 @@ from serving.capacity.compiling import Program, SlicePrograms, check_compiler, s
 from serving.capacity.count import Counter, Workload, collectives, decode_workload, prefill_workload
 from serving.capacity.result import CapacityPlan, Step
 from serving.capacity.targets import Target, larger
-from serving.config import ConfigError, EngineConfig, ResolvedCaching, resolve_caching
-from serving.engine.batching import BatchBuilder, PrefillShape
-from serving.engine.drafting import draft_source
+from serving.config import ConfigError, EngineConfig
+from serving.engine.batching import PrefillShape
+from serving.engine.design import EngineDesign
 from serving.engine.gpu_memory import reserved_share
-from serving.engine.narrow_states import row_rounding, waiting_form
-from serving.engine.replay import resolve_replay
-from serving.engine.sizing import StoreSize, scheduler_config, size_store, workspace_bytes
+from serving.engine.narrow_states import waiting_form
+from serving.engine.sizing import StoreSize
 
 DEFAULT_CONTEXT = 2048
 
@@ -67,37 +63,44 @@ def make_plan(
     compile = compile and target.topology is not None
     if compile:
         check_compiler(target)
-    model = load_config(config.model)
-    draft = draft_source(config, model)
-    return _Planner(config, target, model, draft).plan(compile, full, context, progress)
+    return _Planner(config, target, load_config(config.model)).plan(compile, full, context, progress)
 
 
 class _Planner:
     """What planning steps share."""
 
-    def __init__(self, config: EngineConfig, target: Target, model: HybridConfig, source: DraftSource | None) -> None:
-        self.config, self.target, self.model, self.source = config, target, model, source
+    def __init__(self, config: EngineConfig, target: Target, model: HybridConfig) -> None:
+        self.config, self.target, self.model = config, target, model
         self.dtype = jnp.dtype("bfloat16" if config.dtype == "auto" else config.dtype)
         self.kv_dtype = jnp.dtype(config.kv_dtype(self.dtype))
-        self.policy: ResolvedCaching = resolve_caching(config)
         self.memory = int(target.device.memory * config.memory_utilization)
         """Bytes of one device for weights, states and pages, as on the machine itself."""
         share = reserved_share(config.memory_utilization) if target.device.platform == "gpu" else 1.0
         self.limit = int(target.device.memory * share)
         """Bytes of one device that programs may use."""
-        with_mtp = source is not None and source.stores_kv
-        self.stored = model if with_mtp else dataclasses.replace(model, mtp_pattern="")
-        self.lookahead = max(1, config.num_speculative_tokens) if with_mtp else 0
         self.shapes = self._weights(target.count)
         self.abstract = HybridModel.from_parameters(model, cast(Mapping[str, jax.Array], self.shapes))
-        self.partition, self.counter = self._divided(target.count)
-        resolved = resolve_replay(
-            config,
-            StoreShape.of(model),
-            platform=target.device.platform,
-            weight_bytes=self.counter.weight_bytes * target.count,
+        self.design, self.counter = self._divided(target.count)
+        self.partition, self.replay = self.design.partition, self.design.replay.replay
+
+    def _divided(self, count: int) -> tuple[EngineDesign, Counter]:
+        """The design for as many devices, and what counts its bytes."""
+        try:
+            partition = Partition.of(self.model, count)
+        except ModelConfigError as error:
+            raise ConfigError(f"{self.target.name}: {error}") from None
+        counter = Counter(
+            self.model,
+            partition,
+            self.shapes,
+            ssm_dtype=jnp.dtype(self.config.ssm_dtype),
+            kv_dtype=self.kv_dtype,
+            lanes=lanes_of(self.target.device.platform),
         )
-        self.replay, self.kept = resolved.replay, f"decoding keeps {resolved.notice}"
+        total = counter.weight_bytes * count
+        return EngineDesign.of(
+            self.config, partition, platform=self.target.device.platform, weight_bytes=total
+        ), counter
 
     @property
     def _dtype_name(self) -> str:
@@ -126,37 +129,22 @@ class _Planner:
             raise ConfigError(str(error)) from None
 
     def plan(self, compile: bool, full: bool, context: int | None, progress: Callable[[str], None]) -> CapacityPlan:
-        target, limit = self.target, self.limit
-        weights, workspace = self.counter.weight_bytes, self._workspace(self.partition)
+        target, limit, design = self.target, self.limit, self.design
+        weights, workspace = self.counter.weight_bytes, design.workspace_bytes
         try:
-            size = self._size(self.partition, weights, workspace)
+            size = self._size(design, weights)
         except ConfigError as error:
             return self._too_small(weights, workspace, str(error))
-        settings = scheduler_config(self.config, self.policy, size, lookahead=self.lookahead)
-        batches = BatchBuilder(
-            settings,
-            seats_bring_tokens=self.source is not None and self.source.sees_tokens,
-            narrow_steps=self.config.adaptive_drafts,
-        )
+        batches = design.batches(design.scheduler(size))
         shapes = prefill_shapes(batches, full), decode_shapes(batches, full)
-        rows = jax.eval_shape(
-            partial(
-                init_rows,
-                self.model,
-                max_num_seqs=settings.num_rows,
-                num_speculative_tokens=self.config.num_speculative_tokens,
-                source=self.source,
-                max_len=size.max_model_len,
-                replay=self.replay is not None,
-            )
-        )
+        rows = jax.eval_shape(lambda: design.rows(size))
         context = min(context or DEFAULT_CONTEXT, size.max_model_len)
         steps = [self._prefill_step(shape) for shape in shapes[0]]
         steps += [self._decode_step(count, context) for count in shapes[1]]
         programs: tuple[Program, ...] = ()
         kernels, notes, begin = (
             "",
-            [self.kept, *size.notices],
+            [f"decoding keeps {design.replay.notice}", *size.notices],
             time.perf_counter(),
         )
         if compile:
@@ -182,7 +170,7 @@ class _Planner:
             limit=limit,
             weights=weights,
             store=size.total_bytes,
-            bytes_off_device=StoreShape.of(self.stored).bytes_per_waiting_state(
+            bytes_off_device=StoreShape.of(design.stored).bytes_per_waiting_state(
                 self.dtype, self.config.ssm_dtype, waiting_form(self.config)
             ),
             code=code,
@@ -205,49 +193,15 @@ class _Planner:
         pairs = zip(jax.tree.leaves(rows), jax.tree.leaves(rows_shardings(rows, mesh)), strict=True)
         return sum(math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, place in pairs)
 
-    def _divided(self, count: int) -> tuple[Partition, Counter]:
-        try:
-            partition = Partition.of(self.model, count)
-        except ModelConfigError as error:
-            raise ConfigError(f"{self.target.name}: {error}") from None
-        lanes = lanes_of(self.target.device.platform)
-        ssm_dtype = jnp.dtype(self.config.ssm_dtype)
-        return partition, Counter(
-            self.model, partition, self.shapes, ssm_dtype=ssm_dtype, kv_dtype=self.kv_dtype, lanes=lanes
-        )
-
-    def _workspace(self, partition: Partition) -> int:
-        return workspace_bytes(
-            self.config,
-            hidden_size=self.model.hidden_size,
-            inner_size=self.model.inner_size // partition.shards,
-            vocab_size=self.model.vocab_size,
-        )
-
-    def _shape(self, partition: Partition) -> StoreShape:
-        """The state of one device."""
-        shape = partition.device_shape(StoreShape.of(self.stored))
-        return dataclasses.replace(shape, lanes=lanes_of(self.target.device.platform))
-
-    def _size(self, partition: Partition, weights: int, workspace: int) -> StoreSize:
-        """As the engine will do it on the machine itself."""
-        return size_store(
-            self.config,
-            self._shape(partition),
-            mode=self.policy.mode,
-            dtype=self.dtype,
-            model_max_len=self.model.max_position_embeddings,
-            memory=self.memory - weights - workspace - self.config.reserved_bytes,
-            most_tokens=sys.maxsize,
-            replay=self.replay,
-            platform=self.target.device.platform,
-        )
+    def _size(self, design: EngineDesign, weights: int) -> StoreSize:
+        memory = self.memory - weights - design.workspace_bytes - self.config.reserved_bytes
+        return design.size(memory=memory, dtype=self.dtype)
 
     def _too_small(self, weights: int, workspace: int, reason: str) -> CapacityPlan:
         """Not even one sequence fits: by how much, and where it would."""
-        shape = self._shape(self.partition)
+        shape = self.design.device_shape
         config, width = self.config, 1 + self.config.num_speculative_tokens
-        per_row = width if self.policy.mode == "none" else 2 * width
+        per_row = width if self.design.caching.mode == "none" else 2 * width
         slots = 1 + (per_row if self.replay is None else 2)
         page_size = config.page_size_on(self.target.device.platform)
         pages = 1 - (-(config.state_block_size + 2 * width) // page_size)
@@ -281,8 +235,8 @@ class _Planner:
     def _enough(self) -> str | None:
         for bigger in larger(self.target):
             try:
-                partition, counter = self._divided(bigger.count)
-                self._size(partition, counter.weight_bytes, self._workspace(partition))
+                design, counter = self._divided(bigger.count)
+                self._size(design, counter.weight_bytes)
             except ConfigError:
                 continue
             return bigger.name
@@ -326,21 +280,8 @@ class _Planner:
         progress: Callable[[str], None],
     ) -> tuple[tuple[Program, ...], str]:
         config = self.config
-        store = jax.eval_shape(
-            partial(
-                init_store,
-                self.partition.store_shape(StoreShape.of(self.stored)),
-                num_slots=size.num_slots,
-                num_pages=size.num_pages,
-                page_size=size.page_size,
-                dtype=self.dtype,
-                ssm_dtype=jnp.dtype(config.ssm_dtype),
-                kv_dtype=self.kv_dtype,
-                replay=self.replay,
-                num_tails=rows.length.shape[0] if self.replay is not None else 0,
-                rounding=row_rounding(config),
-            )
-        )
+        arguments = self.design.store_arguments(size, dtype=self.dtype)
+        store = jax.eval_shape(lambda: init_store(self.design.store_shape, **arguments))
         try:
             compiler = SlicePrograms(
                 self.abstract,
@@ -348,7 +289,7 @@ class _Planner:
                 store=store,
                 rows=rows,
                 tile_size=config.tile_size,
-                source=self.source,
+                source=self.design.source,
                 kernels=config.kernels,
             )
         except UnsupportedError as error:

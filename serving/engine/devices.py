@@ -9,20 +9,20 @@ import jax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from mamba_jax.config import HybridConfig, ModelConfigError
+from mamba_jax.config import ModelConfigError
 from mamba_jax.model import HybridModel, parameters
-from mamba_jax.sharding import Partition, make_mesh, replica_meshes, shard_parameters
+from mamba_jax.sharding import make_mesh, replica_meshes, shard_parameters
 from serving.config import ConfigError, EngineConfig
 
 Meshes = tuple[Mesh | None, ...]
 """What each replica is divided over; one None is a single engine on the default device."""
 
 
-def device_meshes(config: EngineConfig, model: HybridConfig) -> Meshes:
+def device_meshes(config: EngineConfig) -> Meshes:
     """The mesh of each replica.
 
     Raises:
-        ConfigError: there are too few devices, or the model does not divide over as many.
+        ConfigError: there are too few devices.
     """
     replicas, shards = config.data_parallel_size, config.tensor_parallel_size
     if replicas > 1 and jax.process_count() > 1:
@@ -30,7 +30,6 @@ def device_meshes(config: EngineConfig, model: HybridConfig) -> Meshes:
     if replicas == shards == 1:
         return (None,)
     try:
-        Partition.of(model, shards)
         return (make_mesh(shards),) if replicas == 1 else tuple(replica_meshes(replicas, shards))
     except ModelConfigError as error:
         raise ConfigError(str(error)) from None

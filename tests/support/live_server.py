@@ -13,7 +13,8 @@ from serving.api.http import ServerSettings, create_app
 from serving.api.http.server import STEP_TIMEOUT, Server
 from serving.config import EngineConfig
 from serving.engine.async_engine import AsyncEngine
-from serving.engine.build import assemble, draft_source
+from serving.engine.build import assemble
+from serving.engine.drafting import draft_source
 from serving.engine.warmup import warm_up
 from tests.support.step_programs import shared_programs
 

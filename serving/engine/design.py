@@ -1,0 +1,165 @@
+"""What an engine consists of, before it has arrays.
+
+`EngineDesign` is computed once from the flags, the model and the kind of device. `build` allocates arrays for it;
+`serving.capacity` computes only shapes. Both therefore agree on sizes, batches and the form of states.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+
+from mamba_jax.config import HybridConfig
+from mamba_jax.drafts import DraftSource
+from mamba_jax.rows import Rows, init_rows
+from mamba_jax.sharding import Partition
+from mamba_jax.store import StoreShape
+from mamba_jax.store_layout import lanes_of
+from serving.config import EngineConfig, ResolvedCaching, resolve_caching
+from serving.core import SchedulerConfig
+from serving.engine.batching import BatchBuilder
+from serving.engine.drafting import draft_source
+from serving.engine.narrow_states import row_rounding
+from serving.engine.replay import ResolvedReplay, resolve_replay
+from serving.engine.sizing import CPU_STORE_TOKENS, StoreSize, scheduler_config, size_store, workspace_bytes
+
+
+@dataclass(frozen=True)
+class EngineDesign:
+    """Everything about an engine that does not depend on free memory. `EngineDesign.of` makes one."""
+
+    config: EngineConfig
+    partition: Partition
+    """How the model is divided over the devices of a replica."""
+    platform: str
+    """`cpu`, `gpu` or `tpu`."""
+    caching: ResolvedCaching
+    source: DraftSource | None
+    replay: ResolvedReplay
+
+    @classmethod
+    def of(cls, config: EngineConfig, partition: Partition, *, platform: str, weight_bytes: int) -> EngineDesign:
+        """The design for a model.
+
+        Args:
+            config: every flag.
+            partition: of the model over the devices of a replica.
+            platform: `cpu`, `gpu` or `tpu`.
+            weight_bytes: of all weights, over all devices.
+
+        Raises:
+            ConfigError: flags that contradict each other, or that the model does not support.
+        """
+        model = partition.config
+        return cls(
+            config,
+            partition,
+            platform,
+            resolve_caching(config),
+            draft_source(config, model),
+            resolve_replay(config, StoreShape.of(model), platform=platform, weight_bytes=weight_bytes),
+        )
+
+    @property
+    def model(self) -> HybridConfig:
+        """The whole model's configuration."""
+        return self.partition.config
+
+    @property
+    def _stores_draft_kv(self) -> bool:
+        return self.source is not None and self.source.stores_kv
+
+    @cached_property
+    def stored(self) -> HybridConfig:
+        """The model as far as the store holds its state: the draft layer only if the draft source reads its keys."""
+        return self.model if self._stores_draft_kv else dataclasses.replace(self.model, mtp_pattern="")
+
+    @property
+    def store_shape(self) -> StoreShape:
+        """The shape of the state over all devices of a replica."""
+        return self.partition.store_shape(StoreShape.of(self.stored))
+
+    @property
+    def device_shape(self) -> StoreShape:
+        """The shape of the state on one device."""
+        shape = self.partition.device_shape(StoreShape.of(self.stored))
+        return dataclasses.replace(shape, lanes=lanes_of(self.platform))
+
+    @property
+    def workspace_bytes(self) -> int:
+        """An upper bound, per device, on what a step needs besides weights and store."""
+        return workspace_bytes(
+            self.config,
+            hidden_size=self.model.hidden_size,
+            inner_size=self.model.inner_size // self.partition.shards,
+            vocab_size=self.model.vocab_size,
+        )
+
+    def size(self, *, memory: int, dtype: Any) -> StoreSize:
+        """The numbers of slots and pages that fit.
+
+        Args:
+            memory: bytes of one device for the store.
+            dtype: of weights and activations.
+
+        Raises:
+            ConfigError: not even one sequence fits.
+        """
+        return size_store(
+            self.config,
+            self.device_shape,
+            mode=self.caching.mode,
+            dtype=dtype,
+            model_max_len=self.model.max_position_embeddings,
+            memory=memory,
+            replay=self.replay.replay,
+            platform=self.platform,
+            most_tokens=CPU_STORE_TOKENS if self.platform == "cpu" else sys.maxsize,
+        )
+
+    def scheduler(self, size: StoreSize) -> SchedulerConfig:
+        """The scheduler's settings for a store of this size."""
+        lookahead = max(1, self.config.num_speculative_tokens) if self._stores_draft_kv else 0
+        return scheduler_config(self.config, self.caching, size, lookahead=lookahead)
+
+    def batches(self, settings: SchedulerConfig, *, masks: bool = False) -> BatchBuilder:
+        """What turns the scheduler's plans into arrays. `masks`: grammars constrain some rows."""
+        return BatchBuilder(
+            settings,
+            seats_bring_tokens=self.source is not None and self.source.sees_tokens,
+            masks=masks,
+            narrow_steps=self.config.adaptive_drafts,
+        )
+
+    def store_arguments(self, size: StoreSize, *, dtype: Any) -> dict[str, Any]:
+        """The keyword arguments of `init_store`, and of the functions that lay the store out over devices."""
+        config, replay = self.config, self.replay.replay
+        return {
+            "num_slots": size.num_slots,
+            "num_pages": size.num_pages,
+            "page_size": size.page_size,
+            "dtype": dtype,
+            "ssm_dtype": jnp.dtype(config.ssm_dtype),
+            "kv_dtype": jnp.dtype(config.kv_dtype(dtype)),
+            "debug_state": config.debug_state,
+            "replay": replay,
+            "num_tails": 0 if replay is None else 1 + size.max_num_seqs,
+            "rounding": row_rounding(config),
+        }
+
+    def rows(self, size: StoreSize, *, masks: bool = False) -> Rows:
+        """The arrays of the seats: what each running row keeps between steps."""
+        return init_rows(
+            self.model,
+            max_num_seqs=size.max_num_seqs,
+            num_speculative_tokens=self.config.num_speculative_tokens,
+            source=self.source,
+            max_len=size.max_model_len,
+            masks=masks,
+            replay=self.replay.replay is not None,
+        )
