@@ -145,6 +145,7 @@ def test_a_taken_name_is_refused():
         families.register(dataclasses.replace(FAMILY, name="Another", model_types=("mamba2",)))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
 def test_prefixes_are_reused_in_every_mode(directory, mode, drafts):

@@ -94,6 +94,7 @@ def test_logits_equal_those_of_the_definition(config):
     np.testing.assert_allclose(ours[1:], out @ head.T, atol=1e-4)
 
 
+@pytest.mark.full
 def test_drafts_and_what_they_leave_behind():
     """Prompts in chunks, alone and packed; drafts right and wrong; a prompt's end found in the cache."""
     host = Host(WITH_MTP, source=MTPDrafts())

@@ -1,6 +1,7 @@
 """Hugging Face's log-probabilities and greedy tokens, by whole sequences and by real steps."""
 
 import numpy as np
+import pytest
 
 from tests.support.golden_case import CLEAR_GAP, TO_HUGGING_FACE, TO_OURSELVES
 from tests.support.prompt_stepper import TOP
@@ -16,6 +17,7 @@ def test_whole_sequences_agree_with_hugging_face(case):
         assert np.abs(np.take_along_axis(full[positions], ids, axis=1) - expected).max() <= TO_HUGGING_FACE
 
 
+@pytest.mark.smoke
 def test_one_packed_prefill_agrees_with_hugging_face(case, stepper):
     _, written = stepper.prefill({row: len(prompt) for row, prompt in enumerate(case.prompts)}, every_tile=True)
     got = dict(zip(written, stepper.log_probs(list(written.values())), strict=True))

@@ -14,6 +14,8 @@ from tests.support.engine_harness import EngineHarness
 from tests.support.letter_tokens import letters
 from tests.support.replicas import ReplicaMaker, admitted, check_idle
 
+pytestmark = pytest.mark.full
+
 ADMIN = {"authorization": "Bearer trainer"}
 
 

@@ -33,6 +33,7 @@ def complete(client, **fields):
     return answer.json()
 
 
+@pytest.mark.full
 def test_a_trainers_round(made, client, tmp_path):
     (choice,) = complete(client)["choices"]
     assert choice["weights_versions"] == [["0", 4]]

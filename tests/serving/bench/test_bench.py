@@ -62,6 +62,7 @@ def test_throughput(tmp_path, capfd):
     assert plot.read_text().startswith("<?xml")
 
 
+@pytest.mark.full
 def test_kernels(capfd, tmp_path):
     plot = tmp_path / "plot.png"
     words = ["--small", "--reps", "1", "--seconds", "0.001", "--shapes", "nemotron-h-8b", "--plot", str(plot)]

@@ -17,6 +17,7 @@ def demo(quantization=None):
     return load_model("demo", dtype="float32", quantization=quantization, progress=False)
 
 
+@pytest.mark.full
 def test_is_what_it_is_defined_as():
     model, reference = demo("int4"), demo()
     found = compare(model, reference, TOKENS, window=64, batch=2)
@@ -37,6 +38,7 @@ def test_is_what_it_is_defined_as():
     assert found.kl > 1e-3
 
 
+@pytest.mark.full
 def test_a_model_is_itself_and_fewer_bits_are_farther_away():
     reference = demo()
     same = compare(reference, reference, TOKENS)

@@ -39,7 +39,7 @@ def answers(tmp_path):
     return ask
 
 
-@pytest.mark.smoke
+@pytest.mark.full
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_generate_agrees_with_hugging_face(name, answers):
     case = Case(name)

@@ -2,7 +2,9 @@
 
 import importlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +31,16 @@ def number_id(number: int) -> str:
     return f"{number}-{CORE[number].plant.__name__}"
 
 
-@pytest.mark.parametrize("number", [n for n in sorted(CORE) if CORE[n].seen_by == "fuzzer"], ids=number_id)
+LATE = (80,)
+"""Faults that take thousands of schedules to show."""
+
+
+def parameters(numbers: Iterable[int]) -> list[Any]:
+    """Each fault's number as a test's parameter; those that show late belong to the full tier."""
+    return [pytest.param(n, id=number_id(n), marks=[pytest.mark.full] if n in LATE else []) for n in sorted(numbers)]
+
+
+@pytest.mark.parametrize("number", parameters(n for n in CORE if CORE[n].seen_by == "fuzzer"))
 def test_fuzzer_sees(number: int) -> None:
     mutation = CORE[number]
     found = caught_after(mutation)
@@ -37,7 +48,7 @@ def test_fuzzer_sees(number: int) -> None:
     print(f"{number}: {mutation.fault}: seed {found[0]}: {found[1][:100]}")
 
 
-@pytest.mark.parametrize("number", [n for n in sorted(CORE) if CORE[n].seen_by != "fuzzer"], ids=number_id)
+@pytest.mark.parametrize("number", parameters(n for n in CORE if CORE[n].seen_by != "fuzzer"))
 def test_a_test_sees(number: int) -> None:
     mutation = CORE[number]
     module, name = mutation.seen_by.split(":")

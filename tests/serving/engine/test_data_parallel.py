@@ -87,6 +87,7 @@ def test_replicas_say_what_one_engine_says(harness, maker, traffic, mode, drafts
     assert [{device.id for device in engine.loop.programs.devices} for engine in engines] == [{0}, {1}]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mode", "drafts", "disk"), [("all", "drafts", True), ("align", "no drafts", True), ("all", "no drafts", False)]
 )

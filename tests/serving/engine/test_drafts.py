@@ -114,6 +114,7 @@ def test_tokens_are_those_without_drafts(drafting, traffic, mode):
         assert drafts.accepted > 0
 
 
+@pytest.mark.full
 def test_a_second_turn_finds_what_was_decoded(drafting):
     """States and pages that were finished in the middle of a step with drafts are hit, and are what they should be."""
     rng = random.Random(11)
@@ -129,6 +130,7 @@ def test_a_second_turn_finds_what_was_decoded(drafting):
     drafting.plain.assert_greedy(turn, cold, second.outputs[0].token_ids)
 
 
+@pytest.mark.full
 def test_seeded_draws_are_those_without_drafts(drafting):
     rng = random.Random(13)
     prompts = [repetitive(drafting.plain, rng, rng.randrange(2, 90)) for _ in range(9)]
@@ -165,6 +167,7 @@ def test_outputs_end_where_they_end_without_drafts(drafting):
         assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
 
 
+@pytest.mark.full
 def test_a_layer_that_is_always_right(harness):
     """Without what the mixers add, the next token depends on the last one only, and the draft layer is made to copy."""
     config = HybridConfig(

@@ -141,6 +141,7 @@ def broken_embedding(harness):
     return StepPrograms(model, tile_size=harness.flags["tile_size"], compiler_options=QUICK_COMPILE)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
 def test_an_output_that_is_not_finite_ends_and_leaves_nothing(harness, broken_embedding, mode):
     config = EngineConfig.create(mamba_cache_mode=mode, **harness.flags)

@@ -30,7 +30,7 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "drafts", "interval"),
     [
-        ("qwen3next", "mtp", 1),
+        pytest.param("qwen3next", "mtp", 1, marks=pytest.mark.full),
         ("lfm2-moe", "ngram", 1),
         pytest.param("qwen35", "ngram", 1, marks=slow),
         pytest.param("qwen35-moe", "mtp", 1, marks=slow),

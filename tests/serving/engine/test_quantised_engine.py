@@ -72,7 +72,7 @@ def wide_model(directory):
     return load_model(directory, dtype="float32", progress=False)
 
 
-@pytest.mark.smoke
+@pytest.mark.full
 @pytest.mark.parametrize("name", ARRANGEMENTS)
 def test_chooses_what_the_wide_weights_choose(mixed, name):
     llm = LLM(mixed[0], **(FLAGS | ARRANGEMENTS[name]))

@@ -147,7 +147,7 @@ def test_five_hundred_requests_under_changing_weights():
     assert sum(len(choice.weights_versions) > 1 for output in outputs for choice in output.outputs) > 50
 
 
-@pytest.mark.smoke
+@pytest.mark.full
 @pytest.mark.parametrize("beside", ["tiers", "replay"])
 def test_nothing_stale_comes_from_tiers_or_by_replay(beside, tmp_path):
     flags = {

@@ -256,7 +256,7 @@ def test_plans_as_arrays():
     assert batch.anchor.tolist() == [0, 0, 16, 0]
 
 
-@pytest.mark.smoke
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
 def test_the_demo_model_says_the_same(mode, caplog, few_programs):
     """Four at a time of more prompts than there is room for: hits, preemption, drafts of the model's own layer."""

@@ -46,6 +46,7 @@ def test_nothing_is_pinned_elsewhere(harness):
     assert not store_layout.is_pinned(shape, jax.eval_shape(lambda: store))
 
 
+@pytest.mark.full
 def test_a_pinned_store_serves_the_same(harness, pinning, monkeypatch):
     plain = tokens_of(harness)
     programs = StepPrograms(harness.model, tile_size=harness.programs.tile_size, compiler_options=QUICK_COMPILE)

@@ -86,7 +86,7 @@ def assert_greedy(outputs, directory):
             assert chosen.logprobs[i][token].logprob == pytest.approx(expected[i, token], abs=1e-3)
 
 
-@pytest.mark.smoke
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "interval"),
     [

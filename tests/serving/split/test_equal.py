@@ -8,7 +8,7 @@ from tests.support.split_pair import GREEDY, B, Pair, alone, assert_as_alone, bu
 LENGTHS = (1, 2, B - 1, B, B + 1, 3 * B + 5)
 
 
-@pytest.mark.smoke("source")
+@pytest.mark.smoke
 @pytest.mark.parametrize("source", ["none", "ngram", "mtp"])
 @pytest.mark.parametrize("mode", ["all", "none", "align"])
 def test_tokens_are_those_of_one_engine(mode, source):
@@ -70,6 +70,7 @@ def test_states_may_travel_in_fewer_bits(kind, bound):
     assert sent[True] < sent[False]
 
 
+@pytest.mark.full
 def test_where_rows_are_rounded_states_travel_wide():
     """They go from one running row to another: what is said is what one engine with the same rounding says."""
     flags = {"checkpoint_dtype": "int8", "exact_reuse": True}

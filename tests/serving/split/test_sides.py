@@ -34,6 +34,7 @@ def run_some(engine, steps=3):
         engine.step()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("handoff", ["full", "recompute-last"])
 @pytest.mark.parametrize("warm", ["prefill", "decode", "both"])
 def test_hits_of_a_shorter_prefix(warm, handoff):
@@ -120,6 +121,7 @@ def test_full_handoff_and_reuse():
     pair.assert_idle()
 
 
+@pytest.mark.full
 def test_seeded_draws_and_choices_are_those_without_a_split():
     params = dataclasses.replace(GREEDY, temperature=0.9, seed=5, n=3)
     pair = Pair("all", "ngram")
@@ -130,6 +132,7 @@ def test_seeded_draws_and_choices_are_those_without_a_split():
     pair.assert_idle()
 
 
+@pytest.mark.full
 def test_drafts_after_a_split_are_as_good():
     """What the draft layer keeps of the prompt travels too: it is that of an engine that has computed the prompt."""
     kept = []

@@ -30,6 +30,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("mode", "source", "tiers"), [
     ("all", "mtp", "host disk"),
     slow("all", "none", "host"), slow("all", "none", "small host"), slow("all", "none", "small host, disk"),
