@@ -3,7 +3,7 @@
 Everything is counted in prompt tokens, so nobody's speed has to be known: what a worker has been given and not computed
 yet, and what it would have to compute of this prompt, beyond the deepest state that it could go on from. One that has
 had more than its share lately must save so much more: else whoever was first to compute a popular beginning would get
-all that begin with it. What these rules do to a fleet is simulated by `serving.bench.replicas`.
+all that begin with it. What these rules do to a fleet is simulated by `benchmarks.replica_placement`.
 """
 
 import math

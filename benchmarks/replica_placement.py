@@ -1,6 +1,6 @@
 """Many replicas under agents' traffic, simulated: what routing by affinity, by events, and by events with tiers finds.
 
-    python -m serving.bench.replicas [--replicas 1,8,64] [--requests 100] [--policies affinity,events,tiers]
+    python -m benchmarks.replica_placement [--replicas 1,8,64] [--requests 100] [--policies affinity,events,tiers]
 
 Sessions begin with one of many system prompts (by Zipf's law), and go on for several turns of user and tool messages,
 each after a pause. A replica is one server: prompt tokens that it cannot take from its cache are computed one after the

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from serving.bench.replicas import POLICIES, simulate
+from benchmarks.replica_placement import POLICIES, simulate
 from serving.core import CheckpointKind
 from serving.core.cache.prefix_tree import Scope
 from serving.core.tiers.content import Chain, state_name

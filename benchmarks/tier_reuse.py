@@ -1,6 +1,6 @@
 """What tiers below the device save of multi-turn traffic, against a device that never forgets. No model, no device.
 
-    python -m serving.bench.tier_reuse [--material FOLDER] [--conversations 8] [--turns 6] [--room-for 2]
+    python -m benchmarks.tier_reuse [--material FOLDER] [--conversations 8] [--turns 6] [--room-for 2]
 
 The scheduler serves the traffic of `serving.bench.traffic` as in `prefix_reuse`, with slots and pages for so many
 conversations only (pages count, too: states and pages leave together). Each combination of cache mode, order of
