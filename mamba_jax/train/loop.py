@@ -78,7 +78,7 @@ def train(
     values: Parameters | None = None,
     trained: Callable[[str], bool] = lambda path: True,
     model_weight: float = 1.0,
-    validation: Int32[np.ndarray, "sequences length"] | None = None,
+    validation: Int32[np.ndarray, "windows length"] | None = None,
     devices: Sequence[jax.Device] | None = None,
     progress: Callable[[Record], None] = lambda record: None,
 ) -> Run:

@@ -19,7 +19,7 @@ from mamba_jax.train.loss import Parameters, training_loss
 
 def validation_sequences(
     streams: Mapping[str, TokenStream], *, length: int, limit: int
-) -> Int32[np.ndarray, "sequences length"]:
+) -> Int32[np.ndarray, "windows length"]:
     """Sequences that do not overlap, spread evenly over all streams.
 
     Args:
@@ -54,7 +54,7 @@ class Validation:
 
     def __init__(
         self,
-        sequences: Int32[np.ndarray, "sequences length"],
+        sequences: Int32[np.ndarray, "windows length"],
         *,
         batch_size: int,
         config: HybridConfig,
