@@ -12,7 +12,7 @@ from serving.engine.build import build_engine
 from serving.engine.warmup import warm_up
 from serving.hosts.facts import facts_of
 from serving.hosts.follower import follow
-from serving.hosts.meeting import join, meet
+from serving.hosts.meeting import join, meet, meeting_time
 from serving.hosts.party import Party
 from serving.hosts.settings import HostSettings
 
@@ -31,20 +31,23 @@ def gather(
         config: flags of the engine.
         all_devices: use all devices, whatever `tensor_parallel_size` says.
 
+    A meeting that fails ends this process with one line (`meeting_time`).
+
     Raises:
-        ConfigError: a host has not come, was started otherwise, or the flags need one host.
+        ConfigError: the environment does not say which hosts there are.
     """
-    join(settings)
-    devices, hosts = jax.device_count(), jax.process_count()
-    if hosts == 1:
-        return None, config
-    if all_devices:
-        config = config.model_copy(update={"tensor_parallel_size": devices})
-    if config.tensor_parallel_size != devices:
-        raise ConfigError(
-            f"tensor_parallel_size {config.tensor_parallel_size}: {hosts} hosts use all of their {devices} devices"
-        )
-    party = meet(settings, facts_of(config))
+    with meeting_time(settings) as end:
+        join(settings)
+        devices, hosts = jax.device_count(), jax.process_count()
+        if hosts == 1:
+            return None, config
+        if all_devices:
+            config = config.model_copy(update={"tensor_parallel_size": devices})
+        if config.tensor_parallel_size != devices:
+            raise ConfigError(
+                f"tensor_parallel_size {config.tensor_parallel_size}: {hosts} hosts use all of their {devices} devices"
+            )
+        party = meet(settings, facts_of(config), end)
     log.info("host %d of %d%s, %d devices in all", party.host, hosts, ", the leader" if party.leads else "", devices)
     return party, config
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import queue
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from checkpoints.errors import CheckpointError
 from serving.config import ConfigError
 from serving.hosts.link import Kind, Link, LinkError
 from serving.hosts.party import Party
@@ -32,13 +34,60 @@ _GREETINGS = 64
 """Greetings at once."""
 _SHUTDOWN = 10
 """Seconds that JAX waits, at a host's end, for those of the others."""
+_GRACE = 10.0
+"""Seconds after the end of the meeting's time in which an error may be raised that names the missing host."""
+_JAX_LATER = 60
+"""Seconds by which JAX's own time limits are longer: it aborts the process when one is over."""
+_PARTING = 1.0
+"""Seconds in which the others read why the hosts end: JAX aborts them once host 0 has gone."""
+
+
+@contextlib.contextmanager
+def meeting_time(settings: HostSettings) -> Iterator[float]:
+    """Runs a meeting (`join` and `meet`); yields its end, in seconds of `time.monotonic`.
+
+    If the meeting fails or is not over in time, this process logs one line and exits: with code 2 if the hosts are
+    configured wrongly, otherwise with code 1. JAX's runtime cannot be interrupted, and aborts a process that ends
+    without the other hosts.
+
+    Raises:
+        ConfigError: JAX's runtime was not started.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        if not over.wait(settings.meeting_timeout + _GRACE):
+            _end(
+                f"the hosts have not met within {settings.meeting_timeout} s: a host was not started, cannot be "
+                "reached or has ended; see the other hosts' logs, or set --meeting-timeout",
+                1,
+            )
+
+    threading.Thread(target=watch, name="meeting-time", daemon=True).start()
+    try:
+        yield time.monotonic() + settings.meeting_timeout
+    except (ConfigError, CheckpointError) as error:
+        if not jax.distributed.is_initialized():
+            raise
+        _end(str(error), 2)
+    except Exception as error:
+        _end(f"the hosts have not met: {_line(error)}", 1)
+    finally:
+        over.set()
+
+
+def _end(line: str, code: int) -> NoReturn:
+    log.critical(line)
+    logging.shutdown()
+    time.sleep(_PARTING)
+    os._exit(code)
 
 
 def join(settings: HostSettings) -> None:
     """Makes the devices of all hosts one set, by JAX's distributed runtime. Nothing may have used a device before.
 
     Raises:
-        ConfigError: the hosts do not find each other.
+        ConfigError: the environment names no hosts, or they have different numbers of devices.
     """
     # Its handler would take the signals by which servers are asked to end.
     jax.config.update("jax_enable_preemption_service", False)
@@ -47,30 +96,29 @@ def join(settings: HostSettings) -> None:
             settings.meeting_place,
             settings.num_hosts,
             settings.host_id,
-            initialization_timeout=settings.meeting_timeout,
+            initialization_timeout=settings.meeting_timeout + _JAX_LATER,
+            heartbeat_timeout_seconds=settings.meeting_timeout + _JAX_LATER,
             shutdown_timeout_seconds=_SHUTDOWN,
         )
     except ValueError as error:
         raise ConfigError(f"the environment does not tell of other hosts: {_line(error)}") from None
-    except RuntimeError as error:
-        raise ConfigError(f"the hosts have not met within {settings.meeting_timeout} s: {_line(error)}") from None
     counts = multihost_utils.process_allgather(np.int32(jax.local_device_count()))
     if len(set(np.ravel(counts).tolist())) > 1:
         raise ConfigError(f"hosts have {np.ravel(counts).tolist()} devices: all must have as many")
 
 
-def meet(settings: HostSettings, facts: Mapping[str, str]) -> Party:
+def meet(settings: HostSettings, facts: Mapping[str, str], end: float) -> Party:
     """Connects the hosts, which have joined, to their leader.
 
     Args:
         settings: of the hosts.
         facts: what must be the same on all of them, by name.
+        end: when all must be there, in seconds of `time.monotonic`.
 
     Raises:
         ConfigError: a host does not come, or was started otherwise.
     """
     host = settings.host_id if settings.host_id is not None else jax.process_index()
-    end = time.monotonic() + settings.meeting_timeout
     try:
         if host == 0:
             links = _invite(settings, facts, end)
@@ -139,16 +187,18 @@ def _gather(listening: socket.socket, key: bytes, links: dict[int, Link], facts:
             raise LinkError(f"two hosts are started as number {other}, or there is no such number")
         links[other] = link
         _compare(other, link, facts)
-    for link in links.values():
-        link.send(Kind.FACTS, b"{}")
+    for other, link in links.items():
+        with _named(other):
+            link.send(Kind.FACTS, b"{}")
 
 
 def _come(settings: HostSettings, host: int, facts: Mapping[str, str], end: float) -> Link:
     invitation = _tell_all({}, leads=False)
     link = _reach(invitation["addresses"], invitation["port"], bytes.fromhex(invitation["key"]), host, end)
     link.timeout = max(1.0, end - time.monotonic()) + _ANSWER_WAIT
-    link.send(Kind.FACTS, json.dumps(dict(facts)).encode())
-    kind, payload = link.receive()
+    with _named(0):
+        link.send(Kind.FACTS, json.dumps(dict(facts)).encode())
+        kind, payload = link.receive()
     if kind is not Kind.FACTS:
         raise LinkError(payload.decode(errors="replace"))
     return link
@@ -156,7 +206,8 @@ def _come(settings: HostSettings, host: int, facts: Mapping[str, str], end: floa
 
 def _compare(other: int, link: Link, facts: Mapping[str, str]) -> None:
     """Raises LinkError: the other host was not started as this one was."""
-    kind, payload = link.receive()
+    with _named(other):
+        kind, payload = link.receive()
     try:
         theirs = json.loads(payload)
         assert kind is Kind.FACTS
@@ -168,6 +219,15 @@ def _compare(other: int, link: Link, facts: Mapping[str, str]) -> None:
         raise LinkError(
             f"host {other} was started otherwise: {name} is {theirs.get(name)} there and {facts.get(name)} on host 0"
         )
+
+
+@contextlib.contextmanager
+def _named(other: int) -> Iterator[None]:
+    """Names the host in what a connection to it raises."""
+    try:
+        yield
+    except LinkError as error:
+        raise LinkError(f"host {other} {error}") from None
 
 
 def _tell_all(invitation: dict[str, Any], *, leads: bool) -> Any:

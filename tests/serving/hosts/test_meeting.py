@@ -4,6 +4,7 @@ import contextlib
 import queue
 import socket
 import threading
+import time
 
 import jax
 import pytest
@@ -47,7 +48,7 @@ class Hosts:
     def meet(self, place, number, seconds, facts):
         settings = HostSettings.create(coordinator="127.0.0.1:1", num_hosts=9, host_id=number, meeting_timeout=seconds)
         try:
-            self.results[place] = meeting.meet(settings, facts)
+            self.results[place] = meeting.meet(settings, facts, time.monotonic() + seconds)
         except ConfigError as error:
             self.results[place] = str(error)
 
@@ -147,6 +148,57 @@ def test_the_meeting_listens_at_the_coordinators_address(place, bound):
 def test_one_that_does_not_come_is_named(invitations):
     found = Hosts([0, 2], seconds=3).wait()
     assert found == ["the hosts have not met: host 1 has not come in time"] * 2
+
+
+class Ended(Exception):
+    """The process would have exited."""
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """Lines and codes with which the process would have exited."""
+    found = queue.Queue()
+
+    def end(line, code):
+        found.put((line, code))
+        raise Ended
+
+    monkeypatch.setattr(meeting, "_end", end)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_meeting_that_lasts_too_long_ends_the_process(ends, monkeypatch):
+    """JAX's runtime waited on, and then aborted the process."""
+    monkeypatch.setattr(meeting, "_GRACE", -0.9)
+    with meeting.meeting_time(HostSettings.create(meeting_timeout=1)):
+        line, code = ends.get(timeout=30)
+    assert line.startswith("the hosts have not met within 1 s: a host was not started")
+    assert code == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ConfigError("the hosts have not met: host 1 has not come in time"), 2),
+        (RuntimeError("Gloo all-reduce failed:\n closed"), 1),
+    ],
+)
+def test_a_meeting_that_fails_ends_the_process(ends, error, expected):
+    with pytest.raises(Ended), meeting.meeting_time(HostSettings.create()):
+        raise error
+    line, code = ends.get(timeout=30)
+    assert line.startswith("the hosts have not met: ")
+    assert "\n" not in line
+    assert code == expected
+
+
+def test_an_error_before_the_meeting_is_raised(ends, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
+    with pytest.raises(ConfigError), meeting.meeting_time(HostSettings.create()):
+        raise ConfigError("the environment names no hosts")
+    assert ends.empty()
 
 
 def test_numbers_are_given_once(invitations):
