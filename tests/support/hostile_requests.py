@@ -54,7 +54,8 @@ def post(path: str, *bodies: object) -> Callable[[str], Answers]:
             if answer.status_code >= 400:
                 error = answer.json()["error"]
                 assert error["message"], body
-                if answer.status_code == 400 and isinstance(body, dict):
+                whole = error["code"] == "too_deeply_nested"  # the body has not been parsed
+                if answer.status_code == 400 and isinstance(body, dict) and not whole:
                     assert error["param"], (error, str(body)[:200])
             found.add(answer.status_code)
         return found
