@@ -1,18 +1,18 @@
-"""Many replicas under agents' traffic, simulated: what routing by affinity, by events, and by events with tiers finds.
+"""Simulates many replicas under agents' traffic, to compare routing by affinity, by events, and by events with tiers.
 
     python -m benchmarks.replica_placement [--replicas 1,8,64] [--requests 100] [--policies affinity,events,tiers]
 
-Sessions begin with one of many system prompts (by Zipf's law), and go on for several turns of user and tool messages,
-each after a pause. A replica is one server: prompt tokens that it cannot take from its cache are computed one after the
-other, then the answer is decoded beside others. Its device holds so many states with their pages, by the books of a
-tier (`serving.core.tiers.tier`); with tiers, its host holds more. Policies:
+Sessions begin with one of many system prompts (Zipf's law) and continue for several turns of user and tool messages,
+each after a pause. A replica is one server: it computes the prompt tokens that are not in its cache one after the
+other, then decodes the answer in a batch. Its device holds a number of states with their pages, managed by a tier
+(`serving.core.tiers.tier`); with tiers, its host memory holds more. Policies:
 
-* `affinity`: rendezvous hashing over the prompt's beginning, as the router does; not to one that is much busier.
-* `events`: the least expected time until the answer begins: work that waits there, plus tokens that it would have to
-  compute, by what it has told of its states (`serving.core.tiers.directory`).
-* `tiers`: the same, where hosts hold what devices evict.
-* `router`: by the router's own rule (`serving.core.placing`), which knows tokens and no speeds: as `tiers`, but
-  by affinity where nobody has a state, and what fetching takes is not counted.
+* `affinity`: rendezvous hashing of the prompt's beginning, as in the router, except to a replica that is much busier.
+* `events`: the shortest expected time to the first token: waiting work, plus the tokens that the replica would have to
+  compute according to the states that it reported (`serving.core.tiers.directory`).
+* `tiers`: the same, and hosts hold what devices evict.
+* `router`: the router's own rule (`serving.core.placing`), which counts tokens, not seconds: as `tiers`, but by
+  affinity where no replica has a state, and without the cost of fetching.
 
 A line of JSON each: `hits` (prompt tokens not computed, by those an infinite cache shared by all would find), `balance`
 (the largest replica's work by the mean), and the mean and 99th percentile of time to the first token.
@@ -46,7 +46,7 @@ PREFILL = 8000 / GRAIN
 FETCH = 40_000
 """Pages a second from the host: about 10 GB/s."""
 DECODE = 0.02
-"""Seconds that an answer's token takes, beside others'."""
+"""Seconds per token of an answer in a batch."""
 LATELY = 60.0
 """Seconds after which work counts for a third of what it did."""
 EVENNESS = 0.8

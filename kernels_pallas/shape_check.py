@@ -8,44 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from jaxtyping import AbstractArray
 
-DIMENSIONS = {
-    # What is processed.
-    "rows": "sequences of a step",
-    "steps": "tokens of a decode row: one, and its drafts",
-    "tokens": "tokens one after the other, of any rows",
-    "tiles": "pieces of prefill rows",
-    "tile_size": "tokens of a tile",
-    "batch": "whole sequences",
-    "length": "tokens of each of them, padding included",
-    "n": "any number",
-    # A Mamba layer.
-    "heads": "independent recurrences",
-    "head_dim": "channels of a head; in attention, the size of a query or key",
-    "groups": "sets of heads that share b and c",
-    "inner": "channels of all heads: heads * head_dim",
-    "state": "size of the state of a channel",
-    "decays": "of a token: one for each head, or for each of its keys' channels",
-    "channels": "what a convolution or a norm runs over, each by itself",
-    "width": "taps of a convolution; it keeps width-1 inputs",
-    # Attention.
-    "q_heads": "heads of queries",
-    "kv_heads": "heads of keys, and of values",
-    "kv_entries": "keys and values of one token: 2 * kv_heads, or one latent",
-    "blocks": "pieces of rows' queries",
-    "q_len": "queries of a block",
-    # The store.
-    "slots": "places for a whole state; the first is nowhere",
-    "tails": "places for a row's inputs since its state was stored; the first is nowhere",
-    "entries": "tokens that a tail has room for",
-    "pages": "places for the keys and values of page_size tokens; the first is nowhere",
-    "page_size": "tokens of a page",
-    "pages_per_row": "the longest row's pages",
-    # Products.
-    "inputs": "numbers that a product takes",
-    "outputs": "numbers that it gives",
-    "experts": "weights to choose from",
-}
-"""The legend of dimensions in the annotations of operations."""
+from kernels_pallas.dimensions import DIMENSIONS
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

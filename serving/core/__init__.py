@@ -12,8 +12,7 @@ from serving.core.reasons import (
     ConfigError,
     FinishReason,
     MissReason,
-    PromptTooLong,
-    RequestRefused,
+    RequestError,
     check_prompt_length,
 )
 from serving.core.requests.drafts import AdaptiveDrafts, DraftPolicy
@@ -34,12 +33,11 @@ __all__ = [
     "PlannedRow",
     "Pool",
     "PrefillRow",
-    "PromptTooLong",
     "RemoteLoad",
     "RemoteState",
     "ReplayAccess",
     "Request",
-    "RequestRefused",
+    "RequestError",
     "RetentionPolicy",
     "Row",
     "Scheduler",

@@ -30,8 +30,8 @@ class ConfigError(ValueError):
     """A bad setting: one line that says what was wrong and what is allowed."""
 
 
-class RequestRefused(ValueError):
-    """A request that can never run here, or may not now: one line for the user. Nothing was kept of it.
+class RequestError(ValueError):
+    """A request that cannot be served as asked: one line saying what was wrong and what is allowed.
 
     `retry` is true where the same request may be taken later (the queue is full).
     """
@@ -41,17 +41,13 @@ class RequestRefused(ValueError):
         self.retry = retry
 
 
-class PromptTooLong(RequestRefused):
-    """A prompt that leaves no room for an output."""
-
-
 def check_prompt_length(length: int, max_model_len: int, *, at_least: bool = False) -> None:
-    """Raises `PromptTooLong` for a prompt of more tokens than sequences may have, less one for the output.
+    """Raises `RequestError` for a prompt of more tokens than sequences may have, less one for the output.
 
     `at_least`: it has so many or more; nobody has counted them all.
     """
     if length >= max_model_len:
-        raise PromptTooLong(
+        raise RequestError(
             f"the prompt has {'at least ' * at_least}{length:,} tokens: at most {max_model_len - 1:,} are allowed "
             f"(max_model_len {max_model_len:,}, one of them for the output)"
         )

@@ -27,7 +27,7 @@ from serving.core.planning.prefill import plan_prefill
 from serving.core.planning.publication import after_dispatch
 from serving.core.planning.remote import Hold, arrived, hold, hold_cached, hold_is_valid, lost, release_hold
 from serving.core.planning.settlement import finish, settle
-from serving.core.reasons import FinishReason, RequestRefused
+from serving.core.reasons import FinishReason, RequestError
 from serving.core.requests.drafts import DraftPolicy
 from serving.core.requests.request import Fate, PlannedRow, RemoteLoad, RemoteState, Request, Status
 from serving.core.tiers.content import Chain
@@ -56,10 +56,10 @@ class Scheduler:
     # -- requests --
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises `RequestRefused`, one line, if it can never run or the queue is full."""
+        """Queue a request. Raises `RequestError`, one line, if it can never run or the queue is full."""
         try:
             refuse_impossible(self._host, request)
-        except RequestRefused:
+        except RequestError:
             self._host.stats.refused += 1
             raise
         self._arrivals += 1

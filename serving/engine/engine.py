@@ -14,10 +14,8 @@ from mamba_jax.sampling.masks import mask_words
 from serving.core import (
     Emitted,
     FinishReason,
-    PromptTooLong,
     RemoteState,
     Request,
-    RequestRefused,
     StepPlan,
     check_prompt_length,
 )
@@ -137,10 +135,10 @@ class Engine:
         for index in range(params.n):
             try:
                 self._add_choice(parent, index, seed, priority, cache_salt, client)
-            except RequestRefused as error:
+            except RequestError:
                 for member in parent.members:
                     self.loop.scheduler.abort(member.request_id)
-                raise RequestError(str(error), retry=error.retry) from None
+                raise
         first = parent.members[0]
         first.transfer.export = export
         if remote is None and export is None and self.loop.connector is not None:
@@ -269,10 +267,7 @@ class Engine:
         return read_prompt(prompt, self.tokenizer, self.vocab_size)
 
     def _check(self, ids: Sequence[int], params: SamplingParams) -> None:
-        try:
-            check_prompt_length(len(ids), self.max_model_len)
-        except PromptTooLong as error:
-            raise RequestError(str(error)) from None
+        check_prompt_length(len(ids), self.max_model_len)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop texts need a tokenizer, which this model does not have; use stop_token_ids")
         for token in params.logit_bias or ():

@@ -1,16 +1,9 @@
-"""What a request is refused with, wherever it is looked at, and what it ends with when it cannot go on."""
+"""The errors that a request is refused with, and that it ends with when it cannot continue."""
 
+from serving.core import RequestError
 
-class RequestError(ValueError):
-    """A request that cannot be served as asked: one line saying what was wrong and what is allowed.
-
-    `retry` is true where the same request may be taken later (the queue is full).
-    """
-
-    def __init__(self, message: str, *, retry: bool = False) -> None:
-        super().__init__(message)
-        self.retry = retry
+__all__ = ["RequestError", "RequestFailed"]
 
 
 class RequestFailed(RuntimeError):
-    """A request that was right, and could not be served all the same: one line that says why."""
+    """A valid request that could not be served: one line that says why."""

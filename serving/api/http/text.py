@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from checkpoints.tokenizer import Tokenizer
 from serving.api.http.errors import ApiError
-from serving.core import PromptTooLong, check_prompt_length
+from serving.core import RequestError, check_prompt_length
 from serving.engine.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -152,7 +152,7 @@ def check_fits(length: int, max_model_len: int, param: str, *, at_least: bool = 
     """
     try:
         check_prompt_length(length, max_model_len, at_least=at_least)
-    except PromptTooLong as error:
+    except RequestError as error:
         raise ApiError(400, str(error), param=param, code="context_length_exceeded") from None
 
 

@@ -11,7 +11,7 @@ from serving.core.planning.plan import StepPlan
 from serving.core.planning.preemption import preempt
 from serving.core.planning.prefill import plan_prefill
 from serving.core.planning.remote import drop_remote, remote_is_unneeded, reserve
-from serving.core.reasons import MissReason, RequestRefused, check_prompt_length
+from serving.core.reasons import MissReason, RequestError, check_prompt_length
 from serving.core.requests.request import Fate, RemoteState, Request
 from serving.core.tiers.content import Chain
 
@@ -24,23 +24,23 @@ _LOOK_AGAIN = 8
 
 
 def refuse_impossible(host: HostState, request: Request) -> None:
-    """Raise `RequestRefused` for what can never run, or may not queue now; else set the request's limits."""
+    """Raise `RequestError` for what can never run, or may not queue now; else set the request's limits."""
     config = host.config
     if request.request_id in host.queues.unfinished:
-        raise RequestRefused(f"request id {request.request_id!r} is in use: ids of unfinished requests must differ")
+        raise RequestError(f"request id {request.request_id!r} is in use: ids of unfinished requests must differ")
     if not request.prompt_len:
-        raise RequestRefused("the prompt is empty: at least one token is needed")
+        raise RequestError("the prompt is empty: at least one token is needed")
     if request.max_tokens < 1:
-        raise RequestRefused(f"max_tokens is {request.max_tokens}: it must be at least 1")
+        raise RequestError(f"max_tokens is {request.max_tokens}: it must be at least 1")
     check_prompt_length(request.prompt_len, config.max_model_len)
     request.max_total = min(config.max_model_len, request.prompt_len + request.max_tokens)
     if config.num_pages and -(-(request.max_total - 1) // config.page_size) > config.num_pages - 1:
-        raise RequestRefused(
+        raise RequestError(
             f"the request may reach {request.max_total} tokens: the {config.num_pages - 1} pages of "
             f"{config.page_size} tokens hold {(config.num_pages - 1) * config.page_size + 1} at most"
         )
     if config.max_waiting is not None and len(host.queues.waiting) >= config.max_waiting:
-        raise RequestRefused(f"{config.max_waiting} requests are waiting: the queue is full, try later", retry=True)
+        raise RequestError(f"{config.max_waiting} requests are waiting: the queue is full, try later", retry=True)
 
 
 def admit(host: HostState, plan: StepPlan, budget: Budget) -> None:

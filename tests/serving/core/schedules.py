@@ -11,7 +11,7 @@ from serving.core import (
     DraftPolicy,
     FinishReason,
     Request,
-    RequestRefused,
+    RequestError,
     Row,
     Scheduler,
     SchedulerConfig,
@@ -154,7 +154,7 @@ class Run:
         )
         try:
             self.scheduler.add(request)
-        except RequestRefused as error:
+        except RequestError as error:
             expect("\n" not in str(error), "a refusal is one line")
             self.coverage["refused"] += 1
             return None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving.core import FinishReason, MissReason, Request, RequestRefused, Scheduler, Status
+from serving.core import FinishReason, MissReason, Request, RequestError, Scheduler, Status
 from tests.serving.core.drive import Loop, small_config
 
 
@@ -96,7 +96,7 @@ def test_no_step_for_a_row_whose_last_token_is_under_way() -> None:
 )
 def test_impossible_requests_are_refused_in_one_line(options: dict, text: str) -> None:
     loop = Loop()
-    with pytest.raises(RequestRefused, match=text) as refused:
+    with pytest.raises(RequestError, match=text) as refused:
         loop.add(**options)
     assert "\n" not in str(refused.value)
     assert not refused.value.retry
@@ -105,7 +105,7 @@ def test_impossible_requests_are_refused_in_one_line(options: dict, text: str) -
 
 def test_a_request_that_outgrows_the_pages_is_refused() -> None:
     loop = Loop(num_pages=6)
-    with pytest.raises(RequestRefused, match="5 pages of 2 tokens hold 11 at most"):
+    with pytest.raises(RequestError, match="5 pages of 2 tokens hold 11 at most"):
         loop.add([1] * 10, max_tokens=2)
     loop.run([1] * 10, max_tokens=1)
     loop.run([1] * 4, max_tokens=7)
@@ -114,7 +114,7 @@ def test_a_request_that_outgrows_the_pages_is_refused() -> None:
 def test_full_queue_refuses_for_now() -> None:
     loop = Loop(max_waiting=1)
     loop.add([1], max_tokens=1)
-    with pytest.raises(RequestRefused, match="try later") as refused:
+    with pytest.raises(RequestError, match="try later") as refused:
         loop.add([1], max_tokens=1)
     assert refused.value.retry
     loop.finish()
@@ -123,7 +123,7 @@ def test_full_queue_refuses_for_now() -> None:
 def test_same_id_twice_is_refused() -> None:
     scheduler = Scheduler(small_config())
     scheduler.add(Request("a", [1]))
-    with pytest.raises(RequestRefused, match="in use"):
+    with pytest.raises(RequestError, match="in use"):
         scheduler.add(Request("a", [2]))
 
 
