@@ -168,7 +168,7 @@ _BALANCE = "a server balances its own replicas, `mamba-jax router` servers"
 _ALL_DEVICES = "all devices of a replica compute each sequence"
 _NO_ADAPTERS = "no adapters: merge them into the weights first"
 _ONE_PROGRAM = "programs are always compiled, at start-up"
-_BUILT_IN = "forms are built in; no code of a checkpoint is run"
+_BUILT_IN = "formats are built in; no code of a checkpoint is run"
 _MEMORY = "a preempted request is computed again from its tokens"
 _KERNELS = "this platform's kernels are chosen by themselves; --kernels names others"
 
@@ -206,13 +206,17 @@ FLAGS: tuple[Flag, ...] = (
         "--tool-call-parser", "--tool-call-parser",
         values={
             "granite4": "hermes", "nemotron_json": "nemotron", "nemotron_nano_v2": "nemotron",
-            "qwen3_xml": "qwen3_coder", "nemotron_v3": "qwen3_coder",
+            "qwen3_xml": "qwen3_coder", "nemotron_v3": "qwen3_coder", "glm45": "ling3", "glm47": "ling3",
         },
     ),
     renamed(
         "--reasoning-parser", "--reasoning-parser",
         values=dict.fromkeys(
-            ("nemotron_v3", "nano_v3", "nano_v2", "qwen3", "deepseek_r1", "deepseek_v3", "granite", "glm45"), "think"
+            (
+                "nemotron_v3", "nano_v3", "nano_v2", "qwen3", "deepseek_r1", "deepseek_v3", "granite", "glm45",
+                "kimi_k2", "ling3", "olmo3",
+            ),
+            "think",
         ),
     ),
     Flag(

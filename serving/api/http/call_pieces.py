@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -45,11 +46,16 @@ class Numbering:
     def __init__(self) -> None:
         self.count = 0
         """Calls so far."""
+        self._ids: set[str] = set()
 
-    def begin(self, name: str) -> CallPiece:
-        """The first piece of the next call."""
+    def begin(self, name: str, call_id: str | None = None) -> CallPiece:
+        """The first piece of the next call. `call_id` is used unless an earlier call of the answer has it."""
         self.count += 1
-        return CallPiece(self.count - 1, name=well_formed(name), id=f"call_{uuid.uuid4().hex}")
+        call_id = None if call_id is None else well_formed(call_id)
+        if call_id is None or call_id in self._ids:
+            call_id = f"call_{uuid.uuid4().hex}"
+        self._ids.add(call_id)
+        return CallPiece(self.count - 1, name=well_formed(name), id=call_id)
 
     def more(self, arguments: str) -> CallPiece:
         """More of the arguments of the latest call."""
@@ -74,3 +80,42 @@ def may_begin(text: str, *marks: str) -> int:
         if any(len(mark) > size and mark.startswith(text[-size:]) for mark in marks):
             return size
     return 0
+
+
+def skip_to(text: str, *marks: str) -> str:
+    """`text` without its first character, up to one of `marks` or to what may become one."""
+    found = [at for mark in marks if (at := text.find(mark, 1)) > 0]
+    return text[min(found) :] if found else text[len(text) - may_begin(text[1:], *marks) :]
+
+
+class Head:
+    """The beginning of a call or of a parameter: a name between marks, of which only the first part may have come.
+
+    Args:
+        before: what stands before the name.
+        after: what follows it; a space stands for any white space, or none.
+        name: a regular expression; it matches any beginning of a name, too.
+        ahead: a look-ahead expression for what comes then.
+    """
+
+    def __init__(self, before: str, after: str, *, name: str = r"[^<>\n]{1,256}", ahead: str = "") -> None:
+        self.before, self._after = before, after
+        atoms = [*map(re.escape, before), f"({name})"]
+        atoms += [r"\s{0,16}" if letter == " " else re.escape(letter) for letter in after] + ([ahead] if ahead else [])
+        self._whole = re.compile("".join(atoms))
+        part = ""  # any number of atoms from the first on
+        for atom in reversed(atoms):
+            part = f"{atom}(?:{part})?" if part else atom
+        self._part = re.compile(f"(?:{part})?")
+
+    def write(self, name: str) -> str:
+        """The head with a name, without white space."""
+        return self.before + name + self._after.replace(" ", "")
+
+    def match(self, text: str, at: int = 0) -> re.Match[str] | None:
+        """The head at a place of a text; the first group is the name."""
+        return self._whole.match(text, at)
+
+    def may_follow(self, text: str, at: int = 0) -> bool:
+        """Whether the text from a place on may become a head when more of it comes."""
+        return self._part.fullmatch(text, at) is not None

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serving.api.http.answer import AnswerReader
+from serving.api.http.call_formats import FORMATS
 from serving.api.http.context import Context
-from serving.api.http.forced_calls import calls_grammar
+from serving.api.http.forced_calls import calls_grammar, marks_of
 from serving.api.http.generation import (
     Job,
     ResponseContext,
@@ -22,7 +23,7 @@ from serving.api.http.generation import (
 from serving.api.http.protocol.chat import AllowedTools, ChatRequest, NamedTool, Tool
 from serving.api.http.reasoning import Opening, ReasoningCount, ReasoningReader, opening_of
 from serving.api.http.sampling import sampling_params
-from serving.api.http.tool_calls import MARKS, ToolCallReader
+from serving.api.http.tool_calls import ToolCallReader
 from serving.engine.grammars import Grammar
 from serving.engine.reasoning import Reasoning
 from serving.engine.request_error import RequestError
@@ -105,10 +106,15 @@ class ChatTurn:
             if params.structured_outputs is not None:
                 raise RequestError("structured outputs cannot be combined with a tool_choice that wants a call")
             named = isinstance(body.tool_choice, NamedTool)
-            grammar = calls_grammar(self._form, forced, parallel=body.parallel_tool_calls and not named)
+            grammar = calls_grammar(
+                self._form,
+                forced,
+                parallel=body.parallel_tool_calls and not named,
+                token_ids=responses.codec.special_ids(marks_of(self._form)),
+            )
             params = dataclasses.replace(params, structured_outputs=StructuredOutputs(grammar=grammar))
         if self._form is not None:
-            params = responses.codec.showing(params, MARKS[self._form].begin)
+            params = responses.codec.showing(params, *marks_of(self._form))
         tokenizer, self._marks, self._opening = responses.codec.tokenizer, responses.reasoning, Opening(False, False)
         count: ReasoningCount | None = None
         if self._marks is not None and tokenizer is not None:
@@ -142,7 +148,9 @@ class ChatTurn:
         """Reads the text of one choice."""
         reasoning = None
         if self._marks is not None and not self._opening.ended:
-            reasoning = ReasoningReader(self._marks, begun=self._opening.begun)
+            style = None if self._form is None else FORMATS[self._form]
+            until = style.begin if style is not None and style.ends_reasoning else None
+            reasoning = ReasoningReader(self._marks, begun=self._opening.begun, until=until)
         calls = None
         if self._form is not None:
             calls = ToolCallReader(self._form, self._tools, most=self._most_calls)

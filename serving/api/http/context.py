@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 
+from serving.api.http.call_formats import form_of
 from serving.api.http.errors import ApiError
 from serving.api.http.reasoning import THINK, ReasoningMarks, marks_of
-from serving.api.http.settings import ServerSettings
+from serving.api.http.settings import ServerSettings, ToolCallForm
 from serving.api.http.text import TextCodec
-from serving.api.http.tool_calls import ToolCallForm, form_of
 from serving.api.metrics import Metrics
 from serving.api.traces import Traces
 from serving.engine.replicas import Served

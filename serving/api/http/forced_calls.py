@@ -6,8 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from serving.api.http.call_formats import FORMATS
+from serving.api.http.marked_calls import Markup
 from serving.api.http.protocol.chat import Tool
-from serving.api.http.tool_calls import MARKS, ToolCallForm
+from serving.api.http.settings import ToolCallForm
+from serving.api.http.tagged_calls import ARGUMENTS, CALL, CALL_END
 
 MOST_CALLS = 16
 """Calls of one answer."""
@@ -17,51 +20,74 @@ _WITHIN = ("$defs", "definitions")
 """What a schema's parts may refer to."""
 
 
-def calls_grammar(form: ToolCallForm, tools: Sequence[Tool], *, parallel: bool) -> str:
+def calls_grammar(
+    form: ToolCallForm, tools: Sequence[Tool], *, parallel: bool, token_ids: Mapping[str, int] | None = None
+) -> str:
     """A grammar, in Lark's syntax, of an answer that calls one of the tools, or (`parallel`) several.
 
-    Arguments follow the tools' schemas.
+    Arguments follow the tools' schemas. `token_ids` has those of the format's marks (see `marks_of`) that are special
+    tokens of the model's: a grammar cannot have them as text.
     """
-    begin, end = MARKS[form]
+    style, ids = FORMATS[form], token_ids or {}
+
+    def mark(text: str) -> str:
+        return f"<[{ids[text]}]>" if text in ids else _text(text)
+
     functions = " | ".join(f"function_{i}" for i in range(len(tools)))
     rules = [f"function: {functions}"]
-
-    def one_or_more(rule: str, between: str) -> str:
-        return f"{rule} ({_text(between)} {rule}){{0,{MOST_CALLS - 1}}}" if parallel else rule
-
-    if form == "nemotron":
-        rules.append(f"start: {_text(begin + '[')} {one_or_more('function', ', ')} {_text(']' + end)}")
-    else:
-        newline = "\n"
-        rules.append(f"start: {one_or_more('call', newline)}")
-        rules.append(f"call: {_text(begin + newline)} function {_text(newline + end)}")
-    write = _marked if form == "qwen3_coder" else _as_json
+    before, after = style.around
+    whole = style.between is None  # each call has marks of its own
+    one, between = ("call", "\n") if whole else ("function", style.between or "")
+    several = f"{one} ({_row(_text(between), one)}){{0,{MOST_CALLS - 1}}}" if parallel else one
+    around = _row(mark(style.begin), _text(before), "function" if whole else several, _text(after), mark(style.end))
+    rules.append(f"{'call' if whole else 'start'}: {around}")
+    if whole:
+        rules.append(f"start: {several}")
     for i, tool in enumerate(tools):
-        rules += write(f"function_{i}", tool.function.name, tool.function.parameters or {"type": "object"})
+        rule, name, schema = f"function_{i}", tool.function.name, tool.function.parameters or {"type": "object"}
+        match style.syntax:
+            case "marked":
+                assert style.markup is not None
+                rules += _marked(rule, name, schema, style.markup)
+            case "pythonic":
+                rules += _pythonic(rule, name, schema)
+            case "tagged":
+                head = f"{mark(CALL)} {_text(f'functions.{name}:')} /[0-9]{{1,3}}/ {mark(ARGUMENTS)}"
+                rules += [f"{rule}: {head} {rule}_arguments {mark(CALL_END)}", _json(f"{rule}_arguments", schema)]
+            case _:
+                head = _text(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ')
+                rules += [f"{rule}: {head} {rule}_arguments {_text('}')}", _json(f"{rule}_arguments", schema)]
     return "\n".join(rules)
 
 
-def _as_json(rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
-    head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
-    return [f"{rule}: {_text(head)} {rule}_arguments {_text('}')}", f"{rule}_arguments: %json {_schema(schema)}"]
+def marks_of(form: ToolCallForm) -> list[str]:
+    """The marks of a format that may be tokens."""
+    style = FORMATS[form]
+    return [style.begin, style.end, *((CALL, ARGUMENTS, CALL_END) if style.syntax == "tagged" else ())]
 
 
-def _marked(rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
-    properties = schema.get("properties")
-    properties = properties if isinstance(properties, Mapping) else {}
-    required = schema.get("required")
+def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
+    """Names of parameters, their schemas with what these may refer to, and whether they must be there."""
+    properties, required = schema.get("properties"), schema.get("required")
     required = required if isinstance(required, list) else ()
     within = {key: schema[key] for key in _WITHIN if key in schema}
-    parts, rules = [], []
-    for i, (key, value) in enumerate(properties.items()):
-        parts.append(f"{rule}_{i}" + ("" if key in required else "?"))
-        rules += _parameter(f"{rule}_{i}", key, value, within)
-    body = " ".join([_text(f"<function={name}>\n"), *parts, _text("</function>")])
-    return [f"{rule}: {body}", *rules]
+    return [
+        (key, {**within, **value} if isinstance(value, Mapping) else value, key in required)
+        for key, value in (properties.items() if isinstance(properties, Mapping) else ())
+    ]
 
 
-def _parameter(rule: str, key: str, schema: Any, within: Mapping[str, Any]) -> list[str]:
-    begin, end = f"<parameter={key}>\n", "\n</parameter>\n"
+def _marked(rule: str, name: str, schema: Mapping[str, Any], markup: Markup) -> list[str]:
+    parts, rules, padding = [], list[str](), markup.padding
+    for i, (key, value, required) in enumerate(_properties(schema)):
+        parts.append(f"{rule}_{i}" + ("" if required else "?"))
+        begin, end = f"{markup.parameter.write(key)}{padding}", f"{padding}{markup.parameter_end}{padding}"
+        rules += _parameter(f"{rule}_{i}", begin, end, value)
+    head = _text(markup.function.write(name) + padding)
+    return [f"{rule}: {_row(head, *parts, _text(markup.function_end))}", *rules]
+
+
+def _parameter(rule: str, begin: str, end: str, schema: Any) -> list[str]:
     if isinstance(schema, Mapping) and schema.get("type") == "string":
         choices = schema.get("enum")
         if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
@@ -69,8 +95,24 @@ def _parameter(rule: str, key: str, schema: Any, within: Mapping[str, Any]) -> l
         most = schema.get("maxLength")
         letters = f".{{0,{most}}}" if isinstance(most, int) and 0 <= most <= _LONGEST else ".*"
         return [f"{rule}: {_text(begin)} {rule}_value", f"{rule}_value[suffix={_text(end)}]: /(?s:{letters})/"]
-    value = {**within, **schema} if isinstance(schema, Mapping) else schema
-    return [f"{rule}: {_text(begin)} {rule}_value {_text(end)}", f"{rule}_value: %json {_schema(value)}"]
+    return [f"{rule}: {_text(begin)} {rule}_value {_text(end)}", _json(f"{rule}_value", schema)]
+
+
+def _pythonic(rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
+    """Arguments by name, in the schema's order, with JSON's literals; a comma stands between any two."""
+    properties = _properties(schema)
+    rules = [f"{rule}: {_text(name + '(')} {rule}_first_0"]
+    for i, (key, value, required) in enumerate(properties):
+        for place, comma in (("first", ""), ("next", ", ")):
+            present = f"{_text(f'{comma}{key}=')} {rule}_{i} {rule}_next_{i + 1}"
+            absent = "" if required else f" | {rule}_{place}_{i + 1}"
+            rules.append(f"{rule}_{place}_{i}: {present}{absent}")
+        rules.append(_json(f"{rule}_{i}", value))
+    return [*rules, *(f"{rule}_{place}_{len(properties)}: {_text(')')}" for place in ("first", "next"))]
+
+
+def _json(rule: str, schema: Any) -> str:
+    return f"{rule}: %json {_schema(schema)}"
 
 
 def _schema(schema: Any) -> str:
@@ -78,6 +120,11 @@ def _schema(schema: Any) -> str:
     if isinstance(schema, Mapping):
         schema = {"x-guidance": {"whitespace_pattern": " ?"}, **schema}
     return json.dumps(schema)
+
+
+def _row(*parts: str) -> str:
+    """Parts one after the other, without those that are empty texts."""
+    return " ".join(part for part in parts if part != _text(""))
 
 
 def _text(text: str) -> str:

@@ -19,9 +19,9 @@ from serving.api.http.protocol.common import (
     Usage,
 )
 from serving.api.http.reasoning import ReasoningMarks
+from serving.api.http.settings import ToolCallForm
 from serving.api.http.streaming import gather, merge
 from serving.api.http.text import TextCodec, check_fits
-from serving.api.http.tool_calls import ToolCallForm
 from serving.engine.grammars import Grammar
 from serving.engine.output import CompletionOutput, RequestOutput, TokenLogprobs
 from serving.engine.sampling_params import SamplingParams

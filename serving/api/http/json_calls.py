@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from serving.api.http.call_pieces import CallPiece, Numbering
+from serving.api.http.call_pieces import CallPiece, Numbering, skip_to
 from serving.api.http.json_values import parse_written
 from serving.api.http.written_object import WrittenObject, read_object
 
@@ -47,7 +47,7 @@ class JsonCalls:
             elif self._object is not None:
                 pieces += self._head()
             else:
-                self._between()
+                pieces += self._between()
             if before == (len(self._text), self._seen, self._in_arguments, self._object):
                 break
         if last and not self.over:
@@ -57,7 +57,7 @@ class JsonCalls:
     def _end(self, rest: str) -> None:
         self.over, self.rest, self._text = True, rest, ""
 
-    def _between(self) -> None:
+    def _between(self) -> list[CallPiece]:
         """Before an object, or after one."""
         after = "} \t\r\n" if self._after_arguments else ""
         self._text = self._text.lstrip(_BETWEEN + after)
@@ -66,18 +66,17 @@ class JsonCalls:
         elif self._text.startswith("{"):
             self._object, self._seen, self._valid = WrittenObject(self._closing), 0, ""
         elif self._text and not self._closing.startswith(self._text):
-            if not self.began:
+            if self.began:  # other fields of an object, after its arguments
+                self._text = skip_to(self._text, self._closing, "{")
+            else:
                 self._end("")
-                return
-            # Whatever else an object has after its arguments.
-            at = self._text.find(self._closing)
-            self._text = self._text[at:] if at >= 0 else self._text[1:]
+        return []
 
     def _head(self) -> list[CallPiece]:
         """Within an object whose name is not known yet."""
         assert self._object is not None
         found = _HEAD.match(self._text) if self._seen <= _LONGEST_HEAD else None
-        if found is not None:
+        if found is not None and found.end() <= _LONGEST_HEAD:
             self._text = self._text[found.end() :]
             self._object, self._seen = WrittenObject(self._closing), 0
             self._in_arguments = self.began = True
@@ -117,9 +116,17 @@ def _read(text: str) -> tuple[str, dict[str, Any]] | None:
     """A call's name and arguments, in any order and under any of the usual names; None for what is none."""
     try:
         call = parse_written(text)
-        name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
-        if isinstance(arguments, str):  # an object within a text, as some models write it
-            arguments = read_object(arguments)
     except ValueError:
         return None
-    return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
+    name, arguments = call.get("name"), object_of(call.get("arguments", call.get("parameters", {})))
+    return (name, arguments) if isinstance(name, str) and arguments is not None else None
+
+
+def object_of(value: Any) -> dict[str, Any] | None:
+    """Arguments as an object; some models write the object's JSON text as a string. None where the value is neither."""
+    if isinstance(value, str):
+        try:
+            value = read_object(value)
+        except ValueError:
+            return None
+    return value if isinstance(value, dict) else None

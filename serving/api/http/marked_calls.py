@@ -1,24 +1,40 @@
-"""Calls whose parameters stand between marks, as they are; the tool's schema says which of them are texts.
-
-<function=name>
-<parameter=key>
-value
-</parameter>
-</function>
-"""
+"""Calls whose parameters stand between marks, as they are; the tool's schema says which of them are texts."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from serving.api.http.call_pieces import CallPiece, Numbering, may_begin
-from serving.api.http.json_values import parse_written
+from serving.api.http.call_pieces import CallPiece, Head, Numbering, may_begin, skip_to
+from serving.api.http.written_values import read_untyped, schema_types
 
-_FUNCTION, _FUNCTION_END = "<function=", "</function>"
-_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
-_LONGEST_NAME = 256
+
+@dataclass(frozen=True)
+class Markup:
+    """The marks of one format."""
+
+    function: Head
+    function_end: str
+    """"" where only the mark after the calls ends a function."""
+    parameter: Head
+    parameter_end: str
+    padding: str = ""
+    """What stands around each value."""
+
+
+FUNCTION_MARKUP = Markup(
+    Head("<function=", ">"), "</function>", Head("<parameter=", ">"), "</parameter>", padding="\n"
+)  # fmt: skip
+"""`<function=name>`, then `<parameter=key>`, a value and `</parameter>` each on a line of their own, `</function>`."""
+ARGUMENT_MARKUP = Markup(
+    Head("", " ", name=r"[\w.\-]{1,256}", ahead="(?=<)"),
+    "",
+    Head("<arg_key>", "</arg_key> <arg_value>"),
+    "</arg_value>",
+)
+"""`name<arg_key>key</arg_key><arg_value>value</arg_value>`."""
 
 
 class MarkedCalls:
@@ -28,10 +44,13 @@ class MarkedCalls:
         closing: the mark after the calls.
         numbering: of the answer's calls.
         parameters: JSON schemas of the tools' parameters.
+        markup: how functions and parameters are marked.
     """
 
-    def __init__(self, closing: str, numbering: Numbering, parameters: Mapping[str, Mapping[str, Any]]) -> None:
-        self._closing, self._numbering, self._parameters = closing, numbering, parameters
+    def __init__(
+        self, closing: str, numbering: Numbering, parameters: Mapping[str, Mapping[str, Any]], markup: Markup
+    ) -> None:
+        self._closing, self._numbering, self._parameters, self._markup = closing, numbering, parameters, markup
         self._text = ""
         self._schemas: Mapping[str, Any] = {}
         """Of the parameters of the function that is being read."""
@@ -70,16 +89,18 @@ class MarkedCalls:
     def _between(self) -> list[CallPiece]:
         """Before a function, or after one."""
         self._text = self._text.lstrip()
+        head = self._markup.function
         if self._text.startswith(self._closing):
             self._end(self._text[len(self._closing) :])
-        elif (name := self._named(_FUNCTION)) is not None:
+        elif found := head.match(self._text):
+            self._text, name = self._text[found.end() :], found[1].strip()
             schemas = self._parameters.get(name, {}).get("properties")
             self._schemas = schemas if isinstance(schemas, Mapping) else {}
             self._in_function, self.began, self._given = True, True, 0
             return [self._numbering.begin(name), self._numbering.more("{")]
-        elif self._text and not self._could_be(self._closing, _FUNCTION):
+        elif not head.may_follow(self._text) and not self._closing.startswith(self._text):
             if self.began:
-                self._skip(self._closing, _FUNCTION)
+                self._text = skip_to(self._text, self._closing, head.before or self._closing)
             else:
                 self._end("")
         return []
@@ -87,69 +108,43 @@ class MarkedCalls:
     def _within_function(self) -> list[CallPiece]:
         """Between two parameters."""
         self._text = self._text.lstrip()
-        for mark in (_FUNCTION_END, self._closing):
+        head = self._markup.parameter
+        ends = [mark for mark in (self._markup.function_end, self._closing) if mark]
+        for mark in ends:
             if self._text.startswith(mark):
                 self._in_function = False
-                if mark is _FUNCTION_END:
+                if mark is not self._closing:
                     self._text = self._text[len(mark) :]
                 return [self._numbering.more("}")]
-        if (name := self._named(_PARAMETER)) is not None:
+        if found := head.match(self._text):
+            self._text, name = self._text[found.end() :], found[1].strip()
             self._value, self._in_value, self._shown = self._schemas.get(name), True, False
             self._given += 1
             key = f"{', ' if self._given > 1 else ''}{json.dumps(name, ensure_ascii=False)}: "
             return [self._numbering.more(key + '"' if self._is_text else key)]
-        if self._text and not self._could_be(self._closing, _FUNCTION_END, _PARAMETER):
-            self._skip(self._closing, _FUNCTION_END, _PARAMETER)
+        if not head.may_follow(self._text) and not any(mark.startswith(self._text) for mark in ends):
+            self._text = skip_to(self._text, *ends, head.before)
         return []
 
     @property
     def _is_text(self) -> bool:
-        return isinstance(self._value, Mapping) and self._value.get("type") == "string"
+        return schema_types(self._value) == {"string"}
 
     def _more_of_value(self) -> list[CallPiece]:
-        value, mark, after = self._text.partition(_PARAMETER_END)
-        if mark:
-            value = value.removesuffix("\n")
+        mark, padding = self._markup.parameter_end, self._markup.padding
+        value, found, after = self._text.partition(mark)
+        if found:
+            value = value.removesuffix(padding)
             self._text, self._in_value = after, False
         elif self._is_text:
-            value = value[: len(value) - may_begin(value, "\n" + _PARAMETER_END, _PARAMETER_END)]
+            value = value[: len(value) - may_begin(value, padding + mark, mark)]
             self._text = self._text[len(value) :]
         else:
             return []
         if value and not self._shown:
-            self._shown, value = True, value.removeprefix("\n")
+            self._shown, value = True, value.removeprefix(padding)
         if not self._is_text:
-            return [self._numbering.more(json.dumps(_read(value), ensure_ascii=False))]
-        end = '"' if mark else ""
+            return [self._numbering.more(json.dumps(read_untyped(value, self._value), ensure_ascii=False))]
+        end = '"' if found else ""
         shown = json.dumps(value, ensure_ascii=False)[1:-1] + end
         return [self._numbering.more(shown)] if shown else []
-
-    def _named(self, mark: str) -> str | None:
-        """The name after a mark, which is taken off; None where there is none, or not all of it."""
-        if not self._text.startswith(mark):
-            return None
-        name, end, after = self._text[len(mark) :].partition(">")
-        if not end or "\n" in name:
-            return None
-        self._text = after
-        return name.strip()
-
-    def _could_be(self, *marks: str) -> bool:
-        """Whether the text may become one of the marks, or is one with a name that is incomplete."""
-        named = (self._text[len(mark) :] for mark in (_FUNCTION, _PARAMETER) if self._text.startswith(mark))
-        unnamed = any("\n" not in name and ">" not in name and len(name) < _LONGEST_NAME for name in named)
-        return unnamed or any(mark.startswith(self._text) for mark in marks)
-
-    def _skip(self, *marks: str) -> None:
-        """Drop text up to one of the marks, or to what may become one."""
-        found = [at for mark in marks if (at := self._text.find(mark, 1)) > 0]
-        self._text = (
-            self._text[min(found) :] if found else self._text[len(self._text) - may_begin(self._text, *marks) :]
-        )
-
-
-def _read(text: str) -> Any:
-    try:
-        return parse_written(text)
-    except ValueError:
-        return text

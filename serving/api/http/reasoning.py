@@ -25,8 +25,11 @@ THINK = ReasoningMarks("<think>", "</think>")
 
 
 def marks_of(tokenizer: Tokenizer | None) -> ReasoningMarks | None:
-    """The marks that the model's chat template speaks of; None where it speaks of none."""
-    if tokenizer is None or not all(tokenizer.chat_template_mentions(mark) for mark in THINK):
+    """The marks around reasoning where the chat template contains one of them; None where it contains neither.
+
+    Templates may only open reasoning (OLMo 3), or only remove it from earlier turns (LFM2.5).
+    """
+    if tokenizer is None or not any(tokenizer.chat_template_mentions(mark) for mark in THINK):
         return None
     return THINK
 
@@ -73,10 +76,12 @@ class ReasoningReader:
     Args:
         marks: around reasoning.
         begun: the text begins within reasoning. Otherwise it begins with the mark, or there is no reasoning.
+        until: a text that ends reasoning, too, and belongs to the answer; None for none.
     """
 
-    def __init__(self, marks: ReasoningMarks, *, begun: bool) -> None:
+    def __init__(self, marks: ReasoningMarks, *, begun: bool, until: str | None = None) -> None:
         self._marks = marks
+        self._ends = (marks.end,) if until is None else (marks.end, until)
         self._text = ""
         """Not told yet."""
         self._undecided, self._inside = not begun, begun
@@ -104,12 +109,15 @@ class ReasoningReader:
                 return "", ""
         if not self._inside:
             return "", self._answer()
-        reasoning, mark, after = self._text.partition(self._marks.end)
-        if mark:
+        found = [at for mark in self._ends if (at := self._text.find(mark)) >= 0]
+        if found:
+            at = min(found)
+            reasoning, after = self._text[:at], self._text[at:].removeprefix(self._marks.end)
             told = reasoning.rstrip() if self._said else reasoning.strip()
             self._inside, self._said, self._text = False, False, after
             return told, self._answer()
-        held = 0 if last else may_begin(reasoning, self._marks.end)
+        reasoning = self._text
+        held = 0 if last else may_begin(reasoning, *self._ends)
         told = reasoning[: len(reasoning) - held].rstrip()
         self._text = "" if last else self._text[len(told) :]
         if not self._said:

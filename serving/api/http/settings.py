@@ -12,7 +12,8 @@ from serving.engine.sampling_params import MAX_LOGPROBS
 from serving.settings import Settings
 
 LogFormat = Literal["text", "json"]
-ToolCallParser = Literal["auto", "none", "hermes", "nemotron", "qwen3_coder"]
+ToolCallForm = Literal["hermes", "jamba", "kimi_k2", "lfm2", "ling3", "nemotron", "olmo3", "qwen3_coder"]
+ToolCallParser = Literal["auto", "none", ToolCallForm]
 
 ReasoningParser = Literal["auto", "none", "think"]
 
@@ -84,8 +85,8 @@ class ServerSettings(ConnectionBounds, RequestBounds):
     max_choices: int = Field(1024, ge=1, description="Maximum number of completions per request: prompts times n.")
     tool_call_parser: ToolCallParser = Field(
         "auto",
-        description="Format of the model's tool calls: auto (detected from its chat template), none (left as text), "
-        "hermes, nemotron or qwen3_coder.",
+        description="Format of the model's tool calls: auto (detected from its chat template and tokens), none (left "
+        "as text), hermes, jamba, kimi_k2, lfm2, ling3, nemotron, olmo3 or qwen3_coder.",
     )
     reasoning_parser: ReasoningParser = Field(
         "auto",

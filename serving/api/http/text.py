@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -101,11 +101,19 @@ class TextCodec:
             return [self.token(token_id) for token_id in token_ids]
         return await self._run(len(token_ids), lambda: [self.token(token_id) for token_id in token_ids])
 
-    def showing(self, params: SamplingParams, text: str) -> SamplingParams:
-        """Parameters under which `text` shows in the output, should it be a special token of the model's."""
+    def special_ids(self, texts: Iterable[str]) -> dict[str, int]:
+        """The ids of those texts that are special tokens of the model's."""
         tokenizer = self._require()
-        hidden = tokenizer.token_to_id(text) in tokenizer.special_ids
-        return dataclasses.replace(params, skip_special_tokens=False) if hidden else params
+        ids = {text: tokenizer.token_to_id(text) for text in texts}
+        return {
+            text: token_id
+            for text, token_id in ids.items()
+            if token_id is not None and token_id in tokenizer.special_ids
+        }
+
+    def showing(self, params: SamplingParams, *texts: str) -> SamplingParams:
+        """Parameters under which these texts show in the output, should one be a special token of the model's."""
+        return dataclasses.replace(params, skip_special_tokens=False) if self.special_ids(texts) else params
 
     def token(self, token_id: int) -> str:
         """One token's text; its id as a text where the model has no tokenizer."""

@@ -1,46 +1,20 @@
-"""Calls of functions that a model writes into its answer, in the form that its chat template has taught it.
-
-| form | a call looks like | for example |
-|---|---|---|
-| `hermes` | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` | Granite 4 |
-| `nemotron` | `<TOOLCALL>[{"name": ..., "arguments": {...}}, ...]</TOOLCALL>` | Nemotron Nano v2 |
-| `qwen3_coder` | `<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>` | Nemotron 3 |
-"""
+"""Calls of tools in what a model writes, whole or piece by piece."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
 
-from checkpoints.tokenizer import Tokenizer
+from serving.api.http.call_formats import FORMATS
 from serving.api.http.call_pieces import CallParser, CallPiece, Numbering, may_begin
 from serving.api.http.json_calls import JsonCalls
 from serving.api.http.marked_calls import MarkedCalls
 from serving.api.http.protocol.chat import Tool
+from serving.api.http.pythonic_calls import PythonicCalls
+from serving.api.http.settings import ToolCallForm
+from serving.api.http.tagged_calls import TaggedCalls
 
-ToolCallForm = Literal["hermes", "nemotron", "qwen3_coder"]
-
-
-class Marks(NamedTuple):
-    """What stands before and after calls."""
-
-    begin: str
-    end: str
-
-
-MARKS: dict[ToolCallForm, Marks] = {
-    "hermes": Marks("<tool_call>", "</tool_call>"),
-    "nemotron": Marks("<TOOLCALL>", "</TOOLCALL>"),
-    "qwen3_coder": Marks("<tool_call>", "</tool_call>"),
-}
-
-
-def form_of(tokenizer: Tokenizer | None) -> ToolCallForm | None:
-    """The form that the model's chat template speaks of; None where it speaks of none."""
-    if tokenizer is None:
-        return None
-    signs: dict[str, ToolCallForm] = {"<TOOLCALL>": "nemotron", "<function=": "qwen3_coder", "<tool_call>": "hermes"}
-    return next((form for sign, form in signs.items() if tokenizer.chat_template_mentions(sign)), None)
+_PART = 4096
+"""Characters that are read at a time, so that the cost of a character does not grow with the text."""
 
 
 class ToolCallReader:
@@ -56,7 +30,7 @@ class ToolCallReader:
     """
 
     def __init__(self, form: ToolCallForm, tools: Sequence[Tool], *, most: int | None = None) -> None:
-        self._form, self._marks, self._most = form, MARKS[form], most
+        self._format, self._most = FORMATS[form], most
         self._parameters = {tool.function.name: tool.function.parameters or {} for tool in tools}
         self._numbering = Numbering()
         self._parser: CallParser | None = None
@@ -72,13 +46,23 @@ class ToolCallReader:
     def push(self, text: str, *, last: bool = False) -> tuple[str, list[CallPiece]]:
         """New text; `last` says that no more comes. Returns what to show, and the pieces of calls."""
         shown, pieces = "", list[CallPiece]()
-        left = text
+        for at in range(0, max(len(text), 1), _PART):
+            more, found = self._read(text[at : at + _PART], last=last and at + _PART >= len(text))
+            shown += more
+            pieces += found
+        if self._most is not None:
+            pieces = [piece for piece in pieces if piece.index < self._most]
+        return self._without_space_around_calls(shown, last), pieces
+
+    def _read(self, left: str, *, last: bool) -> tuple[str, list[CallPiece]]:
+        shown, pieces = "", list[CallPiece]()
+        begin = self._format.begin
         while True:
             if self._parser is None:
                 left = self._text + left
-                before, mark, after = left.partition(self._marks.begin)
+                before, mark, after = left.partition(begin)
                 if not mark:
-                    held = 0 if last else may_begin(left, mark := self._marks.begin)
+                    held = 0 if last else may_begin(left, begin)
                     shown, self._text = shown + left[: len(left) - held], left[len(left) - held :]
                     break
                 shown, self._text, left, self._parser = shown + before, mark, after, self._new_parser()
@@ -94,16 +78,21 @@ class ToolCallReader:
             if parser.began:
                 left = parser.rest
             else:  # no call: its mark is text, and what follows is looked at again
-                shown += self._marks.begin
-                left, self._text = self._text[len(self._marks.begin) :], ""
-        if self._most is not None:
-            pieces = [piece for piece in pieces if piece.index < self._most]
-        return self._without_space_around_calls(shown, last), pieces
+                shown += begin
+                left, self._text = self._text[len(begin) :], ""
+        return shown, pieces
 
     def _new_parser(self) -> CallParser:
-        if self._form == "qwen3_coder":
-            return MarkedCalls(self._marks.end, self._numbering, self._parameters)
-        return JsonCalls(self._marks.end, self._numbering)
+        end = self._format.end
+        match self._format.syntax:
+            case "marked":
+                assert self._format.markup is not None
+                return MarkedCalls(end, self._numbering, self._parameters, self._format.markup)
+            case "pythonic":
+                return PythonicCalls(end, self._numbering, self._parameters)
+            case "tagged":
+                return TaggedCalls(end, self._numbering)
+        return JsonCalls(end, self._numbering)
 
     def _without_space_around_calls(self, text: str, last: bool) -> str:
         whole = self._space + text

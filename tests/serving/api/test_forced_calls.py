@@ -4,10 +4,13 @@ import json
 
 import openai
 import pytest
+import tokenizers
 
 from checkpoints.load import load_tokenizer
-from serving.api.http.forced_calls import calls_grammar
+from checkpoints.tokenizer import Tokenizer
+from serving.api.http.forced_calls import calls_grammar, marks_of
 from serving.api.http.protocol.chat import Tool
+from serving.api.http.text import TextCodec
 from serving.api.http.tool_calls import ToolCallReader
 from serving.engine.grammars import Grammars
 from serving.engine.structured import StructuredOutputs
@@ -31,11 +34,26 @@ ONE = {
     "nemotron": '<TOOLCALL>[{"name": "add", "arguments": {"a": 1, "kind": "x"}}]</TOOLCALL>',
     "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=kind>\nx\n</parameter>\n"
     "</function>\n</tool_call>",
+    "jamba": '<tool_calls>[{"name": "add", "arguments": {"a": 1, "kind": "x"}}]</tool_calls>',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+    '{"a": 1, "kind": "x"}<|tool_call_end|><|tool_calls_section_end|>',
+    "lfm2": '<|tool_call_start|>[add(a=1, kind="x")]<|tool_call_end|>',
+    "ling3": "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>kind</arg_key><arg_value>x</arg_value>"
+    "</tool_call>",
+    "olmo3": '<function_calls>add(a=1, kind="x")</function_calls>',
 }
 TWO = {
     "hermes": ONE["hermes"] + '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
     "nemotron": ONE["nemotron"].replace("]<", ', {"name": "now", "arguments": {}}]<'),
     "qwen3_coder": ONE["qwen3_coder"] + "\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "jamba": ONE["jamba"].replace("]<", ', {"name": "now", "arguments": {}}]<'),
+    "kimi_k2": ONE["kimi_k2"].replace(
+        "<|tool_calls_section_end|>",
+        "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    ),
+    "lfm2": ONE["lfm2"].replace("]<", ", now()]<"),
+    "ling3": ONE["ling3"] + "\n<tool_call>now</tool_call>",
+    "olmo3": ONE["olmo3"].replace("</", "\nnow()</"),
 }
 
 
@@ -65,12 +83,29 @@ def test_grammars_take_calls_as_they_are_written(grammars, form):
 @pytest.mark.parametrize("form", ONE)
 @pytest.mark.parametrize(
     ("good", "bad"),
-    [("add", "sub"), ("1", "many"), ("x", "z"), ("tool_call>\n", "tool_call>!"), ("TOOLCALL>", "TOOLC>")],
+    [("add", "sub"), ("1", "many"), ("x", "z"), ("call>", "call!"), ("TOOLCALL>", "TOOLC>"), ("kind", "none")],
 )
 def test_grammars_take_nothing_else(grammars, form, good, bad):
     wrong = ONE[form].replace(good, bad, 1)
     if wrong != ONE[form]:
         assert followed(grammars, form, wrong, parallel=True) < len(wrong)
+
+
+def test_marks_that_are_special_tokens_are_forced_as_tokens():
+    fields = json.loads(load_tokenizer("demo").to_json())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    size = len(fields["model"]["vocab"])
+    fields["added_tokens"] += [
+        {"id": size + i, "content": mark, "special": True, **flags} for i, mark in enumerate(marks_of("kimi_k2"))
+    ]
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(fields)))
+    token_ids = TextCodec(tokenizer, 512).special_ids(marks_of("kimi_k2"))
+    assert len(token_ids) == 5
+    grammar = calls_grammar("kimi_k2", TOOLS, parallel=True, token_ids=token_ids)
+    constraint = Grammars(tokenizer, tokenizer.vocab_size, (2, 4)).start(StructuredOutputs(grammar=grammar))
+    ids = tokenizer.encode(TWO["kimi_k2"], add_special_tokens=False)
+    assert set(token_ids.values()) < set(ids)
+    assert constraint.advance(ids) == len(ids)
 
 
 def ask(server, **fields):

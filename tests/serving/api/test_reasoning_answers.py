@@ -87,6 +87,29 @@ def test_what_a_template_and_a_prompt_say():
     assert template_options(ChatRequest(messages=MESSAGES, reasoning_effort="low"), {})["reasoning_effort"] == "low"
 
 
+@pytest.mark.parametrize("mark", THINK)
+def test_one_mark_in_the_template_is_enough(mark):
+    assert marks_of(load_tokenizer("demo").with_chat_template(f"{{{{ messages }}}}{mark}")) == THINK
+
+
+@pytest.mark.parametrize("piece", [1, 4, 1000])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("so <tool_cal\n<tool_call>f</tool_call>", ("so <tool_cal", "<tool_call>f</tool_call>")),
+        ("so\n</think>\n<tool_call>f</think>", ("so", "<tool_call>f</think>")),
+        ("<tool_call>", ("", "<tool_call>")),
+        ("so <tool_call", ("so <tool_call", "")),
+    ],
+)
+def test_a_call_may_end_the_reasoning(text, told, piece):
+    reader, reasoning, answer = ReasoningReader(THINK, begun=True, until="<tool_call>"), "", ""
+    for at in range(0, len(text), piece):
+        more = reader.push(text[at : at + piece], last=at + piece >= len(text))
+        reasoning, answer = reasoning + more[0], answer + more[1]
+    assert (reasoning, answer) == told
+
+
 def with_marks() -> Tokenizer:
     fields = json.loads(load_tokenizer("demo").to_json())
     size = len(fields["model"]["vocab"])

@@ -2,19 +2,23 @@
 
 import asyncio
 import json
+import time
+from random import Random
 
 import pytest
+import tokenizers
 
 from checkpoints.load import load_tokenizer
 from checkpoints.tokenizer import Tokenizer
 from serving.api.http import ServerSettings, chat
+from serving.api.http.call_formats import FORMATS, form_of
 from serving.api.http.call_pieces import whole_calls
 from serving.api.http.chat import ChatWriter
 from serving.api.http.chat_turn import ChatTurn
 from serving.api.http.generation import ChoiceDelta, ResponseContext
 from serving.api.http.protocol.chat import ChatRequest, Tool
 from serving.api.http.text import TextCodec
-from serving.api.http.tool_calls import ToolCallReader, form_of
+from serving.api.http.tool_calls import ToolCallReader
 from serving.config import ConfigError
 from serving.engine.output import CompletionOutput, RequestOutput
 
@@ -28,6 +32,13 @@ WRITTEN = {
     "hermes": HERMES,
     "nemotron": '<TOOLCALL>[{"name": "add", "arguments": {"a": 1, "note": "1"}}]</TOOLCALL>',
     "qwen3_coder": f"{MARKED}</tool_call>",
+    "jamba": '<tool_calls>[\n    {"name": "add", "arguments": {"a": 1, "note": "1"}}\n]</tool_calls>',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+    '{"a": 1, "note": "1"}<|tool_call_end|><|tool_calls_section_end|>',
+    "lfm2": '<|tool_call_start|>[add(a=1, note="1")]<|tool_call_end|>',
+    "ling3": "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>note</arg_key><arg_value>1"
+    "</arg_value>\n</tool_call>",
+    "olmo3": '<function_calls>add(a=1, note="1")</function_calls>',
 }
 
 
@@ -51,7 +62,7 @@ def test_calls_are_found_however_the_text_is_cut(form, piece):
         more, found = read.push(text[at : at + piece])
         shown += more
         pieces += found
-        assert "<t" not in shown.lower()
+        assert not any(mark in shown.lower() for mark in ("<t", "<|", "<f"))
     more, found = read.push("", last=True)
     calls = whole_calls(pieces + found)
     assert (shown + more, told(calls)) == ("I look <b>it</b> up.", [ONE, ONE])
@@ -77,6 +88,57 @@ ODD = {
         ("<tool_call>\n<function=add>\n<parameter=note>\n<b> \"</tool_call>\n</param\n</parameter>\n</function>\n"
          "<function=add>\nso\n<parameter=a>\n[1, 2]\n</parameter>\n</function></tool_call>",
          [("add", {"note": '<b> "</tool_call>\n</param'}), ("add", {"a": [1, 2]})]),
+        # Values that the schema does not admit as they are written.
+        ("<tool_call><function=add><parameter=a>True</parameter><parameter=x>True</parameter></function></tool_call>",
+         [("add", {"a": True, "x": "True"})]),
+    ],
+    "ling3": [
+        ("<tool_call>now</tool_call>", [("now", {})]),
+        ("<tool_call>add<arg_key>note</arg_key><arg_value>\n<b>1\n</arg_value>\nso <arg_key>a</arg_key>"
+         '<arg_value>{"b": [1, null]}</arg_value></tool_call>', [("add", {"note": "\n<b>1\n", "a": {"b": [1, None]}})]),
+        ("<tool_call>\nfs.read-all  <arg_key>x y</arg_key> <arg_value>None</arg_value></tool_call>",
+         [("fs.read-all", {"x y": "None"})]),
+    ],
+    "kimi_k2": [
+        ("<|tool_calls_section_begin|>\n<|tool_call_begin|> functions.now:7 <|tool_call_argument_begin|> {}\n"
+         "<|tool_call_end|>so<|tool_call_begin|>add<|tool_call_argument_begin|>\"{\\\"a\\\": [2]}\"<|tool_call_end|>"
+         "<|tool_calls_section_end|>", [("now", {}), ("add", {"a": [2]})]),
+        ('<|tool_calls_section_begin|><|tool_call_begin|>functions.a.b:0<|tool_call_argument_begin|>{"note": '
+         '"<|tool_call_end|>{"}<|tool_call_end|>', [("a.b", {"note": "<|tool_call_end|>{"})]),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>none"
+         "<|tool_call_end|><|tool_calls_section_end|>", [("now", {})]),
+    ],
+    "jamba": [
+        ('<tool_calls>[{"name": "add", "arguments": {}, "id": {"name": 3}}, {"name": "add", "arguments": {"a": 4}}]'
+         "</tool_calls>", [("add", {}), ("add", {"a": 4})]),
+    ],
+    "lfm2": [
+        ("<|tool_call_start|>[now(), add(a = 07, note='it's \\'so\\'', x=None,), add()]<|tool_call_end|>",
+         [("now", {}), ("add", {"a": 7, "note": "it's 'so'", "x": None}), ("add", {})]),
+        ("<|tool_call_start|>add(note='sed -n '1,9p' f.py')<|tool_call_end|>",
+         [("add", {"note": "sed -n '1,9p' f.py"})]),
+        (r"""<|tool_call_start|>[add(note="a\n\u00e9\ud83d\ude00\x41\d\/", from="\"", x="")]<|tool_call_end|>""",
+         [("add", {"note": "a\n\u00e9\U0001f600A\\d/", "from": '"', "x": ""})]),
+        ('<|tool_call_start|>[add(note="a\nb"), now()]<|tool_call_end|>', [("add", {"note": "a\nb"}), ("now", {})]),
+        ("<|tool_call_start|>[add(x={'a': [1, (2, 3),], \"b\": {'c)': True, 'd': None}}, y=-1.5e3)]<|tool_call_end|>",
+         [("add", {"x": {"a": [1, [2, 3]], "b": {"c)": True, "d": None}}, "y": -1500.0})]),
+        ("<|tool_call_start|>[add(note=Paris, x=it's here, y=float('nan'), z=NaN, w=1e999)]<|tool_call_end|>",
+         [("add", {"note": "Paris", "x": "it's here", "y": "float('nan')", "z": "NaN", "w": "1e999"})]),
+        ('<|tool_call_start|>[add(note=07030, x="""a "b" c""", y=\'\'\'\'\'\')]<|tool_call_end|>',
+         [("add", {"note": "07030", "x": 'a "b" c', "y": ""})]),
+        ('<|tool_call_start|>[add(3, "two", "three")]<|tool_call_end|>',
+         [("add", {"a": 3, "note": "two", "argument_3": "three"})]),
+        ('<|tool_call_start|>[{"name": "add", "arguments": {"a": 1}}, {"name": "now"}]<|tool_call_end|>',
+         [("add", {"a": 1}), ("now", {})]),
+        ('<|tool_call_start|>[add(note="<|tool_call_end|>", a=[1, 2<|tool_call_end|>',
+         [("add", {"note": "<|tool_call_end|>", "a": "[1, 2"})]),
+    ],
+    "olmo3": [
+        ('<function_calls>\nadd(a=true, x={"b": null})\nnow()\n</function_calls>',
+         [("add", {"a": True, "x": {"b": None}}), ("now", {})]),
+        ('<function_calls>add(note="f(x, y)")  # adds\nnow()</function_calls>',
+         [("add", {"note": "f(x, y)"}), ("now", {})]),
+        ('<function_calls>add(note="one" , a=2</function_calls>', [("add", {"note": "one", "a": 2})]),
     ],
 }  # fmt: skip
 """What models also write."""
@@ -105,7 +167,7 @@ def test_arguments_come_piece_by_piece(form):
     pieces = [piece for letter in text for piece in read.push(letter)[1]]
     assert pieces[0].name == "add"
     assert not any(piece.name for piece in pieces[1:])
-    assert len(pieces) > 5
+    assert len(pieces) > 4
     assert json.loads("".join(piece.arguments for piece in pieces)) == ONE[1]
 
 
@@ -117,7 +179,7 @@ def test_only_the_first_call_where_one_is_wanted(form):
 
 @pytest.mark.parametrize("form", WRITTEN)
 def test_the_last_call_may_lack_its_end(form):
-    text = WRITTEN[form][: WRITTEN[form].rindex("</")]
+    text = WRITTEN[form].removesuffix(FORMATS[form].end)
     assert told(whole_calls(reader(form).push(text, last=True)[1])) == [ONE]
 
 
@@ -136,10 +198,93 @@ def test_the_form_is_that_of_the_chat_template():
     assert of("{{ '<TOOLCALL>' }}") == "nemotron"
     assert of("<tool_call>\n<function=x>") == "qwen3_coder"
     assert of("<tool_call>{{ tool | tojson }}</tool_call>") == "hermes"
+    for form, style in FORMATS.items():
+        assert of(f"<|im_start|>{style.begin} {style.sign}") == form
     assert of("{{ messages }}") is form_of(None) is None
     assert ServerSettings.create(tool_call_parser="hermes").tool_call_parser == "hermes"
     with pytest.raises(ConfigError, match="tool_call_parser"):
         ServerSettings.create(tool_call_parser="other")
+
+
+def test_the_form_is_that_of_a_token_where_the_template_shows_none():
+    fields = json.loads(load_tokenizer("demo").to_json())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    token = {"id": len(fields["model"]["vocab"]), "content": "<|tool_call_start|>", "special": True, **flags}
+    fields["added_tokens"].append(token)
+    backend = tokenizers.Tokenizer.from_str(json.dumps(fields))
+    assert form_of(Tokenizer(backend, chat_templates={"default": "{{ messages }}"})) == "lfm2"
+    assert form_of(Tokenizer(backend, chat_templates={"default": "<tool_call>"})) == "hermes"
+
+
+def test_ids_that_a_model_writes_are_kept_and_never_repeated():
+    one = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    tags = ("functions.add:3", "functions.add:3", "add", "functions.add:4")
+    text = f"<|tool_calls_section_begin|>{''.join(map(one.format, tags))}<|tool_calls_section_end|>"
+    calls = whole_calls(reader("kimi_k2").push(text, last=True)[1])
+    assert [call.function.name for call in calls] == ["add"] * 4
+    assert (calls[0].id, calls[3].id) == ("functions.add:3", "functions.add:4")
+    assert len({call.id for call in calls}) == 4
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_long_texts_take_time_in_proportion(form):
+    """A call, and then text that is none; before, each of its characters was a copy of the rest."""
+    begin, end = FORMATS[form].begin, FORMATS[form].end
+    call = WRITTEN[form].removesuffix(end)
+    for text in (call + "x (" * 200_000 + end, (begin + "x") * 20_000, call + '"' * 200_000):
+        read = reader(form)
+        started = time.process_time()
+        read.push(text, last=True)
+        assert time.process_time() - started < 20
+
+
+PARTS = (
+    *"\"'\\{}[](),:= \n",
+    *("\\n", "\\u00e9", "\\ud83d", "\\ude00", '"""', "</", "<|", "add", "add(", 'note="', "a=1, ", "NaN", "07", "é"),
+    *("</function>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "functions.add:0"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<function=add>", "<parameter=note>", "</parameter>"),
+    *('{"name": "add", "arguments": {', '"a": 1', "\N{GRINNING FACE}"),
+)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_hostile_texts_are_read_alike_however_they_are_cut(form):
+    style, random = FORMATS[form], Random(form)
+    for _ in range(100):
+        parts = [*PARTS, style.begin, style.end, WRITTEN[form], WRITTEN[form][: random.randrange(len(WRITTEN[form]))]]
+        text = style.begin + "".join(random.choices(parts, k=random.randrange(25)))
+        at, size, whole = random.randrange(len(text)), random.randrange(2, 9), []
+        pieces_of = [text[i : i + size] for i in range(0, len(text), size)]
+        for cut in ([text], list(text), [text[:at], text[at:]], pieces_of):
+            read, shown, pieces = reader(form), "", []
+            for piece in [*cut, None]:
+                more, found = read.push(piece or "", last=piece is None)
+                shown, pieces = shown + more, pieces + found
+            whole.append((shown, [(call.function.name, call.function.arguments) for call in whole_calls(pieces)]))
+        assert all(each == whole[0] for each in whole), text
+        assert json.dumps(whole[0], ensure_ascii=False).encode()
+        for _, arguments in whole[0][1][:-1]:  # the last one may be cut off
+            json.loads(arguments, parse_constant=pytest.fail)
+
+
+CUT = ('note="a, \\u00e9\\\\', "note='it's'", "x=[1, (2", "x={'a': \"", 'a=1, note="""a"" b', "x=\\", "note=")
+"""Arguments that do not end."""
+
+
+@pytest.mark.parametrize("form", ["lfm2", "olmo3"])
+@pytest.mark.parametrize("arguments", CUT)
+def test_a_call_that_is_cut_off_has_no_whole_arguments(form, arguments):
+    """So that clients do not take them for what the model meant."""
+    whole = []
+    for text in ([f"{FORMATS[form].begin}add({arguments}"], f"{FORMATS[form].begin}add({arguments}"):
+        read, pieces = reader(form), []
+        for piece in text:
+            pieces += read.push(piece)[1]
+        (call,) = whole_calls(pieces + read.push("", last=True)[1])
+        whole.append(call.function.arguments)
+    assert whole[0] == whole[1]
+    with pytest.raises(ValueError, match=r"."):
+        json.loads(whole[0])
 
 
 def writer(**fields):
