@@ -11,6 +11,8 @@ from typer.core import TyperCommand
 _SHOW_ALL = "serving.cli.help.show_all"
 _METAVARS = {"int": "INTEGER", "float": "FLOAT", "str": "TEXT", "path": "PATH"}
 """Some versions of typer show types as `<int>` and `<list[int]>`."""
+_LONGEST = 78
+"""Characters of a first column: the page has 80, and rows are indented."""
 
 
 class Command(TyperCommand):
@@ -52,4 +54,6 @@ def _row(param: Any, ctx: Any) -> tuple[str, str]:
         param.hidden = hidden
     if param.param_type_name == "option" and param.secondary_opts:
         flag = f"--[no-]{param.opts[0][2:]}"
+    if len(flag) > _LONGEST:  # many choices, which the text names
+        flag = f"{flag.split(' ')[0]} CHOICE"
     return re.sub(r"<(?:list\[)?(int|float|str|path)(?: range)?\]?>", lambda match: _METAVARS[match[1]], flag), text
