@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests outside the default tier, but the slow")
     parser.addoption("--slow", action="store_true", help="run all tests, those marked slow included")
     parser.addoption("--examples", type=int, help="how many schedules the fuzz tests draw in all")
-    parser.addoption("--minutes", type=float, default=60.0, help="how long the soak test of the split's faults runs")
+    parser.addoption("--minutes", type=float, default=60.0, help="how long each soak test of faults runs")
 
 
 def pytest_configure(config: pytest.Config) -> None:

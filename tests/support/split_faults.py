@@ -36,29 +36,42 @@ class Outcomes:
     """Seconds of those that took too long."""
 
 
-class Fleet:
-    """Two prefill workers, one decode worker, and a router, with leases and deadlines of seconds. A context."""
+UNLIKE = {"page_size": 32}
+DRAFTS = {"num_speculative_tokens": 2, "speculative_method": "ngram"}
 
-    def __init__(self, folder: Path) -> None:
+
+class Fleet:
+    """Two prefill workers, one decode worker, and a router, with leases and deadlines of seconds. A context.
+
+    Args:
+        folder: for logs and stages.
+        unlike: the workers differ in page sizes and drafts, and there is a second decode worker.
+    """
+
+    def __init__(self, folder: Path, *, unlike: bool = False) -> None:
         self.folder, self.stages = folder, Stages(folder)
-        self.prefill = [self.start("prefill") for _ in range(2)]
-        self.decode = self.start("decode")
+        self._engines: dict[int, tuple[str, dict]] = {}
+        """Role and options by port."""
+        self.prefill = [self.start("prefill"), self.start("prefill", **(UNLIKE if unlike else {}))]
+        self.decode = self.start("decode", **(DRAFTS if unlike else {}))
+        self.more_decode = [self.start("decode", **UNLIKE)] if unlike else []
         self.front = self.route(SECRET)
         self._right: dict[tuple[str, int], list[int]] = {}
 
     def __enter__(self) -> "Fleet":
         try:
-            for each in (*self.prefill, self.decode, self.front):
-                each.wait_until_ready()
+            for each in (*self.workers, self.front):
+                each.wait_until_ready(600)
             for prompt in PROMPTS:
                 for length in LENGTHS:
                     self._right[prompt, length] = streamed(self.decode, prompt, length)
-            # What the prefill workers compile first is in nobody's deadline.
+            # Workers compile in the first requests, which no deadline has to allow for; a client may give up first.
             patient = self.route(SECRET, seconds=600.0)
             try:
                 patient.wait_until_ready()
                 for at_once in (1, 6):
-                    assert not self.ask(3 * len(PROMPTS), at_once, front=patient, seed=-at_once).errors
+                    asked = (self.ask(3 * len(PROMPTS), at_once, front=patient, seed=-i * at_once) for i in range(1, 6))
+                    assert any(not outcomes.errors for outcomes in asked)
             finally:
                 patient.close()
         except BaseException:
@@ -71,23 +84,40 @@ class Fleet:
 
     def close(self) -> None:
         """End everything, also what is stopped."""
-        for each in (self.front, self.decode, *self.prefill):
+        for each in (self.front, *self.workers):
             if each.process.poll() is None:
                 each.process.send_signal(signal.SIGCONT)
             each.close()
 
-    def start(self, role: str, port: int | None = None) -> Process:
-        """A worker of this fleet."""
+    @property
+    def workers(self) -> list[Process]:
+        """All but the router."""
+        return [*self.prefill, self.decode, *self.more_decode]
+
+    def start(self, role: str, port: int | None = None, **engine) -> Process:
+        """A worker of this fleet; `engine` are options of its engine."""
         own = {"prefill": ("--lease=4", "--max-lease=30", "--max-kept=4"), "decode": ("--fetch-timeout=3",)}[role]
-        return worker(
-            role, self.folder, "--transport=tcp", f"--split-secret={SECRET}", *own, port=port, stages=self.folder
-        )
+        more = ("--transport=tcp", f"--split-secret={SECRET}", *own)
+        started = worker(role, self.folder, *more, port=port, stages=self.folder, **engine)
+        self._engines[started.port] = role, engine
+        return started
+
+    def restart(self, killed: Process) -> Process:
+        """Kills a worker (SIGKILL) and starts it again at its port; returns when it is ready."""
+        killed.kill()
+        role, engine = self._engines[killed.port]
+        started = self.start(role, killed.port, **engine)
+        for workers in (self.prefill, self.more_decode):
+            if killed in workers:
+                workers[workers.index(killed)] = started
+        started.wait_until_ready(600)
+        return started
 
     def route(self, secret: str, *more: str, seconds: float = DEADLINE) -> Process:
         """A router in front of the fleet; `more` are further workers of its, `seconds` how long a request may wait."""
         return router(
             self.prefill,
-            [self.decode],
+            [self.decode, *self.more_decode],
             self.folder,
             "--check-timeout=2",
             f"--first-token-timeout={seconds:g}",
@@ -149,7 +179,7 @@ class Fleet:
 
     def assert_at_rest(self, seconds: float = 60.0) -> None:
         """No place, slot or page is taken on any worker any more, and every worker is up again."""
-        for each in (*self.prefill, self.decode):
+        for each in self.workers:
             assert at_rest(each, seconds), (each.url, sealed_status(each), each.get("/status")["stats"], each.log())
         self.front.wait_until_ready()
 

@@ -1,5 +1,6 @@
-"""An hour of mixed faults under load (`--minutes N` for less): nothing wrong, nothing hangs, nothing grows."""
+"""Mixed faults of a split under load for `--minutes N`: nothing wrong, nothing hangs, nothing leaks."""
 
+import collections
 import contextlib
 import os
 import random
@@ -11,7 +12,8 @@ import time
 import httpx
 import pytest
 
-from tests.support.split_faults import Fleet, Outcomes
+from serving.split.seal import RECEIVER, Seal
+from tests.support.split_faults import SECRET, Fleet, Outcomes, at_rest
 
 pytestmark = pytest.mark.slow
 
@@ -29,53 +31,92 @@ def held(pid: int) -> tuple[int, int]:
 
 
 class Faults:
-    """One after the other, at random. The first prefill worker is the one that is killed; all others live on."""
+    """One fault after the other, at random. Each public method is a fault.
+
+    `kill` ends the first prefill worker or the second decode worker; the other workers run from start to end.
+    """
 
     def __init__(self, fleet: Fleet, seed: int) -> None:
-        self.fleet, self.rng, self.count = fleet, random.Random(seed), 0
-        self.met = dict.fromkeys(("freeze", "kill", "hole", "drip", "flip", "send", "leave", "stranger"), 0)
+        self._fleet, self._rng = fleet, random.Random(seed)
+        self.counts = dict.fromkeys((name for name in vars(Faults) if not name.startswith("_")), 0)
 
-    def one(self) -> None:
-        name = self.rng.choice(list(self.met))
-        self.met[name] += 1
-        self.count += 1
-        getattr(self, name, lambda: self.fleet.stages.arm(name))()
+    def _one(self) -> str:
+        """Waits for a moment, and then does one of the faults."""
+        time.sleep(self._rng.uniform(0.5, 4.0))
+        name = self._rng.choice(list(self.counts))
+        self.counts[name] += 1
+        getattr(self, name)()
+        return name
 
     def freeze(self) -> None:
-        frozen = self.rng.choice(self.fleet.prefill).process
+        """SIGSTOP of a worker that others can stand in for."""
+        frozen = self._rng.choice([*self._fleet.prefill, *self._fleet.more_decode]).process
         frozen.send_signal(signal.SIGSTOP)
-        time.sleep(self.rng.uniform(0.5, 6.0))
+        time.sleep(self._rng.uniform(0.5, 6.0))
         frozen.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        old = self.fleet.prefill[0]
-        old.kill()
-        self.fleet.prefill[0] = self.fleet.start("prefill", port=old.port)
-        self.fleet.prefill[0].wait_until_ready()
-
-    def send(self) -> None:
-        """Half of a state, and the rest some time later."""
-        self.fleet.stages.arm("send")
-        if self.fleet.stages.reached("send", 10.0):
-            time.sleep(self.rng.uniform(0.0, 5.0))
-            self.fleet.stages.go("send")
+        self._fleet.restart(self._rng.choice([self._fleet.prefill[0], *self._fleet.more_decode]))
 
     def leave(self) -> None:
-        self.fleet.leave(20, seed=self.count)
+        """Clients that close their connections."""
+        self._fleet.leave(20, seed=self.counts["leave"])
 
-    def stranger(self) -> None:
+    def hole(self) -> None:
+        """A state of which nothing is sent."""
+        self._fleet.stages.arm("hole")
+
+    def drip(self) -> None:
+        """A slow peer: a state that is sent at one byte a second."""
+        self._fleet.stages.arm("drip")
+
+    def flip(self) -> None:
+        """A state with a wrong byte."""
+        self._fleet.stages.arm("flip")
+
+    def pause(self) -> None:
+        """Half of a state, and the rest some time later."""
+        self._fleet.stages.arm("send")
+        if self._fleet.stages.reached("send", 10.0):
+            time.sleep(self._rng.uniform(0.0, 5.0))
+            self._fleet.stages.go("send")
+
+    def forge(self) -> None:
+        """Tickets without a seal, and with seals of another secret, receiver or body."""
         ticket = {"id": "x", "worker": "http://127.0.0.1:1", "handoff": "full", "prompt_token_ids": [1], "position": 1}
+        place = f"{self._fleet.decode.url}/split/expect"
+        right, other = Seal(SECRET), Seal("another secret")
+        for headers in (
+            {},
+            other.headers("/split/expect", b"", self._name()),
+            right.headers("/split/expect", b"another body", self._name()),
+            right.headers("/split/expect", b"", "another receiver"),
+        ):
+            with contextlib.suppress(httpx.HTTPError):
+                assert httpx.post(place, json=ticket, headers=headers, timeout=30).status_code == 401
+
+    def replay(self) -> None:
+        """A sealed message that is sent twice, and to another worker."""
+        headers = Seal(SECRET).headers("/split/status", b"", self._name())
         with contextlib.suppress(httpx.HTTPError):
-            answer = httpx.post(f"{self.fleet.decode.url}/split/expect", json=ticket, timeout=30)
-            assert answer.status_code == 401
+            assert httpx.get(f"{self._fleet.decode.url}/split/status", headers=headers, timeout=30).status_code == 200
+            for each in (self._fleet.decode, self._fleet.prefill[1]):
+                assert httpx.get(f"{each.url}/split/status", headers=headers, timeout=30).status_code == 401
+
+    def _name(self) -> str:
+        """By which the decode worker is addressed."""
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"{self._fleet.decode.url}/split/status", timeout=30).headers[RECEIVER]
+        return ""
 
 
 def test_mixed_faults_under_load(tmp_path, request):
     seconds = 60 * request.config.getoption("--minutes")
-    with Fleet(tmp_path) as fleet:
+    with Fleet(tmp_path, unlike=True) as fleet:
         faults, over, outcomes = Faults(fleet, 5), threading.Event(), Outcomes()
         samples: dict[str, list[tuple[int, int]]] = {"router": [], "prefill": [], "decode": []}
         failures: list[BaseException] = []
+        begin = time.monotonic()
 
         def guarded(work):
             def run() -> None:
@@ -93,12 +134,10 @@ def test_mixed_faults_under_load(tmp_path, request):
             outcomes.right += found.right
             for name in ("errors", "wrong", "late"):
                 getattr(outcomes, name).extend(getattr(found, name))
-            assert not found.wrong
-            assert not found.late
 
         def disturb() -> None:
-            over.wait(faults.rng.uniform(0.5, 4.0))
-            faults.one()
+            name = faults._one()
+            print(f"{time.monotonic() - begin:7.1f} s: {name}; {_line(outcomes)}", flush=True)
 
         threads = [guarded(load), guarded(disturb)]
         for thread in threads:
@@ -112,20 +151,38 @@ def test_mixed_faults_under_load(tmp_path, request):
         for thread in threads:
             thread.join(300)
             assert not thread.is_alive()
-        assert not failures, failures
-        print(f"{outcomes.right} right, {len(outcomes.errors)} errors {sorted(set(outcomes.errors))[:5]}, {faults.met}")
-        for stage in fleet.folder.glob("*.armed"):
+        for stage in (*fleet.folder.glob("*.armed"), *fleet.folder.glob("*.reached")):
             stage.unlink()
+        leaked = [each.url for each in fleet.workers if not at_rest(each, 120.0)]
+        print(f"{time.monotonic() - begin:.0f} s: {_line(outcomes)}, {len(leaked)} workers with leaked places")
+        print(f"faults: {faults.counts}; errors: {dict(collections.Counter(outcomes.errors))}")
+        grown = list(_grown(samples))
+        assert not failures, failures
+        assert not outcomes.wrong
+        assert not outcomes.late
+        assert not leaked
         fleet.assert_at_rest()
-    grown = []
+    assert not grown
+    assert outcomes.right > 0.9 * (outcomes.right + len(outcomes.errors))
+
+
+def _line(outcomes: Outcomes) -> str:
+    return (
+        f"{outcomes.right} right, {len(outcomes.errors)} ended with an error, {len(outcomes.wrong)} wrong, "
+        f"{len(outcomes.late)} hung"
+    )
+
+
+def _grown(samples: dict[str, list[tuple[int, int]]]):
+    """Which process has more descriptors or memory than before."""
     for name, found in samples.items():
         third = len(found) // 3
+        if not third:
+            continue
         for what, most, at in (("descriptors", MOST_DESCRIPTORS, 0), ("bytes", MOST_BYTES, 1)):
             before, after = (
                 statistics.median(each[at] for each in part) for part in (found[third : 2 * third], found[2 * third :])
             )
             print(f"{name}: {before:,.0f} and then {after:,.0f} {what}")
             if after - before > most:
-                grown.append((name, what, before, after))
-    assert not grown
-    assert outcomes.right > 0.9 * (outcomes.right + len(outcomes.errors))
+                yield name, what, before, after
