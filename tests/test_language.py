@@ -33,7 +33,7 @@ ALLOWED = {
     "serving/capacity": 4,
     "serving/cli": 3,
     "serving/core": 46,
-    "serving/engine": 30,
+    "serving/engine": 3,
     "serving/hosts": 7,
     "serving/split": 51,
     "serving/tiers": 15,

@@ -1,4 +1,4 @@
-"""The engine for many concurrent callers: steps run in a thread of their own, outputs stream to asyncio tasks."""
+"""The engine for concurrent callers: steps run in a separate thread, and outputs stream to asyncio tasks."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from serving.engine.sampling_params import SamplingParams
 log = logging.getLogger(__name__)
 
 _PAUSE_LOOK = 0.02
-"""Seconds after which a pause looks again whether the last request has ended."""
+"""Seconds between checks of a pause whether the last request has ended."""
 _STATS_EVERY = 0.25
-"""Seconds after which a busy engine counts anew."""
+"""Seconds after which a busy engine updates its statistics."""
 
 
 class EngineStopped(RuntimeError):
-    """The engine has been shut down, or has failed for good; requests in progress will not finish."""
+    """The engine was shut down or failed permanently; unfinished requests will not finish."""
 
 
 class _Stream:
-    """Outputs on their way from the engine's thread to one asyncio task."""
+    """Carries outputs from the engine's thread to one asyncio task."""
 
     def __init__(self, live: bool, begun: Callable[[], None] | None) -> None:
         self.live, self.begun = live, begun
@@ -51,7 +51,7 @@ class _Stream:
 
     async def get(self) -> RequestOutput:
         item = await self._items.get()
-        # A slow reader gets the newest output only: each holds everything before it.
+        # A slow reader gets only the newest output: it contains all earlier ones.
         while isinstance(item, RequestOutput) and not item.finished and not self._items.empty():
             item = self._items.get_nowait()
         if isinstance(item, Exception):
@@ -63,8 +63,8 @@ class AsyncEngine:
     """Runs an `Engine` in a thread. Every method may be called from any asyncio task.
 
     Args:
-        engine: nothing else may use it from now on.
-        name: of the thread.
+        engine: only this object may use it from now on.
+        name: the name of the thread.
     """
 
     def __init__(self, engine: Engine, *, name: str = "engine") -> None:
@@ -74,13 +74,13 @@ class AsyncEngine:
         self._ids = itertools.count()
         self._stopped: Exception | None = None
         self._left = threading.Event()
-        """Set once the thread runs no more steps; it may still save what the disk tier is to have."""
+        """Set when the thread has run its last step; it may still write states to the disk tier."""
         self.abandoned = False
-        """Whether `shutdown` has given up waiting for a step: only the end of the process ends the thread."""
+        """Whether `shutdown` stopped waiting for a step. The thread then ends only with the process."""
         self._latest_stats, self._counted_at = engine.stats(), time.monotonic()
         self._step_began: float | None = None
         self._gate = threading.Lock()
-        """Held while a command is queued, and while the engine closes the queue: no command is ever forgotten."""
+        """Held while a command is queued and while the queue is closed, so that no command is lost."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -99,15 +99,15 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Completes one prompt, yielding the output as it grows; the last one is finished.
 
-        Each output is a copy that later ones do not change. Leaving the iteration early, by `break`, cancellation or
-        an error, aborts the request. Without `live` only the finished output is yielded, which costs the engine less.
+        Each output is a copy that later steps do not change. Leaving the iteration early, by `break`, cancellation or
+        an error, aborts the request. With `live=False` only the finished output is yielded, which costs less.
 
-        `client` and `export` go to `Engine.add_request`. `begun` is called on the engine's thread once there is a first
-        token.
+        `client` and `export` are arguments of `Engine.add_request`. `begun` is called on the engine's thread when the
+        first token is available.
 
         Raises:
-            RequestError: the request cannot be served as asked; its grammar may show that late.
-            RequestFailed: the engine gave it up.
+            RequestError: the request cannot be served as asked; with a grammar this may be raised after some tokens.
+            RequestFailed: the engine ended the request with an error.
             EngineStopped: the engine has stopped.
         """
         name = request_id if request_id is not None else f"async-{next(self._ids)}"
@@ -146,16 +146,16 @@ class AsyncEngine:
             self._submit(lambda: self._forget(name, stream), quietly=True)
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; its iteration gets what there is, with finish reason `abort`."""
+        """Ends a request; its iteration yields the output so far, with finish reason `abort`."""
         self._submit(lambda: self._abort(request_id))
 
     async def call(self, function: Callable[[Engine], Any]) -> Any:
-        """Runs a function of the engine between two steps, for example to read its statistics."""
+        """Calls a function with the engine between two steps, for example to read its statistics."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
 
         def settle(value: Any, error: Exception | None) -> None:
-            if result.done():  # the caller has gone
+            if result.done():  # the caller was cancelled
                 return
             if error is None:
                 result.set_result(value)
@@ -174,54 +174,54 @@ class AsyncEngine:
         return await result
 
     async def call_all(self, function: Callable[[Engine], Any]) -> list[Any]:
-        """What `call` gives, for every engine that there is: this one."""
+        """The results of `call` for every engine; here there is one."""
         return [await self.call(function)]
 
     async def update_weights(self, given: NewWeights, *, version: str | int | None, partial: bool) -> None:
-        """Replace the weights between two steps: see `Control.update_weights`, and for what it raises."""
+        """Replaces the weights between two steps; see `Control.update_weights`."""
         await self.call(lambda engine: engine.control.update_weights(given, version=version, partial=partial))
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        """Hold the engine (see `Control.pause`); returns when no step is dispatched any more."""
+        """Pauses the engine (see `Control.pause`); returns when no more steps are dispatched."""
         await self.call(lambda engine: engine.control.pause(mode))
         while not self._engine.control.paused and self.running:
             await asyncio.sleep(_PAUSE_LOOK)
 
     def tell(self, function: Callable[[Engine], Any]) -> None:
-        """Like `call`, and nobody waits for it: it runs after whatever was asked before, unless the engine stops."""
+        """Like `call`, without waiting for the result. The function does not run if the engine stops first."""
         self._submit(lambda: _quietly(function, self._engine), quietly=True)
 
     @property
     def step_seconds(self) -> float:
-        """For how long the engine has been in the step that it is in; 0 between steps."""
+        """Seconds since the present step began; 0 between steps."""
         begin = self._step_began
         return 0.0 if begin is None else time.monotonic() - begin
 
     @property
     def running(self) -> bool:
-        """Whether requests can be served. False after `shutdown`, and after a failure that was not going away."""
+        """Whether requests can be served: False after `shutdown` and after a permanent failure."""
         return self._stopped is None
 
     @property
     def engine(self) -> Engine:
-        """The engine, for what never changes while it runs (tokenizer, limits). For all else there is `call`."""
+        """The engine, for properties that never change while it runs (tokenizer, limits). Use `call` for others."""
         return self._engine
 
     @property
     def engines(self) -> tuple[Engine, ...]:
-        """All that there are; as `engine`."""
+        """All engines: here one. See `engine`."""
         return (self._engine,)
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that the engine has been given and has not finished."""
+        """Number of unfinished requests."""
         return self._engine.num_unfinished
 
     @property
     def latest_stats(self) -> dict[str, Any]:
-        """`Engine.stats()` of a moment ago: of the engine's last rest, or a quarter of a second old while it works.
+        """A recent `Engine.stats()`, without waiting for the engine's thread.
 
-        Older only while a step takes longer, as one does that compiles. Never waits for the engine's thread.
+        It is at most a quarter of a second old, or as old as the present step if that takes longer.
         """
         return self._latest_stats
 
@@ -239,8 +239,10 @@ class AsyncEngine:
         return not self.abandoned
 
     def _abandon(self) -> None:
-        """The thread does not return from a step: answer everyone who waits for it."""
-        reason = EngineStopped(f"the engine is shutting down, and its step has not ended for {self.step_seconds:.0f} s")
+        """The thread does not return from a step: fails every request that waits for it."""
+        reason = EngineStopped(
+            f"the engine is shutting down, and its step has not ended after {self.step_seconds:.0f} s"
+        )
         log.critical("%s; it is abandoned", reason)
         with self._gate:
             self.abandoned, self._stopped = True, self._stopped or reason
@@ -248,7 +250,7 @@ class AsyncEngine:
             stream.put(reason)
 
     def stop(self) -> None:
-        """The same, without waiting for the thread's end."""
+        """Stops the thread like `shutdown`, without waiting for it."""
         self._engine.loop.leaving.set()
         self._commands.put(None)
 
@@ -268,7 +270,7 @@ class AsyncEngine:
                 self._step_began = time.monotonic()
                 outputs = self._engine.step()
                 self._step_began = None
-                # Before the answers go out: whoever has the last one finds it in the numbers.
+                # Before outputs are published: a client that has its last output finds it in the statistics.
                 if time.monotonic() - self._counted_at > _STATS_EVERY or not self._engine.num_unfinished:
                     self._count()
                 self._publish(outputs)
@@ -278,7 +280,7 @@ class AsyncEngine:
         with self._gate:
             self._stopped = reason
         self._left.set()
-        while not self._commands.empty():  # queued before the gate closed: answered below, or harmless
+        while not self._commands.empty():  # queued before the gate closed
             command = self._commands.get()
             if command is not None:
                 command()
@@ -288,7 +290,7 @@ class AsyncEngine:
         self._engine.close()
 
     def _take_commands(self) -> bool:
-        """Does what tasks have asked for; sleeps while there is nothing to do. False: shut down."""
+        """Runs queued commands; waits for one while the engine is idle. Returns False on shutdown."""
         while True:
             busy = self._engine.busy
             if not busy:
@@ -296,7 +298,7 @@ class AsyncEngine:
             try:
                 command = self._commands.get(block=not busy)
                 if not busy:
-                    self._counted_at = 0.0  # what begins now shows after its first step
+                    self._counted_at = 0.0  # update the statistics after the next step
             except queue.Empty:
                 return True
             if command is None:
@@ -307,7 +309,7 @@ class AsyncEngine:
         self._latest_stats, self._counted_at = self._engine.stats(), time.monotonic()
 
     def _publish(self, outputs: Sequence[RequestOutput]) -> None:
-        """Hands a step's outputs to their readers, waking each event loop once a step."""
+        """Delivers a step's outputs to their readers, waking each event loop once per step."""
         letters: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput | Exception]]] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
@@ -318,7 +320,7 @@ class AsyncEngine:
                 stream.begun = None
             if not (stream.live or output.finished):
                 continue
-            # Nothing changes a finished output any more.
+            # A finished output no longer changes: no copy is needed.
             letters.setdefault(stream.loop, []).append((stream, output if output.finished else _copy(output)))
             if output.finished:
                 del self._streams[output.request_id]
@@ -331,7 +333,7 @@ class AsyncEngine:
             self._publish([output])
 
     def _forget(self, name: str, stream: _Stream) -> None:
-        """The reader has gone. By now the id may belong to somebody else."""
+        """Aborts the request of a reader that has left, unless another request uses the id by now."""
         if self._streams.get(name) is stream:
             del self._streams[name]
             self._engine.abort(name)
@@ -341,7 +343,7 @@ def _quietly(function: Callable[[Engine], Any], engine: Engine) -> None:
     try:
         function(engine)
     except Exception:
-        log.exception("the engine was told something that it could not do")
+        log.exception("engine callback failed")
 
 
 def _deliver(loop: asyncio.AbstractEventLoop, items: Sequence[tuple[_Stream, RequestOutput | Exception]]) -> None:
@@ -353,7 +355,7 @@ def _deliver(loop: asyncio.AbstractEventLoop, items: Sequence[tuple[_Stream, Req
 
 
 def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    # A loop may close at any moment; then nobody is left to listen.
+    # The loop may have been closed: then there is no reader.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(callback)
 

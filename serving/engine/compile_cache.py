@@ -1,4 +1,4 @@
-"""Compiled programs on disk, so that the next start of the same model on the same machine is quick."""
+"""JAX's compilation cache on disk, so that the next start of the same model on the same machine is quick."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ log = logging.getLogger(__name__)
 
 
 def use_compilation_cache() -> Path | None:
-    """Point JAX's persistent compilation cache at the user's cache directory, unless it has been pointed elsewhere.
+    """Sets JAX's persistent compilation cache to the user's cache directory, unless one is configured already.
 
-    JAX has one cache for the whole process. Returns the directory in use; None where none can be made.
+    JAX has one cache for the whole process. Returns the directory in use; None if it cannot be created.
     """
     elsewhere = getattr(jax.config, "jax_compilation_cache_dir", None)
     if elsewhere:
@@ -35,7 +35,7 @@ def use_compilation_cache() -> Path | None:
 
 
 def machine() -> str:
-    """Names the kind of CPU: a home directory may be shared by machines, and compiled code for a CPU must not be."""
+    """Identifies the kind of CPU: machines may share a home directory, but not code compiled for a CPU."""
     try:
         flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
     except (OSError, StopIteration):

@@ -1,4 +1,4 @@
-"""What a trainer does to an engine between steps: hold it, give its memory away for a while, and change its weights."""
+"""Controls an engine between steps, for trainers: pause it, release its memory, replace its weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PauseMode = Literal["wait", "abort", "keep"]
 
 
 class Controlled(Protocol):
-    """What is controlled: an `Engine`."""
+    """The part of `Engine` that `Control` uses."""
 
     loop: StepLoop
 
@@ -23,9 +23,9 @@ class Controlled(Protocol):
 
 
 class Control:
-    """Holds an engine, and lets it go again. While it is held it takes requests, and no step is dispatched.
+    """Holds and releases an engine. A held engine accepts requests but dispatches no step.
 
-    An engine is held while it is paused, while it sleeps, and while its weights are not all there.
+    An engine is held while it is paused, while it sleeps, and while its weights are incomplete.
     """
 
     def __init__(self, engine: Controlled, weights: Weights) -> None:
@@ -53,12 +53,12 @@ class Control:
         """Hold the engine until `resume`.
 
         Args:
-            mode: what becomes of the requests that there are. `wait`: they run to their ends, and then the engine is
-                held; those that come meanwhile wait. `abort`: they end now, with what they have. `keep`: they stay as
-                they are and go on later: under other weights from their tokens, if those are replaced.
+            mode: what happens to present requests. `wait`: they run until they finish, then the engine is held; new
+                requests wait. `abort`: they end now, with the tokens they have. `keep`: they continue after `resume`;
+                if the weights were replaced, their states are computed again from their tokens.
 
         Raises:
-            RequestError: no such mode.
+            RequestError: the mode is unknown.
         """
         if mode not in get_args(PauseMode):
             raise RequestError(f"pause mode {mode!r} is not known; allowed are {', '.join(get_args(PauseMode))}")
@@ -73,7 +73,7 @@ class Control:
         self._engine.drain()
 
     def stepped(self) -> None:
-        """A step is over: those that a pause waits for may have come to their ends."""
+        """Called after each step: completes a pause whose last request has finished."""
         if self._pausing and not self._engine.loop.scheduler.has_unheld:
             self.paused, self._pausing = True, False
 
@@ -83,22 +83,22 @@ class Control:
         self._engine.loop.scheduler.release_new()
 
     def update_weights(self, given: NewWeights, *, version: str | int | None = None, partial: bool = False) -> str:
-        """Replace the model's weights between two steps, where they lie. Nothing is compiled.
+        """Replaces the model's weights in place between two steps. Nothing is compiled.
 
-        Nothing that the old weights have computed is used any more: requests that run go on from their tokens. Which
-        tokens come from which weights stands in each output's `weights_versions`.
+        States computed with the old weights are dropped: running requests are computed again from their tokens. Each
+        output's `weights_versions` says which tokens come from which weights.
 
         Args:
             given: arrays of NumPy or JAX, in any floating-point dtype, by the names of a Hugging Face checkpoint or by
-                ours; pairs of both; or a directory with safetensors files.
-            version: what the new weights are called in outputs; the next number if None.
-            partial: replace only what is given. Otherwise all of the model's weights are needed.
+                those of this library; pairs of name and array; or a directory with safetensors files.
+            version: the name of the new weights in outputs; None = the next number.
+            partial: replace only the given weights. Otherwise all of the model's weights are required.
 
         Returns:
             The version.
 
         Raises:
-            RequestError: weights that do not fit, or a version that is in use. Nothing has changed.
+            RequestError: the weights do not fit the model, or the version is in use. Nothing has changed.
         """
         self._check_alone("weights cannot be replaced")
         name = self.weights.next_version(version)
@@ -112,13 +112,13 @@ class Control:
         return name
 
     def sleep(self, level: int = 1) -> None:
-        """Give memory of the device back until `wake_up`: that of states and pages, and on level 2 that of the weights.
+        """Frees device memory until `wake_up`: that of states and pages, and on level 2 also that of the weights.
 
-        Requests that run wait, and are computed again from their tokens. After level 2, `update_weights` must come
-        before any step.
+        Running requests wait, and are computed again from their tokens. After level 2, no step runs before
+        `update_weights`.
 
         Raises:
-            RequestError: no such level.
+            RequestError: the level is not 1 or 2.
         """
         if level not in (1, 2):
             raise RequestError(f"sleep level {level!r} is not known; allowed are 1 and 2")
@@ -131,12 +131,14 @@ class Control:
         self.sleep_level = max(level, self.sleep_level)
 
     def wake_up(self) -> None:
-        """Take the memory for states and pages again."""
+        """Allocates the memory for states and pages again."""
         self._engine.loop.take_store()
         self.sleep_level = 0
 
     def _check_alone(self, what: str) -> None:
         if self._engine.loop.followers is not None:
-            raise RequestError(f"{what} on several hosts: only steps are done by all of them")
+            raise RequestError(f"{what} on several hosts: weight updates and sleep are not supported there")
         if self._engine.loop.connector is not None:
-            raise RequestError(f"{what} on a worker of a split: others hold states of it")
+            raise RequestError(
+                f"{what} on a prefill or decode worker: weight updates and sleep are not supported there"
+            )

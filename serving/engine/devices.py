@@ -15,7 +15,7 @@ from mamba_jax.sharding import make_mesh, replica_meshes, shard_parameters
 from serving.config import ConfigError, EngineConfig
 
 Meshes = tuple[Mesh | None, ...]
-"""What each replica is divided over; one None is a single engine on the default device."""
+"""The mesh of each replica; a single None is one engine on the default device."""
 
 
 def device_meshes(config: EngineConfig) -> Meshes:
@@ -36,7 +36,7 @@ def device_meshes(config: EngineConfig) -> Meshes:
 
 
 def on_mesh(model: HybridModel, mesh: Mesh | None) -> HybridModel:
-    """The model with every parameter where the mesh wants it; what lies there already is not copied."""
+    """The model with every parameter placed on the mesh; parameters that are there already are not copied."""
     if mesh is None:
         return model
     values = {path: leaf[...] for path, leaf in parameters(model).items()}
@@ -44,13 +44,13 @@ def on_mesh(model: HybridModel, mesh: Mesh | None) -> HybridModel:
 
 
 def own_devices(meshes: Meshes) -> Sequence[jax.Device] | None:
-    """Those of all meshes that belong to this process; None, for the default ones, without a mesh."""
+    """The devices of all meshes that belong to this process; None (the default device) without a mesh."""
     found = [device for mesh in meshes if mesh is not None for device in mesh.local_devices]
     return found or None
 
 
 def least_of_all_processes(count: int) -> int:
-    """The smallest of the processes' values: what they all decide by must be the same."""
+    """The smallest of the processes' values: all must make the same decisions."""
     if jax.process_count() == 1:
         return count
     gathered: Any = multihost_utils.process_allgather(count)
@@ -58,7 +58,7 @@ def least_of_all_processes(count: int) -> int:
 
 
 def describe(meshes: Sequence[Mesh | None]) -> str:
-    """What the engine, or each of its replicas, runs on, in words."""
+    """The devices of the engine, or of each replica, in words."""
     mesh = meshes[0]
     replicas = f"{len(meshes)} replicas, each on " if len(meshes) > 1 else ""
     device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]

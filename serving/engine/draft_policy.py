@@ -1,4 +1,4 @@
-"""What an engine's policy for the number of drafts knows of its model and machine."""
+"""The policy for the number of drafts, from the sizes of the model and the speed of the machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Machine(NamedTuple):
     tokens_per_pass: float
     """Tokens whose arithmetic takes as long as reading the weights once."""
     overhead: float
-    """What a step takes however little it does, in bytes that could be read meanwhile."""
+    """Fixed time of a step, as the number of bytes that could be read in it."""
 
 
 _CPU = _Machine(5.0, 3e7)
@@ -26,12 +26,12 @@ _ACCELERATOR = _Machine(250.0, 1e9)
 
 
 def draft_policy(config: EngineConfig, model: HybridModel, *, bytes_per_token: float) -> DraftPolicy:
-    """Always K drafts, or as many as are worth it.
+    """The policy: always K drafts, or with `adaptive_drafts` the number that gives the most tokens per second.
 
     Args:
         config: `num_speculative_tokens` and `adaptive_drafts`.
-        model: of which the weights' bytes are taken.
-        bytes_per_token: what each token that is fed writes beside what it computes.
+        model: its weights' bytes are counted.
+        bytes_per_token: state that each fed token writes.
     """
     drafts = config.num_speculative_tokens
     if not config.adaptive_drafts or not drafts:

@@ -1,4 +1,4 @@
-"""How well drafts do: counters of one request, or of all."""
+"""Counters of accepted and rejected drafts, of one request or of all."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 
 @dataclass
 class DraftStats:
-    """Drafts by their place in the step: the first may be right where the second is wrong, never the reverse."""
+    """Drafts by position in the step: a draft is accepted only if all earlier ones of the step are."""
 
     steps: int = 0
-    """Rows of steps that had drafts at all."""
+    """Number of rows with drafts, over all steps."""
     drafted_at: list[int] = field(default_factory=list)
-    """How many drafts there were in first place, in second place, ..."""
+    """Number of drafts in first position, in second position, ..."""
     accepted_at: list[int] = field(default_factory=list)
-    """And how many of them were accepted. Those after a stop that cut the output short count as well."""
+    """Number of these that were accepted. Drafts after a stop that ended the output count as well."""
 
     def add(self, drafted: Sequence[int], tokens: np.ndarray) -> None:
-        """Counts rows of a step: how many drafts each had, and what it emitted ([rows, 1 + K], -1 = none)."""
+        """Counts the rows of a step, given the number of drafts and the emitted tokens ([rows, 1 + K], -1 = none)."""
         most = max(drafted, default=0)
         while len(self.drafted_at) < most:
             self.drafted_at.append(0)
@@ -42,21 +42,21 @@ class DraftStats:
 
     @property
     def accepted(self) -> int:
-        """Drafts that were right."""
+        """Drafts that were accepted."""
         return sum(self.accepted_at)
 
     @property
     def wasted(self) -> int:
-        """Drafts that were wrong, or came after a wrong one."""
+        """Drafts that were rejected."""
         return self.drafted - self.accepted
 
     @property
     def acceptance_at(self) -> list[float]:
-        """Of the drafts in first place, in second place, ...: the share that was accepted."""
+        """The fraction of accepted drafts in first position, in second position, ..."""
         return [good / count for good, count in zip(self.accepted_at, self.drafted_at, strict=True)]
 
     def summary(self) -> dict[str, Any]:
-        """Everything there is to say about them."""
+        """All counters and rates as a dictionary."""
         return {
             "steps": self.steps,
             "drafted": self.drafted,
@@ -68,5 +68,5 @@ class DraftStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens that a row with drafts gains by a step, the newly sampled one included; 1 without any."""
+        """Mean number of tokens per step of a row with drafts, the sampled token included; 1 without drafts."""
         return 1 + self.accepted / self.steps if self.steps else 1.0

@@ -1,4 +1,4 @@
-"""Which source makes an engine's drafts."""
+"""Chooses the draft source of an engine."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from serving.config import ConfigError, EngineConfig
 
 
 def draft_source(config: EngineConfig, model: HybridConfig) -> DraftSource | None:
-    """What makes drafts for a model; None where nothing does.
+    """The draft source for a model; None without drafts.
 
     Raises:
-        ConfigError: the model has not got what the method needs.
+        ConfigError: the model does not have the layers that the method needs.
     """
     if not config.num_speculative_tokens:
         return MTPCache() if config.keep_draft_kv and model.mtp_pattern else None

@@ -1,4 +1,4 @@
-"""The engine: requests in, outputs out, one step at a time. Not thread-safe; one caller drives it."""
+"""The engine runs requests step by step and returns their outputs. Not thread-safe: one caller drives it."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Adds the users' side to a `StepLoop`: texts, choices, stop texts, log-probabilities, limits.
+    """Runs users' requests on a `StepLoop`: text, choices, stop texts, log-probabilities, limits.
 
     Args:
         loop: runs the steps.
         tokenizer: None serves token ids only.
-        weights: what the loop's programs run on.
+        weights: the weights of the loop's programs.
         vocab_size: of the model; larger ids are refused.
-        eos_token_ids: what ends a text.
-        max_model_len: prompt and output together.
-        seed: of requests without one.
+        eos_token_ids: tokens that end a text.
+        max_model_len: maximum number of tokens of a prompt and its output together.
+        seed: for requests that have no seed.
         grammars: None refuses structured outputs.
     """
 
@@ -70,11 +70,11 @@ class Engine:
         self._seeds = random.Random(seed)
         self._parents: dict[str, UserRequest] = {}
         self._unsaid: dict[str, RequestOutput] = {}
-        """Changed since the last step returned."""
+        """Outputs that changed since the last step returned, by request id."""
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has something to do, or to say."""
+        """Whether `step` has work to do or outputs to return."""
         return bool(self._unsaid) or (self.loop.in_flight if self.control.held else self.loop.busy)
 
     @property
@@ -83,7 +83,7 @@ class Engine:
         return len(self._parents)
 
     def is_unfinished(self, request_id: str) -> bool:
-        """Whether `step` has yet to say that a request is finished."""
+        """Whether `step` has not yet returned the finished output of a request."""
         return request_id in self._parents or request_id in self._unsaid
 
     def add_request(
@@ -99,21 +99,21 @@ class Engine:
         remote: RemoteState | None = None,
         export: Any = None,
     ) -> RequestOutput:
-        """Queues a request. The output that comes back is filled in by later steps.
+        """Queues a request and returns its output, which later steps fill in.
 
         Args:
-            request_id: free to choose; the output carries it.
+            request_id: any text that no unfinished request uses.
             prompt: a text or token ids.
             params: sampling parameters; the defaults are those of `SamplingParams`.
-            priority: smaller is served first.
-            cache_salt: requests share cached prefixes only with those of the same salt.
-            client: whose request it is; waiting clients are served in turn.
+            priority: requests with smaller values are served first.
+            cache_salt: requests share cached prefixes only with requests of the same salt.
+            client: the client that sent the request; waiting clients are served in turn.
             live_text: keep `text` up to date after each step, not only at the end.
-            remote: another worker has computed the prompt. Ignored where prompt log-probabilities are asked for.
-            export: for `StepLoop.connector`: gets the state at the prompt's end.
+            remote: the state of the prompt on another worker. Ignored if prompt log-probabilities are requested.
+            export: receives the state at the prompt's end, for `StepLoop.connector`.
 
         Raises:
-            RequestError: the request cannot be served as asked. Nothing was kept of it.
+            RequestError: the request cannot be served as asked. The engine holds nothing of it.
         """
         params = params or SamplingParams()
         if request_id in self._parents:
@@ -149,7 +149,7 @@ class Engine:
         return output
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Ends a request now; what it has so far is its output. None: there is no such request any more."""
+        """Ends a request now and returns its output so far; None if there is no such unfinished request."""
         parent = self._parents.pop(request_id, None)
         if parent is None:
             return None
@@ -161,9 +161,9 @@ class Engine:
         return parent.output
 
     def fail(self, request_id: str, reason: str, *, refused: bool = False) -> None:
-        """Ends a request with finish reason `error`, and what went wrong as its stop reason; `step` will return it.
+        """Ends a request with finish reason `error` and `reason` as its stop reason; the next `step` returns it.
 
-        `refused`: what it asked for is at fault, and the same request would end the same way again.
+        `refused`: the request itself is the cause: sent again, it would fail again.
         """
         parent = self._parents.pop(request_id, None)
         if parent is None:
@@ -177,7 +177,7 @@ class Engine:
         self._unsaid[request_id] = parent.output
 
     def stats(self) -> dict[str, Any]:
-        """Everything that is counted: requests and pools, steps and their times, compiled programs."""
+        """All counters: requests and pools, steps and their times, compiled programs."""
         counted = self.loop.scheduler.stats()
         return counted | {
             "loop": asdict(self.loop.stats),
@@ -188,7 +188,7 @@ class Engine:
         }
 
     def close(self) -> None:
-        """For good: ends every request, and saves what the disk tier is to have."""
+        """Ends every request and writes pending states to the disk tier. The engine cannot be used afterwards."""
         self.abort_all()
         if self.loop.inputs.mask_workers is not None:
             self.loop.inputs.mask_workers.close()
@@ -197,22 +197,22 @@ class Engine:
         self.loop.close()
 
     def abort_all(self) -> None:
-        """Ends every request; `step` will return what there is of them."""
+        """Ends every request; the next `step` returns their outputs so far."""
         for request_id in list(self._parents):
             output = self.abort(request_id)
             if output is not None:
                 self._unsaid[request_id] = output
 
     def step(self) -> list[RequestOutput]:
-        """One step of the loop; returns the outputs that it changed, finished ones included.
+        """Runs one step; returns the outputs that it changed, finished ones included.
 
-        An output is the same object each time: copy what has to stay as it is.
+        A request's output is the same object in each step: copy what must not change.
         """
         changed: dict[str, UserRequest] = {}
         try:
             settled = self.loop.drain() if self.control.held else self.loop.step()
         except PlanError as error:
-            log.exception("a step has been withdrawn")
+            log.exception("could not build a step; its requests failed")
             for request in error.requests:
                 self.fail(request.user.parent.output.request_id, str(error))
             settled = None
@@ -221,13 +221,13 @@ class Engine:
         if self.loop.inputs.mask_workers is not None:
             for request, reason, refused in self.loop.inputs.mask_workers.pop_refused():
                 self.fail(request.user.parent.output.request_id, reason, refused=refused)
-        # Whatever has ended meanwhile, by whatever way, is answered now: there may be no other step.
+        # Return everything that ended during this step: there may be no next step.
         unsaid, self._unsaid = self._unsaid, {}
         self.control.stepped()
         return list((unsaid | {name: parent.output for name, parent in changed.items()}).values())
 
     def drain(self) -> None:
-        """Settle the step that is in flight, and dispatch none. What it changes, the next `step` returns."""
+        """Settles the step in flight without dispatching another. The next `step` returns the changed outputs."""
         changed: dict[str, UserRequest] = {}
         settled = self.loop.drain()
         if settled is not None:
@@ -253,7 +253,9 @@ class Engine:
         for request in parent.members:
             if not request.finished:
                 self.loop.scheduler.discard(request.request_id)
-        reason = "the model's logits are not finite numbers (an overflow, or broken weights): the output cannot go on"
+        reason = (
+            "the model's logits are not finite numbers (an overflow, or broken weights): the output cannot continue"
+        )
         self.fail(parent.output.request_id, reason)
 
     # -- adding --
@@ -262,7 +264,7 @@ class Engine:
         """A prompt's text, if it has one, and its tokens. May be called from any thread.
 
         Raises:
-            RequestError: it is none.
+            RequestError: the prompt is not valid.
         """
         return read_prompt(prompt, self.tokenizer, self.vocab_size)
 

@@ -1,4 +1,4 @@
-"""What a configuration names, brought to this machine."""
+"""Downloads the model and tokenizer that a configuration names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from serving.config import EngineConfig
 
 
 def fetched(config: EngineConfig, *, weights: bool = True) -> EngineConfig:
-    """The configuration with folders in place of a hub's names; downloads what is not there yet.
+    """The configuration with directories in place of names on a hub; downloads missing files.
 
-    Without `weights` the small files only, as for a model whose weights are made up (`load_format`).
+    Without `weights` only the small files are downloaded, as for dummy weights (`load_format`).
 
     Raises:
-        CheckpointError: the hub cannot be reached, or does not have it.
+        CheckpointError: the hub cannot be reached, or has no such model.
     """
     weights = weights and config.load_format != "dummy"
     model = local(config.model, revision=config.revision, download_dir=config.download_dir, weights=weights)
@@ -25,9 +25,9 @@ def fetched(config: EngineConfig, *, weights: bool = True) -> EngineConfig:
 
 
 def tokenizer_of(config: EngineConfig) -> Tokenizer:
-    """The tokenizer alone, to know of its absence before minutes are spent on loading weights.
+    """The tokenizer, loaded by itself so that a missing one is reported before the weights are loaded.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the model has no tokenizer.
     """
     return require_tokenizer(config.tokenizer or config.model, chat_template=config.chat_template)

@@ -1,7 +1,8 @@
-"""Compiles grammars on trial, as a process of its own: what takes too long or too much memory ends this process only.
+"""Compiles grammars on trial in a separate process: a grammar that is too expensive ends only this process.
 
-Run by `grammars`, by path: nothing is imported but the standard library and llguidance. First comes a frame about the
-vocabulary, then one for each grammar, which is answered by one: a frame is its length in four bytes, and JSON.
+`grammars` runs this file by path; it imports only the standard library and llguidance. The first frame on standard
+input describes the vocabulary; each later frame is a grammar and is answered by one frame. A frame is a length in four
+bytes and JSON.
 """
 
 import contextlib
@@ -25,12 +26,12 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 LONGEST = 1 << 20
 """Characters of a grammar."""
 SPACE = r"( |\r?\n[ \t]{0,20})?"
-"""Between the parts of a JSON text: nothing, a space, or a new line and indentation. With any space allowed, models may
-write nothing else. A schema can say otherwise: `"x-guidance": {"whitespace_pattern": ...}`."""
+"""Whitespace between the parts of a JSON text: none, a space, or a new line and indentation. If any whitespace were
+allowed, a model could write it without end. A schema can change this: `"x-guidance": {"whitespace_pattern": ...}`."""
 
 
 WALKS, WALK_TOKENS = 4, 32
-"""A grammar is followed along so many random outputs, of so many tokens each."""
+"""Number of random outputs that a grammar is followed along, and tokens of each."""
 MASK_SECONDS = 0.1
 """Processor time that one mask may take on such a walk."""
 
@@ -44,7 +45,7 @@ def limits() -> llguidance.LLParserLimits:
 
 
 def form_of(kind: str, value: Any) -> str:
-    """A grammar as llguidance takes it. Raises whatever its parsers do."""
+    """A grammar in llguidance's form. Raises the errors of its parsers."""
     matcher = llguidance.LLMatcher
     match kind:
         case "regex":
@@ -65,10 +66,10 @@ def form_of(kind: str, value: Any) -> str:
 
 
 def compiled(vocabulary: llguidance.LLTokenizer, form: str) -> llguidance.LLMatcher:
-    """The grammar, followed up to the first token. Raises ValueError where it is broken or too complex."""
+    """The grammar, followed up to the first token. Raises ValueError if it is invalid or too complex."""
     matcher = llguidance.LLMatcher(vocabulary, form, log_level=0, limits=limits())
     if not matcher.is_error():
-        matcher.compute_bitmask()  # some faults show here only
+        matcher.compute_bitmask()  # some errors appear only here
     if matcher.is_error():
         raise ValueError(why_failed(matcher))
     return matcher
@@ -82,7 +83,7 @@ def why_failed(matcher: llguidance.LLMatcher) -> str:
 
 def follow(start: llguidance.LLMatcher) -> None:
     """Follow a grammar along random outputs. Raises ValueError if masks take too long, or all of the outputs fail."""
-    random_ = random.Random(0)  # the same grammar is always judged alike
+    random_ = random.Random(0)  # the result is the same for the same grammar
     failures = []
     for _ in range(WALKS):
         matcher = start.deep_copy()
@@ -125,16 +126,16 @@ def write_frame(stream: BinaryIO, value: Any) -> None:
 
 
 def one_line(error: Exception) -> str:
-    """What a client is told."""
+    """An error in one line, for the client."""
     return " ".join(str(error).split())[:300]
 
 
 @contextlib.contextmanager
 def watched(stream: BinaryIO) -> Iterator[None]:
-    """Meanwhile the system ends this process as soon as nobody is left who could write to `stream`.
+    """A context in which the system ends this process as soon as the parent has closed `stream`.
 
-    By a signal whose default is to end the process: a compilation keeps the interpreter, and no thread of it would see
-    that its parent has died. (Nothing is written to `stream` before the answer has been read.)
+    It uses a signal whose default action ends the process: a compilation holds the interpreter lock, so no thread
+    could detect that the parent has died. The parent writes nothing to `stream` before it has read the answer.
     """
     number = stream.fileno()
     flags = fcntl.fcntl(number, fcntl.F_GETFL)
@@ -143,7 +144,7 @@ def watched(stream: BinaryIO) -> Iterator[None]:
     try:
         watch = select.poll()
         watch.register(number, 0)
-        if watch.poll(0):  # it had died before
+        if watch.poll(0):  # the parent has already died
             sys.exit()
         yield
     finally:
@@ -157,7 +158,7 @@ def _pages() -> tuple[int, int]:
 
 
 def main() -> None:
-    """Serves until its input ends."""
+    """Answers requests until standard input ends."""
     given, taken = sys.stdin.buffer, sys.stdout.buffer
     settings = read_frame(given)
     os.nice(10)
@@ -185,7 +186,7 @@ def main() -> None:
             del matcher
         except MemoryError:
             raise
-        except Exception as error:  # the package raises whatever its parsers do
+        except Exception as error:  # llguidance raises many kinds of errors
             answer = {"error": one_line(error)}
         write_frame(taken, answer)
 

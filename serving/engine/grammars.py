@@ -1,8 +1,8 @@
-"""Compiled grammars: each is tried in a process that can be stopped before this one compiles it.
+"""Compiled grammars: each is first compiled on trial, in a process that can be stopped.
 
 A schema of forty characters can take minutes and all memory to compile (`multipleOf` of a large number), and the
-library ends the process where there is no more. So a grammar that nobody has asked for before is compiled twice: what
-its trial survives does the same here.
+library ends the process when memory runs out. Therefore a new grammar is compiled twice: first on trial in another
+process, then here.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from serving.engine.structured import Constraint, StructuredOutputs
 from serving.engine.trials import Trials
 
 _KEPT, _KEPT_BYTES = 128, 256 << 20
-"""Compiled grammars that are kept for the next request that asks for the same."""
+"""Maximum number and size of compiled grammars that are cached."""
 _REFUSED = 1024
-"""Grammars that are remembered as refused."""
+"""Maximum number of grammars that are remembered as refused."""
 
 
 class Grammar:
-    """A grammar that can be followed. It stays compiled for as long as somebody holds it."""
+    """A compiled grammar. It stays in memory as long as it is referenced."""
 
     def __init__(self, matcher: llguidance.LLMatcher, num_bytes: int) -> None:
         self.matcher, self.num_bytes = matcher, num_bytes
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer and keeps the latest. May be used by several threads.
+    """Compiles grammars for one tokenizer and caches them. May be used by several threads.
 
     Args:
-        tokenizer: the model's.
-        vocab_size: the model's, which may be larger than the tokenizer's.
-        eos_token_ids: what may come where the grammar allows an end.
+        tokenizer: of the model.
+        vocab_size: of the model, which may be larger than that of the tokenizer.
+        eos_token_ids: tokens that are allowed where the grammar may end.
         seconds: processor time that compiling one grammar may take.
     """
 
@@ -59,10 +59,10 @@ class Grammars:
         self._trials = Trials(self._settings, seconds)
 
     def start(self, outputs: StructuredOutputs) -> Constraint:
-        """A constraint at the beginning of an output. Takes a while for a grammar that has not been seen before.
+        """A constraint at the beginning of an output. Waits for the trial of a new grammar.
 
         Raises:
-            RequestError: as `compile` does.
+            RequestError: see `compile`.
         """
         matcher = self.compile(outputs).matcher
         return Constraint(matcher, mask_words(self._vocab_size), frozenset(self._eos))
@@ -71,15 +71,15 @@ class Grammars:
         """The grammar of an output's form; waits for its trial.
 
         Raises:
-            RequestError: it is broken, or takes too much to compile; or, to be tried again, too many others are being
-                compiled.
+            RequestError: the grammar is invalid or too expensive to compile; or, with `retry`, too many others are
+                being compiled.
         """
         return self.submit(outputs).result()
 
     def submit(self, outputs: StructuredOutputs, client: str | None = None) -> Future[Grammar]:
-        """As `compile`, without waiting: a grammar that is known is there at once. `client` is whose trial it is.
+        """As `compile`, without waiting; a cached grammar is available at once. `client` is counted for the trial.
 
-        The future raises what `compile` does.
+        The future raises the errors of `compile`.
 
         Raises:
             RequestError: the grammar was refused before, or too many others are being compiled.
@@ -136,7 +136,7 @@ class Grammars:
             raise RequestError(f"structured outputs: {tried['error']}")
         with self._vocabulary_lock:
             if self._vocabulary is None:
-                # A second or so for a large vocabulary, and only if anybody ever asks.
+                # About a second for a large vocabulary, so only when it is first needed.
                 given = self._settings()
                 self._vocabulary = llguidance.LLTokenizer(
                     given["tokenizer"], n_vocab=given["vocab_size"], eos_token=given["eos_token_ids"]

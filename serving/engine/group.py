@@ -1,4 +1,4 @@
-"""Several engines of one model, driven by one caller as if they were one: offline inference over replicas."""
+"""Several engines of one model behind the interface of one, for one caller: offline inference over replicas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from checkpoints.replacement import NewWeights, repeatable
 from serving.engine.control import PauseMode
 from serving.engine.engine import Engine
 from serving.engine.output import RequestOutput
-from serving.engine.placing import Given, Placing
+from serving.engine.placing import Assignment, Placing
 from serving.engine.prompt import Prompt
 from serving.engine.request_error import RequestError
 from serving.engine.sampling_params import SamplingParams
@@ -17,9 +17,9 @@ from serving.engine.weights import Update
 
 
 class EngineGroup:
-    """The methods of `Engine` that bring requests in and run them, over replicas. Each steps in a thread of its own.
+    """Runs requests on several replicas with the methods of `Engine`. Each replica steps in a separate thread.
 
-    Not thread-safe: one caller drives it. An engine is touched by the caller only between two of its steps.
+    Not thread-safe: one caller drives it. The caller uses an engine only between two of its steps.
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
@@ -28,18 +28,18 @@ class EngineGroup:
         self._placing = Placing(engines)
         self._pool = ThreadPoolExecutor(len(engines), thread_name_prefix="engine")
         self._steps: dict[int, Future[list[RequestOutput]]] = {}
-        self._given: dict[str, Given] = {}
-        """Requests that no step has said to be finished."""
+        self._given: dict[str, Assignment] = {}
+        """Unfinished requests and their replicas, by request id."""
         self._unsaid: list[RequestOutput] = []
 
     @property
     def max_model_len(self) -> int:
-        """Of each of them."""
+        """As `Engine.max_model_len`, equal for all replicas."""
         return self.engines[0].max_model_len
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that have been added, and of which `step` has not said that they are finished."""
+        """Number of requests whose finished output `step` has not returned yet."""
         return len(self._given)
 
     def is_unfinished(self, request_id: str) -> bool:
@@ -56,7 +56,7 @@ class EngineGroup:
         cache_salt: str | None = None,
         live_text: bool = False,
     ) -> RequestOutput:
-        """As `Engine.add_request`, to one of them."""
+        """As `Engine.add_request`, on one of the replicas."""
         if request_id in self._given:
             raise RequestError(f"request id {request_id!r} is in use")
         text, ids = self.engines[0].prompt_ids(prompt)
@@ -90,7 +90,7 @@ class EngineGroup:
         return self.at_rest(given.replica).abort(request_id)
 
     def step(self) -> list[RequestOutput]:
-        """Waits until one of the engines has done a step; returns the outputs that it changed, as `Engine.step`."""
+        """Waits until an engine has completed a step; returns the outputs that changed, as `Engine.step` does."""
         for replica, engine in enumerate(self.engines):
             if replica not in self._steps and engine.busy:
                 self._steps[replica] = self._pool.submit(engine.step)
@@ -107,7 +107,7 @@ class EngineGroup:
         self._pool.shutdown()
 
     def at_rest(self, replica: int) -> Engine:
-        """One of them, between two steps."""
+        """A replica, between two of its steps."""
         step = self._steps.pop(replica, None)
         for output in step.result() if step is not None else ():
             given = self._given.get(output.request_id)
@@ -119,24 +119,24 @@ class EngineGroup:
         return self.engines[replica]
 
     def all_at_rest(self) -> Iterator[Engine]:
-        """Each of them, between two steps."""
+        """Each replica, between two of its steps."""
         return (self.at_rest(replica) for replica in range(len(self.engines)))
 
 
 class GroupControl:
-    """What `Control` does, to all engines of a group."""
+    """`Control` for all engines of a group."""
 
     def __init__(self, group: EngineGroup) -> None:
         self._group = group
 
     @property
     def why_held(self) -> str | None:
-        """One line for a user; None where none of them is held."""
+        """One line for a user; None if no engine is held."""
         return next((engine.control.why_held for engine in self._group.engines if engine.control.held), None)
 
     @property
     def paused(self) -> bool:
-        """Whether all of them are."""
+        """Whether all engines are paused."""
         return all(engine.control.paused for engine in self._group.engines)
 
     def pause(self, mode: PauseMode = "abort") -> None:
@@ -150,7 +150,7 @@ class GroupControl:
             engine.control.resume()
 
     def update_weights(self, given: NewWeights, *, version: str | int | None = None, partial: bool = False) -> str:
-        """As `Control.update_weights`; all get one version."""
+        """As `Control.update_weights`, with the same version on all engines."""
         update = Update.of([engine.control.weights for engine in self._group.engines], version)
         again = repeatable(given)
         for engine, lacks in zip(self._group.all_at_rest(), update.lacking, strict=True):

@@ -1,9 +1,9 @@
-"""Compiled programs kept between two starts, so that the second need not even trace them.
+"""Stores compiled programs on disk, so that the next start does not trace, lower or compile them.
 
-JAX's compilation cache saves the compiler's work, but its key is the program itself: to look it up, a program has to be
-traced and lowered anew, which takes a small model's whole start-up time. Here the key is what a program follows from:
-the source text of the packages that define it, the versions of JAX and of what it traces with, the model's structure,
-the device, JAX's settings, and the shapes and types of the arguments. Anything but an exact match compiles anew.
+JAX's compilation cache saves compile time, but its key is the lowered program: a lookup traces and lowers the program,
+which is most of a small model's start-up time. Here the key consists of the inputs of tracing: the source text of the
+packages that define the program, the versions of JAX and its dependencies, the model's structure, the device, JAX's
+settings, and the shapes and dtypes of the arguments. Without an exact match the program is compiled.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _ENDING = ".program"
 class KeptPrograms:
     """The programs of one `StepPrograms` in a folder, one file each.
 
-    Files are as trustworthy as the folder: it belongs to this user, and nobody else may write there.
+    The files are pickles, so the folder must belong to this user and be writable by no other.
     """
 
     def __init__(self, folder: Path, programs: StepPrograms) -> None:
-        """Makes the folder, and clears out what nobody has used for a month.
+        """Creates the folder, and deletes programs that were not used for a month.
 
         Raises:
-            OSError: the folder cannot be made, or is somebody else's.
+            OSError: the folder cannot be created, or other users can write to it.
         """
         make_private(folder)
         status = folder.stat()
@@ -62,13 +62,13 @@ class KeptPrograms:
         self._devices = programs.devices
         self._description = "\n".join([programs.description, *_surroundings(self._devices)])
         self.loaded = 0
-        """Programs that did not have to be compiled."""
+        """Number of programs loaded from disk."""
         for path in folder.iterdir():
             if time.time() - path.stat().st_mtime > _UNUSED_FOR:
                 path.unlink(missing_ok=True)
 
     def load(self, arguments: tuple[Any, ...]) -> tuple[jax.stages.Compiled, dict[str, dict[str, str]]] | None:
-        """The program for arguments like these, and what its operations run by. None: it has to be compiled."""
+        """The program for these arguments' shapes, and the kernels it uses; None if it must be compiled."""
         path = self._path(arguments)
         try:
             saved = pickle.loads(zlib.decompress(path.read_bytes()))
@@ -78,7 +78,7 @@ class KeptPrograms:
             os.utime(path)
         except FileNotFoundError:
             return None
-        except Exception as error:  # a damaged file fails in whatever way
+        except Exception as error:  # a damaged file can raise any error
             log.warning("a saved program cannot be used and is compiled again: %s: %s", path, _line(error))
             return None
         self.loaded += 1
@@ -87,20 +87,20 @@ class KeptPrograms:
     def save(
         self, arguments: tuple[Any, ...], compiled: jax.stages.Compiled, kernels: dict[str, dict[str, str]]
     ) -> None:
-        """Keeps a program that has been compiled. Where that does not work, the next start compiles it again."""
+        """Stores a compiled program. If that fails, the next start compiles it again."""
         path = self._path(arguments)
         try:
             program, takes, gives = serialize_executable.serialize(compiled)
             saved = pickle.dumps({"program": program, "takes": takes, "gives": gives, "kernels": kernels})
-            # Under another name first: a reader, or a start that is cut short, must not see half a file.
+            # Written under another name first: no process may read a partial file.
             with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
                 file.write(zlib.compress(saved, level=1))
             os.replace(file.name, path)
-        except Exception as error:  # what a backend cannot write down is its own affair
+        except Exception as error:  # some backends cannot serialize programs
             log.warning("a compiled program is not saved: %s", _line(error))
 
     def compiling(self) -> contextlib.AbstractContextManager[None]:
-        """Within, programs come fresh from the compiler, so that they can be saved."""
+        """A context in which JAX's own cache is off, so that compiled programs can be serialized."""
         return _jax_cache.off()
 
     def _path(self, arguments: tuple[Any, ...]) -> Path:
@@ -109,9 +109,9 @@ class KeptPrograms:
 
 
 def keep_programs(programs: StepPrograms) -> KeptPrograms | None:
-    """From now on, programs are taken from beside JAX's compilation cache, and those that are missing put there.
+    """Has `programs` load and store compiled programs in a folder next to JAX's compilation cache.
 
-    Gives None where there is no place for them, or where several processes share the devices, which must compile alike.
+    Returns None if there is no such folder, or if several processes share the devices: they must all compile.
     """
     directory = use_compilation_cache()
     if directory is None or not directory.is_dir() or jax.process_count() != 1:
@@ -125,17 +125,14 @@ def keep_programs(programs: StepPrograms) -> KeptPrograms | None:
 
 
 class _JaxCache:
-    """JAX's own cache, one for the whole process: off while anybody needs a program fresh from the compiler."""
+    """Switches JAX's own compilation cache, one for the whole process, off while a program must be compiled."""
 
     def __init__(self) -> None:
         self._lock, self._users, self._before = threading.Lock(), 0, True
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """On a CPU, a program that was read from it cannot be written down a second time.
-
-        (It can, but what is read then lacks functions: "Function ... not found".)
-        """
+        """On a CPU, a program that was read from JAX's cache cannot be serialized again: functions are missing."""
         with self._lock:
             if not self._users:
                 self._before = jax.config.values["jax_enable_compilation_cache"]
@@ -151,20 +148,20 @@ class _JaxCache:
 
     def _switch(self, on: bool) -> None:
         jax.config.update("jax_enable_compilation_cache", on)
-        compilation_cache.reset_cache()  # or JAX goes on as it did for the first program of the process
+        compilation_cache.reset_cache()  # otherwise JAX keeps the setting of the first compilation
 
 
 _jax_cache = _JaxCache()
 
 
 def _surroundings(devices: list[jax.Device]) -> Iterator[str]:
-    """Whatever a program depends on beside the model and the arguments."""
+    """What a program depends on in addition to the model and the arguments."""
     yield f"{platform.python_implementation()} {sys.version}"
     yield from (f"{name} {version(name)}" for name in _TRACED_WITH)
     yield source_digest(PROGRAM_PACKAGES)
     yield f"{machine()} {devices[0].client.platform_version}"
     yield from (f"{device.id} {device.platform} {device.device_kind}" for device in devices)
-    # Where the caches lie does not change what is in them.
+    # The location of caches does not change their contents.
     settings: dict[str, Any] = {
         **jax.config.values,
         **{k: v for k, v in os.environ.items() if k.startswith(_ENVIRONMENT)},

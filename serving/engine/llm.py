@@ -62,7 +62,7 @@ class LLM:
         self._ids = itertools.count()
 
     def close(self) -> None:
-        """Saves what `disk_cache` is to have. Nothing can be generated afterwards. Also the end of a `with` block."""
+        """Writes pending states to `disk_cache` and ends the engine. Leaving a `with` block calls it."""
         self.front.close()
 
     def __enter__(self) -> LLM:
@@ -73,7 +73,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None for a model without tokenizer files: it takes and gives token ids only."""
+        """The tokenizer; None for a model without tokenizer files, which accepts and returns only token ids."""
         return self._tokenizer
 
     def get_tokenizer(self) -> Tokenizer:
@@ -111,11 +111,11 @@ class LLM:
             prompts: texts, lists of token ids, or `{"prompt_token_ids": [...]}`; one of them or a list.
             sampling_params: one for all, or one per prompt.
             use_tqdm: show a progress bar on a terminal.
-            priority: smaller is served first; one for all, or one per prompt.
+            priority: smaller values are served first; one for all, or one per prompt.
             cache_salt: share cached prefixes only with requests of the same salt.
 
         Raises:
-            RequestError: one of the requests cannot be served as asked; none has been started then.
+            RequestError: one of the requests cannot be served as asked; then none is run.
         """
         if self.front.control.why_held is not None:
             raise RequestError(self.front.control.why_held)
@@ -133,7 +133,7 @@ class LLM:
                 outputs.append(self.front.add_request(request_id, prompt, each, priority=rank, cache_salt=cache_salt))
             self._run(len(outputs), use_tqdm)
         except BaseException:
-            # Interrupted or refused half way: leave nothing behind that a later call would have to run.
+            # Interrupted or refused: abort all, so that a later call does not run them.
             for output in outputs:
                 self.front.abort(output.request_id)
             raise
@@ -149,7 +149,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers conversations: one list of messages (`{"role", "content"}`) or several.
 
-        `template` goes to the chat template: `tools`, `chat_template`, and whatever variables it understands.
+        `template` holds arguments of the chat template: `tools`, `chat_template` and the template's variables.
 
         Raises:
             RequestError: no tokenizer, or a request that cannot be served as asked.
@@ -166,7 +166,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Completes one prompt, yielding the same output again and again as it grows. Closing it aborts the request."""
+        """Completes one prompt, yielding the same output as it grows. Closing the iterator aborts the request."""
         request_id = f"stream-{next(self._ids)}"
         output = self.front.add_request(request_id, prompt, sampling_params, live_text=True)
         told = False
@@ -175,22 +175,22 @@ class LLM:
                 if any(changed is output for changed in self.front.step()):
                     told = output.finished
                     yield output
-            if not told:  # another call ran the last of its steps, or aborted it
+            if not told:  # another call ran its last step, or aborted it
                 yield output
         finally:
             self.front.abort(request_id)
 
     @property
     def weights_version(self) -> str:
-        """What the weights are called in outputs (`weights_versions`)."""
+        """The name of the present weights in outputs (`weights_versions`)."""
         return self.engine.control.weights.version
 
     def update_weights(self, weights: NewWeights, *, version: str | int | None = None, partial: bool = False) -> str:
-        """Replace the model's weights in place, without compiling anything; see `Control.update_weights`."""
+        """Replaces the model's weights in place; nothing is compiled. See `Control.update_weights`."""
         return self.front.control.update_weights(weights, version=version, partial=partial)
 
     def pause(self, mode: PauseMode = "abort") -> None:
-        """Dispatch no step until `resume`; see `Control.pause`. With `wait`, all requests run to their ends first."""
+        """Dispatches no step until `resume`; see `Control.pause`. With `wait`, all requests finish first."""
         self.front.control.pause(mode)
         while not self.front.control.paused:
             self.front.step()
@@ -200,11 +200,11 @@ class LLM:
         self.front.control.resume()
 
     def sleep(self, level: int = 1) -> None:
-        """Give the memory of states and pages back, on level 2 also that of the weights; see `Control.sleep`."""
+        """Frees the memory of states and pages, on level 2 also that of the weights; see `Control.sleep`."""
         self.front.control.sleep(level)
 
     def wake_up(self) -> None:
-        """Take the memory for states and pages again."""
+        """Allocates the memory for states and pages again."""
         self.front.control.wake_up()
 
     def encode_chat(self, messages: Messages, **template: Any) -> list[int]:

@@ -15,22 +15,22 @@ class LoopStats:
     decode_rows: int = 0
     prefill_tokens: int = 0
     lockstep_steps: int = 0
-    """Times that the next step could not be planned before the last one was read: a row needs the host to know it."""
+    """Steps that were planned only after the results of the last one were read, because a row needed them."""
     drafts: DraftStats = field(default_factory=DraftStats)
     failures: int = 0
-    """Steps lost with their store; everything was computed again."""
+    """Steps that failed and lost the store; all requests were computed again."""
     not_finite: int = 0
     """Choices that ended because their logits were NaN or infinite."""
     plan_seconds: float = 0.0
     """Scheduling and batch building."""
     dispatch_seconds: float = 0.0
-    """Calls of compiled programs, compiling them included."""
+    """Calls of compiled programs, including compilation."""
     wait_seconds: float = 0.0
     """Waiting for results."""
     settle_seconds: float = 0.0
-    """Crediting results to requests and making outputs of them."""
+    """Assigning results to requests and updating outputs."""
 
     @property
     def host_seconds_per_step(self) -> float:
-        """What the host does while it neither dispatches nor waits."""
+        """Mean host time per step outside of dispatching and waiting."""
         return (self.plan_seconds + self.settle_seconds) / max(self.steps, 1)

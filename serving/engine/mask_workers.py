@@ -1,8 +1,8 @@
-"""Masks of structured outputs, computed on threads of their own: a slow grammar never holds up the engine's thread.
+"""Computes masks of structured outputs in separate threads, so that a slow grammar never delays the engine's thread.
 
-A request whose mask is not ready has no row in a step (`Request.blocked`); its neighbours go on. Before each step the
-engine waits for a moment, and only for choices whose masks have been quick so far. All others are computed by one
-thread of low priority, and each choice has a budget of processor time.
+A request whose mask is not ready has no row in a step (`Request.blocked`); other requests continue. Before each step
+the engine waits briefly for choices whose masks have been quick so far. One thread of low priority computes all other
+masks, and each choice has a budget of processor time.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _PATIENCE = 0.01
 _IDLE_PATIENCE = 0.01
 """Seconds that an engine which has nothing else to do waits for a mask before it looks for new requests."""
 _QUICK = 0.002
-"""Processor time in seconds of a mask that is worth waiting for."""
+"""Processor time in seconds up to which a mask counts as quick."""
 _MOST_PER_STEP = 1.0
 """Processor time in seconds that the masks of one step of a choice may take."""
 _ALLOWANCE, _PER_TOKEN = 2.0, 0.01
-"""Processor time in seconds that all masks of a choice may take: so much, and so much more for each token."""
+"""Processor time in seconds that all masks of a choice may take: a constant, and more for each token."""
 
 
 class FollowedChoice:
-    """One choice's place in its grammar, and the masks of its next step."""
+    """A choice's position in its grammar, and the masks of its next step."""
 
     __slots__ = ("constraint", "masks", "seconds", "slow")
 
@@ -83,7 +83,7 @@ class MaskWorkers:
         self._done: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._new: list[_Job] = []
         self._awaited: set[_Job] = set()
-        """Under way, and worth waiting for."""
+        """Quick jobs that are being computed."""
         self._under_way = 0
         self._refused: list[tuple[Request, str, bool]] = []
 
@@ -108,18 +108,18 @@ class MaskWorkers:
                 break
             taken = True
             self._take(job)
-        for job in self._awaited:  # a moment has passed: from now on others do not wait for these
+        for job in self._awaited:  # not ready in time: later steps do not wait for these
             job.choice.slow = True
         self._awaited.clear()
         return taken
 
     def pop_refused(self) -> list[tuple[Request, str, bool]]:
-        """Requests that cannot go on since the last call: why, and whether their grammar is at fault."""
+        """Requests that failed since the last call: the reason, and whether their grammar is the cause."""
         refused, self._refused = self._refused, []
         return refused
 
     def close(self) -> None:
-        """End the threads once they are done with what they compute."""
+        """Ends the threads after their present computation."""
         self._quick_pool.shutdown(wait=False, cancel_futures=True)
         self._slow_pool.shutdown(wait=False, cancel_futures=True)
 
@@ -128,7 +128,7 @@ class MaskWorkers:
         self._under_way += len(new)
         quick = [job for job in new if not job.choice.slow]
         self._awaited.update(quick)
-        if quick:  # one task for all: handing over a task takes as long as a quick mask
+        if quick:  # one task for all: submitting a task takes as long as a quick mask
             self._quick_pool.submit(self._compute, quick)
         for job in new:
             if job.choice.slow:
@@ -155,7 +155,7 @@ class MaskWorkers:
         choice.masks, request.blocked = job.masks, False
 
     def _compute(self, jobs: Sequence[_Job]) -> None:
-        """In a thread of a pool. Each result is handed over as soon as it is there."""
+        """Runs in a thread of a pool. Delivers each result as soon as it is ready."""
         for job in jobs:
             begin = time.thread_time()
             try:
@@ -168,6 +168,6 @@ class MaskWorkers:
 
 
 def _lower_priority() -> None:
-    # Linux has priorities of threads; where a system has none, the thread runs as others do.
+    # Linux has priorities of threads; on other systems the thread keeps its priority.
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

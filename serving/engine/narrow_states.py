@@ -1,4 +1,4 @@
-"""From flags to the forms of states that wait, and of running rows that round as they do."""
+"""The dtypes of stored states, from the flags: of states off the device, and of rounded running rows."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from serving.config import EngineConfig
 
 
 def waiting_form(config: EngineConfig) -> Narrow | None:
-    """Of states that leave the device; None: as they lie in slots."""
+    """The form of states that leave the device; None: that of the slots."""
     return Narrow(config.checkpoint_dtype) if config.narrows_states else None
 
 
 def handoff_form(config: EngineConfig) -> Narrow | None:
-    """Of states that go from one running row to another's. Where rows round, nothing else may be rounded."""
+    """The form of states handed from one running row to another. If rows are rounded, states must not be."""
     return None if config.rounds_rows else waiting_form(config)
 
 
 def row_rounding(config: EngineConfig) -> tuple[Narrow, int] | None:
-    """How running rows are rounded, and at multiples of how many tokens."""
+    """The form that running rows are rounded to, and the number of tokens between roundings."""
     return (Narrow(config.checkpoint_dtype), config.state_block_size) if config.rounds_rows else None

@@ -1,4 +1,4 @@
-"""What comes back: a `RequestOutput` per request, a `CompletionOutput` per choice, with the names vLLM users know."""
+"""Outputs: a `RequestOutput` per request and a `CompletionOutput` per choice, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _PIECE = 64  # tokens decoded at once: a decoder looks at all of a piece to find
 
 
 class Logprob(NamedTuple):
-    """Log-probability of one token: under the model's own distribution or, for output tokens where the engine was told
-    so (`logprobs_mode`), under the one that tokens are drawn from."""
+    """Log-probability of one token: under the model's own distribution or, for output tokens and with
+    `logprobs_mode="processed_logprobs"`, under the distribution that tokens are sampled from."""
 
     logprob: float
     rank: int | None
-    """1 = the likeliest; None where the token is not among the alternatives that were asked for."""
+    """1 = the likeliest; None if the token is not among the requested alternatives."""
 
 
 TokenLogprobs = dict[int, Logprob]
-"""Of one position: the chosen token first, then the likeliest ones."""
+"""Log-probabilities of one position by token id: the chosen token first, then the likeliest ones."""
 
 
 @dataclass
 class RequestMetrics:
-    """When things happened, in seconds of `time.monotonic`."""
+    """Times of a request's events, in seconds of `time.monotonic`."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -39,11 +39,11 @@ class RequestMetrics:
     finished_time: float | None = None
     num_preemptions: int = 0
     drafts: DraftStats = field(default_factory=DraftStats)
-    """What became of the drafts of all choices."""
+    """Counters of the drafts of all choices."""
 
     @property
     def time_to_first_token(self) -> float | None:
-        """From arrival to the moment the host saw the first token."""
+        """Seconds from arrival until the host received the first token."""
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
 
@@ -55,24 +55,24 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    """Sum over the output tokens; only where `logprobs` was asked for."""
+    """Sum over the output tokens; only if `logprobs` was requested."""
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     """`stop`, `length`, `abort`, or None while it runs."""
     stop_reason: int | str | None = None
     """The stop id or stop text that ended it; None for end-of-sequence."""
     weights_versions: list[tuple[str, int]] = field(default_factory=list)
-    """Which weights the tokens come from: (version, number of tokens), in order. One entry unless they changed."""
+    """The weights that produced the tokens: (version, number of tokens), in order. One entry unless they changed."""
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the choice has ended."""
         return self.finish_reason is not None
 
 
 @dataclass
 class RequestOutput:
-    """A request's answer, so far or whole. Outputs of one request share their lists: copy what must not change."""
+    """The output of a request, so far or complete. Outputs of one request share lists: copy what must not change."""
 
     request_id: str
     prompt: str | None
@@ -80,18 +80,18 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
-    """Prompt tokens whose computation was saved by the prefix cache."""
+    """Prompt tokens that the prefix cache saved from being computed."""
     miss_reason: str | None = None
-    """Why nothing of the prompt came from the cache; None where any of it did."""
+    """Why no part of the prompt came from the cache; None if some did."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One entry a prompt token; the first has none."""
+    """One entry per prompt token; None for the first."""
     metrics: RequestMetrics | None = None
     failure: RequestError | RequestFailed | None = None
-    """Why it could not go on, where that is how it ended; its choices then have finish reason `error`."""
+    """Why the request failed, if it did; its choices then have finish reason `error`."""
 
 
 class TextStream(Protocol):
-    """Turns tokens into text as they come; holds back bytes that do not make a character yet."""
+    """Turns tokens into text incrementally; holds back bytes that do not form a complete character yet."""
 
     def push(self, token_ids: Sequence[int]) -> str: ...
 
@@ -99,7 +99,7 @@ class TextStream(Protocol):
 
 
 def token_logprobs(token: int, logprob: float, top_ids: np.ndarray, top: np.ndarray) -> TokenLogprobs:
-    """The chosen token and the alternatives (likeliest first) as one table."""
+    """The log-probabilities of the chosen token and of the alternatives (likeliest first) in one table."""
     ranks = {int(t): rank for rank, t in enumerate(top_ids, start=1)}
     table = {token: Logprob(logprob, ranks.get(token))}
     for rank, (other, value) in enumerate(zip(top_ids.tolist(), top.tolist(), strict=True), start=1):
@@ -108,7 +108,7 @@ def token_logprobs(token: int, logprob: float, top_ids: np.ndarray, top: np.ndar
 
 
 class Choice:
-    """One choice while it runs: takes tokens, makes text of them and finds stop texts in it."""
+    """A running choice: takes tokens, turns them into text and finds stop texts in it."""
 
     def __init__(self, index: int, params: SamplingParams, text: TextStream | None) -> None:
         self.output = CompletionOutput(index)
@@ -129,10 +129,10 @@ class Choice:
         ended: bool = False,
         version: str = "",
     ) -> bool:
-        """New tokens, in order. Returns whether a stop text ended the choice; tokens after it are left out.
+        """Appends tokens. Returns whether a stop text ended the choice; tokens after it are dropped.
 
-        `ended` says that the last one ends the output: it is one of the output's tokens, but its text is left out like
-        that of a stop text. Text is made at once only where a stop text may be in it: otherwise nobody may ever look.
+        `ended`: the last token ends the output. It belongs to the output's tokens, but its text is left out, as that of
+        a stop text is. Tokens are turned into text here only if there are stop texts; otherwise `refresh` does it.
         `version` is that of the weights.
         """
         before, output = len(self.output.token_ids), self.output
@@ -150,7 +150,7 @@ class Choice:
                 output.logprobs.append(logprobs[i])
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs[i][token].logprob
             if self._stops.texts:
-                # Text before min_tokens is passed on unread: it can neither be nor begin a stop text.
+                # Text before min_tokens is not searched: it can neither be nor begin a stop text.
                 self._stops.active = len(output.token_ids) > self._params.min_tokens
                 self._read_to(len(output.token_ids) - (self._hidden and i == len(tokens) - 1))
                 if self._stops.found is not None:
@@ -159,11 +159,11 @@ class Choice:
         return False
 
     def refresh(self) -> None:
-        """Bring `text` up to date with the tokens (less what may begin a stop text)."""
+        """Brings `text` up to date with the tokens, except for text that may begin a stop text."""
         self._read_to(len(self.output.token_ids) - self._hidden)
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        """The engine has ended the choice: by length, a token, or an abort. Text that was held back comes out."""
+        """Ends the choice: by length, a token or an abort. Text that was held back is added to the output."""
         output = self.output
         if output.finished:
             return
@@ -174,7 +174,7 @@ class Choice:
             output.text += self._stops.flush()
 
     def _read_to(self, end: int) -> None:
-        """Make text of the tokens up to `end`."""
+        """Turns the tokens up to `end` into text."""
         while self._stream is not None and self._decoded < end and self._stops.found is None:
             piece = self.output.token_ids[self._decoded : min(end, self._decoded + _PIECE)]
             self._decoded += len(piece)
@@ -182,7 +182,7 @@ class Choice:
 
 
 def _count(runs: list[tuple[str, int]], version: str, tokens: int) -> None:
-    """Adds tokens of a version to the runs so far."""
+    """Adds a number of tokens of a version to the runs."""
     if not tokens:
         return
     if runs and runs[-1][0] == version:

@@ -1,8 +1,8 @@
-"""Which of several replicas a request goes to: the one that has the least to compute before it can answer.
+"""Chooses the replica of a request: the one with the least to compute before it can answer.
 
-The rule is that of routers (`serving.core.placing`). What routers are told by events is here asked of each prefix
-index itself, and so it is neither late nor of another block size. What tiers below the devices hold, all replicas can
-have: it costs each the same, so whoever has a state on its device is preferred to those who would have to fetch it.
+The rule is that of the router (`serving.core.placing`). A router learns about states from events; here each prefix
+index is asked directly, so the information is current and has no block size. All replicas can fetch the same states
+from host memory or disk; a replica that has a state on its device is preferred to one that has to fetch it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from serving.engine.engine import Engine
 from serving.engine.sampling_params import SamplingParams
 
 FETCHING = EVENNESS
-"""Of computing a token, what fetching it counts for. No less than this, or a lone conversation would be fetched by each
-replica in turn: what one has had beyond its share counts so much."""
+"""The cost of fetching a token, as a fraction of computing it. With a smaller value, a single conversation would be
+fetched by each replica in turn, because load beyond a replica's share has this weight."""
 
 
 class Placing:
-    """Keeps count of what each replica has been given. Any thread may use it.
+    """Tracks the load of each replica. Any thread may use it.
 
     Args:
         engines: the replicas.
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(self, engines: Sequence[Engine], clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,22 +44,22 @@ class Placing:
         salt: str | None,
         *,
         without: Collection[int] = (),
-    ) -> Given:
-        """Choose a replica for a prompt, and count it as given to it. All choices of a request go to the same one.
+    ) -> Assignment:
+        """Chooses a replica for a request and adds the request to its load. All choices of it run on the same replica.
 
-        Replicas that are held (asleep, or without weights) are passed over while others are not.
+        A held replica (asleep, or without weights) is chosen only if all are held.
 
         Args:
-            tokens: the prompt's.
-            params: of the request. One for log-probabilities of the prompt computes all of it.
-            salt: of the cache.
-            without: not these replicas.
+            tokens: the prompt's token ids.
+            params: of the request. With `prompt_logprobs`, the whole prompt is computed.
+            salt: the cache salt.
+            without: replicas that must not be chosen.
         """
         reuses = params is None or params.prompt_logprobs is None
         choices = 1 if params is None else params.n
-        # Outside of the lock: long prompts take a while to look up.
+        # Outside the lock: looking up a long prompt takes time.
         chains: dict[Scope, Chain] = {}
-        found = [_found(engine, tokens, salt, chains) if reuses else _Found(0, 0) for engine in self._engines]
+        found = [_found(engine, tokens, salt, chains) if reuses else _Reusable(0, 0) for engine in self._engines]
         missing = [len(tokens) - each.anywhere for each in found]
         with self._lock:
             now = self._clock()
@@ -79,50 +79,50 @@ class Placing:
             best = min((i for i in range(len(self._engines)) if i not in without), key=cost)
             self._work[best].given(missing[best], now)
             self._choices[best] += choices
-        return Given(self, best, missing[best], choices)
+        return Assignment(self, best, missing[best], choices)
 
     def any_open(self, without: Collection[int]) -> bool:
-        """Whether there is another replica that is not held. How long a held one would keep a request, nobody knows."""
+        """Whether there is another replica that is not held. A held one could delay a request without limit."""
         return any(not engine.control.held for i, engine in enumerate(self._engines) if i not in without)
 
-    def computed(self, given: Given) -> None:
-        """A replica has computed a prompt that it was given, or will not."""
-        with self._lock:  # two threads may say so
-            self._work[given.replica].computed(given.missing)
-            given.missing = 0
+    def computed(self, assignment: Assignment) -> None:
+        """A replica has computed the prompt of an assignment, or will not compute it."""
+        with self._lock:  # two threads may call it
+            self._work[assignment.replica].computed(assignment.missing)
+            assignment.missing = 0
 
-    def ended(self, given: Given) -> None:
-        """A replica is done with a request."""
-        self.computed(given)
+    def ended(self, assignment: Assignment) -> None:
+        """The request of an assignment has ended."""
+        self.computed(assignment)
         with self._lock:
-            self._choices[given.replica] -= given.choices
+            self._choices[assignment.replica] -= assignment.choices
 
 
-class Given:
-    """A request at its replica, until it has ended."""
+class Assignment:
+    """The assignment of a request to a replica, until the request ends."""
 
     def __init__(self, placing: Placing, replica: int, missing: int, choices: int) -> None:
         self._placing, self.replica, self.missing, self.choices = placing, replica, missing, choices
 
     def computed(self) -> None:
-        """Its prompt has been computed."""
+        """The prompt has been computed."""
         self._placing.computed(self)
 
     def ended(self) -> None:
-        """The replica is done with it. To be called once."""
+        """The request has ended. Must be called once."""
         self._placing.ended(self)
 
 
-class _Found(NamedTuple):
-    """Tokens of a prompt that need not be computed."""
+class _Reusable(NamedTuple):
+    """Numbers of prompt tokens that a replica need not compute."""
 
     device: int
-    """With what the replica's device has."""
+    """With the states on its device."""
     anywhere: int
-    """With what it could fetch, too."""
+    """With the states that it could fetch, too."""
 
 
-def _found(engine: Engine, tokens: Sequence[int], salt: str | None, chains: dict[Scope, Chain]) -> _Found:
+def _found(engine: Engine, tokens: Sequence[int], salt: str | None, chains: dict[Scope, Chain]) -> _Reusable:
     scheduler = engine.loop.scheduler
     device = scheduler.resumable(tokens, salt)
-    return _Found(device, scheduler.fetchable(tokens, salt, device, chains))
+    return _Reusable(device, scheduler.fetchable(tokens, salt, device, chains))

@@ -1,4 +1,4 @@
-"""What a request may begin with: a text, or token ids."""
+"""Prompts: a text or token ids."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str | None, list[int]]:
-    """A prompt's text, if it has one, and its tokens. Nothing is changed, by whatever thread.
+    """A prompt's text, if it has one, and its token ids. May be called from any thread.
 
     Args:
-        prompt: as users give it.
-        tokenizer: None takes token ids only.
-        vocab_size: ids are less.
+        prompt: the user's prompt.
+        tokenizer: None = only token ids are allowed.
+        vocab_size: token ids must be smaller.
 
     Raises:
-        RequestError: it is no prompt.
+        RequestError: the prompt is not valid.
     """
     given: Any = prompt
     if isinstance(prompt, (list, tuple)):

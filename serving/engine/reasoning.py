@@ -1,7 +1,7 @@
-"""Reasoning at the beginning of an output: it ends at a mark, or with its budget, and the answer's form begins there.
+"""Reasoning at the beginning of an output: it ends at a mark or with its budget; then the answer's form applies.
 
-Only requests with a form for the answer or a budget for the reasoning are followed here. What other outputs say is read
-from their text, by whoever shows it.
+Only requests with a form for the answer or a budget for the reasoning are followed here. For other requests the server
+finds the reasoning in the text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALL = np.uint32(0xFFFFFFFF)
 
 @dataclass(frozen=True)
 class Reasoning:
-    """That an output may begin with reasoning.
+    """Declares that an output may begin with reasoning.
 
     Raises:
         RequestError: a value of the wrong kind.
@@ -31,9 +31,9 @@ class Reasoning:
     begin: str = "<think>"
     end: str = "</think>"
     begun: bool = False
-    """The prompt ends within reasoning: the output goes on with it."""
+    """The prompt ends within reasoning, and the output continues it."""
     budget: int | None = None
-    """Tokens of reasoning at most; then `end` is written for the model. None: as many as it likes."""
+    """Maximum number of reasoning tokens; then `end` is forced. None: no limit."""
 
     def __post_init__(self) -> None:
         marks = (self.begin, self.end)
@@ -45,10 +45,10 @@ class Reasoning:
 
     @classmethod
     def of(cls, value: Reasoning | Mapping[str, Any]) -> Reasoning:
-        """As it is, or made from a table.
+        """`value` itself, or made from a table.
 
         Raises:
-            RequestError: it is neither, or does not fit.
+            RequestError: it is neither, or a value is not valid.
         """
         if isinstance(value, cls):
             return value
@@ -66,26 +66,26 @@ class _Phase(Enum):
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in an output one is."""
+    """A position in an output."""
 
     phase: _Phase
     text: str = ""
-    """The latest text: of the beginning while that is undecided, else as much as may hold a part of the mark."""
+    """The latest text: the whole beginning while undecided, otherwise as much as can contain part of the mark."""
     spent: int = 0
     """Tokens of reasoning."""
     forced: tuple[int, ...] = ()
-    """What must come next: the rest of a mark."""
+    """The tokens that must come next: the rest of a mark."""
 
 
 class ReasoningConstraint:
-    """One choice's way through reasoning into an answer; to its user the same as the answer's own constraint.
+    """The constraint of a choice with reasoning and an answer; it has the interface of `Constraint`.
 
     Args:
-        reasoning: what may come first.
-        answer: the form of what follows; None for any.
-        tokenizer: the model's.
+        reasoning: declares the reasoning.
+        answer: the form of the answer; None for any.
+        tokenizer: of the model.
         words: 32-bit words of a mask.
-        eos_token_ids: reasoning cannot end with these where an answer of a form must follow.
+        eos_token_ids: forbidden within reasoning if the answer has a form.
     """
 
     def __init__(
@@ -107,17 +107,17 @@ class ReasoningConstraint:
             self._place = self._reasoning_at(0)
         elif answer is None or len(self._begin) == 1:
             self._place = _Place(_Phase.UNDECIDED)
-        else:  # the mark's first token may be the answer's, too
+        else:  # the mark's first token may also begin the answer
             self._place = _Place(_Phase.ANSWER)
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more may come."""
+        """Whether the output is complete."""
         return self._answer is not None and self._place.phase is _Phase.ANSWER and self._answer.finished
 
     @property
     def error(self) -> str | None:
-        """Why the answer's form cannot be followed any further."""
+        """Why the answer's form cannot be followed further."""
         return None if self._answer is None else self._answer.error
 
     def advance(self, tokens: Sequence[int]) -> int:
@@ -133,7 +133,7 @@ class ReasoningConstraint:
         return len(tokens)
 
     def masks(self, drafts: Sequence[int], heads: int) -> np.ndarray:
-        """What may come at each head, uint32 [heads, words]; as `Constraint.masks`."""
+        """The tokens allowed at each head, uint32 [heads, words]; see `Constraint.masks`."""
         masks = np.full((heads, self._words), _ALL)
         place = self._place
         for head in range(heads):
@@ -154,7 +154,7 @@ class ReasoningConstraint:
                 return masks
             place, rest = self._followed(place, draft)
             if rest and self._answer is not None:
-                # The answer begins within this token: its form has followed the rest of the token's text by then.
+                # The answer begins within this token: its form follows the rest of the token's text first.
                 known = self._answer.masks([*rest, *drafts[head + 1 :]], len(rest) + heads - head - 1)
                 masks[head + 1 :] = known[len(rest) :]
                 return masks
@@ -168,7 +168,7 @@ class ReasoningConstraint:
         return mask
 
     def _followed(self, place: _Place, token: int) -> tuple[_Place, tuple[int, ...]]:
-        """Where a token leads, and the tokens of an answer that begins within it (of such a token's text)."""
+        """The position after a token, and the tokens of an answer that begins within the token's text."""
         if place.forced:
             forced = place.forced[1:]
             return (replace(place, forced=forced) if forced else _Place(_Phase.ANSWER)), ()

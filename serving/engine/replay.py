@@ -1,8 +1,8 @@
-"""Which form running rows have: a state after every token of a step (snapshots), or an anchor and replayed inputs.
+"""Chooses the form of running rows: a state after every token of a step (snapshots), or an anchor and replayed inputs.
 
-Unless `replay_interval` says so, it is chosen by what a full decode step moves: on platforms that have kernels for the
-replay of all of a model's states, that with the fewest bytes; elsewhere, and where it saves next to nothing, snapshots.
-On CPU computing counts as well, and replay is chosen only with as many drafts as it was measured to be faster with.
+Without `replay_interval`, the form that moves fewer bytes in a full decode step is chosen if the platform has replay
+kernels for all of the model's states, and snapshots otherwise or if replay saves little. On CPU computation matters as
+well: replay is chosen only for numbers of drafts with which it was measured to be faster.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from serving.config import ConfigError, EngineConfig
 from serving.core import replay_intervals
 
 WORTH = 0.02
-"""The least share of a step's bytes that replay has to save before it is chosen unasked."""
+"""The fraction of a step's bytes that replay must save to be chosen."""
 _USUAL = 16
-"""The smallest interval that is chosen unasked, where it is allowed: below it more rows need a spare, for few bytes."""
+"""The smallest interval that is chosen, if allowed: with smaller ones more rows need a spare slot, for few bytes."""
 
 _DRAFTS_ON_CPU = 3
-"""The least drafts of a full step, all rows together, with which replay is chosen on CPU."""
+"""The number of drafts in a full step, of all rows together, from which replay is chosen on CPU."""
 
 
 class ResolvedReplay(NamedTuple):
-    """What `replay_interval` amounts to."""
+    """The resolved `replay_interval`."""
 
     interval: int
     """1 = snapshots."""
     notice: str
-    """What decoding keeps, and why, for the report at start."""
+    """The form and the reason for it, for the report at start."""
     num_drafts: int
 
     @property
     def replay(self) -> Replay | None:
-        """What the store is made for; None = snapshots."""
+        """The replay settings of the store; None = snapshots."""
         return Replay(self.interval, self.num_drafts) if self.interval > 1 else None
 
 
 def resolve_replay(config: EngineConfig, shape: StoreShape, *, platform: str, weight_bytes: int) -> ResolvedReplay:
-    """The interval asked for, or the one that suits the platform, the model and as many rows as may run at once.
+    """The requested interval, or the best one for the platform, the model and the maximum number of rows.
 
     Args:
         config: every flag.
         shape: of the whole model's state.
         platform: "cpu", "gpu" or "tpu".
-        weight_bytes: of the whole model: what a step moves beside states.
+        weight_bytes: of the whole model: a step reads them in addition to states.
 
     Raises:
-        ConfigError: one is asked for, and the model has a state that cannot be replayed.
+        ConfigError: an interval is requested, and the model has a state that cannot be replayed.
     """
     drafts, asked = config.num_speculative_tokens, config.replay_interval
     if asked is not None and asked > 1 and shape.slots and shape.without_replay:
@@ -65,21 +65,21 @@ def resolve_replay(config: EngineConfig, shape: StoreShape, *, platform: str, we
 
 
 def spares(rows: int, replay: Replay) -> int:
-    """Slots for spares that suffice nearly always where `rows` decode side by side.
+    """Number of spare slots that suffices in nearly all cases if `rows` rows decode.
 
-    A row has a spare while its settled length is within two steps of a multiple of R: the one that has not settled, and
-    the one that is planned. Rows are at any place between multiples: so many at once, and three standard deviations.
-    More may still want one, for example where equal prompts came together; a row that gets none does without drafts.
+    A row needs a spare while its settled length is within two steps of a multiple of R: the step in flight and the
+    planned one. Rows are at random positions between multiples: the result is the mean plus three standard deviations.
+    More rows may need one, for example if equal prompts arrive together; a row without a spare decodes without drafts.
     """
     chance = min(1.0, 2 * (1 + replay.num_drafts) / replay.interval)
     return min(rows, math.ceil(rows * chance + 3 * math.sqrt(rows * chance * (1 - chance))))
 
 
 def state_traffic(shape: StoreShape, interval: int, drafts: int, *, dtype: str, ssm_dtype: str) -> float:
-    """Bytes of states that a decode step moves for each row, in the long run.
+    """Mean bytes of states that a decode step moves per row.
 
-    Snapshots: one state read, and one written after each token. Replay: one read, one written wherever a multiple of R
-    is reached, and a tail read and written back whole, more than the kernel for TPU does.
+    Snapshots: one state is read, and one is written after each token. Replay: one is read, one is written at each
+    multiple of R, and the tail is read and written completely (the TPU kernel moves less).
     """
     slot, width = shape.bytes_per_slot(dtype, ssm_dtype), 1 + drafts
     if interval == 1:

@@ -1,4 +1,4 @@
-"""What several engines have counted, as one."""
+"""Merges the statistics of several engines."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from serving.engine.draft_stats import DraftStats
 
 
 def merged(stats: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """`Engine.stats()` of several engines as of one, and each one's own under `engines`.
+    """The merged `Engine.stats()` of several engines, and those of each engine under `engines`.
 
-    Counters are added up. Weights have one version, unless some have been replaced and others not yet.
+    Counters are added. The weights have one version, unless only some engines have been updated.
     """
     whole = _added(stats)
     versions = dict.fromkeys(each["weights"]["version"] for each in stats)
@@ -30,7 +30,7 @@ def merged(stats: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _tiers(engines: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Each has fetched its own; what tiers hold, they hold for all."""
+    """Engines share the contents of tiers; the counters of fetches are per engine and are added."""
     own = [field.name for field in fields(FetchStats)]
     return {
         name: shared | {key: sum(engine[name][key] for engine in engines) for key in own}
@@ -39,7 +39,7 @@ def _tiers(engines: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, 
 
 
 def _added(values: Sequence[Any]) -> Any:
-    """Numbers are added, also those in lists and in dictionaries; of anything else the first that is not None."""
+    """Adds numbers, also those in lists and dictionaries; of other values takes the first that is not None."""
     first = next((value for value in values if value is not None), None)
     if isinstance(first, dict):
         names = dict.fromkeys(name for value in values for name in value)

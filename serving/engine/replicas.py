@@ -1,4 +1,4 @@
-"""Several engines of one model behind one front, for many concurrent callers."""
+"""Several engines of one model behind one interface, for concurrent callers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from serving.engine.weights import Update
 
 
 class Replicas:
-    """What an `AsyncEngine` does, by several engines: each in a thread of its own, each request by one of them.
+    """An `AsyncEngine` over several engines. Each runs in a separate thread, and serves some of the requests.
 
     Args:
-        engines: replicas of one model. Nothing else may use them from now on.
+        engines: replicas of one model. Only this object may use them from now on.
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
@@ -47,7 +47,7 @@ class Replicas:
         live: bool = True,
         export: Any = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `AsyncEngine.generate`. A replica whose queue is full sends the request to the next best one."""
+        """As `AsyncEngine.generate`. If the queue of the chosen replica is full, the next best one is tried."""
         assert export is None, "a worker of a split has one engine"
         name = request_id if request_id is not None else f"async-{next(self._ids)}"
         if name in self._at:
@@ -82,20 +82,20 @@ class Replicas:
             await served.abort(request_id)
 
     async def call(self, function: Callable[[Engine], Any]) -> Any:
-        """Runs a function of the engine between two steps of each; gives what it gave for the first."""
+        """Calls a function with each engine between two of its steps; returns the result for the first."""
         return (await self.call_all(function))[0]
 
     async def call_all(self, function: Callable[[Engine], Any]) -> list[Any]:
-        """Runs a function of the engine between two steps of each, and gives its results in the engines' order.
+        """Calls a function with each engine between two of its steps; returns the results in the engines' order.
 
-        Where it raises, it has been run on all of them nevertheless.
+        If it raises an error for one engine, it is still called with the others.
         """
         return await _all(served.call(function) for served in self._served)
 
     async def update_weights(self, given: NewWeights, *, version: str | int | None, partial: bool) -> None:
-        """As `AsyncEngine.update_weights`, on every engine and under one version.
+        """As `AsyncEngine.update_weights`, on every engine with the same version.
 
-        They do not wait for each other: what each says meanwhile is named by the version that it has.
+        The engines do not wait for each other. Outputs name the version of the engine that produced them.
         """
         update = Update.of([engine.control.weights for engine in self.engines], version)
         again = repeatable(given)
@@ -117,39 +117,39 @@ class Replicas:
 
     @property
     def step_seconds(self) -> float:
-        """The longest of them."""
+        """The longest of the engines' times."""
         return max(served.step_seconds for served in self._served)
 
     @property
     def running(self) -> bool:
-        """Whether all of them do. Where one has failed, the process has to be started again, as with one engine alone;
-        what the others are doing they may finish."""
+        """Whether all engines run. If one has failed, the process must be restarted, as with one engine; the others
+        may finish their requests."""
         return all(served.running for served in self._served)
 
     @property
     def engine(self) -> Engine:
-        """One of them, for what never changes while they run and is the same for all (tokenizer, limits)."""
+        """One of the engines, for properties that never change and are the same for all (tokenizer, limits)."""
         return self._served[0].engine
 
     @property
     def engines(self) -> tuple[Engine, ...]:
-        """All of them; as `engine`."""
+        """All engines; see `engine`."""
         return tuple(served.engine for served in self._served)
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that they have been given and have not finished."""
+        """Number of unfinished requests on all engines."""
         return sum(served.num_unfinished for served in self._served)
 
     @property
     def latest_stats(self) -> dict[str, Any]:
-        """Theirs as one, and each one's by itself under `engines`."""
+        """The merged statistics of all engines, and those of each engine under `engines`."""
         return merged([served.latest_stats for served in self._served])
 
     def shutdown(self, step_timeout: float | None = None) -> bool:
         """As `AsyncEngine.shutdown`."""
         for served in self._served:
-            served.stop()  # none waits for what another one compiles, or saves
+            served.stop()  # all at once: no engine waits for another to compile or to write
         end = None if step_timeout is None else time.monotonic() + step_timeout
         ended = True
         for served in self._served:
@@ -158,21 +158,21 @@ class Replicas:
 
     @property
     def abandoned(self) -> bool:
-        """Whether any of them is."""
+        """Whether any engine is abandoned; see `AsyncEngine.abandoned`."""
         return any(served.abandoned for served in self._served)
 
 
 Served = AsyncEngine | Replicas
-"""What a server drives."""
+"""The engine of a server."""
 
 
 def serve_engines(engines: Sequence[Engine]) -> Served:
-    """A front for one engine, or for replicas of one."""
+    """The asynchronous interface of one engine, or of several replicas."""
     return AsyncEngine(engines[0]) if len(engines) == 1 else Replicas(engines)
 
 
 async def _all(calls: Any) -> list[Any]:
-    """All results; the first error only once all have ended."""
+    """Waits for all calls and returns their results; raises the first error afterwards."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

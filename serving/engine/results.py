@@ -1,4 +1,4 @@
-"""What a step gave: results of its programs on the host, and the tokens they are for their requests."""
+"""The results of a step on the host: outputs of its programs, and the tokens of each request."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from serving.engine.output import TokenLogprobs, token_logprobs
 
 
 class StateError(RuntimeError):
-    """`debug_state` found a row reading a slot that does not hold what it should: a bug, never the user's fault."""
+    """`debug_state` detected that a row read a slot with another state than its own: a bug in the engine."""
 
 
 @dataclass
 class HostOutput:
-    """One program's results as host arrays. Log-probabilities are fetched only where a row wants them."""
+    """One program's results as host arrays. Log-probabilities are fetched only if a row needs them."""
 
     tokens: np.ndarray
     """[rows, H]; -1 = none."""
     finite: np.ndarray
-    """[rows]: whether the logits were numbers."""
+    """[rows]: whether the logits were finite."""
     logprobs: np.ndarray | None = None
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
     drafted: list[int] = field(default_factory=list)
-    """Drafts that each row had verified; empty where there cannot be any."""
+    """Number of drafts verified for each row; empty for programs without drafts."""
     proposed: np.ndarray | None = None
-    """[rows, K]: drafts for each row's next step, -1 = none; fetched only where the host must know one's."""
+    """[rows, K]: drafts for each row's next step, -1 = none; fetched only if the host needs those of some row."""
     prompt: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
-    """Of each packed prompt token: log-probability, ids of the likeliest, their log-probabilities."""
+    """For each packed prompt token: its log-probability, the ids of the likeliest tokens, their log-probabilities."""
 
     def tables(self, row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
-        """Log-probabilities of a row's tokens, each beside those of the `count` likeliest."""
+        """For each of a row's tokens: its log-probability and those of the `count` likeliest tokens."""
         assert self.logprobs is not None
         assert self.top_ids is not None
         assert self.top_logprobs is not None
@@ -54,19 +54,19 @@ class HostOutput:
 
 @dataclass
 class Settled:
-    """What one step gave: tokens by request, and beside them what the log-probabilities need."""
+    """The results of one step: tokens by request, and the arrays that log-probabilities are read from."""
 
     emitted: list[Emitted]
     plan: StepPlan
     decode: HostOutput | None
     prefill: HostOutput | None
     not_finite: list[Request]
-    """Ended, with nothing of them published: their logits were NaN or infinite."""
+    """Requests that ended because their logits were NaN or infinite. None of their states are published."""
     prompt_starts: list[int] = field(default_factory=list)
     """For each prefill row, where its tokens begin in the packed stream."""
 
     def place(self, row: DecodeRow | PrefillRow) -> tuple[HostOutput, int]:
-        """Results that a row is part of, and its index there."""
+        """The results that contain a row, and the row's index in them."""
         rows: Sequence[DecodeRow | PrefillRow] = self.plan.decode if isinstance(row, DecodeRow) else self.plan.prefill
         lines = self.decode if isinstance(row, DecodeRow) else self.prefill
         assert lines is not None
@@ -74,7 +74,7 @@ class Settled:
 
 
 def start_reading(output: StepOutput | None, rows: Sequence[DecodeRow | PrefillRow]) -> None:
-    """Begin to copy what `read_results` will want of these rows, without waiting for it."""
+    """Begins to copy what `read_results` needs for these rows, without waiting."""
     if output is None:
         return
     output.tokens.copy_to_host_async()
@@ -92,10 +92,10 @@ def start_reading(output: StepOutput | None, rows: Sequence[DecodeRow | PrefillR
 def read_results(
     output: StepOutput | None, rows: Sequence[DecodeRow | PrefillRow], *, check_tags: bool
 ) -> HostOutput | None:
-    """Wait for a program's results, and give what these rows, its first ones, want of them.
+    """Waits for a program's results and returns those that its first rows, `rows`, need.
 
     Raises:
-        StateError: `check_tags`, and a row has read another's state.
+        StateError: `check_tags` is set and a row has read the state of another row.
     """
     if output is None:
         return None
@@ -118,12 +118,12 @@ def read_results(
 
 
 def _wanted_proposals(output: StepOutput, rows: Sequence[DecodeRow | PrefillRow]) -> jax.Array | None:
-    """What rows will verify next, where the host must know it of one of these."""
+    """The drafts for the next step, if the host needs those of one of these rows."""
     return output.proposed if any(row.request.lockstep for row in rows) else None
 
 
 def not_finite(lines: HostOutput | None, rows: Sequence[DecodeRow | PrefillRow]) -> list[Request]:
-    """The requests, not ended yet, of which nothing can come any more: their logits were NaN or infinite."""
+    """The unfinished requests whose logits are NaN or infinite: they cannot continue."""
     if lines is None or lines.finite[: len(rows)].all():
         return []
     broken = [row.request for row, finite in zip(rows, lines.finite, strict=False) if not finite]

@@ -1,4 +1,4 @@
-"""How one request's tokens are chosen and when it stops, with the names and defaults that vLLM users know."""
+"""The sampling parameters of a request, with vLLM's names and defaults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_LOGIT_BIAS, MAX_LOGPROBS = 300, 20
 """As in `mamba_jax.sampling`, whose import would import JAX; a test compares them."""
 MAX_STOP_IDS = 32
 MAX_STOP_CHARACTERS = 4096
-"""Of all stop texts of a request together."""
+"""Maximum length of all stop texts of a request together."""
 MAX_CHOICES = 128
 _INT32 = 2**31 - 1
 """What the device's tables hold."""
@@ -30,7 +30,7 @@ _INT64 = 2**63 - 1
 _LEAST_TEMPERATURE = 1e-5
 """Below it sampling is greedy: logits divided by less might not be finite any more."""
 _LARGEST = 1e6
-"""Of numbers that logits are multiplied or divided by."""
+"""Maximum of numbers that logits are multiplied or divided by."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class SamplingParams:
     min_p: float = 0.0
     """Drop tokens less likely than this share of the likeliest."""
     seed: int | None = None
-    """A seeded request gives the same output whatever runs beside it."""
+    """A seeded request gives the same output regardless of other requests."""
     max_tokens: int | None = 16
-    """Output tokens at most; None: until the model's length is reached."""
+    """Maximum number of output tokens; None: until the model's length is reached."""
     min_tokens: int = 0
     """Output tokens before which neither end-of-sequence nor a stop id may come."""
     stop: str | Sequence[str] | None = None
@@ -63,9 +63,9 @@ class SamplingParams:
     """Tokens that end the output."""
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    """Carry on after an end-of-sequence token."""
+    """Continue after an end-of-sequence token."""
     logprobs: int | None = None
-    """Report each output token's log-probability, and of this many likeliest tokens beside it."""
+    """Report the log-probability of each output token, and of this many likeliest tokens."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt."""
     presence_penalty: float = 0.0
@@ -74,13 +74,13 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these token ids."""
     detokenize: bool = True
-    """False: only token ids are wanted; `text` stays empty, and stop strings cannot be used."""
+    """False: only token ids are returned; `text` stays empty, and stop texts cannot be used."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     structured_outputs: StructuredOutputs | None = None
-    """The form that the output must have. The engine must have been made with `enable_structured_outputs`."""
+    """The form that the output must have. The engine needs the flag `enable_structured_outputs`."""
     reasoning: Reasoning | None = None
-    """Reasoning may come first: it has a budget, and the form begins after it. (The same flag is needed.)"""
+    """The output may begin with reasoning, which has a budget; the form applies after it. Needs the same flag."""
 
     def __post_init__(self) -> None:
         self._integer("n", 1, MAX_CHOICES)
@@ -209,5 +209,5 @@ class SamplingParams:
 
 
 def _shown(value: object) -> str:
-    """A value as errors show it: whoever sent a megabyte does not get it back."""
+    """A value as errors show it: shortened, since clients can send megabytes."""
     return reprlib.repr(value)

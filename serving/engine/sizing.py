@@ -1,4 +1,4 @@
-"""How many slots and pages there are, from the memory there is, and a report that explains it."""
+"""Computes the numbers of slots and pages from the free memory, and reports them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from serving.engine.replay import spares
 
 GIB = 1 << 30
 MAX_PREFILL_ROWS = 32
-"""Prompts that one step may begin or continue."""
+"""Maximum number of prompts that one step begins or continues."""
 CPU_STORE_BYTES = 2 * GIB
-"""On a CPU, memory is shared with everything else that runs: the store takes this much unless it cannot do with it."""
+"""Maximum size of the store on a CPU, whose memory other programs share, unless one sequence needs more."""
 
 
 CPU_STORE_TOKENS = 1 << 18
-"""Likewise: a small model does not take memory for more tokens than this."""
+"""On a CPU, the store of a small model is limited to this number of tokens."""
 
 
 @dataclass(frozen=True)
 class StoreSize:
-    """What the store will hold. Numbers of slots and pages include the null one."""
+    """The size of the store. Numbers of slots and pages include the null one."""
 
     num_slots: int
     num_pages: int
@@ -40,7 +40,7 @@ class StoreSize:
     pages_per_row: int
     """Width of the page table."""
     running_slots: int
-    """Private slots that running sequences need together: at worst, and under replay nearly always."""
+    """Private slots for all running sequences: the maximum, or under replay enough in nearly all cases."""
     bytes_per_slot: int
     bytes_per_page: int
     page_size: int
@@ -48,41 +48,41 @@ class StoreSize:
     mode: CacheMode
     notices: tuple[str, ...] = ()
     replay_interval: int = 1
-    """Tokens between the states that decoding writes; 1 = snapshots."""
+    """Number of tokens between the states that decoding writes; 1 = snapshots."""
     bytes_per_tail: int = 0
-    """Of what each running sequence has beside its slots under replay."""
+    """Size of the tail of each running sequence; 0 without replay."""
 
     @property
     def tail_bytes(self) -> int:
-        """Of all tails, the null one included."""
+        """Size of all tails, the null one included."""
         return (1 + self.max_num_seqs) * self.bytes_per_tail
 
     @property
     def total_bytes(self) -> int:
-        """Of the whole store."""
+        """Size of the whole store."""
         return self.num_slots * self.bytes_per_slot + self.num_pages * self.bytes_per_page + self.tail_bytes
 
     @property
     def bytes_per_token(self) -> float:
-        """State that each token fed to a decoding sequence writes."""
+        """Bytes of state that decoding writes per token."""
         if self.replay_interval == 1:
             return self.bytes_per_slot
         return (self.bytes_per_slot + self.bytes_per_tail) / self.replay_interval
 
     @property
     def slots_for_reuse(self) -> int:
-        """States beyond those that running sequences need."""
+        """Slots beyond those for running sequences."""
         return max(self.num_slots - 1 - self.running_slots, 0)
 
     @property
     def running(self) -> str:
-        """What the running sequences' slots are."""
+        """The slots of running sequences, in words."""
         if self.replay_interval > 1:
             return f"{self.max_num_seqs} anchors and {self.running_slots - self.max_num_seqs} spares"
         return f"{self.max_num_seqs} x {self.running_slots // self.max_num_seqs}"
 
     def report(self) -> str:
-        """What fits, in words."""
+        """The sizes, in words."""
         lines = [
             f"state store: {show_bytes(self.total_bytes)}, {self.max_num_seqs} sequences at once of up to "
             f"{self.max_model_len:,} tokens",
@@ -163,7 +163,7 @@ def size_store(
     def pages_for(tokens: int) -> int:
         return -(-(tokens + 2 * width) // page_size) if page_bytes else 0
 
-    # One sequence must fit, whatever is left for others.
+    # One sequence must fit.
     if config.num_pages is None and page_bytes:
         room = memory - slot_bytes - bytes_of(1) - page_bytes
         fits = max(room, 0) // page_bytes * page_size - 2 * width
@@ -237,14 +237,14 @@ def size_store(
 
 
 def check_weights_fit(num_bytes: int, *, devices: Iterable[jax.Device] | None = None) -> None:
-    """Refuse weights that cannot be loaded, before minutes are spent on trying: the system would end the process.
+    """Refuses weights that do not fit before they are loaded: the system would end the process.
 
     Args:
-        num_bytes: of those that this process loads.
-        devices: what it divides them over.
+        num_bytes: size of the weights that this process loads.
+        devices: the devices that it divides them over.
 
     Raises:
-        ConfigError: they are larger than the memory that is free.
+        ConfigError: the weights are larger than the free memory.
     """
     found = list(devices or jax.local_devices()[:1])
     stats = [device.memory_stats() if device.platform != "cpu" else None for device in found]
@@ -252,17 +252,17 @@ def check_weights_fit(num_bytes: int, *, devices: Iterable[jax.Device] | None = 
     free = len(limits) * min(limits) if limits else available_ram()
     if num_bytes > free:
         raise ConfigError(
-            f"the weights take {show_bytes(num_bytes)} and {show_bytes(free)} of memory are free: a smaller dtype, "
-            "tensor_parallel_size or a larger machine"
+            f"weights need {show_bytes(num_bytes)} but only {show_bytes(free)} is free; use a smaller --dtype, "
+            "--quantization, --tensor-parallel-size or a larger machine"
         )
 
 
 def store_memory(config: EngineConfig, *, workspace: int, devices: Iterable[jax.Device] | None = None) -> int:
-    """Bytes that the store may take on each of the devices: `memory_utilization` of the memory, less what is in use,
-    less `workspace` and what is reserved. On a GPU see `gpu_memory`.
+    """Bytes for the store on each device: `memory_utilization` of the memory, minus memory in use, `workspace` and
+    reserved bytes. For GPUs see `gpu_memory`.
 
     Raises:
-        ConfigError: nothing is left.
+        ConfigError: no memory is left.
     """
     found = list(devices or jax.local_devices()[:1])
     stats = [device.memory_stats() if device.platform != "cpu" else None for device in found]
@@ -290,19 +290,19 @@ def store_memory(config: EngineConfig, *, workspace: int, devices: Iterable[jax.
 
 
 def workspace_bytes(config: EngineConfig, *, hidden_size: int, inner_size: int, vocab_size: int) -> int:
-    """A rough upper bound on what a step needs beside weights and store: activations in float32, and logits."""
+    """A rough upper bound on a step's memory besides weights and store: activations in float32, and logits."""
     activations = config.max_num_batched_tokens * (4 * hidden_size + 6 * inner_size) * 4
     logits = 3 * config.max_num_seqs * (1 + config.num_speculative_tokens) * vocab_size * 4
     return activations + logits
 
 
 def available_ram() -> int:
-    """Bytes that may still be taken without swapping, within the limit of a container where there is one."""
+    """Bytes that can be allocated without swapping, within the limit of a container if there is one."""
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
-        # Not Linux: half of all memory is a fair guess at what others leave.
+        # Not Linux: assume that half of the memory is free.
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     try:
         group = Path("/sys/fs/cgroup")
@@ -315,10 +315,10 @@ def available_ram() -> int:
 def scheduler_config(
     config: EngineConfig, policy: ResolvedCaching, size: StoreSize, *, lookahead: int
 ) -> SchedulerConfig:
-    """What the scheduler has to know. `lookahead`: tokens past a row's own that a draft layer's pages must hold."""
+    """The scheduler's settings. `lookahead`: tokens after a row's own for which a draft layer needs pages."""
     budget = config.max_num_batched_tokens
     if not policy.chunked_prefill:
-        # A prompt in one piece needs a step that holds the longest of them.
+        # Without chunks, a step must hold the longest prompt.
         budget = max(budget, size.max_model_len)
     return SchedulerConfig(
         num_slots=size.num_slots,
@@ -349,7 +349,7 @@ def _max_model_len(config: EngineConfig, model_max_len: int | None) -> int:
 
 
 def _most(rows: int, budget: int, cost: Callable[[int], int]) -> int:
-    """How many rows, at most these, cost no more than the budget; each more costs more."""
+    """The largest number of rows, up to `rows`, whose cost is within the budget. The cost must increase."""
     return bisect_right(range(1, rows + 1), budget, key=cost)
 
 
@@ -362,7 +362,8 @@ def _tokens_for(left: int, slot_bytes: float, page_bytes: float) -> int:
 def _too_small(memory: int, slot_bytes: int, page_bytes: int, page_size: int) -> str:
     pages = f" and pages of {show_bytes(page_bytes)} for {page_size} tokens" if page_bytes else ""
     return (
-        f"{show_bytes(memory)} of memory do not hold one sequence: a state slot takes {show_bytes(slot_bytes)}{pages} "
+        f"{show_bytes(memory)} of memory is too small for one sequence: a state slot takes {show_bytes(slot_bytes)}"
+        f"{pages} "
         "(raise memory_utilization, or lower num_speculative_tokens)"
     )
 

@@ -1,4 +1,4 @@
-"""Stop texts in a stream: found across pieces, with text held back while it could begin one."""
+"""Finds stop texts in a stream of text; holds text back while it could begin a stop text."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 
 class StopAutomaton:
-    """The Aho-Corasick automaton of several stop texts: one state says all that a stream must remember.
+    """The Aho-Corasick automaton of several stop texts.
 
-    A state is a node of the trie of the texts: the longest end of the stream that begins one of them. Building it takes
-    time and memory proportional to the texts' total length. It does not change, so that streams can share it.
+    A state is a node of the trie of the texts: the longest suffix of the stream that is a prefix of one of them.
+    Building the automaton takes time and memory proportional to the total length of the texts. Streams can share it,
+    because it does not change.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -18,10 +19,10 @@ class StopAutomaton:
         self.next: dict[tuple[int, str], int] = {}
         """Edges of the trie: (state, character) to state. State 0 is its root."""
         self.fallback = [0]
-        """The state of the longest proper end of a state's text that is in the trie."""
+        """For each state, the state of the longest proper suffix of its text that is in the trie."""
         self.longest: list[str | None] = [None]
-        """The longest stop text that ends in each state."""
-        self._prefix = [("", 0)]  # a stop text, and how much of it the state stands for
+        """For each state, the longest stop text that ends there."""
+        self._prefix = [("", 0)]  # for each state, a stop text and the length of its prefix
         for text in self.texts:
             self._insert(text)
         self._link()
@@ -39,7 +40,7 @@ class StopAutomaton:
         self.longest[state] = text
 
     def _link(self) -> None:
-        """Set `fallback` and `longest`, breadth first: those of shorter ends are known by then."""
+        """Sets `fallback` and `longest`, breadth first: those of shorter suffixes are known then."""
         children: list[list[tuple[str, int]]] = [[] for _ in self.fallback]
         for (state, character), child in self.next.items():
             children[state].append((character, child))
@@ -61,7 +62,7 @@ class StopAutomaton:
         return following
 
     def depth(self, state: int) -> int:
-        """Characters that a state stands for."""
+        """Length of a state's text."""
         return self._prefix[state][1]
 
     def prefix(self, state: int, length: int) -> str:
@@ -70,9 +71,9 @@ class StopAutomaton:
 
 
 class StopText:
-    """Passes text on until one of the stop texts is complete.
+    """Returns text until one of the stop texts is complete.
 
-    Text that could still become a stop text is held back, so that text which was passed on is never taken back.
+    Text that could still become a stop text is held back, so that returned text never has to be revoked.
     """
 
     def __init__(self, automaton: StopAutomaton, *, include: bool = False) -> None:
@@ -80,7 +81,7 @@ class StopText:
         self.found: str | None = None
         """The stop text that ended the stream."""
         self.active = True
-        """False passes text on without looking for stop texts in it."""
+        """False: text is returned without being searched."""
         self._automaton = automaton
         self._include = include
         self._state = 0
@@ -111,6 +112,6 @@ class StopText:
         return text + piece[: shown - held] if shown > held else text
 
     def flush(self) -> str:
-        """The stream has ended without a stop text: returns the text that was held back."""
+        """The stream ended without a stop text: returns the text that was held back."""
         state, self._state = self._state, 0
         return self._automaton.prefix(state, self._automaton.depth(state))

@@ -1,8 +1,8 @@
-"""Outputs of a given form: a grammar follows each choice and says which tokens may come next.
+"""Structured outputs: a grammar follows each choice and determines the allowed next tokens.
 
-A choice under a grammar runs in lockstep: before its next step is dispatched, the host has followed the grammar along
-all its tokens, and along the drafts that the device will verify. Every verified position gets a mask of its own, so a
-draft that the grammar does not allow is rejected like any other wrong one, and those before it count.
+A choice with a grammar runs in lockstep: before its next step is dispatched, the host follows the grammar along all its
+tokens and along the drafts that the device will verify. Every verified position has its own mask, so a draft that the
+grammar does not allow is rejected like any other wrong draft, and those before it are kept.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class StructuredOutputs:
 
     @classmethod
     def of(cls, value: StructuredOutputs | Mapping[str, Any]) -> StructuredOutputs:
-        """As it is, or made from a table such as `{"regex": "[0-9]+"}`.
+        """`value` itself, or made from a table such as `{"regex": "[0-9]+"}`.
 
         Raises:
-            RequestError: it is neither, or does not fit.
+            RequestError: it is neither, or a value is not valid.
         """
         if isinstance(value, cls):
             return value
@@ -69,10 +69,10 @@ class StructuredOutputs:
         return cls(**value)
 
     def key(self) -> str:
-        """Its kind and value as JSON: equal texts ask for the same. Made once: a schema may be long.
+        """The kind and value as JSON: equal keys mean equal forms. Computed once: a schema may be long.
 
         Raises:
-            RequestError: a schema that is not JSON, or too long a value.
+            RequestError: the schema is not JSON, or the value is too long.
         """
         return self._key
 

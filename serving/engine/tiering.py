@@ -1,4 +1,4 @@
-"""Tiers below the device, for an engine or for all replicas: from flags to books, folders and threads."""
+"""Creates the host and disk tiers of an engine, or of all its replicas, from the flags."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from serving.tiers.mover import Mover
 log = logging.getLogger(__name__)
 
 MAX_LEAVING = 256 << 20
-"""Bytes on their way off the device, or from memory to disk, at once: one checkpoint may always go."""
+"""Maximum bytes in transfer from the device, or from memory to disk. A single checkpoint may exceed it."""
 
 
 def check_tiers(config: EngineConfig) -> None:
-    """Raise `ConfigError` for tiers that cannot be, before minutes are spent on loading."""
+    """Raises `ConfigError` for tiers that are not possible, before the weights are loaded."""
     if not (config.host_cache_gib or config.disk_cache):
         return
     if jax.process_count() > 1:
@@ -41,23 +41,23 @@ def check_tiers(config: EngineConfig) -> None:
     wanted = int((config.host_cache_gib or 0) * GIB)
     if wanted > available_ram():
         raise ConfigError(
-            f"host_cache_gib {config.host_cache_gib:g} does not fit: {show_bytes(available_ram())} of memory are free"
+            f"host_cache_gib {config.host_cache_gib:g} does not fit: only {show_bytes(available_ram())} is free"
         )
 
 
 def connect_tiers(
     config: EngineConfig, loops: Sequence[StepLoop], model: HybridConfig, digest: Callable[[], str]
 ) -> None:
-    """Give loops that nobody drives yet the tiers that their flags ask for: replicas have the same ones.
+    """Connects the tiers of the flags to loops that do not run yet; replicas share them.
 
     Args:
         config: every flag.
         loops: of the engines.
         model: the model's configuration.
-        digest: gives what identifies the model's weights.
+        digest: returns the digest of the model's weights.
 
     Raises:
-        ConfigError: the disk's folder cannot be used at all.
+        ConfigError: `disk_cache` is not a folder.
     """
     stores = [loop.store for loop in loops]
     if not (config.host_cache_gib or config.disk_cache) or stores[0] is None:
@@ -109,7 +109,7 @@ def _disk(config: EngineConfig, layout: Layout, digest: Callable[[], str]) -> Di
 
 
 def _folder(root: Path, fingerprint: str, capacity: int) -> Folder | None:
-    """None where nothing can be written: the server runs without."""
+    """The folder; None, with a warning, if it cannot be written to."""
     path = root / fingerprint
     if root.exists() and not root.is_dir():
         raise ConfigError(f"disk_cache {root} is not a folder")

@@ -1,4 +1,4 @@
-"""Trials of grammars in processes of their own, so that a grammar that takes too long or too much memory ends there.
+"""Compiles grammars on trial in separate processes, so that an expensive grammar does no harm.
 
 Each new grammar is tried for a short time first. If that is not enough, it moves to a slow lane with one process, so
 that ordinary grammars never wait behind expensive ones. Both lanes are bounded, and a client has one trial at a time.
@@ -24,7 +24,7 @@ from serving.engine import grammar_trial
 from serving.engine.request_error import RequestError
 
 MEMORY = 256 << 20
-"""Bytes that compiling one grammar may take."""
+"""Maximum bytes for compiling one grammar."""
 QUICK_SECONDS = 0.5
 """Processor time of the first, short trial."""
 _QUICK_PROCESSES = 2
@@ -46,8 +46,8 @@ class Trials:
     """Tries grammars. May be used by several threads.
 
     Args:
-        settings: gives the vocabulary, as the process takes it.
-        seconds: processor time that one grammar may take.
+        settings: returns the vocabulary in the form that the process reads.
+        seconds: maximum processor time for one grammar.
     """
 
     def __init__(self, settings: Callable[[], dict[str, Any]], seconds: float) -> None:
@@ -58,15 +58,15 @@ class Trials:
         self._slow = _Lane(seconds, 1) if seconds > quick else None
         self._seconds = seconds
         self._waiting: Counter[str | None] = Counter()
-        """Grammars of each client in either lane, those under trial included."""
+        """Number of grammars of each client in both lanes, those under trial included."""
         self._processes: set[subprocess.Popen[bytes]] = set()
         weakref.finalize(self, _stop_all, self._processes)
 
     def submit(self, grammar: str, client: str | None = None) -> Future[dict[str, Any]]:
-        """Try a grammar (`StructuredOutputs.key`): the result is its form and size, or an error.
+        """Tries a grammar (`StructuredOutputs.key`): the result is its form and size, or an error.
 
-        `client` is whose it is; None is not bounded as one client. The result raises RequestError, to be tried again,
-        where no process became free or could be started.
+        `client` sent the grammar; None is not limited as one client. The result raises RequestError with `retry` if no
+        process became free or could be started.
 
         Raises:
             RequestError: too many grammars wait already.
@@ -82,7 +82,7 @@ class Trials:
         return trial.result
 
     def close(self) -> None:
-        """End all trials; those that wait fail."""
+        """Ends all trials; waiting grammars fail."""
         with self._lock:
             waiting = [trial for lane in (self._quick, self._slow) if lane is not None for trial in lane.waiting]
             for trial in waiting:
@@ -91,11 +91,11 @@ class Trials:
             process.kill()
 
     def _run_next(self, lane: _Lane) -> None:
-        """In a thread of a lane: try the first grammar of a client that has no other one under trial here."""
+        """Runs in a thread of a lane: tries the first grammar of a client that has no other one under trial here."""
         with self._lock:
             trial = next((each for each in lane.waiting if each.client not in lane.trying), None)
             if trial is None:
-                return  # when the client's other trial ends, this one is looked for again
+                return  # called again when the client's other trial ends
             lane.waiting.remove(trial)
             if trial.client is not None:
                 lane.trying.add(trial.client)
@@ -137,9 +137,9 @@ class Trials:
                 del self._waiting[trial.client]
 
     def _try(self, lane: _Lane, grammar: str) -> dict[str, Any] | None:
-        """What became of a grammar; None: it takes longer than this lane allows."""
+        """The result of a grammar's trial; None if it takes longer than this lane allows."""
         process = lane.processes.pop() if lane.processes else None
-        if process is not None and process.poll() is not None:  # something else ended it
+        if process is not None and process.poll() is not None:  # it was ended from outside
             self._processes.discard(process)
             process = None
         try:
@@ -158,7 +158,7 @@ class Trials:
         return {"error": f"the grammar takes more than {MEMORY >> 20} MiB to compile"}
 
     def _start(self, lane: _Lane) -> subprocess.Popen[bytes]:
-        # By path, and without the folder on the module path: its files have names of the standard library.
+        # -P keeps the folder off the module path: some of its files have names of standard modules.
         process = subprocess.Popen(
             [sys.executable, "-P", grammar_trial.__file__],
             stdin=subprocess.PIPE,
@@ -181,7 +181,7 @@ class Trials:
         assert process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._write(process, json.loads(grammar))
-        # Its own limit is processor time; on a machine with too much to do that takes longer.
+        # The process limits its processor time; on a busy machine more time passes.
         if not select.select([process.stdout], [], [], 3 * seconds + 5)[0]:
             process.kill()
         found: dict[str, Any] | None = grammar_trial.read_frame(process.stdout)  # type: ignore[arg-type]
@@ -198,7 +198,7 @@ class Trials:
 
 
 class _Lane:
-    """Grammars that wait, and the processes that are free; one thread drives each process."""
+    """Waiting grammars and free processes; one thread drives each process."""
 
     def __init__(self, seconds: float, processes: int) -> None:
         self.seconds = seconds

@@ -28,4 +28,4 @@ class Member:
     def __init__(self, parent: UserRequest, choice: Choice, seed: int, followed: FollowedChoice | None) -> None:
         self.parent, self.choice, self.seed, self.followed = parent, choice, seed, followed
         self.proposed: Sequence[int] = ()
-        """Under a grammar: the drafts that the device has made for its next step, as of the last one settled."""
+        """With a grammar: the drafts for the next step, as of the last settled step."""

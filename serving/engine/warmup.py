@@ -1,4 +1,4 @@
-"""Compiling at start-up, with a progress bar: everything, or only what no step can do without."""
+"""Compiles programs at start-up, with a progress bar: all, or only those that every step can use."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def warm_up(
     background: bool = False,
     label: str = "",
 ) -> None:
-    """Compile every program that a later step can need: afterwards `loop.programs.compilations` stays as it is.
+    """Compiles every program that a step can need: afterwards `loop.programs.compilations` does not change.
 
     Args:
-        loop: whose programs.
-        vocab_size: the model's.
-        progress: show a bar on stderr. Without one, a line of the log now and then says how far it is.
-        keep: take from disk what an earlier start has compiled, and put there what it has not.
-        background: return with the widest program of each kind, which every step can run by; the narrower ones are
-            compiled in a thread meanwhile.
-        label: what lines of the log begin with, where they would be taken for another engine's.
+        loop: its programs are compiled.
+        vocab_size: of the model.
+        progress: show a bar on stderr. Otherwise progress is logged at intervals.
+        keep: load programs that an earlier start stored on disk, and store the others.
+        background: return when the largest program of each kind is ready, which every step can use; a thread compiles
+            the smaller ones.
+        label: the beginning of log lines, to tell several engines apart.
     """
     begin = time.perf_counter()
     kept = keep_programs(loop.programs) if keep else None
@@ -67,21 +67,21 @@ def warm_up(
     later = batches[len(now) :]
     if later:
         names = ", ".join(map(name_of, later))
-        text = "%s%d narrower programs are still coming; until then steps run by wider ones: %s"
+        text = "%scompiling %d smaller batch shapes in the background: %s"
         log.info(text, label, len(later), names)
         loop.batches.use_only(now)
-        compile_later(loop, later, lambda: report("programs, all there are, ready"))
+        compile_later(loop, later, lambda: report("programs (all) ready"))
 
 
 def compile_later(loop: StepLoop, batches: Sequence[AnyBatch], done: Callable[[], None]) -> threading.Thread:
-    """Compile programs in a thread of their own while steps run; each is used from the step on after it is ready.
+    """Compiles programs in a thread while steps run. Steps use each program as soon as it is ready.
 
-    Until then a step takes the narrowest program that there is: it never waits for one, nor compiles any.
+    A step uses the smallest program that is ready: it neither waits for one nor compiles.
 
     Args:
-        loop: whose programs.
-        batches: shapes without which every step can run.
-        done: called from that thread once all are there.
+        loop: its programs are compiled.
+        batches: the shapes; no step depends on them.
+        done: called from the thread when all programs are ready.
     """
     store, rows = loop.shapes
 
@@ -92,18 +92,18 @@ def compile_later(loop: StepLoop, batches: Sequence[AnyBatch], done: Callable[[]
                 return
             if time.perf_counter() - last > LINE_EVERY:
                 last = time.perf_counter()
-                log.info("compiling: %d narrower programs are still coming", len(batches) - place)
+                log.info("compiling %d smaller batch shapes in the background", len(batches) - place)
             try:
                 loop.programs.program(store, rows, batch)
             except Exception:
-                log.exception("a program cannot be compiled (%s): steps go on by wider ones", name_of(batch))
+                log.exception("a program cannot be compiled (%s): steps use a larger one", name_of(batch))
                 missing += 1
                 continue
             loop.batches.use_also(batch)
         if not missing:
             done()
 
-    # Not a daemon: the compiler must not be running when the interpreter ends. `leaving` ends it after one program.
+    # Not a daemon: the compiler must not run when the interpreter exits. `leaving` ends the thread after one program.
     thread = threading.Thread(target=compile_all, name="compiling")
     thread.start()
     return thread

@@ -1,4 +1,4 @@
-"""The weights that an engine runs on: which version they are, and how others take their place."""
+"""The weights of an engine: their version, and how they are replaced."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Weights:
     """A model's weights in its programs.
 
     Args:
-        model: what the programs were made of; its parameters are kept the same as theirs.
-        programs: compiled for weights of these shapes: new values need no others.
-        quantization, quantization_exclude: what the weights were rounded to when they were loaded.
-        digest: of the weights as they were loaded, where that is known.
+        model: the model of the programs; its parameters are replaced together with theirs.
+        programs: compiled for weights of these shapes; new values need no compilation.
+        quantization, quantization_exclude: how the weights were quantized when they were loaded.
+        digest: of the loaded files, if known.
     """
 
     def __init__(
@@ -41,24 +41,24 @@ class Weights:
         self._model, self._programs = model, programs
         self._quantization, self._exclude = quantization, quantization_exclude
         self.version = FIRST_VERSION
-        """What the weights are called in outputs."""
+        """The name of the weights in outputs."""
         self.updates = 0
-        """How often they have been replaced."""
+        """How often the weights were replaced."""
         self.digest = digest
         """Identifies the weights: those loaded from files by all their bytes, later ones by all their values."""
         self.lineage = 0
-        """A number made of the digest, for names of states: equal only where the weights are. 0: those that the engine
-        began with."""
+        """A number computed from the digest, for names of states: equal only for equal weights. 0: the weights that the
+        engine started with."""
         self.whole = True
-        """Whether all of them are there, and of one version. If not, no step may run."""
+        """Whether all weights are present and of one version. If not, no step may run."""
         self.seconds = 0.0
-        """How long the last replacement took."""
+        """Duration of the last replacement."""
 
     def next_version(self, wanted: str | int | None) -> str:
-        """The name of the version to come: what was asked for, or the next number.
+        """The name of the next version: `wanted`, or the next number.
 
         Raises:
-            RequestError: it is what the present weights are called.
+            RequestError: the present weights have this name.
         """
         version = str(self.updates + 1 if wanted is None else wanted)
         if version == self.version:
@@ -69,12 +69,12 @@ class Weights:
         """Replace the weights, one parameter at a time.
 
         Raises:
-            RequestError: they do not fit. Nothing has changed.
+            RequestError: the weights do not fit the model. Nothing has changed.
         """
         begin = time.perf_counter()
         try:
             if partial and not self.whole:
-                raise CheckpointError("the weights are not there as a whole: partial=True needs what it leaves alone")
+                raise CheckpointError("partial=True needs a complete set of weights: send a full update first")
             stream = new_parameters(
                 self._model.config,
                 self._programs.weights,
@@ -87,7 +87,7 @@ class Weights:
             raise RequestError(str(error)) from None
         held = parameters(self._model)
         before = f"{self.digest} {self.lineage}" if partial else repr(self._model.config)
-        # Until all are replaced, they are a mixture that no other engine has.
+        # A mixture until all are replaced: its states must match those of no other engine.
         self.whole, self.lineage = False, _number(secrets.token_hex(16))
         digests: dict[str, jax.Array] = {}
         for path, value in stream:
@@ -101,7 +101,7 @@ class Weights:
         self.seconds = time.perf_counter() - begin
 
     def drop(self) -> None:
-        """Gives their memory back. Steps can run again after `replace`."""
+        """Frees the memory of the weights. Steps can run again after `replace`."""
         self.whole = False
         held = parameters(self._model)
         for path, value in self._programs.weights.items():
@@ -111,22 +111,22 @@ class Weights:
 
 
 class Update(NamedTuple):
-    """The next weights of all replicas."""
+    """An update of the weights of all replicas."""
 
     version: str
-    """What they are called: what was asked for, or the next number."""
+    """The requested version, or the next number."""
     lacking: list[bool]
-    """Which replicas are to take them: those without this version, as after a try that failed on some. All, where all
-    have it: they say that it is in use."""
+    """For each replica, whether to update it: False if it has this version, as after an update that failed on others.
+    All are True if all have it: they then refuse the version."""
 
     @classmethod
     def of(cls, replicas: Sequence[Weights], wanted: str | int | None) -> Update:
-        """A replica that failed to take the last ones has counted less, and follows the others."""
+        """The version is counted from the replica with the most updates: one that failed an update has fewer."""
         version = str(1 + max(weights.updates for weights in replicas)) if wanted is None else str(wanted)
         lacking = [weights.version != version or not weights.whole for weights in replicas]
         return cls(version, lacking if any(lacking) else [True] * len(lacking))
 
 
 def _number(digest: str) -> int:
-    """Of 60 bits, and not 0."""
+    """A number of 60 bits that is not 0."""
     return 1 + int(digest[:15], 16)

@@ -113,7 +113,7 @@ def test_second_sets_and_drafts_count():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"memory": MIB // 8}, "do not hold one sequence"),
+        ({"memory": MIB // 8}, "is too small for one sequence"),
         ({"max_model_len": 5000}, "max_model_len 5,000 exceeds the model's own 4,096 tokens"),
         ({"memory": 2 * MIB, "max_model_len": 4096}, "max_model_len 4,096 does not fit"),
         ({"num_slots": 1}, "num_slots=1 cannot hold one sequence: at least 2 are needed"),
@@ -155,7 +155,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(monkeypatch):
     monkeypatch.setattr(build, "load_weights", never)
     monkeypatch.setattr(sizing, "available_ram", lambda: 8 << 30)
     config = EngineConfig.create(model="nemotron-h-8b", load_format="dummy", dtype="bfloat16")
-    with pytest.raises(ConfigError, match=r"the weights take 15\.1 GiB and 8\.0 GiB of memory are free") as caught:
+    with pytest.raises(ConfigError, match=r"weights need 15\.1 GiB but only 8\.0 GiB is free") as caught:
         build.build_engine(config)
     assert "\n" not in str(caught.value)
 

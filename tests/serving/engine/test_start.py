@@ -105,4 +105,4 @@ def test_the_log_says_what_is_coming_and_when_it_is_there(harness, watched, capl
         assert "all there are" not in caplog.text
         go_on.set()
         wait_for_programs()
-    assert "programs, all there are, ready" in caplog.text
+    assert "programs (all) ready" in caplog.text
