@@ -258,7 +258,7 @@ def test_sleep_gives_memory_back_and_requests_go_on():
     assert awake - held() >= store + weights
     control.wake_up()
     assert control.why_held == "the engine has no weights: call update_weights(...) first"
-    with pytest.raises(RequestError, match="partial=True needs what it leaves alone"):
+    with pytest.raises(RequestError, match="partial=True needs a complete set of weights"):
         control.update_weights({"embed.weight": np.zeros((96, 24), np.float32)}, partial=True)
     made.update()
     finish(engine)

@@ -100,9 +100,9 @@ def test_the_log_says_what_is_coming_and_when_it_is_there(harness, watched, capl
     engine, _, go_on = watched
     with caplog.at_level(logging.INFO, logger="serving"):
         warm_up(engine.loop, harness.vocab_size, progress=False, background=True)
-        (coming,) = [record.message for record in caplog.records if "still coming" in record.message]
+        (coming,) = [record.message for record in caplog.records if "in the background" in record.message]
         assert "decode of 1 x 1" in coming
-        assert "all there are" not in caplog.text
+        assert "(all)" not in caplog.text
         go_on.set()
         wait_for_programs()
     assert "programs (all) ready" in caplog.text
