@@ -39,7 +39,11 @@ def refuse_impossible(host: HostState, request: Request) -> None:
             f"the request may reach {request.max_total} tokens: the {config.num_pages - 1} pages of "
             f"{config.page_size} tokens hold {(config.num_pages - 1) * config.page_size + 1} at most"
         )
-    if config.max_waiting is not None and len(host.queues.waiting) >= config.max_waiting:
+    waiting = host.queues.waiting
+    # Further choices of requests fill the queue for other choices only: a first choice finds room next to them.
+    if (config.max_waiting is not None and len(waiting) >= config.max_waiting) and (
+        request.fork_of is not None or sum(each.fork_of is None for each in waiting) >= config.max_waiting
+    ):
         raise RequestError(f"{config.max_waiting} requests are waiting: the queue is full, try later", retry=True)
 
 

@@ -120,6 +120,20 @@ def test_full_queue_refuses_for_now() -> None:
     loop.finish()
 
 
+def test_choices_do_not_fill_the_queue_for_other_requests() -> None:
+    loop = Loop(max_waiting=3)
+    loop.add([1], max_tokens=1, request_id="many")
+    for _ in range(2):
+        loop.add([1], max_tokens=1, fork_of="many")
+    with pytest.raises(RequestError, match="try later"):
+        loop.add([1], max_tokens=1, fork_of="many")
+    for _ in range(2):
+        loop.add([2], max_tokens=1)
+    with pytest.raises(RequestError, match="try later"):
+        loop.add([2], max_tokens=1)
+    loop.finish()
+
+
 def test_same_id_twice_is_refused() -> None:
     scheduler = Scheduler(small_config())
     scheduler.add(Request("a", [1]))
