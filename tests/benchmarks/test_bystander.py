@@ -26,8 +26,8 @@ def test_stop_texts_are_sent_within_and_above_the_limit():
 
 
 def test_a_row_compares_with_the_control():
-    control = Measured([0.010] * 1000, 100, 10.0)
-    during = Measured([0.010] * 900 + [0.025] * 100, 85, 10.0)
-    assert row("x", control, during) == "| x | 10.0 | 25.0 | 2.50 | 10.0 | 8.5 | 0.85 | yes |"
-    during.add(Measured([0.040] * 1000, 40, 10.0))
-    assert row("x", control, during).endswith("| 4.00 | 10.0 | 6.2 | 0.62 | no |")
+    control = Measured([0.010] * 1000, 100, seconds=10.0)
+    during = Measured([0.010] * 900 + [0.025] * 100, 85, seconds=10.0)
+    assert row("x", control, during) == "| x | 10.0 | 25.0 | 2.50 | 10.0 | 8.5 | 0.85 | 0 | yes |"
+    during.add(Measured([0.040] * 1000, 40, refused=3, seconds=10.0))
+    assert row("x", control, during).endswith("| 4.00 | 10.0 | 6.2 | 0.62 | 3 | no |")
