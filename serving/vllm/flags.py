@@ -161,6 +161,22 @@ def _quantization(value: str) -> Words:
     return [] if value in _STORED else ["--quantization", value]
 
 
+_UNSUPPORTED_FAMILIES = {"inkling": "Inkling", "kimi_k3": "Kimi K3"}
+"""By the names of their parsers."""
+
+
+def parser(name: str, values: dict[str, str]) -> Flag:
+    """A flag that names a parser; `values` are the names that differ here."""
+
+    def becomes(value: str) -> Words:
+        value = value.lower()
+        if family := _UNSUPPORTED_FAMILIES.get(value):
+            raise ConfigError(f"{name} {value}: {family} models are not supported; README.md lists all families")
+        return [name, values.get(value, value)]
+
+    return Flag(name, Takes.A_VALUE, ours=name, becomes=becomes)
+
+
 _TEXT_ONLY = "text only"
 _GENERATE_ONLY = "only text generation is served, not embeddings or classification"
 _ONE_HOST = "replicas are on one host: start a server on each host, with `mamba-jax router` in front"
@@ -170,6 +186,7 @@ _NO_ADAPTERS = "no adapters: merge them into the weights first"
 _ONE_PROGRAM = "programs are always compiled, at start-up"
 _BUILT_IN = "formats are built in; no code of a checkpoint is run"
 _MEMORY = "a preempted request is computed again from its tokens"
+_REUSE_PLACES = "--mamba-cache-mode and --mamba-block-size set where prefixes may end"
 _KERNELS = "this platform's kernels are chosen by themselves; --kernels names others"
 
 FLAGS: tuple[Flag, ...] = (
@@ -202,15 +219,15 @@ FLAGS: tuple[Flag, ...] = (
     repeated("--allowed-origins"),
     repeated("--allowed-methods"),
     repeated("--allowed-headers"),
-    renamed(
-        "--tool-call-parser", "--tool-call-parser",
+    parser(
+        "--tool-call-parser",
         values={
             "granite4": "hermes", "nemotron_json": "nemotron", "nemotron_nano_v2": "nemotron",
             "qwen3_xml": "qwen3_coder", "nemotron_v3": "qwen3_coder", "glm45": "ling3", "glm47": "ling3",
         },
     ),
-    renamed(
-        "--reasoning-parser", "--reasoning-parser",
+    parser(
+        "--reasoning-parser",
         values=dict.fromkeys(
             (
                 "nemotron_v3", "nano_v3", "nano_v2", "qwen3", "deepseek_r1", "deepseek_v3", "granite", "glm45",
@@ -255,6 +272,10 @@ FLAGS: tuple[Flag, ...] = (
     unnecessary("--disable-hybrid-kv-cache-manager", "states and pages have one manager", Takes.NOTHING),
     unnecessary("--enable-mamba-cache-stochastic-rounding", "states are rounded to the nearest value", Takes.NOTHING),
     unnecessary("--mamba-cache-philox-rounds", "states are rounded to the nearest value"),
+    unnecessary("--enable-mamba-shared-prefix-checkpoint", _REUSE_PLACES, Takes.NOTHING),
+    unnecessary("--prefix-match-unit", _REUSE_PLACES),
+    unnecessary("--kv-events-config", "`mamba-jax router` reads the workers' events at /internal/events"),
+    unnecessary("--weight-transfer-config", "weights are replaced over HTTP or in Python: docs/rollouts.md"),
     unnecessary("--enable-sleep-mode", "sleep and wake-up are always available", Takes.NOTHING),
     unnecessary("--scheduling-policy", "requests may have a priority; equal ones are served in order"),
     unnecessary("--stream-interval", "tokens are sent when they are ready"),
@@ -304,7 +325,11 @@ FLAGS: tuple[Flag, ...] = (
     unnecessary("--disable-fastapi-docs", "/docs shows nothing but the API's description", Takes.NOTHING),
     missing("--pipeline-parallel-size", "layers are divided by --tensor-parallel-size only", "-pp", harmless=("1",)),
     missing("--api-server-count", "one process serves HTTP", harmless=("1",)),
-    missing("--decode-context-parallel-size", _ALL_DEVICES, "-dcp", harmless=("1",)),
+    unnecessary(
+        "--decode-context-parallel-size", "keys and values are divided by heads; the number of devices is the same",
+        Takes.A_VALUE, "-dcp",
+    ),
+    unnecessary("--dcp-comm-backend", "exchanges between devices are XLA's"),
     missing("--prefill-context-parallel-size", _ALL_DEVICES, "-pcp", harmless=("1",)),
     missing("--data-parallel-address", _ONE_HOST),
     missing("--data-parallel-rank", _ONE_HOST),
