@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, cast, overload
@@ -96,17 +97,22 @@ class HybridModel(nnx.Module):
         return scaled(rows, self.config.embedding_multiplier)
 
     @overload
-    def hidden(self, tokens: Array, layout: Layout, store: Store) -> tuple[Array, Store]: ...
-    @overload
-    def hidden(self, tokens: Array, layout: Layout, store: None) -> tuple[Array, None]: ...
     def hidden(
-        self, tokens: Int[Array, " T"], layout: Layout, store: Store | None
+        self, tokens: Array, layout: Layout, store: Store, *, rematerialise: bool = False
+    ) -> tuple[Array, Store]: ...
+    @overload
+    def hidden(
+        self, tokens: Array, layout: Layout, store: None, *, rematerialise: bool = False
+    ) -> tuple[Array, None]: ...
+    def hidden(
+        self, tokens: Int[Array, " T"], layout: Layout, store: Store | None, *, rematerialise: bool = False
     ) -> tuple[Float[Array, "T hidden"], Store | None]:
         """Runs the sublayers over packed tokens.
 
         Args:
             tokens: as the layout arranges them.
             store: the recurrent states, keys and values to read and to update; None for whole sequences.
+            rematerialise: a gradient keeps only each sublayer's inputs, and computes the rest of the sublayer again.
         Returns:
             hidden states after the final norm, and the store.
         """
@@ -115,13 +121,14 @@ class HybridModel(nnx.Module):
         pieces = _Pieces(self.config, store, with_tails=isinstance(layout, ReplayLayout))
         uses = 0
         for kind, block in zip(self.config.pattern, self.blocks, strict=True):
-            state = pieces.take(kind)
+            run: Any = functools.partial(block, layout=layout)
             if isinstance(block, SharedUse):
                 shared = self.shared[uses % len(self.shared)]
-                x, state = block(x, layout, state, block=shared, embedded=embedded)
+                run = functools.partial(run, block=shared, embedded=embedded)
                 uses += 1
-            else:
-                x, state = block(x, layout, state)
+            if rematerialise:
+                run = jax.checkpoint(run)
+            x, state = run(x, state=pieces.take(kind))
             pieces.put(kind, state)
         return self.final_norm(x), pieces.store()
 

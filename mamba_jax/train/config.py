@@ -83,6 +83,13 @@ class TrainConfig:
     steps: int = 1000
     batch_size: int = 8
     sequence_length: int = 512
+    accumulate: int = 1
+    """Number of equal parts of a batch whose gradients are computed one after the other and averaged: each part needs
+    only its share of the memory for activations."""
+    rematerialise: bool = False
+    """Keep only the inputs of each sublayer for the gradient, and compute the rest again."""
+    shard_weights: bool = False
+    """Divide weights and their moments over the devices; each device then collects weights when it needs them."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the products; weights and their moments are always float32."""
     seed: int = 0
@@ -96,6 +103,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in (
+            "accumulate",
             "steps",
             "batch_size",
             "sequence_length",
@@ -106,8 +114,13 @@ class TrainConfig:
         ):
             if getattr(self, name) < 1:
                 raise ModelConfigError(f"{name} is {getattr(self, name)}: at least 1 is expected")
-        if self.drafts.every < 1 or self.batch_size % self.drafts.every:
-            raise ModelConfigError(f"drafts.every is {self.drafts.every}: it must divide batch_size, {self.batch_size}")
+        if self.batch_size % self.accumulate:
+            raise ModelConfigError(f"accumulate is {self.accumulate}: it must divide batch_size, {self.batch_size}")
+        part = self.batch_size // self.accumulate
+        if self.drafts.every < 1 or part % self.drafts.every:
+            raise ModelConfigError(
+                f"drafts.every is {self.drafts.every}: it must divide batch_size / accumulate, {part}"
+            )
         if not 0 <= self.data.chat_share <= 1:
             raise ModelConfigError(f"data.chat_share is {self.data.chat_share}: a share between 0 and 1 is expected")
         if not 0 <= self.data.held_out < 1:

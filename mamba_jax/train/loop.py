@@ -61,6 +61,31 @@ def initial_values(config: HybridConfig, seed: int) -> Parameters:
     return {path: leaf.get_value() for path, leaf in parameters(model).items()}
 
 
+def initial_state(
+    values: Parameters, optimizer: optax.GradientTransformation, place: Callable[[Any], NamedSharding]
+) -> TrainState:
+    """The state before the first step: copies of the weights, because each step donates its state.
+
+    Args:
+        values: the trained weights.
+        optimizer: whose moments are added.
+        place: the sharding of an array by its shape.
+    """
+    weights = {path: jax.device_put(jnp.array(v, jnp.float32, copy=True), place(v)) for path, v in values.items()}
+    placements = jax.tree.map(place, jax.eval_shape(optimizer.init, weights))
+    moments = jax.jit(optimizer.init, out_shardings=placements)(weights)
+    step = jnp.zeros((), jnp.int32)
+    return TrainState(jax.device_put(step, place(step)), weights, moments)
+
+
+def _placement(mesh: Mesh, array: Any, *, divided: bool) -> NamedSharding:
+    """The sharding of weights and moments: if `divided`, by the largest axis that the devices can divide equally."""
+    axes = [n for n, size in enumerate(array.shape) if divided and size % mesh.size == 0]
+    largest = max(axes, key=lambda n: array.shape[n], default=None)
+    spec = () if largest is None else (*[None] * largest, *mesh.axis_names)
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
 def refuse_quantised(values: Mapping[str, Any]) -> None:
     """Raise ModelConfigError if parameters include quantized weights, which cannot be trained."""
     if found := sorted({weight for path in values if (weight := weight_of(path))}):
@@ -102,25 +127,25 @@ def train(
     """
     refuse_quantised(values or {})
     mesh = Mesh(np.array(devices or jax.devices()), ("batch",))
-    if settings.batch_size // settings.drafts.every % mesh.size:
+    part = settings.batch_size // settings.accumulate
+    if part // settings.drafts.every % mesh.size:
         raise ModelConfigError(
-            f"batch_size / drafts.every is {settings.batch_size // settings.drafts.every}:"
+            f"batch_size / accumulate / drafts.every is {part // settings.drafts.every}:"
             f" it cannot be divided among {mesh.size} devices"
         )
-    everywhere, by_sequence = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("batch",)))
+    by_sequence, by_part = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("batch",), (None, "batch")))
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     start = values if values is not None else initial_values(config, settings.seed)
-    # Copies, because the step below donates its state.
-    moving = {path: jnp.array(v, jnp.float32, copy=True) for path, v in start.items() if trained(path)}
-    frozen = jax.device_put({path: v for path, v in start.items() if not trained(path)}, everywhere)
-    fresh = TrainState(jnp.zeros((), jnp.int32), moving, optimizer.init(moving))
-    state = jax.device_put(fresh, everywhere)
+    place = functools.partial(_placement, mesh, divided=settings.shard_weights)
+    state = initial_state({path: v for path, v in start.items() if trained(path)}, optimizer, place)
+    frozen = {path: jax.device_put(v, place(v)) for path, v in start.items() if not trained(path)}
     loss = functools.partial(
         training_loss,
         config=config,
         drafts=settings.drafts,
         dtype=jnp.dtype(settings.compute_dtype),
         model_weight=model_weight,
+        rematerialise=settings.rematerialise,
     )
     validate = None
     if validation is not None:
@@ -133,14 +158,16 @@ def train(
             devices=mesh.size,
         )
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    placements = jax.tree.map(lambda x: x.sharding, state)
+
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(placements, None))
     def update(
         state: TrainState, frozen: Parameters, tokens: jax.Array, step: jax.Array
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        def of(values: Parameters) -> Any:
+        def of(values: Parameters, tokens: jax.Array) -> Any:
             return loss({**frozen, **values}, tokens)
 
-        (total, parts), gradient = jax.value_and_grad(of, has_aux=True)(state.values)
+        (total, parts), gradient = _mean_over_parts(jax.value_and_grad(of, has_aux=True), state.values, tokens)
         changes, moments = optimizer.update(gradient, state.optimizer, state.values)
         values = optax.apply_updates(state.values, changes)
         parts["gradient_norm"] = optax.global_norm(gradient)
@@ -159,7 +186,8 @@ def train(
         with _interruptible() as interrupted:
             step = int(state.step)
             while step < settings.steps and not interrupted():
-                tokens = jax.device_put(batches[step], by_sequence)
+                batch = batches[step]
+                tokens = jax.device_put(batch.reshape(settings.accumulate, part, *batch.shape[1:]), by_part)
                 state, parts = update(state, frozen, tokens, jnp.int32(step))
                 step += 1
                 save = step % settings.save_every == 0 or step == settings.steps or interrupted()
@@ -175,6 +203,22 @@ def train(
         return Run({**frozen, **state.values}, step, finished=step >= settings.steps)
     finally:
         checkpoints.close()
+
+
+def _mean_over_parts(function: Callable[..., Any], values: Parameters, parts: jax.Array) -> Any:
+    """The mean of `function(values, part)` over the first axis of `parts`, one part after the other.
+
+    Not `optax.MultiSteps`: a step of the run, its record and its learning rate stay those of a whole batch.
+    """
+    if len(parts) == 1:
+        return function(values, parts[0])
+
+    def add(total: Any, part: jax.Array) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, function(values, part)), None
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, values, parts[0]))
+    total, _ = jax.lax.scan(add, zeros, parts)
+    return jax.tree.map(lambda x: x / len(parts), total)
 
 
 def _stop_if_diverged(state: TrainState, step: int, checkpoints: Checkpoints) -> None:

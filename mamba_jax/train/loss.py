@@ -37,6 +37,7 @@ def training_loss(
     drafts: DraftSettings,
     dtype: DTypeLike,
     model_weight: float = 1.0,
+    rematerialise: bool = False,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """The loss of a batch, and its parts.
 
@@ -47,6 +48,7 @@ def training_loss(
         drafts: settings of the draft layer's training, if there is one.
         dtype: dtype of the products.
         model_weight: weight of the next token's loss; 0 trains only the draft layer.
+        rematerialise: see `HybridModel.hidden`.
     Returns:
         The loss; and `loss` (of the next token, if it has any weight), for each draft n from 1 `draft_loss_n` and
         `draft_agreement_n`, the share of places where its first choice is the model's.
@@ -54,7 +56,8 @@ def training_loss(
     model = build(config, values, dtype)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     batch, length = inputs.shape
-    flat, _ = model.hidden(inputs.reshape(-1), SequenceLayout.of(batch, length), None)
+    layout = SequenceLayout.of(batch, length)
+    flat, _ = model.hidden(inputs.reshape(-1), layout, None, rematerialise=rematerialise)
     hidden = flat.reshape(batch, length, -1)
     total, parts = jnp.zeros(()), {}
     if model_weight:

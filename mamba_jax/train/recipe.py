@@ -13,6 +13,9 @@ from mamba_jax.train.config import TrainConfig
 
 RECIPE = "recipe.json"
 _MAY_DIFFER = {
+    "accumulate",
+    "rematerialise",
+    "shard_weights",
     "log_every",
     "save_every",
     "validate_every",
@@ -20,7 +23,7 @@ _MAY_DIFFER = {
     "data.corpus",
     "data.validation",
 }
-"""Settings that change neither weights nor data. The corpus is compared by its digest, not by its path."""
+"""Settings that change no data, and weights by rounding at most. The corpus is compared by its digest, not its path."""
 
 
 def keep_recipe(directory: Path, settings: TrainConfig, **inputs: str | None) -> None:

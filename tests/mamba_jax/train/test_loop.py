@@ -1,16 +1,28 @@
 """Training: the loss falls, a run that was cut short goes on as if it had not been, devices share a batch."""
 
 import dataclasses
+import functools
 import os
 import signal
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from mamba_jax.config import ModelConfigError
 from mamba_jax.train.config import OptimizerSettings
-from mamba_jax.train.loop import CHECKPOINTS, LOG, TrainingDiverged, initial_values, read_log, train
+from mamba_jax.train.loop import (
+    CHECKPOINTS,
+    LOG,
+    TrainingDiverged,
+    _placement,
+    initial_state,
+    initial_values,
+    read_log,
+    train,
+)
+from mamba_jax.train.optimizer import make_optimizer
 from mamba_jax.train.state import Checkpoints
 from tests.support.tiny_training import CONFIG, LENGTH, batches, settings
 
@@ -91,6 +103,26 @@ def test_devices_share_a_batch(whole, tmp_path):
 
 
 @pytest.mark.full
+def test_divided_weights_need_less_memory_and_give_the_same_losses(whole, tmp_path):
+    def on_one(arrays):
+        return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(arrays))
+
+    four = jax.devices()[:4]
+    values = initial_values(CONFIG, 0)
+    mesh = Mesh(np.array(four), ("batch",))
+    optimizer = make_optimizer(settings().optimizer, 12)
+    states = {
+        divided: initial_state(values, optimizer, functools.partial(_placement, mesh, divided=divided))
+        for divided in (False, True)
+    }
+    assert on_one(states[True].optimizer) < 0.4 * on_one(states[False].optimizer)
+    done = run(tmp_path, devices=four, steps=3, shard_weights=True)
+    assert on_one(done.values) < 0.4 * on_one(values)
+    together = [record["loss"] for record in losses(tmp_path)]
+    np.testing.assert_allclose(together[:2], [record["loss"] for record in whole[1][:2]], rtol=1e-4)
+
+
+@pytest.mark.full
 def test_bfloat16_products(whole, tmp_path):
     done = run(tmp_path, steps=3, compute_dtype="bfloat16")
     assert all(value.dtype == np.float32 for value in done.values.values())
@@ -143,3 +175,12 @@ def test_quantised_weights_are_refused(tmp_path):
     values = {"blocks.0.mixer.out_proj.weight.values": jax.numpy.ones((2, 2), "int8")}
     with pytest.raises(ModelConfigError, match=r"1 weights are quantized \(blocks.0.mixer.out_proj.weight, ...\)"):
         train(settings(), CONFIG, batches(), tmp_path, values=values)
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch(whole, tmp_path):
+    run(tmp_path, accumulate=4, steps=3)
+    for one, other in zip(losses(tmp_path), whole[1][:3], strict=True):
+        for name in ("loss", "draft_loss_1", "gradient_norm"):
+            np.testing.assert_allclose(one[name], other[name], rtol=2e-3)
+    with pytest.raises(ModelConfigError, match="accumulate is 3: it must divide batch_size, 8"):
+        settings(accumulate=3)

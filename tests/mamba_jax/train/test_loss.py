@@ -155,3 +155,26 @@ def test_drafts_in_pieces():
     np.testing.assert_allclose(agrees, agreed, rtol=1e-6)
     np.testing.assert_allclose(got_gradient, gradient, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(pieces(drafting)[0], expected, rtol=1e-5)
+
+
+@pytest.mark.full
+def test_rematerialised_sublayers_keep_less_and_give_the_same_gradient():
+    tokens, no_drafts = jnp.tile(TOKENS, (2, 12)), DraftSettings(depth_weights=())
+
+    def loss(values, rematerialise):
+        return training_loss(
+            values, tokens, config=CONFIG, drafts=no_drafts, dtype=jnp.float32, rematerialise=rematerialise
+        )[0]
+
+    def kept(rematerialise):
+        """Bytes that the backward pass reads."""
+        backward = jax.eval_shape(lambda values: jax.vjp(lambda v: loss(v, rematerialise), values)[1], VALUES)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(backward))
+
+    weights = sum(value.nbytes for value in VALUES.values())
+    assert kept(True) - weights < 0.5 * (kept(False) - weights), (kept(True), kept(False), weights)
+    expected, got = (jax.jit(jax.grad(functools.partial(loss, rematerialise=one)))(VALUES) for one in (False, True))
+    for path, value in got.items():
+        np.testing.assert_allclose(
+            value, expected[path], rtol=1e-3, atol=1e-5 * float(np.abs(expected[path]).max() + 1), err_msg=path
+        )

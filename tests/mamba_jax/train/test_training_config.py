@@ -60,7 +60,7 @@ def read_config_with(tmp_path, overrides):
         ("steps: 0", "steps is 0: at least 1"),
         ("optimizer: {name: sgd}", "optimizer.name is 'sgd': allowed are adamw, muon"),
         ("optimizer: 3", "optimizer is 3: a mapping"),
-        ("batch_size: 6\ndrafts: {every: 4}", "it must divide batch_size, 6"),
+        ("batch_size: 6\ndrafts: {every: 4}", "it must divide batch_size / accumulate, 6"),
         ("data: {mixture: {a: 0}}", "shares above 0"),
         ("steps: [", "cannot be read"),
         ("- 1", "a mapping of settings is expected"),
