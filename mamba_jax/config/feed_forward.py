@@ -65,6 +65,8 @@ class MoEConfig(MixerConfig):
     """What the shared expert gives is multiplied by the sigmoid of one number for each token."""
     bias: bool = False
     """Of the latent projections and the shared expert."""
+    balance: float = 0.0
+    """In training: coefficient of the auxiliary loss that spreads tokens evenly over experts."""
 
     def __post_init__(self) -> None:
         _known_activation(self.activation)

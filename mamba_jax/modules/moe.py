@@ -19,6 +19,27 @@ from mamba_jax.modules.mlp import MLP
 from mamba_jax.sharding.axis import axis_index
 
 
+def balance_loss(shares: Float[Array, "T experts"], chosen: Int[Array, "T chosen"]) -> Float[Array, ""]:
+    """The auxiliary loss of Fedus et al. ("Switch Transformers", 2021): 1 if the load of all experts is equal.
+
+    Args:
+        shares: the router's scores, with a sum of 1 for each token.
+        chosen: the experts that each token goes through.
+    """
+    experts = shares.shape[1]
+    load = (chosen.reshape(-1, 1) == jnp.arange(experts)).mean(axis=0, dtype=jnp.float32)
+    return experts * (load * shares.mean(axis=0)).sum()
+
+
+@jax.custom_vjp
+def _with_loss(x: Array, loss: Float[Array, ""]) -> Array:
+    """x, whose gradient is as if `loss` were part of the training loss: layers need not return it."""
+    return x
+
+
+_with_loss.defvjp(lambda x, loss: (x, None), lambda _, change: (change, jnp.ones((), jnp.float32)))
+
+
 class Router(nnx.Module):
     """Chooses each token's experts and their weights, in float32 (small differences would change the choice)."""
 
@@ -35,7 +56,7 @@ class Router(nnx.Module):
         )
         if self.correction_bias is None:
             best, chosen = jax.lax.top_k(logits, config.experts_per_token)
-            return jax.nn.softmax(best, axis=-1), chosen
+            return self._balanced(jax.nn.softmax(best, axis=-1), jax.nn.softmax(logits, axis=-1), chosen), chosen
         scores = jax.nn.sigmoid(logits)
         # The bias balances the load: it has a say in who is chosen, none in how much they count.
         biased = self._in_best_groups(scores + self.correction_bias[...])
@@ -43,7 +64,15 @@ class Router(nnx.Module):
         weights = jnp.take_along_axis(scores, chosen, axis=1)
         if config.normalize:
             weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-        return weights * config.scaling, chosen
+        return self._balanced(weights * config.scaling, scores / scores.sum(-1, keepdims=True), chosen), chosen
+
+    def _balanced(
+        self, weights: Float[Array, "T chosen"], shares: Float[Array, "T experts"], chosen: Int[Array, "T chosen"]
+    ) -> Float[Array, "T chosen"]:
+        """The weights, with the gradient of the auxiliary loss if there is one."""
+        if not self.config.balance:
+            return weights
+        return _with_loss(weights, self.config.balance * balance_loss(shares, chosen))
 
     def _in_best_groups(self, scores: Float[Array, "T experts"]) -> Float[Array, "T experts"]:
         """Scores of experts outside of the best groups become -inf; a group is as good as its best two together."""

@@ -90,6 +90,8 @@ class TrainConfig:
     """Keep only the inputs of each sublayer for the gradient, and compute the rest again."""
     shard_weights: bool = False
     """Divide weights and their moments over the devices; each device then collects weights when it needs them."""
+    balance_experts: float = 0.0
+    """Coefficient of the auxiliary loss that spreads tokens evenly over experts; 0: none."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the products; weights and their moments are always float32."""
     seed: int = 0
@@ -114,6 +116,8 @@ class TrainConfig:
         ):
             if getattr(self, name) < 1:
                 raise ModelConfigError(f"{name} is {getattr(self, name)}: at least 1 is expected")
+        if self.balance_experts < 0:
+            raise ModelConfigError(f"balance_experts is {self.balance_experts}: at least 0 is expected")
         if self.batch_size % self.accumulate:
             raise ModelConfigError(f"accumulate is {self.accumulate}: it must divide batch_size, {self.batch_size}")
         part = self.batch_size // self.accumulate

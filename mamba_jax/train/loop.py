@@ -146,6 +146,7 @@ def train(
         dtype=jnp.dtype(settings.compute_dtype),
         model_weight=model_weight,
         rematerialise=settings.rematerialise,
+        balance_experts=settings.balance_experts,
     )
     validate = None
     if validation is not None:

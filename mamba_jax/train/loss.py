@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import jax
@@ -38,6 +39,7 @@ def training_loss(
     dtype: DTypeLike,
     model_weight: float = 1.0,
     rematerialise: bool = False,
+    balance_experts: float = 0.0,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """The loss of a batch, and its parts.
 
@@ -49,10 +51,13 @@ def training_loss(
         dtype: dtype of the products.
         model_weight: weight of the next token's loss; 0 trains only the draft layer.
         rematerialise: see `HybridModel.hidden`.
+        balance_experts: see `MoEConfig.balance`; the gradient has this loss, the returned loss does not.
     Returns:
         The loss; and `loss` (of the next token, if it has any weight), for each draft n from 1 `draft_loss_n` and
         `draft_agreement_n`, the share of places where its first choice is the model's.
     """
+    if balance_experts and config.moe is not None:
+        config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, balance=balance_experts))
     model = build(config, values, dtype)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     batch, length = inputs.shape

@@ -29,6 +29,7 @@ def test_the_same_recipe_goes_on(tmp_path):
     [
         ({}, {"corpus_digest": "two"}, "corpus digest was one, is two"),
         ({"seed": 3}, {}, "seed was 0, is 3"),
+        ({"balance_experts": 0.5}, {}, "balance_experts was 0.0, is 0.5"),
         ({"model": {"hidden_size": 16}}, {}, "model.hidden_size was 8, is 16"),
         ({"model": {}}, {}, "model.hidden_size was 8, is None"),
         ({"steps": 3}, {}, "steps was 1000, is 3"),
