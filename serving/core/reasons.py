@@ -44,10 +44,10 @@ class RequestError(ValueError):
 def check_prompt_length(length: int, max_model_len: int, *, at_least: bool = False) -> None:
     """Raises `RequestError` for a prompt of more tokens than sequences may have, less one for the output.
 
-    `at_least`: it has so many or more; nobody has counted them all.
+    `at_least`: it has so many or more; not all of them were counted. Clients look for "maximum context length".
     """
     if length >= max_model_len:
         raise RequestError(
             f"the prompt has {'at least ' * at_least}{length:,} tokens: at most {max_model_len - 1:,} are allowed "
-            f"(max_model_len {max_model_len:,}, one of them for the output)"
+            f"(this model's maximum context length is {max_model_len:,} tokens, one of them for the output)"
         )

@@ -98,6 +98,7 @@ class ChatTurn:
     ) -> None:
         self._tools = offered_tools(body)
         forced = forced_tools(body)
+        self._forced = bool(forced)
         self._form = responses.tool_calls if self._tools else None
         self._most_calls = None if body.parallel_tool_calls else 1
         params = sampling_params(body, responses.defaults)
@@ -153,7 +154,7 @@ class ChatTurn:
             reasoning = ReasoningReader(self._marks, begun=self._opening.begun, until=until)
         calls = None
         if self._form is not None:
-            calls = ToolCallReader(self._form, self._tools, most=self._most_calls)
+            calls = ToolCallReader(self._form, self._tools, most=self._most_calls, forced=self._forced)
         return AnswerReader(reasoning, calls)
 
     def _with_reasoning(self, responses: ResponseContext, params: SamplingParams, budget: int | None) -> SamplingParams:

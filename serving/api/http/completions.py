@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from itertools import accumulate
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -72,6 +73,7 @@ class CompletionWriter:
         self._created = int(time.time())
         self._logprobs = LogprobWriter(responses.codec, top=body.logprobs or 0, as_ids=body.return_tokens_as_token_ids)
         self._offsets: dict[int, int] = {}
+        """Characters of each choice's text that the tokens told so far stand for."""
 
     @classmethod
     async def of(cls, context: Context, body: CompletionRequest) -> CompletionWriter:
@@ -153,7 +155,8 @@ class CompletionWriter:
             tables = [*_prompt_tables(piece.output), *tables]
         choice = CompletionChoice(index=index, text=text, logprobs=None, finish_reason=piece.finish_reason)
         if self._body.logprobs is not None and shown:
-            choice.logprobs = self._written(index, shown, tables)
+            echoed = self._echoes[piece.prompt] if self._body.echo and first else ""
+            choice.logprobs = self._written(index, shown, tables, echoed, len(shown) - len(tokens))
         if piece.stop_reason is not None:
             choice.stop_reason = piece.stop_reason
         if self._body.return_token_ids:
@@ -164,11 +167,20 @@ class CompletionWriter:
                 choice.prompt_token_ids = list(self.job.prompts[piece.prompt])
         return choice
 
-    def _written(self, index: int, tokens: list[int], tables: list[TokenLogprobs | None]) -> CompletionLogprobs:
-        offset = self._offsets.get(index, 0)
-        written = self._logprobs.completion(tokens, tables, offset=offset)
-        self._offsets[index] = offset + sum(len(self._responses.codec.token(token)) for token in tokens)
-        return written
+    def _written(
+        self, index: int, tokens: list[int], tables: list[TokenLogprobs | None], echoed: str, prompt: int
+    ) -> CompletionLogprobs:
+        """The first `prompt` of the tokens are the prompt's, whose text is `echoed`."""
+        codec, offset = self._responses.codec, self._offsets.get(index, 0)
+        sizes = [len(codec.token(token)) for token in tokens]
+        for i in codec.hidden(tokens[:prompt], echoed):
+            sizes[i] = 0
+        if self.job.params.skip_special_tokens:
+            written = list(zip(tokens, sizes, strict=True))[prompt:]
+            sizes[prompt:] = [0 if codec.is_special(token) else size for token, size in written]
+        offsets = list(accumulate(sizes, initial=offset))
+        self._offsets[index] = offsets.pop()
+        return self._logprobs.completion(tokens, tables, offsets)
 
 
 def _prompt_tables(output: RequestOutput) -> list[TokenLogprobs | None]:

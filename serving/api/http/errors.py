@@ -56,7 +56,7 @@ _LONGEST = 500  # characters of a message: it may quote what the client sent
 
 
 class ApiError(Exception):
-    """An answer other than success."""
+    """An answer other than success; `anthropic` is the message on Anthropic's paths, if it is another there."""
 
     def __init__(
         self,
@@ -66,8 +66,10 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        anthropic: str | None = None,
     ) -> None:
         super().__init__(message)
+        self._anthropic = anthropic
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
 
@@ -82,8 +84,12 @@ class ApiError(Exception):
 
         On Anthropic's paths it has their `type`.
         """
-        kind = {"type": "error"} if path.startswith(ANTHROPICS) else {}
-        return json.dumps({**kind, "error": self.fields()}).encode()
+        if not path.startswith(ANTHROPICS):
+            return json.dumps({"error": self.fields()}).encode()
+        error = self.fields()
+        if self._anthropic is not None:
+            error["message"] = self._anthropic
+        return json.dumps({"type": "error", "error": error}).encode()
 
     def response(self, path: str = "") -> Response:
         """The same as a response to a request of that path."""

@@ -26,16 +26,13 @@ class LogprobWriter:
         self._codec, self._top, self._as_ids = codec, top, as_ids
 
     def completion(
-        self, tokens: Sequence[int], tables: Sequence[TokenLogprobs | None], *, offset: int = 0
+        self, tokens: Sequence[int], tables: Sequence[TokenLogprobs | None], offsets: list[int]
     ) -> CompletionLogprobs:
-        """The parallel lists of `/v1/completions`; `offset` is where the first token's text begins."""
+        """The parallel lists of `/v1/completions`; `offsets` are where the tokens' texts begin."""
         top: list[dict[str, float] | None] | None = [] if self._top else None
-        written = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=top, text_offset=[])
+        written = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=top, text_offset=offsets)
         for token, table in zip(tokens, tables, strict=True):
-            text = self._name(token)
-            written.tokens.append(text)
-            written.text_offset.append(offset)
-            offset += len(self._codec.token(token))
+            written.tokens.append(self._name(token))
             written.token_logprobs.append(None if table is None else _finite(table[token].logprob))
             if written.top_logprobs is not None:
                 written.top_logprobs.append(None if table is None else self._named(token, table))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -26,6 +27,8 @@ _LONG = 1 << 15
 _BEGINNING = 8
 """Characters for each token allowed in the beginning of a text that is tokenised first: about twice what fits."""
 _KEPT = 1 << 16
+_TOO_LONG = "prompt is too long"
+"""What clients of Anthropic's API look for."""
 
 
 class TextCodec:
@@ -77,8 +80,9 @@ class TextCodec:
             raise ApiError(400, "this model has no chat template: use /v1/completions", param="messages")
         if len(messages) > self._max_model_len:
             raise ApiError(
-                400, f"{len(messages):,} messages: no more are allowed than tokens ({self._max_model_len:,})",
-                param="messages", code="context_length_exceeded",
+                400,
+                f"{len(messages):,} messages: this model's maximum context length is {self._max_model_len:,} tokens",
+                param="messages", code="context_length_exceeded", anthropic=f"{_TOO_LONG}: {len(messages)} messages",
             )  # fmt: skip
 
         def encode() -> list[int]:
@@ -126,6 +130,21 @@ class TextCodec:
             text = self._texts[token_id] = self.tokenizer.token_text(token_id)
         return text
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether texts without special tokens leave it out."""
+        return self.tokenizer is not None and token_id in self.tokenizer.special_ids
+
+    def hidden(self, token_ids: Sequence[int], text: str) -> set[int]:
+        """Which of a prompt's tokens the tokenizer has added around its text: their places."""
+        places = range(len(token_ids))
+        front = itertools.takewhile(
+            lambda i: self.is_special(token_ids[i]) and not text.startswith(self.token(token_ids[i])), places
+        )
+        back = itertools.takewhile(
+            lambda i: self.is_special(token_ids[i]) and not text.endswith(self.token(token_ids[i])), reversed(places)
+        )
+        return {*front, *back}
+
     def _encode(self, text: str, add_special_tokens: bool, param: str, fits: bool) -> list[int]:
         tokenizer, most = self._require(), self._max_model_len
         beginning = text[: _BEGINNING * most]
@@ -161,7 +180,10 @@ def check_fits(length: int, max_model_len: int, param: str, *, at_least: bool = 
     try:
         check_prompt_length(length, max_model_len, at_least=at_least)
     except RequestError as error:
-        raise ApiError(400, str(error), param=param, code="context_length_exceeded") from None
+        raise ApiError(
+            400, str(error), param=param, code="context_length_exceeded",
+            anthropic=f"{_TOO_LONG}: {length} tokens > {max_model_len - 1} maximum",
+        ) from None  # fmt: skip
 
 
 def characters(value: Any, most: int) -> int:

@@ -27,10 +27,13 @@ class ToolCallReader:
         form: how calls are written.
         tools: those of the request; they say which parameters are texts.
         most: calls beyond so many are left out.
+        forced: the text is nothing but calls, so the beginning of one that was cut off is not shown.
     """
 
-    def __init__(self, form: ToolCallForm, tools: Sequence[Tool], *, most: int | None = None) -> None:
-        self._format, self._most = FORMATS[form], most
+    def __init__(
+        self, form: ToolCallForm, tools: Sequence[Tool], *, most: int | None = None, forced: bool = False
+    ) -> None:
+        self._format, self._most, self._forced = FORMATS[form], most, forced
         self._parameters = {tool.function.name: tool.function.parameters or {} for tool in tools}
         self._numbering = Numbering()
         self._parser: CallParser | None = None
@@ -62,7 +65,7 @@ class ToolCallReader:
                 left = self._text + left
                 before, mark, after = left.partition(begin)
                 if not mark:
-                    held = 0 if last else may_begin(left, begin)
+                    held = 0 if last and not self._forced else may_begin(left, begin)
                     shown, self._text = shown + left[: len(left) - held], left[len(left) - held :]
                     break
                 shown, self._text, left, self._parser = shown + before, mark, after, self._new_parser()
@@ -77,6 +80,8 @@ class ToolCallReader:
             self._parser = None
             if parser.began:
                 left = parser.rest
+            elif self._forced and last:  # cut off before its name was complete
+                break
             else:  # no call: its mark is text, and what follows is looked at again
                 shown += begin
                 left, self._text = self._text[len(begin) :], ""

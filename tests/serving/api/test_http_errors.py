@@ -147,6 +147,7 @@ def test_a_prompt_that_is_too_long(server, stream):
     for prompt in ("word " * 2000, [5] * 512):
         response = server.http.post("/v1/completions", json={"prompt": prompt, "stream": stream})
         assert_error(response, 400, param="prompt", says="at most 511 are allowed")
+        assert "this model's maximum context length is" in response.json()["error"]["message"]
         assert response.json()["error"]["code"] == "context_length_exceeded"
 
 

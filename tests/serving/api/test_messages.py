@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from serving.api.http.errors import ApiError
 from serving.api.http.messages_input import chat_request
 from serving.api.http.protocol.messages import MessagesRequest
+from serving.api.http.text import check_fits
 from tests.serving.api.test_reasoning_answers import thinking  # noqa: F401 - a fixture
 
 anthropic = pytest.importorskip("anthropic", reason="needs the anthropic SDK (the extra `test`)")
@@ -164,3 +166,15 @@ def test_what_there_is_not(server, path):
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "not_supported"
     assert "generates text" in answer.json()["error"]["message"]
+
+
+def test_a_prompt_that_is_too_long_in_the_words_of_each_api():
+    """Clients recognise both by these words, and then shorten the conversation."""
+    for at_least in (False, True):
+        with pytest.raises(ApiError) as refused:
+            check_fits(600, 512, "messages", at_least=at_least)
+        chat, messages = (json.loads(refused.value.body(path)) for path in ("/v1/chat/completions", "/v1/messages"))
+        assert "this model's maximum context length is 512 tokens" in chat["error"]["message"]
+        assert messages["type"] == "error"
+        assert messages["error"]["type"] == "invalid_request_error"
+        assert messages["error"]["message"] == "prompt is too long: 600 tokens > 511 maximum"

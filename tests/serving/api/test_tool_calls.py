@@ -191,6 +191,21 @@ def test_what_is_no_call_stays_text(form, text):
     assert reader(form).push(text, last=True) == (text, [])
 
 
+@pytest.mark.parametrize("form", WRITTEN)
+@pytest.mark.parametrize("piece", [1, 1000])
+def test_a_forced_call_that_is_cut_off_shows_no_mark(form, piece):
+    """Wherever the output ends, the text of a forced call is none of the answer's content."""
+    for end in range(len(WRITTEN[form])):
+        text = WRITTEN[form][:end]
+        read, shown = ToolCallReader(form, [Tool.model_validate(TOOL)], forced=True), ""
+        for at in range(0, len(text), piece):
+            shown += read.push(text[at : at + piece])[0]
+        shown += read.push("", last=True)[0]
+        assert shown.strip() == "", text
+    (choice,) = writer(tool_choice="required").response([output("<t", "length")]).choices
+    assert (choice.message.content or "", choice.finish_reason) == ("", "length")
+
+
 def test_the_form_is_that_of_the_chat_template():
     def of(template):
         return form_of(Tokenizer(load_tokenizer("demo")._backend, chat_templates={"default": template}))
