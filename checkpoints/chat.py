@@ -110,6 +110,11 @@ class ChatTemplates:
     def __bool__(self) -> bool:
         return bool(self._sources)
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """Their texts by name."""
+        return dict(self._sources)
+
     def mention(self, text: str) -> bool:
         """Whether some template has this text in it."""
         return any(text in source for source in self._sources.values())

@@ -69,6 +69,11 @@ class Tokenizer:
         """Whether `apply_chat_template` can work without a template of the caller's."""
         return bool(self._chat)
 
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """Texts of the chat templates by name."""
+        return self._chat.sources
+
     def chat_template_mentions(self, text: str) -> bool:
         """Whether the chat template has this text in it: models write calls of tools as their template does."""
         return self._chat.mention(text)

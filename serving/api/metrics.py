@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from serving.api.vllm_metrics import VllmNames
 from serving.engine.output import RequestOutput
 
 PREFIX = "mamba_jax_"
@@ -21,6 +23,9 @@ _FIRST_TOKEN = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120
 _BETWEEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
 _WHOLE = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+
+_RECENT = 1024
+"""How many of the latest times the status page summarises."""
 
 _Tiers = Mapping[str, Mapping[str, float]]
 Observer = Callable[[RequestOutput, float], None]
@@ -31,11 +36,13 @@ class Metrics:
 
     Args:
         model: label of all that is the engine's.
+        vllm_names: give metrics vLLM's names, too.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, *, vllm_names: bool = False) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         histogram = _maker(Histogram, self.registry)
+        self._recent = {name: deque[float](maxlen=_RECENT) for name in ("first_token", "between_tokens", "whole")}
         self._first = histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN)
         self._between = histogram(
             "inter_token_latency_seconds", "Between two tokens of a stream, as they are handed to it.", _BETWEEN
@@ -56,6 +63,10 @@ class Metrics:
         )
         self._engine = _EngineCollector(model)
         self.registry.register(self._engine)
+        self._aliases: CollectorRegistry | None = None
+        if vllm_names:
+            self._aliases = CollectorRegistry(auto_describe=False)
+            self._aliases.register(VllmNames(self.registry, PREFIX, model))
 
     @contextlib.contextmanager
     def in_flight(self) -> Iterator[None]:
@@ -78,7 +89,9 @@ class Metrics:
             count = sum(len(choice.token_ids) for choice in output.outputs)
             if count and not seen:
                 first = metrics.first_token_time if metrics is not None else None
-                self._first.observe(max(0.0, (now if first is None else first) - begin))
+                waited = max(0.0, (now if first is None else first) - begin)
+                self._first.observe(waited)
+                self._recent["first_token"].append(waited)
                 if metrics is not None and metrics.first_scheduled_time is not None:
                     self._queue.observe(max(0.0, metrics.first_scheduled_time - metrics.arrival_time))
             elif count > seen and not (output.finished and seen == 0):
@@ -86,9 +99,11 @@ class Metrics:
                 each = (now - last) / (count - seen) * len(output.outputs)
                 for _ in range(count - seen):
                     self._between.observe(each)
+                self._recent["between_tokens"].append(each)
             seen, last = count, now
             if output.finished:
                 self._whole.observe(now - begin)
+                self._recent["whole"].append(now - begin)
                 self._prompt.observe(prompt_tokens)
                 self._generated.observe(count)
                 longest = max((len(choice.token_ids) for choice in output.outputs), default=0)
@@ -98,10 +113,19 @@ class Metrics:
 
         return observe
 
+    def latency(self) -> dict[str, dict[str, float]]:
+        """Median and 99th percentile, in seconds, of the latest times to a first token, between tokens, and of whole
+        requests; empty where there are none."""
+        latest = ((name, sorted(times)) for name, times in self._recent.items() if times)
+        return {name: {"p50": each[len(each) // 2], "p99": each[len(each) * 99 // 100]} for name, each in latest}
+
     def exposition(self, stats: Mapping[str, Any]) -> tuple[bytes, str]:
         """All metrics in Prometheus's text form, with its content type; `stats` are `Engine.stats()`."""
         self._engine.stats = stats
-        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+        text = generate_latest(self.registry)
+        if self._aliases is not None:
+            text += generate_latest(self._aliases)
+        return text, CONTENT_TYPE_LATEST
 
 
 def _maker(kind: type[Histogram], registry: CollectorRegistry) -> Callable[..., Histogram]:

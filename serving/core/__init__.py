@@ -13,6 +13,7 @@ from serving.core.reasons import (
     FinishReason,
     MissReason,
     RequestError,
+    WaitReason,
     check_prompt_length,
 )
 from serving.core.requests.drafts import AdaptiveDrafts, DraftPolicy
@@ -47,6 +48,7 @@ __all__ = [
     "StepPlan",
     "StepResult",
     "Use",
+    "WaitReason",
     "check_prompt_length",
     "check_replay_interval",
     "replay_intervals",

@@ -17,6 +17,19 @@ class MissReason(StrEnum):
     SALT_DIFFERS = "salt differs: the prefix is cached without a salt"
 
 
+class WaitReason(StrEnum):
+    """Why a request is in the queue."""
+
+    PAUSED = "paused: it came after new requests were held back"
+    STATE = "state: another worker or a tier sends it"
+    SIBLING = "prompt: another choice of the request computes it"
+    BLOCKED = "constraint: the engine computes its masks"
+    ROWS = "rows: max_num_seqs requests run"
+    LONG_PROMPTS = "long prompts: enough of them are being computed"
+    MEMORY = "memory: too few pages are free"
+    TURN = "turn: others come first, or the step is full"
+
+
 class FinishReason(StrEnum):
     """Why a request ended, in the words of the OpenAI API where it has one."""
 

@@ -10,7 +10,7 @@ says which prompts may overtake. See `planning.host_state` for what is known, `p
 for the rows, `planning.publication` for what becomes findable when, and `cache.row_state` for whose a slot is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from serving.core.cache.pools import Pool
@@ -18,7 +18,7 @@ from serving.core.cache.prefix_index import PrefixIndex
 from serving.core.cache.prefix_tree import Scope
 from serving.core.cache.retention import RetentionPolicy
 from serving.core.config import SchedulerConfig
-from serving.core.planning.admission import admit, admit_short, displace, refuse_impossible
+from serving.core.planning.admission import admit, admit_short, displace, refuse_impossible, why_wait
 from serving.core.planning.budget import Budget
 from serving.core.planning.decode import plan_decode
 from serving.core.planning.host_state import HostState
@@ -27,7 +27,7 @@ from serving.core.planning.prefill import plan_prefill
 from serving.core.planning.publication import after_dispatch
 from serving.core.planning.remote import Hold, arrived, hold, hold_cached, hold_is_valid, lost, release_hold
 from serving.core.planning.settlement import finish, settle
-from serving.core.reasons import FinishReason, RequestError
+from serving.core.reasons import FinishReason, RequestError, WaitReason
 from serving.core.requests.drafts import DraftPolicy
 from serving.core.requests.request import Fate, PlannedRow, RemoteLoad, RemoteState, Request, Status
 from serving.core.tiers.content import Chain
@@ -126,6 +126,10 @@ class Scheduler:
     def waiting(self) -> list[Request]:
         """The queue, first come first."""
         return self._host.queues.waiting
+
+    def why_wait(self, requests: Iterable[Request]) -> list[WaitReason]:
+        """Why requests of `waiting` have not been admitted. May be called from any thread, for a picture."""
+        return why_wait(self._host, requests)
 
     @property
     def running(self) -> list[Request]:
@@ -294,6 +298,13 @@ class Scheduler:
         for request in stopped:
             host.queues.enqueue(request)
         host.stats.resets += 1
+
+    def drop_cached(self) -> None:
+        """Drop all cached prefixes, here and in the tiers. Requests that run keep what they use."""
+        if self._host.cache.index is not None:
+            self._host.cache.index.drop_all()
+        if self._host.tiers is not None:
+            self._host.tiers.clear()
 
     def change_weights(self, lineage: int = 0) -> None:
         """The model's weights are others from now on: what is cached is not found any more, and whatever is unfinished

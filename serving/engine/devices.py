@@ -43,7 +43,7 @@ def on_mesh(model: HybridModel, mesh: Mesh | None) -> HybridModel:
     return HybridModel.from_parameters(model.config, shard_parameters(values, model.config, mesh))
 
 
-def own_devices(meshes: Meshes) -> Sequence[jax.Device] | None:
+def own_devices(meshes: Sequence[Mesh | None]) -> Sequence[jax.Device] | None:
     """The devices of all meshes that belong to this process; None (the default device) without a mesh."""
     found = [device for mesh in meshes if mesh is not None for device in mesh.local_devices]
     return found or None

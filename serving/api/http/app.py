@@ -61,7 +61,7 @@ def create_app(
         traces: where spans go; by the settings if None.
     """
     settings = settings or ServerSettings.create()
-    metrics = Metrics(settings.served_model_name[0])
+    metrics = Metrics(settings.served_model_name[0], vllm_names=settings.vllm_metrics)
     traces = traces or Traces(settings.otlp_traces_endpoint, settings.served_model_name[0])
     codec = TextCodec(engine.engine.tokenizer, engine.engine.max_model_len)
     context = Context(engine, settings, metrics, traces, codec)

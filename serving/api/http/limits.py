@@ -25,9 +25,9 @@ from serving.api.metrics import Metrics
 
 log = logging.getLogger("serving.requests")
 
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/status"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/load", "/version", "/metrics", "/status"})
 """Need no API key: probes, and numbers without any content."""
-_QUIET = frozenset({"/health", "/ready", "/metrics", "/status"})
+_QUIET = frozenset({"/health", "/ping", "/ready", "/load", "/metrics", "/status"})
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from serving.api.http.protocol.chat import ChatLogprob, ChatLogprobs, TokenLogprob
 from serving.api.http.protocol.completions import CompletionLogprobs
@@ -72,6 +72,53 @@ class LogprobWriter:
 
     def _name(self, token: int) -> str:
         return f"token_id:{token}" if self._as_ids else self._codec.token(token)
+
+
+class TextLogprobs:
+    """Log-probabilities of an answer's text: those of its tokens without reasoning, calls and hidden tokens.
+
+    Args:
+        codec: for the tokens' texts.
+        top: how many of the likeliest tokens to show.
+        reasoning: counts the tokens of reasoning, where there can be any.
+    """
+
+    def __init__(self, codec: TextCodec, *, top: int, reasoning: Callable[[list[int]], int] | None) -> None:
+        self._codec, self._reasoning = codec, reasoning
+        self._writer = LogprobWriter(codec, top=top, as_ids=False)
+        self._tokens: list[int] = []
+        self._tables: list[TokenLogprobs] = []
+        self._taken: int | None = None
+        """Tokens that have been written or skipped; None before the text."""
+        self._text = self._covered = 0
+        """Characters of the text so far, and of the tokens that have been written."""
+
+    def push(self, tokens: Sequence[int], tables: Sequence[TokenLogprobs] | None) -> None:
+        """New tokens of the choice."""
+        if tables is not None:
+            self._tokens += tokens[: len(tables)]
+            self._tables += tables
+
+    def take(self, characters: int) -> list[ChatLogprob]:
+        """The entries of so many further characters of text."""
+        if self._taken is None:
+            self._taken = 0 if self._reasoning is None else self._reasoning(self._tokens)
+        self._text += characters
+        begin = self._taken
+        while self._taken < len(self._tokens) and self._covered < self._text:
+            token = self._tokens[self._taken]
+            self._covered += 0 if self._codec.is_special(token) else len(self._codec.token(token))
+            self._taken += 1
+        return self._written(begin, self._taken)
+
+    def rest(self) -> list[ChatLogprob]:
+        """The entries of all tokens that are left, where the answer ends with its text."""
+        begin, self._taken = self._taken or 0, len(self._tokens)
+        return self._written(begin, self._taken)
+
+    def _written(self, begin: int, end: int) -> list[ChatLogprob]:
+        shown = [i for i in range(begin, end) if not self._codec.is_special(self._tokens[i])]
+        return self._writer.chat([self._tokens[i] for i in shown], [self._tables[i] for i in shown]).content
 
 
 def _finite(logprob: float) -> float:

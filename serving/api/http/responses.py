@@ -18,6 +18,8 @@ from serving.api.http.endpoint import answer, respond
 from serving.api.http.errors import ApiError
 from serving.api.http.generation import stream
 from serving.api.http.keys import sent_key
+from serving.api.http.logprobs import TextLogprobs
+from serving.api.http.protocol.chat import ChatLogprob
 from serving.api.http.protocol.common import ErrorResponse
 from serving.api.http.protocol.responses import (
     DeletedResponse,
@@ -38,7 +40,8 @@ from serving.api.http.protocol.responses import (
 from serving.api.http.response_store import ResponseStore, Stored, owner_of
 from serving.api.http.responses_input import chat_request, items_as_input, messages_of_input
 from serving.api.http.streaming import named_event
-from serving.engine.output import RequestOutput
+from serving.api.http.text import TextCodec
+from serving.engine.output import RequestOutput, TokenLogprobs
 
 _PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 
@@ -92,6 +95,7 @@ class ResponseWriter:
         messages: the conversation up to here, without instructions.
         store: where the answer is kept.
         key: the client's.
+        codec: for the texts of tokens.
     """
 
     def __init__(
@@ -102,6 +106,7 @@ class ResponseWriter:
         messages: Sequence[dict[str, Any]],
         store: ResponseStore,
         key: str | None,
+        codec: TextCodec,
     ) -> None:
         self._body, self._turn, self._model, self._messages = body, turn, model, messages
         self._store, self._key = store, key
@@ -110,6 +115,10 @@ class ResponseWriter:
         self._blocks = Blocks()
         self._ids: list[str] = []
         """Of the blocks."""
+        top, reasoning = body.top_logprobs or 0, turn.tally.reasoning
+        self._logprobs = TextLogprobs(codec, top=top, reasoning=reasoning) if body.wants_logprobs else None
+        self._entries: dict[int, list[ChatLogprob]] = {}
+        """Log-probabilities of each block of text."""
 
     @classmethod
     async def of(
@@ -128,12 +137,13 @@ class ResponseWriter:
             messages += before.messages
         messages += messages_of_input(body.input)
         turn = await ChatTurn.of(context, chat_request(body, messages), prefix="resp_")
-        return cls(body, turn, context.model_name, messages, store, key)
+        return cls(body, turn, context.model_name, messages, store, key, context.codec)
 
     def response(self, outputs: Sequence[RequestOutput]) -> ResponseObject:
         """The whole answer, from the finished output."""
         (output,) = outputs
         self.tally.latest[0] = output
+        self._push_logprobs(output.outputs[0].token_ids, output.outputs[0].logprobs)
         for change in self._changes(self._turn.new_reader().push(output.outputs[0].text, last=True), last=True):
             self._note(change)
         return self._finished(output.outputs[0].finish_reason)
@@ -145,6 +155,7 @@ class ResponseWriter:
         waiting = [("response.created", {"response": begun}), ("response.in_progress", {"response": begun})]
         async for piece in stream(context, self.job, self.tally):
             reason = piece.finish_reason
+            self._push_logprobs(piece.token_ids, piece.logprobs)
             said = reader.push(piece.text, last=reason is not None)
             for change in self._changes(said, last=reason is not None):
                 waiting += self._told(change)
@@ -155,24 +166,39 @@ class ResponseWriter:
         whole = self._finished(reason)
         yield named_event(f"response.{whole.status}", {"sequence_number": number, "response": whole})
 
+    def _push_logprobs(self, tokens: Sequence[int], tables: Sequence[TokenLogprobs] | None) -> None:
+        if self._logprobs is not None:
+            self._logprobs.push(tokens, tables)
+
     def _changes(self, piece: AnswerPiece, *, last: bool) -> Iterator[Change]:
         yield from self._blocks.push(piece)
         if last:
+            if self._logprobs is not None and self._blocks.all and self._blocks.all[-1].kind == "text":
+                self._entries[self._blocks.all[-1].index] += self._logprobs.rest()
             yield from self._blocks.close()
 
-    def _note(self, change: Change) -> None:
+    def _note(self, change: Change) -> list[ChatLogprob]:
+        """Take a change down. Returns the log-probabilities of what is new of the text."""
         if change.what == "begin":
             self._ids.append(_PREFIXES[change.block.kind] + uuid.uuid4().hex)
+            self._entries[change.block.index] = []
+            if change.block.kind == "reasoning" and self.tally.reasoning is None:
+                self._logprobs = None  # its marks are no tokens, so which tokens are the text's is not known
+        if change.what != "more" or change.block.kind != "text" or self._logprobs is None:
+            return []
+        new = self._logprobs.take(len(change.text))
+        self._entries[change.block.index] += new
+        return new
 
     def _told(self, change: Change) -> list[tuple[str, dict[str, Any]]]:
         """A change as events."""
-        self._note(change)
+        new = self._note(change)
         block = change.block
         at = {"output_index": block.index}
         within = at | {"item_id": self._ids[block.index]}
         part = within if block.kind == "call" else within | {"content_index": 0}
         kind = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}[block.kind]
-        content = {"part": OutputText(text=block.text) if block.kind == "text" else ReasoningText(text=block.text)}
+        content = {"part": self._said(block) if block.kind == "text" else ReasoningText(text=block.text)}
         match change.what:
             case "begin":
                 told: list[tuple[str, dict[str, Any]]] = [
@@ -182,14 +208,14 @@ class ResponseWriter:
                     told.append(("response.content_part.added", part | content))
                 return told
             case "more":
-                more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+                more: dict[str, Any] = {"logprobs": new} if block.kind == "text" else {}
                 return [(f"response.{kind}.delta", part | {"delta": change.text} | more)]
         if block.kind == "call":
             done: list[tuple[str, dict[str, Any]]] = [
                 (f"response.{kind}.done", part | {"arguments": block.text, "name": block.name})
             ]
         else:
-            more = {"logprobs": []} if block.kind == "text" else {}
+            more = {"logprobs": self._entries[block.index]} if block.kind == "text" else {}
             done = [(f"response.{kind}.done", part | {"text": block.text} | more)]
             done.append(("response.content_part.done", part | content))
         return [*done, ("response.output_item.done", at | {"item": self._item(block, "completed")})]
@@ -201,9 +227,12 @@ class ResponseWriter:
                 thought = [] if empty else [ReasoningText(text=block.text)]
                 return OutputReasoning(id=name, content=thought, status=status)
             case "text":
-                said = [] if empty else [OutputText(text=block.text)]
+                said = [] if empty else [self._said(block)]
                 return OutputMessage(id=name, status=status, content=said)
         return OutputCall(id=name, call_id=block.call_id, name=block.name, arguments=block.text, status=status)
+
+    def _said(self, block: Block) -> OutputText:
+        return OutputText(text=block.text, logprobs=self._entries[block.index])
 
     def _finished(self, reason: str | None) -> ResponseObject:
         """The whole answer, which is stored if it is to be."""
@@ -243,6 +272,7 @@ class ResponseWriter:
             text=body.text,
             tool_choice=body.tool_choice if body.tool_choice is not None else "auto",
             tools=body.tools or [],
+            top_logprobs=body.top_logprobs or 0,
             top_p=body.top_p,
             truncation="disabled",
             usage=None

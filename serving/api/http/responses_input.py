@@ -47,6 +47,8 @@ def chat_fields(body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -
         fields["response_format"] = {"type": form.type, "json_schema": {"name": form.name, "schema": form.schema_}}
     elif form.type == "json_object":
         fields["response_format"] = {"type": form.type}
+    if body.wants_logprobs:
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     if body.reasoning is not None and body.reasoning.effort is not None:
         fields["reasoning_effort"] = body.reasoning.effort
     return {name: value for name, value in fields.items() if value is not None}

@@ -107,6 +107,7 @@ class ServerSettings(ConnectionBounds, RequestBounds):
         pattern=r"^https?://",
         description="Where to send OpenTelemetry spans (OTLP over HTTP), e.g. http://localhost:4318/v1/traces.",
     )
+    vllm_metrics: bool = Field(False, description="Give metrics vLLM's names, too, for dashboards that ask for those.")
     max_logprobs: int = Field(
         MAX_LOGPROBS, ge=0, le=MAX_LOGPROBS, description="Maximum number of alternatives in log-probabilities."
     )

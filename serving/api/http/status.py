@@ -6,12 +6,18 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from serving.api.http.context import Context
 from serving.core import Pool, Use
+from serving.engine.devices import describe, own_devices
 from serving.engine.engine import Engine
 
 _CELLS = 1024
 """Cells of a map at most; of larger pools every so many-th id is shown."""
+
+_QUEUE, _ROWS = 1024, 16
+"""Waiting requests of an engine that are looked at, and rows of the table about them."""
 
 _LETTERS = {Use.FREE: "f", Use.USED: "u", Use.CACHED: "c"}
 
@@ -30,7 +36,47 @@ def status_of(context: Context) -> dict[str, Any]:
         "api_key_needed": bool(context.settings.api_key),
         "chat": context.codec.tokenizer is not None and context.codec.tokenizer.has_chat_template,
         "stats": context.engine.latest_stats,
+        "hardware": hardware(context.engine.engines),
+        "latency": context.metrics.latency(),
+        "waiting": waiting(context.engine.engines),
         "maps": maps,
+    }
+
+
+def waiting(engines: Sequence[Engine]) -> list[dict[str, Any]]:
+    """Who waits and why: waiting requests by client and reason, the most requests first.
+
+    Clients have numbers, in the order in which they wait, because anyone may read this page. The engines may be
+    changing the queues meanwhile: a picture, not an account.
+    """
+    now, clients = time.monotonic(), dict[str | None, int]()
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    for engine in engines:
+        scheduler, held = engine.loop.scheduler, engine.control.why_held
+        requests = scheduler.waiting[:_QUEUE]
+        for request, why in zip(requests, scheduler.why_wait(requests), strict=True):
+            client = clients.setdefault(request.client, len(clients) + 1)
+            reason = held or str(why)
+            new = {"client": client, "reason": reason, "requests": 0, "prompt_tokens": 0, "seconds": 0.0}
+            row = found.setdefault((client, reason), new)
+            row["requests"] += 1
+            row["prompt_tokens"] += request.prompt_len
+            metrics = request.user.parent.output.metrics
+            row["seconds"] = max(row["seconds"], now - metrics.arrival_time if metrics is not None else 0.0)
+    return sorted(found.values(), key=lambda row: -row["requests"])[:_ROWS]
+
+
+def hardware(engines: Sequence[Engine]) -> dict[str, Any]:
+    """The devices of all engines, and the memory that JAX has allocated on this process's."""
+    meshes = [getattr(engine.loop.programs, "mesh", None) for engine in engines]
+    devices = own_devices(meshes) or jax.local_devices()[:1]
+    memory = [device.memory_stats() or {} for device in devices]
+    return {
+        "devices": describe(meshes),
+        "platform": devices[0].platform,
+        "jax": jax.__version__,
+        "memory_used_bytes": sum(each.get("bytes_in_use", 0) for each in memory) or None,
+        "memory_bytes": sum(each.get("bytes_limit", 0) for each in memory) or None,
     }
 
 

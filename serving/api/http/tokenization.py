@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from serving.api.http.protocol.tokenization import (
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
+    TokenizerInfo,
 )
 
 router = APIRouter(tags=["tokens"])
@@ -53,3 +54,21 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         raise ApiError(400, f"token id {bad} is not in the vocabulary (0 to {size - 1})", param="tokens")
     result = DetokenizeResponse(prompt=await context.codec.decode(body.tokens))
     return answer(result, ignored_header(body))
+
+
+@router.get("/tokenizer_info", response_model=TokenizerInfo)
+async def tokenizer_info(request: Request) -> Response:
+    """The tokenizer's vocabulary size, special tokens and chat templates."""
+    context = context_of(request)
+    tokenizer = context.codec.tokenizer
+    if tokenizer is None:
+        raise ApiError(404, "this model has no tokenizer: it takes prompts of token ids only", code="no_tokenizer")
+    templates = tokenizer.chat_templates
+    result = TokenizerInfo(
+        vocab_size=tokenizer.vocab_size,
+        model_max_length=context.engine.engine.max_model_len,
+        special_tokens=tokenizer.special_tokens,
+        chat_template=templates.get("default"),
+        chat_templates=templates,
+    )
+    return answer(result)

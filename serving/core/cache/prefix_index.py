@@ -267,7 +267,16 @@ class PrefixIndex:
             if entry.tail == tuple(tokens[: len(entry.tail)]):
                 self.drop_state(entry, trusted=False)
         child = root.children.get(tuple(tokens[: self.unit]))
-        below = [child] if child is not None else []
+        self._drop_subtrees([child] if child is not None else [])
+
+    def drop_all(self) -> None:
+        """Drop all states, and the pages that no row uses. They do not go to tiers below the device."""
+        for root in list(self.roots.values()):
+            for entry in list(root.states.values()):
+                self.drop_state(entry, trusted=False)
+            self._drop_subtrees(list(root.children.values()))
+
+    def _drop_subtrees(self, below: list[Node]) -> None:
         for node in below:
             below += node.children.values()
         for node in reversed(below):

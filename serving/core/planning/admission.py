@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from collections.abc import Iterable
 
 from serving.core.cache.prefix_tree import Match
 from serving.core.planning.budget import Budget
@@ -11,7 +12,7 @@ from serving.core.planning.plan import StepPlan
 from serving.core.planning.preemption import preempt
 from serving.core.planning.prefill import plan_prefill
 from serving.core.planning.remote import drop_remote, remote_is_unneeded, reserve
-from serving.core.reasons import MissReason, RequestError, check_prompt_length
+from serving.core.reasons import MissReason, RequestError, WaitReason, check_prompt_length
 from serving.core.requests.request import Fate, RemoteState, Request
 from serving.core.tiers.content import Chain
 
@@ -135,6 +136,28 @@ def _flow(request: Request) -> tuple[str | None, str]:
 def _is_passed_over(host: HostState, request: Request) -> bool:
     """Whether a request may not start yet, for a reason other than room."""
     return request.blocked or host.holds_back(request) or _waits_for_sibling(host, request)
+
+
+def why_wait(host: HostState, requests: Iterable[Request]) -> list[WaitReason]:
+    """Why each of some waiting requests has not been admitted, as far as its state tells. Changes nothing."""
+    room = host.fairness.room_for_long(host.queues.running)
+
+    def why(request: Request) -> WaitReason:
+        if host.holds_back(request):
+            return WaitReason.PAUSED
+        if request.transfer.load is not None:
+            return WaitReason.STATE
+        if _waits_for_sibling(host, request):
+            return WaitReason.SIBLING
+        if request.blocked:
+            return WaitReason.BLOCKED
+        if not host.queues.free_row_ids:
+            return WaitReason.ROWS
+        if room <= 0 and host.fairness.is_long(request):
+            return WaitReason.LONG_PROMPTS
+        return WaitReason.MEMORY if request.queueing.retry_above >= 0 else WaitReason.TURN
+
+    return [why(request) for request in requests]
 
 
 def _waits_for_sibling(host: HostState, request: Request) -> bool:

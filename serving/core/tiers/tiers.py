@@ -191,6 +191,11 @@ class Tiers:
         if self.host is not None:
             self._gone.append((self.host, self.host.clear()))
 
+    def clear(self) -> None:
+        """Drop everything that all tiers hold."""
+        self.reset()
+        self._gone += [(tier, tier.clear()) for tier in self.tiers]
+
     def forget(self, tokens: Sequence[int], scope: Scope) -> None:
         """Nothing that these tokens lead to is to be trusted: drop it everywhere."""
         chain = Chain(scope, self.block)

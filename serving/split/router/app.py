@@ -120,6 +120,7 @@ def create_router(settings: RouterSettings) -> FastAPI:
     async def models(request: Request) -> Response:
         return await _ask(relay, "/v1/models", request)
 
+    @app.get("/ping")
     @app.get("/health")
     @app.get("/ready")
     async def health() -> Response:

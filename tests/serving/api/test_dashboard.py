@@ -2,9 +2,19 @@
 
 import json
 import re
+import time
+from dataclasses import asdict
 from pathlib import Path
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from serving.api.http.settings import ServerSettings
+from serving.api.metrics import PREFIX, Metrics
+from serving.api.vllm_metrics import ALIASES
+from serving.core import Scheduler
+from serving.engine.loop_stats import LoopStats
+from serving.engine.output import CompletionOutput, RequestOutput
+from tests.serving.core.drive import small_config
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -14,6 +24,33 @@ def names(server) -> set[str]:
     return {
         re.split(r"[{ ]", line)[0] for line in server.http.get("/metrics").text.splitlines() if not line.startswith("#")
     } | set(re.findall(r"^# TYPE (\S+)", server.http.get("/metrics").text, re.M))
+
+
+def test_metrics_have_the_names_of_vllm_on_request():
+    counted = Scheduler(small_config(num_pages=9)).stats() | {
+        "loop": asdict(LoopStats()), "compilations": 0, "running": 3, "prompt_tokens": 10, "cached_tokens": 4,
+        "finished": {"stop": 2}, "pages": {"total": 8, "free": 4, "used": 2, "cached": 2},
+    }  # fmt: skip
+    metrics = Metrics("tiny", vllm_names=True)
+    observe = metrics.request(5)
+    choice = CompletionOutput(0, "a", [1, 2], finish_reason="stop")
+    observe(RequestOutput("r", None, [1], [choice], finished=True), time.monotonic())
+    families = list(text_string_to_metric_families(metrics.exposition(counted)[0].decode()))
+    samples = [sample for family in families for sample in family.samples]
+    found = {(each.name, each.labels.get("finished_reason"), each.labels.get("le")): each for each in samples}
+    for name, value in {
+        "num_requests_running": 3, "prompt_tokens_total": 10, "prefix_cache_queries_total": 10,
+        "prefix_cache_hits_total": 4, "kv_cache_usage_perc": 0.25, "e2e_request_latency_seconds_count": 1,
+        "time_to_first_token_seconds_count": 1, "request_generation_tokens_sum": 2,
+    }.items():  # fmt: skip
+        sample = found["vllm:" + name, None, None]
+        assert sample.value == value, name
+        assert sample.labels == {"model_name": "tiny", "engine": "0"}
+    assert found["vllm:request_success_total", "stop", None].value == 2
+    assert found["vllm:e2e_request_latency_seconds_bucket", None, "+Inf"].value == 1
+    own = {PREFIX + name for name in ALIASES}
+    assert own <= {family.name for family in families}
+    assert b"vllm:" not in Metrics("tiny").exposition(counted)[0]
 
 
 def test_the_dashboard_asks_for_metrics_that_exist(server):

@@ -24,6 +24,11 @@ def test_probes(server):
     assert server.http.get("/health").json() == {"status": "ok"}
     assert server.http.get("/ready").json() == {"status": "ready"}
     assert "version" in server.http.get("/version").json()
+    assert server.http.get("/ping").status_code == 200
+    info = server.http.get("/tokenizer_info").json()
+    assert info["special_tokens"]["eos_token"]
+    assert info["chat_template"] == info["chat_templates"]["default"]
+    assert info["vocab_size"] > 100
 
 
 def test_nothing_compiles_after_the_warm_up(server):

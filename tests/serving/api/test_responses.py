@@ -1,13 +1,23 @@
 """`/v1/responses`, asked by the openai SDK: answers, events, calls, conversations that go on, and what is kept."""
 
+import asyncio
 import json
 
 import openai
 import pytest
+from pydantic import ValidationError
 
+from checkpoints.load import load_tokenizer
+from serving.api.http import responses
+from serving.api.http.chat_turn import ChatTurn
+from serving.api.http.generation import ChoiceDelta, ResponseContext
+from serving.api.http.logprobs import TextLogprobs
 from serving.api.http.protocol.responses import ResponsesRequest
 from serving.api.http.response_store import ResponseStore, Stored, owner_of
-from serving.api.http.responses_input import chat_fields, messages_of_input
+from serving.api.http.responses import ResponseWriter
+from serving.api.http.responses_input import chat_fields, chat_request, messages_of_input
+from serving.api.http.text import TextCodec
+from serving.engine.output import CompletionOutput, Logprob, RequestOutput
 from tests.serving.api.test_reasoning_answers import thinking  # noqa: F401 - a fixture
 
 LOOK = {
@@ -240,3 +250,88 @@ def test_values_of_wrong_types_are_refused(server, fields):
     answer = server.http.post("/v1/responses", json=fields | {"max_output_tokens": 1})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"]
+
+
+LOOK_UP = '<tool_call>\n{"name": "look", "arguments": {"deep": true}}\n</tool_call>'
+
+
+def written_with_logprobs(monkeypatch, text, step, **fields):
+    """An answer of this text, whole or (`step` tokens at a time) as events: its item of text, and the deltas."""
+    tokenizer = load_tokenizer("demo")
+    ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    tables = [{token: Logprob(-float(i), 1), 7: Logprob(-99.0, 2)} for i, token in enumerate(ids)]
+    body = ResponsesRequest.model_validate({"input": "Why?", "store": False} | fields)
+    context = ResponseContext(TextCodec(tokenizer, 512), "demo", tool_calls="hermes")
+    chat = chat_request(body, messages_of_input(body.input))
+    assert (chat.logprobs, chat.top_logprobs) == (True, body.top_logprobs or 0)
+    turn = ChatTurn(context, chat, tokenizer.encode("Why?"), prefix="resp_")
+    writer = ResponseWriter(body, turn, "demo", [], ResponseStore(1, 1), None, context.codec)
+
+    def output(count):
+        choice = CompletionOutput(0, tokenizer.decode(ids[:count]), ids[:count], logprobs=tables[:count])
+        choice.finish_reason = "stop" if count == len(ids) else None
+        return RequestOutput("r", None, [1], [choice], finished=count == len(ids))
+
+    async def pieces(context, job, tally):
+        for begin in range(0, len(ids), step):
+            end = min(begin + step, len(ids))
+            new = tokenizer.decode(ids[:end])[len(tokenizer.decode(ids[:begin])) :]
+            tally.latest[0] = output(end)
+            reason = "stop" if end == len(ids) else None
+            yield ChoiceDelta(0, 0, output(end), new, ids[begin:end], tables[begin:end], reason, None)
+
+    async def events():
+        return [json.loads(event.partition(b"data: ")[2]) async for event in writer.events(None)]
+
+    deltas = []
+    if step:
+        monkeypatch.setattr(responses, "stream", pieces)
+        told = asyncio.run(events())
+        deltas = [entry for each in told if each["type"] == "response.output_text.delta" for entry in each["logprobs"]]
+        done = [each["logprobs"] for each in told if each["type"] == "response.output_text.done"]
+        answer = told[-1]["response"]
+    else:
+        answer = json.loads(writer.response([output(len(ids))]).model_dump_json(by_alias=True))
+    (said,) = (part for item in answer["output"] if item["type"] == "message" for part in item["content"])
+    assert not step or done == [said["logprobs"]]
+    assert answer["top_logprobs"] == (body.top_logprobs or 0)
+    return said, deltas
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+@pytest.mark.parametrize("fields", [{"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]}])
+def test_log_probabilities_of_the_text(monkeypatch, step, fields):
+    said, deltas = written_with_logprobs(monkeypatch, "Because of two states.", step, **fields)
+    assert "".join(entry["token"] for entry in said["logprobs"]) == said["text"] == "Because of two states."
+    assert [entry["logprob"] for entry in said["logprobs"]] == [-float(i) for i in range(len(said["logprobs"]))]
+    assert {len(entry["top_logprobs"]) for entry in said["logprobs"]} == {fields.get("top_logprobs", 0)}
+    assert not step or deltas == said["logprobs"]
+
+
+def test_log_probabilities_leave_out_reasoning():
+    codec = TextCodec(load_tokenizer("demo"), 512)
+    ids = codec.tokenizer.encode("Hm. Because.", add_special_tokens=False)
+    thought = codec.tokenizer.encode("Hm.", add_special_tokens=False)
+    assert ids[: len(thought)] == thought
+    found = TextLogprobs(codec, top=0, reasoning=lambda tokens: len(thought))
+    for token in ids:
+        found.push([token], [{token: Logprob(-1.0, 1)}])
+    entries = found.take(4) + found.rest()
+    assert "".join(entry.token for entry in entries) == " Because."
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_log_probabilities_leave_out_calls(monkeypatch, step):
+    said, _ = written_with_logprobs(monkeypatch, f"I look.\n{LOOK_UP}", step, top_logprobs=1, tools=[LOOK])
+    shown = "".join(entry["token"] for entry in said["logprobs"])
+    assert said["text"] == "I look."
+    assert shown.startswith("I look.")
+    assert "tool_call" not in shown
+    assert "name" not in shown
+
+
+def test_log_probabilities_have_bounds():
+    for fields in ({"top_logprobs": 21}, {"top_logprobs": -1}, {"include": [5]}):
+        with pytest.raises(ValidationError):
+            ResponsesRequest.model_validate({"input": "x"} | fields)
+    assert "logprobs" not in chat_fields(ResponsesRequest.model_validate({"input": "x", "include": ["other"]}), [])

@@ -71,6 +71,35 @@ def test_what_cannot_be_done(client, path, body, status, message):
     assert re.search(message, answer.json()["error"]["message"])
 
 
-@pytest.mark.parametrize("path", ["pause", "resume", "update_weights", "sleep", "wake_up"])
+@pytest.mark.parametrize("path", ["pause", "resume", "update_weights", "sleep", "wake_up", "reset_prefix_cache"])
 def test_operators_only(client, path):
     assert client.post(f"/{path}", json={"path": "x"}, headers=CLIENT).status_code == 403
+
+
+def test_cached_prefixes_are_dropped_on_request(client):
+    complete(client)
+    assert complete(client)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert client.post("/reset_prefix_cache", headers=TRAINER).json() == {"status": "ok"}
+    assert complete(client)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_settings_are_told_to_operators_without_keys(client):
+    assert client.get("/server_info", headers=CLIENT).status_code == 403
+    answer = client.get("/server_info", headers=TRAINER)
+    info = answer.json()
+    assert info["server"]["served_model_name"] == ["tiny"]
+    assert info["server"]["max_connections"] == 4096
+    assert info["engine"]["max_model_len"] > 0
+    assert info["hardware"]["platform"] == "cpu"
+    assert not {"trainer", "client"} & set(re.findall(r"\w+", answer.text))
+
+
+def test_probes_of_other_servers_need_no_key(client, monkeypatch):
+    assert client.get("/ping").status_code == client.post("/ping").status_code == 200
+    assert client.get("/load").json() == {"server_load": 0}
+    assert client.get("/tokenizer_info").status_code == 401
+    codec = client.app.state.context.codec
+    assert client.get("/tokenizer_info", headers=CLIENT).json()["vocab_size"] == codec.tokenizer.vocab_size
+    monkeypatch.setattr(codec, "tokenizer", None)
+    answer = client.get("/tokenizer_info", headers=CLIENT)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_tokenizer")

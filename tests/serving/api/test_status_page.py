@@ -1,11 +1,79 @@
-"""The status page in a real browser."""
+"""The status page in a real browser, and what it shows."""
 
 import os
+import re
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from serving.api.http.status import waiting
+from serving.api.metrics import Metrics
+from serving.core import WaitReason
+from serving.engine.output import CompletionOutput, RequestMetrics, RequestOutput
+from tests.serving.core.drive import Loop
 from tests.support.browser import Browser, find_chromium
+
+PAGE = Path(__file__).resolve().parents[3] / "serving/api/static/index.html"
+
+
+def test_the_script_names_elements_that_exist():
+    page = PAGE.read_text(encoding="utf-8")
+    named = set(re.findall(r'(?:\$|bars|map)\("(\w+)"', page)) | {"slotslegend", "pageslegend"}
+    assert named <= set(re.findall(r'id="(\w+)"', page))
+    assert {"latency", "waits"} <= named
+
+
+def test_who_waits_and_why():
+    loop = Loop(num_slots=20, max_num_seqs=1)
+    begun = time.monotonic() - 60
+    for client, count in (("key a", 1), ("key b", 3), ("key a", 1)):
+        for _ in range(count):
+            request = loop.add([1] * 7, max_tokens=3, client=client)
+            output = RequestOutput("r", None, [1], [], finished=False, metrics=RequestMetrics(begun))
+            request.user = SimpleNamespace(parent=SimpleNamespace(output=output))
+    loop.step()
+    control = SimpleNamespace(why_held=None)
+    engine = SimpleNamespace(loop=loop, control=control)
+    rows = waiting([engine])
+    assert [(row["requests"], row["prompt_tokens"]) for row in rows] == [(3, 21), (1, 7)]
+    assert len({row["client"] for row in rows}) == 2
+    assert {row["reason"] for row in rows} == {WaitReason.ROWS}
+    assert all(60 <= row["seconds"] < 600 for row in rows)
+    assert "key" not in str(rows).replace("keys", "")
+    control.why_held = "the engine is paused"
+    assert {row["reason"] for row in waiting([engine, engine])} == {"the engine is paused"}
+    loop.finish()
+    assert waiting([engine]) == []
+
+
+def test_reasons_to_wait():
+    loop = Loop(num_slots=40, num_pages=10, max_num_seqs=4)
+    loop.add([1] * 8, max_tokens=6)
+    for _ in range(2):
+        loop.add([2] * 9, max_tokens=6)
+    loop.step()
+    reasons = set(loop.scheduler.why_wait(loop.scheduler.waiting))
+    assert reasons <= {WaitReason.MEMORY, WaitReason.TURN}
+    assert reasons
+    loop.scheduler.hold_new()
+    late = loop.add([3] * 5, max_tokens=2)
+    assert loop.scheduler.why_wait([late]) == [WaitReason.PAUSED]
+
+
+def test_latencies_are_those_of_the_latest_requests():
+    metrics = Metrics("tiny")
+    assert metrics.latency() == {}
+    for seconds in range(1, 101):
+        observe = metrics.request(5)
+        for tokens, finished in (([1], False), ([1, 2], True)):
+            choice = CompletionOutput(0, "a", tokens, finish_reason="stop" if finished else None)
+            observe(RequestOutput("r", None, [1], [choice], finished=finished), time.monotonic() + seconds)
+    found = metrics.latency()
+    assert set(found) == {"first_token", "between_tokens", "whole"}
+    assert 50 < found["whole"]["p50"] < 53
+    assert 99 < found["whole"]["p99"] < 102
 
 
 @pytest.fixture
@@ -48,6 +116,9 @@ def test_the_page(server, browser):
     browser.wait("!document.getElementById('send').disabled")
     assert browser.run("document.getElementById('answer').textContent") == expected
 
+    assert "ms" in browser.run("document.getElementById('latency').textContent")
+    assert "no requests wait" in browser.run("document.getElementById('waits').textContent")
+    assert "JAX" in browser.run("document.getElementById('model').textContent")
     picture = browser.screenshot()
     browser.run(
         "document.getElementById('prompt').value = 'word '.repeat(3000); "

@@ -22,6 +22,31 @@ def kept(loop: Loop, prompt: list[int]) -> list[int]:
     return found[::-1]
 
 
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("pages", [0, 60])
+def test_all_cached_prefixes_can_be_dropped_at_any_time(seed: int, pages: int) -> None:
+    """Requests that run are not disturbed, and nothing that was cached before is found."""
+    pick = random.Random(seed)
+    loop = Loop(num_slots=20, num_pages=pages, max_num_seqs=3)
+    requests = []
+    for _ in range(4):
+        for _ in range(3):
+            prompt = [pick.randrange(1, 3)] * pick.randrange(1, 20)
+            requests.append(loop.add(prompt, max_tokens=pick.randrange(1, 9)))
+        for _ in range(pick.randrange(12)):
+            loop.step()
+        loop.scheduler.drop_cached()
+        loop.scheduler.check()
+        assert loop.positions() == []
+    loop.finish()
+    for request in requests:
+        loop.check_output(request)
+    loop.scheduler.drop_cached()
+    loop.scheduler.check(idle=True)
+    again = loop.run(requests[0].tokens[: requests[0].prompt_len], max_tokens=1)
+    assert again.lookup.num_cached_tokens == 0
+
+
 def test_interior_states_of_a_chain_go_first() -> None:
     loop = Loop(num_slots=8, max_num_seqs=1)
     old, new = [1] * 17, [2] * 5

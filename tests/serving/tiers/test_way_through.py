@@ -195,6 +195,16 @@ def test_replaced_weights_find_nothing_below_the_device(start):
     assert stats(engine)["host"]["lost"] > 0
 
 
+def test_dropped_prefixes_are_not_found_below_the_device(start):
+    engine = start(**HOST, **DISK)
+    fill(engine)
+    engine.loop.mover.settle()
+    assert stats(engine)["host"]["units"] > 0
+    engine.loop.scheduler.drop_cached()
+    assert ask(engine, "again", tokens(1, 61)) == 0
+    assert ask(engine, "once more", tokens(1, 61)) == 61
+
+
 def test_a_full_disk_leaves_everything_else_as_it_was(start, monkeypatch):
     engine = start(**DISK)
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from serving.api.http.protocol.chat import ChatLogprob
 from serving.api.http.protocol.common import Count, Items, RequestModel, WholeAnswer, refusal
 
 
@@ -50,6 +51,7 @@ class ReasoningOptions(BaseModel):
     summary: str | None = None
 
 
+LOGPROBS = "message.output_text.logprobs"
 _NOT_THERE = ("background", "conversation", "prompt")
 
 
@@ -72,7 +74,14 @@ class ResponsesRequest(RequestModel):
     parallel_tool_calls: bool | None = None
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: ReasoningOptions | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    include: Items[str] | None = Field(None, description=f"{LOGPROBS} adds log-probabilities; all else has no effect.")
     metadata: dict[str, str] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer's text comes with log-probabilities."""
+        return self.top_logprobs is not None or LOGPROBS in (self.include or ())
 
     @model_validator(mode="after")
     def _refuse(self) -> ResponsesRequest:
@@ -90,6 +99,7 @@ class OutputText(BaseModel):
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[Any] = Field(default_factory=list)
+    logprobs: list[ChatLogprob] = Field(default_factory=list)
 
 
 class ReasoningText(BaseModel):
@@ -176,6 +186,7 @@ class ResponseObject(WholeAnswer):
     text: TextOptions
     tool_choice: Any
     tools: list[FunctionTool]
+    top_logprobs: int
     top_p: float | None = None
     truncation: Literal["disabled"] = "disabled"
     usage: ResponsesUsage | None = None

@@ -34,6 +34,16 @@ class TokenizeResponse(BaseModel):
     token_strs: list[str] | None = None
 
 
+class TokenizerInfo(BaseModel):
+    """The tokenizer. `chat_template` is the default one of `chat_templates`."""
+
+    vocab_size: int
+    model_max_length: int
+    special_tokens: dict[str, str]
+    chat_template: str | None
+    chat_templates: dict[str, str]
+
+
 class DetokenizeRequest(RequestModel):
     """Token ids."""
 
