@@ -17,6 +17,13 @@ from mamba_jax.sampling.table import SamplingTable
 _zeros: Any = np.zeros
 
 
+def _tables(rows: int, pages_per_row: int, page_updates: int | None) -> dict[str, Any]:
+    return {
+        "page_table": _zeros((rows, pages_per_row), np.int32) if page_updates is None else None,
+        "page_updates": None if page_updates is None else _zeros((page_updates, 3), np.int32),
+    }
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeBatch:
@@ -37,7 +44,11 @@ class DecodeBatch:
     write_slot: Int[Array, "rows writes"]
     """Where the state after each token goes, one place a step; 0 = nowhere. Under replay one place: for the state at
     the next multiple of the interval."""
-    page_table: Int[Array, "rows pages"]
+    page_table: Int[Array, "rows pages"] | None
+    """None: the seats' own tables are used."""
+    page_updates: Int[Array, "updates 3"] | None
+    """Changes of the seats' page tables, made before the step, as (seat, index, page); (0, 0, 0) = none. None where the
+    batch has tables."""
     page_copy: Int[Array, "rows 2"]
     """A page to copy before anything is written, as (source, target); (0, 0) = none."""
     sample: Bool[Array, " rows"]
@@ -46,8 +57,24 @@ class DecodeBatch:
     """Under replay: how many tokens the state in `read_slot` has absorbed."""
 
     @classmethod
-    def empty(cls, *, rows: int, num_speculative_tokens: int, pages_per_row: int, replay: bool = False) -> Self:
-        """A batch of padding, as numpy arrays to be filled in place. `replay`: for a store with tails."""
+    def empty(
+        cls,
+        *,
+        rows: int,
+        num_speculative_tokens: int,
+        pages_per_row: int = 0,
+        page_updates: int | None = None,
+        replay: bool = False,
+    ) -> Self:
+        """A batch of padding, as numpy arrays to be filled in place.
+
+        Args:
+            rows: D.
+            num_speculative_tokens: K.
+            pages_per_row: width of the batch's page tables.
+            page_updates: the most pages that may change in the seats' page tables; the batch has no tables then.
+            replay: the store has tails.
+        """
         steps = 1 + num_speculative_tokens
         return cls(
             row_id=_zeros(rows, np.int32),
@@ -58,7 +85,7 @@ class DecodeBatch:
             num_tokens=_zeros(rows, np.int32),
             num_drafts=_zeros(rows, np.int32),
             write_slot=_zeros((rows, 1 if replay else steps), np.int32),
-            page_table=_zeros((rows, pages_per_row), np.int32),
+            **_tables(rows, pages_per_row, page_updates),
             page_copy=_zeros((rows, 2), np.int32),
             sample=_zeros(rows, bool),
             anchor=_zeros(rows, np.int32) if replay else None,
@@ -80,7 +107,11 @@ class PrefillBatch:
     """Tokens committed before the step."""
     num_tokens: Int[Array, " rows"]
     read_slot: Int[Array, " rows"]
-    page_table: Int[Array, "rows pages"]
+    page_table: Int[Array, "rows pages"] | None
+    """None: the seats' own tables are used."""
+    page_updates: Int[Array, "updates 3"] | None
+    """Changes of the seats' page tables, made before the step, as (seat, index, page); (0, 0, 0) = none. None where the
+    batch has tables."""
     page_copy: Int[Array, "rows 2"]
     """A page to copy before anything is written, as (source, target); (0, 0) = none."""
     sample: Bool[Array, " rows"]
@@ -90,15 +121,24 @@ class PrefillBatch:
     tile_size: int = field(metadata={"static": True})
 
     @classmethod
-    def empty(cls, *, tokens: int, rows: int, tiles: int, pages_per_row: int, tile_size: int) -> Self:
-        """A batch of padding, as numpy arrays to be filled in place."""
+    def empty(
+        cls,
+        *,
+        tokens: int,
+        rows: int,
+        tiles: int,
+        tile_size: int,
+        pages_per_row: int = 0,
+        page_updates: int | None = None,
+    ) -> Self:
+        """A batch of padding, as numpy arrays to be filled in place; the last two as of `DecodeBatch.empty`."""
         return cls(
             tokens=_zeros(tokens, np.int32),
             row_id=_zeros(rows, np.int32),
             length=_zeros(rows, np.int32),
             num_tokens=_zeros(rows, np.int32),
             read_slot=_zeros(rows, np.int32),
-            page_table=_zeros((rows, pages_per_row), np.int32),
+            **_tables(rows, pages_per_row, page_updates),
             page_copy=_zeros((rows, 2), np.int32),
             sample=_zeros(rows, bool),
             tile_write_slot=_zeros(tiles, np.int32),
@@ -125,6 +165,22 @@ class SeatBatch:
     """Which tokens the prompt has; given together with `output_counts`."""
     tokens: Int[Array, " max_len"] | None = None
     """Prompt and output so far, then -1; for draft sources that look at tokens."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PageTableBatch:
+    """The whole page table of one seat."""
+
+    row_id: Int[Array, ""]
+    pages: Int[Array, " pages"]
+    """0 after the row's last one."""
+
+    @classmethod
+    def empty(cls, *, pages_per_row: int) -> Self:
+        """Of padding's seat, as numpy arrays to be filled in place."""
+        seat: Any = np.int32(0)
+        return cls(row_id=seat, pages=_zeros(pages_per_row, np.int32))
 
 
 @jax.tree_util.register_dataclass

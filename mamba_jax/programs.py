@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from kernels_pallas.dispatch import KernelChoice
 from kernels_pallas.dispatch import UnsupportedError as UnsupportedError  # what a choice may raise
-from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, StepOutput
+from mamba_jax.batch import DecodeBatch, PageTableBatch, PrefillBatch, SeatBatch, StepOutput
 from mamba_jax.compiler_options import compiler_options as platform_options
 from mamba_jax.drafts import DraftSource
 from mamba_jax.model import HybridModel
@@ -23,11 +23,13 @@ from mamba_jax.program_cache import ProgramCache
 from mamba_jax.rows import Rows
 from mamba_jax.sampling.masks import MaskBatch
 from mamba_jax.sharding import replicated, rows_shardings, use_mesh
-from mamba_jax.step import mask, seat, step
+from mamba_jax.step import mask, seat, set_page_table, step
 from mamba_jax.store import Store, StoreShape
 from mamba_jax.store_layout import is_pinned, places
 
-Batch = DecodeBatch | PrefillBatch | SeatBatch | MaskBatch
+RowsBatch = SeatBatch | MaskBatch | PageTableBatch
+"""Changes the seats alone."""
+Batch = DecodeBatch | PrefillBatch | RowsBatch
 
 
 class Kept(Protocol):
@@ -95,8 +97,11 @@ class StepPrograms:
         self._shape = StoreShape.of(model.config)
         self._run = run
         self._step = jax.jit(run, donate_argnums=(1, 2))
-        self._seat = jax.jit(partial(seat, source=source), donate_argnums=(0,))
-        self._mask = jax.jit(mask, donate_argnums=(0,))
+        self._change_rows: dict[type[RowsBatch], Callable[..., Rows]] = {
+            SeatBatch: partial(seat, source=source),
+            MaskBatch: mask,
+            PageTableBatch: set_page_table,
+        }
         self.cache = ProgramCache()
 
     @property
@@ -161,13 +166,12 @@ class StepPrograms:
         """
         return self._run_step(store, rows, batch)
 
-    def seat(self, rows: Rows, batch: SeatBatch) -> Rows:
-        """A request takes a seat; to be called before the first step that has its row."""
-        return self._run_rows(rows, batch)
-
-    def mask(self, rows: Rows, batch: MaskBatch) -> Rows:
-        """What rows may choose in their next step; to be called before it."""
-        return self._run_rows(rows, batch)
+    def change_rows(self, rows: Rows, batch: RowsBatch) -> Rows:
+        """A request takes a seat, or a row's masks or page table change; to be called before the step that needs it."""
+        found: Rows = self.cache.run(
+            type(batch).__name__, (rows, batch), lambda: self._make(None, rows, batch), donated=1
+        )
+        return found
 
     def _run_step(self, store: Store, rows: Rows, batch: DecodeBatch | PrefillBatch) -> tuple[Store, Rows, StepOutput]:
         self._check(batch)
@@ -180,12 +184,6 @@ class StepPrograms:
         )
         return found
 
-    def _run_rows(self, rows: Rows, batch: SeatBatch | MaskBatch) -> Rows:
-        found: Rows = self.cache.run(
-            type(batch).__name__, (rows, batch), lambda: self._make(None, rows, batch), donated=1
-        )
-        return found
-
     def program(self, store: Store | None, rows: Rows, batch: Batch) -> jax.stages.Compiled:
         """The program for batches of this shape, compiled now unless it has been before. Nothing is run.
 
@@ -193,7 +191,7 @@ class StepPrograms:
             ValueError: a prefill batch of another tile size.
         """
         self._check(batch)
-        arguments = (rows, batch) if isinstance(batch, SeatBatch | MaskBatch) else (store, rows, batch)
+        arguments = (rows, batch) if isinstance(batch, RowsBatch) else (store, rows, batch)
         return self.cache.find(type(batch).__name__, arguments, lambda: self._make(store, rows, batch))
 
     def _check(self, batch: Batch) -> None:
@@ -201,9 +199,7 @@ class StepPrograms:
             raise ValueError(f"a batch with tiles of {batch.tile_size}: the programs have {self.tile_size}")
 
     def _make(self, store: Store | None, rows: Rows, batch: Batch) -> jax.stages.Compiled:
-        arguments = (
-            (rows, batch) if isinstance(batch, SeatBatch | MaskBatch) else (self._like_weights, store, rows, batch)
-        )
+        arguments = (rows, batch) if isinstance(batch, RowsBatch) else (self._like_weights, store, rows, batch)
         kept = self.kept
         found = kept.load(arguments) if kept is not None else None
         if found is not None:
@@ -223,10 +219,8 @@ class StepPrograms:
     def lower(self, store: Store | None, rows: Rows, batch: Batch) -> jax.stages.Lowered:
         """The program for batches of this shape before it is compiled."""
         if self.mesh is None:
-            if isinstance(batch, SeatBatch):
-                return self._seat.lower(rows, batch)
-            if isinstance(batch, MaskBatch):
-                return self._mask.lower(rows, batch)
+            if isinstance(batch, RowsBatch):
+                return jax.jit(self._change_rows[type(batch)], donate_argnums=(0,)).lower(rows, batch)
             assert store is not None
             run = self._step
             if is_pinned(self._shape, store):
@@ -237,11 +231,9 @@ class StepPrograms:
         batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=whole), batch)
         with use_mesh(self.mesh):
             seats = rows_shardings(rows, self.mesh)
-            if isinstance(batch, SeatBatch):
-                seating = jax.jit(partial(seat, source=self.source), donate_argnums=(0,), out_shardings=seats)
-                return seating.lower(rows, batch)
-            if isinstance(batch, MaskBatch):
-                return jax.jit(mask, donate_argnums=(0,), out_shardings=seats).lower(rows, batch)
+            if isinstance(batch, RowsBatch):
+                change = self._change_rows[type(batch)]
+                return jax.jit(change, donate_argnums=(0,), out_shardings=seats).lower(rows, batch)
             assert store is not None
             run = jax.jit(self._run, donate_argnums=(1, 2), out_shardings=(places(self._shape, store), seats, whole))
             return run.lower(self._like_weights, store, rows, batch)

@@ -46,6 +46,8 @@ class Rows:
     """What the draft source remembers of each seat; see `DraftSource`."""
     anchor: Int[Array, " seats"] | None = None
     """Under replay: how many tokens `slot` has absorbed. The inputs of those from there on are in the seat's tail."""
+    page_table: Int[Array, "seats pages"] | None = None
+    """The pages of each seat's row, 0 after the last; None where batches have them."""
     masks: Masks | None = None
     """Which tokens each seat may choose; None where structured outputs are off."""
 
@@ -59,11 +61,13 @@ def init_rows(
     max_len: int = 0,
     masks: bool = False,
     replay: bool = False,
+    pages_per_row: int = 0,
 ) -> Rows:
     """Empty seats 0..max_num_seqs. `config` is the model's config or its vocabulary size.
 
     `source` makes the drafts, of sequences of up to `max_len` tokens; without one, drafts are put there by hand.
     `masks` makes room for masks of allowed tokens. `replay`: rows have anchors; the store has tails then.
+    `pages_per_row`: width of the seats' page tables; 0 where batches have the tables, or there are no pages.
     """
     vocab_size = config if isinstance(config, int) else config.vocab_size
     seats = max_num_seqs + 1
@@ -77,5 +81,6 @@ def init_rows(
         prompt_seen=jnp.zeros((seats, vocab_size), bool),
         source=None if source is None else source.init(seats=seats, max_len=max_len),
         anchor=jnp.zeros(seats, jnp.int32) if replay else None,
+        page_table=jnp.zeros((seats, pages_per_row), jnp.int32) if pages_per_row else None,
         masks=init_masks(seats, 1 + num_speculative_tokens, vocab_size) if masks else None,
     )

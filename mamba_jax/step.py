@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.paged_attention import copy_pages
 from kernels_pallas.slots import read_slots, write_slots
-from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, StepOutput
+from mamba_jax.batch import DecodeBatch, PageTableBatch, PrefillBatch, SeatBatch, StepOutput
 from mamba_jax.drafts import DraftModel, DraftSource, StepFacts
 from mamba_jax.layout.decode import DecodeLayout
 from mamba_jax.layout.prefill import PrefillLayout
@@ -82,9 +82,16 @@ def seat(rows: Rows, batch: SeatBatch, source: DraftSource | None = None) -> Row
         drafts=put(rows.drafts, -1),
         sampling=jax.tree.map(put, rows.sampling, batch.sampling),
         source=rows.source if source is None else source.seat(rows.source, batch.row_id, batch.tokens),
+        page_table=None if rows.page_table is None else put(rows.page_table, 0),
         masks=rows.masks and dataclasses.replace(rows.masks, on=put(rows.masks.on, False)),
         **counted,
     )
+
+
+def set_page_table(rows: Rows, batch: PageTableBatch) -> Rows:
+    """A seat's page table, which stays until steps change it, or the seat has a new tenant."""
+    assert rows.page_table is not None
+    return dataclasses.replace(rows, page_table=rows.page_table.at[batch.row_id].set(batch.pages))
 
 
 def mask(rows: Rows, batch: MaskBatch) -> Rows:
@@ -102,6 +109,7 @@ def _decode(
     processed_logprobs: bool,
 ) -> tuple[Store, Rows, StepOutput]:
     width = batch.tokens.shape[1]
+    rows, page_table = _page_tables(rows, batch)
     # The seat's own truth wins where the host has not seen the last step's result yet.
     own = jnp.concatenate([rows.last_token[:, None], rows.drafts], axis=1)[batch.row_id, :width]
     tokens = jnp.where(batch.continues[:, None], own, batch.tokens)
@@ -125,7 +133,7 @@ def _decode(
             num_tokens=num_tokens,
             read_slot=read_slot,
             write_slot=batch.write_slot,
-            page_table=batch.page_table,
+            page_table=page_table,
         )
         writer = jnp.repeat(jnp.arange(batch.row_id.shape[0]), width)
         wrong = wrong_tags(store, batch.row_id, length, read_slot)
@@ -140,7 +148,7 @@ def _decode(
             anchor=jnp.where(batch.continues, rows.anchor[batch.row_id], batch.anchor),
             tail_id=batch.row_id,
             write_slot=batch.write_slot,
-            page_table=batch.page_table,
+            page_table=page_table,
             steps=width,
             interval=store.tails.interval,
         )
@@ -206,7 +214,7 @@ def _decode(
             length=length,
             kept=kept,
             emitted_from=length + certain,
-            page_table=batch.page_table,
+            page_table=page_table,
             # A step that verifies no drafts has few to follow: making them must not cost more than it does.
             count=min(rows.drafts.shape[1], max(width - 1, 1)),
         )
@@ -234,6 +242,7 @@ def _prefill(
     source: DraftSource | None,
     processed_logprobs: bool,
 ) -> tuple[Store, Rows, StepOutput]:
+    rows, page_table = _page_tables(rows, batch)
     layout = PrefillLayout.of(
         num_packed=batch.tokens.shape[0],
         tile_size=batch.tile_size,
@@ -241,7 +250,7 @@ def _prefill(
         num_tokens=batch.num_tokens,
         read_slot=batch.read_slot,
         tile_write_slot=batch.tile_write_slot,
-        page_table=batch.page_table,
+        page_table=page_table,
     )
     wrong = wrong_tags(store, batch.row_id, batch.length, batch.read_slot)
     wrong |= shared_writes(store, layout.read_slot, layout.tile_write_slot, layout.tile_row)
@@ -287,7 +296,7 @@ def _prefill(
             length=batch.length,
             kept=batch.num_tokens,
             emitted_from=after,
-            page_table=batch.page_table,
+            page_table=page_table,
             count=rows.drafts.shape[1],
         )
     output = StepOutput(
@@ -418,6 +427,17 @@ def _proposed(rows: Rows, row_id: Int[Array, " rows"]) -> Int[Array, "rows draft
 
 def _newest(emission: Emission) -> Int[Array, " rows"]:
     return jnp.take_along_axis(emission.tokens, jnp.maximum(emission.count - 1, 0)[:, None], axis=1)[:, 0]
+
+
+def _page_tables(rows: Rows, batch: DecodeBatch | PrefillBatch) -> tuple[Rows, Int[Array, "rows pages"]]:
+    """The page tables of the batch's rows: its own, or those of their seats once the step's changes are made."""
+    if batch.page_table is not None:
+        return rows, batch.page_table
+    assert rows.page_table is not None
+    assert batch.page_updates is not None
+    seat, index, page = batch.page_updates.T
+    tables = rows.page_table.at[seat, index].set(page)
+    return dataclasses.replace(rows, page_table=tables), tables[batch.row_id]
 
 
 def _copy_pages(store: Store, page_copy: Int[Array, "rows 2"]) -> Store:

@@ -115,7 +115,7 @@ def stepper(model: Any, rows: int, drafts: int, source: Any, *, interval: int = 
     prompt = PrefillBatch.empty(tokens=rows * PROMPT, rows=rows, tiles=rows, pages_per_row=per_row, tile_size=TILE)
     prompt.tokens[:] = rng.integers(4, config.vocab_size, rows * PROMPT)
     prompt.row_id[:] = prompt.tile_write_slot[:] = 1 + np.arange(rows)
-    prompt.num_tokens[:], prompt.page_table[:] = PROMPT, table
+    prompt.num_tokens[:] = PROMPT
     batch = DecodeBatch.empty(
         rows=rows, num_speculative_tokens=drafts, pages_per_row=per_row, replay=replay is not None
     )
@@ -123,7 +123,10 @@ def stepper(model: Any, rows: int, drafts: int, source: Any, *, interval: int = 
     batch.row_id[:] = batch.read_slot[:] = 1 + np.arange(rows)
     batch.length[:], batch.num_tokens[:], batch.num_drafts[:] = PROMPT, width, drafts
     batch.write_slot[:] = 1 + rows + np.arange(rows * writes).reshape(rows, writes)
-    batch.page_table[:], batch.sample[:] = table, True
+    batch.sample[:] = True
+    for tables in (prompt.page_table, batch.page_table):
+        assert tables is not None
+        tables[:] = table
     store, seats, _ = programs.prefill(store, seats, prompt)
 
     places, steps = np.arange(rows) * interval // rows, itertools.count()

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from checkpoints.errors import CheckpointError
 from checkpoints.load import load_config, weight_shapes
-from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch
+from mamba_jax.batch import DecodeBatch, PrefillBatch
 from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.model import HybridModel
 from mamba_jax.modules.quantised import weight_of
@@ -29,7 +29,7 @@ from serving.capacity.count import Counter, Workload, collectives, decode_worklo
 from serving.capacity.result import CapacityPlan, Step
 from serving.capacity.targets import Target, larger
 from serving.config import ConfigError, EngineConfig
-from serving.engine.batching import PrefillShape
+from serving.engine.batching import BatchBuilder, PrefillShape
 from serving.engine.design import EngineDesign
 from serving.engine.gpu_memory import reserved_share
 from serving.engine.narrow_states import waiting_form
@@ -149,12 +149,12 @@ class _Planner:
         )
         if compile:
             try:
-                programs, kernels = self._compile(size, rows, shapes, progress)
+                programs, kernels = self._compile(size, rows, batches, shapes, progress)
             except jax.errors.JaxRuntimeError as error:
                 # What does not fit is an answer, too.
                 notes.append("the compiler refuses a program: " + " ".join(str(error).split())[:300])
         refused = compile and not programs
-        num_programs = sum(1 for batch in batches.warm_up_batches(1) if not isinstance(batch, SeatBatch))
+        num_programs = sum(1 for batch in batches.warm_up_batches(1) if isinstance(batch, DecodeBatch | PrefillBatch))
         biggest = max((p.code for p in programs), default=0)
         code = sum(p.code for p in programs) + biggest * (num_programs - len(programs)) if programs else 0
         temporaries = max((p.temporaries for p in programs), default=workspace)
@@ -276,6 +276,7 @@ class _Planner:
         self,
         size: StoreSize,
         rows: Any,
+        builder: BatchBuilder,
         shapes: tuple[list[PrefillShape], list[int]],
         progress: Callable[[str], None],
     ) -> tuple[tuple[Program, ...], str]:
@@ -294,24 +295,10 @@ class _Planner:
             )
         except UnsupportedError as error:
             raise ConfigError(str(error)) from None
-        batches: list[tuple[str, DecodeBatch | PrefillBatch]] = []
-        for count in shapes[1]:
-            drafts = config.num_speculative_tokens
-            decode = DecodeBatch.empty(
-                rows=count,
-                num_speculative_tokens=drafts,
-                pages_per_row=size.pages_per_row,
-                replay=self.replay is not None,
-            )
-            batches.append((decode_name(count), decode))
-        for shape in shapes[0]:
-            prefill = PrefillBatch.empty(
-                tokens=shape.tokens,
-                rows=shape.rows,
-                tiles=shape.tiles,
-                pages_per_row=size.pages_per_row,
-                tile_size=config.tile_size,
-            )
-            batches.append((prefill_name(shape), prefill))
+        drafts = config.num_speculative_tokens
+        batches: list[tuple[str, DecodeBatch | PrefillBatch]] = [
+            *((decode_name(count), builder.empty_decode(count, drafts)) for count in shapes[1]),
+            *((prefill_name(shape), builder.empty_prefill(shape)) for shape in shapes[0]),
+        ]
         progress(f"compiling {len(batches)} programs")
         return tuple(compiler.compile(batches, progress)), compiler.choice.report()

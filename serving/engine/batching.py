@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, num_tiles
+from mamba_jax.batch import DecodeBatch, PageTableBatch, PrefillBatch, SeatBatch, num_tiles
 from mamba_jax.sampling.masks import MaskBatch
 from mamba_jax.sampling.table import sampling_row
 from serving.core import DecodeRow, PrefillRow, ReplayAccess, SchedulerConfig
+from serving.engine.page_tables import PageTables
 from serving.engine.sampling_params import SamplingParams
 
 _FEW_ROWS = 2
 _MASKS = 16  # rows whose masks are written at once
+_PAGES = 64  # pages found in the cache that even the narrowest prefill step can bring
 
 
 @dataclass(frozen=True, order=True)
@@ -31,7 +33,7 @@ class PrefillShape:
         return tokens <= self.tokens and rows <= self.rows and tiles <= self.tiles
 
 
-AnyBatch = DecodeBatch | PrefillBatch | SeatBatch | MaskBatch
+AnyBatch = DecodeBatch | PrefillBatch | SeatBatch | MaskBatch | PageTableBatch
 
 
 def _shape(batch: AnyBatch) -> tuple[int, ...]:
@@ -50,7 +52,7 @@ def name_of(batch: AnyBatch) -> str:
         return f"decode of {rows} x {width}"
     if isinstance(batch, PrefillBatch):
         return f"prefill of {batch.tokens.shape[0]} in {batch.row_id.shape[0]}"
-    return "masks" if isinstance(batch, MaskBatch) else "a seat"
+    return {MaskBatch: "masks", PageTableBatch: "a page table"}.get(type(batch), "a seat")
 
 
 def decode_buckets(max_rows: int) -> list[int]:
@@ -113,9 +115,7 @@ class BatchBuilder:
         self.decode_shapes = decode_buckets(config.decode_rows)
         self.prefill_shapes = prefill_buckets(config)
         self._usable: frozenset[tuple[int, ...]] | None = None
-        # The page table of each seat as an array, and the list it was made from: most steps add no page.
-        self._table = np.zeros((config.num_rows + 1, self._pages_per_row), np.int32)
-        self._table_of: list[list[int]] = [[] for _ in range(config.num_rows + 1)]
+        self._tables = PageTables(config.num_rows, self._pages_per_row)
 
     def warm_up_batches(self, vocab_size: int) -> Iterator[AnyBatch]:
         """One batch of padding for each shape that can occur.
@@ -127,24 +127,32 @@ class BatchBuilder:
         yield self.seat(0, penalty, seed=0, choice=0, prompt=(), output=(), stop_ids=(), vocab_size=vocab_size)
         if self._masks:
             yield self._empty_masks(vocab_size)
-        yield self._empty_prefill(self.prefill_shapes[-1])
-        yield self._empty_decode(self.decode_shapes[-1], self._widths[-1])
+        if self._pages_per_row:
+            yield PageTableBatch.empty(pages_per_row=self._pages_per_row)
+        yield self.empty_prefill(self.prefill_shapes[-1])
+        yield self.empty_decode(self.decode_shapes[-1], self._widths[-1])
         narrow = [(rows, drafts) for rows in self.decode_shapes for drafts in self._widths][:-1]
         for place in range(max(len(narrow), len(self.prefill_shapes) - 1)):
             for rows, drafts in narrow[place : place + 1]:
-                yield self._empty_decode(rows, drafts)
+                yield self.empty_decode(rows, drafts)
             for shape in self.prefill_shapes[:-1][place : place + 1]:
-                yield self._empty_prefill(shape)
+                yield self.empty_prefill(shape)
 
     @property
     def num_programs(self) -> int:
         """How many batches `warm_up_batches` yields."""
-        return 2 + self._masks + len(self.decode_shapes) * len(self._widths) + len(self.prefill_shapes)
+        return (
+            2
+            + self._masks
+            + bool(self._pages_per_row)
+            + len(self.decode_shapes) * len(self._widths)
+            + len(self.prefill_shapes)
+        )
 
     @property
     def num_essential(self) -> int:
         """How many of them, from the first on, every step can do with: the widest of each kind."""
-        return 4 + self._masks
+        return 4 + self._masks + bool(self._pages_per_row)
 
     def use_only(self, batches: Iterable[AnyBatch]) -> None:
         """Fill batches of these shapes alone: the programs of the others are not there yet."""
@@ -170,7 +178,7 @@ class BatchBuilder:
             for width in self._widths
             if width >= most and self._may(size, 1 + width)
         )
-        batch = self._empty_decode(size, drafts)
+        batch = self.empty_decode(size, drafts)
         numbers = np.array(
             [(r.row_id, r.length, r.access.read, r.num_tokens, r.num_drafts, r.continues, r.sample) for r in rows],
             np.int32,
@@ -194,7 +202,7 @@ class BatchBuilder:
         else:
             # One place a row: no ragged rows to fill.
             batch.write_slot[:count, 0] = [r.access.writes[0] if r.access.writes else 0 for r in rows]
-        self._fill_pages(batch, rows, numbers[:, 0])
+        self._fill_pages(batch, rows)
         return batch
 
     def prefill(self, rows: Sequence[PrefillRow]) -> PrefillBatch:
@@ -203,7 +211,7 @@ class BatchBuilder:
         tokens = sum(row.num_tokens for row in rows)
         tiles = sum(num_tiles(row.length, row.num_tokens, tile_size) for row in rows)
         fit = (shape for shape in self.prefill_shapes if shape.holds(tokens, len(rows), tiles))
-        batch = self._empty_prefill(next(s for s in fit if self._may(s.tokens, s.rows, s.tiles)))
+        batch = self.empty_prefill(next(s for s in fit if self._may(s.tokens, s.rows, s.tiles)))
         at = tile = 0
         for i, row in enumerate(rows):
             batch.row_id[i], batch.length[i], batch.num_tokens[i] = row.row_id, row.length, row.num_tokens
@@ -213,8 +221,16 @@ class BatchBuilder:
             batch.tile_write_slot[tile : tile + len(writes)] = writes
             at += row.num_tokens
             tile += len(writes)
-        self._fill_pages(batch, rows, np.asarray(batch.row_id[: len(rows)]))
+        self._fill_pages(batch, rows)
         return batch
+
+    def take_page_tables(self) -> list[PageTableBatch]:
+        """Page tables that changed by more than the batches filled since the last call hold; to be run before those."""
+        return self._tables.take_whole()
+
+    def forget_page_tables(self) -> None:
+        """Send every page table again: the batches filled so far may not have reached the device."""
+        self._tables.forget()
 
     @property
     def heads(self) -> int:
@@ -272,21 +288,14 @@ class BatchBuilder:
             known = [*prompt, *output]
             tokens = np.full(self._config.max_model_len, -1, np.int32)
             tokens[: len(known)] = known
+        self._tables.clear(row_id)
         seat: Any = np.int32(row_id)
         return SeatBatch(row_id=seat, sampling=sampling, output_counts=counts, prompt_seen=seen, tokens=tokens)
 
-    def _fill_pages(
-        self, batch: DecodeBatch | PrefillBatch, rows: Sequence[DecodeRow | PrefillRow], seats: np.ndarray
-    ) -> None:
-        if not self._pages_per_row:
+    def _fill_pages(self, batch: DecodeBatch | PrefillBatch, rows: Sequence[DecodeRow | PrefillRow]) -> None:
+        if batch.page_updates is None:
             return
-        table_of = self._table_of
-        for row in rows:
-            if row.pages != table_of[row.row_id]:
-                pages = table_of[row.row_id] = row.pages[: self._pages_per_row]
-                self._table[row.row_id, : len(pages)] = pages
-                self._table[row.row_id, len(pages) :] = 0
-        batch.page_table[: len(rows)] = self._table[seats]
+        self._tables.fill(batch.page_updates, rows)
         for i, row in enumerate(rows):
             if row.page_copy is not None:
                 batch.page_copy[i] = row.page_copy
@@ -295,19 +304,23 @@ class BatchBuilder:
         rows = min(_MASKS, self._config.num_rows)
         return MaskBatch.empty(rows=rows, heads=self.heads, vocab_size=vocab_size)
 
-    def _empty_decode(self, rows: int, drafts: int) -> DecodeBatch:
+    def empty_decode(self, rows: int, drafts: int) -> DecodeBatch:
+        """A batch of padding."""
         return DecodeBatch.empty(
             rows=rows,
             num_speculative_tokens=drafts,
-            pages_per_row=self._pages_per_row,
+            # A row fills a page now and then; with drafts it may give one back and take another.
+            page_updates=2 * rows if self._pages_per_row else None,
             replay=self._config.replay_interval > 1,
         )
 
-    def _empty_prefill(self, shape: PrefillShape) -> PrefillBatch:
+    def empty_prefill(self, shape: PrefillShape) -> PrefillBatch:
+        """A batch of padding."""
+        pages = max(shape.tokens // self._config.page_size, _PAGES) + 4 * shape.rows
         return PrefillBatch.empty(
             tokens=shape.tokens,
             rows=shape.rows,
             tiles=shape.tiles,
-            pages_per_row=self._pages_per_row,
+            page_updates=pages if self._pages_per_row else None,
             tile_size=self._config.tile_size,
         )

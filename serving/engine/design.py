@@ -162,4 +162,5 @@ class EngineDesign:
             max_len=size.max_model_len,
             masks=masks,
             replay=self.replay.replay is not None,
+            pages_per_row=size.pages_per_row,
         )

@@ -14,10 +14,9 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, StepOutput
-from mamba_jax.programs import Batch, StepPrograms, abstract
+from mamba_jax.batch import DecodeBatch, PrefillBatch, StepOutput
+from mamba_jax.programs import Batch, RowsBatch, StepPrograms, abstract
 from mamba_jax.rows import Rows
-from mamba_jax.sampling.masks import MaskBatch
 from mamba_jax.store import Store
 from serving.core import DecodeRow, RemoteState, Request, Scheduler, StepPlan, StepResult
 from serving.engine.batching import AnyBatch, BatchBuilder
@@ -47,10 +46,10 @@ class PlanError(RuntimeError):
 class _Arrays:
     """A plan as the programs take it."""
 
-    seats: Sequence[SeatBatch]
+    rows: Sequence[RowsBatch]
+    """First, in this order."""
     decode: DecodeBatch | None
     prefill: PrefillBatch | None
-    masks: Sequence[MaskBatch]
 
 
 @dataclass
@@ -180,18 +179,15 @@ class StepLoop:
     def run(self, batch: Batch) -> StepOutput | None:
         """Dispatch one program over the store and the seats: all that a step does goes through here.
 
-        None: a batch of seats or masks, which gives nothing to read.
+        None: a batch that changes the seats alone, which gives nothing to read.
         """
         self.take_store()
         assert self._store is not None
         assert self._rows is not None
         if self.followers is not None:
             self.followers.call(batch)
-        if isinstance(batch, SeatBatch):
-            self._rows = self.programs.seat(self._rows, batch)
-            return None
-        if isinstance(batch, MaskBatch):
-            self._rows = self.programs.mask(self._rows, batch)
+        if isinstance(batch, RowsBatch):
+            self._rows = self.programs.change_rows(self._rows, batch)
             return None
         run = self.programs.decode if isinstance(batch, DecodeBatch) else self.programs.prefill
         self._store, self._rows, output = run(self._store, self._rows, batch)  # type: ignore[arg-type]
@@ -221,6 +217,7 @@ class StepLoop:
         """Make an empty store now, if there is none."""
         if self._store is None or self._rows is None:
             self._store, self._rows = self._make_store(), self._make_rows()
+            self.batches.forget_page_tables()
 
     @property
     def shapes(self) -> tuple[Store, Rows]:
@@ -321,6 +318,7 @@ class StepLoop:
             guilty = self._guilty(plan)
             # Nothing has happened on the device: nothing of this plan may become findable.
             self.scheduler.withdraw(plan)
+            self.batches.forget_page_tables()
             self._unplanned_in_a_row += 1
             if not guilty and self._unplanned_in_a_row >= MAX_FAILURES:
                 guilty = [row.request for row in plan.rows]  # they cannot be together, and nobody knows why
@@ -328,10 +326,8 @@ class StepLoop:
         self._unplanned_in_a_row = 0
         built = time.perf_counter()
         decode = prefill = None
-        for seat in arrays.seats:
-            self.run(seat)
-        for mask in arrays.masks:
-            self.run(mask)
+        for batch in arrays.rows:
+            self.run(batch)
         if arrays.decode is not None:
             decode = self.run(arrays.decode)
             start_reading(decode, plan.decode)
@@ -352,12 +348,11 @@ class StepLoop:
         return _Flight(plan, begin, compiled, decode, prefill)
 
     def _arrays(self, plan: StepPlan) -> _Arrays:
-        return _Arrays(
-            seats=[self.inputs.seat(request) for request in plan.admitted],
-            decode=self.batches.decode(plan.decode) if plan.decode else None,
-            prefill=self.batches.prefill(plan.prefill) if plan.prefill else None,
-            masks=self.inputs.masks(plan),
-        )
+        seats = [self.inputs.seat(request) for request in plan.admitted]
+        decode = self.batches.decode(plan.decode) if plan.decode else None
+        prefill = self.batches.prefill(plan.prefill) if plan.prefill else None
+        tables = self.batches.take_page_tables()
+        return _Arrays([*seats, *tables, *self.inputs.masks(plan)], decode, prefill)
 
     def _guilty(self, plan: StepPlan) -> list[Request]:
         """The requests of a plan that cannot be turned into arrays even alone."""

@@ -57,7 +57,7 @@ class PromptStepper:
         self.rows = init_rows(self.model.config, max_num_seqs=count)
         for row, prompt in enumerate(self.prompts):
             sampling = sampling_row(prompt_length=len(prompt), logprobs=TOP, prompt_logprobs=TOP)
-            self.rows = self.programs.seat(self.rows, SeatBatch(row_id=np.int32(row + 1), sampling=sampling))
+            self.rows = self.programs.change_rows(self.rows, SeatBatch(row_id=np.int32(row + 1), sampling=sampling))
         self.length = [0] * count
         self.slot = [0] * count
 

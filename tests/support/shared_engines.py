@@ -55,9 +55,9 @@ TAGGED = {
     "kimi": (False,),
 }
 """Whether a model's stores have tags (`debug_state`): with tags, programs are others."""
-PROGRAMS = {name: 2 + 2 * len(kinds) for name, kinds in TAGGED.items()}
-"""What is compiled for each model: two programs to take seats, with and without penalties, and one of each kind of step
-for each kind of store."""
+PROGRAMS = {name: 3 + 2 * len(kinds) for name, kinds in TAGGED.items()}
+"""At most so many programs are compiled for each model: two to take seats, with and without penalties, one for page
+tables, and one of each kind of step for each kind of store."""
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class Host:
         if tokens is not None:
             tokens = np.pad(np.array(tokens, np.int32), (0, PREFILL_TOKENS - len(tokens)), constant_values=-1)
         batch = SeatBatch(np.int32(row_id), sampling_row(**sampling), output_counts, prompt_seen, tokens)
-        self.rows = self.programs.seat(self.rows, batch)
+        self.rows = self.programs.change_rows(self.rows, batch)
 
     def prefill(self, *rows, tile_size=TILE):
         """Each row is a dict: row_id, tokens, c, read, write (the last tile's slot), writes (all tiles'), sample."""

@@ -9,14 +9,38 @@ A row references the whole path of pages from its first token on, so that the in
 Without attention there are no pages: the table stays empty, and every verb does nothing.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, SupportsIndex
 
 from serving.core.cache.pools import PagePool
 from serving.core.cache.prefix_tree import Checkpoint, Node, Scope
 
 PageCopy = tuple[int, int]
 """(source, target): a step copies it before it writes anything."""
+
+
+class PageTable(list[int]):
+    """The pages of a row in order. Notes what changes, so that a step need not look at, or send, the others."""
+
+    __slots__ = ("changed",)
+
+    def __init__(self, pages: Iterable[int] = ()) -> None:
+        super().__init__(pages)
+        self.changed = 0
+        """Pages from this index on may have changed since the device was last told of them."""
+
+    def append(self, page: int) -> None:
+        self.changed = min(self.changed, len(self))
+        super().append(page)
+
+    def pop(self, index: SupportsIndex = -1) -> int:
+        page = super().pop(index)
+        self.changed = min(self.changed, len(self) if index == -1 else 0)
+        return page
+
+    def __setitem__(self, index: Any, page: Any) -> None:
+        super().__setitem__(index, page)
+        self.changed = min(self.changed, range(len(self))[index] if isinstance(index, int) else 0)
 
 
 class RowPages:
@@ -27,7 +51,7 @@ class RowPages:
     def __init__(self, pool: PagePool | None, page_size: int) -> None:
         self._pool = pool
         self.page_size = page_size
-        self.table: list[int] = []
+        self.table = PageTable()
         """Read by planned rows, which may run after the sequence has let go of it: never emptied."""
         self.shared = -1
         """Index in `table` of a partly filled page that others may read too: copied before it is written; -1 = none."""

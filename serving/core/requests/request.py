@@ -6,7 +6,7 @@ from enum import IntEnum
 from typing import Any
 
 from serving.core.cache.cache import Cache
-from serving.core.cache.row_pages import Content, RowPages
+from serving.core.cache.row_pages import Content, PageTable, RowPages
 from serving.core.cache.row_replay import RowReplay
 from serving.core.cache.row_snapshots import RowSnapshots
 from serving.core.cache.row_state import RowState, StateAccess
@@ -274,7 +274,7 @@ class PlannedRow:
     num_drafts: int
     access: StateAccess
     """What the step reads and writes of the row's state."""
-    pages: list[int]
+    pages: PageTable
     """The row's page table."""
     page_copy: tuple[int, int] | None
     """(source, target): copied before anything is written."""

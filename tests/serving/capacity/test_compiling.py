@@ -16,6 +16,9 @@ from mamba_jax.store import StoreShape, init_store
 from serving.capacity.compiling import SlicePrograms, slice_mesh
 from serving.capacity.count import collectives
 from serving.capacity.targets import target
+from serving.config import EngineConfig
+from serving.core import SchedulerConfig
+from serving.engine.batching import BatchBuilder
 
 pytestmark = pytest.mark.full
 
@@ -69,6 +72,40 @@ def test_decode_is_lean(model, pattern, topology):
     least = collectives(config, partition)
     assert program.collectives["all-reduce"] == least["sums"] + least["norms"]
     assert program.collectives["all-gather"] == least["largest"]
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["qwen3-next-80b-a3b", "granite-4.0-h-small"])
+def test_attention_at_a_models_full_length_runs_by_the_kernel(model):
+    """64 rows, the default page size, page tables on the device."""
+    pytest.importorskip("libtpu")
+    config = dataclasses.replace(load_config(model), pattern="*", mtp_pattern="", vocab_size=1024)
+    slice_ = target("v6e-8")
+    partition = Partition.of(config, slice_.count)
+    settings = SchedulerConfig(
+        num_slots=SLOTS,
+        num_pages=PAGES,
+        page_size=EngineConfig.create().page_size_on("tpu"),
+        max_model_len=config.max_position_embeddings,
+    )
+    sizes = {"num_slots": SLOTS, "num_pages": PAGES, "page_size": settings.page_size, "dtype": jnp.bfloat16}
+    rows = partial(init_rows, config, max_num_seqs=64, pages_per_row=settings.pages_per_row)
+    compiler = SlicePrograms(
+        HybridModel.abstract(config, dtype=jnp.bfloat16),
+        slice_mesh(slice_),
+        store=jax.eval_shape(partial(init_store, partition.store_shape(StoreShape.of(config)), **sizes)),
+        rows=jax.eval_shape(rows),
+        tile_size=128,
+    )
+    (program,) = compiler.compile([("decode", BatchBuilder(settings).empty_decode(64, 0))], lambda name: None)
+    assert "paged_attention by pallas_tpu" in compiler.choice.report()
+    # The rows' tables are gathered once, and the seats' are changed in place.
+    table = 4 * 65 * settings.pages_per_row
+    states = SLOTS * partition.device_shape(StoreShape.of(config)).bytes_per_slot(jnp.bfloat16)
+    pages = PAGES * partition.device_shape(StoreShape.of(config)).bytes_per_page(settings.page_size, jnp.bfloat16)
+    assert program.aliased >= states + pages + table
+    assert program.temporaries < 16 << 20
 
 
 @pytest.mark.tpu_compile

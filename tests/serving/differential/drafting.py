@@ -25,7 +25,7 @@ from mamba_jax.layout import SequenceLayout
 from mamba_jax.programs import StepPrograms
 from mamba_jax.store import Store
 from serving.core import Request
-from serving.engine import build
+from serving.engine import design
 from tests.support.engines import QUICK_COMPILE, Continuation
 from tests.support.shared_engines import MAX_LEN, PAGE, ROWS, TILE, SharedEngines, engines_of
 from tests.support.tiny_configs import ENGINE_VOCAB
@@ -140,7 +140,7 @@ class Drafters:
         self, mode: str, drafting: dict[str, Drafting], scripts: dict[str, np.ndarray], *, programs=None, **flags
     ):
         """An engine whose requests draft as `drafting` says (by request) and `scripts` have it (by choice)."""
-        with mock.patch.object(build, "draft_source", return_value=self.source):
+        with mock.patch.object(design, "draft_source", return_value=self.source):
             sizes = {
                 "num_speculative_tokens": self.most,
                 "num_slots": 1 + ROWS * 2 * (1 + self.most),

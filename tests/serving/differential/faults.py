@@ -17,6 +17,7 @@ from kernels_pallas.gated_scan import xla as between
 from mamba_jax.layout.prefill import PrefillLayout
 from mamba_jax.modules import conv as conv_module
 from serving.engine.batching import BatchBuilder
+from serving.engine.page_tables import PageTables
 
 Patch = pytest.MonkeyPatch
 step = importlib.import_module("mamba_jax.step")  # the package's `step` is the function in it
@@ -192,7 +193,7 @@ def _stale_tails(patch: Patch, method: str, names: tuple[str, ...]) -> None:
 
 @fault(9, "the tail of a decode batch still holds rows of an earlier one", "A21 B17 B18")
 def stale_decode_tail(patch: Patch) -> None:
-    names = ("row_id", "continues", "num_tokens", "length", "read_slot", "write_slot", "page_table")
+    names = ("row_id", "continues", "num_tokens", "length", "read_slot", "write_slot")
     _stale_tails(patch, "decode", names)
 
 
@@ -269,12 +270,11 @@ def read_by_seat(patch: Patch) -> None:
 
 @fault(16, "a seat's page table is brought up to date only when it gets longer", "A19 A20 B17")
 def stale_page_table(patch: Patch) -> None:
-    sound = BatchBuilder._fill_pages
+    sound = PageTables.fill
 
-    def fill(self, batch, rows, seats) -> None:
+    def fill(self, updates, rows) -> None:
         for row in rows:
-            if len(row.pages) == len(self._table_of[row.row_id]):
-                self._table_of[row.row_id] = row.pages  # taken to be what it was
-        sound(self, batch, rows, seats)
+            row.pages.changed = min(len(row.pages), max(row.pages.changed, self._count[row.row_id]))
+        sound(self, updates, rows)
 
-    patch.setattr(BatchBuilder, "_fill_pages", fill)
+    patch.setattr(PageTables, "fill", fill)

@@ -34,7 +34,7 @@ class _Programs:
         own = on.compile_anew()
         self.decode = (own if compiles == "decode" else on.programs).decode
         self.prefill = (own if compiles == "prefill" else on.programs).prefill
-        self.seat = on.programs.seat
+        self.change_rows = on.programs.change_rows
         self.compilations = 0
 
 

@@ -64,7 +64,7 @@ class _Programs:
         own = the_drafters(layer).compile_anew() if compiles else sound
         self.decode = (own if compiles == "decode" else sound).decode
         self.prefill = (own if compiles == "prefill" else sound).prefill
-        self.seat = sound.seat
+        self.change_rows = sound.change_rows
         self.compilations = 0
 
 

@@ -90,7 +90,7 @@ def test_it_ends_where_it_cannot_follow(messages, line):
 
 
 def test_it_has_no_program_for_other_shapes():
-    other = builder(max_model_len=200)
+    other = builder(max_num_seqs=3)
     (decode,) = [batch for batch in other.warm_up_batches(VOCAB) if type(batch).__name__ == "DecodeBatch"][:1]
     with pytest.raises(SystemExit, match="no program for call 0 of host 0, a DecodeBatch"):
         follow(*follower([b"".join(to_bytes(0, decode))]))

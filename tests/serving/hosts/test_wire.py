@@ -44,7 +44,8 @@ def test_every_batch_comes_out_as_it_went_in(changes):
         for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(batch), strict=True):
             np.testing.assert_array_equal(one, other)
         kinds.add(type(found).__name__)
-    assert kinds == {"DecodeBatch", "PrefillBatch", "SeatBatch", "MaskBatch"}
+    tables = {"PageTableBatch"} if changes.get("num_pages", 1) else set()
+    assert kinds == {"DecodeBatch", "PrefillBatch", "SeatBatch", "MaskBatch"} | tables
 
 
 def test_a_seat_keeps_its_numbers():
