@@ -122,7 +122,7 @@ class ChatTurn:
             self._opening = opening_of(tokenizer, prompt, self._marks)
             if not self._opening.ended:
                 params = self._with_reasoning(responses, params, body.thinking_token_budget)
-                count = ReasoningCount.of(tokenizer, self._marks, begun=self._opening.begun)
+                count = ReasoningCount.of(tokenizer, self._marks, begun=self._opening.begun, until=self._until)
         self.job = Job(f"{prefix}{uuid.uuid4().hex}", [prompt], params, body.priority, body.cache_salt)
         self.grammar: Grammar | None = None
         """Held here, it is compiled when the engine asks for it."""
@@ -149,13 +149,17 @@ class ChatTurn:
         """Reads the text of one choice."""
         reasoning = None
         if self._marks is not None and not self._opening.ended:
-            style = None if self._form is None else FORMATS[self._form]
-            until = style.begin if style is not None and style.ends_reasoning else None
-            reasoning = ReasoningReader(self._marks, begun=self._opening.begun, until=until)
+            reasoning = ReasoningReader(self._marks, begun=self._opening.begun, until=self._until)
         calls = None
         if self._form is not None:
             calls = ToolCallReader(self._form, self._tools, most=self._most_calls, forced=self._forced)
         return AnswerReader(reasoning, calls)
+
+    @property
+    def _until(self) -> str | None:
+        """The mark of calls that ends reasoning, too."""
+        style = None if self._form is None else FORMATS[self._form]
+        return style.begin if style is not None and style.ends_reasoning else None
 
     def _with_reasoning(self, responses: ResponseContext, params: SamplingParams, budget: int | None) -> SamplingParams:
         assert self._marks is not None

@@ -56,18 +56,25 @@ class ReasoningCount:
     begin: int
     end: int
     begun: bool
+    until: int | None = None
+    """A token that ends reasoning, too, and belongs to the answer."""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, marks: ReasoningMarks, *, begun: bool) -> ReasoningCount | None:
-        """None where a mark is not one token."""
+    def of(
+        cls, tokenizer: Tokenizer, marks: ReasoningMarks, *, begun: bool, until: str | None = None
+    ) -> ReasoningCount | None:
+        """None where a mark is not one token. `until` as for `ReasoningReader`."""
         begin, end = (tokenizer.token_to_id(mark) for mark in marks)
-        return None if begin is None or end is None else cls(begin, end, begun)
+        if begin is None or end is None:
+            return None
+        return cls(begin, end, begun, None if until is None else tokenizer.token_to_id(until))
 
     def __call__(self, token_ids: list[int]) -> int:
         """How many of a choice's tokens belong to its reasoning."""
         if not self.begun and self.begin not in token_ids[:_FIRST]:
             return 0
-        return token_ids.index(self.end) + 1 if self.end in token_ids else len(token_ids)
+        ends = [token_ids.index(token) + (token == self.end) for token in (self.end, self.until) if token in token_ids]
+        return min(ends, default=len(token_ids))
 
 
 class ReasoningReader:

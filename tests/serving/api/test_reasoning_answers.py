@@ -127,6 +127,9 @@ def test_tokens_of_reasoning_are_counted():
     assert count([5, 6, end, 7]) == 0
     assert count([begin, 5]) == 2
     assert ReasoningCount(begin, end, True)([5, end, 7]) == 2
+    assert ReasoningCount(begin, end, True, until=6)([5, 6, end, 6]) == 1
+    assert ReasoningCount(begin, end, True, until=6)([5, end, 6]) == 2
+    assert ReasoningCount.of(tokenizer, THINK, begun=True, until="<think>").until == begin
     assert ReasoningCount.of(load_tokenizer("demo"), THINK, begun=True) is None
 
 
