@@ -5,7 +5,8 @@
 
 Without `--url` it starts a server. Each turn measures the client alone (the control) and then while another process
 sends the attack. One row per attack: the 99th percentile of the gaps and the streams per second of both, and their
-ratios. The client, the attacker and the server share this machine's cores.
+ratios. The row `(ordinary)` is a second client without an attack, which shares the engine, too. The client, the
+attacker and the server share this machine's cores.
 """
 
 from __future__ import annotations
@@ -65,9 +66,19 @@ def headers(i: int) -> Request:
     return COMPLETIONS, {"prompt": "x", "max_tokens": 1}, {names[i % 4]: values[i // 4 % 4]}
 
 
+def ordinary(i: int) -> Request:
+    """No attack: what any second client costs."""
+    return COMPLETIONS, {"prompt": f"{i} x", "max_tokens": 150, "ignore_eos": True}, {}
+
+
 ATTACKS: dict[str, Callable[[int], Request]] = {
-    "stop texts": stop_texts, "grammars": grammars, "n x prompts": choices, "templates": templates, "headers": headers,
-}  # fmt: skip
+    "(ordinary)": ordinary,
+    "stop texts": stop_texts,
+    "grammars": grammars,
+    "n x prompts": choices,
+    "templates": templates,
+    "headers": headers,
+}
 
 
 def raw(url: str, request: Request) -> bytes:
