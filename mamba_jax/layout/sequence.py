@@ -54,7 +54,7 @@ class SequenceLayout:
         # Causal attention from the first key on; the queries before it see nothing and give 0.
         seen = [self.by_sequence(one)[:, first_key:] for one in (q, k, k if v is None else v)]
         out = attention_sequence(*seen, scale=scale)
-        return jnp.pad(out, ((0, 0), (first_key, 0), (0, 0), (0, 0))).reshape(q.shape), None
+        return self.by_token(jnp.pad(out, ((0, 0), (first_key, 0), (0, 0), (0, 0)))), None
 
     def by_sequence(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "batch length ..."]:
         """Packed tokens by sequences; padding is left as it is."""
