@@ -101,3 +101,25 @@ def test_workflows_test_all_supported_pythons():
     supported = {line.rsplit(" ", 1)[1] for line in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", line)}
     assert set(matrix["python"]) == supported
     assert {name.split("-")[0] for name in matrix["os"]} == {"ubuntu", "macos"}
+
+
+def test_a_release_contains_the_pure_wheel_and_the_source_distribution():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/wheels.yml").read_text())["jobs"]
+    assert set(jobs["release"]["needs"]) == {"wheels", "pure", "sdist"}
+    pure = jobs["pure"]
+    assert pure["env"]["MAMBA_JAX_NO_NATIVE"] == "1"
+    assert any("*-py3-none-any.whl && cd / && mamba-jax generate" in step.get("run", "") for step in pure["steps"])
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_refer_to_files_jobs_and_extras_that_exist(path):
+    jobs = yaml.safe_load(path.read_text())["jobs"]
+    for job in jobs.values():
+        needs = job.get("needs", [])
+        assert {needs} <= set(jobs) if isinstance(needs, str) else set(needs) <= set(jobs)
+        for step in job["steps"]:
+            command = step.get("run", "")
+            for name in re.findall(r"bootstrap\.py|\.ci/run|\b\w+\.(?:toml|cff|md)\b", command):
+                assert (ROOT / name).is_file(), f"{path.name} refers to {name}"
+            for extra in re.findall(r'"\.\[(.+?)\]"', command):
+                assert set(extra.split(",")) <= set(PROJECT["optional-dependencies"])
