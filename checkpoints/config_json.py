@@ -1,16 +1,33 @@
-"""A `HybridConfig` as JSON, for checkpoints of our own."""
+"""The text model's fields of a Hugging Face config.json; and a `HybridConfig` as JSON, for checkpoints of our own."""
 
 from __future__ import annotations
 
 import dataclasses
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from mamba_jax.config import HybridConfig, RecurrenceConfig
+from checkpoints.errors import CheckpointError
+from checkpoints.json_file import read_json
+from mamba_jax.config import HybridConfig, ModelConfigError, RecurrenceConfig
+from mamba_jax.families import text_fields
 
 _KIND = "kind"
 """Which recurrence a description is of: the name of its class."""
+
+
+def read_text_fields(directory: Path) -> Mapping[str, Any]:
+    """The fields of a directory's config.json, or of the text model's part of it.
+
+    Raises:
+        CheckpointError: the file cannot be read, or that part is not an object.
+    """
+    path = directory / "config.json"
+    try:
+        return text_fields(read_json(path))
+    except ModelConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def config_to_json(config: HybridConfig) -> dict[str, Any]:

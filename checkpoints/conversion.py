@@ -18,7 +18,7 @@ from checkpoints.quantised.rounding import Selection
 from checkpoints.resolve import Reference, ReferenceKind, resolve
 from checkpoints.rewrite import rewrite_hugging_face
 from checkpoints.tensor_set import TensorSet
-from mamba_jax.families import as_stored, weight_names
+from mamba_jax.families import TEXT_PREFIXES, as_stored, weight_names
 
 Form = Literal["orbax", "hugging-face"]
 
@@ -80,7 +80,10 @@ def _rewrite(
         raise CheckpointError(f"{reference.name}: quantized weights are written from a Hugging Face directory only")
     if already := quantised_as(reference.name):
         raise CheckpointError(f"{reference.name}: is quantized already ({already})")
-    config = as_stored(load_config(reference.name), TensorSet(reference.files).names)
+    names = TensorSet(reference.files).names
+    if any(name.startswith(TEXT_PREFIXES) for name in names):
+        raise CheckpointError(f"{reference.name}: holds a text model in a multimodal one; write Orbax instead")
+    config = as_stored(load_config(reference.name), names)
     sources = weight_names(config)
     return rewrite_hugging_face(
         reference.files,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from checkpoints.config_json import read_text_fields
 from checkpoints.errors import CheckpointError
 from checkpoints.json_file import read_json_if_present
 
@@ -35,7 +36,7 @@ def read_generation_config(directory: Path) -> GenerationConfig:
     eos = fields.get("eos_token_id")
     if eos is None:
         path = directory / "config.json" if not fields else path
-        eos = read_json_if_present(directory / "config.json").get("eos_token_id")
+        eos = read_text_fields(directory).get("eos_token_id") if (directory / "config.json").is_file() else None
     # `do_sample: false` says greedy whatever the other fields hold (they are then the library's defaults).
     greedy = fields.get("do_sample") is False
     return GenerationConfig(

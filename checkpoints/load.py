@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from checkpoints.config_json import read_text_fields
 from checkpoints.dummy import dummy_parameters
 from checkpoints.errors import CheckpointError
 from checkpoints.file_digest import FileHasher
 from checkpoints.generation import GenerationConfig, read_generation_config
 from checkpoints.hugging_face import parameter_shapes, read_parameters
-from checkpoints.json_file import read_json
 from checkpoints.orbax import read_description, restore_orbax, stored_parameters
 from checkpoints.placing import Shardings, abstract_parameters, nbytes
 from checkpoints.presets import preset
@@ -30,7 +30,14 @@ from checkpoints.resolve import Reference, ReferenceKind, resolve
 from checkpoints.tensor_set import TensorSet
 from checkpoints.tokenizer import Tokenizer, read_tokenizer
 from mamba_jax.config import HybridConfig, ModelConfigError
-from mamba_jax.families import as_stored, config_from_hf, family_of, weight_names
+from mamba_jax.families import (
+    TEXT_PREFIXES,
+    as_stored,
+    config_from_hf,
+    ignored,
+    other_towers,
+    weight_names,
+)
 from mamba_jax.families.base import HFSource
 from mamba_jax.model import HybridModel
 from mamba_jax.modules.quantised import can_be_quantised
@@ -162,14 +169,16 @@ def _read(
             raise CheckpointError(f"{reference.name}: quantize when converting: mamba-jax convert --quantization")
         kind = _dtype(dtype, read_description(reference.files).dtype)
         return restore_orbax(reference.files, dtype=kind, shardings=sharding, progress=progress, hasher=hasher)
-    fields = read_json(reference.files / "config.json")
+    fields = read_text_fields(reference.files)
     config = _hf_config(reference.files, fields)
-    stored = TensorSet(reference.files, hasher)
+    stored = TensorSet(reference.files, hasher, prefixes=TEXT_PREFIXES)
     tensors = LogicalTensors(reference.name, stored, read_quantisation(reference.files, fields))
     config = as_stored(config, tensors.names)
     kind = _dtype(dtype, _stored_dtype(fields))
-    family = family_of(config)
     sources = weight_names(config)
+    if towers := other_towers(tensors.names):
+        counts = ", ".join(f"{tower} ({count})" for tower, count in towers.items())
+        log.info("%s: only the text model is loaded; left out are the tensors of %s", reference.name, counts)
     if tensors.quantised:
         log.info("quantized weights: %s", tensors)
     if quantization is not None and tensors.quantised:
@@ -179,7 +188,7 @@ def _read(
         tensors,
         abstract_parameters(config, kind),
         sources,
-        ignored=(*family.ignored(config), CACHE_SCALES),
+        ignored=(*ignored(config), CACHE_SCALES),
         quantised=_kept_narrow(config, tensors, sources),
         selection=_selection(config, quantization, exclude),
         shardings=sharding,
@@ -204,7 +213,7 @@ def weight_bytes(
     reference = resolve(ref)
     dummy = load_format == "dummy"
     if not dummy and reference.kind is ReferenceKind.HUGGING_FACE:
-        fields = read_json(reference.files / "config.json")
+        fields = read_text_fields(reference.files)
         if read_quantisation(reference.files, fields) is not None:  # stays as narrow as it is stored
             return sum(path.stat().st_size for path in reference.files.glob("*.safetensors"))
     stored = None if dummy else source_dtype(reference)
@@ -267,7 +276,7 @@ def _config(reference: Reference) -> HybridConfig:
         return preset(reference.name)
     if reference.kind is ReferenceKind.ORBAX:
         return read_description(reference.files).config
-    return _hf_config(reference.files, read_json(reference.files / "config.json"))
+    return _hf_config(reference.files, read_text_fields(reference.files))
 
 
 def _hf_config(directory: Path, fields: Mapping[str, Any]) -> HybridConfig:
@@ -298,9 +307,9 @@ def weight_shapes(
     if reference.kind is ReferenceKind.ORBAX:
         return stored_parameters(read_description(reference.files), kind)
     if reference.kind in (ReferenceKind.HUGGING_FACE, ReferenceKind.DEMO) and quantization is None:
-        how = read_quantisation(reference.files, read_json(reference.files / "config.json"))
+        how = read_quantisation(reference.files, read_text_fields(reference.files))
         if how is not None:
-            tensors = LogicalTensors(reference.name, TensorSet(reference.files), how)
+            tensors = LogicalTensors(reference.name, TensorSet(reference.files, prefixes=TEXT_PREFIXES), how)
             sources = weight_names(config)
             narrow = _kept_narrow(config, tensors, sources)
             return parameter_shapes(tensors, wide, sources, narrow, sharding)
@@ -322,10 +331,10 @@ def quantised_as(ref: str | Path) -> str:
         )
     if reference.kind is ReferenceKind.PRESET:
         return ""
-    how = read_quantisation(reference.files, read_json(reference.files / "config.json"))
+    how = read_quantisation(reference.files, read_text_fields(reference.files))
     if how is None:
         return ""
-    return str(LogicalTensors(reference.name, TensorSet(reference.files), how))
+    return str(LogicalTensors(reference.name, TensorSet(reference.files, prefixes=TEXT_PREFIXES), how))
 
 
 def _selection(config: HybridConfig, quantization: str | None, exclude: Collection[str]) -> Selection | None:
@@ -363,7 +372,7 @@ def source_dtype(reference: Reference) -> Any:
     """The dtype of most of what is stored."""
     if reference.kind is ReferenceKind.ORBAX:
         return read_description(reference.files).dtype
-    stored = _stored_dtype(read_json(reference.files / "config.json"))
+    stored = _stored_dtype(read_text_fields(reference.files))
     return stored if stored in DTYPES else "float32"
 
 

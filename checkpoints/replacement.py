@@ -16,7 +16,7 @@ from checkpoints.placing import abstract_parameters, place
 from checkpoints.quantised.rounding import Selection
 from checkpoints.tensor_set import TensorSet
 from mamba_jax.config import HybridConfig
-from mamba_jax.families import family_of, weight_names
+from mamba_jax.families import TEXT_PREFIXES, ignored, weight_names
 from mamba_jax.families.base import HFSource
 from mamba_jax.modules.quantised import weight_of
 
@@ -76,7 +76,7 @@ def given_tensors(given: NewWeights) -> Tensors:
         CheckpointError: a name that comes twice, no array, no safetensors files.
     """
     if isinstance(given, str | Path):
-        return TensorSet(Path(given))
+        return TensorSet(Path(given), prefixes=TEXT_PREFIXES)
     if isinstance(given, Mapping):
         return GivenTensors(given)
     found: dict[str, Any] = {}
@@ -172,7 +172,7 @@ def _sources(
     """Where each parameter is found, by whichever names there are; and what may be left over."""
     if any(name in paths for name in names):
         return {path: HFSource((path,)) for path in paths}, ()
-    return weight_names(config), (*family_of(config).ignored(config), *ALWAYS_IGNORED)
+    return weight_names(config), (*ignored(config), *ALWAYS_IGNORED)
 
 
 def _names(source: HFSource) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,17 +24,20 @@ class TensorSet:
     Args:
         directory: of the files.
         hasher: hashes each tensor when it is released.
+        prefixes: removed from the start of names, such as those of a text model in a multimodal checkpoint.
 
     Raises (from the constructor):
         CheckpointError: no safetensors file, a missing shard, a truncated or corrupt file.
     """
 
-    def __init__(self, directory: Path, hasher: FileHasher | None = None) -> None:
+    def __init__(self, directory: Path, hasher: FileHasher | None = None, *, prefixes: Sequence[str] = ()) -> None:
         self.directory, self._hasher = directory, hasher
-        self._file_of: dict[str, SafetensorsFile] = {}
+        self._stored: dict[str, tuple[SafetensorsFile, str]] = {}
         for name in _file_names(directory):
             file = SafetensorsFile(directory / name)
-            self._file_of.update(dict.fromkeys(file.entries, file))
+            for stored in file.entries:
+                prefix = next((prefix for prefix in prefixes if stored.startswith(prefix)), "")
+                self._stored[stored.removeprefix(prefix)] = file, stored
             if hasher is not None:
                 ranges = {_label(name, entry): (entry.start, entry.end) for name, entry in file.entries.items()}
                 hasher.add(file.path, ranges, file.status)
@@ -41,30 +45,35 @@ class TensorSet:
     @property
     def names(self) -> set[str]:
         """Every tensor there is."""
-        return set(self._file_of)
+        return set(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The stored shape of a tensor."""
-        return self._file_of[name].entries[name].shape
+        return self._entry(name).shape
 
     def dtype(self, name: str) -> str:
         """The stored dtype in the spelling of the format, for example `BF16`."""
-        return self._file_of[name].entries[name].dtype
+        return self._entry(name).dtype
 
     def file_of(self, name: str) -> str:
         """The name of the file that a tensor lies in."""
-        return self._file_of[name].path.name
+        return self._stored[name][0].path.name
 
     def view(self, name: str) -> np.ndarray:
         """The tensor as a read-only view of the mapped file."""
-        return self._file_of[name].view(name)
+        file, stored = self._stored[name]
+        return file.view(stored)
 
     def release(self, name: str) -> None:
         """Give back the memory behind a tensor that has been copied."""
-        file = self._file_of[name]
-        file.release(name)
+        file, stored = self._stored[name]
+        file.release(stored)
         if self._hasher is not None:
-            self._hasher.start(file.path, _label(name, file.entries[name]))
+            self._hasher.start(file.path, _label(stored, file.entries[stored]))
+
+    def _entry(self, name: str) -> TensorEntry:
+        file, stored = self._stored[name]
+        return file.entries[stored]
 
 
 def _label(name: str, entry: TensorEntry) -> str:

@@ -26,9 +26,11 @@ from mamba_jax.families import (
 from mamba_jax.families.added_mtp import added_weight_names, with_added_mtp
 from mamba_jax.families.base import Family, HFSource
 from mamba_jax.families.parts import OWN_DRAFT_EMBEDDING, OWN_DRAFT_HEAD, own_draft_tables
+from mamba_jax.families.wrappers import OTHER_TOWERS, TEXT_PREFIXES, other_towers, text_fields
 
 __all__ = [
     "FAMILIES",
+    "TEXT_PREFIXES",
     "Family",
     "HFSource",
     "UnknownModelType",
@@ -36,7 +38,10 @@ __all__ = [
     "config_from_hf",
     "family_of",
     "get",
+    "ignored",
+    "other_towers",
     "register",
+    "text_fields",
     "weight_names",
 ]
 
@@ -96,12 +101,13 @@ def family_of(config: HybridConfig) -> Family:
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
-    """Reads a config.json. Absent fields have transformers' defaults.
+    """Reads a config.json, or the text model's part of one. Absent fields have transformers' defaults.
 
     Raises:
         UnknownModelType: a model that is none of our families.
         ModelConfigError: wrong fields, or such as ask for something that is not supported.
     """
+    raw = text_fields(raw)
     family = get(raw.get("model_type"))
     return with_added_mtp(_with_scaled_positions(family.config_from_hf(raw)), raw)
 
@@ -120,6 +126,11 @@ def weight_names(config: HybridConfig) -> dict[str, HFSource]:
     if config.mtp_pattern and "mtp.final_norm.weight" not in sources:
         sources |= added_weight_names(config)
     return sources | (own_draft_tables(config) if config.mtp_pattern else {})
+
+
+def ignored(config: HybridConfig) -> tuple[str, ...]:
+    """Regular expressions (full match) of tensors that a checkpoint may carry and the model does not use."""
+    return (*family_of(config).ignored(config), OTHER_TOWERS)
 
 
 def as_stored(config: HybridConfig, available: Container[str]) -> HybridConfig:

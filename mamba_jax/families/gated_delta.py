@@ -223,6 +223,6 @@ def _moe_names(path: str, name: str, config: MoEConfig, hidden: int) -> dict[str
 
 
 def ignored(config: HybridConfig) -> tuple[str, ...]:
-    """Also the vision tower, which turns images into embeddings: there are no images here."""
+    """Also the multi-token-prediction layer where the config has none."""
     drafts = () if config.mtp_pattern else (r"mtp\..*",)
-    return (*parts.always_ignored(config), r"(model\.)?visual\..*", *drafts)
+    return (*parts.always_ignored(config), *drafts)

@@ -110,7 +110,11 @@ def weight_names(config: HybridConfig) -> dict[str, HFSource]:
     for i, kind in enumerate(config.pattern):
         body |= _block(kind, f"blocks.{i}", f"layers.{i}", config)
     sources = parts.whole_model(
-        config, body, embed="embeddings.weight", norm="norm_f.weight", prefixes=("backbone.", "model.")
+        config,
+        body,
+        embed="embeddings.weight",
+        norm="norm_f.weight",
+        prefixes=("backbone.", "model.", "model.language_model."),
     )
     return sources | _mtp(config)
 

@@ -127,11 +127,11 @@ def fused_gate_up(path: str, name: str, size: int, inputs: int, *, bias: bool = 
 
 
 def whole_model(
-    config: HybridConfig, body: dict[str, HFSource], *, embed: str, norm: str, prefixes: tuple[str, str]
+    config: HybridConfig, body: dict[str, HFSource], *, embed: str, norm: str, prefixes: tuple[str, ...]
 ) -> dict[str, HFSource]:
     """Adds the embedding, the final norm, and the head unless it is tied to the embedding.
 
-    Names of the body have no prefix yet: they may be found under either of `prefixes`. The head never has one.
+    Names of the body have no prefix yet: they may be found under any of `prefixes`. The head never has one.
     """
     body = body | {"embed.weight": tensor(embed), "final_norm.weight": tensor(norm)}
     sources = with_prefix(body, *prefixes)

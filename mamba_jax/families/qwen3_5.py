@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mamba_jax.config import MLP, MOE, HybridConfig, ModelConfigError
+from mamba_jax.config import MLP, MOE, HybridConfig
 from mamba_jax.families import gated_delta
 from mamba_jax.families.base import Family, HFSource
 from mamba_jax.families.fields import Fields
@@ -14,12 +14,7 @@ DENSE, SPARSE = ("qwen3_5", "qwen3_5_text"), ("qwen3_5_moe", "qwen3_5_moe_text")
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
-    """Reads a config.json of transformers' `Qwen3_5Config` or `Qwen3_5MoeConfig`, or of their parts for text."""
-    text = raw.get("text_config")
-    if text is not None:
-        if not isinstance(text, Mapping):
-            raise ModelConfigError(f"config field text_config is {text!r}: an object is expected")
-        raw = {**raw, **text, "model_type": raw.get("model_type")}
+    """Reads the text part of transformers' `Qwen3_5Config` or `Qwen3_5MoeConfig`."""
     fields = Fields(raw)
     sparse = raw.get("model_type") in SPARSE
     moe = gated_delta.moe_config(fields, num_experts=256, experts_per_token=8) if sparse else None

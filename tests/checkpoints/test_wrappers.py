@@ -1,0 +1,109 @@
+"""Text models inside multimodal checkpoints."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import checkpoints
+from checkpoints.random import write_random
+from mamba_jax import families
+from mamba_jax.config import ModelConfigError
+from mamba_jax.model import parameters
+from tests.checkpoints.test_load import GOLDENS
+from tests.support.tiny_configs import CHECKPOINT
+
+
+def values(directory):
+    model = checkpoints.load_model(directory, progress=False)
+    return {path: np.asarray(leaf.get_value()) for path, leaf in parameters(model).items()}
+
+
+WRAPPERS = [
+    # outer model_type, key of the text model's config, its tensors' prefix, what the prefix replaces, other towers
+    ("NemotronH_Nano_VL_V2", "llm_config", "language_model.", "", ("vision_model.x", "mlp1.0.weight")),
+    (
+        "NemotronH_Omni_V3",
+        "llm_config",
+        "language_model.",
+        "",
+        ("sound_encoder.x", "sound_projection.y"),
+    ),
+    ("nemotron_h_omni", "text_config", "model.language_model.", "backbone.", ("model.vision_tower.x",)),
+    ("minicpmv", "text_config", "llm.", "", ("vpm.x", "resampler.query")),
+]
+
+
+def wrap(source, target, outer, key, prefix, replaced, towers):
+    """Writes a checkpoint again as the text model of a multimodal one."""
+    target.mkdir()
+    fields = json.loads((source / "config.json").read_text())
+    dtype = fields.pop("dtype")
+    wrapped = {"model_type": outer, "dtype": dtype, key: fields, "vision_config": {"hidden_size": 8}}
+    (target / "config.json").write_text(json.dumps(wrapped))
+    tensors = {
+        prefix + name.removeprefix(replaced) if name.startswith(replaced) else name: value
+        for name, value in load_file(source / "model.safetensors").items()
+    }
+    save_file(tensors | dict.fromkeys(towers, np.ones(3, np.float32)), target / "model.safetensors")
+    return target
+
+
+@pytest.mark.parametrize(("outer", "key", "prefix", "replaced", "towers"), WRAPPERS, ids=[one[0] for one in WRAPPERS])
+def test_the_text_model_of_a_multimodal_checkpoint_is_loaded(tmp_path, caplog, outer, key, prefix, replaced, towers):
+    plain = write_random(tmp_path / "plain", CHECKPOINT)
+    wrapped = wrap(plain, tmp_path / "wrapped", outer, key, prefix, replaced, towers)
+    expected = values(plain)
+    with caplog.at_level(logging.INFO, logger="checkpoints.load"):
+        found = values(wrapped)
+    assert found.keys() == expected.keys()
+    for path, value in expected.items():
+        np.testing.assert_array_equal(found[path], value, err_msg=path)
+    (line,) = [record.getMessage() for record in caplog.records if "only the text model" in record.getMessage()]
+    for tower in towers:
+        assert f"{tower.removeprefix('model.').split('.')[0]} (1)" in line
+
+
+def test_lfm2_with_a_vision_tower(tmp_path):
+    golden = next(path for path in GOLDENS if path.name == "lfm2")
+    (tmp_path / "wrapped").mkdir()
+    fields = json.loads((golden / "config.json").read_text())
+    (tmp_path / "wrapped" / "config.json").write_text(json.dumps({"model_type": "lfm2_vl", "text_config": fields}))
+    tensors = load_file(golden / "model.safetensors")
+    inner = {name.replace("model.", "model.language_model.", 1): value for name, value in tensors.items()}
+    towers = {name: np.ones(2, np.float32) for name in ("model.vision_tower.x", "model.multi_modal_projector.y")}
+    save_file(inner | towers, tmp_path / "wrapped" / "model.safetensors")
+    expected, found = values(golden), values(tmp_path / "wrapped")
+    for path, value in expected.items():
+        np.testing.assert_array_equal(found[path], value, err_msg=path)
+
+
+def test_a_tensor_of_no_tower_is_still_an_error(tmp_path):
+    plain = write_random(tmp_path / "plain", CHECKPOINT)
+    wrapped = wrap(plain, tmp_path / "wrapped", "some_vl", "llm_config", "language_model.", "", ("adapter.x",))
+    with pytest.raises(checkpoints.CheckpointError, match=r"1 unexpected: adapter\.x \[3\]"):
+        checkpoints.load_model(wrapped, progress=False)
+
+
+def test_ids_that_end_a_text_come_from_the_text_models_config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x_vl", "text_config": {"eos_token_id": [7, 9]}}))
+    assert checkpoints.generation_config(tmp_path).eos_token_ids == (7, 9)
+
+
+def test_fields_of_the_text_model_win_over_outer_ones():
+    raw = {"model_type": "outer", "eos_token_id": 1, "llm_config": {"model_type": "inner", "eos_token_id": 2}, "x": 3}
+    assert families.text_fields(raw) == {"model_type": "inner", "eos_token_id": 2, "x": 3}
+    assert families.text_fields({"model_type": "plain", "text_config": None})["model_type"] == "plain"
+
+
+@pytest.mark.parametrize("key", ["text_config", "llm_config"])
+def test_a_text_config_that_is_no_object(key):
+    with pytest.raises(ModelConfigError, match=f"config field {key} is 3: an object is expected"):
+        families.config_from_hf({"model_type": "qwen3_5", key: 3})
+
+
+def test_a_wrapper_of_an_unknown_text_model_names_the_text_model():
+    with pytest.raises(families.UnknownModelType, match="model_type 'llama' is not supported"):
+        families.config_from_hf({"model_type": "llava", "text_config": {"model_type": "llama"}})
