@@ -93,6 +93,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         client: str | None = None,
+        batch_id: str | None = None,
         live: bool = True,
         export: Any = None,
         begun: Callable[[], None] | None = None,
@@ -102,8 +103,8 @@ class AsyncEngine:
         Each output is a copy that later steps do not change. Leaving the iteration early, by `break`, cancellation or
         an error, aborts the request. With `live=False` only the finished output is yielded, which costs less.
 
-        `client` and `export` are arguments of `Engine.add_request`. `begun` is called on the engine's thread when the
-        first token is available.
+        `client`, `batch_id` and `export` are arguments of `Engine.add_request`. `begun` is called on the engine's
+        thread when the first token is available.
 
         Raises:
             RequestError: the request cannot be served as asked; with a grammar this may be raised after some tokens.
@@ -125,6 +126,7 @@ class AsyncEngine:
                     priority=priority,
                     cache_salt=cache_salt,
                     client=client,
+                    batch_id=batch_id,
                     live_text=live,
                     export=export,
                 )

@@ -95,6 +95,7 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         client: str | None = None,
+        batch_id: str | None = None,
         live_text: bool = False,
         remote: RemoteState | None = None,
         export: Any = None,
@@ -108,6 +109,7 @@ class Engine:
             priority: requests with smaller values are served first.
             cache_salt: requests share cached prefixes only with requests of the same salt.
             client: the client that sent the request; waiting clients are served in turn.
+            batch_id: request id of the first of several prompts of one call; the queue treats them as one request.
             live_text: keep `text` up to date after each step, not only at the end.
             remote: the state of the prompt on another worker. Ignored if prompt log-probabilities are requested.
             export: receives the state at the prompt's end, for `StepLoop.connector`.
@@ -134,7 +136,7 @@ class Engine:
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         for index in range(params.n):
             try:
-                self._add_choice(parent, index, seed, priority, cache_salt, client)
+                self._add_choice(parent, index, seed, priority, cache_salt, client, batch_id)
             except RequestError:
                 for member in parent.members:
                     self.loop.scheduler.abort(member.request_id)
@@ -279,7 +281,14 @@ class Engine:
                 )
 
     def _add_choice(
-        self, parent: UserRequest, index: int, seed: int, priority: int, cache_salt: str | None, client: str | None
+        self,
+        parent: UserRequest,
+        index: int,
+        seed: int,
+        priority: int,
+        cache_salt: str | None,
+        client: str | None,
+        batch_id: str | None,
     ) -> None:
         output, params = parent.output, parent.params
         stream = None
@@ -301,6 +310,7 @@ class Engine:
             lockstep=constraint is not None,
             fork_of=output.request_id if index else None,
             client=client,
+            batch_id=batch_id,
             sampling=params if index == 0 else replace(params, prompt_logprobs=None),
         )
         followed = None if constraint is None else FollowedChoice(constraint)

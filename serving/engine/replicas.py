@@ -44,6 +44,7 @@ class Replicas:
         priority: int = 0,
         cache_salt: str | None = None,
         client: str | None = None,
+        batch_id: str | None = None,
         live: bool = True,
         export: Any = None,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -60,7 +61,8 @@ class Replicas:
             served = self._at[name] = self._served[place.replica]
             outputs = served.generate(
                 given, sampling_params, name,
-                priority=priority, cache_salt=cache_salt, client=client, live=live, begun=place.computed,
+                priority=priority, cache_salt=cache_salt, client=client, batch_id=batch_id, live=live,
+                begun=place.computed,
             )  # fmt: skip
             try:
                 async with contextlib.aclosing(outputs) as each:

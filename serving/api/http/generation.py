@@ -226,6 +226,7 @@ async def _one(context: Context, job: Job, index: int, *, live: bool) -> AsyncGe
         priority=job.priority,
         cache_salt=job.cache_salt,
         client=client_id(),
+        batch_id=f"{job.id}-0" if len(job.prompts) > 1 else None,
         live=live,
     )
     with context.traces.request(name, len(job.prompts[index]), job.params) as note:

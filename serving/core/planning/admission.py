@@ -43,7 +43,7 @@ def refuse_impossible(host: HostState, request: Request) -> None:
     waiting = host.queues.waiting
     # Further choices of requests fill the queue for other choices only: a first choice finds room next to them.
     if (config.max_waiting is not None and len(waiting) >= config.max_waiting) and (
-        request.fork_of is not None or sum(each.fork_of is None for each in waiting) >= config.max_waiting
+        _is_further(request) or sum(not _is_further(each) for each in waiting) >= config.max_waiting
     ):
         raise RequestError(f"{config.max_waiting} requests are waiting: the queue is full, try later", retry=True)
 
@@ -129,8 +129,13 @@ def _gives_way(
 
 
 def _flow(request: Request) -> tuple[str | None, str]:
-    """What all choices of a request have in common."""
-    return request.client, request.fork_of or request.request_id
+    """What all choices of a call have in common."""
+    return request.client, request.flow
+
+
+def _is_further(request: Request) -> bool:
+    """Whether it is a choice of a call after the first."""
+    return request.flow != request.request_id
 
 
 def _is_passed_over(host: HostState, request: Request) -> bool:

@@ -1,7 +1,7 @@
 """Which requests wait, which run, and which row ids are free.
 
-Waiting requests are served fairly: clients (API keys) in turn, and of each client the first choice of each request
-before the second of any. Running requests are ordered by priority, then arrival: the last one is preempted first.
+Waiting requests are served fairly: clients (API keys) in turn, and of each client the first choice of each call before
+the second of any. Running requests are ordered by priority, then arrival: the last one is preempted first.
 """
 
 import heapq
@@ -54,7 +54,7 @@ class Queues:
 
     def start(self, request: Request) -> None:
         """A new request: gives it its turn, and queues it."""
-        first = self.unfinished.get(request.fork_of) if request.fork_of is not None else None
+        first = self.unfinished.get(request.flow)
         group = self._groups.get((request.priority, request.client))
         if first is not None and first is not request:
             first.queueing.last_turn += 1

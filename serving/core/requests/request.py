@@ -42,12 +42,14 @@ class Request:
     to other workers, `queueing`.
 
     `sampling` is carried for the engine and never looked at. `fork_of` names the first of several requests for the
-    same prompt (n > 1): the others wait for its prompt's end instead of computing it again. `lockstep` says that the
-    host must know the request's last tokens before its next step can be planned.
+    same prompt (n > 1): the others wait for its prompt's end instead of computing it again. `batch_id` is the request
+    id of the first of several prompts that came in one call: fair queueing treats them as one request. `lockstep` says
+    that the host must know the request's last tokens before its next step can be planned.
     """
 
     __slots__ = (
         "arrival",
+        "batch_id",
         "blocked",
         "cache_salt",
         "client",
@@ -91,6 +93,7 @@ class Request:
         prompt_logprobs: bool = False,
         lockstep: bool = False,
         fork_of: str | None = None,
+        batch_id: str | None = None,
         client: str | None = None,
         sampling: Any = None,
     ) -> None:
@@ -109,6 +112,7 @@ class Request:
         """Computes every prompt token: the cache is not read (but is published to)."""
         self.lockstep = lockstep
         self.fork_of = fork_of
+        self.batch_id = batch_id
         self.client = client
         """Whose request it is: waiting clients are served in turn. None is a client as any other."""
         self.sampling = sampling
@@ -138,6 +142,11 @@ class Request:
         self.transfer = Transfer()
         self.progress: Progress
         """Set by the scheduler; replaced whenever the request has to start over."""
+
+    @property
+    def flow(self) -> str:
+        """The request id that all choices of all prompts of a call have in common."""
+        return self.batch_id or self.fork_of or self.request_id
 
     @property
     def prompt_token_ids(self) -> list[int]:

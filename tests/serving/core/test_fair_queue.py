@@ -145,6 +145,22 @@ def test_a_request_with_many_choices_gives_up_a_row(client: str | None) -> None:
     assert loop.scheduler.stats()["preemptions"] >= 1
 
 
+def test_prompts_of_one_call_count_as_one_request() -> None:
+    """Eight prompts of one call hold all rows; another request begins after a few steps, before the last prompts."""
+    loop = Loop(max_num_seqs=4, max_model_len=64, cache_mode="all")
+    for i in range(8):
+        loop.add([i, 2, 3], max_tokens=60, request_id=f"call-{i}", batch_id="call-0")
+    while len(loop.scheduler.running) < 4:
+        loop.step()
+    victim = loop.add([7, 8], max_tokens=3)
+    assert loop.scheduler.waiting[0] is victim
+    for _ in range(DISPLACE_AFTER + 6):
+        loop.step()
+    assert victim.finished
+    assert loop.scheduler.stats()["displacements"] == 1
+    loop.finish()
+
+
 def test_requests_of_one_choice_each_are_not_displaced() -> None:
     loop = Loop(max_num_seqs=2, max_model_len=64)
     for i in range(2):
