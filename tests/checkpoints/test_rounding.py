@@ -180,6 +180,7 @@ def plan(**flags):
     return make_plan(config, target("v5e-4"), compile=False)
 
 
+@pytest.mark.full
 def test_plans_count_narrow_weights():
     wide, int8, nvfp4 = (plan(quantization=kind) for kind in (None, "int8", "nvfp4"))
     assert (wide.fits, int8.fits, nvfp4.fits) == (False, True, True)

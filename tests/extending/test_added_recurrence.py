@@ -160,6 +160,7 @@ def test_prefixes_are_reused_in_every_mode(directory, mode, drafts):
     engine.loop.scheduler.check(idle=True)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize("handoff", ["full", "recompute-last"])
 def test_prefill_and_decode_apart(directory, handoff, drafts):
@@ -175,6 +176,7 @@ def test_prefill_and_decode_apart(directory, handoff, drafts):
     assert decode.stats.arrived == 1
 
 
+@pytest.mark.full
 def test_divided_over_two_devices(directory):
     built = build(directory, tensor_parallel_size=2)
     (average, _) = built.engine.loop.store.slots

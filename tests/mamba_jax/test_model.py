@@ -43,6 +43,7 @@ def tokens_of(seed=0, shape=(2, LENGTH)):
 FULL = np.array([LENGTH, LENGTH], np.int32)
 
 
+@pytest.mark.smoke
 @CONFIGS
 def test_a_token_changes_nothing_before_it(config):
     tokens = tokens_of()

@@ -32,6 +32,7 @@ def test_one_packed_prefill_agrees_with_hugging_face(case, stepper):
     )
 
 
+@pytest.mark.smoke
 def test_prompt_log_probabilities_of_a_prefill(case, stepper):
     output, _ = stepper.prefill({row: len(prompt) for row, prompt in enumerate(case.prompts)})
     start = 0

@@ -177,6 +177,7 @@ def test_quantised_weights_are_refused(tmp_path):
         train(settings(), CONFIG, batches(), tmp_path, values=values)
 
 
+@pytest.mark.full
 def test_accumulated_gradients_are_those_of_the_whole_batch(whole, tmp_path):
     run(tmp_path, accumulate=4, steps=3)
     for one, other in zip(losses(tmp_path), whole[1][:3], strict=True):

@@ -36,7 +36,7 @@ def test_advantages_compare_within_a_group():
     np.testing.assert_allclose(found, [[1, -1], [0, 0]], atol=1e-3)
 
 
-@pytest.mark.smoke
+@pytest.mark.full
 def test_log_probabilities_are_those_of_each_sequence_alone(values):
     model, given = build(CONFIG, values, jnp.float32), answers(values)
     for row, length in enumerate(given.lengths):

@@ -48,6 +48,7 @@ def test_wrong_options_are_exit_code_2(capfd):
     assert "known are ssd_scan" in capfd.readouterr().err
 
 
+@pytest.mark.full
 def test_throughput(tmp_path, capfd):
     model, plot = write_random(tmp_path / "tiny", TINY), tmp_path / "plot.svg"
     flags = ["tile_size=8", "state_block_size=16", "max_num_seqs=2", "max_model_len=64", "page_size=8"]

@@ -34,7 +34,7 @@ def run(first: int, count: int, drafts: bool) -> Counter[str]:
     return met
 
 
-@pytest.mark.smoke
+@pytest.mark.full
 @pytest.mark.fuzz
 @pytest.mark.parametrize("drafts", [False, True], ids=["without drafts", "with drafts"])
 def test_with_a_split(drafts: bool, request: pytest.FixtureRequest) -> None:

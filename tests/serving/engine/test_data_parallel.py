@@ -133,6 +133,7 @@ def test_a_prompt_goes_where_its_state_is(harness, maker):
     assert min(admitted(engines)) >= 4
 
 
+@pytest.mark.full
 def test_load_evens_out(harness, maker):
     rng = random.Random(2)
 
@@ -230,6 +231,7 @@ def test_a_full_queue_sends_to_the_next(harness, maker):
     served(maker, body, engines)
 
 
+@pytest.mark.full
 def test_nobody_is_sent_to_wait_at_a_held_replica(harness, maker):
     engines = maker.make(max_num_waiting=1, max_num_seqs=1)
     rng, gate = random.Random(12), threading.Event()
@@ -289,6 +291,7 @@ def test_held_replicas_are_passed_over(harness, maker):
     assert admitted(served(maker, body, engines)) == [0, 3]
 
 
+@pytest.mark.full
 def test_statistics_are_those_of_all(harness, maker):
     rng = random.Random(9)
 

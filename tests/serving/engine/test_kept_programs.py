@@ -92,6 +92,7 @@ def test_whatever_may_change_a_program_makes_it_another(harness, engine, tmp_pat
         jax.config.update("jax_default_matmul_precision", None)
 
 
+@pytest.mark.full
 def test_programs_that_jax_has_cached_are_kept_whole(harness, engine, tmp_path, monkeypatch):
     """XLA:CPU cannot write down what it has read itself: such a program would fail when it runs."""
     before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
@@ -115,6 +116,7 @@ def test_programs_that_jax_has_cached_are_kept_whole(harness, engine, tmp_path, 
         module.compilation_cache.reset_cache()
 
 
+@pytest.mark.full
 def test_a_damaged_file_is_compiled_anew(fresh, harness, engine, tmp_path, caplog):
     programs_like(harness, tmp_path).program(*copies(engine), decode(engine))
     (path,) = tmp_path.iterdir()

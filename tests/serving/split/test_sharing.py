@@ -52,6 +52,7 @@ class Replicas:
         assert (self.lending.kept, stats.held, stats.copies, stats.copied_bytes) == (0, 0, 0, 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["all", "align"])
 def test_what_another_replica_computed_is_not_computed_again(mode):
     replicas = Replicas(mode)

@@ -85,7 +85,7 @@ def test_nothing_left_to_send():
     pair.assert_idle()
 
 
-@pytest.mark.smoke
+@pytest.mark.full
 @pytest.mark.parametrize(("there", "here"), [(4, 16), (16, 4)])
 def test_page_sizes_may_differ(there, here):
     pair = Pair("all", prefill={"page_size": there}, decode={"page_size": here})
