@@ -53,7 +53,18 @@ def home(wheel, tmp_path_factory) -> Path:
     [packages] = home.glob("lib/python*/site-packages")
     dependencies = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (packages / "dependencies.pth").write_text("\n".join(dependencies))
-    run(home / "bin/python", "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel, cwd=home)
+    run(
+        home / "bin/python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--ignore-installed",
+        wheel,
+        cwd=home,
+    )
     return home
 
 
