@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from serving.core import SchedulerConfig
-from serving.engine import build
+from serving.engine import design
 from serving.engine.sizing import scheduler_config
 from tests.serving.differential.judging import Divergence
 from tests.serving.differential.splitting import impatient
@@ -79,7 +79,7 @@ def test_chunks_that_run_over_a_boundary_are_noticed() -> None:
     def run_all() -> None:
         for seed in range(5_100_000, 5_100_000 + COUNT):
             draw(seed, model="int8, exact")  # right references
-            with mock.patch.object(build, "scheduler_config", unbound):
+            with mock.patch.object(design, "scheduler_config", unbound):
                 run_trace(seed, model="int8, exact")
 
     with pytest.raises(Divergence):
