@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from checkpoints.replacement import NewWeights
@@ -31,6 +31,14 @@ _STATS_EVERY = 0.25
 
 class EngineStopped(RuntimeError):
     """The engine was shut down or failed permanently; unfinished requests will not finish."""
+
+
+@dataclass(frozen=True)
+class _Command:
+    """A function for the engine's thread, and what is called instead if the engine stops before it has run."""
+
+    run: Callable[[], None]
+    fail: Callable[[Exception], None]
 
 
 class _Stream:
@@ -69,7 +77,7 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine, *, name: str = "engine") -> None:
         self._engine = engine
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._ids = itertools.count()
         self._stopped: Exception | None = None
@@ -80,7 +88,7 @@ class AsyncEngine:
         self._latest_stats, self._counted_at = engine.stats(), time.monotonic()
         self._step_began: float | None = None
         self._gate = threading.Lock()
-        """Held while a command is queued and while the queue is closed, so that no command is lost."""
+        """Held while a command is queued and while the queue is closed, so that each command runs or fails."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -135,7 +143,7 @@ class AsyncEngine:
                 return
             self._streams[name] = stream
 
-        self._submit(add)
+        self._submit(add, stream.put)
         try:
             while True:
                 output = await stream.get()
@@ -145,7 +153,7 @@ class AsyncEngine:
                 if output.finished:
                     return
         finally:
-            self._submit(lambda: self._forget(name, stream), quietly=True)
+            self._submit(lambda: self._forget(name, stream))
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its iteration yields the output so far, with finish reason `abort`."""
@@ -172,7 +180,7 @@ class AsyncEngine:
                 failure = error
             _tell(loop, lambda: settle(value, failure))
 
-        self._submit(run)
+        self._submit(run, lambda error: _tell(loop, lambda: settle(None, error)))
         return await result
 
     async def call_all(self, function: Callable[[Engine], Any]) -> list[Any]:
@@ -191,7 +199,7 @@ class AsyncEngine:
 
     def tell(self, function: Callable[[Engine], Any]) -> None:
         """Like `call`, without waiting for the result. The function does not run if the engine stops first."""
-        self._submit(lambda: _quietly(function, self._engine), quietly=True)
+        self._submit(lambda: _quietly(function, self._engine))
 
     @property
     def step_seconds(self) -> float:
@@ -248,6 +256,8 @@ class AsyncEngine:
         log.critical("%s; it is abandoned", reason)
         with self._gate:
             self.abandoned, self._stopped = True, self._stopped or reason
+        self._fail_commands(reason)
+        self._commands.put(None)  # should the step end after all, the thread does too
         for stream in list(self._streams.values()):
             stream.put(reason)
 
@@ -258,12 +268,21 @@ class AsyncEngine:
 
     # -- on the engine's thread --
 
-    def _submit(self, command: Callable[[], None], quietly: bool = False) -> None:
+    def _submit(self, run: Callable[[], None], fail: Callable[[Exception], None] = lambda error: None) -> None:
+        """Queues a command. `fail` is called instead if the engine has stopped, or stops first."""
         with self._gate:
             if self._stopped is None:
-                self._commands.put(command)
-            elif not quietly:
-                raise EngineStopped(str(self._stopped))
+                self._commands.put(_Command(run, fail))
+                return
+        fail(EngineStopped(str(self._stopped)))
+
+    def _fail_commands(self, reason: Exception) -> None:
+        """Fails what was queued before the gate closed."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self._commands.get_nowait()
+                if command is not None:
+                    command.fail(reason)
 
     def _run(self) -> None:
         reason: Exception = EngineStopped("the engine has been shut down")
@@ -282,10 +301,7 @@ class AsyncEngine:
         with self._gate:
             self._stopped = reason
         self._left.set()
-        while not self._commands.empty():  # queued before the gate closed
-            command = self._commands.get()
-            if command is not None:
-                command()
+        self._fail_commands(reason)
         for stream in self._streams.values():
             stream.put(reason)
         self._streams.clear()
@@ -305,7 +321,7 @@ class AsyncEngine:
                 return True
             if command is None:
                 return False
-            command()
+            command.run()
 
     def _count(self) -> None:
         self._latest_stats, self._counted_at = self._engine.stats(), time.monotonic()

@@ -341,10 +341,11 @@ def test_a_step_that_hangs_does_not_hold_up_the_end(server, caplog):
     """Streams get an error event, other requests 503, and the server ends, though its engine does not."""
     engine = make_engine()
     engine.loop.programs = server.async_engine.engine.loop.programs
-    step, hangs, go_on = engine.step, threading.Event(), threading.Event()
+    step, hangs, hung, go_on = engine.step, threading.Event(), threading.Event(), threading.Event()
 
     def hanging():
         if hangs.is_set():
+            hung.set()
             go_on.wait(120)
         return step()
 
@@ -359,8 +360,10 @@ def test_a_step_that_hangs_does_not_hold_up_the_end(server, caplog):
                 lines = answer.aiter_lines()
                 await anext(lines)
                 hangs.set()
+                await asyncio.to_thread(hung.wait, 60)
+                # The engine's thread does not get to this request: it is queued, and fails without having run.
                 late = asyncio.create_task(client.post("/v1/completions", json=body))
-                while len(other.uvicorn.server_state.tasks) < 2:
+                while other.async_engine._commands.empty():
                     await asyncio.sleep(0.01)
                 other.uvicorn.should_exit = True
                 text = [line async for line in lines]
