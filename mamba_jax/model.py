@@ -190,7 +190,7 @@ class HybridModel(nnx.Module):
         return self.head if own is None else own
 
     def _logits(self, head: Table, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
-        # Said of the product first: left to itself, the compiler collects the whole head on every device.
+        # Constrain the product's sharding first, or XLA all-gathers the head on every device.
         return scaled(split_last(head.scores(hidden)), self.config.logits_multiplier)
 
     @classmethod

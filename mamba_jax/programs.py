@@ -141,7 +141,7 @@ class StepPrograms:
 
     @property
     def description(self) -> str:
-        """All that makes the programs of equal arguments equal, beside the source text and JAX's settings."""
+        """Everything that determines a program, except its arguments, the source text and JAX's settings."""
         parts = (
             self._graphdef,
             self.tile_size,

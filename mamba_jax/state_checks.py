@@ -1,4 +1,4 @@
-"""With `debug_state`: what a step is about to read is what it should be, and nobody else writes it."""
+"""Checks of `debug_state`: a step reads the state that it expects, and no other row writes it."""
 
 from __future__ import annotations
 

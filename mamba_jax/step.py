@@ -452,9 +452,9 @@ def _write_hidden(
     write_slot: Int[Array, " n"],
     length: Int[Array, " n"],
 ) -> Store:
-    """Final hidden states into the slots that have absorbed `length` tokens, and the debugging tags beside them.
+    """Write final hidden states, and debugging tags, into the slots that have absorbed `length` tokens.
 
-    With them the slots are complete; where running rows are rounded, those that are due are.
+    This completes the slots. Where running rows are rounded, it also rounds the states that are due.
     """
     tags = store.tags
     if tags is not None:
@@ -488,9 +488,9 @@ def _write_replayed(
     *,
     last_hidden: bool,
 ) -> Store:
-    """The hidden state of each state that is due, and (`last_hidden`) those of the step's tokens into the tails.
+    """Write the hidden state of each state that is due, and (`last_hidden`) those of the step's tokens into the tails.
 
-    The debugging tags beside both.
+    Both are written with their debugging tags.
     """
     tails = store.tails
     assert tails is not None

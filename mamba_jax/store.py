@@ -110,7 +110,7 @@ class StoreShape:
 
     @cached_property
     def arrays_and_tails(self) -> Mapping[str, StateArray]:
-        """The same with what replay keeps beside them."""
+        """The same, with the tails that replay keeps."""
         tails = {array.name: array for arrays in self.tails for array in arrays}
         return MappingProxyType({**self.arrays, **tails})
 

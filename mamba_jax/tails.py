@@ -1,9 +1,9 @@
-"""What a running row holds beside its anchor under replay: the inputs of its last tokens, on the device.
+"""Tails: the inputs of a running row's last tokens, kept on the device in addition to its anchor under replay.
 
-A row that has absorbed c tokens is then a slot with S(a), a <= c, and a tail with the inputs of the tokens a .. c-1;
-its next step computes what it needs of S(c) from both. Each seat has a tail: rings in which token n lies at entry n
-modulo their length. Tail 0 is nowhere, as slot 0 is. Nothing is ever cleared: what lies in a ring counts only at the
-positions that the row's own numbers name, and these begin anew with every prefill.
+A row that has absorbed c tokens has a slot with S(a), a <= c, and a tail with the inputs of tokens a .. c-1; its next
+step computes what it needs of S(c) from both. Each seat has a tail, which consists of ring buffers: token n is at entry
+n modulo their length. Values written to tail 0 are discarded, as with slot 0. Tails are never cleared: a step reads
+only the positions that the row's own numbers name, and these start again with each prefill.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ ALLOWED = {
     "checkpoints": 10,
     "docs": 5,
     "kernels_pallas": 2,
-    "mamba_jax": 25,
+    "mamba_jax": 6,
     "serving/api": 16,
     "serving/bench": 7,
     "serving/capacity": 4,

@@ -198,13 +198,14 @@ class StateArray:
 
 
 class MixerConfig:
-    """What the mixer of a sublayer is: a frozen dataclass that says, beside its sizes, what it keeps and computes."""
+    """Configuration of a sublayer's mixer: its sizes, the state that it keeps, and the cost of what it computes."""
 
     def state(self) -> tuple[StateArray, ...]:
-        """The arrays that it keeps of each sequence.
+        """The state arrays of each sequence.
 
-        Those per slot and per token of a page are all that there is of one. For replay, what accumulates has tails
-        beside it: the inputs from which `Operation.replay` computes it again. Windows have theirs without being asked.
+        The arrays per slot and per token of a page hold the whole state of a sequence. For replay, each accumulating
+        array also declares tails: the inputs from which `Operation.replay` computes it again. Windows always have
+        tails.
         """
         return ()
 
@@ -218,7 +219,7 @@ class MixerConfig:
         return 0
 
     def flops(self, context: int) -> int:
-        """Operations for one token that attends to `context` others, beside the products with weights."""
+        """Operations for one token that attends to `context` others, not counting products with weights."""
         return 0
 
     def sums_inside(self, shards: int) -> int:

@@ -42,7 +42,7 @@ class MLPConfig(MixerConfig):
 
 @dataclass(frozen=True)
 class MoEConfig(MixerConfig):
-    """A mixture of experts, with an expert shared by all tokens beside it."""
+    """A mixture of experts with an additional expert that all tokens share."""
 
     num_experts: int
     experts_per_token: int

@@ -13,7 +13,7 @@ from mamba_jax.config.errors import positive
 class LatentAttentionConfig(MixerConfig):
     """Multi-head latent attention: the keys and values of all heads are projections of one latent for each token.
 
-    A part of every key beside that is the same for all heads. Without positions.
+    Another part of each key is shared by all heads. There are no position embeddings.
     """
 
     num_heads: int

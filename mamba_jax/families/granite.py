@@ -1,4 +1,4 @@
-"""Granite 4 hybrid (IBM, 2025): Mamba2 or attention, then experts beside an MLP that all tokens share; multipliers on
+"""Granite 4 hybrid (IBM, 2025): Mamba2 or attention, then experts and an MLP that all tokens share; multipliers on
 embedding, residuals, attention scores and logits."""
 
 from __future__ import annotations

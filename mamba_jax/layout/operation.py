@@ -14,10 +14,10 @@ class Operation:
     """A recurrence over tokens, in one form for each layout.
 
     A form is a function of (layout, inputs, parameters, state): `inputs` are arrays of the layout's packed tokens
-    [T, ...], `parameters` are whatever the recurrence has beside them, `state` is an array [slots, ...] of the store,
-    or several. The layout says which slots are read and written, and arranges tokens as the form needs them
-    (`by_sequence`, `by_tile`, `by_row`): padding is then zeros. So inputs are to be such that a token of zeros changes
-    no state.
+    [T, ...], `parameters` are the recurrence's other arguments, `state` is one array [slots, ...] of the store, or
+    several. The layout says which slots are read and written, and arranges tokens as the form needs them
+    (`by_sequence`, `by_tile`, `by_row`): padding is then zeros. So a token of zeros must not
+    change the state.
     """
 
     sequences: Callable[[Any, tuple[Array, ...], tuple[Any, ...]], Array]

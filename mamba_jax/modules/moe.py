@@ -87,7 +87,7 @@ class Router(nnx.Module):
 
 
 _FEW = 4096
-"""Rows that are not worth taking apart: so many, as decoding has, cost little beside the experts' weights."""
+"""Up to this many rows are processed at once: as in decoding, they cost little compared with the experts' weights."""
 
 
 def rows_at_once(rows: int, own: int, experts: int) -> int:

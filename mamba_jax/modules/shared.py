@@ -58,7 +58,7 @@ class Adapters(nnx.Module):
 
 
 class SharedBlock(nnx.Module):
-    """Attention and MLP over the hidden state beside the token's embedding; no residual connection inside."""
+    """Attention and MLP over the concatenated hidden state and token embedding, without residual connections."""
 
     def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         attention = need(config.attention)

@@ -1,7 +1,7 @@
 """The largest of logits, also where each device has those of its part of the vocabulary.
 
-Devices then tell each other the largest of their part and its index, not the logits. What is chosen is what would be
-chosen of all of them together: of equal ones the first. Where some are not finite, that is told beside it.
+Devices exchange the largest logit of their part and its index, not the logits. The result equals that over all logits:
+of equal logits, the first. A flag says whether all of them are finite.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def penalise(
     counts = jnp.broadcast_to(output_counts[:, None, :], logits.shape)
     heads, token = jnp.arange(logits.shape[1])[:, None], jnp.arange(logits.shape[2])
     for j in range(drafts.shape[1]):
-        # Compared, not scattered: nothing of the vocabulary's size is held beside the logits.
+        # Compare instead of scattering: XLA then needs no second array of the vocabulary's size.
         counts = counts + ((j < heads) & (token == drafts[:, j, None, None]))
     repetition = table.repetition_penalty[:, None, None]
     factor = jnp.where((counts > 0) | prompt_seen[:, None, :], repetition, 1.0)

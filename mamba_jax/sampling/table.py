@@ -52,7 +52,7 @@ class SamplingTable:
     """Padded with -1."""
     bias_values: Float[Array, "rows biases"]
     logprobs: Int[Array, " rows"]
-    """How many alternatives to report beside the emitted token's own log-probability; -1 reports nothing."""
+    """Number of alternatives to report in addition to the emitted token's log-probability; -1 reports nothing."""
     prompt_logprobs: Int[Array, " rows"]
     """The same for the tokens of the prompt."""
 
