@@ -4,8 +4,8 @@ Templates are programs from the checkpoint, written for Hugging Face's `apply_ch
 sandbox with the same additions: `tojson` without HTML escapes, `raise_exception`, `strftime_now`, `break`/`continue`,
 and the `generation` block (which only marks text for training, so its body is kept as it is).
 
-The conversation comes from whoever asks, and with it how long a template runs: rendering ends with an error after so
-many turns of loops, seconds or characters.
+The client's conversation determines how long a template runs. Rendering therefore ends with an error once it exceeds a
+limit of loop iterations, seconds or characters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A checkpoint with a multi-token-prediction layer beside the weights that it had."""
+"""Add a multi-token-prediction layer to a checkpoint."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def read_parameters(
     shardings: Shardings = None,
     progress: bool = False,
 ) -> dict[str, jax.Array]:
-    """Read every parameter, holding at most one of them on the host beside what is placed already.
+    """Read every parameter, with at most one that is not placed yet in host memory.
 
     A weight that is quantised in the checkpoint becomes the parameters that it consists of.
 

@@ -39,7 +39,7 @@ DTYPES: dict[str, np.dtype] = {
 # The limit of the format's reference implementation: a longer "header" is some other kind of file.
 MAX_HEADER_BYTES = 100_000_000
 _AROUND = 1 << 16
-"""Bytes that Linux maps beside a page that is touched: with thousands of small tensors they add up."""
+"""Bytes that Linux maps around an accessed page; with thousands of small tensors they add up."""
 
 
 @dataclass(frozen=True)

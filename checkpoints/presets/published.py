@@ -1,4 +1,4 @@
-"""What is said of one published size."""
+"""The description of one published model size."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Rounding:
         return found
 
     def round(self, wide: np.ndarray, largest: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """The parts of a weight, some rows at a time, so that nothing of its size stands beside it in float32.
+        """The parts of a weight, computed some rows at a time, so that no float32 array of the weight's size is needed.
 
         `largest` [*lead] is the largest magnitude of the tensors that the weight is a part of, if not its own.
         """

@@ -20,7 +20,7 @@ CACHE_SCALES = r".*\.([kv]_scale|kv_scale)"
 
 
 class LogicalTensors:
-    """Wide tensors as they are; beside them, under `NAME.weight`, the quantised ones.
+    """The tensors of a checkpoint: wide ones as they are, and quantised weights under `NAME.weight`.
 
     Raises (from the constructor):
         CheckpointError: parts of quantised weights are missing, left over or of the wrong shape; it names them.
@@ -43,7 +43,7 @@ class LogicalTensors:
                 self.quantised[f"{module}.weight"] = weight
                 used.update(weight.uses)
         self._wide = tensors.names - used
-        # A scale without its weight is left over, and told as such by whoever matches names; a weight is told here.
+        # A scale without its weight is reported by the code that matches names; a weight without its scale, here.
         wrong += [
             f"{name} is {tensors.dtype(name)} and has no scale"
             for name in sorted(self._wide)
