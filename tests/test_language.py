@@ -28,8 +28,6 @@ ALLOWED = {
     "kernels_pallas": 2,
     "mamba_jax": 6,
     "serving/api": 16,
-    "serving/bench": 7,
-    "serving/capacity": 4,
     "serving/cli": 3,
     "serving/core": 46,
     "serving/engine": 3,

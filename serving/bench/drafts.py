@@ -1,11 +1,11 @@
-"""What drafts cost: a step that verifies K drafts, and one that makes the next ones too, beside a single-token step.
+"""The cost of drafts: steps that verify K drafts, or also propose the next ones, compared with a single-token step.
 
     python -m serving.bench.drafts MODEL --dtype float32 --batches 1,8 --drafts 3
 
 Compiled decode programs alone, all rows behind prompts of 64 tokens, the forms in turns within one run. `verify` feeds
 1 + K tokens a row and makes no drafts; `ngram` and `mtp` (where the model has such a layer) make the next ones as well.
-A ratio says how many tokens a step must give on average before drafts pay. Medians over the turns, and beside them the
-ratio of the fastest turns, which is the steadier of the two on a busy machine.
+A ratio says how many tokens a step must give on average before drafts pay. It reports medians over the turns,
+and the ratio of the fastest turns, which varies less on a busy machine.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ time for each token after the first; E2E, to the end. A server that falls behind
 
 Prompts are made-up words; `--shared` of them are the same for all. Token counts are the server's own (`usage`).
 
-`--long-requests N` sends N prompts of `--long-prompt-words` at the beginning, at once, beside the others: what a crowd
-of long prompts costs short ones. Their figures are lines of their own.
+`--long-requests N` also sends N prompts of `--long-prompt-words` at once at the beginning, to measure what many long
+prompts cost short ones. Their figures are separate lines.
 
     mamba-jax serve --model MODEL --max-model-len 16384 &
     mamba-jax bench latency --long-requests 16 --long-prompt-words 8192 --prompt-words 32 --rate 2 --requests 60

@@ -1,4 +1,4 @@
-"""What every measurement says beside its figures, and how figures are summed up."""
+"""The machine and settings that each measurement reports, and summaries of its figures."""
 
 from __future__ import annotations
 

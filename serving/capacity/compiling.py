@@ -35,7 +35,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "coll
 _WEIGHTS = r"weights\[\d+\]"
 """What a step program calls its arguments that are weights."""
 
-# Keep libtpu from asking a metadata server what machine this is, and from wanting to be alone: nobody drives a TPU.
+# Keep libtpu from querying a metadata server and from locking the TPU: programs are compiled here, not run.
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",

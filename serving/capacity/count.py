@@ -110,7 +110,7 @@ class Counter:
                 share = min(1.0, load.tokens / config.vocab_size)
             elif ".experts." in path:
                 moe = need(config.moe)
-                # Each token chooses its experts as if by lot: those that nobody chose are not read.
+                # Assume that each token's experts are random; an expert that no token chooses is not read.
                 share = 1 - (1 - moe.experts_per_token / moe.num_experts) ** load.tokens
             weights += size * self._bits[path] / 8 * share
         slot = shape.bytes_per_slot(self._dtype, self._ssm_dtype)
@@ -166,7 +166,7 @@ def collectives(config: HybridConfig, partition: Partition) -> dict[str, int]:
     """
     if partition.shards == 1:
         return {"sums": 0, "norms": 0, "largest": 0}
-    # A shared block has attention, MLP and a projection beside its Mamba mixer.
+    # A shared block has attention, an MLP and a projection in addition to its Mamba mixer.
     sums = sum(4 if kind == SHARED else 1 for kind in config.pattern)
     vocabulary = TENSOR in partition.parameter("embed.weight")
     norms = sum(numbers > 0 for numbers in _sums_inside(config, partition))

@@ -41,7 +41,7 @@ class CapacityPlan:
     parameters: int
     fits: bool
     spare: int
-    """Bytes left (negative: missing) beside weights, store, programs and temporaries."""
+    """Bytes left (negative: missing) after weights, store, programs and temporaries."""
     limit: int
     """Bytes that programs and data may have together."""
     weights: int
