@@ -29,7 +29,7 @@ ALLOWED = {
     "mamba_jax": 6,
     "serving/api": 16,
     "serving/cli": 3,
-    "serving/core": 46,
+    "serving/core": 3,
     "serving/engine": 3,
     "serving/hosts": 7,
     "serving/split": 51,

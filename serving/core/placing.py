@@ -1,9 +1,9 @@
-"""Which of several workers should have a prompt: the one that would have to compute the least before it can answer.
+"""Choose a worker for a prompt: the one that has the least to compute before it can answer.
 
-Everything is counted in prompt tokens, so nobody's speed has to be known: what a worker has been given and not computed
-yet, and what it would have to compute of this prompt, beyond the deepest state that it could go on from. One that has
-had more than its share lately must save so much more: else whoever was first to compute a popular beginning would get
-all that begin with it. What these rules do to a fleet is simulated by `benchmarks.replica_placement`.
+Costs are counted in prompt tokens, so the workers' speeds need not be known: the tokens that a worker has been given
+and not computed yet, and those of this prompt beyond the deepest state that it could continue from. A worker that
+recently had more than its share must save as many tokens more; otherwise the first worker to compute a popular prefix
+would receive all prompts that begin with it. `benchmarks.replica_placement` simulates these rules for a fleet.
 """
 
 import math

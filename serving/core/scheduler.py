@@ -81,7 +81,7 @@ class Scheduler:
         return request
 
     def discard(self, request_id: str) -> Request | None:
-        """End a request whose states are not to be trusted: nobody will find any state that its tokens lead to."""
+        """End a request whose states may be wrong, and drop every cached state that its tokens lead to."""
         request = self.finish(request_id, FinishReason.ERROR)
         if request is not None and self.index is not None:
             scope = self._host.cache.scope(request.cache_salt)

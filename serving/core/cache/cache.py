@@ -12,9 +12,9 @@ from serving.core.stats import Stats
 
 
 class Cache:
-    """What all rows share. `index` is None where nothing is published, `pages` for a model without attention.
+    """The cache that all rows share. `index` is None without prefix caching, `pages` for a model without attention.
 
-    `slots_wanted(admitting)`: slots that those who wait could take at once; of whom `admitting` (0 or 1) have theirs.
+    `slots_wanted(admitting)`: slots that waiting requests could take at once; `admitting` (0 or 1) of them have one.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class Cache:
             self._watcher.cleared()
 
     def leaving_to(self, leaving: Callable[[Checkpoint, bool], None]) -> None:
-        """Tell somebody of evicted checkpoints; see `PrefixIndex.leaving`."""
+        """Call `leaving` with each evicted checkpoint; see `PrefixIndex.leaving`."""
         self._leaving = leaving
         if self.index is not None:
             self.index.leaving = leaving
 
     def watched_by(self, watcher: Watcher) -> None:
-        """Tell somebody of all that can be found, now and from now on."""
+        """Report every checkpoint that requests can find to `watcher`: the present ones now, others when published."""
         self._watcher = watcher
         if self.index is not None:
             self.index.watcher = watcher

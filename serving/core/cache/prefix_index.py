@@ -1,11 +1,11 @@
-"""What is cached, found by content: a trie of full pages keyed by their tokens, with states hanging at positions.
+"""The prefix cache: a trie of full pages keyed by their tokens, with states at positions.
 
 A node is `unit` tokens below its parent: a KV page or, for a model without attention, a state block. Keys are the token
 tuples themselves, so that a match is verified by tokens and never by hash alone. Each scope has a root of its own: no
 request can find, or time, what another salt published, nor go on from what other weights computed.
 
 A state lies at a node and a tail: the tokens after the node's that do not fill a unit (none for a multiple of B). With
-attention, a state with a tail has a page of its own for them; whoever goes on from there copies that page first.
+attention, a state with a tail has a page of its own for them; a request that continues from it copies that page first.
 
 Kept at all times: a node's page is there as long as the node; rows reference whole paths from the root, so that every
 cached page can be evicted, leaves first; a state goes with any page that it needs.
@@ -119,7 +119,7 @@ class PrefixIndex:
         if self.find(tokens, scope._replace(weights=scope.weights - 1, lineage=self._lineage_before)).entry is not None:
             return MissReason.WEIGHTS_CHANGED
         if scope.salt is not None and self.find(tokens, scope._replace(salt=None)).entry is not None:
-            # Said of the unsalted cache alone, which anybody can probe: what other salts hold is not told.
+            # Compare only with the unsalted cache, which every client can probe; do not reveal entries of other salts.
             return MissReason.SALT_DIFFERS
         if match.path or len(tokens) < self.policy.block:
             return MissReason.TOO_SHORT
@@ -207,7 +207,7 @@ class PrefixIndex:
         return self._evict_state(None)
 
     def evict_interior_state(self) -> bool:
-        """Drop an idle state of the lowest rank; False if there is none of it."""
+        """Drop an idle state of the lowest rank; False if no idle state has this rank."""
         return self._evict_state(EvictionRank.INTERIOR)
 
     def _evict_state(self, max_rank: EvictionRank | None) -> bool:
@@ -256,9 +256,9 @@ class PrefixIndex:
             self._leaf_again(node)
 
     def forget(self, tokens: Sequence[int], scope: Scope) -> None:
-        """Drop what begins like these tokens: all states, and the pages that are in nobody's use.
+        """Drop entries that begin with these tokens' first unit, or fewer of them: all states, and pages not in use.
 
-        Whatever is wrong with one of them may have been handed on to those below it.
+        An error in one of them may have propagated to those below it.
         """
         root = self.roots.get(scope)
         if root is None:

@@ -63,7 +63,7 @@ class Node:
         self.digest = digest
         """Of the whole path. Never trusted for a match: it only names what was dropped."""
         self.link = b""
-        """For the tiers below the device: the name of the whole path, once somebody has asked for it."""
+        """For the tiers below the device: the name of the whole path, once it has been computed."""
         self.depth: int = parent.depth + 1 if parent is not None else 0
         self.children: dict[tuple[int, ...], Node] = {}
         self.states: dict[tuple[int, ...], Checkpoint] = {}
@@ -156,7 +156,7 @@ class Checkpoint:
         self.last_use = 0
         self.hits = 0
         self.stale = False
-        """Other weights computed it than those that there are now: nobody will ask for it again."""
+        """It was computed with weights that have been replaced: no request will match it again."""
         self.stamp = 0
         self.page_stamp = 0
 

@@ -12,10 +12,10 @@ from serving.core.config import SchedulerConfig
 
 
 class EvictionRank(IntEnum):
-    """In which order states are evicted, before their worth is compared."""
+    """The order in which states are evicted, before their worth is compared."""
 
     STALE = -1
-    """Of weights that have been replaced: nobody will ask for it."""
+    """Computed with weights that have been replaced: no request will match it."""
     INTERIOR = 0
     """A boundary from which exactly one state continues: the chain survives its loss, nothing branches off."""
     SUPERSEDED = 1
@@ -39,8 +39,8 @@ class RetentionPolicy:
     def stops(self, prompt_len: int, hit: int, matched: int) -> list[int]:
         """Where prefill chunks of a request must end, beyond what B asks.
 
-        hit: tokens whose state was found. matched: tokens whose pages were found; pages that reach deeper than the
-        state say that somebody else began like this and went another way: a state there serves the next one (align
+        hit: tokens whose state was found. matched: tokens whose pages were found; pages deeper than the state mean
+        that another request shares this prefix and then diverges: a state there serves the next such request (align
         only: `all` has a state within B of it anyway and would pay a chunk). The prompt's own end is a stop for a
         resumed request, which would otherwise run over it.
         """

@@ -124,7 +124,7 @@ class RowReplay(RowState):
             self.lease()
 
     def trim(self, after: StateAccess | None) -> None:
-        """Give back all but the anchor, what the unsettled step may write, and one slot beside a checkpoint."""
+        """Release all slots but the anchor, those that the unsettled step may write, and a spare with a checkpoint."""
         keep = {self._anchor_slot(after), self._current}
         if after is not None:
             keep.update(after.writes)

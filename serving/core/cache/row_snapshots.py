@@ -96,7 +96,7 @@ class RowSnapshots(RowState):
         if slot not in access.boundary:
             return
         if len(self._own) == 1 and not cache.can_spare_slot():
-            # The row needs another to write, and so does whoever waits.
+            # The row needs another slot to write, and so does a waiting request.
             cache.stats.boundaries_not_kept += 1
             return
         assert cache.index is not None

@@ -154,7 +154,7 @@ class RowState:
         return own[:count] or self._take_back_checkpoint()
 
     def _take_back_checkpoint(self) -> list[int]:
-        """The checkpoint that the row goes on from becomes its own again, if nobody else reads it."""
+        """Take back the checkpoint that the row continues from, if no other row reads it."""
         checkpoint, slots = self._read_only, self._cache.slots
         if not checkpoint or slots.refs[checkpoint] != 1:
             return []

@@ -212,7 +212,7 @@ def _admit_one(host: HostState, request: Request, plan: StepPlan, budget: Budget
         queueing.retry_above = pool.available
         return False
     if not progress.state.lease():
-        # Never so while nothing runs: a pool of one slot publishes nothing, and any other has one beside the hit's.
+        # Only while other rows run: a pool of one slot publishes nothing, a larger one has a slot besides the hit's.
         host.release_all(request, Fate.DROPPED)
         return False
     progress.row_id = queues.free_row_ids.pop()

@@ -95,8 +95,8 @@ class HostState:
             transfer.load = transfer.remote = None
 
     def let_go(self, remote: RemoteState) -> None:
-        """A request does not need a remote state (any more): whoever keeps it for the request may let it go."""
-        if remote.held is None:  # a tier keeps nothing for anybody
+        """Record that a request no longer needs a remote state, so that the worker that holds it can release it."""
+        if remote.held is None:  # a tier holds nothing for single requests
             self.unneeded_remotes.append(remote)
 
     def check(self, *, idle: bool = False) -> None:

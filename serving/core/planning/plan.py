@@ -1,4 +1,4 @@
-"""What one step does: the scheduler writes it, the engine turns it into arrays, the result comes back beside it.
+"""The plan of one step: the scheduler writes it, the engine turns it into arrays, and the result refers to it.
 
 Rows keep what settling needs, because a result must be credited to the step that made it, not to whatever its row id
 stands for by then.

@@ -28,10 +28,10 @@ def preempt(host: HostState, victim: Request, plan: StepPlan, *, behind: Request
 
 
 def preempt_later(host: HostState, request: Request, plan: StepPlan) -> bool:
-    """Preempt whoever comes last in the order; False if that is the request itself.
+    """Preempt the running request that is last in the order; False if that is `request` itself.
 
-    The first in the order can make everybody else go, and a request that would not fit alone was refused. So something
-    always advances, and whoever gets nothing is served when those before it are done.
+    The first in the order can preempt all others, and a request that would not fit alone was refused on arrival. So at
+    least one request always advances, and the others continue when those before them finish.
     """
     victim = host.queues.running[-1]
     if victim is request:

@@ -108,7 +108,7 @@ def lost(host: HostState, load: RemoteLoad) -> None:
 
 
 def drop_remote(host: HostState, request: Request) -> None:
-    """A request with a remote state ends, or needs it no more: whoever keeps it for the request may let it go."""
+    """Release the remote state of a request that ends or no longer needs it."""
     transfer = request.transfer
     if transfer.remote is not None:
         host.let_go(transfer.remote)

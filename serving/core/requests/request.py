@@ -117,7 +117,7 @@ class Request:
         """Whose request it is: waiting clients are served in turn. None is a client as any other."""
         self.sampling = sampling
         self.user: Any = None
-        """For the engine: whatever it keeps beside the request."""
+        """Data that the engine attaches to the request."""
 
         # What became of it.
         self.status = Status.WAITING
@@ -221,8 +221,8 @@ class CacheLookup:
 
 @dataclass(slots=True, eq=False)
 class RemoteState:
-    """Says where S(position) of a request's tokens is to be had, with all keys and values up to there: from another
-    worker, or from a tier below the device.
+    """Where to fetch S(position) of a request's tokens, with all keys and values up to there: from another worker, or
+    from a tier below the device.
     """
 
     position: int
@@ -254,7 +254,7 @@ class RemoteLoad:
 
     @property
     def valid(self) -> bool:
-        """Whether the request still waits for it. If not, its slot and pages may be somebody else's."""
+        """Whether the request still waits for it. If not, another request may have its slot and pages."""
         return self.request.transfer.load is self
 
 
@@ -267,7 +267,7 @@ class Transfer:
     load: RemoteLoad | None = None
     """It has a row id and waits for the remote state: no step has a row of it."""
     export: Any = None
-    """For the engine: whom to give the state at the prompt's end."""
+    """For the engine: where to send the state at the prompt's end."""
 
 
 @dataclass(slots=True, eq=False)

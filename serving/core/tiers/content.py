@@ -1,9 +1,9 @@
-"""Names by content: what a sequence's first tokens are called wherever they are held.
+"""Names by content: the same prefix of tokens has the same name in every tier and process.
 
 A chain has one link for each whole block of B tokens, a hash of the link before it and of the block's tokens; it begins
 with the scope's. The state after some tokens is named by the last link before it and by the tokens that follow that. So
-two processes that agree on B call the same tokens the same, and other tokens otherwise: links are 160 bits of BLAKE2b
-(RFC 7693), for which nobody can make two sequences of one name.
+two processes that agree on B give equal tokens equal names, and different tokens different names: links are 160 bits of
+BLAKE2b (RFC 7693), for which finding a collision is infeasible.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ SIZE = 20
 
 
 class State(NamedTuple):
-    """A state by content: all that somebody needs who looks for it, and has the tokens."""
+    """A state by content: all that a process with the tokens needs to look it up."""
 
     name: Name
     link: Name

@@ -1,7 +1,7 @@
-"""Which of many replicas could go on from which state: what a router learns from what they store and evict.
+"""The states that each replica can continue from, as a router learns from the replicas' events.
 
-Replicas report states by content, apart from pages: a state is reported when it can be resumed from, pages and all, and
-taken back when it cannot. So the deepest name that a router finds for a prompt is work that somebody need not do.
+Replicas report states by content and do not report pages: a replica reports a state once it can resume from it, with
+all pages, and withdraws it when it cannot. So the deepest state that a router finds for a prompt is work already done.
 """
 
 from collections.abc import Iterator, Sequence

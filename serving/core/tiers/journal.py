@@ -1,11 +1,11 @@
-"""What this server could go on from, and what has lately become of it: the routing events that others follow.
+"""The routing events of a server: the states that it can continue from, and their recent changes.
 
-A state is stored in a tier (`device`, `host`, `disk`) when a request could go on from it there, keys and values and
-all, and evicted when none could any more. Pages by themselves are not told of: nobody can go on from them.
+A state is stored in a tier (`device`, `host`, `disk`) once a request could continue from it there, with all keys and
+values, and evicted when no request could any more. Pages alone are not reported: no request can continue from them.
 
-The engine's thread writes; readers are others. A reader holds a number and nothing else: it takes what is there at the
-beginning, then all events after that. The log is short, so one that is too slow, or was there when everything changed,
-is told so, and begins anew.
+The engine's thread writes; other threads read. A reader keeps only a number: it reads a snapshot first, then all events
+after it. The log is short. A reader that is too slow, or that read before everything changed, is told so and starts
+again with a snapshot.
 """
 
 import secrets

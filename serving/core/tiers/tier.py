@@ -55,7 +55,7 @@ class Sizes:
     block: int
     """B, in tokens."""
     overhead: int = 0
-    """What keeping one part takes beside its arrays: a file's header."""
+    """Bytes that storing one part takes in addition to its arrays: a file's header."""
 
     @property
     def whole_block(self) -> int:
@@ -253,9 +253,9 @@ class Tier:
 
     @_alone
     def leave(self, name: Name) -> list[Name]:
-        """Somebody else has removed a unit's own part, or a block: what nobody can use any more.
+        """Another process has removed a unit's own part, or a block: return the units that are unusable without it.
 
-        Blocks are not among it: whoever removed the one has removed those that nobody else needs.
+        Blocks are not returned: that process has also removed the blocks that no other unit needs.
         """
         if name in self.units:
             self.stats.evicted += 1

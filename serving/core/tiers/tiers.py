@@ -1,9 +1,9 @@
-"""What leaves the device, where it goes, and what comes back: the policy of all tiers together.
+"""The policy of all tiers together: which checkpoints leave the device, where they go, and which are fetched back.
 
-An eviction takes a checkpoint from the prefix index while its slot and pages still hold it. `left` notes it as a
-departure; whoever moves bytes takes the departures before the next step is dispatched, and dispatches a copy: the
-device runs in order, so the copy is made before anything is written over. A request that finds a unit waits for it as
-for a state of another worker (`planning.remote`).
+An eviction takes a checkpoint from the prefix index while its slot and pages still hold it. `left` records it as a
+departure. Before the next step is dispatched, the engine takes the departures and dispatches a copy: the device runs in
+order, so the copy is made before anything is overwritten. A request that finds a unit waits for it as for a state of
+another worker (`planning.remote`).
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -26,7 +26,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Departure:
-    """A unit to be copied from the device before the next step: then its slot and pages are somebody else's."""
+    """A unit to copy from the device before the next step, which may overwrite its slot and pages."""
 
     unit: Unit
     tier: Tier
@@ -209,7 +209,7 @@ class Tiers:
             self.lost(Held(departure.tier, departure.unit))
 
     def take_gone(self) -> list[tuple[Tier, list[Name]]]:
-        """Parts that may go since the last call, beside those that `Change.gone` names, in that order."""
+        """Parts to remove since the last call, in order, except those that `Change.gone` names."""
         gone, self._gone = self._gone, []
         return gone
 
