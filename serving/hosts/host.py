@@ -1,4 +1,4 @@
-"""What `mamba-jax serve` does on each of several hosts beside what it does on one."""
+"""The parts of `mamba-jax serve` that are specific to several hosts."""
 
 from __future__ import annotations
 

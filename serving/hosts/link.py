@@ -101,7 +101,7 @@ class Link:
         """A follower's first words: prove to the leader that we know the key, and have it proven.
 
         Raises:
-            LinkError: whoever is there is not the leader.
+            LinkError: the peer is not the leader.
         """
         until = time.monotonic() + _HELLO_SECONDS
         theirs, ours = self._take(32, until), secrets.token_bytes(32)
@@ -114,7 +114,7 @@ class Link:
         """The leader's part of `greet`; gives the follower's number.
 
         Raises:
-            LinkError: whoever is there is no follower.
+            LinkError: the peer is not a follower.
         """
         until = time.monotonic() + _HELLO_SECONDS
         self._socket.settimeout(_HELLO_SECONDS)

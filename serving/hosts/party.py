@@ -1,4 +1,4 @@
-"""The hosts that run one engine, as one of them sees it: whom it is connected to, who lives, and how all end."""
+"""The hosts that run one engine: this host's connections to the others, heartbeats, and the common shutdown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 _ALIVE_EVERY = 1.0
 _SLOW_TO_START = 60.0
-"""Seconds of silence that are allowed before a host can run steps: while it loads, Python may not come to speak."""
+"""Timeout in seconds until a host can run steps: while it loads, the heartbeat thread may be blocked."""
 _CAUSE_WAIT = 2.0
 """Seconds in which a host's end may become known, which is why a step has failed."""
 _WAITING_CALLS = 4096
@@ -59,11 +59,11 @@ class Party:
 
     @property
     def size(self) -> int:
-        """Number of hosts; a follower knows of two."""
+        """Connected hosts plus this one (2 on a follower)."""
         return 1 + len(self._links)
 
     def tell(self, kind: Kind, *pieces: bytes | memoryview) -> None:
-        """Says something to all whom we are connected to. If one cannot hear it, all hosts end."""
+        """Send a message to every connected host. If sending to one fails, all hosts end."""
         self._idle = kind is Kind.DONE
         for other, link in self._links.items():
             try:
@@ -163,7 +163,7 @@ class Party:
                 self.end(f"host {other} says {kind.name} out of turn")
 
     def _heard(self, other: int, kind: Kind, payload: bytes) -> bool:
-        """False: nobody in its place says this."""
+        """Handle a message; return False if the sender's role does not send messages of this kind."""
         if kind is Kind.ALIVE:
             return True
         if kind is Kind.FAILED:

@@ -24,7 +24,7 @@ _LOOK = 1.0
 
 
 class Disk:
-    """Whoever uses it calls `join` first, `saved` in the end and then `leave`; the last one ends the threads.
+    """The disk cache. An engine calls `join` first, `saved` at the end and then `leave`; the last one ends the threads.
 
     Several engines change the books at once, and files follow in the order in which the one thread is told. So each
     step asks the books again: what they hold by then is not removed, and what they do not is not written.
@@ -45,7 +45,7 @@ class Disk:
         self._pause_until = 0.0
         self._closing = threading.Event()
         self._looked, self._changes = threading.Lock(), Changes()
-        """What the thread that looks at the folder has seen, and nobody has taken in."""
+        """Changes that the thread that watches the folder has seen and no engine has applied yet."""
         self._listing = Listing(folder.path, block, with_blocks=with_blocks)
         self._changes.add(self._listing.look())
         self._looking = threading.Thread(target=self._look, name="tier-look", daemon=True)

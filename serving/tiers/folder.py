@@ -5,7 +5,7 @@ arrays. Nothing is flushed to the disk by force: what a machine that loses its p
 size or checksum, and dropped. A unit's own part is written after its blocks and removed before them, so where it is,
 they are, unless something has gone wrong; and that is found, too.
 
-Files are as trustworthy as the folder: whoever can write there decides what the model says.
+Files are as trustworthy as the folder: a user who can write to it can change the model's output.
 """
 
 from __future__ import annotations

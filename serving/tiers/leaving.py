@@ -128,7 +128,7 @@ class Leaving:
         self.remove_gone()
 
     def remove_gone(self) -> None:
-        """Let go of what nobody holds any more."""
+        """Remove parts that no tier holds any more."""
         for tier, names in self.tiers.take_gone():
             if tier is self.tiers.disk and self.disk is not None and names:
                 self._job(self.disk.remove(names))

@@ -1,9 +1,9 @@
-"""Which units a folder holds, and what other processes have changed there since the last look.
+"""The units that a folder holds, and what other processes have changed there since the last look.
 
-Several servers may share a folder: names follow from content, files come whole by a rename, and whoever reads checks.
-So nothing has to be agreed on. Each looks what the others have brought and removed, and counts all of it: then each
-keeps all of them to its cap. Whoever uses a folder holds a shared lock on a file in it, which the system takes back
-from those that die; so one that is alone knows that it is, and that what nobody finished is nobody's.
+Several servers may share a folder without coordination: names follow from content, a rename makes each file appear as
+a whole, and readers check what they read. Each server lists what the others have added and removed, and counts all of
+it against its own limit. Each server holds a shared lock on a file in the folder, which the system releases when the
+process dies. So a server can tell whether it is alone; if it is, unfinished files have no owner and can be removed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from serving.tiers.folder import (
 
 _LOCK = "in-use"
 _ABANDONED = 3600.0
-"""Seconds after which another machine's unfinished file, or a block that no unit needs, is nobody's."""
+"""Seconds after which another machine's unfinished file, or a block that no unit needs, counts as abandoned."""
 _ALL = 60.0
 """Seconds after which all files are looked at again, if only to see which were used."""
 
@@ -80,7 +80,7 @@ class Listing:
         self._folder_time = 0
         self._all_at = self._swept_at = -math.inf
         self.alone = False
-        """Whether nobody else used the folder when this began."""
+        """Whether no other process used the folder when this one started."""
         self._lock = _locked(path)
         with contextlib.suppress(OSError):
             if self._lock is not None:
@@ -97,7 +97,7 @@ class Listing:
             self._lock = None
 
     def look(self) -> Changes:
-        """What has changed. Files that are damaged, or that nobody finished, are removed.
+        """Return what has changed, and remove damaged and abandoned files.
 
         Raises:
             OSError: the folder cannot be read.
@@ -169,7 +169,7 @@ class Listing:
                 self._folder_time = 0
 
     def _remove_blocks_of_nobody(self, loose: set[Name]) -> None:
-        """Of these blocks, those whose units never came: their writer was killed."""
+        """Remove those of these blocks whose units were never written because the writer was killed."""
         for name in self._units | self._broken if loose else ():
             with contextlib.suppress(OSError, ValueError):
                 unit = unit_of(self._file(name), name, self._block)

@@ -13,14 +13,14 @@ from serving.tiers.folder import Arrays
 Part = Future[Arrays]
 
 PATIENCE = 60.0
-"""Seconds after which a part that somebody was to bring is taken for lost."""
+"""Seconds after which a part that an engine was to copy counts as lost."""
 
 
 class Memory:
-    """Never has more than the tier's books say: what leaves them is dropped at once. Any thread may use it.
+    """Parts in host memory: never more than the tier's ledger lists, and dropped with their entries. Thread-safe.
 
-    An engine's plan puts a unit into the books, and its copy is begun a moment later. Whoever asks in between gets a
-    promise, which is kept by that copy, or broken when the unit leaves the books.
+    An engine's plan enters a unit into the ledger, and starts the copy a moment later. A request for the unit in
+    between gets a future, which that copy completes, or which fails when the unit leaves the ledger.
 
     Args:
         tier: the books. From now on they tell this one what they drop.
