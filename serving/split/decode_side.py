@@ -68,7 +68,7 @@ class DecodeStats:
     dearer: int = 0
     """Shared states that computing was expected to be sooner than, or that were here already."""
     late: int = 0
-    """Came when nobody waited any more."""
+    """Arrived after the request had stopped waiting."""
     spared: int = 0
     """The cache had all of it, or the request ended before."""
     received_bytes: int = 0
@@ -203,7 +203,7 @@ class DecodeSide:
 
     @property
     def busy(self) -> bool:
-        """Whether somebody must still be told that a state is not wanted."""
+        """Whether a peer must still be told that a state is not needed."""
         return self.worker.scheduler.has_unneeded_remotes or self._under_way > 0
 
     def dispatched(self, loop: StepLoop, plan: StepPlan) -> None:

@@ -23,11 +23,11 @@ class Peer(Protocol):
         ...
 
     def renew(self, ids: Sequence[str]) -> None:
-        """See `PrefillSide.renew`. Never raises, and waits for nobody."""
+        """See `PrefillSide.renew`. Never raises and never waits."""
         ...
 
     def release(self, id: str, *, wanted: bool) -> None:
-        """See `PrefillSide.release`. Never raises, and waits for nobody: a lease runs out by itself."""
+        """See `PrefillSide.release`. Never raises and never waits: a lease expires by itself."""
         ...
 
 

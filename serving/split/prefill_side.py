@@ -1,9 +1,9 @@
-"""The prefill worker's side: keeps the states of computed prompts until they are fetched, or nobody will.
+"""The prefill worker's side: keeps the states of computed prompts until they are fetched or their leases expire.
 
-A state is first *held*: its slot and pages stay in the store, shared with the cache. When a decode worker says what it
-lacks, exactly that is copied out, the hold is let go, and the copy waits with the transport. Holds are capped by
-number, copies by bytes, and each has a lease from its first moment on, before there is a state. Whoever still waits
-renews it, up to a limit; when it runs out, the copy is drained. So nobody who goes away leaves anything behind.
+A state is first *held*: its slot and pages stay in the store, shared with the cache. When a decode worker reports what
+it lacks, exactly that is copied out, the hold is released, and the copy waits with the transport. Holds are limited in
+number, copies in bytes. Each has a lease, which starts before the state is computed. A waiting worker renews the lease,
+up to a limit; when the lease expires, the copy is drained. So a worker that disconnects leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PrefillStats:
     released: int = 0
     """Not wanted in the end."""
     expired: int = 0
-    """Nobody asked in time."""
+    """No worker fetched it in time."""
     sent_bytes: int = 0
     """In all."""
     lost: int = 0
@@ -60,7 +60,7 @@ class Export:
     deadline: float
     """When the lease runs out, unless it is renewed."""
     last_deadline: float
-    """Nobody's asking keeps it any longer."""
+    """The latest time to which the lease can be renewed."""
     hold: Hold | None = None
     key: int = 0
     transport: str = ""
@@ -105,7 +105,7 @@ class PrefillSide:
 
     @property
     def busy(self) -> bool:
-        """Never: leases run out by the clock, whoever calls `sweep`."""
+        """Always False: leases expire by the clock, and every caller of `sweep` removes them."""
         return False
 
     def find(self, prompt: Sequence[int]) -> None:
@@ -138,7 +138,7 @@ class PrefillSide:
     def begin(self, id: str | None = None) -> Export:
         """A place for a state that is about to be computed. Its lease runs: see `renew`.
 
-        `id` is the caller's choice, nobody else's to guess; so the caller can let go of it before this has been done.
+        `id` is chosen by the caller and unguessable for others, so the caller can release it even before this call.
 
         Raises:
             TooMany: all places are taken.
@@ -182,7 +182,7 @@ class PrefillSide:
         )
 
     def renew(self, ids: Iterable[str]) -> None:
-        """Somebody still waits for these states, or for their being computed: their leases begin anew."""
+        """Renew the leases of these states: a worker still waits for them, or for their computation."""
         for id in ids:
             export = self._kept.get(id)
             if export is not None:
@@ -255,7 +255,7 @@ class PrefillSide:
         self._drop(export, taken=wanted)
 
     def sweep(self) -> int:
-        """Let go of what nobody has asked for in time; returns how many there were."""
+        """Release states whose leases have expired; returns their number."""
         now = self._clock()
         late = [export for export in self._kept.values() if now > export.deadline]
         for export in late:

@@ -9,7 +9,7 @@ from serving.split.prefill_side import Export, PrefillSide
 from serving.split.wire import Handoff, Ticket
 
 ONCE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
-"""Its one token is nobody's: the decode side samples its own."""
+"""Its one token is discarded: the decode side samples its own."""
 
 
 def fed_tokens(prompt: Sequence[int], handoff: Handoff) -> list[int]:

@@ -70,8 +70,8 @@ class SplitSettings(Settings):
 
     @property
     def engine_flags(self) -> dict[str, Any]:
-        """Defaults that the role gives to engine flags: what it must store for the other side, and the memory that
-        states in transfer take beside the store."""
+        """Defaults of engine flags for the role: what it must store for the other side, and the memory outside
+        the store for states in transfer."""
         if self.role is None:
             return {}
         times = 2 if self.role == "decode" and self.share else 1

@@ -43,7 +43,7 @@ class Worker:
 
     @classmethod
     def of(cls, built: Built, transports: dict[str, Transport], *, model: str = "") -> Worker:
-        """From an engine that nobody drives yet. `model` is its digest, for those who know it already."""
+        """From an engine whose loop does not run yet. `model` is its digest, if the caller has computed it."""
         loop, config = built.engine.loop, built.model.config
         store = loop.store
         assert store is not None

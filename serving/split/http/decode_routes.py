@@ -120,8 +120,8 @@ class _Peers:
         self._allowed = frozenset(url.rstrip("/") for url in allowed)
         self._peers: dict[str, HttpPeer] = {}
         self._failed: dict[str, tuple[float, str]] = {}
-        # One handshake at a time with each: a crowd of first requests needs no more than one, and nobody waits for a
-        # worker that is not theirs.
+        # One handshake at a time with each worker: many first requests share one, and no request waits for the
+        # handshake with another worker.
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def get(self, url: str, manifest: str) -> HttpPeer:
@@ -151,7 +151,7 @@ class _Peers:
                 except SplitError as error:
                     self._failed[url] = time.monotonic(), str(error)
                     raise
-                # (The one before may still be in use; it closes when nobody has it any more.)
+                # The previous peer may still be in use; it closes with its last reference.
                 peer = self._peers[url] = found
             return peer
 

@@ -27,7 +27,7 @@ KEY_VARIABLE = "MAMBA_JAX_API_KEY"
 _LONGEST = 1 << 20
 """Bytes of an answer."""
 _BRIEF = 5.0
-"""Seconds for what nobody waits for."""
+"""Timeout in seconds of requests whose answer no caller waits for."""
 
 
 class Hello(BaseModel):

@@ -41,7 +41,7 @@ class PrefillRequest(BaseModel):
     body: dict[str, Any]
     handoff: Handoff = "full"
     seconds: float = Field(600.0, gt=0)
-    """In which the prompt must have been computed: nobody waits for it any longer."""
+    """Seconds within which the prompt must be computed; the router does not wait longer."""
 
 
 def prefill_router(side: PrefillSide, url: str, *, seal: Seal | None = None) -> APIRouter:
@@ -99,8 +99,8 @@ async def _prefill(context: Context, side: PrefillSide, body: PrefillRequest, ur
                     last = output
         assert last is not None
     except BaseException as error:
-        # Refused, aborted, too late, or the router has gone: nobody will come for it. The place may not even have been
-        # taken yet; this is told after that was asked.
+        # Refused, aborted, too late, or the router disconnected: no worker will fetch the state. The place may not be
+        # taken yet; commands run in order, so the release comes after that.
         engine.tell(lambda _: side.release(id, wanted=False))
         if isinstance(error, TooMany):
             raise ApiError(503, str(error), code="too_many_states", headers={"Retry-After": "1"}) from None

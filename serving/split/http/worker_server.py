@@ -65,8 +65,8 @@ def make_server(
         if config.warmup:
             several = len(built.engines) > 1
             bar = progress and not several and sys.stderr.isatty()
-            # What a role compiles beside, it compiles for the store as it lies: nothing else may be under way. And
-            # of several hosts, all would wait for the last one to have a program.
+            # A role's own programs are compiled for the present store, so no other compilation may run. With several
+            # hosts, all would wait for the last one to compile a program.
             alone = role.role is None and not led
             label = f"replica {1 + built.engines.index(engine)} of {len(built.engines)}: " if several else ""
             warm_up(

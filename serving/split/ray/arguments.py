@@ -28,7 +28,7 @@ class Arguments:
         """Of an application; it has a secret of its own unless one is given.
 
         Raises:
-            ConfigError: a setting that nobody has, or a bad value.
+            ConfigError: an unknown setting or an invalid value.
         """
         named = {"split_secret": secrets.token_hex(32)} | {k: v for k, v in given.items() if k not in _FIXED}
         split, server, routing = (

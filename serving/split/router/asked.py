@@ -35,7 +35,7 @@ class Asked:
 
     @property
     def skippable(self) -> bool:
-        """Whether nothing is asked of the prompt's tokens, so that whoever answers need not see them computed."""
+        """Whether no output depends on computing the prompt's tokens, so that the answering worker can skip them."""
         body = self.body
         return body.get("prompt_logprobs") is None and not (body.get("echo") and body.get("logprobs") is not None)
 

@@ -1,7 +1,7 @@
-"""What workers could go on from, as their routing events tell (`serving.split.http.events`).
+"""The states that workers can continue from, according to their routing events (`serving.split.http.events`).
 
-Each worker's stream is read by a task of its own. A stream that ends, says nothing for a while or makes no sense is
-given up, with all that it told, and begun again with a snapshot; meanwhile the worker is one without a stream.
+One task reads each worker's stream. If a stream ends, times out or is malformed, the task discards what it reported and
+starts it again with a snapshot; until then the worker counts as one without a stream.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOST_STATES = 1 << 19
 
 
 class Nonsense(ValueError):
-    """A stream that is none."""
+    """A malformed event or snapshot."""
 
 
 @dataclass(eq=False)
@@ -81,7 +81,7 @@ class Following:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._directories: dict[tuple[int, int], Directory] = {}
-        """By block size, and how often the weights had been replaced: what names are made of beside tokens and salt."""
+        """By block size and number of weight updates, which names depend on in addition to tokens and salt."""
         self._streams: dict[Remote, Stream] = {}
         self._tasks: dict[Remote, asyncio.Task[None]] = {}
         self._numbers = itertools.count()

@@ -1,4 +1,4 @@
-"""The router's own numbers beside those of its HTTP server."""
+"""The router's own metrics, in addition to those of its HTTP server."""
 
 from __future__ import annotations
 

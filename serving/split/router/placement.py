@@ -1,7 +1,7 @@
-"""Which worker a prompt goes to: the one that has the least to compute, by what workers hold; or by the prompt's text.
+"""Choose a worker for a prompt: the one with the least to compute, given the states that workers hold, or by text.
 
-A prompt's names are hashes of its tokens, so somebody must tokenise it. A worker is asked to, which is exact whatever
-chat template and settings the fleet has; it gets a second for that, and the text decides where it takes longer.
+A prompt's names are hashes of its tokens, so it must be tokenised. The router asks a worker to do it, which is exact
+with every chat template and setting of the fleet. If the worker takes longer than a second, the text decides.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PlacementStats:
     by_load: int = 0
     """To one that had nothing of it, since those that had were too busy."""
     by_text: int = 0
-    """By the prompt's beginning: nobody had any of it, or told so."""
+    """By the prompt's beginning: no worker had any of it, or reported so."""
     untold: int = 0
     """Of those, because no worker said in time what the prompt's tokens are."""
     resumable: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Placement:
     ) -> Remote | None:
         """The worker for a prompt: the one that has the least to compute before it can answer (`placing.price`).
 
-        Of those that are equal the one with the fewest requests, then with the state in the fastest tier. Where nobody
+        Of equal ones, the one with the fewest requests, then the one with the state in the fastest tier. If no worker
         has a state, the text decides.
 
         Args:
@@ -196,14 +196,14 @@ class Placement:
 
 @dataclass(frozen=True)
 class Found:
-    """Who has how much of one prompt."""
+    """How much of one prompt each worker has."""
 
     states: Mapping[Remote, Resumable] = field(default_factory=dict)
     tokens: int = 0
-    """Of the prompt; a guess where nobody said what they are."""
+    """Number of the prompt's tokens; an estimate if no worker tokenised it."""
     prompt: Tokens | None = None
     untold: bool = False
-    """Nobody said what its tokens are."""
+    """Whether no worker tokenised it."""
 
     def to_compute(self, worker: Remote) -> int:
         """Tokens that a worker would have to."""

@@ -133,7 +133,7 @@ class Relay:
                         left = max(0, found.tokens - ticket.position)
                     answer = await self._decode(worker, asked, left, until)
                     if ticket is not None and split and answer.status != 200:
-                        await self._release(ticket)  # refused: nobody will fetch it
+                        await self._release(ticket)  # refused: no worker will fetch it
                     if ticket is not None and ticket.shared:
                         self.stats.shared += split
                         split = False

@@ -28,7 +28,7 @@ class Transport(Protocol):
         ...
 
     def drain(self, key: int, *, taken: bool = False) -> None:
-        """They have been fetched (`taken`: their receiver has said so), or nobody will: let go of the memory, soon.
+        """Release the memory soon: the arrays have been fetched (`taken`: the receiver confirmed it), or never will be.
 
         Nothing happens if they are gone.
         """

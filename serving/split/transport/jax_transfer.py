@@ -1,8 +1,8 @@
 """From device to device by JAX's own transfer engine, `jax.experimental.transfer`.
 
-It has a table of offered arrays that a peer takes from by key. What we add is what it leaves open: a pull of what
-nobody offers waits for ever, so the receiver looks at its own clock; and an offer that nobody takes stays for ever, so
-the sender takes it itself.
+It has a table of offered arrays, from which a peer pulls by key. This module adds time limits: a pull of a key that is
+not offered waits for ever, so the receiver sets a deadline; an offer that no peer pulls stays for ever, so the sender
+pulls it itself.
 """
 
 from __future__ import annotations
