@@ -23,7 +23,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time, level, logger, message, and a request's fields beside them."""
+    """One JSON object per line: time, level, logger, message, and the fields of the request."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {

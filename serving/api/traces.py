@@ -42,7 +42,7 @@ class Traces:
             raise ConfigError(
                 f"--otlp-traces-endpoint needs OpenTelemetry ({error.name} is missing): pip install '.[traces]'"
             ) from None
-        # A provider of this server's own: the process's global one belongs to whoever embeds us.
+        # Use a separate provider: the process's global one belongs to the application that embeds this server.
         self._provider = TracerProvider(resource=Resource.create({"service.name": "mamba-jax"}))
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
         self._tracer = self._provider.get_tracer("mamba_jax")

@@ -103,7 +103,7 @@ def _serve_together(
     *,
     all_devices: bool,
 ) -> None:
-    """Finds the other hosts, then leads or follows them. `all_devices`: nobody has said how many to use."""
+    """Find the other hosts, then lead or follow. `all_devices`: the number of devices was not specified."""
     from serving.hosts.host import gather, run_follower
 
     if role.role is not None:

@@ -321,7 +321,7 @@ class StepLoop:
             self.batches.forget_page_tables()
             self._unplanned_in_a_row += 1
             if not guilty and self._unplanned_in_a_row >= MAX_FAILURES:
-                guilty = [row.request for row in plan.rows]  # they cannot be together, and nobody knows why
+                guilty = [row.request for row in plan.rows]  # the batch fails, but no single row does
             raise PlanError(f"step {plan.step} could not be turned into arrays: {error}", guilty) from error
         self._unplanned_in_a_row = 0
         built = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the device needs to know of requests beside their tokens: sampling parameters and grammars' masks."""
+"""The inputs of requests other than their tokens: sampling parameters and grammars' masks."""
 
 from __future__ import annotations
 

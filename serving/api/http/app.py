@@ -53,7 +53,7 @@ def create_app(
     """An ASGI application that serves one engine, or replicas of one. The end of its lifespan shuts the engine down.
 
     Args:
-        engine: serves nobody else.
+        engine: not used by any other server.
         settings: the defaults are those of the command line.
         routers: further endpoints, for example those of a role.
         prepare: runs on each engine's thread before the first request is taken: compiles what is needed.

@@ -64,7 +64,7 @@ def messages_of(body: ChatRequest) -> list[dict[str, Any]]:
 
 
 def template_options(body: ChatRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """What the chat template gets beside the messages; `defaults` are variables that requests may leave out."""
+    """Variables of the chat template other than the messages; `defaults` apply where a request omits them."""
     effort: dict[str, Any] = {}
     if body.reasoning_effort is not None:
         effort = {"reasoning_effort": body.reasoning_effort}

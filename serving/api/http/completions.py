@@ -66,7 +66,7 @@ class CompletionWriter:
             body.priority,
             body.cache_salt,
         )
-        # With max_tokens = 0 the engine still makes one token, which is nobody's business.
+        # With max_tokens = 0 the engine still generates one token, which is not reported.
         self.grammar: Grammar | None = None
         """Held here, it is compiled when the engine asks for it."""
         self.tally = Tally(self.job, with_output=body.max_tokens != 0)

@@ -65,7 +65,7 @@ async def respond(
 
     Raises:
         ApiError, RequestError: the request cannot be served.
-        ClientGone: nobody is left to answer.
+        ClientGone: the client has disconnected.
     """
     context = context_of(request)
     context.check(body.model)

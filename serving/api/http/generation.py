@@ -29,7 +29,7 @@ from serving.engine.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class ResponseContext:
-    """What answers are written with, whoever asked: a server's clients or a batch file."""
+    """What writing an answer needs, for a server's clients and for batch files."""
 
     codec: TextCodec
     model: str
@@ -176,7 +176,7 @@ def check_size(context: Context, prompts: Sequence[Sequence[int]], param: str) -
 
 
 async def check_form(context: Context, params: SamplingParams) -> Grammar | None:
-    """Compile the grammar of a request beside the event loop. The engine finds it ready for as long as it is held.
+    """Compile the grammar of a request outside the event loop. The engine reuses it while the caller holds it.
 
     Raises:
         RequestError: it is broken, takes too much to compile, or, to be tried again, too many others do.

@@ -2,7 +2,7 @@
 
 A client's key is asked for on every path that is not open, by the middleware `Limits`. An operator's (`--admin-key`) is
 asked for on paths that change what the server does for everybody: a router of such paths is made with
-`dependencies=[Depends(admin_only)]`. Where no such key is set, nobody may use them.
+`dependencies=[Depends(admin_only)]`. If no such key is set, these paths refuse every request.
 """
 
 from __future__ import annotations

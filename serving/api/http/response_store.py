@@ -19,7 +19,7 @@ class Stored:
     response: bytes
     """The answer as it was given, JSON."""
     owner: bytes
-    """Digest of the key that it was made with: nobody else finds it."""
+    """Digest of the key that created it; requests with another key cannot read it."""
 
     @property
     def num_bytes(self) -> int:

@@ -19,7 +19,7 @@ _DEFAULTS = {
     "warmup": True,
     # Without a limit, overload becomes a queue of requests whose clients have given up.
     "max_num_waiting": 4096,
-    # Somebody is reading what the running requests write.
+    # Clients read the output of running requests as it is generated.
     "max_decode_pause": 0.2,
     "enable_structured_outputs": True,
 }

@@ -23,7 +23,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ClientGone(Exception):
-    """Nobody is left to answer."""
+    """The client has disconnected."""
 
 
 def event(model: BaseModel) -> bytes:

@@ -55,7 +55,7 @@ class RequestModel(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells beside the text."""
+    """What a stream reports in addition to the text."""
 
     include_usage: bool = Field(default=False, description="A last event with the usage of the whole request.")
     continuous_usage_stats: bool = Field(default=False, description="The usage so far, in every event.")
@@ -145,7 +145,7 @@ class GenerationRequest(RequestModel):
 
 
 class WholeAnswer(BaseModel):
-    """An answer that is written with all of its fields, those included that nobody has set."""
+    """An answer that is written with all of its fields, including those that are not set."""
 
 
 class PromptTokensDetails(BaseModel):
