@@ -32,7 +32,7 @@ RowsBatch = SeatBatch | MaskBatch | PageTableBatch
 Batch = DecodeBatch | PrefillBatch | RowsBatch
 
 
-class Kept(Protocol):
+class StoredPrograms(Protocol):
     """Programs from an earlier start, by arguments of the same shapes; with what their operations run by."""
 
     def load(self, arguments: tuple[Any, ...]) -> tuple[jax.stages.Compiled, dict[str, dict[str, str]]] | None: ...
@@ -91,7 +91,7 @@ class StepPrograms:
             model: Any = nnx.merge(graphdef, nnx.from_flat_state(filled))
             return step(model, store, rows, batch, source, processed_logprobs)
 
-        self.kept: Kept | None = None
+        self.kept: StoredPrograms | None = None
         """Asked before a program is compiled, and told of it after."""
         self._graphdef = graphdef
         self._shape = StoreShape.of(model.config)

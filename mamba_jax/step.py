@@ -25,7 +25,7 @@ from mamba_jax.layout.replay import ReplayLayout
 from mamba_jax.prompt_logprobs import prompt_logprobs
 from mamba_jax.rounding import RoundedRows
 from mamba_jax.rows import Rows
-from mamba_jax.sampling import Asked, Emission, choose, count_tokens, has_penalties, report_logprobs
+from mamba_jax.sampling import Emission, SamplingInputs, choose, count_tokens, has_penalties, report_logprobs
 from mamba_jax.sampling.masks import MaskBatch, write_masks
 from mamba_jax.state_checks import shared_writes, wrong_tags, wrong_tails
 from mamba_jax.store import SlotArrays, Store, load, put
@@ -349,7 +349,7 @@ def _emit(
     finite = (emission.finite | unused).all(axis=-1)
 
     def processed(flat: Array) -> Array:
-        return Asked.of(**asked).processed(flat.reshape(logits.shape)).reshape(flat.shape)
+        return SamplingInputs.of(**asked).processed(flat.reshape(logits.shape)).reshape(flat.shape)
 
     given = processed if processed_logprobs else lambda flat: flat
     reported = report_logprobs(flat, emission.tokens.reshape(-1), wanted.reshape(-1), given)

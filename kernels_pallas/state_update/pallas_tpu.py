@@ -199,8 +199,8 @@ def _step(x, dt, a, b, c, d, before, keep, *, held, dtype, digits: int):
         states = before(slice(one * together, (one + several) * together)).reshape(several * width, state)
         parts = bfloat16_parts(states, held, digits)
         asked = jnp.concatenate(bfloat16_parts(c[one // of_group], dtype))
-        beside = jnp.concatenate([asked] * len(parts), axis=1), jnp.concatenate(parts, axis=1)
-        total = jnp.sum(product(*beside, (1, 1)), axis=0, keepdims=True)
+        operands = jnp.concatenate([asked] * len(parts), axis=1), jnp.concatenate(parts, axis=1)
+        total = jnp.sum(product(*operands, (1, 1)), axis=0, keepdims=True)
         return [total[:, i * width : (i + 1) * width] for i in range(several)]
 
     decays = [jnp.broadcast_to(decay.T[:, i : i + 1], (sets, state)) for i in range(together)]

@@ -41,14 +41,14 @@ class Adapters(nnx.Module):
         rank = shared.adapter_rank
         self.gate_up = Adapter(config.hidden_size, rank, (2, mlp.size(0)), rngs=rngs, dtype=dtype)
 
-        def beside(heads: int) -> Adapter | None:
+        def adapter(heads: int) -> Adapter | None:
             if not shared.attention_adapters:
                 return None
             return Adapter(attention.input_size, rank, heads * attention.head_dim, rngs=rngs, dtype=dtype)
 
-        self.q = beside(attention.num_heads)
-        self.k = beside(attention.num_kv_heads)
-        self.v = beside(attention.num_kv_heads)
+        self.q = adapter(attention.num_heads)
+        self.k = adapter(attention.num_kv_heads)
+        self.v = adapter(attention.num_kv_heads)
 
     def to_attention(self, x: Float[Array, "T inputs"]) -> tuple[Array, Array, Array] | None:
         """Additions to queries, keys and values."""

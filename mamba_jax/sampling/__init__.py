@@ -1,6 +1,6 @@
 """Choosing the next tokens: greedy and random sampling, penalties, verification of drafts, log-probabilities."""
 
-from mamba_jax.sampling.choose import Asked, Emission, choose, report_logprobs
+from mamba_jax.sampling.choose import Emission, SamplingInputs, choose, report_logprobs
 from mamba_jax.sampling.counts import count_tokens
 from mamba_jax.sampling.largest import largest
 from mamba_jax.sampling.logits import has_penalties
@@ -17,8 +17,8 @@ __all__ = [
     "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
     "MAX_STOP_IDS",
-    "Asked",
     "Emission",
+    "SamplingInputs",
     "SamplingTable",
     "choose",
     "count_tokens",

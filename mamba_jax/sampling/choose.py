@@ -39,7 +39,7 @@ class Emission:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SamplingInputs:
     """What a step's rows ask to be done with their logits. Arguments as for `choose`."""
 
     drafts: Int[Array, "rows drafts"]
@@ -67,7 +67,7 @@ class Asked:
         output_counts: Int[Array, "seats vocab"],
         prompt_seen: Bool[Array, "seats vocab"],
         masks: Masks | None = None,
-    ) -> Asked:
+    ) -> SamplingInputs:
         """Looks at columns of a few bytes; the wide ones (stop ids, biases, counts) are for rows that need them."""
         biased, penalised, random = (
             sample & column[row_id] for column in (has_bias(table), has_penalties(table), table.temperature > 0)
@@ -148,7 +148,7 @@ def choose(
         row_id: the rows' seats in the tables.
         masks: what rows may choose at each head; a draft that is not allowed is never chosen, and so rejected.
     """
-    asked = Asked.of(drafts, num_drafts, length, sample, row_id, table, output_counts, prompt_seen, masks)
+    asked = SamplingInputs.of(drafts, num_drafts, length, sample, row_id, table, output_counts, prompt_seen, masks)
     drafts, heads = asked.drafts, jnp.arange(logits.shape[1])
 
     # Flat, as the product gave them, as far as nothing of rows is needed: a TPU lays them out anew by rows and heads.

@@ -30,7 +30,7 @@ from serving.split.manifest import ManifestMismatch, check
 from serving.split.peer import Peer
 from serving.split.prefill_side import TooMany
 from serving.split.transport import TransportError
-from serving.split.wire import FailurePolicy, Offer, SplitError, SplitTimeout, Ticket, Want
+from serving.split.wire import FailurePolicy, Offer, SplitError, SplitTimeout, StateRequest, Ticket
 from serving.split.worker import Worker, checksums, point_specs, shapes_of
 
 log = logging.getLogger(__name__)
@@ -282,11 +282,11 @@ class DecodeSide:
             self._arriving += size
         return size
 
-    def _wanted(self, load: RemoteLoad, source: Source) -> tuple[Want, list[jax.ShapeDtypeStruct], list[Piece]]:
+    def _wanted(self, load: RemoteLoad, source: Source) -> tuple[StateRequest, list[jax.ShapeDtypeStruct], list[Piece]]:
         """What is missing here, and what that must look like when it comes."""
         worker, theirs = self.worker, source.peer.manifest
         ours = worker.manifest
-        want = Want(
+        want = StateRequest(
             id=source.ticket.id,
             start=load.start if load.pages else load.position,
             unit=common_unit(theirs.page_size, ours.page_size),
@@ -299,7 +299,7 @@ class DecodeSide:
         return want, specs, cut
 
     def _ask(
-        self, load: RemoteLoad, source: Source, want: Want, specs: list[jax.ShapeDtypeStruct], until: float
+        self, load: RemoteLoad, source: Source, want: StateRequest, specs: list[jax.ShapeDtypeStruct], until: float
     ) -> Offer:
         """What the other worker offers of it."""
         while True:

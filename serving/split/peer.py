@@ -7,7 +7,7 @@ from typing import Protocol
 
 from serving.split.manifest import Manifest
 from serving.split.prefill_side import PrefillSide
-from serving.split.wire import Offer, Want
+from serving.split.wire import Offer, StateRequest
 
 
 class Peer(Protocol):
@@ -18,7 +18,7 @@ class Peer(Protocol):
         """Checked before anything else is asked."""
         ...
 
-    def offer(self, want: Want, seconds: float) -> Offer:
+    def offer(self, want: StateRequest, seconds: float) -> Offer:
         """See `PrefillSide.offer`; within so many seconds. Raises `SplitError`, also where it cannot be reached."""
         ...
 
@@ -41,7 +41,7 @@ class DirectPeer:
     def manifest(self) -> Manifest:
         return self.side.worker.manifest
 
-    def offer(self, want: Want, seconds: float) -> Offer:
+    def offer(self, want: StateRequest, seconds: float) -> Offer:
         return self.side.offer(want)
 
     def renew(self, ids: Sequence[str]) -> None:

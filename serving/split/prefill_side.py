@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from serving.core import Hold, StepPlan
 from serving.engine.loop import StepLoop
 from serving.points.point import common_unit
-from serving.split.wire import Offer, Share, SplitError, Ticket, Want
+from serving.split.wire import Offer, ShareRequest, SplitError, StateRequest, Ticket
 from serving.split.worker import Worker, checksums, point_specs, shapes_of
 
 log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class PrefillSide:
         self.stats.begun += 1
         return export
 
-    def share(self, asked: Share, *, url: str) -> Ticket:
+    def share(self, asked: ShareRequest, *, url: str) -> Ticket:
         """Hold the deepest state of a prompt that the device has. It stays findable here, too.
 
         Raises:
@@ -188,7 +188,7 @@ class PrefillSide:
             if export is not None:
                 self._heard_of(export)
 
-    def offer(self, want: Want) -> Offer:
+    def offer(self, want: StateRequest) -> Offer:
         """Copy what a decode worker lacks, and let its transport fetch it.
 
         Raises:

@@ -48,7 +48,7 @@ class Ticket(BaseModel):
     """Digest of the prefill worker's manifest: another one than at the handshake asks for a new handshake."""
 
 
-class Share(BaseModel):
+class ShareRequest(BaseModel):
     """What a router asks a worker for whose state another one is to go on from."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -67,7 +67,7 @@ class Tokens(BaseModel):
     salt: str | None = None
 
 
-class Want(BaseModel):
+class StateRequest(BaseModel):
     """What a decode worker lacks of it."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")

@@ -19,7 +19,7 @@ from serving.points.arrangement import Arrangement
 from serving.points.point import Piece, PointPrograms, pieces, state_spec
 from serving.split.manifest import Manifest, describe
 from serving.split.transport import Transport
-from serving.split.wire import Want
+from serving.split.wire import StateRequest
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Worker:
 
 
 def point_specs(
-    worker: Worker, want: Want, position: int, ssm_dtype: str
+    worker: Worker, want: StateRequest, position: int, ssm_dtype: str
 ) -> tuple[list[jax.ShapeDtypeStruct], list[Piece]]:
     """The arrays that travel, in their order: a state's, then one of each piece. Both sides work this out alone.
 

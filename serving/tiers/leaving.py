@@ -20,7 +20,7 @@ from mamba_jax.store import Store
 from serving.core import Scheduler
 from serving.core.tiers.content import Name
 from serving.core.tiers.tier import Change, Unit
-from serving.core.tiers.tiers import Departure, Held, Tiers
+from serving.core.tiers.tiers import Departure, TierHit, Tiers
 from serving.points.point import PointPrograms
 from serving.tiers.disk import Disk
 from serving.tiers.folder import Arrays
@@ -180,13 +180,13 @@ class Leaving:
         self.tiers.moved(size)
         if part.cancelled() or part.exception() is not None:
             log.warning("a checkpoint did not leave the device: %s", "" if part.cancelled() else part.exception())
-            self.tiers.lost(Held(departure.tier, departure.unit))
+            self.tiers.lost(TierHit(departure.tier, departure.unit))
 
     def _never_came(self, departure: Departure) -> None:
         self.tiers.moved(departure.change.bytes)
         if departure.tier is self.tiers.disk and self.disk is not None:
             self._job(self.disk.remove(departure.change.gone))
-        self.tiers.lost(Held(departure.tier, departure.unit))
+        self.tiers.lost(TierHit(departure.tier, departure.unit))
 
     def _spill(self, memory: Memory, unit: Unit, parts: Mapping[Name, Part]) -> None:
         """Have the disk hold what memory has. `parts`: those that have just come, and may have been dropped at once."""
@@ -207,7 +207,7 @@ class Leaving:
             if spilled:
                 self.tiers.spilled(change.bytes)
             if error:
-                self.tiers.lost(Held(tier, unit))
+                self.tiers.lost(TierHit(tier, unit))
                 for name in change.blocks:
                     # Other units may count on blocks that were to be written with this one.
                     if tier.has_block(name) and not disk.folder.has(name):

@@ -150,7 +150,7 @@ class Listing:
         self._take_in(found, changes)
         if self._with_blocks and time.monotonic() - self._swept_at > _ABANDONED:
             self._swept_at = time.monotonic()
-            self._remove_blocks_of_nobody(there - self._units - self._broken)
+            self._remove_orphaned_blocks(there - self._units - self._broken)
         return changes
 
     def _take_in(self, found: list[tuple[int, Unit]], changes: Changes) -> None:
@@ -168,7 +168,7 @@ class Listing:
                 self._broken.add(unit.name)
                 self._folder_time = 0
 
-    def _remove_blocks_of_nobody(self, loose: set[Name]) -> None:
+    def _remove_orphaned_blocks(self, loose: set[Name]) -> None:
         """Remove those of these blocks whose units were never written because the writer was killed."""
         for name in self._units | self._broken if loose else ():
             with contextlib.suppress(OSError, ValueError):

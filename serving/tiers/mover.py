@@ -22,7 +22,7 @@ from mamba_jax.store import Store
 from serving.core import RemoteLoad
 from serving.core.tiers.content import Name
 from serving.core.tiers.tier import Unit
-from serving.core.tiers.tiers import Held, Tiers
+from serving.core.tiers.tiers import TierHit, Tiers
 from serving.points.point import PointPrograms, whole
 from serving.tiers.disk import Disk
 from serving.tiers.folder import Arrays, Damaged
@@ -54,7 +54,7 @@ class _Arrival:
     """What a request has waited for; or why it does not come."""
 
     load: RemoteLoad
-    held: Held
+    held: TierHit
     bytes: int
     state: dict[str, Any] | None = None
     blocks: list[tuple[int, Any]] = field(default_factory=list)

@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mamba_jax.sampling import MAX_LOGIT_BIAS, Asked, choose, init_sampling_table, report_logprobs, sampling_row
+from mamba_jax.sampling import (
+    MAX_LOGIT_BIAS,
+    SamplingInputs,
+    choose,
+    init_sampling_table,
+    report_logprobs,
+    sampling_row,
+)
 from mamba_jax.sampling.draws import categorical
 from mamba_jax.sampling.logits import add_bias, penalise, truncate, weights_of
 
@@ -282,7 +289,7 @@ def test_processed_log_probabilities_are_of_what_tokens_are_drawn_from():
         {"temperature": 1.3, "top_p": 0.7, "presence_penalty": 1.0, "logit_bias": {3: 4.0}},
         {"presence_penalty": 2.0, "frequency_penalty": 0.5},
     ]
-    asked = Asked.of(
+    asked = SamplingInputs.of(
         drafts=jnp.zeros((3, 0), jnp.int32),
         num_drafts=jnp.zeros(3, jnp.int32),
         length=jnp.zeros(3, jnp.int32),

@@ -5,7 +5,7 @@ import json
 
 import httpx
 
-from serving.split.router.asked import Asked
+from serving.split.router.asked import ClientRequest
 from serving.split.router.relay import Relay
 from serving.split.router.workers import Fleet
 from serving.split.settings import RouterSettings
@@ -56,7 +56,7 @@ def relay(workers, prefill=("p1", "p2"), decode=("d1", "d2"), **settings):
 
 
 def asked(kind, body):
-    return Asked(kind, json.dumps(body).encode(), body, {})
+    return ClientRequest(kind, json.dumps(body).encode(), body, {})
 
 
 def ask(over, body=BODY):

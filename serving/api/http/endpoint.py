@@ -26,7 +26,7 @@ class HasIgnored(Protocol):
     def ignored(self) -> list[str]: ...
 
 
-class Asked(HasIgnored, Protocol):
+class GenerationRequest(HasIgnored, Protocol):
     """What every request for text has."""
 
     @property
@@ -36,7 +36,7 @@ class Asked(HasIgnored, Protocol):
     def stream(self) -> bool: ...
 
 
-Body = TypeVar("Body", bound=Asked)
+Body = TypeVar("Body", bound=GenerationRequest)
 
 IGNORED = "x-ignored-fields"
 _NAMES = 16

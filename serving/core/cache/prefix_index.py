@@ -59,7 +59,7 @@ class PrefixIndex:
         self, slots: SlotPool, pages: PagePool | None, policy: RetentionPolicy, unit: int, stats: Stats
     ) -> None:
         self.slots, self.pages, self.policy, self.unit, self.stats = slots, pages, policy, unit, stats
-        self.leaving: Callable[[Checkpoint, bool], None] = _nobody_takes_it
+        self.leaving: Callable[[Checkpoint, bool], None] = _discard
         """Told of a state that is evicted while its slot and pages are whole, and whether it is one of little worth."""
         self.watcher: Watcher | None = None
         self.roots: dict[Scope, Root] = {}
@@ -391,7 +391,7 @@ class PrefixIndex:
         return owner.page_stamp if isinstance(owner, Checkpoint) or owner.is_leaf else None
 
 
-def _nobody_takes_it(entry: Checkpoint, spare: bool) -> None:
+def _discard(entry: Checkpoint, spare: bool) -> None:
     """Without tiers below the device, what is evicted is gone."""
 
 

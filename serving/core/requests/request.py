@@ -12,7 +12,7 @@ from serving.core.cache.row_snapshots import RowSnapshots
 from serving.core.cache.row_state import RowState, StateAccess
 from serving.core.reasons import FinishReason, MissReason
 from serving.core.tiers.content import Chain
-from serving.core.tiers.tiers import Held
+from serving.core.tiers.tiers import TierHit
 
 
 class Status(IntEnum):
@@ -231,7 +231,7 @@ class RemoteState:
     """For the engine: where to fetch it."""
     cached_tokens: int = 0
     """Prompt tokens that the other worker did not have to compute either."""
-    held: Held | None = None
+    held: TierHit | None = None
     """It comes from a tier of this worker's own, and not from another worker."""
 
 

@@ -17,7 +17,7 @@ from serving.core.tiers.tier import Change, Tier, Unit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class TierHit:
     """A unit that a request may go on from, and the tier to fetch it from."""
 
     tier: Tier
@@ -173,7 +173,7 @@ class Tiers:
             if change is not None:
                 self._gone.append((disk, change.gone))
 
-    def lost(self, held: Held) -> None:
+    def lost(self, held: TierHit) -> None:
         """A unit cannot be had from a tier, or never came there."""
         self._gone.append((held.tier, held.tier.drop(held.unit.name)))
 
@@ -206,7 +206,7 @@ class Tiers:
         for departure in self.take_departures():
             self.moved(departure.change.bytes)
             self._gone.append((departure.tier, departure.change.gone))
-            self.lost(Held(departure.tier, departure.unit))
+            self.lost(TierHit(departure.tier, departure.unit))
 
     def take_gone(self) -> list[tuple[Tier, list[Name]]]:
         """Parts to remove since the last call, in order, except those that `Change.gone` names."""
@@ -215,12 +215,12 @@ class Tiers:
 
     # -- back to it --
 
-    def find(self, chain: Chain, tokens: Sequence[int], position: int, matched: int) -> Held | None:
+    def find(self, chain: Chain, tokens: Sequence[int], position: int, matched: int) -> TierHit | None:
         """The deepest unit beyond `position` tokens that is worth fetching.
 
         `matched`: tokens whose keys and values the device has.
         """
-        best: Held | None = None
+        best: TierHit | None = None
         for tier in self.tiers:
             beyond = best.unit.position if best is not None else position
             unit = tier.find(chain, tokens, beyond)
@@ -228,7 +228,7 @@ class Tiers:
                 continue
             if self.prices.worth_fetching(tier.name, self.fetching + self.size(tier, unit, matched),
                                           unit.position - beyond):  # fmt: skip
-                best = Held(tier, unit)
+                best = TierHit(tier, unit)
             else:
                 self.fetches[tier.name].dearer += 1
         return best

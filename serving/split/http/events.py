@@ -36,7 +36,7 @@ _AT_ONCE = 512
 """States of one message."""
 
 
-class Asked(BaseModel):
+class PromptRequest(BaseModel):
     """A request whose tokens are wanted."""
 
     model_config = ConfigDict(extra="ignore")
@@ -72,7 +72,7 @@ def events_router(journal: Journal, *, model: str, seal: Seal | None = None) -> 
         return EventStream(counted())
 
     @router.post("/tokens", response_model=Tokens)
-    async def tokens(body: Asked, request: Request) -> Tokens:
+    async def tokens(body: PromptRequest, request: Request) -> Tokens:
         """A prompt's tokens, and the salt of its cache: what names in events are made of."""
         found = await until_gone(request.receive, prompt_of(context_of(request), body.kind, body.body, request.headers))
         return Tokens(tokens=found.tokens, salt=found.salt)

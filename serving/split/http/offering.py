@@ -14,7 +14,7 @@ from serving.engine.async_engine import EngineStopped
 from serving.split.http.peer import Hello, Release, Renew
 from serving.split.manifest import Manifest, ManifestMismatch, check
 from serving.split.prefill_side import PrefillSide, TooMany
-from serving.split.wire import Offer, Share, SplitError, Ticket, Want
+from serving.split.wire import Offer, ShareRequest, SplitError, StateRequest, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def add_offering(router: APIRouter, side: PrefillSide, url: str) -> None:
         return side.worker.manifest
 
     @router.post("/share", response_model=Ticket)
-    async def share(asked: Share, request: Request) -> Ticket:
+    async def share(asked: ShareRequest, request: Request) -> Ticket:
         """Keep a state that is there until another worker has fetched it, or its lease runs out."""
         try:
             return await context_of(request).engine.call(lambda _: side.share(asked, url=url))
@@ -44,7 +44,7 @@ def add_offering(router: APIRouter, side: PrefillSide, url: str) -> None:
             raise ApiError(410, str(error), code="state_gone") from None
 
     @router.post("/offer", response_model=Offer)
-    async def offer(want: Want, request: Request) -> Offer:
+    async def offer(want: StateRequest, request: Request) -> Offer:
         """Copy what a decode worker lacks; it can then be fetched."""
         try:
             return await context_of(request).engine.call(lambda _: side.offer(want))

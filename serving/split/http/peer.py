@@ -17,7 +17,7 @@ from serving.split.http.sealed import SealAuth
 from serving.split.manifest import Manifest, ManifestMismatch
 from serving.split.prefill_side import TooMany
 from serving.split.seal import Seal
-from serving.split.wire import Offer, SplitError, SplitTimeout, Want
+from serving.split.wire import Offer, SplitError, SplitTimeout, StateRequest
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class HttpPeer:
             raise
         return peer
 
-    def offer(self, want: Want, seconds: float) -> Offer:
+    def offer(self, want: StateRequest, seconds: float) -> Offer:
         """See `PrefillSide.offer`."""
         status, content = self._from_thread(self._post("/split/offer", want, seconds), seconds)
         if status == 503:

@@ -29,7 +29,7 @@ from serving.api.http.sampling import sampling_params
 from serving.api.http.streaming import EventStream, openai_failure, start, until_gone
 from serving.api.metrics import Metrics
 from serving.split.http.peer import headers as own_key
-from serving.split.router.asked import Asked
+from serving.split.router.asked import ClientRequest
 from serving.split.router.following import Following
 from serving.split.router.metrics import RelayCollector
 from serving.split.router.relay import Relay
@@ -143,7 +143,7 @@ def create_router(settings: RouterSettings) -> FastAPI:
 async def _pass_on(
     relay: Relay, kind: str, request: Request, failure: Callable[[ApiError], bytes] = openai_failure
 ) -> Response:
-    asked = Asked(kind, await request.body(), await request.json(), _headers(request))
+    asked = ClientRequest(kind, await request.body(), await request.json(), _headers(request))
     answer = await until_gone(request.receive, relay.answer(asked))
     if asked.stream and answer.status == 200:
         return EventStream(await start(answer.body), answer.headers, failure)
@@ -153,7 +153,7 @@ async def _pass_on(
 
 
 async def _ask(relay: Relay, path: str, request: Request) -> Response:
-    asked = Asked(path, await request.body(), {}, _headers(request))
+    asked = ClientRequest(path, await request.body(), {}, _headers(request))
     found = await until_gone(request.receive, relay.ask(path, asked))
     return Response(found.content, found.status_code, media_type="application/json")
 

@@ -16,7 +16,7 @@ _BEGINNINGS = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class ClientRequest:
     """One request as it came."""
 
     kind: str

@@ -37,7 +37,7 @@ MOST_STATES = 1 << 19
 """Of one worker."""
 
 
-class Nonsense(ValueError):
+class InvalidEvent(ValueError):
     """A malformed event or snapshot."""
 
 
@@ -55,7 +55,7 @@ class Stream:
         """Take in one message.
 
         Raises:
-            Nonsense: it is not what a server says.
+            InvalidEvent: it is not what a server says.
         """
         try:
             tier, states = str(fields["tier"])[:16], fields["states"]
@@ -66,13 +66,13 @@ class Stream:
             for name, link, tail, position in states:
                 state = State(_name(name), _name(link), _count(tail), _count(position))
                 if not 0 <= state.tail < self.directory.block or (state.position - state.tail) % self.directory.block:
-                    raise Nonsense(f"a tail of {tail} tokens before position {position}")
+                    raise InvalidEvent(f"a tail of {tail} tokens before position {position}")
                 if not self.directory.stored(self.replica, tier, state):
                     log.debug("a state at position %d contradicts what another worker said: left out", position)
         except (KeyError, TypeError, ValueError) as error:
-            raise Nonsense(f"a message that makes no sense: {error}") from None
+            raise InvalidEvent(f"a message that makes no sense: {error}") from None
         if self.directory.states_of(self.replica) > MOST_STATES:
-            raise Nonsense(f"more than {MOST_STATES:,} states")
+            raise InvalidEvent(f"more than {MOST_STATES:,} states")
 
 
 class Following:
@@ -187,7 +187,7 @@ class Following:
                 elif kind == "behind":
                     return
                 elif worker not in self._streams:
-                    raise Nonsense("events before a snapshot")
+                    raise InvalidEvent("events before a snapshot")
                 else:
                     self._streams[worker].hear(kind, fields)
 
@@ -195,9 +195,9 @@ class Following:
         try:
             key = block, weights = _count(fields["block"]), _count(fields["weights"])
         except (KeyError, ValueError):
-            raise Nonsense("a snapshot that makes no sense") from None
+            raise InvalidEvent("a snapshot that makes no sense") from None
         if not 1 <= block <= _LONGEST_BLOCK or weights < 0:
-            raise Nonsense(f"blocks of {block} tokens")
+            raise InvalidEvent(f"blocks of {block} tokens")
         self._forget(worker)
         directory = self._directories.setdefault(key, Directory(block))
         self._streams[worker] = Stream(next(self._numbers), directory, weights, str(fields.get("model", ""))[:128])
@@ -208,7 +208,7 @@ async def _messages(answer: httpx.Response) -> AsyncIterator[tuple[str, dict[str
 
     Raises:
         TimeoutError: nothing came for too long.
-        Nonsense: they are none.
+        InvalidEvent: they are none.
     """
     pieces, buffer = answer.aiter_bytes(), bytearray()
     while True:
@@ -220,27 +220,27 @@ async def _messages(answer: httpx.Response) -> AsyncIterator[tuple[str, dict[str
         *whole, rest = bytes(buffer).split(b"\n\n")
         buffer = bytearray(rest)
         if len(buffer) > _LONGEST:
-            raise Nonsense(f"a message of more than {_LONGEST:,} bytes")
+            raise InvalidEvent(f"a message of more than {_LONGEST:,} bytes")
         for message in whole:
             lines = dict(line.split(b": ", 1) for line in message.split(b"\n") if b": " in line)
             if b"event" in lines:
                 try:
                     fields = json.loads(lines.get(b"data", b"null"))
                 except RecursionError:
-                    raise Nonsense("a message that is nested too deeply") from None
+                    raise InvalidEvent("a message that is nested too deeply") from None
                 if not isinstance(fields, dict):
-                    raise Nonsense("a message without fields")
+                    raise InvalidEvent("a message without fields")
                 yield lines[b"event"].decode(errors="replace"), fields
 
 
 def _count(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
-        raise Nonsense(f"{str(value)[:40]!r} is not a number of tokens")
+        raise InvalidEvent(f"{str(value)[:40]!r} is not a number of tokens")
     return value
 
 
 def _name(text: Any) -> Name:
     name = bytes.fromhex(text)
     if len(name) != SIZE:
-        raise Nonsense(f"a name of {len(name)} bytes")
+        raise InvalidEvent(f"a name of {len(name)} bytes")
     return name

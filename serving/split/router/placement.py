@@ -60,11 +60,11 @@ class Placement:
         self.fleet, self.settings, self.following = fleet, settings, following
         self.stats = PlacementStats()
 
-    async def look(self, kind: str, content: bytes, body: dict[str, Any], headers: Mapping[str, str]) -> Found:
+    async def look(self, kind: str, content: bytes, body: dict[str, Any], headers: Mapping[str, str]) -> PromptMatch:
         """Who has how much of a request's prompt."""
         following = self.following
         if following is None or not following.knows_any or not self._has_choice:
-            return Found(tokens=_guess(body))
+            return PromptMatch(tokens=_guess(body))
         given = body.get("prompt")
         # Workers with several keys may have a cache for each: only they know the salt that it has.
         separated = len(set(self.settings.api_key)) != 1 and bool(headers.keys() & {"authorization", "x-api-key"})
@@ -77,19 +77,19 @@ class Placement:
             try:
                 prompt = Tokens(tokens=given, salt=body.get("cache_salt"))
             except ValidationError:  # the worker says what is wrong with it
-                return Found(untold=True, tokens=_guess(body))
+                return PromptMatch(untold=True, tokens=_guess(body))
         else:
             asked = await self._ask(kind, content, headers)
             if asked is None:
-                return Found(untold=True, tokens=_guess(body))
+                return PromptMatch(untold=True, tokens=_guess(body))
             prompt = asked
-        return Found(following.find(prompt.tokens, prompt.salt), len(prompt.tokens), prompt)
+        return PromptMatch(following.find(prompt.tokens, prompt.salt), len(prompt.tokens), prompt)
 
     def choose(
         self,
         workers: Sequence[Remote],
         key: bytes,
-        found: Found,
+        found: PromptMatch,
         *,
         without: Sequence[Remote] = (),
         counts: bool = True,
@@ -127,7 +127,7 @@ class Placement:
             self._count(best, found.states.get(best), found.states.get(by_text))
         return best
 
-    def lender(self, worker: Remote, found: Found) -> Remote | None:
+    def lender(self, worker: Remote, found: PromptMatch) -> Remote | None:
         """Who has so much more of a prompt on its device than the chosen worker that this one had better fetch it."""
         following, above = self.following, self.settings.share_above
         if following is None or above is None or found.prompt is None:
@@ -195,7 +195,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Found:
+class PromptMatch:
     """How much of one prompt each worker has."""
 
     states: Mapping[Remote, Resumable] = field(default_factory=dict)

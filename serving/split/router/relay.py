@@ -23,12 +23,12 @@ from pydantic import BaseModel, ValidationError
 
 from serving.api.http.errors import ApiError
 from serving.split.http.peer import said
-from serving.split.router.asked import Asked
+from serving.split.router.asked import ClientRequest
 from serving.split.router.following import Following
-from serving.split.router.placement import Found, Placement
+from serving.split.router.placement import Placement, PromptMatch
 from serving.split.router.workers import Fleet, Remote, choose, local_failure
 from serving.split.settings import RouterSettings
-from serving.split.wire import Share, Ticket
+from serving.split.wire import ShareRequest, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Relay:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(end)
 
-    async def answer(self, asked: Asked) -> Answer:
+    async def answer(self, asked: ClientRequest) -> Answer:
         """The answer to a request of OpenAI's API. What fails before anything came is tried on another worker.
 
         Raises:
@@ -150,7 +150,7 @@ class Relay:
                 await self._release(ticket)
             raise
 
-    async def ask(self, path: str, asked: Asked) -> httpx.Response:
+    async def ask(self, path: str, asked: ClientRequest) -> httpx.Response:
         """Any decode worker's answer to something small.
 
         Raises:
@@ -176,7 +176,9 @@ class Relay:
                 lost.append(worker)
         raise _no_worker("decode", self.fleet.decode, lost)
 
-    async def _prefill(self, asked: Asked, key: bytes, found: Found, decode: Remote, until: float) -> Ticket | None:
+    async def _prefill(
+        self, asked: ClientRequest, key: bytes, found: PromptMatch, decode: Remote, until: float
+    ) -> Ticket | None:
         """A ticket from the first prefill worker that has one; None if a decode worker is to do without.
 
         Raises:
@@ -213,13 +215,15 @@ class Relay:
             raise _no_worker("prefill", fleet.prefill, lost)
         return None
 
-    async def _share(self, worker: Remote, found: Found, asked: Asked, until: float) -> Ticket | None:
+    async def _share(self, worker: Remote, found: PromptMatch, asked: ClientRequest, until: float) -> Ticket | None:
         """A ticket for a state that another worker holds; None if none does, or does not answer soon."""
         lender = self.placement.lender(worker, found)
         if lender is None or found.prompt is None or not asked.skippable:
             return None
         own, left = found.states.get(worker), min(until - time.monotonic(), self.settings.share_timeout)
-        share = Share(tokens=found.prompt.tokens, salt=found.prompt.salt, beyond=own.position if own is not None else 0)
+        share = ShareRequest(
+            tokens=found.prompt.tokens, salt=found.prompt.salt, beyond=own.position if own is not None else 0
+        )
         try:
             async with lender.attended(left):
                 message = share.model_dump_json().encode()
@@ -233,7 +237,7 @@ class Relay:
             log.debug("%s does not share: %s", lender.url, error or type(error).__name__)
         return None
 
-    async def _expect(self, worker: Remote, ticket: Ticket, asked: Asked, until: float) -> bool:
+    async def _expect(self, worker: Remote, ticket: Ticket, asked: ClientRequest, until: float) -> bool:
         """Tell a decode worker of the state; whether it can use it. If not, it does without.
 
         Raises:
@@ -269,7 +273,7 @@ class Relay:
         await self._release(ticket)
         return False
 
-    async def _decode(self, worker: Remote, asked: Asked, tokens: int, until: float) -> Answer:
+    async def _decode(self, worker: Remote, asked: ClientRequest, tokens: int, until: float) -> Answer:
         """The beginning of the answer, up to its first piece. `tokens` of the prompt are to be computed there.
 
         Raises:

@@ -22,7 +22,7 @@ from serving.split.peer import DirectPeer
 from serving.split.prefill_side import PrefillSide
 from serving.split.prefilling import ONCE, fed_tokens, ticket_of
 from serving.split.transport import DirectTransport
-from serving.split.wire import Handoff, Offer, SplitError, Want
+from serving.split.wire import Handoff, Offer, SplitError, StateRequest
 from serving.split.worker import Worker
 from tests.support.delayed_executor import DelayedExecutor
 from tests.support.shared_engines import FLAGS, MAX_LEN, TILE, SharedEngines
@@ -106,7 +106,7 @@ class OtherSide:
         """As a peer of the decode side."""
         return self._there.worker.manifest
 
-    def offer(self, want: Want, seconds: float) -> Offer:
+    def offer(self, want: StateRequest, seconds: float) -> Offer:
         """As a peer: sometimes there is no answer."""
         if self._rng.random() < self._split.broken:
             raise SplitError("injected: no answer")

@@ -16,7 +16,7 @@ from serving.split.http.decode_routes import decode_router
 from serving.split.http.peer import HttpPeer
 from serving.split.http.prefill_routes import prefill_router
 from serving.split.manifest import ManifestMismatch
-from serving.split.wire import SplitError, Ticket, Want
+from serving.split.wire import SplitError, StateRequest, Ticket
 from tests.serving.split.test_manifest import BASE, other
 from tests.support.listener import listener
 from tests.support.processes import free_port
@@ -59,7 +59,7 @@ def url():
     thread.join(10)
 
 
-WANT = Want(id="x", start=0, unit=16, layers=1, transport="tcp", manifest=BASE.digest)
+WANT = StateRequest(id="x", start=0, unit=16, layers=1, transport="tcp", manifest=BASE.digest)
 
 
 def test_hands_are_shaken(url):

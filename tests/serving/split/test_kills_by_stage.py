@@ -75,7 +75,7 @@ class Fleet:
             assert each.idle(), (each.url, each.get("/split/status"), each.log())
 
 
-class Asked:
+class PendingRequest:
     """A request under way in a thread of its own."""
 
     def __init__(self, fleet: Fleet, prompt: str) -> None:
@@ -91,7 +91,7 @@ class Asked:
         self._thread = threading.Thread(target=ask, daemon=True)
         self._thread.start()
 
-    def ends(self) -> "Asked":
+    def ends(self) -> "PendingRequest":
         self._thread.join(90)
         assert not self._thread.is_alive()
         return self
@@ -119,7 +119,7 @@ def stopped_at(fleet, stage):
     """A request of which somebody has stopped at a stage; its prompt."""
     fleet.stages.arm(stage)
     prompt = fleet.prompt()
-    asked = Asked(fleet, prompt)
+    asked = PendingRequest(fleet, prompt)
     assert fleet.stages.reached(stage), (stage, asked.error, [each.log() for each in fleet.all])
     return asked, prompt
 
@@ -132,7 +132,7 @@ def assert_right(fleet, asked, prompt, by=None):
 def test_prefill_worker_before_the_prompt(fleet):
     fleet.prefill.kill()
     prompt = fleet.prompt()
-    assert_right(fleet, Asked(fleet, prompt), prompt)
+    assert_right(fleet, PendingRequest(fleet, prompt), prompt)
     fleet.assert_idle(*fleet.decode)
 
 
@@ -213,4 +213,4 @@ def test_router(fleet, stage):
     fleet.assert_idle()
     fleet.mend()
     prompt = fleet.prompt()
-    assert_right(fleet, Asked(fleet, prompt), prompt)
+    assert_right(fleet, PendingRequest(fleet, prompt), prompt)

@@ -14,10 +14,10 @@ from serving.core.tiers.directory import Directory, Resumable
 from serving.core.tiers.journal import Journal
 from serving.split.http.events import follow
 from serving.split.router import following as following_module
-from serving.split.router.asked import Asked
+from serving.split.router.asked import ClientRequest
 from serving.split.router.following import Following
 from serving.split.router.metrics import RelayCollector
-from serving.split.router.placement import Found, Placement
+from serving.split.router.placement import Placement, PromptMatch
 from serving.split.router.relay import Relay
 from serving.split.router.workers import Fleet, choose
 from serving.split.settings import RouterSettings
@@ -274,9 +274,9 @@ def placement(*names, prefill=(), **settings):
     return Placement(fleet, RouterSettings.create(decode=("http://a",), **settings), None)
 
 
-def found(place, tokens=100, **positions) -> Found:
+def found(place, tokens=100, **positions) -> PromptMatch:
     workers = {worker.url[-1]: worker for worker in (*place.fleet.decode, *place.fleet.prefill)}
-    return Found({
+    return PromptMatch({
         workers[name]: Resumable(at, position, frozenset([tier]))
         for at, (name, (position, tier)) in enumerate(positions.items())
     }, tokens)  # fmt: skip
@@ -374,7 +374,7 @@ def test_what_is_saved_is_counted_against_the_choice_by_text():
 
 def ask(relay, body):
     async def answer():
-        got = await relay.answer(Asked("completions", json.dumps(body).encode(), body, {}))
+        got = await relay.answer(ClientRequest("completions", json.dumps(body).encode(), body, {}))
         return json.loads(b"".join([piece async for piece in got.body]))["from"]
 
     return answer()

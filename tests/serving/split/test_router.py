@@ -13,7 +13,7 @@ from serving.api.http.errors import ApiError
 from serving.api.http.settings import ServerSettings
 from serving.split.http.sealed import SealAuth
 from serving.split.router.app import create_router
-from serving.split.router.asked import Asked
+from serving.split.router.asked import ClientRequest
 from serving.split.router.workers import Remote, choose
 from serving.split.seal import HEADER, RECEIVER, Seal, SealChecker
 from serving.split.settings import RouterSettings
@@ -173,7 +173,7 @@ def test_what_waits_for_a_worker_that_goes_down_goes_to_another():
 
     async def run():
         over = relay(workers)
-        asks = [Asked("completions", b"{}", BODY | {"prompt": f"text {i}"}, {}) for i in range(12)]
+        asks = [ClientRequest("completions", b"{}", BODY | {"prompt": f"text {i}"}, {}) for i in range(12)]
         tasks = [asyncio.create_task(over.answer(asked)) for asked in asks]
         await asyncio.sleep(0.1)
         assert not all(task.done() for task in tasks)
@@ -229,7 +229,9 @@ def test_a_router_that_stops_tells_everybody():
     async def run():
         over = relay(Scripted(d1={"/v1/completions": stalls}, d2={"/v1/completions": slow(60)}))
         body = BODY | {"stream": True}
-        asks = [Asked("completions", b'{"stream": true}', body | {"prompt": f"text {i}"}, {}) for i in range(12)]
+        asks = [
+            ClientRequest("completions", b'{"stream": true}', body | {"prompt": f"text {i}"}, {}) for i in range(12)
+        ]
         tasks = [asyncio.create_task(over.answer(asked)) for asked in asks]
         await asyncio.sleep(0.2)
         begun = [task.result() for task in tasks if task.done()]

@@ -11,13 +11,13 @@ from serving.core.tiers.directory import Resumable
 from serving.split.decode_side import PEER, DecodeSide
 from serving.split.peer import DirectPeer
 from serving.split.prefill_side import PrefillSide, TooMany
-from serving.split.router.asked import Asked
+from serving.split.router.asked import ClientRequest
 from serving.split.router.following import Following, Stream
-from serving.split.router.placement import Found, Tokens
+from serving.split.router.placement import PromptMatch, Tokens
 from serving.split.router.relay import Relay
 from serving.split.router.workers import Fleet
 from serving.split.settings import RouterSettings, SplitSettings
-from serving.split.wire import Share, SplitError, Ticket
+from serving.split.wire import ShareRequest, SplitError, Ticket
 from tests.support.engines import finish
 from tests.support.split_pair import GREEDY, Pair, assert_as_alone, build, tokens, worker
 
@@ -40,7 +40,7 @@ class Replicas:
         return output
 
     def lend(self, prompt, beyond=0, salt=None) -> Ticket:
-        return self.lending.share(Share(tokens=prompt, beyond=beyond, salt=salt), url="here")
+        return self.lending.share(ShareRequest(tokens=prompt, beyond=beyond, salt=salt), url="here")
 
     def remote(self, ticket):
         return self.side.accept(DirectPeer(self.lending), ticket)
@@ -185,13 +185,13 @@ def answered(workers, busy=9, states=((30, "device"), None), weights=(0, 0), mor
         }  # fmt: skip
 
         async def look(*_):
-            return Found(known, len(PROMPT), Tokens(tokens=PROMPT))
+            return PromptMatch(known, len(PROMPT), Tokens(tokens=PROMPT))
 
         relay.placement.look = look
         fleet.decode[0].load = busy
         body = {"prompt": PROMPT} | (more or {})
         begin = time.monotonic()
-        answer = await relay.answer(Asked("completions", json.dumps(body).encode(), body, {}))
+        answer = await relay.answer(ClientRequest("completions", json.dumps(body).encode(), body, {}))
         content = b"".join([piece async for piece in answer.body])
         return json.loads(content)["from"], relay.stats, time.monotonic() - begin
 

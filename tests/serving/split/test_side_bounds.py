@@ -3,7 +3,7 @@
 import pytest
 
 from serving.split.prefill_side import TooMany
-from serving.split.wire import SplitTimeout, Want
+from serving.split.wire import SplitTimeout, StateRequest
 from tests.support.engines import finish
 from tests.support.split_pair import B, Pair, assert_as_alone, tokens
 
@@ -26,7 +26,7 @@ class Remembering:
 
 def want_of(pair, ticket):
     worker = pair.decode_side.worker
-    return Want(
+    return StateRequest(
         id=ticket.id, start=0, unit=worker.manifest.page_size, layers=worker.manifest.attention_layers,
         transport="direct", manifest=pair.prefill_side.worker.manifest.digest,
     )  # fmt: skip
@@ -42,7 +42,7 @@ def test_leases_run_out():
     peer = pair.peer
     (name, transport) = next(iter(side.worker.transports.items()))
     digest = side.worker.manifest.digest
-    peer.offer(Want(id=copied.id, start=0, unit=8, layers=1, transport=name, manifest=digest), 9.0)
+    peer.offer(StateRequest(id=copied.id, start=0, unit=8, layers=1, transport=name, manifest=digest), 9.0)
     assert (side.stats.held, side.stats.copies, side.stats.copied_bytes > 0) == (1, 1, True)
     now[0] = 29.0
     assert side.sweep() == 0

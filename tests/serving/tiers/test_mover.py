@@ -14,7 +14,7 @@ from serving.core.cache.prefix_tree import Scope
 from serving.core.tiers.content import Chain, state_name
 from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Tier, Unit
-from serving.core.tiers.tiers import Departure, Held, Tiers
+from serving.core.tiers.tiers import Departure, TierHit, Tiers
 from serving.points.arrangement import Arrangement
 from serving.points.point import PointPrograms
 from serving.tiers.disk import Disk
@@ -57,7 +57,7 @@ class Loop:
     def replace_store(self, change) -> None:
         self.store = change(self.store)
 
-    def fetch(self, mover: Mover, held: Held, start: int = 0, pages=TARGET):
+    def fetch(self, mover: Mover, held: TierHit, start: int = 0, pages=TARGET):
         """A request that waits for a unit, until it has it or not."""
         request = SimpleNamespace(transfer=SimpleNamespace(load=None))
         remote = RemoteState(held.unit.position, held=held)
@@ -135,7 +135,7 @@ def test_a_unit_comes_back_as_it_was(movers, model, kind):
     mover.settle()
     assert mover.tiers.leaving == 0
     loop = Loop(empty)
-    loop.fetch(mover, Held(tier, unit), pages=TARGET if layout.kv is not None else [])
+    loop.fetch(mover, TierHit(tier, unit), pages=TARGET if layout.kv is not None else [])
     assert len(loop.done) == 1
     same(model, layout, full, loop.store)
     assert mover.tiers.fetching == 0
@@ -148,7 +148,7 @@ def test_only_what_the_device_lacks_is_written(movers):
     mover = movers("nemotronh", layout, "host")
     unit = depart(mover, mover.tiers.host, full)
     loop = Loop(empty)
-    loop.fetch(mover, Held(mover.tiers.host, unit), start=3 * PAGE)
+    loop.fetch(mover, TierHit(mover.tiers.host, unit), start=3 * PAGE)
     same("nemotronh", layout, full, loop.store, start=3 * PAGE)
 
 
@@ -163,7 +163,7 @@ def test_memory_spills_to_the_disk_and_a_new_process_finds_it(movers):
     again = movers("nemotronh", layout, "disk")
     assert set(again.tiers.disk.units) == {long.name, short.name}
     loop = Loop(empty)
-    loop.fetch(again, Held(again.tiers.disk, long))
+    loop.fetch(again, TierHit(again.tiers.disk, long))
     same("nemotronh", layout, full, loop.store)
 
 
@@ -186,7 +186,7 @@ def test_what_is_damaged_is_dropped_and_the_request_told(movers, which):
     path = mover.disk.folder._file(unit.name if which == "own" else unit.blocks[1])
     path.write_bytes(path.read_bytes()[:-3])
     loop = Loop(empty)
-    loop.fetch(mover, Held(mover.tiers.disk, unit))
+    loop.fetch(mover, TierHit(mover.tiers.disk, unit))
     assert (loop.done, len(loop.failed)) == ([], 1)
     mover.settle()
     assert not mover.tiers.disk.units
@@ -197,9 +197,9 @@ def test_what_memory_has_dropped_meanwhile_is_not_waited_for(movers):
     layout, full, empty = stores("nemotronh")
     mover = movers("nemotronh", layout, "host")
     unit = depart(mover, mover.tiers.host, full)
-    mover.tiers.lost(Held(mover.tiers.host, unit))
+    mover.tiers.lost(TierHit(mover.tiers.host, unit))
     mover.settle()
     assert not len(mover.memory)
     loop = Loop(empty)
-    loop.fetch(mover, Held(mover.tiers.host, unit))
+    loop.fetch(mover, TierHit(mover.tiers.host, unit))
     assert (loop.done, len(loop.failed)) == ([], 1)
