@@ -4,6 +4,7 @@ The host fills numpy arrays (`DecodeBatch.empty` and its sisters make them); the
 follows from row lengths. A padding row is all zeros: seat 0, no tokens, null slot.
 """
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -11,17 +12,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from mamba_jax.packing import Packing
 from mamba_jax.sampling.table import SamplingTable
-
-# Fields are declared as what a step sees; the host fills numpy arrays, which a compiled program takes as they are.
-_zeros: Any = np.zeros
-
-
-def _tables(rows: int, pages_per_row: int, page_updates: int | None) -> dict[str, Any]:
-    return {
-        "page_table": _zeros((rows, pages_per_row), np.int32) if page_updates is None else None,
-        "page_updates": None if page_updates is None else _zeros((page_updates, 3), np.int32),
-    }
 
 
 @jax.tree_util.register_dataclass
@@ -75,21 +67,8 @@ class DecodeBatch:
             page_updates: the most pages that may change in the seats' page tables; the batch has no tables then.
             replay: the store has tails.
         """
-        steps = 1 + num_speculative_tokens
-        return cls(
-            row_id=_zeros(rows, np.int32),
-            continues=_zeros(rows, bool),
-            tokens=_zeros((rows, steps), np.int32),
-            length=_zeros(rows, np.int32),
-            read_slot=_zeros(rows, np.int32),
-            num_tokens=_zeros(rows, np.int32),
-            num_drafts=_zeros(rows, np.int32),
-            write_slot=_zeros((rows, 1 if replay else steps), np.int32),
-            **_tables(rows, pages_per_row, page_updates),
-            page_copy=_zeros((rows, 2), np.int32),
-            sample=_zeros(rows, bool),
-            anchor=_zeros(rows, np.int32) if replay else None,
-        )
+        batch: Self = _decode_packing(rows, 1 + num_speculative_tokens, pages_per_row, page_updates, replay).empty()
+        return batch
 
 
 @jax.tree_util.register_dataclass
@@ -132,18 +111,59 @@ class PrefillBatch:
         page_updates: int | None = None,
     ) -> Self:
         """A batch of padding, as numpy arrays to be filled in place; the last two as of `DecodeBatch.empty`."""
-        return cls(
-            tokens=_zeros(tokens, np.int32),
-            row_id=_zeros(rows, np.int32),
-            length=_zeros(rows, np.int32),
-            num_tokens=_zeros(rows, np.int32),
-            read_slot=_zeros(rows, np.int32),
-            **_tables(rows, pages_per_row, page_updates),
-            page_copy=_zeros((rows, 2), np.int32),
-            sample=_zeros(rows, bool),
-            tile_write_slot=_zeros(tiles, np.int32),
-            tile_size=tile_size,
-        )
+        batch: Self = _prefill_packing(tokens, rows, tiles, pages_per_row, page_updates, tile_size).empty()
+        return batch
+
+
+@functools.cache
+def _decode_packing(rows: int, steps: int, pages_per_row: int, page_updates: int | None, replay: bool) -> Packing:
+    each, flag = _array(rows), _array(rows, dtype=bool)
+    batch = DecodeBatch(
+        row_id=each,
+        continues=flag,
+        tokens=_array(rows, steps),
+        length=each,
+        read_slot=each,
+        num_tokens=each,
+        num_drafts=each,
+        write_slot=_array(rows, 1 if replay else steps),
+        page_table=_array(rows, pages_per_row) if page_updates is None else None,
+        page_updates=None if page_updates is None else _array(page_updates, 3),
+        page_copy=_array(rows, 2),
+        sample=flag,
+        anchor=each if replay else None,
+    )
+    return Packing.of(batch)
+
+
+@functools.cache
+def _prefill_packing(
+    tokens: int,
+    rows: int,
+    tiles: int,
+    pages_per_row: int,
+    page_updates: int | None,
+    tile_size: int,
+) -> Packing:
+    each = _array(rows)
+    batch = PrefillBatch(
+        tokens=_array(tokens),
+        row_id=each,
+        length=each,
+        num_tokens=each,
+        read_slot=each,
+        page_table=_array(rows, pages_per_row) if page_updates is None else None,
+        page_updates=None if page_updates is None else _array(page_updates, 3),
+        page_copy=_array(rows, 2),
+        sample=_array(rows, dtype=bool),
+        tile_write_slot=_array(tiles),
+        tile_size=tile_size,
+    )
+    return Packing.of(batch)
+
+
+def _array(*shape: int, dtype: Any = np.int32) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def num_tiles(length: int, num_tokens: int, tile_size: int) -> int:
@@ -180,7 +200,8 @@ class PageTableBatch:
     def empty(cls, *, pages_per_row: int) -> Self:
         """Of padding's seat, as numpy arrays to be filled in place."""
         seat: Any = np.int32(0)
-        return cls(row_id=seat, pages=_zeros(pages_per_row, np.int32))
+        pages: Any = np.zeros(pages_per_row, np.int32)
+        return cls(row_id=seat, pages=pages)
 
 
 @jax.tree_util.register_dataclass

@@ -75,16 +75,18 @@ class ProgramCache:
         compile: Callable[[], jax.stages.Compiled],
         *,
         always: tuple[Any, ...] = (),
+        sends: tuple[Any, ...] | None = None,
         donated: int = 0,
     ) -> Any:
         """Runs that program, on `always` and the arguments.
 
         Args:
             always: arguments that are the same whenever a program of this cache runs.
+            sends: what the program takes in place of the arguments, where that is another form of them.
             donated: how many of the results, from the first on, come in place of donated arguments.
         """
         program = self._find(name, arguments, compile)
-        results = program.compiled(*always, *arguments)
+        results = program.compiled(*always, *(arguments if sends is None else sends))
         back = (results,) if donated == 1 and not isinstance(results, tuple) else results[:donated] if donated else ()
         if program.gives is None:
             program.gives = tuple(self._number(look_of(tree)) for tree in back)

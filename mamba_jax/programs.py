@@ -19,6 +19,7 @@ from mamba_jax.batch import DecodeBatch, PageTableBatch, PrefillBatch, SeatBatch
 from mamba_jax.compiler_options import compiler_options as platform_options
 from mamba_jax.drafts import DraftSource
 from mamba_jax.model import HybridModel
+from mamba_jax.packing import Packing, pack
 from mamba_jax.program_cache import ProgramCache
 from mamba_jax.rows import Rows
 from mamba_jax.sampling.masks import MaskBatch
@@ -96,7 +97,6 @@ class StepPrograms:
         self._graphdef = graphdef
         self._shape = StoreShape.of(model.config)
         self._run = run
-        self._step = jax.jit(run, donate_argnums=(1, 2))
         self._change_rows: dict[type[RowsBatch], Callable[..., Rows]] = {
             SeatBatch: partial(seat, source=source),
             MaskBatch: mask,
@@ -180,6 +180,7 @@ class StepPrograms:
             (store, rows, batch),
             lambda: self._make(store, rows, batch),
             always=(self._weights,),
+            sends=(store, rows, pack(batch)),
             donated=2,
         )
         return found
@@ -222,21 +223,36 @@ class StepPrograms:
             if isinstance(batch, RowsBatch):
                 return jax.jit(self._change_rows[type(batch)], donate_argnums=(0,)).lower(rows, batch)
             assert store is not None
-            run = self._step
-            if is_pinned(self._shape, store):
-                run = jax.jit(self._run, donate_argnums=(1, 2), out_shardings=(places(self._shape, store), None, None))
-            return run.lower(self._like_weights, store, rows, batch)
+            run, words = self._packed(batch)
+            out: Any = (places(self._shape, store), None, None) if is_pinned(self._shape, store) else None
+            stepping = jax.jit(run, donate_argnums=(1, 2), out_shardings=out)
+            return stepping.lower(self._like_weights, store, rows, words)
         whole = replicated(self.mesh)
+
         # What comes from the host is the same on all devices; the store comes out as it went in.
-        batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=whole), batch)
+        def everywhere(leaf: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=whole)
+
         with use_mesh(self.mesh):
             seats = rows_shardings(rows, self.mesh)
             if isinstance(batch, RowsBatch):
                 change = self._change_rows[type(batch)]
-                return jax.jit(change, donate_argnums=(0,), out_shardings=seats).lower(rows, batch)
+                changing = jax.jit(change, donate_argnums=(0,), out_shardings=seats)
+                return changing.lower(rows, jax.tree.map(everywhere, batch))
             assert store is not None
-            run = jax.jit(self._run, donate_argnums=(1, 2), out_shardings=(places(self._shape, store), seats, whole))
-            return run.lower(self._like_weights, store, rows, batch)
+            run, words = self._packed(batch)
+            out = (places(self._shape, store), seats, whole)
+            stepping = jax.jit(run, donate_argnums=(1, 2), out_shardings=out)
+            return stepping.lower(self._like_weights, store, rows, everywhere(words))
+
+    def _packed(self, batch: DecodeBatch | PrefillBatch) -> tuple[Callable[..., Any], jax.ShapeDtypeStruct]:
+        """The step as it is compiled, and the batch that it takes: one array."""
+        packing = Packing.of(batch)
+
+        def run(weights: tuple[jax.Array, ...], store: Store, rows: Rows, words: jax.Array) -> Any:
+            return self._run(weights, store, rows, packing.unpack(words))
+
+        return run, jax.ShapeDtypeStruct((packing.size,), np.int32)
 
     def warm_up(
         self, store: Store, rows: Rows, batches: Iterable[Batch], *, progress: Callable[[Batch], None] | None = None
