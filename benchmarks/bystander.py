@@ -3,10 +3,10 @@
     python -m benchmarks.bystander --model demo --turns 3 --seconds 6
     python -m benchmarks.bystander --url http://127.0.0.1:8000 --attacks headers
 
-Without `--url` it starts a server. Each turn measures the client alone (the control) and then while another process
-sends the attack. One row per attack: the 99th percentile of the gaps and the streams per second of both, and their
-ratios. The row `(ordinary)` is a second client without an attack, which shares the engine, too. The client, the
-attacker and the server share this machine's cores.
+Without `--url` it starts a server. Each turn measures the client in the control and then while another process sends
+the attack. In the control the client is alone; with `--control ordinary` there is a second client that attacks
+nothing, since any second client takes its share of the engine. One row per attack: the 99th percentile of the gaps and
+the streams per second of both, and their ratios. The client, the attacker and the server share this machine's cores.
 """
 
 from __future__ import annotations
@@ -178,7 +178,9 @@ def measure(url: str, name: str, options: argparse.Namespace) -> tuple[Measured,
     """Control and attack, in alternating turns."""
     control, during = Measured(), Measured()
     for _ in range(options.turns):
-        control.add(stream(url, options.seconds, options.tokens))
+        other = attacked(url, "(ordinary)", options.connections)
+        with contextlib.nullcontext() if options.control == "alone" else other:
+            control.add(stream(url, options.seconds, options.tokens))
         with attacked(url, name, options.connections):
             during.add(stream(url, options.seconds, options.tokens))
     return control, during
@@ -229,6 +231,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--url", help="of a server or router that runs already")
     parser.add_argument("--attacks", nargs="+", default=list(ATTACKS), choices=list(ATTACKS))
+    parser.add_argument("--control", choices=("alone", "ordinary"), default="alone", help="what runs in the control")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=6.0, help="of each half of a turn")
     parser.add_argument("--tokens", type=int, default=16, help="of each stream")
