@@ -12,12 +12,10 @@ using Matrix = ffi::Buffer<ffi::F32, 2>;
 
 constexpr int64_t kPiece = 64;  // outputs that one thread computes at a time
 
-// Tokens of an expert are few, and put in order for each piece of it.
-template <typename Number>
-void by_outputs(const float* x, const typename Number::Stored* w, float* y, int64_t rows, int64_t inputs,
-                int64_t outputs, int64_t begin, int64_t end) {
-  std::vector<float> room;
-  product_of(in_order<Number>(x, rows, inputs, room), w, y, rows, inputs, outputs, begin, end);
+template <typename Stored>
+void by_outputs(const float* x, const Stored* w, float* y, int64_t rows, int64_t inputs, int64_t outputs, int64_t begin,
+                int64_t end) {
+  product_of(x, w, y, rows, inputs, outputs, begin, end);
 }
 
 NATIVE_HOT void by_inputs_float32(const float* x, const float* w, float* y, int64_t rows, int64_t inputs,
@@ -47,30 +45,34 @@ ffi::Error run(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer w, ffi::Buffer<ffi
   std::fill(y->typed_data() + first * outputs, y->typed_data() + tokens * outputs, 0.0f);
   const int64_t piece = by_inputs ? 4 * kPiece : kPiece;
   const int64_t pieces = (outputs + piece - 1) / piece;
-  auto call = [&](const auto* weights, const auto& part) {
+  auto call = [&](const float* values, const auto* weights, const auto& part) {
     parallel_for(pool, static_cast<int64_t>(groups.size()) * pieces, [&](int64_t begin, int64_t end) {
       for (int64_t item = begin; item < end; ++item) {
         const Group& group = groups[item / pieces];
         const int64_t from = item % pieces * piece;
-        part(x.typed_data() + group.first * inputs, weights + group.expert * inputs * outputs,
+        part(values + group.first * inputs, weights + group.expert * inputs * outputs,
              y->typed_data() + group.first * outputs, group.tokens, inputs, outputs, from,
              std::min(from + piece, outputs));
       }
     });
     return ffi::Error::Success();
   };
+  std::vector<float> room;
   switch (w.element_type()) {
     case ffi::F32: {
       const auto* weights = static_cast<const float*>(w.untyped_data());
-      return by_inputs ? call(weights, by_inputs_float32) : call(weights, by_outputs<Float32>);
+      return by_inputs ? call(x.typed_data(), weights, by_inputs_float32)
+                       : call(x.typed_data(), weights, by_outputs<float>);
     }
     case ffi::BF16: {
       const auto* weights = static_cast<const uint16_t*>(w.untyped_data());
-      return by_inputs ? call(weights, by_inputs_bfloat16) : call(weights, by_outputs<BFloat16>);
+      if (by_inputs) return call(x.typed_data(), weights, by_inputs_bfloat16);
+      return call(in_order<BFloat16Pairs>(x.typed_data(), tokens, inputs, room), weights, by_outputs<uint16_t>);
     }
     case ffi::S8:
       if (by_inputs) return ffi::Error::InvalidArgument("grouped_matmul: weights in int8 are stored by outputs");
-      return call(static_cast<const int8_t*>(w.untyped_data()), by_outputs<Int8>);
+      return call(in_order<Int8>(x.typed_data(), tokens, inputs, room), static_cast<const int8_t*>(w.untyped_data()),
+                  by_outputs<int8_t>);
     default:
       return ffi::Error::InvalidArgument("grouped_matmul: weights must be float32, bfloat16 or int8");
   }

@@ -24,15 +24,15 @@ ffi::Error run(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer w, ffi::Result<Mat
         std::max<int64_t>(kPiece / bytes, 1));
     return ffi::Error::Success();
   };
+  std::vector<float> room;
   switch (w.element_type()) {
     case ffi::F32:
       return call(x.typed_data(), static_cast<const float*>(w.untyped_data()));
     case ffi::BF16:
-      return call(x.typed_data(), static_cast<const uint16_t*>(w.untyped_data()));
-    case ffi::S8: {
-      std::vector<float> room;
+      return call(in_order<BFloat16Pairs>(x.typed_data(), rows, inputs, room),
+                  static_cast<const uint16_t*>(w.untyped_data()));
+    case ffi::S8:
       return call(in_order<Int8>(x.typed_data(), rows, inputs, room), static_cast<const int8_t*>(w.untyped_data()));
-    }
     default:
       return ffi::Error::InvalidArgument("linear: weights must be float32, bfloat16 or int8");
   }

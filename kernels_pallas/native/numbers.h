@@ -38,6 +38,9 @@ struct BFloat16 {
   }
 };
 
+// Weights in bfloat16, which products load in pairs.
+struct BFloat16Pairs : BFloat16 {};
+
 // Integers; the caller multiplies by their scale.
 struct Int8 {
   using Stored = int8_t;

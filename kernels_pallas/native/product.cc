@@ -16,15 +16,15 @@ using Product = void(const float*, const Stored*, float*, int64_t, int64_t, int6
   struct form {                                                                                                      \
     attributes static void float32(const float* x, const float* w, float* y, int64_t rows, int64_t inputs,           \
                                    int64_t outputs, int64_t begin, int64_t end) {                                    \
-      product<Float32, width>(x, w, y, rows, inputs, outputs, begin, end);                                           \
+      product<Float32, width>(x, w, y, rows, inputs, outputs, begin, end);                            \
     }                                                                                                                \
     attributes static void bfloat16(const float* x, const uint16_t* w, float* y, int64_t rows, int64_t inputs,       \
                                     int64_t outputs, int64_t begin, int64_t end) {                                   \
-      product<BFloat16, width>(x, w, y, rows, inputs, outputs, begin, end);                                          \
+      product<BFloat16Pairs, width>(x, w, y, rows, inputs, outputs, begin, end);                           \
     }                                                                                                                \
     attributes static void int8(const float* x, const int8_t* w, float* y, int64_t rows, int64_t inputs,             \
                                 int64_t outputs, int64_t begin, int64_t end) {                                       \
-      product<Int8, width>(x, w, y, rows, inputs, outputs, begin, end);                                              \
+      product<Int8, width>(x, w, y, rows, inputs, outputs, begin, end);                               \
     }                                                                                                                \
   };
 

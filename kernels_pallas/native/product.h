@@ -14,20 +14,6 @@ constexpr int64_t kInputs = 1024;
 constexpr int64_t kBytes = 2048;
 constexpr int64_t kOutputs = 4;  // outputs whose sums are kept in registers
 
-typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
-typedef float Half __attribute__((vector_size(kLanes / 2 * sizeof(float))));
-typedef float Quarter __attribute__((vector_size(kLanes / 4 * sizeof(float))));
-
-struct Lanes {
-  float lane[kLanes];
-};
-
-// How each number format is loaded (at: the first of kLanes * kVectors numbers) and widened to `width` lanes of vector
-// k, from lane `part` on. kTakenApart: the vectors hold the numbers in another order.
-// (Vectors go by reference: how they are passed by value depends on the instruction set.)
-template <typename Number>
-struct Vectors;
-
 template <int64_t width>
 struct Registers {
   typedef float Floats __attribute__((vector_size(width * sizeof(float))));
@@ -36,13 +22,32 @@ struct Registers {
   typedef int32_t Integers __attribute__((vector_size(width * sizeof(int32_t))));
 };
 
+// One instruction each; compilers copy bytes by registers of any size.
+template <int64_t width>
+NATIVE_INLINE typename Registers<width>::Floats load(const float* at) {
+  typedef float Unaligned __attribute__((vector_size(width * sizeof(float)), aligned(4), may_alias));
+  return *reinterpret_cast<const Unaligned*>(at);
+}
+
+template <int64_t width>
+NATIVE_INLINE void store(float* at, const typename Registers<width>::Floats& value) {
+  typedef float Unaligned __attribute__((vector_size(width * sizeof(float)), aligned(4), may_alias));
+  *reinterpret_cast<Unaligned*>(at) = value;
+}
+
+// How each number format is loaded (at: the first of kLanes * kVectors numbers) and widened to `width` lanes of vector
+// k, from lane `part` on. kTakenApart: the vectors hold the numbers in another order.
+// (Vectors go by reference: how they are passed by value depends on the instruction set.)
+template <typename Number>
+struct Vectors;
+
 template <>
 struct Vectors<Float32> {
   static constexpr int64_t kVectors = 1;
   static constexpr bool kTakenApart = false;
   template <int64_t width>
   static NATIVE_INLINE void widen(const float* at, int64_t, int64_t part, typename Registers<width>::Floats& value) {
-    std::memcpy(&value, at + part, sizeof value);
+    value = load<width>(at + part);
   }
 };
 
@@ -60,9 +65,23 @@ struct Vectors<BFloat16> {
   }
 };
 
-// Four int8 are loaded as one 32-bit number, of which shifts take one each: compilers turn bytes into float32 number by
-// number or in many small steps, and multiplying int8 is then slower than float32. Vector k has the numbers k, k + 4,
-// k + 8, ...; `in_order` brings the inputs into the same order.
+// Several numbers of a weight are loaded as one 32-bit number, of which a shift or a mask takes each: compilers turn
+// shorts and bytes into float32 in many small steps, and multiplying them is then slower than float32. Of n numbers in
+// 32 bits, vector k has the numbers k, k + n, k + 2 n, ...; `in_order` brings the inputs into the same order.
+template <>
+struct Vectors<BFloat16Pairs> {
+  static constexpr int64_t kVectors = 2;
+  static constexpr bool kTakenApart = true;
+  template <int64_t width>
+  static NATIVE_INLINE void widen(const uint16_t* at, int64_t k, int64_t part,
+                                  typename Registers<width>::Floats& value) {
+    typename Registers<width>::Words loaded;
+    std::memcpy(&loaded, at + kVectors * part, sizeof loaded);
+    loaded = k == 0 ? loaded << 16 : loaded & 0xffff0000u;
+    std::memcpy(&value, &loaded, sizeof value);
+  }
+};
+
 template <>
 struct Vectors<Int8> {
   static constexpr int64_t kVectors = 4;
@@ -92,90 +111,96 @@ inline const float* in_order(const float* x, int64_t rows, int64_t inputs, std::
   return room.data();
 }
 
-// By halves: added up one after the other, sixteen lanes would take longer than many a product.
-NATIVE_INLINE float total(const Lanes& value) {
-  Half halves[2];
-  std::memcpy(halves, value.lane, sizeof halves);
-  halves[0] += halves[1];
-  Quarter quarters[2];
-  std::memcpy(quarters, halves, sizeof quarters);
-  quarters[0] += quarters[1];
-  return (quarters[0][0] + quarters[0][2]) + (quarters[0][1] + quarters[0][3]);
+// By halves: added up one after the other, lanes would take longer than many a product.
+template <int64_t width>
+NATIVE_INLINE float total(const float* lanes) {
+  if constexpr (width == 1) {
+    return *lanes;
+  } else {
+    float half[width / 2];
+    store<width / 2>(half, load<width / 2>(lanes) + load<width / 2>(lanes + width / 2));
+    return total<width / 2>(half);
+  }
 }
 
-// sums[o][t] += w[o][:count] x[t][:count] by lanes, for `outputs` rows of w and `rows` rows of x (`in_order`), `inputs`
-// apart. Meanwhile as long a piece of the first `fetched` rows from `ahead` is fetched. The sums of `width` lanes at a
-// time are kept in registers; each lane adds up the same numbers in the same order at every width.
-template <typename Number, int64_t outputs, int64_t rows, int64_t width = kLanes>
+// sums[o][t] += w[o][:count] x[t][:count] by `width` lanes, for `outputs` rows of w and `rows` rows of x (`in_order`),
+// `inputs` apart. Meanwhile as long a piece of the first `fetched` rows from `ahead` is fetched. Sums stay in registers,
+// for which every loop over them is unrolled.
+template <typename Number, int64_t outputs, int64_t rows, int64_t width>
 NATIVE_INLINE void multiply(const float* x, const typename Number::Stored* w, const typename Number::Stored* ahead,
-                            int64_t fetched, int64_t inputs, int64_t count, Lanes* sums, int64_t apart) {
+                            int64_t fetched, int64_t inputs, int64_t count, float* sums, int64_t apart) {
   constexpr int64_t kVectors = Vectors<Number>::kVectors, kStep = kLanes * kVectors;
   using Floats = typename Registers<width>::Floats;
-  for (int64_t part = 0; part < kLanes; part += width) {
-    Floats sum[outputs][rows];
-    for (int64_t o = 0; o < outputs; ++o) {
-      for (int64_t t = 0; t < rows; ++t) std::memcpy(&sum[o][t], sums[o * apart + t].lane + part, sizeof sum[o][t]);
-    }
-    for (int64_t i = 0; i + kStep <= count; i += kStep) {
-      if (part == 0) {
-        for (int64_t o = 0; o < fetched; ++o) __builtin_prefetch(ahead + o * inputs + i);
-      }
+  Floats sum[outputs][rows];
+#pragma GCC unroll 4
+  for (int64_t o = 0; o < outputs; ++o) {
+#pragma GCC unroll 4
+    for (int64_t t = 0; t < rows; ++t) sum[o][t] = load<width>(sums + (o * apart + t) * width);
+  }
+  int64_t i = 0;
+  for (; i + kStep <= count; i += kStep) {
+    // Into the second cache: the first can wait for fewer lines at a time than memory needs.
+    for (int64_t o = 0; o < fetched; ++o) __builtin_prefetch(ahead + o * inputs + i, 0, 2);
+    // Unrolled, this loop takes more registers than there are.
+#pragma GCC unroll 1
+    for (int64_t part = 0; part < kLanes; part += width) {
+#pragma GCC unroll 4
       for (int64_t k = 0; k < kVectors; ++k) {
-        Floats weight[outputs];
+        Floats value[rows];
+#pragma GCC unroll 4
+        for (int64_t t = 0; t < rows; ++t) value[t] = load<width>(x + t * inputs + i + k * kLanes + part);
+#pragma GCC unroll 4
         for (int64_t o = 0; o < outputs; ++o) {
-          Vectors<Number>::template widen<width>(w + o * inputs + i, k, part, weight[o]);
-        }
-        for (int64_t t = 0; t < rows; ++t) {
-          Floats value;
-          std::memcpy(&value, x + t * inputs + i + k * kLanes + part, sizeof value);
-          for (int64_t o = 0; o < outputs; ++o) sum[o][t] += weight[o] * value;
+          Floats weight;
+          Vectors<Number>::template widen<width>(w + o * inputs + i, k, part, weight);
+#pragma GCC unroll 4
+          for (int64_t t = 0; t < rows; ++t) sum[o][t] += weight * value[t];
         }
       }
-    }
-    // Unrolled, the sums stay in registers.
-#pragma GCC unroll 4
-    for (int64_t o = 0; o < outputs; ++o) {
-#pragma GCC unroll 4
-      for (int64_t t = 0; t < rows; ++t) std::memcpy(sums[o * apart + t].lane + part, &sum[o][t], sizeof sum[o][t]);
     }
   }
-  const int64_t i = count / kStep * kStep;
+#pragma GCC unroll 4
+  for (int64_t o = 0; o < outputs; ++o) {
+#pragma GCC unroll 4
+    for (int64_t t = 0; t < rows; ++t) store<width>(sums + (o * apart + t) * width, sum[o][t]);
+  }
   if (i == count) return;
   for (int64_t o = 0; o < outputs; ++o) {
     for (int64_t t = 0; t < rows; ++t) {
       float rest = 0;
       for (int64_t k = i; k < count; ++k) rest += Number::load(w[o * inputs + k]) * x[t * inputs + k];
-      sums[o * apart + t].lane[0] += rest;
+      sums[(o * apart + t) * width] += rest;
     }
   }
 }
 
-// The same for any number of rows of x: as many at a time as have their sums in registers, and what is left. Each time
-// fetches its share, so that memory is never idle; `ahead` may be null.
-template <typename Number, int64_t outputs, int64_t width>
+// The same for kOutputs outputs and any number of rows of x: as many at a time as have their sums in registers, and
+// what is left. Each time fetches its share, so that memory is never idle; `ahead` may be null.
+template <typename Number, int64_t width>
 NATIVE_INLINE void multiply_rows(const float* x, const typename Number::Stored* w,
                                  const typename Number::Stored* ahead, int64_t rows, int64_t inputs, int64_t count,
-                                 Lanes* sums) {
+                                 float* sums) {
   constexpr int64_t kRows = width == kLanes ? 4 : 2;
   const int64_t times = (rows + kRows - 1) / kRows;
   for (int64_t time = 0; time < times; ++time) {
-    const int64_t t = time * kRows, from = outputs * time / times;
-    const int64_t fetched = ahead == nullptr ? 0 : outputs * (time + 1) / times - from;
+    const int64_t t = time * kRows, from = kOutputs * time / times;
+    const int64_t fetched = ahead == nullptr ? 0 : kOutputs * (time + 1) / times - from;
     const typename Number::Stored* next = ahead == nullptr ? w : ahead + from * inputs;
     const float* values = x + t * inputs;
+    float* into = sums + t * width;
     switch (std::min(rows - t, kRows)) {
       case 4:
-        multiply<Number, outputs, kRows, width>(values, w, next, fetched, inputs, count, sums + t, rows);
+        multiply<Number, kOutputs, kRows, width>(values, w, next, fetched, inputs, count, into, rows);
         break;
       case 3:
-        multiply<Number, outputs, std::min<int64_t>(kRows, 3), width>(values, w, next, fetched, inputs, count, sums + t,
-                                                                      rows);
+        multiply<Number, kOutputs, std::min<int64_t>(kRows, 3), width>(values, w, next, fetched, inputs, count, into,
+                                                                       rows);
         break;
       case 2:
-        multiply<Number, outputs, 2, width>(values, w, next, fetched, inputs, count, sums + t, rows);
+        multiply<Number, kOutputs, 2, width>(values, w, next, fetched, inputs, count, into, rows);
         break;
       default:
-        multiply<Number, outputs, 1, width>(values, w, next, fetched, inputs, count, sums + t, rows);
+        multiply<Number, kOutputs, 1, width>(values, w, next, fetched, inputs, count, into, rows);
     }
   }
 }
@@ -187,34 +212,36 @@ NATIVE_INLINE void multiply_rows(const float* x, const typename Number::Stored* 
 template <typename Number, int64_t width>
 NATIVE_INLINE void product(const float* x, const typename Number::Stored* w, float* y, int64_t rows, int64_t inputs,
                            int64_t outputs, int64_t begin, int64_t end) {
+  using Stored = typename Number::Stored;
   constexpr int64_t kStep = kLanes * Vectors<Number>::kVectors;
-  constexpr int64_t kMost = std::min(kInputs, kBytes / static_cast<int64_t>(sizeof(typename Number::Stored)));
+  constexpr int64_t kMost = std::min(kInputs, kBytes / static_cast<int64_t>(sizeof(Stored)));
   const int64_t blocks = std::max<int64_t>((inputs + kMost - 1) / kMost, 1);  // as long as each other
   const int64_t block = std::max((inputs / blocks + kStep - 1) / kStep * kStep, kStep);
-  std::vector<Lanes> sums(kOutputs * rows);
+  std::vector<Stored> padded;  // with zeros, to kOutputs outputs
+  if (outputs < kOutputs) {
+    padded.assign(w, w + outputs * inputs);
+    padded.resize(kOutputs * inputs);
+    w = padded.data();
+  }
+  std::vector<float> sums(kOutputs * rows * width);
   for (int64_t o = begin; o < end; o += kOutputs) {
-    const int64_t several = std::min(kOutputs, end - o);
-    std::fill(sums.begin(), sums.end(), Lanes{});
+    // Where fewer than kOutputs are left, some before them are computed again.
+    const int64_t first = std::max<int64_t>(std::min(o, outputs - kOutputs), 0);
+    std::fill(sums.begin(), sums.end(), 0.0f);
     for (int64_t i = 0; i < inputs; i += block) {
       const int64_t count = std::min(block, inputs - i);
-      const typename Number::Stored* weight = w + o * inputs + i;
-      if (several == kOutputs) {
-        const typename Number::Stored* ahead = nullptr;
-        if (i + block < inputs) {
-          ahead = weight + block;
-        } else if (o + 2 * kOutputs <= end) {
-          ahead = w + (o + kOutputs) * inputs;
-        }
-        multiply_rows<Number, kOutputs, width>(x + i, weight, ahead, rows, inputs, count, sums.data());
-      } else {
-        for (int64_t k = 0; k < several; ++k) {
-          multiply_rows<Number, 1, width>(x + i, weight + k * inputs, nullptr, rows, inputs, count,
-                                          sums.data() + k * rows);
-        }
+      const Stored* weight = w + first * inputs + i;
+      const Stored* ahead = nullptr;
+      if (i + block < inputs) {
+        ahead = weight + block;
+      } else if (o + 2 * kOutputs <= end) {
+        ahead = w + (o + kOutputs) * inputs;
       }
+      multiply_rows<Number, width>(x + i, weight, ahead, rows, inputs, count, sums.data());
     }
-    for (int64_t k = 0; k < several; ++k) {
-      for (int64_t t = 0; t < rows; ++t) y[t * outputs + o + k] = total(sums[k * rows + t]);
+    for (int64_t k = o; k < std::min(o + kOutputs, end); ++k) {
+      const float* sum = sums.data() + (k - first) * rows * width;
+      for (int64_t t = 0; t < rows; ++t) y[t * outputs + k] = total<width>(sum + t * width);
     }
   }
 }

@@ -23,6 +23,8 @@ struct Tokens {
   float* read;                     // C S(anchor) [count, head_dim]
 };
 
+using Vector = Registers<kLanes>::Floats;
+
 NATIVE_INLINE void fetch(const float* from, Vector& value) { std::memcpy(&value, from, sizeof value); }
 
 // weights[i] = what is left of token i's input after `tokens` tokens, times dt; returns what is left of the anchor.
@@ -38,10 +40,13 @@ NATIVE_INLINE float decayed(const Tokens& in, float* weights, int64_t tokens) {
 // C S(anchor) of a few rows of the anchor from p on, and of `several` new tokens from t on, in registers.
 template <typename State, int64_t several>
 NATIVE_INLINE void read_rows(const Tokens& in, const typename State::Stored* rows, int64_t p, int64_t t) {
-  Lanes sums[kOutputs * several] = {};
-  multiply<State, kOutputs, several>(in.queries + t * in.state, rows, rows, 0, in.state, in.state, sums, several);
+  alignas(Vector) float sums[kOutputs * several * kLanes] = {};
+  multiply<State, kOutputs, several, kLanes>(in.queries + t * in.state, rows, rows, 0, in.state, in.state, sums,
+                                             several);
   for (int64_t s = 0; s < several; ++s) {
-    for (int64_t o = 0; o < kOutputs; ++o) in.read[(t + s) * in.head_dim + p + o] = total(sums[o * several + s]);
+    for (int64_t o = 0; o < kOutputs; ++o) {
+      in.read[(t + s) * in.head_dim + p + o] = total<kLanes>(sums + (o * several + s) * kLanes);
+    }
   }
 }
 
@@ -61,10 +66,10 @@ NATIVE_INLINE void read_anchor(const Tokens& in, const typename State::Stored* a
   }
   for (; p < in.head_dim; ++p) {
     for (int64_t t = 0; t < in.count; ++t) {
-      Lanes sum = {};
+      alignas(Vector) float sum[kLanes] = {};
       const typename State::Stored* row = anchor + p * in.state;
-      multiply<State, 1, 1>(in.queries + t * in.state, row, row, 0, in.state, in.state, &sum, 1);
-      in.read[t * in.head_dim + p] = total(sum);
+      multiply<State, 1, 1, kLanes>(in.queries + t * in.state, row, row, 0, in.state, in.state, sum, 1);
+      in.read[t * in.head_dim + p] = total<kLanes>(sum);
     }
   }
 }
