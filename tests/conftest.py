@@ -20,6 +20,7 @@ from tests.support.selection import full_tier, ignored_by_keyword, select
 FLAGS = ["--xla_force_host_platform_device_count=8"]
 if importlib.util.find_spec("jax_cuda12_plugin") is None:
     FLAGS.append("--xla_backend_optimization_level=0")
+CHOSEN_BY_USER = "XLA_FLAGS" in os.environ
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tests of all processes, checkouts and runs share compiled programs. Keys cover what a program follows from, but not
@@ -52,6 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
         _bound_cache()
     if full_tier(config):
         _check_annotations()
+    elif not CHOSEN_BY_USER and "fusion_emitters" not in os.environ["XLA_FLAGS"]:
+        # The older emitters compile a step in two thirds of the time. The full tier has those that users run.
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 
 def pytest_report_header(config: pytest.Config) -> str:
