@@ -7,11 +7,15 @@ def pytest_generate_tests(metafunc):
     """Tests of `case` run for every fixture, or for those that their module lists as `CASES`."""
     if "case" not in metafunc.fixturenames:
         return
-    from tests.support.golden_case import BY_STEPS, NAMES
+    from tests.support.golden_case import BY_STEPS, BY_STEPS_BY_DEFAULT, NAMES
 
-    quick = BY_STEPS if "stepper" in metafunc.fixturenames else NAMES
+    def marks(name):
+        if "stepper" not in metafunc.fixturenames or name in BY_STEPS_BY_DEFAULT:
+            return ()
+        return pytest.mark.full if name in BY_STEPS else pytest.mark.slow
+
     names = [name for name in NAMES if name in getattr(metafunc.module, "CASES", NAMES)]
-    params = [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+    params = [pytest.param(name, marks=marks(name)) for name in names]
     metafunc.parametrize("case", params, indirect=True, scope="session")
 
 

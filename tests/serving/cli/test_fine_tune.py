@@ -13,6 +13,8 @@ from mamba_jax.train.validation import validation_sequences
 from serving.cli.main import run
 from tests.support.tiny_configs import TRAINABLE
 
+pytestmark = pytest.mark.full
+
 SETTINGS = ["steps=6", "batch_size=8", "sequence_length=16", "log_every=3", "validate_every=2"]
 SETTINGS += ["optimizer.learning_rate=0.01", "optimizer.warmup_steps=0", "data.held_out=0.25"]
 

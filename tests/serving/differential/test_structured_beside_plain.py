@@ -133,7 +133,7 @@ def check(numbers, answers: dict[int, tuple]) -> None:
     assert not wrong, f"requests {wrong} say something else than alone"
 
 
-@pytest.mark.smoke
+@pytest.mark.full
 @pytest.mark.parametrize("drafts", [*USUAL, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)], ids=str)
 def test_each_says_what_it_says_alone(drafts: Drafts) -> None:
     """With room for all, and then with so little that rows are preempted, one request aborted, one step failing, and
