@@ -10,6 +10,7 @@ from typing import Any
 
 from checkpoints.errors import CheckpointError
 from checkpoints.json_file import read_json
+from checkpoints.overrides import merged
 from mamba_jax.config import HybridConfig, ModelConfigError, RecurrenceConfig
 from mamba_jax.families import text_fields
 
@@ -17,17 +18,26 @@ _KIND = "kind"
 """Which recurrence a description is of: the name of its class."""
 
 
-def read_text_fields(directory: Path) -> Mapping[str, Any]:
-    """The fields of a directory's config.json, or of the text model's part of it.
+def read_text_fields(directory: Path, overrides: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    """The fields of a directory's config.json, or of the text model's part of it, with `hf_overrides`.
 
     Raises:
         CheckpointError: the file cannot be read, or that part is not an object.
     """
     path = directory / "config.json"
     try:
-        return text_fields(read_json(path))
+        return overridden(text_fields(read_json(path)), overrides)
     except ModelConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
+
+
+def overridden(fields: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The text model's fields with `hf_overrides`, which may also be under `text_config`.
+
+    Raises:
+        ModelConfigError: the overrides' `text_config` is not an object.
+    """
+    return merged(fields, text_fields(overrides)) if overrides else fields
 
 
 def config_to_json(config: HybridConfig) -> dict[str, Any]:

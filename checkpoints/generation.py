@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ class GenerationConfig:
     max_new_tokens: int | None = None
 
 
-def read_generation_config(directory: Path) -> GenerationConfig:
+def read_generation_config(directory: Path, overrides: Mapping[str, Any] | None = None) -> GenerationConfig:
     """Read the recommendations of a directory; ids that end a text come from `config.json` where only that has them.
 
     Raises:
@@ -36,7 +37,8 @@ def read_generation_config(directory: Path) -> GenerationConfig:
     eos = fields.get("eos_token_id")
     if eos is None:
         path = directory / "config.json" if not fields else path
-        eos = read_text_fields(directory).get("eos_token_id") if (directory / "config.json").is_file() else None
+        has_config = (directory / "config.json").is_file()
+        eos = read_text_fields(directory, overrides).get("eos_token_id") if has_config else None
     # `do_sample: false` says greedy whatever the other fields hold (they are then the library's defaults).
     greedy = fields.get("do_sample") is False
     return GenerationConfig(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints.config_json import read_text_fields
+from checkpoints.config_json import overridden, read_text_fields
 from checkpoints.dummy import dummy_parameters
 from checkpoints.errors import CheckpointError
 from checkpoints.file_digest import FileHasher
@@ -21,7 +22,7 @@ from checkpoints.generation import GenerationConfig, read_generation_config
 from checkpoints.hugging_face import parameter_shapes, read_parameters
 from checkpoints.orbax import read_description, restore_orbax, stored_parameters
 from checkpoints.placing import Shardings, abstract_parameters, nbytes
-from checkpoints.presets import preset
+from checkpoints.presets import PRESETS
 from checkpoints.quantised import LogicalTensors, read_quantisation
 from checkpoints.quantised.rounding import Selection
 from checkpoints.quantised.stored import StoredWeight
@@ -48,13 +49,17 @@ DTYPES = ("float32", "bfloat16", "float16")
 LoadFormat = Literal["auto", "dummy"]
 
 
-def load_config(ref: str | Path) -> HybridConfig:
+Overrides = Mapping[str, Any] | str | None
+"""`hf_overrides`: fields that replace those of config.json, as an object or JSON text; see `checkpoints.overrides`."""
+
+
+def load_config(ref: str | Path, *, hf_overrides: Overrides = None) -> HybridConfig:
     """The configuration of `demo`, a directory or a published size; no weights are needed.
 
     Raises:
         CheckpointError: see `resolve`; or a configuration that is broken or not supported.
     """
-    return _config(resolve(ref))
+    return _config(resolve(ref, hf_overrides))
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ def load_model(
     seed: int = 0,
     quantization: str | None = None,
     quantization_exclude: Collection[str] = (),
+    hf_overrides: Overrides = None,
 ) -> HybridModel:
     """Load a model onto its devices, parameter by parameter.
 
@@ -91,10 +97,12 @@ def load_model(
         quantization: one of `checkpoints.quantised.rounding.QUANTIZATIONS`: weights are brought into few bits while
             they are read.
         quantization_exclude: names of modules or weights that stay wide, with wildcards; see `Selection`.
+        hf_overrides: fields that replace those of config.json; nested objects are merged, and dotted keys name nested
+            fields.
     Raises:
-        CheckpointError: whatever is wrong with the reference or the checkpoint, in one line.
+        CheckpointError: an error of the reference or the checkpoint, in one line.
     """
-    reference = resolve(ref)
+    reference = resolve(ref, hf_overrides)
     _check_format(load_format)
     if load_format == "dummy":
         return _dummy(reference, dtype, progress, sharding, seed, quantization, quantization_exclude)
@@ -111,6 +119,7 @@ def load_weights(
     seed: int = 0,
     quantization: str | None = None,
     quantization_exclude: Collection[str] = (),
+    hf_overrides: Overrides = None,
 ) -> LoadedWeights:
     """Load a model as `load_model` does, and identify its weights by a digest of all of their bytes.
 
@@ -120,7 +129,7 @@ def load_weights(
     Raises:
         CheckpointError: as `load_model`; or a file that changes while it is read.
     """
-    reference = resolve(ref)
+    reference = resolve(ref, hf_overrides)
     _check_format(load_format)
     if load_format == "dummy":
         model = _dummy(reference, dtype, progress, sharding, seed, quantization, quantization_exclude)
@@ -129,8 +138,10 @@ def load_weights(
         with FileHasher() as hasher:
             model = _read(reference, dtype, progress, sharding, quantization, quantization_exclude, hasher)
             stored = hasher.digest()
-    how = (stored, repr(model.config), str(model.dtype), quantization, sorted(quantization_exclude))
-    return LoadedWeights(model, hashlib.sha256(repr(how).encode()).hexdigest()[:32])
+    how = [stored, repr(model.config), str(model.dtype), quantization, sorted(quantization_exclude)]
+    if reference.hf_overrides:
+        how.append(json.dumps(reference.hf_overrides, sort_keys=True))
+    return LoadedWeights(model, hashlib.sha256(repr(tuple(how)).encode()).hexdigest()[:32])
 
 
 def _check_format(load_format: str) -> None:
@@ -169,8 +180,8 @@ def _read(
             raise CheckpointError(f"{reference.name}: quantize when converting: mamba-jax convert --quantization")
         kind = _dtype(dtype, read_description(reference.files).dtype)
         return restore_orbax(reference.files, dtype=kind, shardings=sharding, progress=progress, hasher=hasher)
-    fields = read_text_fields(reference.files)
-    config = _hf_config(reference.files, fields)
+    fields = _text_fields(reference)
+    config = _hf_config(reference, fields)
     stored = TensorSet(reference.files, hasher, prefixes=TEXT_PREFIXES)
     tensors = LogicalTensors(reference.name, stored, read_quantisation(reference.files, fields))
     config = as_stored(config, tensors.names)
@@ -204,16 +215,17 @@ def weight_bytes(
     load_format: LoadFormat = "auto",
     quantization: str | None = None,
     quantization_exclude: Collection[str] = (),
+    hf_overrides: Overrides = None,
 ) -> int:
     """Bytes of the weights as `load_model` would make them, or a little less; none of them is read.
 
     Raises:
         CheckpointError: see `load_model`.
     """
-    reference = resolve(ref)
+    reference = resolve(ref, hf_overrides)
     dummy = load_format == "dummy"
     if not dummy and reference.kind is ReferenceKind.HUGGING_FACE:
-        fields = read_text_fields(reference.files)
+        fields = _text_fields(reference)
         if read_quantisation(reference.files, fields) is not None:  # stays as narrow as it is stored
             return sum(path.stat().st_size for path in reference.files.glob("*.safetensors"))
     stored = None if dummy else source_dtype(reference)
@@ -261,31 +273,40 @@ def _template_text(given: str) -> str:
         raise CheckpointError(f"chat template {given}: cannot be read ({reason})") from None
 
 
-def generation_config(ref: str | Path) -> GenerationConfig:
+def generation_config(ref: str | Path, *, hf_overrides: Overrides = None) -> GenerationConfig:
     """What a checkpoint recommends for sampling, and the ids that end its texts.
 
     Raises:
         CheckpointError: see `resolve`; or a file that is there but broken.
     """
-    directory = resolve(ref).directory
-    return GenerationConfig() if directory is None else read_generation_config(directory)
+    reference = resolve(ref, hf_overrides)
+    directory = reference.directory
+    return GenerationConfig() if directory is None else read_generation_config(directory, reference.hf_overrides)
+
+
+def _text_fields(reference: Reference) -> Mapping[str, Any]:
+    return read_text_fields(reference.files, reference.hf_overrides)
 
 
 def _config(reference: Reference) -> HybridConfig:
-    if reference.kind is ReferenceKind.PRESET:
-        return preset(reference.name)
     if reference.kind is ReferenceKind.ORBAX:
         return read_description(reference.files).config
-    return _hf_config(reference.files, read_text_fields(reference.files))
+    if reference.kind is not ReferenceKind.PRESET:
+        return _hf_config(reference, _text_fields(reference))
+    try:
+        return _hf_config(reference, overridden(PRESETS[reference.name].fields, reference.hf_overrides))
+    except ModelConfigError as error:
+        raise CheckpointError(f"{reference.name}: {error}") from error
 
 
-def _hf_config(directory: Path, fields: Mapping[str, Any]) -> HybridConfig:
+def _hf_config(reference: Reference, fields: Mapping[str, Any]) -> HybridConfig:
+    where = reference.name if reference.directory is None else reference.directory / "config.json"
     try:
         return config_from_hf(fields)
     except ModelConfigError as error:
-        raise CheckpointError(f"{directory / 'config.json'}: {error}") from error
-    except ArithmeticError as error:  # a zero where something is divided by it
-        raise CheckpointError(f"{directory / 'config.json'}: has an impossible size ({error})") from error
+        raise CheckpointError(f"{where}: {error}") from error
+    except ArithmeticError as error:  # a division by a field that is zero
+        raise CheckpointError(f"{where}: has an impossible size ({error})") from error
 
 
 def weight_shapes(
@@ -295,19 +316,20 @@ def weight_shapes(
     quantization: str | None = None,
     quantization_exclude: Collection[str] = (),
     sharding: Shardings = None,
+    hf_overrides: Overrides = None,
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of the parameters that `load_model` would load, by dotted path; no weights are read.
 
     Raises:
         CheckpointError: as `load_model`.
     """
-    reference = resolve(ref)
+    reference = resolve(ref, hf_overrides)
     config, kind = _config(reference), _dtype(dtype, None)
     wide = abstract_parameters(config, kind)
     if reference.kind is ReferenceKind.ORBAX:
         return stored_parameters(read_description(reference.files), kind)
     if reference.kind in (ReferenceKind.HUGGING_FACE, ReferenceKind.DEMO) and quantization is None:
-        how = read_quantisation(reference.files, read_text_fields(reference.files))
+        how = read_quantisation(reference.files, _text_fields(reference))
         if how is not None:
             tensors = LogicalTensors(reference.name, TensorSet(reference.files, prefixes=TEXT_PREFIXES), how)
             sources = weight_names(config)
@@ -317,13 +339,13 @@ def weight_shapes(
     return wide if selection is None else selection.parameters(wide, sharding)
 
 
-def quantised_as(ref: str | Path) -> str:
+def quantised_as(ref: str | Path, *, hf_overrides: Overrides = None) -> str:
     """What of a checkpoint is quantised, and how, in words; empty for wide ones.
 
     Raises:
         CheckpointError: as `load_model`.
     """
-    reference = resolve(ref)
+    reference = resolve(ref, hf_overrides)
     if reference.kind is ReferenceKind.ORBAX:
         narrow = read_description(reference.files).narrow
         return by_place(
@@ -331,7 +353,7 @@ def quantised_as(ref: str | Path) -> str:
         )
     if reference.kind is ReferenceKind.PRESET:
         return ""
-    how = read_quantisation(reference.files, read_text_fields(reference.files))
+    how = read_quantisation(reference.files, _text_fields(reference))
     if how is None:
         return ""
     return str(LogicalTensors(reference.name, TensorSet(reference.files, prefixes=TEXT_PREFIXES), how))
@@ -372,7 +394,7 @@ def source_dtype(reference: Reference) -> Any:
     """The dtype of most of what is stored."""
     if reference.kind is ReferenceKind.ORBAX:
         return read_description(reference.files).dtype
-    stored = _stored_dtype(read_text_fields(reference.files))
+    stored = _stored_dtype(_text_fields(reference))
     return stored if stored in DTYPES else "float32"
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from checkpoints.errors import CheckpointError, listing
+from checkpoints.overrides import parse_overrides
 from checkpoints.presets import preset_names
 
 ORBAX_MARKER = "mamba_jax.json"
@@ -31,6 +34,8 @@ class Reference:
     kind: ReferenceKind
     name: str
     directory: Path | None
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that replace those of config.json."""
 
     @property
     def files(self) -> Path:
@@ -47,22 +52,31 @@ class Reference:
         return self.directory
 
 
-def resolve(ref: str | Path) -> Reference:
+def resolve(ref: str | Path, hf_overrides: Mapping[str, Any] | str | None = None) -> Reference:
     """Find out what `ref` names: `demo`, a directory (Hugging Face or Orbax), or a preset.
 
     A directory that is itself called `demo`, or like a preset, is reached as `./demo`.
 
+    Args:
+        ref: the reference.
+        hf_overrides: fields that replace those of config.json: see `checkpoints.overrides`.
     Raises:
-        CheckpointError: it names nothing that can be loaded.
+        CheckpointError: it names nothing that can be loaded, or the overrides cannot be used.
     """
-    name = str(ref)
+    name, overrides = str(ref), parse_overrides(hf_overrides or {})
     if name == DEMO:
-        return Reference(ReferenceKind.DEMO, name, DEMO_DIRECTORY)
+        return Reference(ReferenceKind.DEMO, name, DEMO_DIRECTORY, overrides)
     if not isinstance(ref, Path) and name in preset_names():
-        return Reference(ReferenceKind.PRESET, name, None)
+        return Reference(ReferenceKind.PRESET, name, None, overrides)
     path = Path(ref).expanduser()
     if path.is_dir():
-        return Reference(_directory_kind(path), name, path)
+        kind = _directory_kind(path)
+        if kind is ReferenceKind.ORBAX and overrides:
+            raise CheckpointError(
+                f"{name}: hf_overrides apply to config.json, which an Orbax directory does not use; "
+                "apply them to the Hugging Face directory that it was converted from"
+            )
+        return Reference(kind, name, path, overrides)
     if path.exists():
         raise CheckpointError(f"{name}: is a file; give the directory that holds config.json and the weights")
     expected = f"a Hugging Face or Orbax directory, {DEMO!r}, or a published size"

@@ -18,7 +18,7 @@ DOCS = Path(__file__).resolve().parent
 OWN = {f"--{name.replace('_', '-')}" for settings in (EngineConfig, ServerSettings) for name in settings.model_fields}
 ALSO_VLLMS = (
     "--allow-credentials", "--chat-template", "--config", "--default-chat-template-kwargs", "--download-dir",
-    "--enable-chunked-prefill", "--enable-prefix-caching", "--host", "--mamba-cache-mode",
+    "--enable-chunked-prefill", "--enable-prefix-caching", "--hf-overrides", "--host", "--mamba-cache-mode",
     "--max-logprobs", "--max-num-batched-tokens", "--max-num-seqs", "--model", "--otlp-traces-endpoint",
     "--override-generation-config", "--port", "--revision", "--root-path", "--seed", "--ssl-certfile", "--ssl-keyfile",
     "--tokenizer",
@@ -47,7 +47,7 @@ def _values(annotation: Any) -> str:
     (member,) = members
     if get_origin(member) is Literal:
         return " ".join(f"`{value}`" for value in get_args(member))
-    return {int: "a number", float: "a number", str: "text"}[member]
+    return {int: "a number", float: "a number", str: "text", dict: "JSON"}[get_origin(member) or member]
 
 
 def vllm_table() -> str:

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 from pydantic import Field, model_validator
 
+from checkpoints.overrides import parse_overrides
 from serving.core import CacheMode, ConfigError, check_replay_interval
 from serving.settings import Settings
 
@@ -45,6 +46,12 @@ class EngineConfig(Settings):
     )
     chat_template: str | None = Field(
         None, description="A chat template instead of the checkpoint's: a file, or the template itself."
+    )
+    hf_overrides: dict[str, Any] | None = Field(
+        None,
+        description="Fields that replace those of the model's config.json: a JSON object such as "
+        '{"rope_parameters": {"rope_type": "yarn", "factor": 4}}. Nested objects are merged; a dotted key such as '
+        "rope_parameters.factor names a nested field.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
@@ -89,6 +96,11 @@ class EngineConfig(Settings):
         None,
         ge=2,
         description="Maximum length of a sequence, prompt plus output, in tokens. Unset: the model's own limit.",
+    )
+    allow_long_max_model_len: bool = Field(
+        False,
+        description="Allow max_model_len beyond the model's own limit. Outputs past that limit may be poor; "
+        "hf_overrides with rope scaling extends the limit properly.",
     )
     max_num_seqs: int = Field(64, ge=1, description="Maximum number of sequences that run at once.")
     max_num_batched_tokens: int = Field(2048, ge=1, description="Maximum number of tokens processed in one step.")
@@ -216,6 +228,13 @@ class EngineConfig(Settings):
     def _fill_in_drafts(cls, flags: Any) -> Any:
         if isinstance(flags, dict) and flags.get("speculative_method") is not None:
             flags = {"num_speculative_tokens": DEFAULT_DRAFTS} | flags
+        return flags
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parse_overrides(cls, flags: Any) -> Any:
+        if isinstance(flags, dict) and flags.get("hf_overrides") is not None:
+            flags = flags | {"hf_overrides": parse_overrides(flags["hf_overrides"])}
         return flags
 
     def kv_dtype(self, dtype: Any) -> Any:

@@ -63,7 +63,9 @@ def make_plan(
     compile = compile and target.topology is not None
     if compile:
         check_compiler(target)
-    return _Planner(config, target, load_config(config.model)).plan(compile, full, context, progress)
+    return _Planner(config, target, load_config(config.model, hf_overrides=config.hf_overrides)).plan(
+        compile, full, context, progress
+    )
 
 
 class _Planner:
@@ -123,6 +125,7 @@ class _Planner:
                 dtype=self.dtype,
                 quantization=config.quantization,
                 quantization_exclude=config.excluded_from_quantization,
+                hf_overrides=config.hf_overrides,
                 sharding=lambda path: NamedSharding(mesh, partition.parameter(path)),
             )
         except (CheckpointError, ModelConfigError) as error:

@@ -128,6 +128,7 @@ def inspect(
     page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 32,
     *,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model from a hub.")] = None,
+    hf_overrides: Annotated[str | None, typer.Option(help="JSON object of fields that replace config.json's.")] = None,
 ) -> None:
     """Show a model's structure and the memory that its state takes, without loading weights."""
     import jax.numpy as jnp
@@ -141,7 +142,7 @@ def inspect(
     from mamba_jax.store import StoreShape
 
     model = local(model, revision=revision, weights=False)
-    config = load_config(model)
+    config = load_config(model, hf_overrides=hf_overrides)
     shape = StoreShape.of(config)
     table = Table(show_header=False, box=None)
     table.add_column(no_wrap=True)
@@ -149,7 +150,7 @@ def inspect(
     rows: dict[str, Any] = {
         "family": config.family,
         "parameters": f"{HybridModel.abstract(config).num_parameters:,}",
-        "quantized weights": quantised_as(model) or "none",
+        "quantized weights": quantised_as(model, hf_overrides=hf_overrides) or "none",
         "layers": config.pattern,
         "hidden size, vocabulary": f"{config.hidden_size:,}, {config.vocab_size:,}",
         "longest sequence": f"{config.max_position_embeddings:,}" if config.max_position_embeddings else "no limit",

@@ -125,6 +125,8 @@ def _plain(annotation: Any) -> tuple[type, bool, str | None]:
     if get_origin(annotation) is tuple:
         kind, _, choices = _plain(get_args(annotation)[0])
         return kind, True, choices
+    if get_origin(annotation) is dict:
+        return str, False, "JSON"
     if get_origin(annotation) is Literal:
         return str, False, "|".join(map(str, get_args(annotation)))
     return annotation, False, None

@@ -67,7 +67,8 @@ def plan(
     config, notice = resolved_model(EngineConfig.create(**(flags | {"tensor_parallel_size": 1})))
     if notice:
         errors.print(f"note: {notice}", markup=False, style="yellow")
-    longest = config.max_model_len or load_config(config.model).max_position_embeddings
+    model = load_config(config.model, hf_overrides=config.hf_overrides)
+    longest = config.max_model_len or model.max_position_embeddings
     if at_context is not None and longest and at_context > longest:
         raise ConfigError(f"--at-context {at_context}: a sequence has at most {longest} tokens (--max-model-len)")
     if machine is None:

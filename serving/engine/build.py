@@ -77,20 +77,21 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
         CheckpointError: the model cannot be loaded.
     """
     config = _in_step(fetched(config), led)
-    described = load_config(config.model)
+    described = load_config(config.model, hf_overrides=config.hf_overrides)
     weights = weight_bytes(
         config.model,
         dtype=config.dtype,
         load_format=config.load_format,
         quantization=config.quantization,
         quantization_exclude=config.excluded_from_quantization,
+        hf_overrides=config.hf_overrides,
     )
     design = _design(config, described, weights)  # errors come before minutes are spent on loading
     meshes = device_meshes(config)
     if config.compilation_cache:
         use_compilation_cache()
     tokenizer = load_tokenizer(config.tokenizer or config.model, chat_template=config.chat_template)
-    eos = generation_config(config.model).eos_token_ids or described.eos_token_ids
+    eos = generation_config(config.model, hf_overrides=config.hf_overrides).eos_token_ids or described.eos_token_ids
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         # A chat tokenizer's end of turn is often missing from the other two.
         eos = tuple(dict.fromkeys([*eos, tokenizer.eos_token_id]))
@@ -105,6 +106,7 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
         seed=config.seed,
         quantization=config.quantization,
         quantization_exclude=config.excluded_from_quantization,
+        hf_overrides=config.hf_overrides,
     )
     keep = config.compilation_cache
     return _assemble(design, meshes, loaded.model, tokenizer, eos, None, progress, keep=keep, digest=loaded.digest)

@@ -343,8 +343,11 @@ def scheduler_config(
 def _max_model_len(config: EngineConfig, model_max_len: int | None) -> int:
     if config.max_model_len is None:
         return model_max_len or 8192
-    if model_max_len is not None and config.max_model_len > model_max_len:
-        raise ConfigError(f"max_model_len {config.max_model_len:,} exceeds the model's own {model_max_len:,} tokens")
+    if not config.allow_long_max_model_len and config.max_model_len > (model_max_len or config.max_model_len):
+        raise ConfigError(
+            f"max_model_len {config.max_model_len:,} exceeds the model's own {model_max_len:,} tokens; raise that "
+            "limit by rope scaling or max_position_embeddings in --hf-overrides, or give --allow-long-max-model-len"
+        )
     return config.max_model_len
 
 

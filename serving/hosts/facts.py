@@ -21,5 +21,6 @@ def facts_of(config: EngineConfig) -> dict[str, str]:
         CheckpointError: the model's configuration cannot be read.
     """
     flags = {f"--{name.replace('_', '-')}": str(value) for name, value in config if name not in _OWN}
-    structure = hashlib.sha256(repr(load_config(config.model)).encode()).hexdigest()[:16]
+    described = load_config(config.model, hf_overrides=config.hf_overrides)
+    structure = hashlib.sha256(repr(described).encode()).hexdigest()[:16]
     return flags | {f"the version of {name}": version(name) for name in _PACKAGES} | {"the model": structure}

@@ -39,7 +39,7 @@ def translate(words: Sequence[str], own: Collection[str] = ()) -> Translated:
         ConfigError: a flag asks for what is not there, or its value cannot be read.
     """
     done = Translated()
-    waiting = _with_nested_values_joined(words)
+    waiting = _with_nested_values_joined(words, own)
     while waiting:
         word = waiting.pop(0)
         name, equals, value = word.partition("=")
@@ -108,8 +108,8 @@ def _dashed(name: str) -> str:
     return name.replace("_", "-") if name.startswith("--") else name
 
 
-def _with_nested_values_joined(words: Sequence[str]) -> Words:
-    """`--speculative-config.method mtp` and its like as one JSON object."""
+def _with_nested_values_joined(words: Sequence[str], own: Collection[str]) -> Words:
+    """`--speculative-config.method mtp` and similar flags as one JSON object."""
     left: Words = []
     found: dict[str, dict[str, object]] = defaultdict(dict)
     waiting = list(words)
@@ -117,7 +117,7 @@ def _with_nested_values_joined(words: Sequence[str]) -> Words:
         word = waiting.pop(0)
         name, equals, value = word.partition("=")
         flag, dot, key = name.partition(".")
-        if not (dot and flag.startswith("--") and _dashed(flag) in _NAMED):
+        if not (dot and flag.startswith("--") and (_dashed(flag) in _NAMED or _dashed(flag) in own)):
             left.append(word)
             continue
         if not equals:

@@ -342,7 +342,6 @@ FLAGS: tuple[Flag, ...] = (
     missing("--hf-token", "set HF_TOKEN in the environment: other users of this machine can read a command line"),
     missing("--cpu-offload-gb", "weights stay on the device; `mamba-jax plan` says what fits", harmless=("0",)),
     missing("--kv-transfer-config", "see --role and docs/split.md"),
-    missing("--hf-overrides", "edit config.json"),
     missing("--enable-force-include-usage", "clients ask by stream_options", takes=Takes.NOTHING),
     missing("--middleware", "put a proxy in front"),
 )  # fmt: skip

@@ -120,6 +120,14 @@ def test_command_prints_json_and_draws(tmp_path, capsys):
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
 
 
+def test_a_config_file_may_override_the_models_config(tmp_path, capsys):
+    file = tmp_path / "flags.yaml"
+    file.write_text("hf-overrides:\n  max_position_embeddings: 20000\nmax-num-seqs: 4\n")
+    wanted = ["--model", "nemotron-h-8b", "--topology", "h100-1", "--analysis", "--json", "--config", str(file)]
+    assert run(["plan", *wanted, "--at-context", "16000"]) == 0
+    assert json.loads(capsys.readouterr().out)["size"]["max_model_len"] == 20000
+
+
 def test_command_says_what_is_missing(capsys):
     assert run(["plan", "--model", "nemotron-h-8b", "--topology", "v5e-1", "--analysis"]) == 1
     said = capsys.readouterr().out

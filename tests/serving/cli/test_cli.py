@@ -101,6 +101,14 @@ def test_inspect_counts_without_loading(capfd):
     assert "none: no attention" in capfd.readouterr().out
 
 
+def test_inspect_shows_the_overridden_config(capfd):
+    overrides = '{"rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 262144}}'
+    assert run(["inspect", "--model", "qwen3-next-80b-a3b", "--hf-overrides", overrides]) == 0
+    assert "1,048,576" in capfd.readouterr().out
+    assert run(["inspect", "--hf-overrides", "[]"]) == 2
+    assert "hf_overrides: a JSON object is expected" in capfd.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def one_engine():
     """The command makes an engine each time it runs; compiling for one is enough here."""

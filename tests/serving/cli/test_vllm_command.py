@@ -235,6 +235,8 @@ def test_every_flag_says_what_becomes_of_it():
 
 
 def test_flags_of_our_own_are_left_alone(caplog):
+    words = ["--hf_overrides.rope_parameters.factor", "2", "m"]
+    assert translate(words, own={"--hf-overrides"}).words == ["m", "--hf-overrides", '{"rope_parameters.factor": 2}']
     assert translate(["--kv-cache-dtype", "fp8"], own={"--kv-cache-dtype"}).words == ["--kv-cache-dtype", "fp8"]
     with caplog.at_level(logging.INFO, logger="serving.cli"):
         assert own_words("serve", ["--page-size", "8", "--swap-space", "4"]) == ["--page-size", "8"]
