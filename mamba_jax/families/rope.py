@@ -1,4 +1,5 @@
-"""Rotary embeddings, also for longer contexts than a model was trained for: linear, YaRN, llama3 and LongRoPE.
+"""Rotary embeddings, also for longer contexts than a model was trained for: linear, dynamic,
+YaRN, llama3 and LongRoPE.
 
 Frequencies and factors as in transformers' `modeling_rope_utils.py`.
 """
@@ -24,14 +25,21 @@ def rope_config(fields: Fields, head_dim: int, *, share: float | None = None, th
     `share` is the share of each head that is rotated unless `rope_parameters` has another; None: the whole head in
     any case, as in families whose code does not look at it. `theta` is the family's default.
     """
-    parameters = fields.given("rope_scaling", "rope_parameters") or {}
-    if not isinstance(parameters, Mapping):
-        raise ModelConfigError(f"config field rope_parameters is {parameters!r}: an object is expected")
-    inner = Fields(parameters)
+    parameters = _parameters(fields, "rope_parameters") | _parameters(fields, "rope_scaling")
+    # Newer files may have one object for each kind of layer.
+    inner = Fields(_parameters(Fields(parameters), "full_attention") or parameters)
     kind = inner.text("rope_type", "default", "type")
+    kind = "default" if kind == "mrope" else kind  # the positions of text are equal on its three axes
     theta = inner.number("rope_theta", fields.number("rope_theta", theta))
     size = head_dim if share is None else int(head_dim * inner.number("partial_rotary_factor", share))
     return RopeConfig(theta, size) if kind == "default" else _scaled(kind, inner, fields, theta, size)
+
+
+def _parameters(fields: Fields, name: str) -> dict[str, Any]:
+    found = fields.given(name) or {}
+    if not isinstance(found, Mapping):
+        raise ModelConfigError(f"config field {name} is {found!r}: an object is expected")
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _scaled(kind: str, rope: Fields, fields: Fields, theta: float, size: int) -> RopeConfig:
@@ -66,6 +74,19 @@ def _scaled(kind: str, rope: Fields, fields: Fields, theta: float, size: int) ->
 def _linear(rope: Fields, plain: np.ndarray, theta: float, trained: float, original: float) -> _Scaled:
     factor = _positive(rope, "factor")
     return plain / factor, 1.0, trained * factor
+
+
+def _dynamic(rope: Fields, plain: np.ndarray, theta: float, trained: float, original: float) -> _Scaled:
+    """Dynamic NTK scaling: a larger theta for a longer sequence.
+
+    The theta of the longest context applies at every length, as states and keys cannot change with the length.
+    """
+    factor = _positive(rope, "factor")
+    if factor < 1:
+        raise ModelConfigError(f"config field factor is {factor}: at least 1 is expected for rope_type dynamic")
+    size = 2 * len(plain)
+    growth = (factor * factor - (factor - 1)) ** (size / (size - 2))
+    return (theta * growth) ** (-np.arange(0, size, 2) / size), 1.0, original * factor
 
 
 def _llama3(rope: Fields, plain: np.ndarray, theta: float, trained: float, original: float) -> _Scaled:
@@ -120,6 +141,7 @@ def _longrope(rope: Fields, plain: np.ndarray, theta: float, trained: float, ori
 _TURNS = (("beta_fast", 32.0), ("beta_slow", 1.0))
 _KINDS: Mapping[str, Callable[[Any, np.ndarray, float, float, float], _Scaled]] = {
     "linear": _linear,
+    "dynamic": _dynamic,
     "yarn": _yarn,
     "llama3": _llama3,
     "longrope": _longrope,

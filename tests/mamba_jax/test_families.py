@@ -276,7 +276,7 @@ def test_zamba_blocks_are_tied_with_the_head():
         ({**NEMOTRON, "sliding_window": 128}, "sliding_window is 128"),
         ({**NEMOTRON, "hybrid_override_pattern": "E", "n_group": 3}, "8 experts in 3 groups"),
         ({**NEMOTRON, "hybrid_override_pattern": "E", "num_experts_per_tok": 9}, "9 experts per token"),
-        ({"model_type": "falcon_h1", "rope_parameters": {"rope_type": "dynamic"}}, "rope_type is 'dynamic': supported"),
+        ({"model_type": "falcon_h1", "rope_parameters": {"rope_type": "spiral"}}, "rope_type is 'spiral': supported"),
         ({"model_type": "falcon_h1", "ssm_multipliers": [1.0]}, "a list of 5 numbers"),
         ({"model_type": "bamba", "mamba_d_head": 48}, "128 Mamba heads of 48 do not make the inner width 8192"),
         ({"model_type": "mamba2", "num_heads": 24}, "24 heads of 64 do not make"),

@@ -124,8 +124,11 @@ def test_router_weights_are_float32_in_a_bfloat16_model():
 
 
 @pytest.mark.parametrize("size", [6, 4, 3])
-def test_rope_turns_pairs_by_position(size):
-    config = AttentionConfig(1, 1, 6, scale=1.0, input_size=6, rope=RopeConfig(theta=50.0, size=size))
+@pytest.mark.parametrize(("frequencies", "scale"), [((), 1.0), ((0.9, 0.4, 0.05), 1.3)])
+def test_rope_turns_pairs_by_position(size, frequencies, scale):
+    frequencies = frequencies[: (size + 1) // 2]
+    rope = RopeConfig(theta=50.0, size=size, frequencies=frequencies, scale=scale)
+    config = AttentionConfig(1, 1, 6, scale=1.0, input_size=6, rope=rope)
     attention, _ = made(Attention, config, 6)
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         parameters(attention)[f"{name}.weight"][...] = jnp.eye(6)
@@ -134,9 +137,9 @@ def test_rope_turns_pairs_by_position(size):
     def turned(v, position):
         half, out = (size + 1) // 2, v.astype(np.float64)
         for i in range(half):
-            angle = position * 50.0 ** (-2 * i / size)
-            out[i] = v[i] * np.cos(angle) - v[i + half] * np.sin(angle)
-            out[i + half] = v[i + half] * np.cos(angle) + v[i] * np.sin(angle)
+            angle = position * (frequencies[i] if frequencies else 50.0 ** (-2 * i / size))
+            out[i] = scale * (v[i] * np.cos(angle) - v[i + half] * np.sin(angle))
+            out[i + half] = scale * (v[i + half] * np.cos(angle) + v[i] * np.sin(angle))
         return out
 
     x = np.asarray(x)

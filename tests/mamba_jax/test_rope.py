@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mamba_jax.config import ModelConfigError, need
-from mamba_jax.families import config_from_hf
+from mamba_jax.families import FAMILIES, config_from_hf
 from mamba_jax.families.fields import Fields
 from mamba_jax.families.rope import rope_config
 
@@ -33,10 +33,83 @@ def test_the_context_is_as_long_as_the_frequencies_reach(name, positions):
     assert need(need(config.attention).rope).frequencies
 
 
+def dynamic(theta, size, length, original, factor):
+    """Frequencies of dynamic NTK scaling, as transformers' definition has them for a sequence of `length` tokens."""
+    base = theta * (factor * length / original - (factor - 1)) ** (size / (size - 2))
+    return [base ** (-2 * i / size) for i in range(size // 2)]
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.5])
+def test_dynamic_scaling_is_that_of_the_longest_context(factor):
+    rope = rope_config(
+        Fields({"max_position_embeddings": 1024, "rope_scaling": {"type": "dynamic", "factor": factor}}), 16
+    )
+    np.testing.assert_allclose(rope.frequencies, dynamic(1e4, 16, 1024 * factor, 1024, factor), rtol=1e-12)
+    assert (rope.scale, rope.positions) == (1.0, 1024 * factor)
+
+
+LONGER = {
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0},
+    "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "longrope": {"long_factor": 2.0, "short_factor": 1.0, "original_max_position_embeddings": 512},
+}
+ROTARY = {
+    "bamba": {},
+    "granitemoehybrid": {"position_embedding_type": "rope", "layer_types": ["attention"], "num_hidden_layers": 1},
+    "falcon_h1": {},
+    "zamba2": {"use_mem_rope": True, "layers_block_type": ["hybrid"]},
+    "qwen3_next": {},
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
+    "lfm2": {},
+    "lfm2_moe": {},
+    "olmo_hybrid": {},
+}
+"""Fields with which each model type rotates."""
+UNROTATED = {"nemotron_h", "mamba2", "kimi_linear"}
+
+
+def test_every_model_type_rotates_or_has_no_positions():
+    known = {one.removesuffix("_text") for family in FAMILIES for one in family.model_types}
+    assert known == {*ROTARY, *UNROTATED}
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("kind", LONGER)
+@pytest.mark.parametrize("model_type", ROTARY)
+def test_every_family_that_rotates_has_every_kind(model_type, kind, key):
+    base = {"model_type": model_type, "max_position_embeddings": 2048, **ROTARY[model_type]}
+    plain = need(need(config_from_hf({**base, "rope_parameters": {"rope_theta": 7e5}}).attention).rope)
+    parameters = {"rope_type": kind, "rope_theta": 7e5, **LONGER[kind]}
+    for name in ("long_factor", "short_factor"):
+        if name in parameters:
+            parameters[name] = [parameters[name]] * (plain.size // 2)
+    config = config_from_hf({**base, key: parameters})
+    rope = need(need(config.attention).rope)
+    assert (rope.theta, rope.size, len(rope.frequencies)) == (7e5, plain.size, plain.size // 2)
+    expected = rope_config(Fields({"max_position_embeddings": 2048, key: parameters}), plain.size)
+    assert rope.frequencies == expected.frequencies
+    assert config.max_position_embeddings == (8192 if kind in ("linear", "dynamic", "yarn") else 2048)
+
+
+def test_both_fields_are_read_together():
+    fields = {"rope_parameters": {"rope_theta": 5.0, "partial_rotary_factor": 0.5, "rope_type": None},
+              "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "max_position_embeddings": 8}  # fmt: skip
+    rope = rope_config(Fields(fields), 8, share=1.0)
+    assert (rope.theta, rope.size) == (5.0, 4)
+    assert rope.frequencies == (0.5, 0.5 * 5.0**-0.5)
+    each = {"rope_parameters": {"full_attention": {"rope_theta": 3.0}, "sliding_attention": {"rope_theta": 2.0}}}
+    assert rope_config(Fields(each), 8).theta == 3.0
+    assert not rope_config(Fields({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}), 8).frequencies
+
+
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ({"rope_type": "dynamic", "factor": 2.0}, "rope_type is 'dynamic': supported are default, linear, yarn"),
+        ({"rope_type": "spiral", "factor": 2.0}, "rope_type is 'spiral': supported are default, linear, dynamic, yarn"),
+        ({"rope_type": "dynamic", "factor": 0.5}, "factor is 0.5: at least 1"),
         ({"type": "linear"}, "factor is None: a number over 0"),
         ({"rope_type": "yarn", "factor": -1.0}, "factor is -1.0: a number over 0"),
         ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "x"}, "is 'x': a number"),
