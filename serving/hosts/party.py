@@ -17,8 +17,9 @@ from serving.hosts.link import Kind, Link, LinkError
 log = logging.getLogger(__name__)
 
 _ALIVE_EVERY = 1.0
-_SLOW_TO_START = 60.0
-"""Timeout in seconds until a host can run steps: while it loads, the heartbeat thread may be blocked."""
+_LOADING_TIMEOUT = 15.0
+"""Timeout in seconds until a host can run steps. While it loads and compiles, the heartbeat thread waits for the
+interpreter for up to 3 s on a busy machine."""
 _CAUSE_WAIT = 2.0
 """Seconds in which a host's end may become known, which is why a step has failed."""
 _WAITING_CALLS = 4096
@@ -47,7 +48,7 @@ class Party:
         """No call is expected: others may go."""
         self._left = threading.Event()
         for link in self._links.values():
-            link.timeout = max(_SLOW_TO_START, host_timeout)
+            link.timeout = max(_LOADING_TIMEOUT, host_timeout)
         for other in links:
             threading.Thread(target=self._listen, args=(other,), name=f"host-{other}", daemon=True).start()
         threading.Thread(target=self._say_alive, name="alive", daemon=True).start()

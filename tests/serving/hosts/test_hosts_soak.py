@@ -20,7 +20,7 @@ MEETING = 45
 """Seconds until both hosts must have met; 10 s later they have ended."""
 START_UP = 60.0
 """Seconds that a host takes before it begins to meet the other one, on a machine that does other things too."""
-STAGES = {"starting": START_UP + MEETING + 10.0, "loading": 75.0, "serving": 15.0, "draining": 30.0}
+STAGES = {"starting": START_UP + MEETING + 10.0, "loading": 30.0, "serving": 15.0, "draining": 30.0}
 """Seconds in which the other host must end, from the fault on."""
 FAULTS = (signal.SIGKILL, signal.SIGSTOP)
 LENGTH = 100

@@ -105,23 +105,31 @@ import socket, sys, time
 from serving.hosts.link import Kind, Link
 from serving.hosts.party import Party
 party = Party(1, {0: Link(socket.create_connection(("127.0.0.1", int(sys.argv[1]))), 5)}, host_timeout=30)
-party.tell(Kind.READY)
+if sys.argv[2] == "serving":
+    party.tell(Kind.READY)
 time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_process_that_is_frozen_or_killed_is_lost(how):
+@pytest.mark.parametrize(
+    ("how", "stage", "wanted"),
+    [
+        (signal.SIGSTOP, "serving", "said nothing for 2 s"),
+        (signal.SIGKILL, "serving", "closed its connection"),
+        pytest.param(signal.SIGSTOP, "loading", "said nothing for 15 s", marks=pytest.mark.full),
+    ],
+)
+def test_a_process_that_is_frozen_or_killed_is_lost(how, stage, wanted):
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        command = [sys.executable, "-c", FROZEN, str(listening.getsockname()[1])]
+        command = [sys.executable, "-c", FROZEN, str(listening.getsockname()[1]), stage]
         other = subprocess.Popen(command, cwd=ROOT)
         try:
             leader = Watched(0, {1: Link(listening.accept()[0], 5)}, host_timeout=2)
-            leader.wait_until_ready()
+            if stage == "serving":
+                leader.wait_until_ready()
             with pytest.raises(queue.Empty):
                 leader.ends.get(timeout=3)  # it says that it lives
             other.send_signal(how)
-            wanted = "said nothing for 2 s" if how is signal.SIGSTOP else "closed its connection"
             assert leader.last_words() == (f"host 1 is lost: it has {wanted}", 1)
         finally:
             other.kill()
