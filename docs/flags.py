@@ -1,4 +1,4 @@
-"""Generate the tables of flags in engine.md and vllm.md from the definitions of the flags.
+"""Generate the tables of engine.md and vllm.md: flags from their definitions, and models that are not supported.
 
 python -m docs.flags
 """
@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
+from mamba_jax.families import UNSUPPORTED
 from serving.api.http.settings import ServerSettings
 from serving.config import EngineConfig
 from serving.vllm.flags import FLAGS, Flag
@@ -69,15 +70,23 @@ def _vllm_row(flag: Flag) -> str:
     return f"| {names} | {'same, other values' if flag.ours == flag.name else 'alias'} | {ours} |"
 
 
-TABLES = {"engine.md": ("flags", table), "vllm.md": ("vllm", vllm_table)}
-"""For each page: the marker of its table, and the function that generates it."""
+def unsupported_models() -> str:
+    """A Markdown table of recurrent models that are not supported."""
+    rows = [f"| {name} | `{kind}` | {lacking} |" for kind, (name, lacking) in UNSUPPORTED.items()]
+    return "\n".join(["| Models | `model_type` | Missing |", "|---|---|---|", *sorted(rows)]) + "\n"
+
+
+TABLES = {"engine.md": {"flags": table}, "vllm.md": {"vllm": vllm_table, "models": unsupported_models}}
+"""For each page: the markers of its tables, and the functions that generate them."""
 
 
 def with_table(name: str, page: str) -> str:
-    """The page with the table between its markers."""
-    mark, make = TABLES[name]
-    begin, end = f"<!-- {mark}: begin -->\n", f"<!-- {mark}: end -->\n"
-    return re.sub(f"{begin}.*{end}", lambda _: begin + make() + end, page, flags=re.DOTALL)
+    """The page with the tables between their markers."""
+    for mark, make in TABLES[name].items():
+        begin, end = f"<!-- {mark}: begin -->\n", f"<!-- {mark}: end -->\n"
+        text = begin + make() + end
+        page = re.sub(f"{begin}.*{end}", lambda _, text=text: text, page, flags=re.DOTALL)
+    return page
 
 
 if __name__ == "__main__":

@@ -26,11 +26,13 @@ from mamba_jax.families import (
 from mamba_jax.families.added_mtp import added_weight_names, with_added_mtp
 from mamba_jax.families.base import Family, HFSource
 from mamba_jax.families.parts import OWN_DRAFT_EMBEDDING, OWN_DRAFT_HEAD, own_draft_tables
-from mamba_jax.families.wrappers import OTHER_TOWERS, TEXT_PREFIXES, other_towers, text_fields
+from mamba_jax.families.unsupported import UNSUPPORTED
+from mamba_jax.families.wrappers import OTHER_TOWERS, TEXT_PREFIXES, WRAPPER, other_towers, text_fields
 
 __all__ = [
     "FAMILIES",
     "TEXT_PREFIXES",
+    "UNSUPPORTED",
     "Family",
     "HFSource",
     "UnknownModelType",
@@ -86,11 +88,14 @@ def get(model_type: str | None) -> Family:
     """The family of a config.json's `model_type`.
 
     Raises:
-        UnknownModelType: none of them; the message lists the known ones.
+        UnknownModelType: none of them; the message names the model, or lists the known ones.
     """
     for family in _families():
         if model_type in family.model_types:
             return family
+    if model_type is not None and model_type in UNSUPPORTED:
+        name, lacking = UNSUPPORTED[model_type]
+        raise UnknownModelType(f"model_type {model_type!r} is not supported: {name} models need {lacking}")
     known = ", ".join(one for family in _families() for one in family.model_types)
     raise UnknownModelType(f"model_type {model_type!r} is not supported: known are {known}")
 
@@ -108,7 +113,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         ModelConfigError: wrong fields, or such as ask for something that is not supported.
     """
     raw = text_fields(raw)
-    family = get(raw.get("model_type"))
+    # A wrapper's own model may differ from the family that its text model names: Kimi K3 is not a Kimi Linear.
+    wrapper = raw.get(WRAPPER)
+    family = get(wrapper if wrapper in UNSUPPORTED else raw.get("model_type"))
     return with_added_mtp(_with_scaled_positions(family.config_from_hf(raw)), raw)
 
 

@@ -15,6 +15,9 @@ from mamba_jax.config import ModelConfigError
 TEXT_KEYS = ("text_config", "llm_config")
 """Fields of config.json that hold the text model's config, possibly nested."""
 
+WRAPPER = "wrapper_model_type"
+"""The field of `text_fields` that holds the outermost `model_type` of a config.json with a text model's part."""
+
 TEXT_PREFIXES = ("language_model.", "llm.")
 """Prefixes of the text model's tensors that come before the names which the model has by itself."""
 
@@ -37,7 +40,10 @@ def text_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         text = raw[key]
         if not isinstance(text, Mapping):
             raise ModelConfigError(f"config field {key} is {text!r}: an object is expected")
+        wrapper = raw.get(WRAPPER, raw.get("model_type"))
         raw = {**{name: value for name, value in raw.items() if name != key}, **text}
+        if wrapper is not None and wrapper != raw.get("model_type"):
+            raw[WRAPPER] = wrapper
     return raw
 
 

@@ -94,7 +94,9 @@ def test_ids_that_end_a_text_come_from_the_text_models_config(tmp_path):
 
 def test_fields_of_the_text_model_win_over_outer_ones():
     raw = {"model_type": "outer", "eos_token_id": 1, "llm_config": {"model_type": "inner", "eos_token_id": 2}, "x": 3}
-    assert families.text_fields(raw) == {"model_type": "inner", "eos_token_id": 2, "x": 3}
+    assert families.text_fields(raw) == {
+        "model_type": "inner", "eos_token_id": 2, "x": 3, "wrapper_model_type": "outer"
+    }  # fmt: skip
     assert families.text_fields({"model_type": "plain", "text_config": None})["model_type"] == "plain"
 
 
