@@ -21,14 +21,15 @@ def parse_overrides(given: Mapping[str, Any] | str) -> dict[str, Any]:
     Raises:
         CheckpointError: the text is not JSON, or the value is not an object.
     """
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"hf_overrides: not JSON ({error}): {str(given)[:80]}") from None
-    if not isinstance(given, Mapping):
-        raise CheckpointError(f"hf_overrides: a JSON object is expected, not {str(given)[:80]}")
-    return _nested(given)
+    try:
+        found = json.loads(given) if isinstance(given, str) else given
+        if not isinstance(found, Mapping):
+            raise CheckpointError(f"hf_overrides: a JSON object is expected, not {str(found)[:80]}")
+        return _nested(found)
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"hf_overrides: not JSON ({error}): {str(given)[:80]}") from None
+    except RecursionError:
+        raise CheckpointError("hf_overrides: nested too deeply") from None
 
 
 def _nested(given: Mapping[str, Any]) -> dict[str, Any]:

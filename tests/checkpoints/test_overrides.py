@@ -73,6 +73,8 @@ def test_dotted_keys_are_nested_fields():
     [
         ("{", "hf_overrides: not JSON"),
         ("[1]", r"hf_overrides: a JSON object is expected, not \[1\]"),
+        ("[" * 100_000, "hf_overrides: nested too deeply"),
+        ({"a." * 100_000: 1}, "hf_overrides: nested too deeply"),
         ({"text_config": 3}, "text_config is 3: an object is expected"),
         ({"hidden_size": "big"}, "hidden_size is 'big': a whole number is expected"),
         ({"model_type": "x"}, "model_type 'x' is not supported"),
