@@ -119,7 +119,7 @@ class KernelChoice:
     @property
     def description(self) -> str:
         """Identifies the choice: with equal descriptions, the same source compiles to the same program."""
-        library = f" native {native.fingerprint()}" if self.platform == "cpu" else ""
+        library = f" native {native.fingerprint()} {self.products()}" if self.platform == "cpu" else ""
         return f"{self.platform} {self.named!r}{library}"
 
     def name_for(self, operation: str, candidates: Sequence[Implementation]) -> str | None:
@@ -132,9 +132,14 @@ class KernelChoice:
         """Record the implementation of an operation, for the report."""
         self.chosen.setdefault(operation, {})[implementation] = why
 
-    def instructions(self) -> str | None:
-        """The instruction set that C++ products use on CPU; None elsewhere, or without native operations."""
-        return native.instructions() if self.platform == "cpu" else None
+    def products(self) -> str | None:
+        """One line: how products with bfloat16 weights run on CPU; None elsewhere, or without native operations."""
+        if self.platform != "cpu" or (instructions := native.instructions()) is None:
+            return None
+        wide = f"C++ products use the instruction set {instructions} and widen bfloat16 weights to float32"
+        if native.multiplies_bfloat16():
+            return f"{wide}; XLA multiplies more than {native.FEW_ROWS} rows in bfloat16"
+        return f"{wide} for any number of rows (no bfloat16 instructions)"
 
     def report(self) -> str:
         """One line: the implementation of each operation traced so far, and why it is not a kernel."""

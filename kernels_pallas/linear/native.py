@@ -1,7 +1,8 @@
-"""The dense product of a few rows with a 16-bit weight in C++, for CPU: streams the weight once (`native/linear.cc`).
+"""The dense product with a weight in bfloat16 in C++, for CPU: streams the weight once (`native/linear.cc`).
 
-Of these, XLA's own form widens or rearranges the weight first. With a float32 weight it streams as fast, and with more
-rows it is faster with 16 bits as well, by instructions made for them.
+XLA widens or rearranges the weight of few rows first. With more rows, XLA is faster on processors that have
+instructions for bfloat16 products. On others it is slower than with float32 weights, and the C++ product is about as
+fast as XLA's with float32 weights.
 """
 
 import jax
@@ -10,16 +11,14 @@ import jax.numpy as jnp
 from kernels_pallas import native
 from kernels_pallas.linear import xla
 
-_MOST_ROWS = 8
-
 
 def unsupported(x, weight, *, out_dtype):
     """Why it cannot, or should not, run this call; or None."""
     if weight.dtype != jnp.bfloat16:
         return f"weights are {weight.dtype}, not bfloat16"
     rows = x.size // max(x.shape[-1], 1)
-    if not 0 < rows <= _MOST_ROWS:
-        return f"{rows} rows, not 1 to {_MOST_ROWS}"
+    if rows == 0 or (rows > native.FEW_ROWS and native.multiplies_bfloat16()):
+        return f"{rows} rows, not 1 to {native.FEW_ROWS}"
     return native.WHY_MISSING
 
 

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import jax
 
+FEW_ROWS = 8
+"""With more rows, XLA multiplies bfloat16 faster where the processor has instructions for it."""
+
 _MODULE = "kernels_pallas.native._handlers"
 _OPERATIONS = ("grouped_matmul", "linear", "read_slots", "state_replay", "state_update", "write_slots")
 
@@ -53,6 +56,14 @@ def why_missing(operation: str) -> str | None:
 def instructions() -> str | None:
     """The instruction set that products run with: "avx512", "avx2" or "baseline"; None without native operations."""
     return None if WHY_MISSING is not None else getattr(importlib.import_module(_MODULE), "INSTRUCTIONS", "baseline")
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for bfloat16 products, by which XLA multiplies many rows; True if unknown.
+
+    It is False with a library that is forced to a smaller instruction set by MAMBA_JAX_INSTRUCTIONS.
+    """
+    return WHY_MISSING is not None or bool(getattr(importlib.import_module(_MODULE), "MULTIPLIES_BFLOAT16", True))
 
 
 @functools.cache

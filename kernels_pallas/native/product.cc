@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "matrix.h"
 #include "product.h"
 
 namespace native {
@@ -16,16 +17,21 @@ using Product = void(const float*, const Stored*, float*, int64_t, int64_t, int6
   struct form {                                                                                                      \
     attributes static void float32(const float* x, const float* w, float* y, int64_t rows, int64_t inputs,           \
                                    int64_t outputs, int64_t begin, int64_t end) {                                    \
-      product<Float32, width>(x, w, y, rows, inputs, outputs, begin, end);                            \
+      product<Float32, width>(x, w, y, rows, inputs, outputs, begin, end);                                           \
     }                                                                                                                \
     attributes static void bfloat16(const float* x, const uint16_t* w, float* y, int64_t rows, int64_t inputs,       \
                                     int64_t outputs, int64_t begin, int64_t end) {                                   \
-      product<BFloat16Pairs, width>(x, w, y, rows, inputs, outputs, begin, end);                           \
+      product<BFloat16Pairs, width>(x, w, y, rows, inputs, outputs, begin, end);                                     \
     }                                                                                                                \
     attributes static void int8(const float* x, const int8_t* w, float* y, int64_t rows, int64_t inputs,             \
                                 int64_t outputs, int64_t begin, int64_t end) {                                       \
-      product<Int8, width>(x, w, y, rows, inputs, outputs, begin, end);                               \
+      product<Int8, width>(x, w, y, rows, inputs, outputs, begin, end);                                              \
     }                                                                                                                \
+    attributes static void matrix(const float* columns, const uint16_t* w, float* y, int64_t rows, int64_t inputs,   \
+                                  int64_t outputs, int64_t begin, int64_t end) {                                     \
+      matrix_product<BFloat16Pairs, width>(columns, w, y, rows, inputs, outputs, begin, end);                        \
+    }                                                                                                                \
+    static constexpr int64_t kGroupRows = kGroup<width>;                                                             \
   };
 
 struct Choice {
@@ -33,11 +39,13 @@ struct Choice {
   Product<float>* float32;
   Product<uint16_t>* bfloat16;
   Product<int8_t>* int8;
+  Product<uint16_t>* matrix;
+  int64_t group_rows;
 };
 
 template <typename Form>
 Choice choice(const char* name) {
-  return {name, Form::float32, Form::bfloat16, Form::int8};
+  return {name, Form::float32, Form::bfloat16, Form::int8, Form::matrix, Form::kGroupRows};
 }
 
 #ifdef NATIVE_DISPATCH
@@ -69,6 +77,14 @@ const Choice kChoice = choose();
 
 const char* instructions() { return kChoice.name; }
 
+bool multiplies_bfloat16() {
+#ifdef NATIVE_DISPATCH
+  return std::strcmp(kChoice.name, "avx512") == 0 && __builtin_cpu_supports("avx512bf16");
+#else
+  return true;  // unknown: XLA chooses
+#endif
+}
+
 void product_of(const float* x, const float* w, float* y, int64_t rows, int64_t inputs, int64_t outputs, int64_t begin,
                 int64_t end) {
   kChoice.float32(x, w, y, rows, inputs, outputs, begin, end);
@@ -83,5 +99,12 @@ void product_of(const float* x, const int8_t* w, float* y, int64_t rows, int64_t
                 int64_t end) {
   kChoice.int8(x, w, y, rows, inputs, outputs, begin, end);
 }
+
+void matrix_product_of(const float* columns, const uint16_t* w, float* y, int64_t rows, int64_t inputs, int64_t outputs,
+                       int64_t begin, int64_t end) {
+  kChoice.matrix(columns, w, y, rows, inputs, outputs, begin, end);
+}
+
+int64_t group_rows() { return kChoice.group_rows; }
 
 }  // namespace native

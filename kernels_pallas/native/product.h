@@ -290,6 +290,14 @@ void product_of(const float* x, const uint16_t* w, float* y, int64_t rows, int64
 void product_of(const float* x, const int8_t* w, float* y, int64_t rows, int64_t inputs, int64_t outputs, int64_t begin,
                 int64_t end);
 
+// The same for many rows of x, as columns: see matrix.h.
+void matrix_product_of(const float* columns, const uint16_t* w, float* y, int64_t rows, int64_t inputs, int64_t outputs,
+                       int64_t begin, int64_t end);
+int64_t group_rows();  // rows of a group of columns
+
+// Whether the processor multiplies bfloat16 itself; XLA is then faster with many rows.
+bool multiplies_bfloat16();
+
 // The instruction set that `product_of` runs with: "avx512", "avx2" or "baseline".
 const char* instructions();
 

@@ -273,8 +273,8 @@ def _compile_all(engine: Engine, *, progress: bool, keep: bool, label: str) -> N
         loop.mover.warm_up(loop.store)
     warm_up(loop, engine.vocab_size, progress=progress and sys.stderr.isatty(), keep=keep, label=label)
     log.info(loop.programs.kernels.report())
-    if (instructions := loop.programs.kernels.instructions()) is not None:
-        log.info("C++ products use the instruction set %s", instructions)
+    if (products := loop.programs.kernels.products()) is not None:
+        log.info(products)
 
 
 def kernel_choice(config: EngineConfig) -> KernelChoice:

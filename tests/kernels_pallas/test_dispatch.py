@@ -166,3 +166,20 @@ def test_names():
         dispatch.call("op", kernels, None, 1)
     with pytest.raises(dispatch.UnsupportedError, match="'b' is not operation=implementation"):
         dispatch.KernelChoice.parse("a=x,b")
+
+
+def test_tells_how_products_with_bfloat16_weights_run(monkeypatch):
+    monkeypatch.setattr(dispatch.native, "instructions", lambda: "avx2")
+    monkeypatch.setattr(dispatch.native, "multiplies_bfloat16", lambda: False)
+    line = dispatch.KernelChoice(platform="cpu").products()
+    assert line == (
+        "C++ products use the instruction set avx2 and widen bfloat16 weights to float32 for any number of rows "
+        "(no bfloat16 instructions)"
+    )
+    monkeypatch.setattr(dispatch.native, "instructions", lambda: "avx512")
+    monkeypatch.setattr(dispatch.native, "multiplies_bfloat16", lambda: True)
+    assert "avx512" in dispatch.KernelChoice(platform="cpu").products()
+    assert dispatch.KernelChoice(platform="cpu").products().endswith("XLA multiplies more than 8 rows in bfloat16")
+    assert dispatch.KernelChoice(platform="tpu").products() is None
+    monkeypatch.setattr(dispatch.native, "instructions", lambda: None)
+    assert dispatch.KernelChoice(platform="cpu").products() is None

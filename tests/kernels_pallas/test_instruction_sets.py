@@ -15,7 +15,8 @@ from kernels_pallas.linear import native as linear
 from kernels_pallas.linear import quantised_native
 
 random = np.random.default_rng(0)
-for rows, inputs, outputs in ((1, 96, 120), (3, 77, 13), (5, 2100, 131), (8, 1024, 64)):
+few = (1, 96, 120), (3, 77, 13), (5, 2100, 131), (8, 1024, 64)
+for rows, inputs, outputs in (*few, (24, 70, 9), (25, 300, 50), (300, 77, 3)):
     x = jnp.asarray(random.normal(size=(rows, inputs)), jnp.float32)
     w = jnp.asarray(random.normal(size=(outputs, inputs)), jnp.bfloat16)
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas import native
 from kernels_pallas.dispatch import KernelChoice, UnsupportedError
 from kernels_pallas.linear import linear, reference
 from kernels_pallas.linear.shapes import SHAPES
-from kernels_pallas.native import WHY_MISSING
 
 pytestmark = pytest.mark.full
 
-needs_native = pytest.mark.skipif(WHY_MISSING is not None, reason=f"native operations: {WHY_MISSING}")
+needs_native = pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
 
 
 @pytest.mark.smoke
@@ -41,7 +41,8 @@ def test_native_rows_do_not_depend_on_each_other():
 
 
 @needs_native
-def test_native_runs_where_it_is_faster():
+def test_native_runs_where_it_is_faster(monkeypatch):
+    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: True)
     few, narrow = jnp.ones((4, 32), jnp.bfloat16), jnp.ones((8, 32), jnp.bfloat16)
     choice = KernelChoice(platform="cpu")
     with choice.applied():
@@ -54,6 +55,16 @@ def test_native_runs_where_it_is_faster():
     ]:
         with pytest.raises(UnsupportedError, match=why):
             linear(x, weight, implementation="native")
+
+
+@needs_native
+@pytest.mark.parametrize("rows", [9, 25, 70, 600])
+def test_native_runs_all_rows_without_bfloat16_instructions(monkeypatch, rows):
+    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: False)
+    choice = KernelChoice(platform="cpu")
+    with choice.applied():
+        check(rows, 300, 50, jnp.bfloat16, None)
+    assert choice.chosen == {"linear": {"native": ""}}
 
 
 def check(rows, inputs, outputs, dtype, implementation):

@@ -1,11 +1,13 @@
 """The engine on the kernels (interpreted) gives the tokens that it gives on plain JAX, under reuse and preemption."""
 
+import logging
 import random
 
 import pytest
 
 from mamba_jax.programs import KernelChoice, StepPrograms
 from serving.config import ConfigError, EngineConfig
+from serving.engine import build
 from serving.engine.build import assemble
 from serving.engine.sampling_params import SamplingParams
 from tests.support.engines import QUICK_COMPILE
@@ -38,3 +40,12 @@ def test_a_choice_that_makes_no_sense(harness):
     config = EngineConfig.create(**harness.flags, kernels="ssd_scan=xla,update")
     with pytest.raises(ConfigError, match="kernels: 'update' is not operation=implementation"):
         assemble(config, harness.model)
+
+
+def test_start_up_tells_how_bfloat16_weights_are_multiplied(harness, caplog, monkeypatch):
+    engine = harness.engine("align")
+    monkeypatch.setattr(build, "warm_up", lambda *args, **kwargs: None)
+    monkeypatch.setattr(KernelChoice, "products", lambda self: "C++ products use avx2")
+    with caplog.at_level(logging.INFO, logger="serving"):
+        build._compile_all(engine, progress=False, keep=False, label="")
+    assert caplog.messages.count("C++ products use avx2") == 1
