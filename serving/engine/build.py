@@ -195,6 +195,8 @@ def _assemble(
     )
     built = Built(engines, config, size, models[0], tokenizer, digest)
     connect_tiers(config, [engine.loop for engine in engines], models[0].config, lambda: built.weights_digest)
+    if (products := engines[0].loop.programs.kernels.products()) is not None:
+        log.info(products)
     at_start = config.warmup if config.warmup is not None else design.platform != "cpu"
     for replica, engine in enumerate(engines):
         if keep and not at_start:
@@ -273,8 +275,6 @@ def _compile_all(engine: Engine, *, progress: bool, keep: bool, label: str) -> N
         loop.mover.warm_up(loop.store)
     warm_up(loop, engine.vocab_size, progress=progress and sys.stderr.isatty(), keep=keep, label=label)
     log.info(loop.programs.kernels.report())
-    if (products := loop.programs.kernels.products()) is not None:
-        log.info(products)
 
 
 def kernel_choice(config: EngineConfig) -> KernelChoice:
