@@ -8,6 +8,7 @@ DIMENSIONS = {
     "T": "packed tokens of a step, or all tokens of whole sequences",
     "tokens": "the same, in operations and in batches",
     "batch": "whole sequences; with a star, any leading axes",
+    "parts": "equal parts of a training batch",
     "length": "tokens of each whole sequence, padding included",
     "length_1": "the same without the last token, which has no next token",
     "max_len": "tokens that a sequence may have",

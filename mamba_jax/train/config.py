@@ -34,6 +34,9 @@ class DataSettings:
     """Proportion of the question-and-answer documents that are rendered with the chat template."""
     validation: str | None = None
     """Validation data: a .jsonl file, or a corpus of which `heldout/` is used. Unset: `corpus/heldout` if present."""
+    separate_documents: bool = False
+    """No state and no attention from one document to the next in a sequence, and no loss for the first token of a
+    document. Costs padding: documents of a batch are padded to its longest."""
     held_out: float = 0.0
     """Proportion of each source's documents that is not trained on but used for validation if the corpus has no
     `heldout/` and `validation` is unset."""

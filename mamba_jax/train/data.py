@@ -2,6 +2,9 @@
 
 Which sequences a step sees follows from the seed and the step's number alone, so a run that goes on from a checkpoint
 sees what it would have seen.
+
+Where documents are separate, the first token of each is marked in the sequences: it is stored as its complement
+`~token`, which is negative.
 """
 
 from __future__ import annotations
@@ -35,6 +38,16 @@ class TokenStream:
         lengths = np.cumsum([0, *map(len, arrays)])
         tokens = np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
         return cls(tokens, lengths[:-1].astype(np.int32), aligned)
+
+    def sequence(self, start: int, length: int, *, separate: bool) -> Int32[np.ndarray, " length"]:
+        """The tokens from `start` on; with `separate`, the first token of each document is marked."""
+        tokens = self.tokens[start : start + length]
+        if separate:
+            first, after = np.searchsorted(self.starts, (start, start + length))
+            tokens = tokens.copy()
+            places = self.starts[first:after] - start
+            tokens[places] = ~tokens[places]
+        return tokens
 
     def windows(self, length: int, offset: int) -> Int32[np.ndarray, " windows"]:
         """Where the sequences of one pass over the stream begin; `offset` shifts those that may begin anywhere."""
@@ -84,6 +97,32 @@ def read_streams(path: Path) -> dict[str, TokenStream]:
         }
 
 
+@dataclass(frozen=True)
+class Packing:
+    """Bounds of the documents in some sequences; a training step is compiled for them."""
+
+    documents: int
+    longest: int
+    """Tokens."""
+
+    @classmethod
+    def of(cls, parts: Int32[np.ndarray, "parts batch length"]) -> Packing | None:
+        """The bounds of each part, rounded up to powers of two so that few programs are compiled. None: no marks."""
+        if not (parts < 0).any():
+            return None
+        starts = parts[..., :-1] < 0
+        starts[..., 0] = True
+        length = starts.shape[-1]
+        first = np.flatnonzero(starts)
+        longest = int(np.diff(np.append(first, starts.size)).max())
+        documents = int(starts.sum(axis=(1, 2)).max())
+        return cls(_power_of_two(documents), min(length, _power_of_two(longest)))
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
 class Batches:
     """The sequences of each step.
 
@@ -93,6 +132,7 @@ class Batches:
         batch_size: sequences in a step.
         length: tokens in a sequence.
         seed: of the order.
+        separate: mark the first token of each document.
     Raises:
         ModelConfigError: a share without a source, or a source shorter than a sequence.
     """
@@ -105,6 +145,7 @@ class Batches:
         batch_size: int,
         length: int,
         seed: int,
+        separate: bool = False,
     ) -> None:
         if unknown := sorted(set(shares) - set(streams)):
             raise ModelConfigError(f"data.mixture has {unknown[0]!r}; the corpus has {', '.join(streams)}")
@@ -112,7 +153,7 @@ class Batches:
             if not len(streams[name].windows(length, 0)):
                 raise ModelConfigError(f"source {name!r} has {len(streams[name].tokens)} tokens: fewer than a sequence")
         self._names, self._streams = sorted(shares), streams
-        self._batch_size, self._length, self._seed = batch_size, length, seed
+        self._batch_size, self._length, self._seed, self._separate = batch_size, length, seed, separate
         total = sum(shares.values())
         bounds = np.round(np.cumsum([shares[name] / total for name in self._names]) * _BLOCK).astype(int)
         self._pattern = np.searchsorted(bounds, np.arange(_BLOCK), side="right")
@@ -133,7 +174,7 @@ class Batches:
         size = min(len(stream.windows(self._length, offset)) for offset in (0, self._length - 1))
         epoch, index = divmod(turn, size)
         start = self._order(name, epoch)[index]
-        return stream.tokens[start : start + self._length]
+        return stream.sequence(start, self._length, separate=self._separate)
 
     def _order(self, name: str, epoch: int) -> np.ndarray:
         """Where the sequences of a source's pass begin, shuffled."""

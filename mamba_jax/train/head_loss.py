@@ -27,12 +27,12 @@ def mean_cross_entropy(
     targets: Int[Array, "batch length"],
     multiplier: float = 1.0,
 ) -> Float[Array, ""]:
-    """Mean of -log softmax(multiplier * weight hidden)[target] over all positions, in float32.
+    """Mean of -log softmax(multiplier * weight hidden)[target] over all positions that have a target, in float32.
 
     Args:
         hidden: hidden states after the final norm.
         weight: the head's weight.
-        targets: the next tokens.
+        targets: the next tokens; negative: none.
         multiplier: factor of the logits.
     """
     return _cross_entropy(hidden, weight, targets, multiplier, gradient=False)[0]
@@ -45,20 +45,23 @@ def _cross_entropy(
         rows, wanted = _flat(xs[0]), xs[1].reshape(-1)
         logits = multiplier * _product(weight, rows.T)
         share, mass, highest = _exponentials(logits)
-        total = (jnp.log(mass) + highest - jnp.take_along_axis(logits, wanted[None], axis=0)[0]).sum()
+        of_target = jnp.take_along_axis(logits, jnp.maximum(wanted, 0)[None], axis=0)[0]
+        total = jnp.where(wanted >= 0, jnp.log(mass) + highest - of_target, 0.0).sum()
         if not gradient:
             return (carry[0] + total,), None
         change = share / mass - (jnp.arange(weight.shape[0])[:, None] == wanted)
-        change = (multiplier * change).astype(rows.dtype)
+        change = (multiplier * change * (wanted >= 0)).astype(rows.dtype)
         to_rows = _product(change.T, weight).reshape(xs[0].shape).astype(hidden.dtype)
         return (carry[0] + total, carry[1] + _product(change, rows)), to_rows
 
     start = (jnp.zeros((), _F32), *([jnp.zeros(weight.shape, _F32)] if gradient else []))
     (total, *to_weight), to_hidden = lax.scan(piece, start, tuple(_pieces(x, 1) for x in (hidden, targets)))
-    mean = total / targets.size
+    count = jnp.maximum((targets >= 0).sum(), 1).astype(_F32)
+    mean = total / count
     if not gradient:
         return mean, ()
-    return mean, (_whole(to_hidden, hidden, 1) / targets.size, (to_weight[0] / targets.size).astype(weight.dtype))
+    to_hidden = (_whole(to_hidden, hidden, 1) / count).astype(hidden.dtype)
+    return mean, (to_hidden, (to_weight[0] / count).astype(weight.dtype))
 
 
 def _cross_entropy_backward(multiplier: float, saved: tuple[Array, ...], change: Array) -> tuple[Array, Array, None]:

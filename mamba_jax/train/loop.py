@@ -24,6 +24,7 @@ from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.modules.quantised import weight_of
 from mamba_jax.train.config import TrainConfig
+from mamba_jax.train.data import Packing
 from mamba_jax.train.loss import Parameters, training_loss
 from mamba_jax.train.optimizer import learning_rate, make_optimizer
 from mamba_jax.train.state import Checkpoints, TrainState
@@ -39,7 +40,7 @@ class TrainingDiverged(RuntimeError):
 
 
 class StepData(Protocol):
-    """The sequences of each step; `data.Batches`."""
+    """The sequences of each step; `data.Batches`. The first tokens of documents may be marked."""
 
     def __getitem__(self, step: int) -> Int32[np.ndarray, "batch length"]: ...
 
@@ -161,12 +162,12 @@ def train(
 
     placements = jax.tree.map(lambda x: x.sharding, state)
 
-    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(placements, None))
+    @functools.partial(jax.jit, donate_argnums=0, static_argnames="packing", out_shardings=(placements, None))
     def update(
-        state: TrainState, frozen: Parameters, tokens: jax.Array, step: jax.Array
+        state: TrainState, frozen: Parameters, tokens: jax.Array, step: jax.Array, packing: Packing | None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         def of(values: Parameters, tokens: jax.Array) -> Any:
-            return loss({**frozen, **values}, tokens)
+            return loss({**frozen, **values}, tokens, packing=packing)
 
         (total, parts), gradient = _mean_over_parts(jax.value_and_grad(of, has_aux=True), state.values, tokens)
         changes, moments = optimizer.update(gradient, state.optimizer, state.values)
@@ -187,9 +188,9 @@ def train(
         with _interruptible() as interrupted:
             step = int(state.step)
             while step < settings.steps and not interrupted():
-                batch = batches[step]
-                tokens = jax.device_put(batch.reshape(settings.accumulate, part, *batch.shape[1:]), by_part)
-                state, parts = update(state, frozen, tokens, jnp.int32(step))
+                batch = batches[step].reshape(settings.accumulate, part, -1)
+                tokens = jax.device_put(batch, by_part)
+                state, parts = update(state, frozen, tokens, jnp.int32(step), packing=Packing.of(batch))
                 step += 1
                 save = step % settings.save_every == 0 or step == settings.steps or interrupted()
                 due = validate is not None and (step % settings.validate_every == 0 or step == settings.steps)

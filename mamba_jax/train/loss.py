@@ -11,10 +11,11 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from mamba_jax.config import HybridConfig
-from mamba_jax.layout import SequenceLayout
+from mamba_jax.config import HybridConfig, ModelConfigError
+from mamba_jax.layout import PackedLayout, SequenceLayout
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.train.config import DraftSettings
+from mamba_jax.train.data import Packing
 from mamba_jax.train.head_loss import distillation, mean_cross_entropy
 from mamba_jax.train.rollout import rollout
 
@@ -40,28 +41,44 @@ def training_loss(
     model_weight: float = 1.0,
     rematerialise: bool = False,
     balance_experts: float = 0.0,
+    packing: Packing | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """The loss of a batch, and its parts.
 
     Args:
         values: float32 weights.
-        tokens: sequences with one token more than the model is run over.
+        tokens: sequences with one token more than the model is run over. Where `packing` is given, the first token of
+            each document is marked (see `mamba_jax.train.data`).
         config: the model's configuration.
         drafts: settings of the draft layer's training, if there is one.
         dtype: dtype of the products.
         model_weight: weight of the next token's loss; 0 trains only the draft layer.
         rematerialise: see `HybridModel.hidden`.
         balance_experts: see `MoEConfig.balance`; the gradient has this loss, the returned loss does not.
+        packing: at least the documents that `tokens` has; they do not see each other, and the first token of a
+            document is no target.
     Returns:
         The loss; and `loss` (of the next token, if it has any weight), for each draft n from 1 `draft_loss_n` and
         `draft_agreement_n`, the share of places where its first choice is the model's.
+    Raises:
+        ModelConfigError: separate documents with a loss of drafts.
     """
     if balance_experts and config.moe is not None:
         config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, balance=balance_experts))
     model = build(config, values, dtype)
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    batch, length = inputs.shape
-    layout = SequenceLayout.of(batch, length)
+    batch, length = tokens.shape[0], tokens.shape[1] - 1
+    drafting = bool(config.mtp_pattern and drafts.depth_weights)
+    if packing is None:
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        layout = SequenceLayout.of(batch, length)
+    else:
+        if drafting:
+            raise ModelConfigError(
+                "data.separate_documents: drafts are trained across documents; set drafts.depth_weights=[]"
+            )
+        inputs, targets = jnp.maximum(tokens, ~tokens)[:, :-1], tokens[:, 1:]
+        starts = (tokens[:, :-1] < 0).at[:, 0].set(True).reshape(-1)
+        layout = PackedLayout.of_documents(starts, documents=packing.documents, longest=packing.longest)
     flat, _ = model.hidden(inputs.reshape(-1), layout, None, rematerialise=rematerialise)
     hidden = flat.reshape(batch, length, -1)
     total, parts = jnp.zeros(()), {}
@@ -69,7 +86,7 @@ def training_loss(
         head = model.head.weight[...]
         parts["loss"] = mean_cross_entropy(hidden, head, targets, config.logits_multiplier)
         total = model_weight * parts["loss"]
-    if config.mtp_pattern and drafts.depth_weights:
+    if drafting:
         chosen = slice(None, None, drafts.every)
         if drafts.detach:
             frozen = {p: v if p.startswith(DRAFT_LAYER) else jax.lax.stop_gradient(v) for p, v in values.items()}

@@ -29,7 +29,8 @@ _MAY_DIFFER = {
 def keep_recipe(directory: Path, settings: TrainConfig, **inputs: str | None) -> None:
     """Write `recipe.json`, or compare it with the one that the folder has.
 
-    With a stable schedule, `steps` and `optimizer.decay_steps` may differ: the decay starts later.
+    A setting that the file lacks, because it is newer, has its default. With a stable schedule, `steps` and
+    `optimizer.decay_steps` may differ: the decay starts later.
 
     Args:
         directory: of the run; created if it does not exist.
@@ -45,6 +46,8 @@ def keep_recipe(directory: Path, settings: TrainConfig, **inputs: str | None) ->
         try:
             kept = json.loads(path.read_text())
             before, after = dict(_flat(kept["settings"])), dict(_flat(wanted["settings"]))
+            defaults = dict(_flat(json.loads(json.dumps(dataclasses.asdict(TrainConfig())))))
+            before |= {name: value for name, value in defaults.items() if name in after and name not in before}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelConfigError(f"{path}: cannot be read ({error}); use another --output") from error
         allowed = set(_MAY_DIFFER)

@@ -13,12 +13,12 @@ from jaxtyping import Int32
 
 from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.train.config import DraftSettings
-from mamba_jax.train.data import TokenStream
+from mamba_jax.train.data import Packing, TokenStream
 from mamba_jax.train.loss import Parameters, training_loss
 
 
 def validation_sequences(
-    streams: Mapping[str, TokenStream], *, length: int, limit: int
+    streams: Mapping[str, TokenStream], *, length: int, limit: int, separate: bool = False
 ) -> Int32[np.ndarray, "windows length"]:
     """Sequences that do not overlap, spread evenly over all streams.
 
@@ -26,6 +26,7 @@ def validation_sequences(
         streams: the validation data by source.
         length: tokens in a sequence.
         limit: maximum number of sequences.
+        separate: mark the first token of each document.
     Raises:
         ModelConfigError: no stream is as long as a sequence.
     """
@@ -36,7 +37,7 @@ def validation_sequences(
             " sequence_length, or set data.held_out to 0 to train without it"
         )
     chosen = np.linspace(0, len(places) - 1, min(limit, len(places))).round().astype(int)
-    return np.stack([streams[name].tokens[start : start + length] for name, start in (places[i] for i in chosen)])
+    return np.stack([streams[places[i][0]].sequence(places[i][1], length, separate=separate) for i in chosen])
 
 
 class Validation:
@@ -72,11 +73,15 @@ class Validation:
         cut = [batch[: len(batch) // devices * devices] for batch in batches]
         self._batches, self._sharding = [batch for batch in cut if len(batch)], sharding
         no_drafts = DraftSettings(depth_weights=())
-        self._loss = jax.jit(functools.partial(training_loss, config=config, drafts=no_drafts, dtype=dtype))
+        self._loss = jax.jit(
+            functools.partial(training_loss, config=config, drafts=no_drafts, dtype=dtype), static_argnames="packing"
+        )
 
     def loss(self, values: Parameters) -> float:
         """The mean over all tokens, in nats."""
         total = [
-            len(batch) * float(self._loss(values, jax.device_put(batch, self._sharding))[0]) for batch in self._batches
+            len(batch)
+            * float(self._loss(values, jax.device_put(batch, self._sharding), packing=Packing.of(batch[None]))[0])
+            for batch in self._batches
         ]
         return sum(total) / sum(map(len, self._batches))

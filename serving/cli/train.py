@@ -175,10 +175,14 @@ def _data(settings: Any, corpus: Path, tokenizer_files: Path, output: Path, cons
         streams, held_out = hold_out(streams, settings.data.held_out)
     length = settings.sequence_length + 1
     shares = shares_of(streams, settings.data)
-    batches = Batches(streams, shares, batch_size=settings.batch_size, length=length, seed=settings.seed)
+    separate = settings.data.separate_documents
+    batches = Batches(
+        streams, shares, batch_size=settings.batch_size, length=length, seed=settings.seed, separate=separate
+    )
     if held_out is None:
         return batches, None
-    return batches, validation_sequences(held_out, length=length, limit=settings.validation_sequences)
+    limit = settings.validation_sequences
+    return batches, validation_sequences(held_out, length=length, limit=limit, separate=separate)
 
 
 def _overrides(given: list[str]) -> dict[str, Any]:

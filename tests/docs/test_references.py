@@ -57,9 +57,20 @@ def test_the_command_line_knows_what_pages_show(page, line):
         command.parse_args(context, words)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def links_of(page: Path) -> list[str]:
+    """Links to files of the repository, without their fragments."""
     text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
     links = re.findall(r"\]\(([^)\s]+)\)", text)
-    local = [link.split("#")[0] for link in links if not re.match(r"[a-z]+:", link)]
-    assert not [link for link in local if link and not (page.parent / link).exists()]
+    return [file for link in links if not re.match(r"[a-z]+:", link) if (file := link.split("#")[0])]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    assert not [link for link in links_of(page) if not (page.parent / link).exists()]
+
+
+def test_every_page_is_linked():
+    linked = {(page.parent / link).resolve() for page in PAGES for link in links_of(page)}
+    decisions = ROOT / "docs/decisions"
+    others = [page for page in PAGES if page.name not in ("README.md", "index.md") and page.parent != decisions]
+    assert not [page.name for page in others if page not in linked]

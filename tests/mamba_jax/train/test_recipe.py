@@ -24,6 +24,16 @@ def test_the_same_recipe_goes_on(tmp_path):
     assert kept["settings"]["save_every"] == 7
 
 
+def test_a_setting_that_is_newer_than_the_recipe_has_its_default(tmp_path):
+    keep_recipe(tmp_path, SETTINGS)
+    kept = json.loads((tmp_path / RECIPE).read_text())
+    del kept["settings"]["balance_experts"], kept["settings"]["data"]["separate_documents"]
+    (tmp_path / RECIPE).write_text(json.dumps(kept))
+    with pytest.raises(ModelConfigError, match=r"another recipe: balance_experts was 0\.0, is 0\.5; use"):
+        keep_recipe(tmp_path, dataclasses.replace(SETTINGS, balance_experts=0.5))
+    keep_recipe(tmp_path, SETTINGS)
+
+
 @pytest.mark.parametrize(
     ("changes", "inputs", "message"),
     [

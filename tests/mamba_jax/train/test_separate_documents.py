@@ -1,0 +1,82 @@
+"""`data.separate_documents`: a packed sequence has the loss and the gradient of its documents alone."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mamba_jax.config import ModelConfigError
+from mamba_jax.train.config import DraftSettings
+from mamba_jax.train.data import Batches, Packing, TokenStream
+from mamba_jax.train.loop import initial_values, read_log, train
+from mamba_jax.train.loss import training_loss
+from mamba_jax.train.validation import validation_sequences
+from tests.support.tiny_configs import FOR_ENGINES
+from tests.support.tiny_training import BATCH, CONFIG, LENGTH, settings
+
+NO_DRAFTS = DraftSettings(depth_weights=())
+LENGTHS = (8, 16, 8, 16, 8, 8, 1, 16)
+STREAM = TokenStream.of([np.random.default_rng(i).integers(0, 40, length) for i, length in enumerate(LENGTHS)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["nemotronh", "falconh1", "delta"])
+def test_a_packed_sequence_has_the_loss_of_its_documents(name):
+    config = dataclasses.replace(FOR_ENGINES[name], mtp_pattern="")
+    values = {path: v * 4 if v.ndim > 1 else v for path, v in initial_values(config, 0).items()}
+    loss = functools.partial(training_loss, config=config, drafts=NO_DRAFTS, dtype=jnp.float32)
+    run = jax.jit(jax.value_and_grad(lambda *a, **k: loss(*a, **k)[0]), static_argnames="packing")
+    batch = np.stack([STREAM.sequence(start, 33, separate=True) for start in (0, 32)])
+    packed = run(values, batch, packing=Packing.of(batch[None]))
+    joined = run(values, np.maximum(batch, ~batch))
+    documents = [piece for row in batch for piece in np.split(row, np.flatnonzero(row < 0)) if len(piece) > 1]
+    count = sum(len(piece) - 1 for piece in documents)
+    alone = [run(values, np.maximum(piece, ~piece)[None]) for piece in documents]
+    shares = [(len(piece) - 1) / count for piece in documents]
+    expected = jax.tree.map(lambda *parts: sum(share * part for share, part in zip(shares, parts, strict=True)), *alone)
+    assert abs(joined[0] - expected[0]) > 1e-3  # the boundaries matter
+    for one, other in zip(jax.tree.leaves(packed), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_first_tokens_are_marked():
+    tokens = STREAM.sequence(3, 22, separate=True)
+    assert np.flatnonzero(tokens < 0).tolist() == [5, 21]
+    np.testing.assert_array_equal(np.maximum(tokens, ~tokens), STREAM.sequence(3, 22, separate=False))
+    assert (STREAM.tokens >= 0).all()
+    rows = Batches({"a": STREAM}, {"a": 1}, batch_size=4, length=20, seed=0, separate=True)[0]
+    assert (rows < 0).any()
+    assert (validation_sequences({"a": STREAM}, length=20, limit=3, separate=True) < 0).any()
+
+
+def test_bounds_of_documents():
+    marked = np.stack([STREAM.sequence(start, 33, separate=True) for start in (0, 32)])
+    assert Packing.of(marked[:, None]) == Packing(4, 16)
+    assert Packing.of(marked[None]) == Packing(8, 16)
+    assert Packing.of(np.ones((1, 2, 9), np.int32)) is None
+    assert Packing.of(np.array([[[1, 2, ~3]]])) == Packing(1, 2)  # a document begins after the last input
+
+
+@pytest.mark.full
+def test_a_run_with_separate_documents(tmp_path):
+    documents = [np.random.default_rng(i).integers(0, 40) + np.arange(3 + i % 9) for i in range(200)]
+    stream = TokenStream.of([document % 40 for document in documents])
+    data = Batches({"a": stream}, {"a": 1}, batch_size=BATCH, length=LENGTH + 1, seed=0, separate=True)
+    held_out = validation_sequences({"a": stream}, length=LENGTH + 1, limit=BATCH, separate=True)
+    chosen = settings(drafts=NO_DRAFTS, steps=30, accumulate=1, validate_every=15)
+    train(chosen, CONFIG, data, tmp_path, validation=held_out)
+    losses = [record["loss"] for record in read_log(tmp_path / "log.jsonl")]
+    assert np.isfinite(losses).all()
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_drafts_of_separate_documents_are_refused():
+    marked = STREAM.sequence(2, 33, separate=True)[None]
+    with pytest.raises(ModelConfigError, match=r"data\.separate_documents"):
+        training_loss(
+            initial_values(CONFIG, 0), marked, config=CONFIG, drafts=DraftSettings(), dtype=jnp.float32,
+            packing=Packing.of(marked[None]),
+        )  # fmt: skip
