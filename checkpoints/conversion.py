@@ -82,7 +82,9 @@ def _rewrite(
         raise CheckpointError(f"{reference.name}: is quantized already ({already})")
     names = TensorSet(reference.files).names
     if any(name.startswith(TEXT_PREFIXES) for name in names):
-        raise CheckpointError(f"{reference.name}: holds a text model in a multimodal one; write Orbax instead")
+        raise CheckpointError(
+            f"{reference.name}: the text model of a multimodal one cannot be written in this form; use --form orbax"
+        )
     config = as_stored(load_config(reference.name), names)
     sources = weight_names(config)
     return rewrite_hugging_face(

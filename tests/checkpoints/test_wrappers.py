@@ -8,6 +8,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import checkpoints
+from checkpoints.conversion import convert
+from checkpoints.draft_layer import begun_draft_layer, with_draft_layer, write_with_draft_layer
 from checkpoints.random import write_random
 from mamba_jax import families
 from mamba_jax.config import ModelConfigError
@@ -64,6 +66,27 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_loaded(tmp_path, caplog, o
     (line,) = [record.getMessage() for record in caplog.records if "only the text model" in record.getMessage()]
     for tower in towers:
         assert f"{tower.removeprefix('model.').split('.')[0]} (1)" in line
+
+
+def test_a_text_model_in_a_multimodal_one_is_converted_to_orbax_only(tmp_path):
+    plain = write_random(tmp_path / "plain", CHECKPOINT)
+    wrapped = wrap(plain, tmp_path / "wrapped", *WRAPPERS[0])
+    with pytest.raises(checkpoints.CheckpointError, match="use --form orbax"):
+        convert(wrapped, tmp_path / "hugging-face", form="hugging-face", progress=False)
+    found, expected = values(convert(wrapped, tmp_path / "orbax", progress=False)), values(plain)
+    for path, value in expected.items():
+        np.testing.assert_array_equal(found[path], value, err_msg=path)
+
+
+def test_a_draft_layer_is_added_to_a_text_model_in_a_multimodal_one(tmp_path):
+    fields = {name: v for name, v in CHECKPOINT.items() if "mtp" not in name and "nextn" not in name}
+    wrapped = wrap(write_random(tmp_path / "plain", fields), tmp_path / "wrapped", *WRAPPERS[0])
+    raw, config = with_draft_layer(wrapped, "*-")
+    expected = values(wrapped) | begun_draft_layer(config, values(wrapped), 0)
+    found = values(write_with_draft_layer(wrapped, tmp_path / "with_drafts", raw, config, expected))
+    assert found.keys() == expected.keys()
+    for path, value in expected.items():
+        np.testing.assert_allclose(found[path], np.asarray(value, found[path].dtype), rtol=1e-2, err_msg=path)
 
 
 def test_lfm2_with_a_vision_tower(tmp_path):
