@@ -30,7 +30,7 @@ def test_the_anthropic_sdk(server, capsys):
 
 
 def shape(message):
-    """A message without the texts that a model of another build may put otherwise, and names that nobody chose."""
+    """A message without the texts that another build of the model may word otherwise, and without generated names."""
     calls = [
         (call["type"], call["function"]["name"], sorted(json.loads(call["function"]["arguments"])))
         for call in message.get("tool_calls", ())

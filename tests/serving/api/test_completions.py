@@ -62,7 +62,7 @@ def test_several_choices(server):
 
 
 def test_the_second_time_is_cached(server):
-    prompt = "A prefix that nobody else here has begun a prompt with"
+    prompt = "A prefix that no other test here begins a prompt with"
     before = server.metric("mamba_jax_full_prefix_hits_total")
     first, second = (server.complete(prompt).json() for _ in range(2))
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

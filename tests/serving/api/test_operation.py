@@ -248,7 +248,7 @@ def test_errors_know_their_type():
 
 
 def test_probes_do_not_wait_for_tokenisers(server, monkeypatch):
-    """A text of megabytes is tokenised beside the event loop: probes are answered meanwhile."""
+    """A text of megabytes is tokenised outside the event loop: probes are answered meanwhile."""
     done, enough = [], threading.Event()
     encode = server.context.codec.tokenizer.encode_batch
 

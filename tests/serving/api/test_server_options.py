@@ -63,8 +63,8 @@ def test_pages_of_an_origin(other):
     refused = other.http.get("/v1/models", headers=origin | {"authorization": "Bearer wrong"})
     assert refused.status_code == 401
     assert refused.headers["access-control-allow-origin"] == "https://chat.example"
-    stranger = other.http.get("/v1/models", headers={"origin": "https://elsewhere.example"})
-    assert "access-control-allow-origin" not in stranger.headers
+    other_origin = other.http.get("/v1/models", headers={"origin": "https://elsewhere.example"})
+    assert "access-control-allow-origin" not in other_origin.headers
 
 
 def test_a_path_in_front(other):

@@ -1,4 +1,4 @@
-"""Outputs of a given form: always of that form, with and without drafts, greedy or not, beside free neighbours."""
+"""Structured outputs have the required form, with and without drafts, greedy or not, next to unconstrained requests."""
 
 import json
 import re

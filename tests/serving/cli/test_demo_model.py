@@ -1,4 +1,4 @@
-"""The demo model is the one that its card describes: what `mamba-jax eval` wrote beside it comes out again."""
+"""The demo model is the one that its card describes: `mamba-jax eval` gives the results stored with it."""
 
 import json
 import re

@@ -162,7 +162,7 @@ class Run:
         return request
 
     def maybe_abort(self) -> None:
-        """Somebody goes away."""
+        """Perhaps aborts or stops a request."""
         if self.rng.random() < self.trouble and self.scheduler.has_unfinished:
             request = self.rng.choice([r for r in self.requests if not r.finished])
             self.coverage[f"abort {request.status.name.lower()}"] += 1
@@ -269,7 +269,7 @@ class Run:
         for request in self.scheduler.running:
             waits = request.lockstep and any(row.sample for row in request.progress.unsettled)
             if waits and request not in planned and any(row.num_drafts for row in plan.decode):
-                self.coverage["sitting out beside drafts"] += 1
+                self.coverage["sitting out with drafts"] += 1
 
     def lose_store(self) -> None:
         """A step failed: the donated store is gone."""
@@ -314,7 +314,7 @@ class Run:
                 self.settle()
             elif not scheduler.has_unfinished and self.waiting_results:
                 self.settle()
-            # Each step of a schedule without trouble advances somebody by a token at least.
+            # Without trouble, each step advances at least one request by at least one token.
             again = (1 + 6 * (self.trouble > 0)) * (1 + self.device.weights)
             bound = 60 + 6 * sum(len(request.tokens) + 2 for request in self.requests) * again
             expect(work < bound, "starvation: too many steps", work)

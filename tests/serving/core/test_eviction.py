@@ -108,7 +108,7 @@ def test_a_modest_state_displaces_nothing_of_worth() -> None:
     ends = [[token] * 3 for token in range(5)]
     for prompt in ends[:4]:
         loop.run(prompt, max_tokens=1)
-    # Two slots are free, for the row and for its prompt's end; the last boundary displaces somebody, the others nobody.
+    # Two slots are free, for the row and for its prompt's end; only the last boundary displaces a state.
     loop.run([9] * 19, max_tokens=1)
     assert kept(loop, [9] * 19) == [16, 19]
     assert [bool(kept(loop, prompt)) for prompt in ends[:4]] == [False, True, True, True]

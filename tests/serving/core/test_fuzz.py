@@ -22,7 +22,7 @@ DEFAULT_EXAMPLES = 20_000
 REACHED = """
 abort running, abort waiting, accepted_tokens, anchors, blocked, boundaries_not_kept, cached_tokens, displacements,
 drafts under masks, drafts_cut, full_hits, page_copies, pages_evicted, preemptions, refused, resets, rows_stalled,
-sitting out beside drafts, states_evicted, weight_changes, withdrawn,
+sitting out with drafts, states_evicted, weight_changes, withdrawn,
 miss caching_off, miss evicted, miss not_found, miss not_yet_written, miss prompt_logprobs, miss salt_differs,
 miss state_evicted, miss too_short, miss weights_changed
 """

@@ -1,4 +1,4 @@
-"""Budgets, lengths, fairness, refusals, and who has to make room for whom."""
+"""Budgets, lengths, fairness, refusals, and which requests are preempted."""
 
 import pytest
 
@@ -204,7 +204,7 @@ def test_lockstep_settles_first() -> None:
     loop.finish()
 
 
-def test_a_row_in_lockstep_sits_out_beside_others_that_go_on() -> None:
+def test_a_row_in_lockstep_sits_out_while_others_go_on() -> None:
     for drafts in (0, 2):
         loop = Loop(num_speculative_tokens=drafts)
         plain = loop.add([1, 2, 3], max_tokens=12 * (1 + drafts))
@@ -250,7 +250,7 @@ def test_abort_everywhere() -> None:
     loop.settle()
     loop.finish()
     assert running.finish_reason is FinishReason.ABORT
-    assert loop.scheduler.abort("nobody") is None
+    assert loop.scheduler.abort("unknown") is None
 
 
 def test_counters_add_up() -> None:

@@ -167,7 +167,7 @@ def test_what_others_do_to_a_disk_counts_like_the_own():
     assert (len(disk), disk.used, tiers.take_gone()) == (0, 0, [(disk, [])])
     tiers.outdate()
     tiers.others_changed([], [more], [])
-    assert not disk.units, "nobody finds what other weights computed"
+    assert not disk.units, "states of other weights are never found"
     disk.check()
 
 

@@ -1,4 +1,4 @@
-"""What a state is worth beside others of its kind."""
+"""What a state is worth compared with others of its kind."""
 
 from serving.core.cache.prefix_tree import Scope
 from tests.serving.core.drive import Loop

@@ -191,7 +191,7 @@ def _check_journal(run: TieredRun) -> None:
     expect(told.get("device", set()) == {unit_of(entry, block).name for entry in entries}, "the device's states", told)
     for tier in run.tiers.tiers:
         names = told.get(tier.name, set())
-        # What the disk has from before the weights were replaced is not told of: nobody finds it.
+        # What the disk has from before the weights were replaced is not reported: no request can use it.
         right = names <= tier.units.keys() if weights and tier is run.tiers.disk else names == tier.units.keys()
         expect(right, "a tier's states", tier.name)
     run.coverage["told of"] += len(found.states)

@@ -1,4 +1,4 @@
-"""Replicas behind one front: the tokens of one engine, requests where their states are, and nobody harmed by others."""
+"""Replicas behind one front: the tokens of one engine, requests where their states are, errors that stay local."""
 
 import asyncio
 import contextlib
@@ -180,7 +180,7 @@ def test_aborts_and_readers_that_leave(harness, maker):
         with pytest.raises(RequestError, match="'one' is in use"):
             await last(replicas, [5], request_id="one")
         await replicas.abort("two")
-        await replicas.abort("nobody")
+        await replicas.abort("unknown")
         assert [output.outputs[0].finish_reason async for output in streams[1]][-1] == "abort"
         await streams[0].aclose()
         for _ in range(500):
@@ -193,7 +193,7 @@ def test_aborts_and_readers_that_leave(harness, maker):
     served(maker, body)
 
 
-def test_a_bad_request_harms_nobody(harness, maker, traffic):
+def test_a_bad_request_does_not_affect_others(harness, maker, traffic):
     prompts, alone = traffic
 
     async def body(replicas):
@@ -232,7 +232,7 @@ def test_a_full_queue_sends_to_the_next(harness, maker):
 
 
 @pytest.mark.full
-def test_nobody_is_sent_to_wait_at_a_held_replica(harness, maker):
+def test_no_request_waits_at_a_sleeping_replica(harness, maker):
     engines = maker.make(max_num_waiting=1, max_num_seqs=1)
     rng, gate = random.Random(12), threading.Event()
 

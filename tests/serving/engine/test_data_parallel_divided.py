@@ -1,4 +1,4 @@
-"""Replicas that each take several devices: the mesh of one engine beside that of the next."""
+"""Replicas that each take several devices: each engine has its own mesh."""
 
 import itertools
 import threading

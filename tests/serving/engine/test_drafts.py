@@ -30,7 +30,7 @@ CASES = [
 
 
 class Drafting:
-    """A harness with drafts, beside one of the same model without."""
+    """A harness with drafts and one of the same model without."""
 
     def __init__(self, harness, golden, method, drafts):
         folder = harness.golden.parent / golden

@@ -56,7 +56,7 @@ def test_a_failing_request_alone_on_an_async_engine_is_answered(structured):
     async def body():
         with pytest.raises(RequestError, match="structured outputs"):
             await asyncio.wait_for(ask(), 60)
-        # Ended between two steps, by whoever: answered too.
+        # A request that is ended between two steps is answered, too.
         stream = served.generate({"prompt_token_ids": [5]}, dataclasses.replace(GREEDY, max_tokens=100), "named")
         await anext(stream)
         await served.call(lambda engine: engine.fail("named", "given up"))
@@ -78,8 +78,8 @@ async def _read(stream):
 def test_a_row_that_has_no_arrays_ends_its_own_request(harness, monkeypatch, kind):
     engine = harness.engine("all")
     good, bad, other = ({"prompt_token_ids": [3 + i] * (9 + i)} for i in range(3))
-    beside = [good["prompt_token_ids"], other["prompt_token_ids"]]
-    expected = [output.outputs[0].token_ids for output in harness.run(harness.engine("all"), beside, GREEDY)]
+    neighbours = [good["prompt_token_ids"], other["prompt_token_ids"]]
+    expected = [output.outputs[0].token_ids for output in harness.run(harness.engine("all"), neighbours, GREEDY)]
 
     def named(rows) -> bool:
         return any(getattr(row, "request", row).request_id == "bad" for row in rows)
@@ -98,7 +98,7 @@ def test_a_row_that_has_no_arrays_ends_its_own_request(harness, monkeypatch, kin
     finish(engine)
     assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
     assert "too large for an array" in outputs[1].outputs[0].stop_reason
-    for prompt, output, tokens in zip(beside, outputs[::2], expected, strict=True):
+    for prompt, output, tokens in zip(neighbours, outputs[::2], expected, strict=True):
         harness.assert_greedy(prompt, output.outputs[0].token_ids, tokens)
     loop.scheduler.check(idle=True)
 
@@ -183,7 +183,7 @@ def test_states_that_were_spoiled_on_the_device_are_forgotten(harness, mode):
     (second,) = harness.run(engine, [[*prompt, 9]], GREEDY)
     assert engine.stats()["cached_tokens"]
     assert second.outputs[0].finish_reason == "error"
-    # Nobody meets them again.
+    # No later request reads these states.
     (third,) = harness.run(engine, [prompt], GREEDY)
     assert third.num_cached_tokens == 0
     harness.assert_greedy(prompt, third.outputs[0].token_ids, first.outputs[0].token_ids)

@@ -1,4 +1,4 @@
-"""Compiling grammars: what takes too much is stopped and refused, and holds up nobody else."""
+"""Compiling grammars: one that takes too much time or memory is stopped and refused, and delays no other request."""
 
 import os
 import subprocess

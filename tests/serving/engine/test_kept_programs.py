@@ -135,7 +135,7 @@ def test_a_folder_that_others_may_write_is_not_used(harness, tmp_path):
         programs_like(harness, tmp_path)
 
 
-def test_what_nobody_uses_goes(harness, tmp_path):
+def test_old_programs_are_removed(harness, tmp_path):
     tmp_path.chmod(0o700)
     old = tmp_path / "0.program"
     old.write_bytes(b"")

@@ -35,7 +35,7 @@ def test_same_tokens_by_kernels(harness):
     assert "ssd_scan by pallas_tpu_interpreted (named)" in programs.kernels.report()
 
 
-def test_a_choice_that_makes_no_sense(harness):
+def test_a_malformed_kernel_choice_is_refused(harness):
     config = EngineConfig.create(**harness.flags, kernels="ssd_scan=xla,update")
     with pytest.raises(ConfigError, match="kernels: 'update' is not operation=implementation"):
         assemble(config, harness.model)

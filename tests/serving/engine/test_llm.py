@@ -99,7 +99,7 @@ def test_a_stream_grows_and_closing_it_aborts(llm):
     assert llm.engine.num_unfinished == 0
 
 
-def test_streams_end_whoever_runs_their_steps(llm, monkeypatch):
+def test_streams_end_when_other_calls_run_their_steps(llm, monkeypatch):
     """Two side by side, one around a call that runs it to its end, and one that is aborted from outside."""
     left, step = iter(range(100)), llm.engine.step
 

@@ -1,4 +1,4 @@
-"""The same tokens in every cache mode, whatever runs beside a request and however often it is thrown out."""
+"""The same tokens in every cache mode, whatever else runs and however often a request is preempted."""
 
 import random
 

@@ -149,23 +149,23 @@ def test_five_hundred_requests_under_changing_weights():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("beside", ["tiers", "replay"])
-def test_nothing_stale_comes_from_tiers_or_by_replay(beside, tmp_path):
+@pytest.mark.parametrize("source", ["tiers", "replay"])
+def test_nothing_stale_comes_from_tiers_or_by_replay(source, tmp_path):
     flags = {
         "tiers": {"host_cache_gib": 0.01, "disk_cache": str(tmp_path), "disk_cache_gib": 0.1},
         "replay": {"replay_interval": 4},
     }
-    made = VersionedEngine(seed=8, **flags[beside])
+    made = VersionedEngine(seed=8, **flags[source])
     engine = made.engine
-    if beside == "tiers":
+    if source == "tiers":
         engine.loop.scheduler.tiers.prices = AlwaysFetch()
     outputs = made.run(requests=120, update_every=40)
     explained = made.explain(outputs)
     assert explained.worst < 2e-3
     assert engine.control.weights.updates >= 3
     assert sum(output.num_cached_tokens for output in outputs) > 100
-    assert (engine.loop.store.tails is not None) == (beside == "replay")
-    if beside == "tiers":
+    assert (engine.loop.store.tails is not None) == (source == "replay")
+    if source == "tiers":
         assert engine.stats()["tiers"]["host"]["arrived"] > 5
         host = engine.loop.scheduler.tiers.host
         kept = len(host.units)

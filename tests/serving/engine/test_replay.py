@@ -1,4 +1,4 @@
-"""`replay_interval`: what is allowed and chosen, what it takes, and that nobody can tell the difference."""
+"""`replay_interval`: allowed and chosen values, memory, and unchanged tokens."""
 
 import dataclasses
 import logging
@@ -212,7 +212,7 @@ def test_an_anchor_a_tail_and_now_and_then_a_spare_for_each_sequence(mode, memor
 
 
 def test_decays_by_channel_take_their_share_of_a_tail():
-    """Of each token and layer: what it added, its keys, and as many decays as keys; beside them the windows' inputs."""
+    """Per token and layer: what it added, its keys, and as many decays as keys; plus the inputs of the windows."""
     kimi, replay = load_config("kimi-linear-48b-a3b"), Replay(16, 3)
     layers, inner, ring, windows = kimi.pattern.count("D"), 32 * 128, 32, 8
     token = 4 * inner + 2 * inner + 4 * inner

@@ -94,7 +94,7 @@ def test_penalties_see_prompt_and_output(harness, engine, greedy):
     assert ask(harness, engine, prompt, repetition_penalty=1.0).outputs[0].token_ids == tokens
 
 
-def test_a_seed_gives_the_same_tokens_whatever_runs_beside_it(harness, engine, greedy):
+def test_a_seed_gives_the_same_tokens_whatever_else_runs(harness, engine, greedy):
     prompt, _ = greedy
     rng = random.Random(0)
     params = SamplingParams(temperature=1.0, seed=11, max_tokens=10, ignore_eos=True)

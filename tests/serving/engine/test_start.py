@@ -66,7 +66,7 @@ def test_steps_run_by_wider_programs_until_the_narrower_ones_are_there(harness, 
     assert narrow.outputs[0].token_ids == wide.outputs[0].token_ids
 
 
-def test_a_narrower_program_that_cannot_be_compiled_stops_nobody(harness, watched, monkeypatch):
+def test_a_narrower_program_that_cannot_be_compiled_stops_no_request(harness, watched, monkeypatch):
     engine, shapes, go_on = watched
     compile = engine.loop.programs.program
 

@@ -15,7 +15,7 @@ def no_sitting_out(patch: Patch) -> None:
     83,
     "where there are drafts, all rows wait for one in lockstep",
     "masks: neighbours",
-    seen_by="test_limits:test_a_row_in_lockstep_sits_out_beside_others_that_go_on",
+    seen_by="test_limits:test_a_row_in_lockstep_sits_out_while_others_go_on",
 )
 def neighbours_wait(patch: Patch) -> None:
     whole = scheduler.Scheduler.needs_settle_before_schedule

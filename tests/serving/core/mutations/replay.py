@@ -103,7 +103,7 @@ def written_over_with_drafts(patch: Patch) -> None:
 
 
 @mutation(74, "no slot is kept in addition to a checkpoint that is the anchor", "replay: no spare")
-def nothing_beside_a_checkpoint(patch: Patch) -> None:
+def no_slot_besides_the_anchor(patch: Patch) -> None:
     def trim(self: Any, after: Any) -> None:
         keep = {self._anchor_slot(after), self._current, *(after.writes if after is not None else ())}
         for slot in [slot for slot in self._own if slot not in keep]:
