@@ -167,21 +167,24 @@ def test_requests_without_a_seed_draw_differently(harness, maker):
 
 
 def test_aborts_and_readers_that_leave(harness, maker):
-    rng = random.Random(5)
+    rng, gate = random.Random(5), threading.Event()
     long = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
 
     async def body(replicas):
         streams = [
             replicas.generate({"prompt_token_ids": harness.prompt(rng, 20)}, long, name) for name in ("one", "two")
         ]
-        for stream in streams:
-            await anext(stream)
+        await anext(streams[0])
+        # The second replica may have to compile its programs: the first request must not finish meanwhile.
+        replicas._served[0].tell(lambda _: gate.wait(60))
+        await anext(streams[1])
         assert [served.num_unfinished for served in replicas._served] == [1, 1]
         with pytest.raises(RequestError, match="'one' is in use"):
             await last(replicas, [5], request_id="one")
         await replicas.abort("two")
         await replicas.abort("unknown")
         assert [output.outputs[0].finish_reason async for output in streams[1]][-1] == "abort"
+        gate.set()
         await streams[0].aclose()
         for _ in range(500):
             if not replicas.num_unfinished:
