@@ -195,7 +195,7 @@ def _assemble(
     )
     built = Built(engines, config, size, models[0], tokenizer, digest)
     connect_tiers(config, [engine.loop for engine in engines], models[0].config, lambda: built.weights_digest)
-    if (products := engines[0].loop.programs.kernels.products()) is not None:
+    if (products := KernelChoice(platform=design.platform).products()) is not None:
         log.info(products)
     at_start = config.warmup if config.warmup is not None else design.platform != "cpu"
     for replica, engine in enumerate(engines):
