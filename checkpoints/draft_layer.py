@@ -19,7 +19,7 @@ from checkpoints.export import hugging_face_tensors
 from checkpoints.json_file import read_json
 from checkpoints.tensor_set import INDEX_FILE, TensorSet
 from mamba_jax.config import HybridConfig, ModelConfigError
-from mamba_jax.families import as_stored, config_from_hf
+from mamba_jax.families import TEXT_PREFIXES, as_stored, config_from_hf, other_towers
 from mamba_jax.families.added_mtp import LAYERS, PATTERN
 from mamba_jax.model import parameters
 from mamba_jax.modules.mtp import MTP
@@ -44,7 +44,7 @@ def with_draft_layer(directory: Path, pattern: str) -> tuple[dict[str, Any], Hyb
         config = config_from_hf(raw)
     except ModelConfigError as error:
         raise CheckpointError(f"{directory}: {error}") from error
-    stored = as_stored(config, TensorSet(directory).names)
+    stored = as_stored(config, TensorSet(directory, prefixes=TEXT_PREFIXES).names)
     if stored.own_mtp_embedding or stored.own_mtp_head:
         raise CheckpointError(f"{directory}: has a draft layer with a table of its own; that is not trained")
     return raw, config
@@ -100,13 +100,14 @@ def write_with_draft_layer(
     """
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target}: exists already and is not empty")
-    tensors = TensorSet(source)
-    weight_map = {name: tensors.file_of(name) for name in sorted(tensors.names) if not name.startswith("mtp.")}
+    tensors = TensorSet(source, prefixes=TEXT_PREFIXES)
+    names = [name for name in sorted(tensors.names) if not name.startswith("mtp.")]
+    weight_map = {tensors.stored_name(name): tensors.file_of(name) for name in names}
     added = hugging_face_tensors(config, values, only="mtp.")
     if old := sorted(name for name in tensors.names - set(added) if name.startswith("mtp.")):
         raise CheckpointError(f"{source}: has a multi-token-prediction layer of another kind ({listing(old)})")
     shutil.copytree(source, target, dirs_exist_ok=True)
-    dtype = tensors.view(next(iter(weight_map))).dtype
+    dtype = tensors.view(next(name for name in names if not other_towers([name]))).dtype
     save_file({name: value.astype(dtype) for name, value in added.items()}, target / DRAFT_FILE, {"format": "pt"})
     weight_map |= dict.fromkeys(added, DRAFT_FILE)
     index = {"metadata": {"added": "multi-token-prediction layer"}, "weight_map": weight_map}

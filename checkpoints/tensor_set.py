@@ -55,6 +55,10 @@ class TensorSet:
         """The stored dtype in the spelling of the format, for example `BF16`."""
         return self._entry(name).dtype
 
+    def stored_name(self, name: str) -> str:
+        """The name of a tensor in its file, with its prefix."""
+        return self._stored[name][1]
+
     def file_of(self, name: str) -> str:
         """The name of the file that a tensor lies in."""
         return self._stored[name][0].path.name

@@ -98,7 +98,7 @@ def read_streams(path: Path) -> dict[str, TokenStream]:
 
 
 @dataclass(frozen=True)
-class Packing:
+class DocumentBounds:
     """Bounds of the documents in some sequences; a training step is compiled for them."""
 
     documents: int
@@ -106,7 +106,7 @@ class Packing:
     """Tokens."""
 
     @classmethod
-    def of(cls, parts: Int32[np.ndarray, "parts batch length"]) -> Packing | None:
+    def of(cls, parts: Int32[np.ndarray, "parts batch length"]) -> DocumentBounds | None:
         """The bounds of each part, rounded up to powers of two so that few programs are compiled. None: no marks."""
         if not (parts < 0).any():
             return None

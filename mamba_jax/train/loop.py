@@ -24,8 +24,8 @@ from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.modules.quantised import weight_of
 from mamba_jax.train.config import TrainConfig
-from mamba_jax.train.data import Packing
-from mamba_jax.train.loss import Parameters, training_loss
+from mamba_jax.train.data import DocumentBounds
+from mamba_jax.train.loss import Parameters, refuse_drafts, training_loss
 from mamba_jax.train.optimizer import learning_rate, make_optimizer
 from mamba_jax.train.state import Checkpoints, TrainState
 from mamba_jax.train.validation import Validation
@@ -127,6 +127,8 @@ def train(
         TrainingDiverged: the loss or its gradient is not finite. The state before that step is saved.
     """
     refuse_quantised(values or {})
+    if settings.data.separate_documents:
+        refuse_drafts(config, settings.drafts)
     mesh = Mesh(np.array(devices or jax.devices()), ("batch",))
     part = settings.batch_size // settings.accumulate
     if part // settings.drafts.every % mesh.size:
@@ -162,12 +164,12 @@ def train(
 
     placements = jax.tree.map(lambda x: x.sharding, state)
 
-    @functools.partial(jax.jit, donate_argnums=0, static_argnames="packing", out_shardings=(placements, None))
+    @functools.partial(jax.jit, donate_argnums=0, static_argnames="bounds", out_shardings=(placements, None))
     def update(
-        state: TrainState, frozen: Parameters, tokens: jax.Array, step: jax.Array, packing: Packing | None
+        state: TrainState, frozen: Parameters, tokens: jax.Array, step: jax.Array, bounds: DocumentBounds | None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         def of(values: Parameters, tokens: jax.Array) -> Any:
-            return loss({**frozen, **values}, tokens, packing=packing)
+            return loss({**frozen, **values}, tokens, bounds=bounds)
 
         (total, parts), gradient = _mean_over_parts(jax.value_and_grad(of, has_aux=True), state.values, tokens)
         changes, moments = optimizer.update(gradient, state.optimizer, state.values)
@@ -190,7 +192,7 @@ def train(
             while step < settings.steps and not interrupted():
                 batch = batches[step].reshape(settings.accumulate, part, -1)
                 tokens = jax.device_put(batch, by_part)
-                state, parts = update(state, frozen, tokens, jnp.int32(step), packing=Packing.of(batch))
+                state, parts = update(state, frozen, tokens, jnp.int32(step), bounds=DocumentBounds.of(batch))
                 step += 1
                 save = step % settings.save_every == 0 or step == settings.steps or interrupted()
                 due = validate is not None and (step % settings.validate_every == 0 or step == settings.steps)
@@ -210,17 +212,21 @@ def train(
 def _mean_over_parts(function: Callable[..., Any], values: Parameters, parts: jax.Array) -> Any:
     """The mean of `function(values, part)` over the first axis of `parts`, one part after the other.
 
+    Parts count by their targets, so that the mean is that of the whole batch.
+
     Not `optax.MultiSteps`: a step of the run, its record and its learning rate stay those of a whole batch.
     """
     if len(parts) == 1:
         return function(values, parts[0])
+    targets = (parts[..., 1:] >= 0).sum((1, 2))
+    shares = targets / jnp.maximum(targets.sum(), 1)
 
-    def add(total: Any, part: jax.Array) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, function(values, part)), None
+    def add(total: Any, part: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+        tokens, share = part
+        return jax.tree.map(lambda sum, x: sum + share * x, total, function(values, tokens)), None
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, values, parts[0]))
-    total, _ = jax.lax.scan(add, zeros, parts)
-    return jax.tree.map(lambda x: x / len(parts), total)
+    return jax.lax.scan(add, zeros, (parts, shares))[0]
 
 
 def _stop_if_diverged(state: TrainState, step: int, checkpoints: Checkpoints) -> None:

@@ -15,7 +15,7 @@ from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.layout import PackedLayout, SequenceLayout
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.train.config import DraftSettings
-from mamba_jax.train.data import Packing
+from mamba_jax.train.data import DocumentBounds
 from mamba_jax.train.head_loss import distillation, mean_cross_entropy
 from mamba_jax.train.rollout import rollout
 
@@ -41,13 +41,13 @@ def training_loss(
     model_weight: float = 1.0,
     rematerialise: bool = False,
     balance_experts: float = 0.0,
-    packing: Packing | None = None,
+    bounds: DocumentBounds | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """The loss of a batch, and its parts.
 
     Args:
         values: float32 weights.
-        tokens: sequences with one token more than the model is run over. Where `packing` is given, the first token of
+        tokens: sequences with one token more than the model is run over. Where `bounds` is given, the first token of
             each document is marked (see `mamba_jax.train.data`).
         config: the model's configuration.
         drafts: settings of the draft layer's training, if there is one.
@@ -55,7 +55,7 @@ def training_loss(
         model_weight: weight of the next token's loss; 0 trains only the draft layer.
         rematerialise: see `HybridModel.hidden`.
         balance_experts: see `MoEConfig.balance`; the gradient has this loss, the returned loss does not.
-        packing: at least the documents that `tokens` has; they do not see each other, and the first token of a
+        bounds: at least the documents that `tokens` has; they do not see each other, and the first token of a
             document is no target.
     Returns:
         The loss; and `loss` (of the next token, if it has any weight), for each draft n from 1 `draft_loss_n` and
@@ -67,18 +67,14 @@ def training_loss(
         config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, balance=balance_experts))
     model = build(config, values, dtype)
     batch, length = tokens.shape[0], tokens.shape[1] - 1
-    drafting = bool(config.mtp_pattern and drafts.depth_weights)
-    if packing is None:
+    if bounds is None:
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         layout = SequenceLayout.of(batch, length)
     else:
-        if drafting:
-            raise ModelConfigError(
-                "data.separate_documents: drafts are trained across documents; set drafts.depth_weights=[]"
-            )
+        refuse_drafts(config, drafts)
         inputs, targets = jnp.maximum(tokens, ~tokens)[:, :-1], tokens[:, 1:]
         starts = (tokens[:, :-1] < 0).at[:, 0].set(True).reshape(-1)
-        layout = PackedLayout.of_documents(starts, documents=packing.documents, longest=packing.longest)
+        layout = PackedLayout.of_documents(starts, documents=bounds.documents, longest=bounds.longest)
     flat, _ = model.hidden(inputs.reshape(-1), layout, None, rematerialise=rematerialise)
     hidden = flat.reshape(batch, length, -1)
     total, parts = jnp.zeros(()), {}
@@ -86,7 +82,7 @@ def training_loss(
         head = model.head.weight[...]
         parts["loss"] = mean_cross_entropy(hidden, head, targets, config.logits_multiplier)
         total = model_weight * parts["loss"]
-    if drafting:
+    if config.mtp_pattern and drafts.depth_weights:
         chosen = slice(None, None, drafts.every)
         if drafts.detach:
             frozen = {p: v if p.startswith(DRAFT_LAYER) else jax.lax.stop_gradient(v) for p, v in values.items()}
@@ -94,6 +90,14 @@ def training_loss(
         extra, more = _draft_loss(model, inputs[chosen], targets[chosen], hidden[chosen], drafts)
         total, parts = total + extra, parts | more
     return total, parts
+
+
+def refuse_drafts(config: HybridConfig, drafts: DraftSettings) -> None:
+    """Raise ModelConfigError if a draft layer would be trained: its loss does not keep documents apart."""
+    if config.mtp_pattern and drafts.depth_weights:
+        raise ModelConfigError(
+            "data.separate_documents: a draft layer needs joined documents; set drafts.depth_weights=[]"
+        )
 
 
 def _draft_loss(

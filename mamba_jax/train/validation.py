@@ -13,7 +13,7 @@ from jaxtyping import Int32
 
 from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.train.config import DraftSettings
-from mamba_jax.train.data import Packing, TokenStream
+from mamba_jax.train.data import DocumentBounds, TokenStream
 from mamba_jax.train.loss import Parameters, training_loss
 
 
@@ -74,14 +74,15 @@ class Validation:
         self._batches, self._sharding = [batch for batch in cut if len(batch)], sharding
         no_drafts = DraftSettings(depth_weights=())
         self._loss = jax.jit(
-            functools.partial(training_loss, config=config, drafts=no_drafts, dtype=dtype), static_argnames="packing"
+            functools.partial(training_loss, config=config, drafts=no_drafts, dtype=dtype), static_argnames="bounds"
         )
 
     def loss(self, values: Parameters) -> float:
         """The mean over all tokens, in nats."""
-        total = [
-            len(batch)
-            * float(self._loss(values, jax.device_put(batch, self._sharding), packing=Packing.of(batch[None]))[0])
-            for batch in self._batches
-        ]
-        return sum(total) / sum(map(len, self._batches))
+        total, count = 0.0, 0
+        for batch in self._batches:
+            targets = int((batch[:, 1:] >= 0).sum())
+            tokens = jax.device_put(batch, self._sharding)
+            total += targets * float(self._loss(values, tokens, bounds=DocumentBounds.of(batch[None]))[0])
+            count += targets
+        return total / count

@@ -78,13 +78,19 @@ def test_a_text_model_in_a_multimodal_one_is_converted_to_orbax_only(tmp_path):
         np.testing.assert_array_equal(found[path], value, err_msg=path)
 
 
-def test_a_draft_layer_is_added_to_a_text_model_in_a_multimodal_one(tmp_path):
-    fields = {name: v for name, v in CHECKPOINT.items() if "mtp" not in name and "nextn" not in name}
-    wrapped = wrap(write_random(tmp_path / "plain", fields), tmp_path / "wrapped", *WRAPPERS[0])
-    raw, config = with_draft_layer(wrapped, "*-")
-    expected = values(wrapped) | begun_draft_layer(config, values(wrapped), 0)
+@pytest.mark.parametrize("wrapper", WRAPPERS, ids=[one[0] for one in WRAPPERS])
+@pytest.mark.parametrize("existing", [False, True], ids=["new", "existing"])
+def test_a_draft_layer_of_a_text_model_in_a_multimodal_one(tmp_path, wrapper, existing):
+    """It is added, or it replaces the one that is there under the text model's prefix."""
+    drafting = ("num_nextn_predict_layers", "mtp_layers_block_type")
+    fields = CHECKPOINT if existing else {name: v for name, v in CHECKPOINT.items() if name not in drafting}
+    wrapped = wrap(write_random(tmp_path / "plain", fields), tmp_path / "wrapped", *wrapper)
+    raw, config = with_draft_layer(wrapped, "*E" if existing else "*-")
+    before = values(wrapped)
+    expected = before | begun_draft_layer(config, before, 0)
     found = values(write_with_draft_layer(wrapped, tmp_path / "with_drafts", raw, config, expected))
     assert found.keys() == expected.keys()
+    assert not existing or any((found[path] != before[path]).any() for path in before if path.startswith("mtp."))
     for path, value in expected.items():
         np.testing.assert_allclose(found[path], np.asarray(value, found[path].dtype), rtol=1e-2, err_msg=path)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mamba_jax.config import ModelConfigError
-from mamba_jax.train.config import DraftSettings
-from mamba_jax.train.data import Batches, Packing, TokenStream
+from mamba_jax.train.config import DataSettings, DraftSettings
+from mamba_jax.train.data import Batches, DocumentBounds, TokenStream
 from mamba_jax.train.loop import initial_values, read_log, train
 from mamba_jax.train.loss import training_loss
 from mamba_jax.train.validation import validation_sequences
@@ -28,9 +28,9 @@ def test_a_packed_sequence_has_the_loss_of_its_documents(name):
     config = dataclasses.replace(FOR_ENGINES[name], mtp_pattern="")
     values = {path: v * 4 if v.ndim > 1 else v for path, v in initial_values(config, 0).items()}
     loss = functools.partial(training_loss, config=config, drafts=NO_DRAFTS, dtype=jnp.float32)
-    run = jax.jit(jax.value_and_grad(lambda *a, **k: loss(*a, **k)[0]), static_argnames="packing")
+    run = jax.jit(jax.value_and_grad(lambda *a, **k: loss(*a, **k)[0]), static_argnames="bounds")
     batch = np.stack([STREAM.sequence(start, 33, separate=True) for start in (0, 32)])
-    packed = run(values, batch, packing=Packing.of(batch[None]))
+    packed = run(values, batch, bounds=DocumentBounds.of(batch[None]))
     joined = run(values, np.maximum(batch, ~batch))
     documents = [piece for row in batch for piece in np.split(row, np.flatnonzero(row < 0)) if len(piece) > 1]
     count = sum(len(piece) - 1 for piece in documents)
@@ -54,29 +54,50 @@ def test_first_tokens_are_marked():
 
 def test_bounds_of_documents():
     marked = np.stack([STREAM.sequence(start, 33, separate=True) for start in (0, 32)])
-    assert Packing.of(marked[:, None]) == Packing(4, 16)
-    assert Packing.of(marked[None]) == Packing(8, 16)
-    assert Packing.of(np.ones((1, 2, 9), np.int32)) is None
-    assert Packing.of(np.array([[[1, 2, ~3]]])) == Packing(1, 2)  # a document begins after the last input
+    assert DocumentBounds.of(marked[:, None]) == DocumentBounds(4, 16)
+    assert DocumentBounds.of(marked[None]) == DocumentBounds(8, 16)
+    assert DocumentBounds.of(np.ones((1, 2, 9), np.int32)) is None
+    assert DocumentBounds.of(np.array([[[1, 2, ~3]]])) == DocumentBounds(1, 2)  # a document begins after the last input
+
+
+def documents_of_many_lengths():
+    documents = [np.random.default_rng(i).integers(0, 40) + np.arange(3 + i % 9) for i in range(200)]
+    stream = TokenStream.of([document % 40 for document in documents])
+    return stream, Batches({"a": stream}, {"a": 1}, batch_size=BATCH, length=LENGTH + 1, seed=0, separate=True)
 
 
 @pytest.mark.full
 def test_a_run_with_separate_documents(tmp_path):
-    documents = [np.random.default_rng(i).integers(0, 40) + np.arange(3 + i % 9) for i in range(200)]
-    stream = TokenStream.of([document % 40 for document in documents])
-    data = Batches({"a": stream}, {"a": 1}, batch_size=BATCH, length=LENGTH + 1, seed=0, separate=True)
+    """Divided over all devices, with validation."""
+    stream, data = documents_of_many_lengths()
     held_out = validation_sequences({"a": stream}, length=LENGTH + 1, limit=BATCH, separate=True)
-    chosen = settings(drafts=NO_DRAFTS, steps=30, accumulate=1, validate_every=15)
+    chosen = settings(drafts=NO_DRAFTS, steps=30, validate_every=15)
     train(chosen, CONFIG, data, tmp_path, validation=held_out)
     losses = [record["loss"] for record in read_log(tmp_path / "log.jsonl")]
     assert np.isfinite(losses).all()
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_drafts_of_separate_documents_are_refused():
+@pytest.mark.full
+def test_parts_of_a_batch_have_the_mean_and_the_gradient_of_the_whole(tmp_path):
+    """Parts have different numbers of targets. On one device and on several."""
+    data, runs = documents_of_many_lengths()[1], []
+    targets = (data[0][:, 1:] >= 0).reshape(4, -1).sum(axis=1)
+    assert len(set(targets.tolist())) > 1
+    for name, accumulate, devices in (("one", 1, 1), ("parts", 4, 1), ("divided", 1, 4)):
+        chosen = settings(drafts=NO_DRAFTS, steps=3, accumulate=accumulate)
+        train(chosen, CONFIG, data, tmp_path / name, devices=jax.devices()[:devices])
+        runs.append(read_log(tmp_path / name / "log.jsonl")[0])  # of the first step
+    for run in runs[1:]:
+        for figure in ("loss", "gradient_norm"):
+            assert run[figure] == pytest.approx(runs[0][figure], rel=1e-5)
+
+
+def test_drafts_of_separate_documents_are_refused(tmp_path):
     marked = STREAM.sequence(2, 33, separate=True)[None]
-    with pytest.raises(ModelConfigError, match=r"data\.separate_documents"):
-        training_loss(
-            initial_values(CONFIG, 0), marked, config=CONFIG, drafts=DraftSettings(), dtype=jnp.float32,
-            packing=Packing.of(marked[None]),
-        )  # fmt: skip
+    values, bounds = initial_values(CONFIG, 0), DocumentBounds.of(marked[None])
+    with pytest.raises(ModelConfigError, match=r"set drafts\.depth_weights"):
+        training_loss(values, marked, config=CONFIG, drafts=DraftSettings(), dtype=jnp.float32, bounds=bounds)
+    chosen = settings(data=DataSettings(separate_documents=True))
+    with pytest.raises(ModelConfigError, match=r"set drafts\.depth_weights"):  # before any step
+        train(chosen, CONFIG, [], tmp_path)
