@@ -3,7 +3,7 @@
     python -m benchmarks.http_overhead --model demo --concurrency 32 --tokens 64
 
 The server runs in this process, as `mamba-jax serve` does it; its clients in another. Nothing is streamed unless
-`--stream`. Prints tokens per second of both and the ratio of each turn.
+`--stream`. Prints tokens per second of both, and the median and the range of the turns' ratios.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ import threading
 import time
 from functools import partial
 from typing import Any
+
+from serving.bench.report import emit, environment, spread
+from serving.bench.turns import in_turns, ratio
 
 
 def prompts(count: int, length: int, seed: int, vocab_size: int) -> list[list[int]]:
@@ -99,8 +102,8 @@ def main() -> None:
 
     from serving.api.http import ServerSettings, create_app
     from serving.config import EngineConfig
+    from serving.engine.assembly.build import build_engine
     from serving.engine.async_engine import AsyncEngine
-    from serving.engine.build import build_engine
 
     size = options.prompt_tokens + options.tokens + 1
     config = EngineConfig.create(
@@ -120,22 +123,25 @@ def main() -> None:
 
     command = [sys.executable, "-m", "benchmarks.http_overhead", "--client", url, "--tokens", str(options.tokens)]
     command += ["--stream"] if options.stream else []
-    produced, ratios, speeds = options.concurrency * options.tokens, [], []
-    for turn in range(-1, options.turns):  # everything is compiled; the first turn fills caches
-        many = prompts(options.concurrency, options.prompt_tokens, turn, engine.vocab_size)
+
+    def many(turn: int) -> list[list[int]]:
+        return prompts(options.concurrency, options.prompt_tokens, turn, engine.vocab_size)
+
+    def direct(turn: int) -> float:
         # The engine's thread sleeps in a command queue; while it runs this, it is the only one that drives the engine.
-        direct = asyncio.run(async_engine.call(partial(offline, many=many, tokens=options.tokens)))
-        done = subprocess.run(command, input=json.dumps(many), capture_output=True, text=True, check=True)
-        through = float(done.stdout)
-        if turn < 0:
-            continue
-        ratios.append(direct / through)
-        speeds.append((produced / direct, produced / through))
-        print(f"turn {turn}: {produced / direct:8.0f} tokens/s direct, {produced / through:8.0f} by HTTP, "
-              f"ratio {ratios[-1]:.3f}")  # fmt: skip
-    medians = [statistics.median(column) for column in zip(*speeds, strict=True)]
-    print(f"medians {medians[0]:.0f} direct, {medians[1]:.0f} by HTTP: {medians[1] / medians[0]:.3f}")
-    print(f"median ratio {statistics.median(ratios):.3f} ({options.concurrency} at once, {options.tokens} tokens each)")
+        return asyncio.run(async_engine.call(partial(offline, many=many(turn), tokens=options.tokens)))
+
+    def by_http(turn: int) -> float:
+        done = subprocess.run(command, input=json.dumps(many(turn)), capture_output=True, text=True, check=True)
+        return float(done.stdout)
+
+    # Everything is compiled; the warm-up turn fills caches.
+    seconds = in_turns({"direct": direct, "http": by_http}, options.turns)
+    speeds = {name: [options.concurrency * options.tokens / one for one in each] for name, each in seconds.items()}
+    emit(**environment(options.model))
+    for name, each in speeds.items():
+        emit(metric=f"{name}_tokens_per_s", v=round(statistics.median(each), 1), spread=spread(each))
+    emit(metric="http_over_direct", concurrency=options.concurrency, **ratio(speeds["http"], speeds["direct"]))
     server.should_exit = True
     thread.join()
 

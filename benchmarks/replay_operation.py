@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from kernels_pallas.state_update import state_update
 from mamba_jax.store import StoreShape
 from mamba_jax.tails import Replay
 from serving.bench.report import emit, environment, median, spread
+from serving.bench.turns import in_turns, timed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -46,13 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "replay of 1": stepper(shape, dtype, rows, 1, Replay(options.interval, 0)),
                 f"replay of {1 + drafts}": stepper(shape, dtype, rows, 1 + drafts, Replay(options.interval, drafts)),
             }
-            times: dict[str, list[float]] = {name: [] for name in forms}
-            for turn in range(options.turns + 2):
-                for name, step in forms.items():
-                    begin = time.perf_counter()
-                    step()
-                    if turn > 1:
-                        times[name].append(time.perf_counter() - begin)
+            times = in_turns({name: timed(step) for name, step in forms.items()}, options.turns, warmup=2)
             update, single, several = times.values()
             emit(
                 metric="operation",

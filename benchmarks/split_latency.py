@@ -19,9 +19,9 @@ from flax import nnx
 from mamba_jax.config import AttentionConfig, HybridConfig, MambaConfig, MLPConfig
 from mamba_jax.model import HybridModel
 from serving.config import EngineConfig
-from serving.engine.build import Built, assemble
+from serving.engine.assembly.build import Built, assemble
 from serving.engine.engine import Engine
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.requests.sampling_params import SamplingParams
 from serving.split.decode_side import DecodeSide
 from serving.split.peer import DirectPeer
 from serving.split.prefill_side import PrefillSide

@@ -16,11 +16,22 @@ import random
 import statistics
 import sys
 import time
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from serving.bench.report import emit, environment, spread
+from serving.bench.turns import in_turns, ratio
 
 _FORM = {"regex": "[a-z0-9 ]{9000}"}
+
+
+class Turn(NamedTuple):
+    """Tokens per second of the plain rows and of the structured one; steps, and those that waited for the last one."""
+
+    plain: float
+    structured: float
+    steps: int
+    waited: int
 
 
 def rates_of(engine: Any, prompts: list[list[int]], tokens: int, structured: bool) -> tuple[float, float]:
@@ -53,7 +64,7 @@ def rates_of(engine: Any, prompts: list[list[int]], tokens: int, structured: boo
 def main(arguments: list[str] | None = None) -> int:
     """Measures and prints; 0."""
     from serving.config import EngineConfig
-    from serving.engine.build import build_engine
+    from serving.engine.assembly.build import build_engine
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
@@ -77,31 +88,24 @@ def main(arguments: list[str] | None = None) -> int:
     vocab = built.model.config.vocab_size
     prompts = [[rng.randrange(10, vocab) for _ in range(options.prompt)] for _ in range(options.rows)]
     emit(**environment(options.model))
-    rates: dict[bool, list[float]] = {False: [], True: []}
-    own: list[float] = []
-    steps = lockstep = 0
-    for turn in range(options.turns + 1):
-        for structured in (False, True) if turn % 2 else (True, False):
-            stats = engine.loop.stats
-            before = stats.steps, stats.lockstep_steps
-            rate, structured_rate = rates_of(engine, prompts, options.tokens, structured)
-            if not turn:  # the first warms up caches
-                continue
-            rates[structured].append(rate)
-            if structured:
-                own.append(structured_rate)
-                steps, lockstep = steps + stats.steps - before[0], lockstep + stats.lockstep_steps - before[1]
-    ratios = [beside / alone for alone, beside in zip(rates[False], rates[True], strict=True)]
-    for name, values in (("alone", rates[False]), ("beside_a_structured_row", rates[True])):
-        emit(
-            metric=f"tokens_per_second_{name}",
-            rows=options.rows,
-            v=round(statistics.median(values), 1),
-            spread=spread(values),
-        )
-    emit(metric="tokens_per_second_of_the_structured_row", v=round(statistics.median(own), 1), spread=spread(own))
-    emit(metric="steps_that_waited", v=lockstep, of=steps)
-    emit(metric="ratio", v=round(statistics.median(ratios), 3), least=round(min(ratios), 3), most=round(max(ratios), 3))
+    stats = engine.loop.stats
+
+    def form(structured: bool, turn: int) -> Turn:
+        before = stats.steps, stats.lockstep_steps
+        rates = rates_of(engine, prompts, options.tokens, structured)
+        return Turn(*rates, stats.steps - before[0], stats.lockstep_steps - before[1])
+
+    turns = in_turns({structured: partial(form, structured) for structured in (False, True)}, options.turns)
+    rates = {
+        "tokens_per_second_alone": [one.plain for one in turns[False]],
+        "tokens_per_second_with_a_structured_row": [one.plain for one in turns[True]],
+        "tokens_per_second_of_the_structured_row": [one.structured for one in turns[True]],
+    }
+    for name, values in rates.items():
+        emit(metric=name, rows=options.rows, v=round(statistics.median(values), 1), spread=spread(values))
+    emit(metric="steps_that_waited", v=sum(one.waited for one in turns[True]), of=sum(one.steps for one in turns[True]))
+    alone, together, _ = rates.values()
+    emit(metric="ratio", **ratio(together, alone))
     return 0
 
 

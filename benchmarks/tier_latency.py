@@ -28,9 +28,10 @@ from benchmarks.split_latency import MODEL, finish
 from mamba_jax.model import HybridModel
 from mamba_jax.programs import StepPrograms
 from serving.config import EngineConfig
-from serving.engine.build import assemble
+from serving.engine.assembly.build import assemble
 from serving.engine.engine import Engine
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.requests.sampling_params import SamplingParams
+from serving.tiers.mover import Mover
 
 NEW = 32
 """New tokens of a turn."""
@@ -83,8 +84,9 @@ class Talk:
 
     def settle(self) -> None:
         """Wait until everything is where it is going."""
-        if self.engine.loop.mover is not None:
-            self.engine.loop.mover.settle()
+        for source in self.engine.loop.sources:
+            if isinstance(source, Mover):
+                source.leaving.settle()
 
     def decode(self, turns: list[int], every: int) -> float:
         """Seconds in which one request decodes `every` tokens for each of these conversations' turns."""

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from checkpoints.errors import CheckpointError
     from checkpoints.export import save_hugging_face
     from checkpoints.generation import GenerationConfig
-    from checkpoints.load import generation_config, load_config, load_model, load_tokenizer, require_tokenizer
+    from checkpoints.load import generation_config, load_config, load_model
     from checkpoints.orbax import restore_orbax, save_orbax
     from checkpoints.resolve import Reference, ReferenceKind
     from checkpoints.stream import StreamDecoder
-    from checkpoints.tokenizer import Tokenizer
+    from checkpoints.tokenizer import Tokenizer, load_tokenizer, require_tokenizer
 
 __all__ = [
     "ChatTemplateError",
@@ -48,6 +48,8 @@ _MODULES = {
     "StreamDecoder": "stream",
     "Tokenizer": "tokenizer",
     "convert": "conversion",
+    "load_tokenizer": "tokenizer",
+    "require_tokenizer": "tokenizer",
     "restore_orbax": "orbax",
     "save_hugging_face": "export",
     "save_orbax": "orbax",

@@ -1,4 +1,4 @@
-"""Chat templates: a conversation to the text that a model was trained to continue.
+"""Chat templates, which convert a conversation to the text that a model was trained to continue.
 
 Templates are programs from the checkpoint, written for Hugging Face's `apply_chat_template`. They run in jinja2's
 sandbox with the same additions: `tojson` without HTML escapes, `raise_exception`, `strftime_now`, `break`/`continue`,
@@ -27,13 +27,13 @@ from checkpoints.errors import CheckpointError, listing
 Message = Mapping[str, Any]
 
 MOST_TURNS = 1_000_000
-"""Turns of all loops of one rendering."""
+"""Maximum number of loop iterations of one rendering, all loops together."""
 MOST_SECONDS = 5.0
-"""Time of one rendering; looked at once a turn."""
+"""Maximum time of one rendering in seconds; checked once per loop iteration."""
 MOST_CHARACTERS = 64 << 20
-"""Of the text rendered."""
+"""Maximum length of the rendered text."""
 _TURN = "turn_of_a_loop"
-"""What each loop calls each time round. Templates cannot use the name for anything else."""
+"""The function that every loop calls in each iteration. Templates cannot use this name otherwise."""
 
 
 class ChatTemplateError(CheckpointError):
@@ -64,17 +64,17 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt's text.
+        """Returns the prompt's text.
 
         Args:
             messages: OpenAI-style; content may be a list of text parts.
             tools: JSON schemas of functions, as in OpenAI's API.
             documents: for templates that quote sources.
             add_generation_prompt: end with the beginning of the assistant's turn.
-            **variables: whatever else the template understands (for example `enable_thinking=False`).
+            **variables: other variables of the template (for example `enable_thinking=False`).
         Raises:
-            ChatTemplateError: the template refused the conversation, failed, tried to leave the sandbox, or did not end
-                within its bounds.
+            ChatTemplateError: the template rejected the conversation, failed, tried to leave the sandbox, or exceeded a
+                limit.
         """
         given = {
             **self._variables,
@@ -95,7 +95,7 @@ class ChatTemplate:
             return "".join(pieces)
         except ChatTemplateError:
             raise
-        except Exception as error:  # a template is a program: it can fail in any way
+        except Exception as error:  # a template is a program and can raise anything
             raise ChatTemplateError(f"the chat template failed: {_one_line(error)}") from error
 
 
@@ -116,11 +116,11 @@ class ChatTemplates:
         return dict(self._sources)
 
     def mention(self, text: str) -> bool:
-        """Whether some template has this text in it."""
+        """Returns whether some template has this text in it."""
         return any(text in source for source in self._sources.values())
 
     def choose(self, template: str | None, *, tools: bool) -> ChatTemplate:
-        """The template to use: the name or text asked for, or else `tool_use` with tools and `default` without.
+        """Returns the template to use: the name or text asked for, or else `tool_use` with tools and `default` without.
 
         Raises:
             ChatTemplateError: there is no such template.
@@ -130,7 +130,7 @@ class ChatTemplates:
         else:
             name = template
         if name not in self._sources:
-            if "{{" in name or "{%" in name:  # a caller's own text: compiled each time, so that nothing piles up
+            if "{{" in name or "{%" in name:  # the caller's text is compiled each time, so that no cache grows
                 return ChatTemplate(name, self._special_tokens)
             known = listing(sorted(self._sources)) or "none"
             raise ChatTemplateError(f"this model has no chat template named {name!r} (it has: {known})")
@@ -140,7 +140,7 @@ class ChatTemplates:
 
 
 def plain_message(message: Message) -> dict[str, Any]:
-    """A message in the form that templates expect: text content as one string, tool arguments as objects.
+    """Returns a message in the form that templates expect: text content as one string, tool arguments as objects.
 
     Raises:
         ChatTemplateError: content that is not text.
@@ -168,7 +168,7 @@ def _part_text(part: Any) -> str:
 
 
 def _plain_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """OpenAI clients send arguments as a JSON string, templates loop over an object."""
+    """Parses a call's arguments: OpenAI clients send a JSON string, but templates expect an object."""
     if not isinstance(call, Mapping):
         raise ChatTemplateError("a tool call must be an object")
     function = call.get("function")
@@ -183,7 +183,7 @@ def _plain_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %} ... {% endgeneration %}`: transparent."""
+    """`{% generation %} ... {% endgeneration %}`: renders its body unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (the base class fixes the name and form)
 
@@ -215,7 +215,7 @@ class _Turns:
 
 
 def _compiled(source: str) -> jinja2.Template:
-    """The template, with a call at the beginning of each loop's body."""
+    """Returns the template, with a call at the beginning of each loop's body."""
     environment = _environment()
     tree = environment.parse(source)
     for loop in list(tree.find_all(nodes.For)):

@@ -19,7 +19,7 @@ _KIND = "kind"
 
 
 def read_text_fields(directory: Path, overrides: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-    """The fields of a directory's config.json, or of the text model's part of it, with `hf_overrides`.
+    """Returns the fields of a directory's config.json, or of the text model's part of it, with `hf_overrides`.
 
     Raises:
         CheckpointError: the file cannot be read, or that part is not an object.
@@ -32,7 +32,7 @@ def read_text_fields(directory: Path, overrides: Mapping[str, Any] | None = None
 
 
 def overridden(fields: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The text model's fields with `hf_overrides`, which may also be under `text_config`.
+    """Returns the text model's fields with `hf_overrides`, which may also be under `text_config`.
 
     Raises:
         ModelConfigError: the overrides' `text_config` is not an object.
@@ -49,7 +49,7 @@ def config_to_json(config: HybridConfig) -> dict[str, Any]:
 
 
 def config_from_json(fields: Mapping[str, Any]) -> HybridConfig:
-    """The inverse of `config_to_json`.
+    """Returns the inverse of `config_to_json`.
 
     Raises:
         ValueError: a field is unknown, missing, or not allowed.
@@ -61,7 +61,7 @@ def config_from_json(fields: Mapping[str, Any]) -> HybridConfig:
 
 
 def _recurrence(fields: Any) -> RecurrenceConfig:
-    """A recurrence by the name of its class; families import the classes that they use."""
+    """Returns a recurrence by the name of its class; families import the classes that they use."""
     kinds = {kind.__name__: kind for kind in RecurrenceConfig.__subclasses__()}
     name = fields.get(_KIND) if isinstance(fields, Mapping) else None
     if name not in kinds:
@@ -87,6 +87,7 @@ def _build(kind: Any, fields: Any) -> Any:
 
 def _value(hint: Any, value: Any) -> Any:
     if isinstance(value, list):
-        return tuple(value)  # the only sequences in a config are tuples of plain values
+        # The only sequences in a config are tuples: of plain values, or of objects of one kind.
+        return tuple(_value(hint, each) if isinstance(each, Mapping) else each for each in value)
     nested = [part for part in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(part)]
     return _build(nested[0], value) if nested and value is not None else value

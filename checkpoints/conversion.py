@@ -35,7 +35,7 @@ def convert(
     quantization_exclude: Collection[str] = (),
     progress: bool = True,
 ) -> Path:
-    """Write a model as another directory, with its configuration, tokenizer and sampling defaults.
+    """Writes a model as another directory, with its configuration, tokenizer and sampling defaults.
 
     Args:
         source: any reference that `load_model` can load; for Hugging Face's form, a directory with wide weights.

@@ -1,4 +1,4 @@
-"""Add a multi-token-prediction layer to a checkpoint."""
+"""Adds a multi-token-prediction layer to a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _OTHER_SPELLINGS = ("mtp_layers_block_type", "mtp_layer_types")
 
 
 def with_draft_layer(directory: Path, pattern: str) -> tuple[dict[str, Any], HybridConfig]:
-    """The config.json of a checkpoint, and its model's description, with such a layer.
+    """Returns the config.json of a checkpoint, and its model's description, with such a layer.
 
     Args:
         directory: a Hugging Face directory.
         pattern: the layer's sublayers, for example `*-`.
     Raises:
-        CheckpointError: the model cannot have that.
+        CheckpointError: the model cannot have such a layer.
     """
     raw = read_json(directory / "config.json")
     raw = {name: value for name, value in raw.items() if name not in _OTHER_SPELLINGS}
@@ -57,16 +57,16 @@ def fresh_draft_layer(config: HybridConfig, seed: int) -> dict[str, jax.Array]:
 
 
 def begun_draft_layer(config: HybridConfig, values: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Float32 weights of a new layer that begins with what the model knows already.
+    """Returns float32 weights of a new layer, initialised from the model.
 
     Its sublayers are copies of the model's last ones of the same kinds (its final norm too), and `eh_proj` adds the
-    token's embedding to the hidden state before it: a little of both, as the sublayers look at directions only, and
-    what they write must not drown. What the model has not got in that shape begins at random.
+    token's embedding to the previous hidden state. Both are scaled down: the sublayers use only directions, and their
+    outputs must not be negligible in the sum. Weights without a counterpart of the same shape are random.
 
     Args:
         config: of the model with the layer.
         values: the model's weights by dotted path.
-        seed: of what is random.
+        seed: of the random weights.
     """
     layer = fresh_draft_layer(config, seed)
     sources = {"mtp.final_norm.": "final_norm."}
@@ -85,7 +85,7 @@ def begun_draft_layer(config: HybridConfig, values: Mapping[str, Any], seed: int
 def write_with_draft_layer(
     source: Path, target: Path, raw: Mapping[str, Any], config: HybridConfig, values: Mapping[str, Any]
 ) -> Path:
-    """Copy a Hugging Face directory, with a layer added: the tensors that were there stay byte for byte.
+    """Copies a Hugging Face directory, with a layer added: the tensors that were there stay byte for byte.
 
     Args:
         source: the checkpoint. A layer of the same shape that it has already is replaced.

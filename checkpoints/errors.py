@@ -13,7 +13,7 @@ class CheckpointError(ValueError):
 
 
 def listing(items: Iterable[str], shown: int = LISTED) -> str:
-    """The first few of `items`, comma separated, then how many more there are. Keeps messages bounded."""
+    """Returns the first few of `items`, comma separated, then the number of the others. Keeps messages short."""
     items = list(items)
     more = len(items) - shown
     return ", ".join(items[:shown]) + (f", and {more} more" if more > 0 else "")

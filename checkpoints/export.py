@@ -1,4 +1,4 @@
-"""A model as a Hugging Face directory: `read_parameters` the other way round."""
+"""Writes a model as a Hugging Face directory: the inverse of `read_parameters`."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def stored_tensors(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of a Hugging Face checkpoint one by one, each in the dtype of its weights.
 
-    On the host are those that are not complete yet only: one, unless a tensor holds several parameters.
+    The host holds only tensors that are not complete yet: one, unless a tensor holds several parameters.
 
     Args:
         config: of the model.
         values: weights by dotted path.
-        only: those whose path begins so.
+        only: prefix of the paths to include.
     """
     shapes = {path: leaf.shape for path, leaf in abstract_parameters(config, np.float32).items()}
     sources = {path: source for path, source in weight_names(config).items() if path.startswith(only)}
@@ -82,15 +82,15 @@ def write_hugging_face(
     dtype: str = "bfloat16",
     files_from: Path | None = None,
 ) -> Path:
-    """Write `config.json`, one safetensors file, and copies of a tokenizer's files.
+    """Writes `config.json`, one safetensors file, and copies of a tokenizer's files.
 
     Args:
-        directory: made if need be.
+        directory: created if necessary.
         config: of the model.
         values: weights by dotted path.
-        hf_config: what config.json shall hold; `dtype` is added.
-        dtype: of the tensors: float32 or bfloat16. What steers recurrences and routers is stored in it too.
-        files_from: a directory whose other .json and .jinja files are copied along.
+        hf_config: the contents of config.json; `dtype` is added.
+        dtype: of the tensors: float32 or bfloat16. Parameters of recurrences and routers are stored in it too.
+        files_from: a directory whose other .json and .jinja files are copied.
     Returns:
         The directory.
     """
@@ -99,7 +99,7 @@ def write_hugging_face(
 
 
 def save_hugging_face(directory: str | Path, model: HybridModel, like: str | Path, *, overwrite: bool = False) -> Path:
-    """Write a model as a Hugging Face directory that transformers reads, each weight in its own dtype.
+    """Writes a model as a Hugging Face directory that transformers reads, each weight in its own dtype.
 
     Args:
         directory: does not exist, or is empty.
@@ -137,7 +137,7 @@ def _write(
     for name, value in stored_tensors(config, values):
         files.add(name, value)
     if config.tie_word_embeddings:
-        # Not every family in transformers ties them though config.json says so; then it looks for this name.
+        # Some families in transformers ignore the tie in config.json and look for this name.
         files.add("lm_head.weight", np.asarray(values["embed.weight"]))
     files.close()
     (directory / "config.json").write_text(json.dumps(fields, indent=1) + "\n")

@@ -1,6 +1,6 @@
 """A digest of every byte of a checkpoint's weights, computed while the files are read and remembered between runs.
 
-Each tensor is hashed by itself, so the same tensors divided over other files have the same digest. The hash is SHA-256:
+Each tensor is hashed separately, so tensors divided over other files have the same digest. The hash is SHA-256:
 OpenSSL computes it with the processor's SHA instructions (1.7 GB/s per thread measured; BLAKE2b 0.9) and releases
 Python's lock meanwhile, so several threads keep up with a disk.
 """
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _THREADS = min(4, os.cpu_count() or 1)
 _CHUNK = 4 << 20
 _SETTLED = 2.0
-"""Seconds after its last change from which on a file's times tell whether it has changed again."""
+"""Seconds after a file's last change from which on its times show whether it has changed again."""
 
 Range = tuple[int, int]
 """First byte, and the one after the last."""
@@ -56,7 +56,7 @@ class FileHasher:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def add(self, path: Path, ranges: Mapping[str, Range], status: os.stat_result) -> None:
-        """Include a file.
+        """Adds a file.
 
         Args:
             path: the file.
@@ -68,7 +68,7 @@ class FileHasher:
         self._files[path] = file
 
     def start(self, path: Path, label: str) -> None:
-        """Begin to hash a range, best right after it was read, while the system still holds its pages."""
+        """Starts to hash a range. Call it right after the range was read, while the system still caches its pages."""
         file = self._files[path]
         if not file.known and label not in file.jobs:
             start, end = file.ranges[label]
@@ -76,7 +76,7 @@ class FileHasher:
             file.jobs[label] = self._threads.submit(_hash_range, path, start, end, file.identity)
 
     def digest(self) -> str:
-        """The digest of all ranges of all files, in the order of their labels. Waits for those not hashed yet.
+        """Returns the digest of all ranges of all files, in the order of their labels. Waits for those not hashed yet.
 
         Raises:
             CheckpointError: a file cannot be read, or has changed since it was opened.

@@ -1,4 +1,4 @@
-"""What a checkpoint recommends for sampling: `generation_config.json`."""
+"""The sampling parameters that a checkpoint recommends: `generation_config.json`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GenerationConfig:
 
 
 def read_generation_config(directory: Path, overrides: Mapping[str, Any] | None = None) -> GenerationConfig:
-    """Read the recommendations of a directory; ids that end a text come from `config.json` where only that has them.
+    """Reads the recommendations of a directory; ids that end a text come from `config.json` where only that has them.
 
     Raises:
         CheckpointError: a file is broken, or a field has a value of the wrong kind.

@@ -19,12 +19,12 @@ _LEFT_OUT = ("*/*.json", "*/*.safetensors")
 
 
 def is_hub_name(ref: str) -> bool:
-    """Whether a reference can only be a name on a hub: there is nothing of that name here."""
+    """Returns whether a reference can only be a name on a hub: there is nothing of that name here."""
     return bool(_NAME.fullmatch(ref)) and not Path(ref).exists() and ref not in preset_names()
 
 
 def local(ref: str, *, revision: str | None = None, download_dir: str | None = None, weights: bool = True) -> str:
-    """A reference that `resolve` takes: the same one, or the folder to which a hub's model has been downloaded.
+    """Returns a reference that `resolve` takes: the same one, or the folder to which a hub's model has been downloaded.
 
     What is there already is not fetched again; offline, what is there is taken.
 

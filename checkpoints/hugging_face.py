@@ -1,4 +1,4 @@
-"""Weights from Hugging Face tensors: first all names and shapes are checked, then parameter by parameter is read."""
+"""Reads weights from Hugging Face tensors: checks all names and shapes, then reads one parameter at a time."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from mamba_jax.families.base import HFSource
 
 _log = logging.getLogger(__name__)
 
-# Buffers that older versions of transformers stored and that follow from the configuration.
+# Buffers that older versions of transformers stored, which are determined by the configuration.
 ALWAYS_IGNORED = (r".*rotary_emb\.inv_freq",)
 
 
 class Tensors(Protocol):
-    """Stored tensors by name: `TensorSet`, or some made in memory."""
+    """Stored tensors by name: `TensorSet`, or tensors in memory."""
 
     @property
     def names(self) -> set[str]:
-        """Every tensor there is."""
+        """The names of all tensors."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Its stored shape."""
@@ -40,7 +40,7 @@ class Tensors(Protocol):
         """Its values."""
 
     def release(self, name: str) -> None:
-        """Called when a tensor's values have been used for the last time."""
+        """Releases a tensor after the last use of its values."""
 
 
 def read_parameters(
@@ -55,19 +55,19 @@ def read_parameters(
     shardings: Shardings = None,
     progress: bool = False,
 ) -> dict[str, jax.Array]:
-    """Read every parameter, with at most one that is not placed yet in host memory.
+    """Reads every parameter. At most one parameter at a time is in host memory before it is placed.
 
     A weight that is quantised in the checkpoint becomes the parameters that it consists of.
 
     Args:
-        where: what to call the checkpoint in messages.
-        tensors: what is stored.
+        where: the name of the checkpoint in messages.
+        tensors: the stored tensors.
         parameters: shape and dtype of each parameter by dotted path.
         sources: where each parameter is found.
         ignored: regular expressions (full match) of stored tensors that may be left over.
-        quantised: those of the tensors that are to stay quantised.
-        selection: wide weights that are to be quantised.
-        shardings: where each parameter goes.
+        quantised: tensors that stay quantised.
+        selection: unquantised weights to be quantised.
+        shardings: the sharding of each parameter.
         progress: show a bar.
     Raises:
         CheckpointError: tensors are missing, left over, or of the wrong shape; one message lists them all.
@@ -104,7 +104,7 @@ def readable(
     selection: Selection | None,
     shardings: Shardings,
 ) -> dict[str, Readable]:
-    """What is to be read for a parameter: itself, or the parts of a quantised weight."""
+    """Returns the tensors to read for a parameter: itself, or the parts of a quantized weight."""
     narrow = [quantised[name] for name in source.names if name in quantised]
     if not narrow:
         reader = _StoredParameter(tensors, source, target)
@@ -126,7 +126,7 @@ def parameter_shapes(
     quantised: Mapping[str, StoredWeight],
     shardings: Shardings,
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of what `read_parameters` would read, by dotted path."""
+    """Returns shapes and dtypes of the parameters that `read_parameters` reads, by dotted path."""
     found: dict[str, jax.ShapeDtypeStruct] = {}
     for path, target in parameters.items():
         source = sources[path].find(tensors.names) or sources[path]
@@ -149,7 +149,7 @@ class _StoredParameter:
             return np.full(self._shape, self._source.default, self._dtype)[index]
         if not self._source.stack:
             return self._one(self._source.names, self._shape)[index]
-        # Straight into the stacked array, so that no second copy of all experts exists.
+        # Reads directly into the stacked array, so that no second copy of all experts exists.
         count, (first, *rest) = len(self._source.names), self._shape
         if math.prod(self._shape[:2]) > count < first:
             parts = [self._one((name,), (first // count, *rest)) for name in self._source.names]
@@ -178,7 +178,7 @@ def match_sources(
     sources: Mapping[str, HFSource],
     ignored: Iterable[str],
 ) -> dict[str, HFSource]:
-    """For each parameter the source that the file has; every disagreement is collected before anything is raised.
+    """Finds the source of each parameter in the file. Collects all disagreements before it raises an error.
 
     Raises:
         CheckpointError: see `read_parameters`.
@@ -220,12 +220,12 @@ def match_sources(
 
 
 def _adds_up(pieces: list[tuple[int, ...]], whole: tuple[int, ...]) -> bool:
-    """Whether tensors of these shapes, one after the other along the first axis, make the whole."""
+    """Returns whether tensors of these shapes, one after the other along the first axis, make the whole."""
     return all(piece[1:] == whole[1:] for piece in pieces) and sum(piece[0] for piece in pieces) == whole[0]
 
 
 def _likely(source: HFSource, names: set[str]) -> HFSource:
-    """Of the spellings of an absent source, the one that this checkpoint seems to use."""
+    """Returns the spelling of an absent source that this checkpoint seems to use."""
     prefixes = {name.split(".")[0] for name in names}
 
     def fit(spelling: HFSource) -> tuple[int, int]:

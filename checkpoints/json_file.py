@@ -10,7 +10,7 @@ from checkpoints.errors import CheckpointError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Parse a JSON object. Infinities may be spelled `Infinity` or, as newer files do, `{"__float__": "Infinity"}`.
+    """Parses a JSON object. Infinities may be spelled `Infinity` or, as newer files do, `{"__float__": "Infinity"}`.
 
     Raises:
         CheckpointError: the file cannot be read, is not JSON, or holds something other than an object.

@@ -1,4 +1,4 @@
-"""Models, configurations, tokenizers and sampling defaults by reference."""
+"""Models, configurations and sampling defaults by reference."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from checkpoints.quantised.stored import StoredWeight
 from checkpoints.quantised.tensors import CACHE_SCALES, by_place
 from checkpoints.resolve import Reference, ReferenceKind, resolve
 from checkpoints.tensor_set import TensorSet
-from checkpoints.tokenizer import Tokenizer, read_tokenizer
 from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.families import (
     TEXT_PREFIXES,
@@ -54,22 +53,22 @@ Overrides = Mapping[str, Any] | str | None
 
 
 def load_config(ref: str | Path, *, hf_overrides: Overrides = None) -> HybridConfig:
-    """The configuration of `demo`, a directory or a published size; no weights are needed.
+    """Returns the configuration of `demo`, a directory or a published size; no weights are needed.
 
     Raises:
-        CheckpointError: see `resolve`; or a configuration that is broken or not supported.
+        CheckpointError: see `resolve`; or the configuration is invalid or not supported.
     """
     return _config(resolve(ref, hf_overrides))
 
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """A model and what identifies its weights."""
+    """A model, and the digest that identifies its weights."""
 
     model: HybridModel
     digest: str
-    """Of all bytes of the weights as they are stored, the configuration, and how they were converted: equal for equal
-    weights loaded equally. Weights stored in another format have another digest."""
+    """A digest of the stored bytes of the weights, the configuration and the conversion: equal for equal weights that
+    are loaded in the same way. Weights stored in another format have another digest."""
 
 
 def load_model(
@@ -84,7 +83,7 @@ def load_model(
     quantization_exclude: Collection[str] = (),
     hf_overrides: Overrides = None,
 ) -> HybridModel:
-    """Load a model onto its devices, parameter by parameter.
+    """Loads a model onto its devices, parameter by parameter.
 
     Args:
         ref: `demo`, a Hugging Face or Orbax directory; with dummy weights also the name of a published size.
@@ -94,13 +93,12 @@ def load_model(
         sharding: where parameters go: one sharding for all, or a function of a parameter's dotted path (for example
             `blocks.3.mixer.out_proj.weight`); by default the default device.
         seed: of dummy weights.
-        quantization: one of `checkpoints.quantised.rounding.QUANTIZATIONS`: weights are brought into few bits while
-            they are read.
-        quantization_exclude: names of modules or weights that stay wide, with wildcards; see `Selection`.
+        quantization: one of `checkpoints.quantised.rounding.QUANTIZATIONS`: weights are quantised while they are read.
+        quantization_exclude: names of modules or weights that are not quantised, with wildcards; see `Selection`.
         hf_overrides: fields that replace those of config.json; nested objects are merged, and dotted keys name nested
             fields.
     Raises:
-        CheckpointError: an error of the reference or the checkpoint, in one line.
+        CheckpointError: the reference or the checkpoint is invalid; the message is one line.
     """
     reference = resolve(ref, hf_overrides)
     _check_format(load_format)
@@ -121,9 +119,9 @@ def load_weights(
     quantization_exclude: Collection[str] = (),
     hf_overrides: Overrides = None,
 ) -> LoadedWeights:
-    """Load a model as `load_model` does, and identify its weights by a digest of all of their bytes.
+    """Loads a model as `load_model` does, and identifies its weights by a digest of all of their bytes.
 
-    Every byte of the files is hashed while they are read, also those that only other processes load; a file that has
+    Hashes every byte of the files while they are read, including bytes that only other processes load. A file that has
     not changed since it was last hashed is not hashed again.
 
     Raises:
@@ -217,7 +215,7 @@ def weight_bytes(
     quantization_exclude: Collection[str] = (),
     hf_overrides: Overrides = None,
 ) -> int:
-    """Bytes of the weights as `load_model` would make them, or a little less; none of them is read.
+    """Returns bytes of the weights as `load_model` would make them, or a little less; none of them is read.
 
     Raises:
         CheckpointError: see `load_model`.
@@ -235,49 +233,11 @@ def weight_bytes(
     return sum(map(nbytes, (shapes if selection is None else selection.parameters(shapes, None)).values()))
 
 
-def load_tokenizer(ref: str | Path, *, chat_template: str | None = None) -> Tokenizer | None:
-    """The tokenizer that belongs to a model, or None where there is none (published sizes, bare checkpoints).
-
-    Args:
-        ref: as for `load_model`.
-        chat_template: a file with a template, or a template's own text, in place of the checkpoint's.
-    Raises:
-        CheckpointError: see `resolve`; or a file that is there but broken, or not there.
-    """
-    directory = resolve(ref).directory
-    tokenizer = None if directory is None else read_tokenizer(directory)
-    if tokenizer is None or chat_template is None:
-        return tokenizer
-    return tokenizer.with_chat_template(_template_text(chat_template))
-
-
-def require_tokenizer(ref: str | Path, *, chat_template: str | None = None) -> Tokenizer:
-    """Like `load_tokenizer`, for those who cannot do without.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    tokenizer = load_tokenizer(ref, chat_template=chat_template)
-    if tokenizer is None:
-        raise CheckpointError(f"{ref}: has no tokenizer.json, so text cannot be used; give token ids instead")
-    return tokenizer
-
-
-def _template_text(given: str) -> str:
-    if "{{" in given or "{%" in given:
-        return given
-    try:
-        return Path(given).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a text file"
-        raise CheckpointError(f"chat template {given}: cannot be read ({reason})") from None
-
-
 def generation_config(ref: str | Path, *, hf_overrides: Overrides = None) -> GenerationConfig:
-    """What a checkpoint recommends for sampling, and the ids that end its texts.
+    """Returns a checkpoint's recommended sampling parameters and the ids that end its texts.
 
     Raises:
-        CheckpointError: see `resolve`; or a file that is there but broken.
+        CheckpointError: see `resolve`; or a file exists but is invalid.
     """
     reference = resolve(ref, hf_overrides)
     directory = reference.directory
@@ -318,7 +278,7 @@ def weight_shapes(
     sharding: Shardings = None,
     hf_overrides: Overrides = None,
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of the parameters that `load_model` would load, by dotted path; no weights are read.
+    """Returns shapes and dtypes of the parameters that `load_model` would load, by dotted path; no weights are read.
 
     Raises:
         CheckpointError: as `load_model`.
@@ -340,7 +300,7 @@ def weight_shapes(
 
 
 def quantised_as(ref: str | Path, *, hf_overrides: Overrides = None) -> str:
-    """What of a checkpoint is quantised, and how, in words; empty for wide ones.
+    """Describes which parts of a checkpoint are quantised, and how; empty if none.
 
     Raises:
         CheckpointError: as `load_model`.
@@ -370,7 +330,7 @@ def _selection(config: HybridConfig, quantization: str | None, exclude: Collecti
 def _kept_narrow(
     config: HybridConfig, tensors: LogicalTensors, sources: Mapping[str, HFSource]
 ) -> dict[str, StoredWeight]:
-    """The quantised tensors that the model can take as they are; the others are widened as they are read."""
+    """Returns the quantised tensors that the model can take as they are; the others are widened as they are read."""
     if not tensors.quantised:
         return {}
     model = HybridModel.abstract(config)
@@ -385,13 +345,13 @@ def _kept_narrow(
 
 
 def _stored_dtype(fields: Mapping[str, Any]) -> str | None:
-    """What config.json says; newer files call it `dtype`."""
+    """Returns the dtype in config.json; newer files call the field `dtype`."""
     name = fields.get("dtype") or fields.get("torch_dtype")
     return str(name).removeprefix("torch.") if name else None
 
 
 def source_dtype(reference: Reference) -> Any:
-    """The dtype of most of what is stored."""
+    """Returns the dtype of most stored bytes."""
     if reference.kind is ReferenceKind.ORBAX:
         return read_description(reference.files).dtype
     stored = _stored_dtype(_text_fields(reference))
@@ -399,7 +359,7 @@ def source_dtype(reference: Reference) -> Any:
 
 
 def _dtype(wanted: Any, stored: str | None) -> np.dtype:
-    """The dtype to load with."""
+    """Returns the dtype to load with."""
     if isinstance(wanted, str) and wanted == "auto":
         if jax.default_backend() == "cpu":
             return np.dtype(np.float32)

@@ -1,4 +1,4 @@
-"""Checkpoints of our own: weights as Orbax writes them, restorable straight onto any sharding.
+"""Our own checkpoint format: weights written by Orbax, which can be restored directly onto any sharding.
 
 DIRECTORY/weights/          Orbax, one array per dotted parameter path
 DIRECTORY/mamba_jax.json    our configuration; shapes and dtypes; written last, so its presence means "complete"
@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 
@@ -40,15 +39,15 @@ COPIED = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
 @dataclass(frozen=True)
 class Description:
-    """What `mamba_jax.json` holds."""
+    """The contents of `mamba_jax.json`."""
 
     config: HybridConfig
     dtype: str
-    """Of most parameters; some (the recurrence's) are kept in float32."""
+    """The dtype of most parameters; some (the recurrence's) are kept in float32."""
     shapes: dict[str, tuple[int, ...]]
-    """Of each parameter by dotted path."""
+    """The shape of each parameter by dotted path."""
     narrow: dict[str, str]
-    """The dtypes of what quantised weights consist of, by dotted path; these are never converted."""
+    """The dtypes of the parts of quantized weights, by dotted path; these are never converted."""
 
 
 def save_orbax(
@@ -59,19 +58,21 @@ def save_orbax(
     overwrite: bool = False,
     progress: bool = False,
 ) -> Path:
-    """Write a model, however its parameters are sharded.
+    """Writes a model with any sharding.
 
     Args:
-        directory: made if need be.
-        model: what to write.
-        files_from: a directory whose config.json and tokenizer files are copied along.
-        overwrite: replace what is there; otherwise a directory with content is an error.
-        progress: show that something is happening.
+        directory: created if necessary.
+        model: the model to write.
+        files_from: a directory whose config.json and tokenizer files are copied.
+        overwrite: replace existing content; otherwise a directory with content is an error.
+        progress: show progress.
     Returns:
         The directory.
     Raises:
         CheckpointError: the directory exists and has content, or cannot be written.
     """
+    import orbax.checkpoint as ocp  # takes a second, and only this format needs it
+
     directory = Path(directory).expanduser().resolve()
     _prepare(directory, overwrite)
     arrays = {path: parameter.get_value() for path, parameter in parameters(model).items()}
@@ -100,24 +101,26 @@ def restore_orbax(
     progress: bool = False,
     hasher: FileHasher | None = None,
 ) -> HybridModel:
-    """Read a model that `save_orbax` wrote; each device reads its own pieces only.
+    """Reads a model that `save_orbax` wrote; each device reads its own pieces only.
 
     Args:
-        directory: what was written.
+        directory: the directory that was written.
         dtype: of the model; arrays are converted while they are read.
-        shardings: where each parameter goes.
-        progress: show that something is happening.
+        shardings: the sharding of each parameter.
+        progress: show progress.
         hasher: hashes every file of the weights.
     Raises:
-        CheckpointError: not such a directory, an incomplete one, or one that does not fit its configuration.
+        CheckpointError: the directory is not such a checkpoint, is incomplete, or does not match its configuration.
     """
+    import orbax.checkpoint as ocp
+
     directory = Path(directory).expanduser().resolve()
     description = read_description(directory)
     targets = stored_parameters(description, dtype)
     _check(directory, description, targets)
     if hasher is not None:
         _hash_files(directory / WEIGHTS, hasher)
-    # Without a sharding Orbax would use the one that was saved, whose devices may not exist here.
+    # Without a sharding, Orbax would use the saved one, whose devices may not exist here.
     default = SingleDeviceSharding(jax.devices()[0])
     wanted = {}
     for path, target in targets.items():
@@ -144,10 +147,10 @@ def _hash_files(weights: Path, hasher: FileHasher) -> None:
 
 
 def read_description(directory: Path) -> Description:
-    """Read `mamba_jax.json`.
+    """Reads `mamba_jax.json`.
 
     Raises:
-        CheckpointError: it is absent, broken, or of a version that this program does not know.
+        CheckpointError: the file is absent, invalid, or of an unknown version.
     """
     path = directory / ORBAX_MARKER
     fields = read_json(path)
@@ -162,7 +165,7 @@ def read_description(directory: Path) -> Description:
 
 
 def stored_parameters(description: Description, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """What is to be restored: the model's parameters, with the parts of weights that are quantised in their places."""
+    """Returns the arrays to restore: the model's parameters, with the parts of quantised weights in their places."""
     targets = abstract_parameters(description.config, dtype)
     for path, kind in description.narrow.items():
         weight = weight_of(path)
@@ -208,7 +211,7 @@ def _copy_files(source: Path, directory: Path) -> None:
 
 
 def _dtype_name(arrays: Mapping[str, jax.Array]) -> str:
-    """The dtype that holds most of the bytes of what is not quantised."""
+    """Returns the dtype of most bytes that are not quantized."""
     sizes: dict[str, int] = {}
     for path, array in arrays.items():
         if weight_of(path):

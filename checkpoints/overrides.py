@@ -42,7 +42,7 @@ def _nested(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields with these overrides. Objects are merged, other values replaced.
+    """Returns the fields with these overrides. Objects are merged, other values replaced.
 
     An override applies to the spelling of a field that config.json uses, also inside its `rope_parameters`.
     """
@@ -59,6 +59,6 @@ def merged(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
 
 
 def _spelling(key: str, fields: Mapping[str, Any]) -> str:
-    """The spelling of `key` that has a value in `fields`; `key` itself if none has."""
+    """Returns the spelling of `key` with a value in `fields`; `key` itself without one."""
     spellings = next((names for names in _SPELLINGS if key in names), ())
     return next((name for name in (key, *spellings) if fields.get(name) is not None), key)

@@ -1,4 +1,4 @@
-"""Putting parameters onto devices, one at a time."""
+"""Places parameters on devices, one at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mamba_jax.modules.quantised import bits_of
 log = logging.getLogger(__name__)
 
 LINE_EVERY = 10.0
-"""Seconds between two lines that tell of progress where there is no terminal."""
+"""Seconds between two lines of progress without a terminal."""
 
 Shardings = Sharding | Callable[[str], Sharding | None] | None
 """Where parameters go: one sharding for all, a function of the parameter's dotted path, or the default device."""
@@ -32,29 +32,29 @@ Index = tuple[slice, ...]
 
 
 class Reader(Protocol):
-    """Gives the values of one parameter."""
+    """Reads the values of one parameter."""
 
     def __call__(self, index: Index) -> np.ndarray:
-        """The piece `parameter[index]`, in any dtype; may be a view of a file."""
+        """Returns the piece `parameter[index]`, in any dtype; may be a view of a file."""
 
 
 Advance = Callable[[int], None]
-"""Tells the progress bar that so many bytes are done."""
+"""Advances the progress bar by a number of bytes."""
 
 
 def sharding_of(shardings: Shardings, path: str) -> Sharding | None:
-    """The sharding of one parameter; None is the default device."""
+    """Returns the sharding of one parameter; None is the default device."""
     return shardings(path) if callable(shardings) else shardings
 
 
 def abstract_parameters(config: HybridConfig, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of a model's parameters by dotted path; no memory is taken."""
+    """Returns shapes and dtypes of a model's parameters by dotted path; no memory is taken."""
     found = parameters(HybridModel.abstract(config, dtype=dtype))
     return {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in found.items()}
 
 
 def place(target: jax.ShapeDtypeStruct, read: Reader, sharding: Sharding | None) -> jax.Array:
-    """Read one parameter and put it where it belongs; with a sharding, each device's piece by itself.
+    """Reads one parameter and places it; with a sharding, each device's piece by itself.
 
     What `read` returns is copied, never aliased: the model must not change when its file does.
     """
@@ -70,9 +70,9 @@ def place(target: jax.ShapeDtypeStruct, read: Reader, sharding: Sharding | None)
 
 
 def held_dtype(dtype: Any, sharding: Sharding | None) -> np.dtype:
-    """The dtype that a parameter has on its devices: 4-bit numbers take 8 bits on a CPU that plays several devices.
+    """Returns a parameter's dtype on its devices: 4-bit numbers take 8 bits on a CPU that simulates several devices.
 
-    JAX (0.10) takes such arrays for unpacked ones there, and refuses to run compiled programs with them.
+    JAX (0.10) treats such arrays as unpacked there, and refuses to run compiled programs with them.
     """
     devices: Any = [] if sharding is None else list(sharding.device_set)
     if len(devices) < 2 or devices[0].platform != "cpu":
@@ -83,7 +83,7 @@ def held_dtype(dtype: Any, sharding: Sharding | None) -> np.dtype:
 
 
 def _aligned_copy(values: np.ndarray, dtype: Any) -> np.ndarray:
-    """A copy of our own, aligned so that JAX uses it as it is on a CPU instead of copying once more."""
+    """Returns an aligned copy, which JAX uses on a CPU without copying it again."""
     alignment = 64
     size = values.size * np.dtype(dtype).itemsize
     memory = np.empty(size + alignment, np.uint8)

@@ -41,15 +41,15 @@ class RandomTensors:
 
     @property
     def names(self) -> set[str]:
-        """Every tensor there is."""
+        """The names of all tensors."""
         return set(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape."""
+        """Returns a tensor's shape."""
         return self._shapes[name]
 
     def view(self, name: str) -> np.ndarray:
-        """A tensor's values, float32."""
+        """Returns a tensor's values, float32."""
         shape, tied = self._shapes[name], self._config.tie_word_embeddings
         rng = np.random.default_rng([self._seed, zlib.crc32(name.encode())])
         values = initial_values(name, shape, rng.standard_normal, rng.random, tied).astype(np.float32)
@@ -59,11 +59,11 @@ class RandomTensors:
         return values
 
     def release(self, name: str) -> None:
-        """Nothing is kept, so there is nothing to release."""
+        """Does nothing: there is nothing to release."""
 
 
 def tensor_shapes(config: HybridConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that a Hugging Face checkpoint of this model holds."""
+    """Returns names and shapes of the tensors that a Hugging Face checkpoint of this model holds."""
     parameters = abstract_parameters(config, np.float32)
     sources = weight_names(config)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -83,7 +83,7 @@ def write_random(
     rename: Callable[[str], str] = str,
     tokenizer: str | None = None,
 ) -> Path:
-    """Write a random Hugging Face directory: `config.json`, safetensors and, if given, a tokenizer.
+    """Writes a random Hugging Face directory: `config.json`, safetensors and, if given, a tokenizer.
 
     Args:
         directory: made if need be.

@@ -1,4 +1,4 @@
-"""New values for the parameters of a model that is loaded, as a trainer has them."""
+"""New values for the parameters of a loaded model, for example from a trainer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def repeatable(given: NewWeights) -> Mapping[str, Any] | list[tuple[str, Any]] | str | Path:
-    """The same for several who each go through it: pairs may come from an iterator, which ends with the first."""
+    """Returns the values in a form that can be read several times: an iterator of pairs becomes a list."""
     return given if isinstance(given, str | Path | Mapping) else list(given)
 
 
@@ -39,7 +39,7 @@ class GivenTensors:
     def __init__(self, arrays: Mapping[str, Any]) -> None:
         """
         Raises:
-            CheckpointError: something that is no array of floating-point numbers, or a JAX array that has been donated.
+            CheckpointError: a value is not an array of floating-point numbers, or is a donated JAX array.
         """
         wrong = [f"{name} is {_kind(array)}" for name, array in arrays.items() if _kind(array) not in _DTYPES]
         if wrong:
@@ -48,7 +48,7 @@ class GivenTensors:
 
     @property
     def names(self) -> set[str]:
-        """Every tensor there is."""
+        """The names of all tensors."""
         return set(self._arrays)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -60,20 +60,20 @@ class GivenTensors:
         return np.asarray(self._arrays[name])
 
     def on_device(self, name: str) -> jax.Array | None:
-        """The tensor, if it is an array of JAX."""
+        """Returns the tensor, if it is an array of JAX."""
         found = self._arrays[name]
         return found if isinstance(found, jax.Array) else None
 
     def release(self, name: str) -> None:
-        """The last use is over."""
+        """Releases a tensor after its last use."""
         self._arrays[name] = np.empty(0)
 
 
 def given_tensors(given: NewWeights) -> Tensors:
-    """What was given, by name. Pairs are collected first: nothing is replaced before all of them are known to fit.
+    """Returns the given tensors by name. Collects pairs first, so that all are checked before any is replaced.
 
     Raises:
-        CheckpointError: a name that comes twice, no array, no safetensors files.
+        CheckpointError: a name is repeated, a value is not an array, or there are no safetensors files.
     """
     if isinstance(given, str | Path):
         return TensorSet(Path(given), prefixes=TEXT_PREFIXES)
@@ -96,20 +96,20 @@ def new_parameters(
     quantization_exclude: Collection[str] = (),
     partial: bool = False,
 ) -> Iterator[tuple[str, jax.Array]]:
-    """The parameters that a model consists of, made of other tensors, one at a time, each a copy in its place.
+    """Returns a model's parameters made from other tensors, one at a time, each as a copy with its sharding.
 
-    Whatever is wrong with any of them is raised before the first. Floating-point numbers become those of the dtype that
-    the model holds, as when a checkpoint is loaded.
+    Raises all errors before the first parameter. Floating-point numbers are converted to the dtype of the model, as
+    when a checkpoint is loaded.
 
     Args:
         config: of the model.
         held: its parameters as they are, or abstract, by dotted path.
         tensors: by our names or by those of a Hugging Face checkpoint.
-        quantization, quantization_exclude: as the model was loaded with: new weights are rounded likewise.
-        partial: take what there is; otherwise none may be missing.
+        quantization, quantization_exclude: the options that the model was loaded with; new weights are rounded equally.
+        partial: allow missing tensors.
     Raises:
-        CheckpointError: tensors that are missing, unknown, or of the wrong shape, all in one line; or the model's
-            weights are quantised as they were stored.
+        CheckpointError: tensors are missing, unknown, or of the wrong shape, all in one line; or the model's weights
+            are stored quantised.
     """
     if quantization is None and any(weight_of(path) for path in held):
         raise CheckpointError(
@@ -157,7 +157,7 @@ def _place(
 def _moved(
     path: str, source: HFSource, held: Mapping[str, jax.Array | jax.ShapeDtypeStruct], tensors: Tensors
 ) -> jax.Array | None:
-    """A parameter that is one whole array of JAX, from device to device. Always a copy: trainers donate theirs."""
+    """Copies a parameter that is one whole JAX array from device to device. Never aliases: trainers donate arrays."""
     if path not in held or source.rows is not None or source.stack or not isinstance(tensors, GivenTensors):
         return None
     given, target = tensors.on_device(source.names[0]), held[path]
@@ -169,7 +169,7 @@ def _moved(
 def _sources(
     config: HybridConfig, paths: Collection[str], names: Collection[str]
 ) -> tuple[Mapping[str, HFSource], tuple[str, ...]]:
-    """Where each parameter is found, by whichever names there are; and what may be left over."""
+    """Returns the source of each parameter under the given names, and the patterns of tensors that may be left over."""
     if any(name in paths for name in names):
         return {path: HFSource((path,)) for path in paths}, ()
     return weight_names(config), (*ignored(config), *ALWAYS_IGNORED)
@@ -180,7 +180,7 @@ def _names(source: HFSource) -> set[str]:
 
 
 def _kind(array: Any) -> str:
-    """A dtype's name, or what else is wrong with what should be an array."""
+    """Returns a dtype's name, or describes a value that should be an array and is not."""
     if isinstance(array, jax.Array) and array.is_deleted():
         return "deleted (donated to a computation)"
     dtype = getattr(array, "dtype", None)

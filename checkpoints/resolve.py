@@ -1,4 +1,4 @@
-"""From what a person types after `--model` to what it names."""
+"""Resolves the argument of `--model` to files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEMO_DIRECTORY = Path(__file__).resolve().parent / "demo"
 
 
 class ReferenceKind(Enum):
-    """What a reference can name."""
+    """The kinds of references."""
 
     HUGGING_FACE = "Hugging Face directory"
     ORBAX = "Orbax directory"
@@ -53,7 +53,7 @@ class Reference:
 
 
 def resolve(ref: str | Path, hf_overrides: Mapping[str, Any] | str | None = None) -> Reference:
-    """Find out what `ref` names: `demo`, a directory (Hugging Face or Orbax), or a preset.
+    """Finds out what `ref` names: `demo`, a directory (Hugging Face or Orbax), or a preset.
 
     A directory that is itself called `demo`, or like a preset, is reached as `./demo`.
 

@@ -1,4 +1,4 @@
-"""A Hugging Face directory written again, tensor by tensor, in another dtype or quantized."""
+"""Rewrites a Hugging Face directory, tensor by tensor, in another dtype or quantized."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rewrite_hugging_face(
     *,
     dtype: np.dtype | None = None,
 ) -> Path:
-    """Write a directory whose weights are those that loading the source with this selection would make.
+    """Writes a directory whose weights are those that loading the source with this selection would make.
 
     Names stay as they are.
 
@@ -42,12 +42,12 @@ def rewrite_hugging_face(
         config: of the model.
         fields: the source's config.json.
         sources: where the model's parameters are found.
-        selection: what is rounded, and how; None: nothing.
-        dtype: of what stays wide; None: each tensor's own. What the model keeps in float32 stays so.
+        selection: weights to round, and how; None: none.
+        dtype: of tensors that are not rounded; None: their own dtype. Tensors that the model keeps in float32 stay so.
     Returns:
         The new directory.
     Raises:
-        CheckpointError: the target is in use, or the form has no place for a weight that is to be rounded.
+        CheckpointError: the target is in use, or the format cannot store one of the rounded weights.
     """
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target}: exists already and is not empty")
@@ -85,7 +85,7 @@ def rewrite_hugging_face(
 
 
 def _by_tensor(config: HybridConfig, found: Mapping[str, HFSource | None], selection: Selection) -> dict[str, Rounding]:
-    """How each stored tensor is rounded."""
+    """Returns how each stored tensor is rounded."""
     shapes = {path: leaf.shape for path, leaf in abstract_parameters(config, np.float32).items()}
     of_tensor: dict[str, dict[str, Rounding | None]] = {}
     for path, source in found.items():

@@ -54,7 +54,7 @@ class TensorEntry:
 
 
 class SafetensorsFile:
-    """One memory-mapped file: `entries` by name, and zero-copy views of the tensors.
+    """One memory-mapped file: `entries` by name, `metadata` of the file, and zero-copy views of the tensors.
 
     Raises (from the constructor):
         CheckpointError: the file is unreadable, truncated, or its header is not valid.
@@ -66,15 +66,15 @@ class SafetensorsFile:
             with path.open("rb") as file:
                 size = file.seek(0, 2)
                 file.seek(0)
-                self.entries = _read_header(path, file, size)
+                self.entries, self.metadata = _read_header(path, file, size)
                 self.status = os.fstat(file.fileno())
-                """Of the file that is mapped."""
+                """The status of the mapped file."""
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
 
     def view(self, name: str) -> np.ndarray:
-        """The tensor as a read-only view of the mapped file; nothing is read until it is used."""
+        """Returns the tensor as a read-only view of the mapped file; nothing is read until it is used."""
         entry = self.entries[name]
         if entry.dtype not in DTYPES:
             raise CheckpointError(f"{self.path}: {name} has dtype {entry.dtype}, which is not supported yet")
@@ -82,7 +82,7 @@ class SafetensorsFile:
         return flat.reshape(entry.shape)
 
     def release(self, name: str) -> None:
-        """Let the system drop the pages of a tensor that has been copied, so that they do not count as ours."""
+        """Lets the system drop the pages of a copied tensor, so that they do not count as this process's memory."""
         if not hasattr(self._map, "madvise"):
             return
         entry = self.entries[name]
@@ -93,14 +93,14 @@ class SafetensorsFile:
             self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
-def _read_header(path: Path, file: Any, size: int) -> dict[str, TensorEntry]:
+def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     prefix = file.read(8)
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else None
     if length is None or length > MAX_HEADER_BYTES or 8 + length > size:
         raise CheckpointError(f"{path}: truncated, or not a safetensors file ({size} bytes, too short for its header)")
     try:
         header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
+        metadata = dict(header.pop("__metadata__", None) or {})
         entries = {name: _entry(8 + length, **fields) for name, fields in header.items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: corrupt safetensors header ({error})") from error
@@ -108,7 +108,7 @@ def _read_header(path: Path, file: Any, size: int) -> dict[str, TensorEntry]:
     if cut:
         wanted = max(entry.end for entry in entries.values())
         raise CheckpointError(f"{path}: truncated ({size} of {wanted} bytes); incomplete: {listing(cut)}")
-    return entries
+    return entries, metadata
 
 
 def _entry(base: int, dtype: str, shape: list[int], data_offsets: list[int]) -> TensorEntry:

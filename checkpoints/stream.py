@@ -33,7 +33,7 @@ class StreamDecoder:
         self._sent = 0  # how many characters of the window's text have been handed out
 
     def push(self, ids: Iterable[int]) -> str:
-        """Add tokens; returns the text that is certain now and was not before (often empty)."""
+        """Adds tokens; returns the text that is certain now and was not before (often empty)."""
         fresh = [i for i in ids if i not in self._skip]
         if not fresh:
             return ""
@@ -51,7 +51,7 @@ class StreamDecoder:
         return piece
 
     def flush(self) -> str:
-        """The text still held back, when no more tokens will come (an incomplete character shows as U+FFFD)."""
+        """Returns the remaining text after the last token. An incomplete character becomes U+FFFD."""
         piece = self._decode(self._window)[self._sent :] if self._window else ""
         self._window, self._context, self._sent = [], 0, 0
         return piece

@@ -30,14 +30,14 @@ class TensorFiles:
         self._number = self._total = 0
 
     def add(self, name: str, value: np.ndarray) -> None:
-        """Write a tensor, at the latest when the next file is full."""
+        """Writes a tensor, at the latest when the next file is full."""
         if self._held and sum(each.nbytes for each in self._held.values()) + value.nbytes > FILE_BYTES:
             self._write(f"model-{self._number + 1:05d}.safetensors")
         self._held[name] = np.ascontiguousarray(value)
         self._total += value.nbytes
 
     def close(self) -> None:
-        """Write what is left, and the index."""
+        """Writes the remaining tensors, and the index."""
         if not self._number:
             self._write(SINGLE_FILE)
             return

@@ -1,4 +1,4 @@
-"""All tensors of a Hugging Face directory, whichever files they lie in."""
+"""All tensors of a Hugging Face directory, from all its files."""
 
 from __future__ import annotations
 
@@ -44,32 +44,32 @@ class TensorSet:
 
     @property
     def names(self) -> set[str]:
-        """Every tensor there is."""
+        """The names of all tensors."""
         return set(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The stored shape of a tensor."""
+        """Returns the stored shape of a tensor."""
         return self._entry(name).shape
 
     def dtype(self, name: str) -> str:
-        """The stored dtype in the spelling of the format, for example `BF16`."""
+        """Returns the stored dtype in the spelling of the format, for example `BF16`."""
         return self._entry(name).dtype
 
     def stored_name(self, name: str) -> str:
-        """The name of a tensor in its file, with its prefix."""
+        """Returns the name of a tensor in its file, with its prefix."""
         return self._stored[name][1]
 
     def file_of(self, name: str) -> str:
-        """The name of the file that a tensor lies in."""
+        """Returns the name of the file that contains a tensor."""
         return self._stored[name][0].path.name
 
     def view(self, name: str) -> np.ndarray:
-        """The tensor as a read-only view of the mapped file."""
+        """Returns the tensor as a read-only view of the mapped file."""
         file, stored = self._stored[name]
         return file.view(stored)
 
     def release(self, name: str) -> None:
-        """Give back the memory behind a tensor that has been copied."""
+        """Releases the memory of a tensor that has been copied."""
         file, stored = self._stored[name]
         file.release(stored)
         if self._hasher is not None:
@@ -109,7 +109,7 @@ def _file_names(directory: Path) -> list[str]:
 
 
 def _siblings(name: str) -> list[str]:
-    """All shards that a name such as `model-00001-of-00003.safetensors` says exist."""
+    """Returns the names of all shards that a name such as `model-00001-of-00003.safetensors` implies."""
     match = _SHARD.fullmatch(name)
     if match is None:
         return [name]

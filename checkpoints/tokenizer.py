@@ -1,4 +1,4 @@
-"""Text to token ids and back, as the checkpoint's `tokenizer.json` says."""
+"""Converts text to token ids and back, as the checkpoint's `tokenizer.json` defines."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tokenizers
 from checkpoints.chat import ChatTemplates, Message
 from checkpoints.errors import CheckpointError
 from checkpoints.json_file import read_json_if_present
+from checkpoints.resolve import resolve
 from checkpoints.stream import StreamDecoder
 
 TOKENIZER_FILES = (
@@ -27,8 +28,8 @@ class Tokenizer:
     """A checkpoint's tokenizer and chat template.
 
     Args:
-        backend: the tokenizer proper.
-        special_tokens: text of `bos_token`, `eos_token`, ... as far as known.
+        backend: the tokenizer of the `tokenizers` package.
+        special_tokens: text of `bos_token`, `eos_token`, ... if known.
         chat_templates: template texts by name (`default`, `tool_use`, ...).
     """
 
@@ -51,7 +52,7 @@ class Tokenizer:
         self._chat = ChatTemplates(chat_templates or {}, self.special_tokens)
 
     def with_chat_template(self, template: str) -> Tokenizer:
-        """The same tokenizer with this template in place of all that it has."""
+        """Returns the same tokenizer with this template in place of all its templates."""
         return Tokenizer(self._backend, self.special_tokens, {"default": template})
 
     @property
@@ -61,12 +62,12 @@ class Tokenizer:
 
     @functools.cached_property
     def longest_token(self) -> int:
-        """Characters of the vocabulary's longest entry, as it is spelled there: no token stands for more of a text."""
+        """Characters of the vocabulary's longest entry. No token represents a longer text."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `apply_chat_template` can work without a template of the caller's."""
+        """Whether `apply_chat_template` works without a template from the caller."""
         return bool(self._chat)
 
     @property
@@ -75,40 +76,40 @@ class Tokenizer:
         return self._chat.sources
 
     def chat_template_mentions(self, text: str) -> bool:
-        """Whether the chat template has this text in it: models write calls of tools as their template does."""
+        """Returns whether the chat template has this text in it: models write calls of tools as their template does."""
         return self._chat.mention(text)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with special tokens as the checkpoint wants them at a prompt's start (and end)."""
+        """Returns token ids of `text`, by default with the checkpoint's special tokens at the start (and end)."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Like `encode`, for many texts, in parallel; unlike it, this lets other Python threads run meanwhile."""
+        """Encodes many texts in parallel. Unlike `encode`, this lets other Python threads run meanwhile."""
         return [e.ids for e in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `ids`. Ids beyond the vocabulary give no text."""
+        """Returns text of `ids`. Ids beyond the vocabulary give no text."""
         ids = [int(i) for i in ids]
         if skip_special_tokens:
             ids = [i for i in ids if i not in self.special_ids]
-        # A batch of one: other Python threads run meanwhile.
+        # A batch of one: other Python threads can run during the call.
         return self._backend.decode_batch([ids], skip_special_tokens=False)[0]
 
     def stream(self, *, skip_special_tokens: bool = True) -> StreamDecoder:
-        """A decoder for tokens that arrive a few at a time; see `StreamDecoder`."""
+        """Returns a decoder for tokens that arrive a few at a time; see `StreamDecoder`."""
         skip = self.special_ids if skip_special_tokens else frozenset()
         return StreamDecoder(lambda ids: self._backend.decode(list(ids), skip_special_tokens=False), skip)
 
     def to_json(self) -> str:
-        """The text of a `tokenizer.json`, for libraries that make something of their own of it."""
+        """Returns the text of a `tokenizer.json`, for libraries that parse it themselves."""
         return self._backend.to_str()
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of an entry, spelled as in the vocabulary."""
+        """Returns the id of an entry, spelled as in the vocabulary."""
         return self._backend.token_to_id(token)
 
     def token_text(self, token_id: int) -> str:
-        """One token by itself as text, special ones included; a piece of a character is U+FFFD."""
+        """Returns a single token as text, including special tokens; part of a character is U+FFFD."""
         return self._backend.decode([token_id], skip_special_tokens=False)
 
     def apply_chat_template(
@@ -120,7 +121,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The text of a conversation, special tokens included: encode it with `add_special_tokens=False`.
+        """Returns the text of a conversation, special tokens included: encode it with `add_special_tokens=False`.
 
         Args:
             messages: OpenAI-style messages.
@@ -129,13 +130,13 @@ class Tokenizer:
             add_generation_prompt: end with the beginning of the assistant's turn.
             **variables: passed on to the template.
         Raises:
-            ChatTemplateError: no such template, or it refuses the conversation.
+            ChatTemplateError: the template does not exist, or it rejects the conversation.
         """
         template = self._chat.choose(chat_template, tools=bool(tools))
         return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Token ids of a conversation; `options` are those of `apply_chat_template`."""
+        """Returns token ids of a conversation; `options` are those of `apply_chat_template`."""
         return self.encode(self.apply_chat_template(messages, **options), add_special_tokens=False)
 
     def _role_id(self, role: str) -> int | None:
@@ -144,7 +145,7 @@ class Tokenizer:
 
 
 def read_tokenizer(directory: Path) -> Tokenizer | None:
-    """The tokenizer of a directory, or None where there is no `tokenizer.json`.
+    """Returns the tokenizer of a directory, or None where there is no `tokenizer.json`.
 
     Raises:
         CheckpointError: a file is there but broken.
@@ -154,9 +155,9 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
         return None
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises bare Exception for whatever is wrong with the file
+    except Exception as error:  # the package raises bare Exception for any problem of the file
         raise CheckpointError(f"{path}: not a usable tokenizer ({' '.join(str(error).split())})") from error
-    # Both are properties of training batches; a server must neither cut prompts nor pad them.
+    # Truncation and padding are for training batches; a server must neither truncate nor pad prompts.
     backend.no_truncation()
     backend.no_padding()
     settings = read_json_if_present(directory / "tokenizer_config.json")
@@ -164,7 +165,7 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
 
 
 def _special_tokens(directory: Path, settings: dict[str, Any], backend: tokenizers.Tokenizer) -> dict[str, str]:
-    """Texts by role. Older files come later in the list: the first that knows a role decides."""
+    """Returns texts by role. The first file that defines a role decides; older files come later."""
     found: dict[str, str] = {}
     for source in (settings, read_json_if_present(directory / "special_tokens_map.json")):
         for role in _SPECIAL:
@@ -199,3 +200,41 @@ def _chat_templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]
             except (OSError, UnicodeDecodeError) as error:
                 raise CheckpointError(f"{path}: cannot be read ({error})") from error
     return found
+
+
+def load_tokenizer(ref: str | Path, *, chat_template: str | None = None) -> Tokenizer | None:
+    """Returns the tokenizer that belongs to a model, or None where there is none (published sizes, bare checkpoints).
+
+    Args:
+        ref: as for `load_model`.
+        chat_template: a file with a template, or a template's own text, in place of the checkpoint's.
+    Raises:
+        CheckpointError: see `resolve`; or a file that is there but broken, or not there.
+    """
+    directory = resolve(ref).directory
+    tokenizer = None if directory is None else read_tokenizer(directory)
+    if tokenizer is None or chat_template is None:
+        return tokenizer
+    return tokenizer.with_chat_template(_template_text(chat_template))
+
+
+def require_tokenizer(ref: str | Path, *, chat_template: str | None = None) -> Tokenizer:
+    """Loads a tokenizer like `load_tokenizer`, but requires one.
+
+    Raises:
+        CheckpointError: the model has no tokenizer.
+    """
+    tokenizer = load_tokenizer(ref, chat_template=chat_template)
+    if tokenizer is None:
+        raise CheckpointError(f"{ref}: has no tokenizer.json, so text cannot be used; give token ids instead")
+    return tokenizer
+
+
+def _template_text(given: str) -> str:
+    if "{{" in given or "{%" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a text file"
+        raise CheckpointError(f"chat template {given}: cannot be read ({reason})") from None

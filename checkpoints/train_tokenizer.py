@@ -60,7 +60,7 @@ def corpus_texts(corpus: Path) -> Iterator[str]:
 
 
 def write_tokenizer(corpus: Path, directory: Path, vocab_size: int) -> None:
-    """Train on a corpus, and write all files of a tokenizer."""
+    """Trains on a corpus and writes all files of a tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)
     train_tokenizer(corpus_texts(corpus), vocab_size).save(str(directory / "tokenizer.json"), pretty=False)
     settings = {

@@ -18,7 +18,7 @@ _AT_ONCE = 1000  # documents
 def load_streams(
     corpus: Path, tokenizer: Tokenizer, settings: DataSettings, *, part: str = "train"
 ) -> dict[str, TokenStream]:
-    """The documents of each source, tokenised; every document ends with the eos token.
+    """Returns the documents of each source, tokenised; every document ends with the eos token.
 
     Args:
         corpus: a directory with `train/SOURCE.jsonl`, or one .jsonl file.
@@ -62,7 +62,7 @@ def _files(corpus: Path, part: str = "train") -> list[Path]:
 
 
 def shares_of(streams: Mapping[str, TokenStream], settings: DataSettings) -> dict[str, float]:
-    """Each source's share of the sequences: as set, or else by size."""
+    """Returns each source's share of the sequences: as set, or else by size."""
     return settings.mixture or {name: float(len(stream.tokens)) for name, stream in streams.items()}
 
 
@@ -89,7 +89,7 @@ def encoded(documents: Iterator[Document], tokenizer: Tokenizer, chat_share: flo
 
 
 def chat_of(document: Document) -> list[dict[str, str]]:
-    """A problem as a conversation."""
+    """Returns a problem as a conversation."""
     return [
         {"role": "user", "content": document["question"]},
         {"role": "assistant", "content": document["answer"]},

@@ -12,7 +12,7 @@ def cache_home() -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, and those above it that do not exist, for this user only (`Path.mkdir` opens those to others).
+    """Makes a folder, and those above it that do not exist, for this user only (`Path.mkdir` opens those to others).
 
     Raises:
         OSError: it cannot be made.

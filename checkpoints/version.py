@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def version() -> str:
-    """The version that pyproject.toml states: as installed, or read from a checkout that is not installed."""
+    """Returns the version that pyproject.toml states: as installed, or read from a checkout that is not installed."""
     try:
         return metadata.version("mamba-jax")
     except metadata.PackageNotFoundError:

@@ -18,6 +18,7 @@ from serving.vllm.flags import FLAGS, Flag
 DOCS = Path(__file__).resolve().parent
 OWN = {f"--{name.replace('_', '-')}" for settings in (EngineConfig, ServerSettings) for name in settings.model_fields}
 ALSO_VLLMS = (
+    "--enable-lora", "--max-loras", "--max-lora-rank",
     "--allow-credentials", "--chat-template", "--config", "--default-chat-template-kwargs", "--download-dir",
     "--enable-chunked-prefill", "--enable-prefix-caching", "--hf-overrides", "--host", "--mamba-cache-mode",
     "--max-logprobs", "--max-num-batched-tokens", "--max-num-seqs", "--model", "--otlp-traces-endpoint",

@@ -12,6 +12,7 @@ DIMENSIONS = {
     "length": "tokens of each whole sequence, padding included",
     "length_1": "the same without the last token, which has no next token",
     "max_len": "tokens that a sequence may have",
+    "rank": "inner size of a low-rank adapter",
     "rows": "sequences in a step",
     "seats": "maximum number of rows, plus one for padding",
     "steps": "tokens of a decode row: known ones, then drafts",

@@ -1,4 +1,4 @@
-"""Select the implementation of an operation. A named choice is strict; the automatic choice falls back and reports why.
+"""Selects the implementation of an operation. A named choice is strict; the automatic one falls back and reports why.
 
 The automatic choice is the first implementation for the target platform that supports the call. A Pallas kernel must
 also compile: it is first compiled alone, for the shapes of the call. If the compiler rejects it, a warning is logged
@@ -40,15 +40,13 @@ class Implementation:
     run: Callable[..., Any]
     unsupported: Callable[..., str | None] = _always
     platform: str | None = None
-    """"tpu", "gpu" or "cpu": for this platform only. None: plain JAX, for all."""
+    """The only supported platform: "tpu", "gpu" or "cpu". None for plain JAX, which runs on all platforms."""
     automatic: bool = True
     """Whether the automatic choice may select it."""
 
 
 def kernels(platform: str, module: Any, operation: str) -> tuple[Implementation, Implementation]:
-    """The implementations of `module.<operation>`, a kernel for `platform`: compiled, and interpreted (on any
-    platform).
-    """
+    """Returns two implementations of a kernel `module.<operation>`: compiled for `platform`, interpreted on any."""
     run, name = getattr(module, operation), f"pallas_{platform}"
     interpreted = functools.partial(run, interpret=True)
     return (
@@ -87,11 +85,11 @@ class KernelChoice:
         self.device = device
         self.named = named or {}
         self.chosen: dict[str, dict[str, str]] = {}
-        """For each operation: the implementations in use, with reasons."""
+        """The implementations in use, with reasons, by operation."""
 
     @classmethod
     def parse(cls, text: str, **kwargs: Any) -> "KernelChoice":
-        """Parse a choice: "auto", a name for all operations that have it, or "scan=xla,update=pallas_tpu".
+        """Parses a choice: "auto", a name for all operations that have it, or "scan=xla,update=pallas_tpu".
 
         Raises:
             UnsupportedError: the text has another form.
@@ -109,7 +107,7 @@ class KernelChoice:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Apply this choice to operations of the current thread."""
+        """Applies this choice to operations of the current thread."""
         token = _current.set(self)
         try:
             yield
@@ -118,22 +116,22 @@ class KernelChoice:
 
     @property
     def description(self) -> str:
-        """Identifies the choice: with equal descriptions, the same source compiles to the same program."""
+        """The identity of the choice: with equal descriptions, the same source compiles to the same program."""
         library = f" native {native.fingerprint()} {self.products()}" if self.platform == "cpu" else ""
         return f"{self.platform} {self.named!r}{library}"
 
     def name_for(self, operation: str, candidates: Sequence[Implementation]) -> str | None:
-        """Return the implementation that the user named for an operation, or None."""
+        """Returns the implementation that the user named for an operation, or None."""
         if isinstance(self.named, str):
             return self.named if any(c.name == self.named for c in candidates) else None
         return self.named.get(operation)
 
     def remember(self, operation: str, implementation: str, why: str) -> None:
-        """Record the implementation of an operation, for the report."""
+        """Records the implementation of an operation for the report."""
         self.chosen.setdefault(operation, {})[implementation] = why
 
     def products(self) -> str | None:
-        """One line: how products with bfloat16 weights run on CPU; None elsewhere, or without native operations."""
+        """Returns one line on how products with bfloat16 weights run on CPU; None elsewhere or without native code."""
         if self.platform != "cpu" or (instructions := native.instructions()) is None:
             return None
         wide = f"C++ products use the instruction set {instructions} and widen bfloat16 weights to float32"
@@ -142,7 +140,7 @@ class KernelChoice:
         return f"{wide} for any number of rows (no bfloat16 instructions)"
 
     def report(self) -> str:
-        """One line: the implementation of each operation traced so far, and why it is not a kernel."""
+        """Returns one line with the implementation of each operation traced so far, and why it is not a kernel."""
         parts = []
         for operation, chosen in sorted(self.chosen.items()):
             by = " and ".join(name + (f" ({why})" if why else "") for name, why in sorted(chosen.items()))
@@ -156,14 +154,19 @@ _current: contextvars.ContextVar[KernelChoice | None] = contextvars.ContextVar("
 
 
 def device_kind() -> str:
-    """The device kind that programs are compiled for; empty if it is not set."""
+    """Returns the device kind that programs are compiled for; empty if it is not set."""
     choice = _current.get() or KernelChoice()
     return choice.device.device_kind if choice.device is not None else ""
 
 
+def named_choice() -> Mapping[str, str] | str:
+    """The implementations that the current choice names (`KernelChoice.named`)."""
+    choice = _current.get()
+    return {} if choice is None else choice.named
+
+
 def call(operation: str, candidates: Sequence[Implementation], name: str | None, *args: Any, **kwargs: Any) -> Any:
-    """Run `operation` with the implementation `name`, or, for None, with the first of `candidates` that supports the
-    call.
+    """Runs `operation` with the implementation `name`, or, for None, with the first candidate that supports the call.
 
     Raises:
         UnsupportedError: `name` is unknown or cannot run this call, or no candidate can.
@@ -198,10 +201,10 @@ def call(operation: str, candidates: Sequence[Implementation], name: str | None,
 def _fails_to_compile(
     operation: str, kernel: Implementation, device: jax.Device | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> str | None:
-    """The compiler's error for a kernel with arguments of these shapes, or None if it compiles."""
+    """Returns the compiler's error for a kernel with arguments of these shapes, or None if it compiles."""
     leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs)))
     described = tuple(
-        # Not by its attributes: types of numbers, such as `out_dtype`, have a dtype, too.
+        # Tests types, not attributes: scalar types, such as `out_dtype`, also have a `dtype`.
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
         else leaf
@@ -228,17 +231,17 @@ def _try(operation: str, kernel: Implementation, device: Any, described: tuple[A
             platform = "cuda" if kernel.platform == "gpu" else str(kernel.platform)
             jax.jit(run).trace(shapes).lower(lowering_platforms=(platform,))
             return
-        # Pallas may ask what device this is for: the mesh knows, also where the device is described only.
+        # Pallas may query the target device. The mesh provides it, even if the device is only a description.
         with jax.set_mesh(Mesh(np.array([device]), ("device",), axis_types=(AxisType.Auto,))):
-            # Which library kernel is fastest does not matter here, and could not be measured without the device.
+            # This test needs no autotuning of library kernels, which would require the device.
             options: dict[str, Any] = {"xla_gpu_autotune_level": 0} if kernel.platform == "gpu" else {}
             jax.jit(run).lower(shapes).compile(options)
 
     try:
-        # A thread of its own: this one may be tracing under a mesh, of which the attempt must know nothing.
+        # Runs in a new thread: the current thread may be tracing under a mesh, which must not affect the attempt.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(attempt).result()
-    except Exception as error:  # whatever a compiler raises: the operation has another implementation
+    except Exception as error:  # a compiler may raise anything, and another implementation exists
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         _log.warning("%s does not use %s, which fails to compile: %s", operation, kernel.name, reason)
         return f"it fails to compile: {reason}"

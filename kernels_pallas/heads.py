@@ -17,19 +17,19 @@ class HeadBlocks:
     """Heads of a group, in the whole operation."""
 
     def heads_of(self, group: int) -> slice:
-        """A block's heads that belong to its group number `group`."""
+        """Returns a block's heads that belong to its group number `group`."""
         size = self.heads // self.groups
         return slice(group * size, (group + 1) * size)
 
     def first_group(self, block: Int[Array, ""]) -> Int[Array, ""]:
-        """The first group of a block, inside of a kernel."""
+        """Returns the first group of a block, inside of a kernel."""
         if self.heads >= self.repeats:
             return block * self.groups
-        return lax.div(block, self.repeats // self.heads)  # `//` would look for the TPU at hand, if any
+        return lax.div(block, self.repeats // self.heads)  # `//` would query the TPU of this machine, if any
 
 
 def head_blocks(heads: int, groups: int, *, most: int, multiple: int = 1, group_multiple: int = 1) -> HeadBlocks:
-    """The largest blocks of at most `most` heads, or else the smallest blocks that there can be.
+    """Returns the largest blocks of at most `most` heads, or else the smallest blocks that there can be.
 
     Unless one block has all heads, its heads are a multiple of `multiple`, and its groups of `group_multiple`: what a
     processor's tiling asks for.

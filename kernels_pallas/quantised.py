@@ -1,9 +1,9 @@
-"""A weight in few bits: narrow values, and the scales that give them their size.
+"""A quantised weight: narrow values and their scales.
 
     weight[..., o, i] = (values[..., o, i] - group_zero[..., g, o]) * group_scale[..., g, o] * channel_scale[..., o]
 
-where g = i // (inputs / groups). Formats differ in which of the three they have; what is absent counts as 0 or 1. A
-scale of a whole tensor is kept as one of each output, so that tensors can be cut and stacked by outputs.
+where g = i // (inputs / groups). Formats have some of the three; an absent zero point counts as 0, an absent scale as
+1. A scale of a whole tensor is repeated for each output, so that tensors can be cut and stacked by outputs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def bits_of(dtype: DTypeLike) -> int:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantised:
-    """See above. Shape and axes are those of the weight that it stands for.
+    """A quantised weight, as described above. Shape and axes are those of the weight that it represents.
 
-    The parts are arrays, or stand for some (tracers, shapes).
+    The parts are arrays, or placeholders of arrays (tracers, shapes).
     """
 
     values: Any
@@ -44,20 +44,20 @@ class Quantised:
     group_zero: Any = None
     """[*lead, groups, outputs]."""
     input_scale: Any = None
-    """[*lead, outputs]: not of the weight, but what its inputs may be divided by and rounded as it is."""
+    """[*lead, outputs]: the scale by which inputs may be divided, to be rounded to the weight's dtype."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
+        """The weight's own."""
         return self.values.shape
 
     @property
     def ndim(self) -> int:
-        """Of the weight."""
+        """The weight's own."""
         return self.values.ndim
 
     def check(self, name: str) -> None:
-        """Whether the arrays fit together.
+        """Checks that the shapes of the arrays match.
 
         Raises:
             ValueError: they do not; the message begins with the name of the part that is wrong.
@@ -76,7 +76,7 @@ class Quantised:
                 raise ValueError(f"{name}.{part} has shape {found.shape}, which does not fit a weight of {self.shape}")
 
     def matrix(self, lead: int = 0) -> Quantised:
-        """The same weight as [*lead, all outputs, inputs], where the first `lead` axes stay as they are."""
+        """Returns the same weight as [*lead, all outputs, inputs], where the first `lead` axes stay as they are."""
         first, outputs = self.shape[:lead], math.prod(self.shape[lead:-1])
 
         def by_groups(v: Array | None) -> Array | None:
@@ -94,7 +94,7 @@ class Quantised:
         )
 
     def take(self, index: Array) -> Quantised:
-        """The outputs with these indices, of a matrix; those out of range are clipped."""
+        """Returns the outputs with these indices, of a matrix; those out of range are clipped."""
 
         def taken(v: Array | None, axis: int) -> Array | None:
             return None if v is None else jnp.take(v, index, axis=axis, mode="clip")
@@ -108,7 +108,7 @@ class Quantised:
         )
 
     def widened(self, dtype: DTypeLike) -> Num[Array, "*lead outputs inputs"]:
-        """The weight without the scale of each channel."""
+        """Returns the weight without the scale of each channel."""
         if self.group_scale is None and self.group_zero is None:
             return self.values.astype(dtype)
         exact = jnp.float32
@@ -122,7 +122,7 @@ class Quantised:
         return wide.astype(dtype).reshape(self.shape)
 
     def dequantise(self, dtype: DTypeLike = jnp.float32) -> Num[Array, "*lead outputs inputs"]:
-        """The whole weight."""
+        """Returns the whole weight."""
         wide = self.widened(jnp.float32)
         if self.channel_scale is not None:
             wide = wide * self.channel_scale.astype(jnp.float32)[..., None]

@@ -51,9 +51,9 @@ def row_blocks(
     read_slot: Int[Array, " rows"],
     write_slot: Int[Array, "rows steps"],
 ) -> Updated:
-    """A loop over a few rows at a time, from slots to slots, so that their states stay in the processor's cache.
+    """Loops over a few rows at a time, from slots to slots, so that their states stay in the processor's cache.
 
-    A product (`dot`) in the loop would make XLA lay out, and copy, the whole store differently.
+    With a product (`dot`) in the loop, XLA would copy the whole store into another layout.
     """
     rows, steps = write_slot.shape
     few = math.gcd(rows, _ROWS_AT_ONCE)
@@ -76,8 +76,8 @@ def row_blocks(
         def start_from_zeros(store):
             return next_states(jnp.zeros((few, *store.shape[1:]), store.dtype), own, 0)
 
-        # A conditional, because XLA:CPU would repeat a select in every use, and copy the store for those after a
-        # write (seen with small states; `read_slots` says more).
+        # A conditional, because XLA:CPU would repeat a select in every use, and copy the store for uses after a write
+        # (observed with small states; see `read_slots`).
         state = lax.cond(there.any(), start, start_from_zeros, store)
         out = []
         for t in range(steps):

@@ -1,4 +1,4 @@
-"""Checking the shapes of an operation's arguments by the names of their dimensions, which its annotations give."""
+"""Checks the shapes of an operation's arguments by the names of dimensions in its annotations."""
 
 import functools
 import inspect
@@ -15,7 +15,7 @@ _R = TypeVar("_R")
 
 
 def shapes_checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The function, raising ValueError where its array arguments do not fit its annotations, or one another.
+    """Returns the function, raising ValueError where its array arguments do not fit its annotations, or one another.
 
     Names of dimensions are those of `DIMENSIONS`. An argument that is None is left out. Where an annotation allows
     several arrays, it is the one with as many dimensions as are given. Keywords may be annotated together, as
@@ -57,7 +57,7 @@ def _annotations(signature: inspect.Signature) -> Iterator[tuple[str, Any]]:
 
 
 def _dimensions(annotation: Any) -> list[str]:
-    """The dimensions in an array's annotation, which may be one of several types."""
+    """Returns the dimensions in an array's annotation, which may be one of several types."""
     kinds = typing.get_args(annotation) or (annotation,)
     return [kind.dim_str for kind in kinds if isinstance(kind, type) and issubclass(kind, AbstractArray)]
 

@@ -47,12 +47,12 @@ def put(
 def write_slot_if(
     store: Shaped[Array, "slots *shape"], value: Shaped[Array, "*shape"], index: Int[Array, ""]
 ) -> Shaped[Array, "slots *shape"]:
-    """The store with `value` at `index`, for use inside a loop; the contents of slot 0 are undefined afterwards."""
+    """Returns the store with `value` at `index`, for use inside a loop; leaves the contents of slot 0 undefined."""
 
     def branch(store, value, index):
         return lax.cond(index > 0, lambda store: put(store, value, index), lambda store: store, store)
 
-    # Elsewhere a conditional costs more than a write to nowhere; on GPU it copies the whole store.
+    # On other platforms a conditional costs more than a write to the null slot; on GPU it copies the whole store.
     return lax.platform_dependent(store, value, index, cpu=branch, default=put)
 
 
@@ -64,7 +64,7 @@ def take(v: Shaped[Array, "n *shape"], index: Int[Array, "..."]) -> Shaped[Array
 def read_slots(
     store: Shaped[Array, "slots *shape"], index: Int[Array, " n"], *, divided: bool = False
 ) -> Shaped[Array, "n *shape"]:
-    """The slots at `index`; zeros where it is 0.
+    """Returns the slots at `index`; zeros where it is 0.
 
     `divided`: the compiler may have divided slots over devices, as it does outside of `shard_map`. The compiler cannot
     partition native operations, and would gather the whole store on every device for one.
@@ -78,9 +78,9 @@ def read_slots(
         return jnp.zeros((*index.shape, *store.shape[1:]), store.dtype)
 
     def read_apart(store, index):
-        # XLA:CPU likes to repeat a read inside each of its uses; where one of these then comes after a write to the
-        # store, it copies the whole store first. What comes out of a conditional it cannot repeat. Nor can it move the
-        # store's change of type out of a loop, which would be another copy.
+        # XLA:CPU tends to repeat a read inside each of its uses. If a use comes after a write to the store, XLA copies
+        # the whole store first. It cannot repeat the result of a conditional, nor move the store's change of type out
+        # of the loop, which would be another copy.
         return lax.cond((index > 0).any(), read, zeros, store, index)
 
     def read_natively(store, index):
@@ -95,12 +95,12 @@ def read_slots(
 def write_slots(
     store: Shaped[Array, "..."], values: Shaped[Array, "n *shape"], index: Int[Array, " n"], *, divided: bool = False
 ) -> Shaped[Array, "..."]:
-    """The store [slots, *shape] with `values` at `index`; those for index 0 are dropped. Other indices are distinct.
+    """Returns the store [slots, *shape] with `values` at `index`. Drops those for index 0; other indices are distinct.
 
     `divided` is as for `read_slots`.
 
-    A store may have its slots on several axes [.., *shape]; `index` counts them all in order. (Its shape is not to be
-    changed for this: XLA would not update in place what a native operation gets by another shape.)
+    A store may have its slots on several axes [.., *shape]; `index` counts them all in order. (Callers must not reshape
+    the store for this: XLA would not update it in place if a native operation receives it in another shape.)
     """
 
     def at_once(store, values, index):

@@ -1,7 +1,7 @@
-"""Tails on TPU: they stay in the large memory, and of a row's only what it needs is copied, a row ahead of its use.
+"""Tails on TPU: they stay in HBM, and the kernel copies only the entries that a row needs, one row ahead of their use.
 
-Entries move in groups, the rows of a register. Fetched are those with a token since the anchor, and those that get new
-tokens; written back are the latter. No other entry is touched.
+Entries are copied in groups, the rows of a register. The kernel fetches groups with tokens since the anchor and groups
+that get new tokens, and writes the latter back. It accesses no other entry.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Shaped
 
 _TOGETHER = 8  # entries of a group
-_HELD = 3  # rows whose tails are in the fast memory: the one at hand, the next, and one that is being written back
+_HELD = 3  # rows whose tails are in VMEM: the current one, the next one, and one that is being written back
 
 
 def registers(ring: Shaped[Array, "tails entries channels"]) -> Shaped[Array, "tails n few channels"]:
-    """The entries by groups; on a TPU this moves nothing."""
+    """Reshapes the entries into groups; on a TPU this moves no data."""
     tails, entries, channels = ring.shape
     together = min(entries, _TOGETHER)
     return ring.reshape(tails, entries // together, together, channels)
 
 
 def scratch(rings: Sequence[jax.Array]) -> list[Any]:
-    """What `TailCopies` needs: room for tails, as `registers` has them, and semaphores of fetching and of writing."""
+    """Returns the scratch memory of `TailCopies`: tails as by `registers`, and semaphores for both directions."""
     held = [pltpu.VMEM((_HELD, *ring.shape[1:]), ring.dtype) for ring in rings]
     return [*held, pltpu.SemaphoreType.DMA((_HELD,)), pltpu.SemaphoreType.DMA((_HELD,))]
 
 
 def moved_entries(entries: int, steps: int, interval: int) -> float:
-    """How many a row fetches and writes in a step, on average over the places between two multiples of the interval."""
+    """Returns how many entries a row fetches and writes in a step, averaged over positions within an interval."""
     together = min(entries, _TOGETHER)
     most, total = entries // together, 0
     for before in range(interval):
@@ -45,7 +45,7 @@ def moved_entries(entries: int, steps: int, interval: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class TailCopies:
-    """What a kernel whose grid goes from row to row does about tails. All but the last four are references by row."""
+    """Copies tails in a kernel whose grid runs from row to row. All fields but the last four are references by row."""
 
     anchor_length: Any
     length: Any
@@ -53,25 +53,25 @@ class TailCopies:
     """0: the row has no tail."""
     tail_id: Any
     there: Sequence[Any]
-    """Each array of all tails, as `registers` has them, in the large memory: updated in place."""
+    """The arrays of all tails in the form of `registers`, in HBM; updated in place."""
     held: Sequence[Any]
     fetched: Any
     written: Any
 
     def bring(self, row: Any, last: Any) -> None:
-        """Before a row is computed: has the next one's tail fetched, and waits for its own. `last` is the last row."""
+        """Starts to fetch the next row's tail and waits for this row's; call it before computing. `last`: last row."""
         pl.when(row == 0)(lambda: self._fetch(row, _start))
-        # The next row's takes the place of the one's before the last.
+        # The next row's tail replaces that of the row before the previous one.
         pl.when(row >= _HELD - 1)(lambda: self._write(row - (_HELD - 1), _wait))
         pl.when(row < last)(lambda: self._fetch(row + 1, _start))
         self._fetch(row, _wait)
 
     def at_hand(self, row: Any) -> list[Any]:
-        """The row's own, [groups, entries of each, channels]; groups that it does not need hold anything."""
+        """Returns the row's tails, [groups, entries of each, channels]; groups that it does not need are undefined."""
         return [held.at[lax.rem(row, _HELD)] for held in self.held]
 
     def put_back(self, row: Any, last: Any) -> None:
-        """After a row has been computed, and its new tokens lie in the tail at hand."""
+        """Starts to write a row's new tokens back; call it after they have been added to the tail in VMEM."""
         self._write(row, _start)
 
         @pl.when(row == last)
@@ -86,7 +86,7 @@ class TailCopies:
         self._copy(row, self.length, act, lambda there, held, place: (held, there, self.written.at[place]))
 
     def _copy(self, row: Any, first: Any, act: Any, ends: Any) -> None:
-        """`act` on a copy of each group with tokens from `first` on."""
+        """Applies `act` to a copy of each group with tokens from `first` on."""
         groups, together = self.there[0].shape[1:3]
         place = lax.rem(row, _HELD)
         after = self.length[row] + self.num_tokens[row]

@@ -1,7 +1,7 @@
-"""Tails: rings of a row's inputs since its anchor, a state that was stored. Tail 0 is nowhere.
+"""Tails: rings of a row's inputs since its anchor, which is a stored state. Tail 0 is null. Shared by all replays.
 
-Token n lies at entry n % entries. What a tail holds counts only for the tokens from the anchor on; anything else, NaN
-included, is masked. What the replays of all recurrences share is here.
+Token n is stored at entry n % entries. Only entries of tokens from the anchor on are used; all others, which may hold
+NaN, are masked.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ F32 = jnp.float32
 
 
 class Places(TypedDict):
-    """Where each row of a replay stands: what every one of them is told by keywords."""
+    """The position of each row of a replay: keyword arguments of all replays."""
 
     anchor_slot: Int[Array, " rows"]
     """0 reads as zeros (a fresh row, of length 0 or with all of its tokens in the tail)."""
     tail_id: Int[Array, " rows"]
-    """0 where there is no row. Two rows never have one tail, except for tail 0."""
+    """0 for padding. No two rows share a tail, except for tail 0."""
     anchor_length: Int[Array, " rows"]
     """Tokens that the anchor has absorbed."""
     length: Int[Array, " rows"]
@@ -35,28 +35,28 @@ class Places(TypedDict):
     num_tokens: Int[Array, " rows"]
     """0 to steps; 0 is padding. Tokens beyond it may hold NaN; their y is 0."""
     write_slot: Int[Array, " rows"]
-    """Where S(m) goes, m the next multiple of the interval, if it is reached; 0: it is not written."""
+    """The slot for S(m), where m is the next multiple of the interval, if it is reached; 0: not written."""
     interval: int
-    """Tokens between two states that are written."""
+    """Tokens between two written states."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """The tokens since the anchor in their order; entry i of a tail holds those whose position is i modulo entries."""
+    """The tokens since the anchor in order; entry i of a tail has those at positions i modulo the number of entries."""
 
     position: Int[Array, "rows entries"]
-    """The anchor's length, and so on."""
+    """The position of each token: the anchor's length, the anchor's length + 1, ..."""
     valid: Bool[Array, "rows entries"]
-    """Whether there is a token of that position, the new ones included."""
+    """Whether a token (old or new) has that position."""
     new_position: Int[Array, "rows steps"]
     is_old: Bool[Array, "rows entries"]
     """Whether it is not new."""
     is_new: Bool[Array, "rows steps"]
     """Whether a new token is no padding."""
     index_of_new: Int[Array, "rows steps"]
-    """Where new tokens are in the order."""
+    """Indices of new tokens in the order."""
     seen: Bool[Array, "rows steps entries"]
-    """Whether a new token comes after that one, or is it."""
+    """Whether a new token is at or after that entry's token."""
 
     @classmethod
     def of(cls, anchor_length, length, num_tokens, *, entries: int, steps: int) -> Order:
@@ -85,7 +85,7 @@ class Boundary:
 
 
 def next_boundary(length, num_tokens, interval: int) -> Boundary:
-    """Where it is, and whether the new tokens reach it."""
+    """Returns the boundary's position and whether the new tokens reach it."""
     position = (length // interval + 1) * interval
     return Boundary(position, position <= length + num_tokens)
 
@@ -96,9 +96,9 @@ def append(
     order: Order,
     tail_id: Int[Array, " rows"],
 ) -> list[Shaped[Array, "tails entries ..."]]:
-    """The tail's arrays with what belongs to the new tokens."""
+    """Returns the tail's arrays with the entries of the new tokens."""
     entries = tail[0].shape[1]
-    # All entries of all tails in a row: entry 0 of tail 0 is nowhere, as slot 0 is.
+    # Flattens the entries of all tails; writes to entry 0 of tail 0 are dropped, as for slot 0.
     places = jnp.where(order.is_new, tail_id[:, None] * entries + order.new_position % entries, 0).reshape(-1)
 
     def one(old, values):
@@ -110,7 +110,7 @@ def append(
 def in_order(
     kept: Shaped[Array, "tails entries channels"], order: Order, tail_id: Int[Array, " rows"], *shape: int
 ) -> Float[Array, "rows entries *shape"]:
-    """What a tail holds from the anchor on, float32; zeros where there is no token."""
+    """Returns a tail's entries from the anchor on, float32; zeros where there is no token."""
     entries = kept.shape[1]
     found = take(kept.reshape(-1, kept.shape[2]), tail_id[:, None] * entries + order.position % entries)
     return jnp.where(order.valid[..., None], found, 0).astype(F32).reshape(*found.shape[:2], *shape)
@@ -124,7 +124,7 @@ def at(values: Float[Array, "rows entries heads"], index: Int[Array, "rows n"]) 
 def read(
     anchor: Float[Array, "rows heads head_dim state"], query: Float[Array, "rows groups state"]
 ) -> Float[Array, "rows heads head_dim"]:
-    """State times query without a product (`dot`), which would make XLA:CPU lay out the whole store differently."""
+    """Multiplies state and query without `dot`, which would make XLA:CPU change the layout of the whole store."""
     split, shared = head_axes(anchor.shape[1], query.shape[1])
     grouped = anchor.reshape(len(anchor), *split, *anchor.shape[2:])
     return (grouped * query.reshape(len(query), *shared, 1, -1)).sum(-1).reshape(anchor.shape[:3])
@@ -147,7 +147,7 @@ def state_after(
 
 
 def by_platform(*, cpu: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:
-    """A replay in the form for the platform compiled for, which may not be the one at hand."""
+    """Returns a replay that selects its form by the target platform of compilation."""
 
     def replay(*arrays: Any, interval: int, **places: Any) -> Any:
         def by(form: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,14 +31,14 @@ def scan_tiles(
     size: int,
     branch: bool = False,
 ) -> tuple[Float[Array, "tiles tile_size *out"], Float[Array, "slots *state"]]:
-    """Scans tiles `size` tokens at a time, loading states from the store and writing them to it; holds none aside.
+    """Scans tiles `size` tokens at a time. Loads states from the store and writes them to it, without other copies.
 
     Args:
-        real: tokens that are no padding.
-        y: only its shape and dtype are looked at: those of the outputs.
+        real: tokens that are not padding.
+        y: only its shape and dtype are used, which are those of the outputs.
         size: a divisor of the tile size.
-        branch: leave out blocks of padding alone. A GPU's conditionals wait for the host and copy what they return, so
-            there padding is computed like all else (its inputs leave the state as it is).
+        branch: skip blocks that are only padding. A GPU's conditionals wait for the host and copy their results, so
+            there padding is computed too (its inputs do not change the state).
     """
     tiles, tile_size = real.shape
     per_tile = tile_size // size
@@ -85,10 +85,10 @@ def scan_sequence(
     *,
     size: int,
 ) -> tuple[Float[Array, "batch length *out"], Float[Array, "batch *state"]]:
-    """Scans whole sequences `size` tokens at a time; differentiable. Zeros as a token's inputs must leave the state.
+    """Scans whole sequences `size` tokens at a time; differentiable. Inputs of zeros must not change the state.
 
     Args:
-        y: only its shape and dtype are looked at: those of the outputs.
+        y: only its shape and dtype are used, which are those of the outputs.
     """
     batch, length = y.shape[:2]
     size = min(size, max(length, 1))

@@ -1,7 +1,7 @@
-"""What the TPU kernels share: blocks of heads as registers and VMEM want them, and products on the matrix unit.
+"""Shared code of the TPU kernels: blocks of heads that fit registers and VMEM, and products on the matrix unit.
 
-A register has 8 rows of 128 lanes of 32 bits each, or 16 or 32 rows of smaller numbers. A kernel's blocks must be
-whole numbers of them, unless there is one block only. `block_bytes` is what the states of a block may take of VMEM.
+A register has 8 rows of 128 lanes of 32 bits each, or 16 or 32 rows of smaller numbers. A kernel's blocks must consist
+of whole registers, unless there is only one block. `block_bytes` is the maximum size of a block's states in VMEM.
 """
 
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def blocks_in_lanes(
     """Blocks for inputs and outputs with the channels of all heads, and of all groups, side by side in lanes.
 
     Args:
-        held: the dtype in which a block's states are held.
+        held: the dtype of a block's states in VMEM.
     """
     lanes_of_heads = next(n for n in range(8, 8 * LANES + 1, 8) if n * head_dim % LANES == 0)
     lanes_of_groups = next(n for n in range(1, LANES + 1) if n * state % LANES == 0)
@@ -45,20 +45,20 @@ def blocks_in_lanes(
 
 
 def heads_together(head_dim: int, repeats: int) -> int:
-    """How many heads of a group (of `repeats`) fill the lanes of a register with their channels."""
+    """Returns how many heads of a group (of `repeats`) fill the lanes of a register with their channels."""
     together = LANES // head_dim if LANES % head_dim == 0 else 1
     return together if repeats % together == 0 else 1
 
 
 def in_large_memory(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """The array, for a kernel that copies parts of it itself: the compiler must not bring all of it onto the chip."""
+    """Pins the array to HBM, for a kernel that copies parts of it; the compiler must not move all of it to VMEM."""
     return pltpu.with_memory_space_constraint(array, pltpu.HBM)
 
 
 def dot(
     left: Shaped[Array, "..."], right: Shaped[Array, "..."], contract: tuple[int, int], dtype: DTypeLike
 ) -> Float[Array, "..."]:
-    """A product over these two axes, summed in float32, of operands rounded to `dtype`; float32 in full precision."""
+    """Multiplies operands rounded to `dtype` over these two axes, summed in float32; float32 in full precision."""
     precision = lax.Precision.HIGHEST if dtype == F32 else lax.Precision.DEFAULT
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(
@@ -67,20 +67,20 @@ def dot(
 
 
 def bfloat16_parts(values: Float[Array, "*shape"], held: DTypeLike, most: int = 3) -> list[Float[Array, "*shape"]]:
-    """What the matrix unit takes for `values` (float32) so that products keep their digits: numbers that sum to them.
+    """Splits `values` (float32) into parts that sum to them, so that products on the matrix unit keep their digits.
 
-    Each has the 8 digits of a bfloat16, but is a float32 still. Three have all 24 of a float32; with two at `most`,
-    2^-16 of a value may be lost.
+    Each part is a float32 with the 8 digits of a bfloat16. Three parts have all 24 digits of a float32; with two, up to
+    2^-16 of a value is lost (`most`).
 
     Args:
-        held: the dtype that the values had, or fit in. What fits in a bfloat16 is its own only part.
+        held: a dtype that represents the values. Values that fit in bfloat16 are returned as a single part.
     """
     if jnp.finfo(held).nmant <= jnp.finfo(BF16).nmant:
         return [values]
     parts = []
     for _ in range(most - 1):
-        # The upper half of a float32 is a bfloat16. It is cut, not rounded: a rounding that is taken back right away
-        # is one that a compiler may leave out.
+        # The upper half of a float32 is a bfloat16. Truncated, not rounded: a compiler may remove a conversion to
+        # bfloat16 that is followed by a conversion back.
         bits = lax.bitcast_convert_type(values, jnp.uint32) & jnp.uint32(0xFFFF0000)
         parts.append(lax.bitcast_convert_type(bits, F32))
         values = values - parts[-1]
@@ -88,5 +88,5 @@ def bfloat16_parts(values: Float[Array, "*shape"], held: DTypeLike, most: int = 
 
 
 def _head_bytes(head_dim: int, state: int, dtype: DTypeLike) -> int:
-    """Of a head's state as it lies in VMEM: rows are padded to whole registers."""
+    """Returns bytes of a head's state in VMEM, with rows padded to whole registers."""
     return head_dim * -(-state // LANES) * LANES * jnp.dtype(dtype).itemsize

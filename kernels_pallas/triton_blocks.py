@@ -1,4 +1,4 @@
-"""What the Triton kernels share: blocks, which are powers of two in every dimension, masked accesses, products."""
+"""Shared code of the Triton kernels: blocks (powers of two in every dimension), masked accesses and products."""
 
 from typing import Any
 
@@ -8,16 +8,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool
 
-LEAST = 16  # what Triton's products ask of every dimension
+LEAST = 16  # the minimum size of every dimension of Triton's products
 
 
 def is_power_of_two(n: int) -> bool:
-    """Whether n is 1, 2, 4, ..."""
+    """Returns whether n is 1, 2, 4, ..."""
     return n > 0 and n & (n - 1) == 0
 
 
 def power_of_two_in(n: int, most: int) -> int:
-    """The largest power of two that divides n and is at most `most`."""
+    """Returns the largest power of two that divides n and is at most `most`."""
     power = 1
     while power * 2 <= most and n % (power * 2) == 0:
         power *= 2
@@ -25,31 +25,31 @@ def power_of_two_in(n: int, most: int) -> int:
 
 
 def pieces(size: int) -> list[Any]:
-    """An axis cut into equal slices, as few as there can be; where it is no power of two, a block holds one of them."""
+    """Cuts an axis into the fewest equal slices whose size is a power of two. A block holds one slice."""
     width = power_of_two_in(size, size)
     return [pl.ds(first, width) for first in range(0, size, width)]
 
 
 def offsets_overflow(array) -> bool:
-    """Whether an offset into the array may not fit: Triton counts elements in 32 bits, with a sign, up to 4 GiB."""
+    """Returns whether an offset may overflow: Triton counts elements of arrays up to 4 GiB in signed 32 bits."""
     return array.size >= 1 << 31 and array.size * array.dtype.itemsize <= 1 << 32
 
 
 def load_if(condition: Bool[Array, "..."], ref, *shape: int):
-    """What `ref` (a reference to a block of `shape`) holds; zeros, and no access, where not `condition`."""
+    """Loads `ref` (a reference to a block of `shape`); zeros without an access where `condition` is false."""
     return plt.load(ref, mask=jnp.broadcast_to(condition, shape), other=jnp.zeros(shape, ref.dtype))
 
 
 def store_if(condition: Bool[Array, "..."], ref, value: Array) -> None:
-    """Writes `value` where `condition`."""
+    """Writes `value` where `condition` is true."""
     plt.store(ref, value, mask=jnp.broadcast_to(condition, value.shape))
 
 
 def dot(left, right, dtype, *, tensor_cores=False):
-    """A product summed in float32, of operands rounded to the dtype; with float32 in full precision.
+    """Returns a product summed in float32, of operands rounded to the dtype; with float32 in full precision.
 
-    With `tensor_cores` float32 goes there, as three products of TF32, which keep all but its last digits, and not to
-    units that would need a register for every product. Pallas' interpreter cannot do that.
+    With `tensor_cores`, float32 products run on tensor cores, as three TF32 products, which lose only the last digits;
+    other units would need a register for every product. Pallas' interpreter does not support this.
     """
     precision: Any = lax.Precision.DEFAULT
     if dtype == jnp.float32:

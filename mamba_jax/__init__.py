@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, StepOutput
+from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch, SeatBatch, StepOutput
 from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.layout import Layout, SequenceLayout
 from mamba_jax.model import HybridModel, parameters
@@ -25,6 +25,7 @@ __all__ = [
     "HybridConfig",
     "HybridModel",
     "Layout",
+    "MixedBatch",
     "ModelConfigError",
     "PrefillBatch",
     "Rows",

@@ -1,7 +1,7 @@
-"""What the host says about one step, and what the step answers. Small integer arrays padded to a few static shapes.
+"""The host's input to one step, and the step's output: small integer arrays padded to a few static shapes.
 
-The host fills numpy arrays (`DecodeBatch.empty` and its sisters make them); the device computes everything that
-follows from row lengths. A padding row is all zeros: seat 0, no tokens, null slot.
+The host fills numpy arrays (made by `DecodeBatch.empty` and the other `empty` methods); the device computes everything
+that follows from row lengths. A padding row is all zeros: seat 0, no tokens, null slot.
 """
 
 import functools
@@ -23,19 +23,19 @@ class DecodeBatch:
 
     row_id: Int[Array, " rows"]
     continues: Bool[Array, " rows"]
-    """The row goes on from the seat's own length, slot, last token and drafts; the host's values are not looked at."""
+    """The row continues from the seat's own length, slot, last token and drafts; the host's values are ignored."""
     tokens: Int[Array, "rows steps"]
     """Certain tokens, then drafts (-1: a draft that is always rejected)."""
     length: Int[Array, " rows"]
     """Tokens committed before the step."""
     read_slot: Int[Array, " rows"]
-    """Where S(length) is, or the row's anchor."""
+    """The slot of S(length), or of the row's anchor."""
     num_tokens: Int[Array, " rows"]
     """Tokens fed, drafts included; 0 samples from the hidden state in the row's slot and feeds nothing."""
     num_drafts: Int[Array, " rows"]
     write_slot: Int[Array, "rows writes"]
-    """Where the state after each token goes, one place a step; 0 = nowhere. Under replay one place: for the state at
-    the next multiple of the interval."""
+    """The slot for the state after each token, one per step; 0 = dropped. Under replay there is one slot, for the state
+    at the next multiple of the interval."""
     page_table: Int[Array, "rows pages"] | None
     """None: the seats' own tables are used."""
     page_updates: Int[Array, "updates 3"] | None
@@ -58,14 +58,14 @@ class DecodeBatch:
         page_updates: int | None = None,
         replay: bool = False,
     ) -> Self:
-        """A batch of padding, as numpy arrays to be filled in place.
+        """Returns a batch of padding, as numpy arrays to be filled in place.
 
         Args:
             rows: D.
             num_speculative_tokens: K.
             pages_per_row: width of the batch's page tables.
             page_updates: the most pages that may change in the seats' page tables; the batch has no tables then.
-            replay: the store has tails.
+            replay: whether the store has tails.
         """
         batch: Self = _decode_packing(rows, 1 + num_speculative_tokens, pages_per_row, page_updates, replay).empty()
         return batch
@@ -76,8 +76,8 @@ class DecodeBatch:
 class PrefillBatch:
     """One prefill step: R rows of any lengths, their T tokens packed one row after the other.
 
-    A row's tokens [length, length + num_tokens) are cut into tiles at absolute multiples of `tile_size`; the tiles
-    of all rows, in row order, are what `tile_write_slot` speaks of.
+    A row's tokens [length, length + num_tokens) are divided into tiles at absolute multiples of `tile_size`.
+    `tile_write_slot` has one entry for each tile of all rows, in row order.
     """
 
     tokens: Int[Array, " tokens"]
@@ -96,7 +96,7 @@ class PrefillBatch:
     sample: Bool[Array, " rows"]
     """Whether the row emits a token after its last one."""
     tile_write_slot: Int[Array, " tiles"]
-    """Where the state after each tile goes; 0 = nowhere."""
+    """The slot for the state after each tile; 0 = dropped."""
     tile_size: int = field(metadata={"static": True})
 
     @classmethod
@@ -110,9 +110,18 @@ class PrefillBatch:
         pages_per_row: int = 0,
         page_updates: int | None = None,
     ) -> Self:
-        """A batch of padding, as numpy arrays to be filled in place; the last two as of `DecodeBatch.empty`."""
+        """Returns a batch of padding, as numpy arrays to be filled in place; the last two as of `DecodeBatch.empty`."""
         batch: Self = _prefill_packing(tokens, rows, tiles, pages_per_row, page_updates, tile_size).empty()
         return batch
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MixedBatch:
+    """One step with decode rows and prefill rows: no row is in both."""
+
+    decode: DecodeBatch
+    prefill: PrefillBatch
 
 
 @functools.cache
@@ -167,7 +176,7 @@ def _array(*shape: int, dtype: Any = np.int32) -> Any:
 
 
 def num_tiles(length: int, num_tokens: int, tile_size: int) -> int:
-    """How many tiles the tokens [length, length + num_tokens) of a row are cut into."""
+    """Returns how many tiles the tokens [length, length + num_tokens) of a row are cut into."""
     return -(-(length + num_tokens) // tile_size) - length // tile_size if num_tokens else 0
 
 
@@ -178,13 +187,15 @@ class SeatBatch:
 
     row_id: Int[Array, ""]
     sampling: SamplingTable
-    """Of one row: see `sampling_row`."""
+    """Sampling parameters of one row; see `sampling_row`."""
     output_counts: Int[Array, " vocab"] | None = None
     """How often each token was emitted so far; required (zeros at first) where the row has any penalty."""
     prompt_seen: Bool[Array, " vocab"] | None = None
     """Which tokens the prompt has; given together with `output_counts`."""
     tokens: Int[Array, " max_len"] | None = None
     """Prompt and output so far, then -1; for draft sources that look at tokens."""
+    adapter: Int[Array, ""] | None = None
+    """Entry of the request's adapter, 0 = none; given where the rows have adapters."""
 
 
 @jax.tree_util.register_dataclass
@@ -198,7 +209,7 @@ class PageTableBatch:
 
     @classmethod
     def empty(cls, *, pages_per_row: int) -> Self:
-        """Of padding's seat, as numpy arrays to be filled in place."""
+        """Returns a batch for the seat of padding, as numpy arrays to be filled in place."""
         seat: Any = np.int32(0)
         pages: Any = np.zeros(pages_per_row, np.int32)
         return cls(row_id=seat, pages=pages)
@@ -209,7 +220,7 @@ class PageTableBatch:
 class PromptLogprobs:
     """Log-probabilities of a prefill step's own tokens, each given the tokens before it.
 
-    A sequence's very first token has none: its entry says nothing.
+    A sequence's first token has none: its entry is undefined.
     """
 
     token: Float[Array, " tokens"]
@@ -220,13 +231,13 @@ class PromptLogprobs:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step emitted; H = 1 + K for decode and 1 for prefill."""
+    """The output of a step; H = 1 + K for decode and 1 for prefill."""
 
     tokens: Int[Array, "rows H"]
     """Accepted drafts, then the newly sampled token; -1 = none."""
     num_emitted: Int[Array, " rows"]
     kept: Int[Array, " rows"]
-    """How many of the fed tokens stay: the row's length has grown by it."""
+    """Number of fed tokens that stay; the row's length has grown by it."""
     logprobs: Float[Array, "rows H"]
     """Of the emitted tokens, under the model's own distribution (before penalties and temperature). Only rows that
     ask for log-probabilities have them; the same holds for the alternatives."""
@@ -236,11 +247,11 @@ class StepOutput:
     """With `debug_state`: some row read a slot that does not hold what it should, or that another row writes; or a slot
     was written twice. Otherwise False."""
     finite: Bool[Array, " rows"]
-    """Whether every logit that something was chosen by is a number: what a row with others emits means nothing."""
+    """Whether all logits that determine the row's tokens are finite; otherwise its tokens are undefined."""
     prompt_logprobs: PromptLogprobs | None
     """Of a prefill step; only rows that ask have them."""
     num_drafts: Int[Array, " rows"] | None = None
-    """Of a decode step with K > 0: drafts that were verified. May be fewer than planned: sources may have none."""
+    """Drafts that a decode step with K > 0 verified. May be fewer than planned: a source may have made none."""
     proposed: Int[Array, "rows drafts"] | None = None
-    """Drafts that each row's next step is to verify; -1 = none. Where rows may have masks only: the host writes those
-    along the drafts."""
+    """Drafts that each row's next step verifies; -1 = none. Only if rows may have masks: the host computes masks along
+    the drafts."""

@@ -15,8 +15,8 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
-from mamba_jax.config import MLP, SHARED, HybridConfig, Per
-from mamba_jax.layout import Layout, ReplayLayout, SequenceLayout
+from mamba_jax.config import SHARED, HybridConfig, Per
+from mamba_jax.layout import Layout, SequenceLayout, has_tails
 from mamba_jax.modules.basic import Table, normal, scaled
 from mamba_jax.modules.blocks import Block, model_norm
 from mamba_jax.modules.mtp import MTP
@@ -35,10 +35,10 @@ class HybridModel(nnx.Module):
     """
 
     source: str | None = None
-    """What `mamba_jax.load` has read it from."""
+    """The reference that `mamba_jax.load` read the model from."""
 
     def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32) -> None:
-        """Random weights of the given dtype (routers and what steers the recurrences are always float32)."""
+        """Returns random weights of the given dtype. Routers and parameters of recurrences are always float32."""
         self.config = config
         self.embed = Table(normal(rngs, (config.vocab_size, config.hidden_size), dtype))
         self.blocks = nnx.List(
@@ -48,7 +48,7 @@ class HybridModel(nnx.Module):
                 else Block(
                     kind,
                     config,
-                    mlp_index=config.pattern[:i].count(MLP),
+                    index=config.pattern[:i].count(kind),
                     norm_after=i in config.norm_after,
                     rngs=rngs,
                     dtype=dtype,
@@ -64,15 +64,15 @@ class HybridModel(nnx.Module):
         self.mtp = MTP(config, rngs=rngs, dtype=dtype) if config.mtp_pattern else None
 
     def __call__(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Float[Array, "batch length vocab"]:
-        """Logits (float32) for the token after each token.
+        """Returns logits (float32) for the token after each token.
 
         Args:
             tokens: integers [batch, length], each sequence followed by padding of any value.
-            lengths: integers [batch], how many tokens of each sequence count; all if None. Logits of padding mean
-                nothing.
+            lengths: integers [batch], the number of tokens of each sequence without padding; all if None. Logits of
+                padding are undefined.
         Raises:
-            TypeError: tokens or lengths are no arrays, or not of integers.
-            ValueError: they have other shapes, or a length is not between 0 and the sequences' length.
+            TypeError: tokens or lengths are not arrays of integers.
+            ValueError: their shapes are wrong, or a length is not between 0 and the sequences' length.
         """
         tokens = _integers("tokens", tokens, "[batch, length]", 2)
         batch, length = tokens.shape
@@ -84,11 +84,11 @@ class HybridModel(nnx.Module):
         return self.logits(hidden).reshape(batch, length, -1)
 
     def embedded(self, tokens: Int[Array, " T"]) -> Float[Array, "T hidden"]:
-        """The embeddings of tokens, as the first sublayer sees them."""
+        """Returns the embeddings of tokens, as the first sublayer sees them."""
         return self._embedded(self.embed, tokens)
 
     def draft_embedded(self, tokens: Int[Array, " T"]) -> Float[Array, "T hidden"]:
-        """The embeddings of tokens, as the multi-token-prediction layer sees them."""
+        """Returns the embeddings of tokens, as the multi-token-prediction layer sees them."""
         own = None if self.mtp is None else self.mtp.embed
         return self._embedded(self.embed if own is None else own, tokens)
 
@@ -112,16 +112,17 @@ class HybridModel(nnx.Module):
         Args:
             tokens: as the layout arranges them.
             store: the recurrent states, keys and values to read and to update; None for whole sequences.
-            rematerialise: a gradient keeps only each sublayer's inputs, and computes the rest of the sublayer again.
+            rematerialise: a gradient keeps only each sublayer's inputs and recomputes the rest of the sublayer.
         Returns:
             hidden states after the final norm, and the store.
         """
         embedded = self.embedded(tokens)
         x = embedded.astype(jnp.float32) if self.config.residual_in_fp32 else embedded
-        pieces = _Pieces(self.config, store, with_tails=isinstance(layout, ReplayLayout))
+        pieces = _Pieces(self.config, store, with_tails=has_tails(layout))
         uses = 0
-        for kind, block in zip(self.config.pattern, self.blocks, strict=True):
-            run: Any = functools.partial(block, layout=layout)
+        for index, (kind, block) in enumerate(zip(self.config.pattern, self.blocks, strict=True)):
+            own = layout.of_block(index) if isinstance(layout, SequenceLayout) else layout
+            run: Any = functools.partial(block, layout=own)
             if isinstance(block, SharedUse):
                 shared = self.shared[uses % len(self.shared)]
                 run = functools.partial(run, block=shared, embedded=embedded)
@@ -150,7 +151,7 @@ class HybridModel(nnx.Module):
         Returns:
             hidden states whose `draft_logits` predict the token after each token, and the store.
         Raises:
-            ValueError: the model has no such layer.
+            ValueError: the model has no multi-token-prediction layer.
         """
         if self.mtp is None:
             raise ValueError(f"this {self.config.family} model has no multi-token-prediction layer")
@@ -162,30 +163,30 @@ class HybridModel(nnx.Module):
         return out, store
 
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
-        """Logits (float32) from hidden states after the final norm."""
+        """Returns logits (float32) from hidden states after the final norm."""
         return keep_whole(self.divided_logits(hidden))
 
     def divided_logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
-        """The same, left as the product gives them: of several devices, each has its part of the vocabulary."""
+        """Returns the logits as the product leaves them: each device has its part of the vocabulary."""
         return self._logits(self.head, hidden)
 
     def draft_logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
-        """Logits (float32) from what `draft` gives, divided likewise."""
+        """Returns logits (float32) from the output of `draft`, divided over devices in the same way."""
         return self._logits(self.draft_head, hidden)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of activations: what norms give. Weights may be narrower."""
-        return self.final_norm.weight[...].dtype
+        """The dtype of activations, which norms return. Weights may be narrower."""
+        return self.final_norm.weight.get_value().dtype
 
     @property
     def head(self) -> Table:
-        """[vocab, hidden]: the table that hidden states are compared with."""
+        """The table [vocab, hidden] of the output head."""
         return self.embed if self.lm_head is None else self.lm_head
 
     @property
     def draft_head(self) -> Table:
-        """That of the multi-token-prediction layer: the model's, unless it has its own."""
+        """The head of the multi-token-prediction layer: the model's, unless the layer has its own."""
         own = None if self.mtp is None else self.mtp.lm_head
         return self.head if own is None else own
 
@@ -195,17 +196,17 @@ class HybridModel(nnx.Module):
 
     @classmethod
     def abstract(cls, config: HybridConfig, *, dtype: DTypeLike = jnp.float32) -> HybridModel:
-        """The model with shapes and dtypes in place of weights; costs no memory."""
+        """Returns the model with shapes and dtypes in place of weights; costs no memory."""
         return nnx.eval_shape(lambda: cls(config, rngs=cast(nnx.Rngs, _SameKey()), dtype=dtype))
 
     @classmethod
     def from_parameters(cls, config: HybridConfig, values: Mapping[str, Array]) -> HybridModel:
-        """The model with these weights, by their dotted paths as in `parameters`; dtypes are taken as they come.
+        """Returns the model with these weights, by dotted paths as in `parameters`. Keeps the dtypes of the values.
 
-        A weight is quantised where the paths are those of a quantised one's parts (`QuantisedParam`).
+        A weight is quantised if the paths are those of the parts of a quantised weight (`QuantisedParam`).
 
         Raises:
-            ValueError: paths that are missing or unknown, a wrong shape, or one that cannot be quantised.
+            ValueError: paths are missing or unknown, a shape is wrong, or a weight cannot be quantised.
         """
         model = cls.abstract(config)
         quantise_in_place(model, quantised_weights(values))
@@ -225,15 +226,18 @@ class HybridModel(nnx.Module):
     @property
     def num_parameters(self) -> int:
         """How many numbers the weights are; scales of quantised ones do not count."""
-        return sum(
-            math.prod(leaf.shape)
-            for path, leaf in parameters(self).items()
-            if (weight_of(path) is None) or path.endswith(".values")
-        )
+        return num_parameters(parameters(self))
+
+
+def num_parameters(leaves: Mapping[str, Any]) -> int:
+    """Returns how many numbers these parameters are, given by dotted path; scales of quantised ones do not count."""
+    return sum(
+        math.prod(leaf.shape) for path, leaf in leaves.items() if (weight_of(path) is None) or path.endswith(".values")
+    )
 
 
 def _integers(name: str, value: Any, axes: str, rank: int, between: tuple[int, int] | None = None) -> Array:
-    """An argument as an array of integers, checked; values are checked where they are known, so not under `jax.jit`."""
+    """Converts an argument to an array of integers and checks it; values only if they are known (not in `jax.jit`)."""
     if not isinstance(value, jax.Array | np.ndarray):
         raise TypeError(f"{name} is a {type(value).__name__}: expected an array {axes} of integers (use jnp.array)")
     if not jnp.issubdtype(value.dtype, jnp.integer):
@@ -257,14 +261,14 @@ class _SameKey:
 
 
 def parameters(model: nnx.Module) -> dict[str, nnx.Param]:
-    """Every parameter under its dotted path, for example `blocks.3.mixer.out_proj.weight`."""
+    """Returns every parameter under its dotted path, for example `blocks.3.mixer.out_proj.weight`."""
     return {".".join(map(str, path)): param for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
 
 class _Pieces:
-    """Hands each sublayer its piece of the store, in model order, and collects what comes back.
+    """Passes each sublayer its part of the store, in model order, and collects the updated parts.
 
-    `with_tails`: each array in slots comes with the tails of its inputs, as a pair (array, tails by name).
+    With `with_tails`, each array in slots is a pair (array, tails of its inputs by name).
     """
 
     def __init__(self, config: HybridConfig, store: Store | None, *, with_tails: bool) -> None:
@@ -275,7 +279,7 @@ class _Pieces:
         self._tails_of = StoreShape.of(config).tails if with_tails else None
 
     def take(self, kind: str) -> Any:
-        """A sublayer's state: its part of the slots, its keys and values, the pair of them, or None."""
+        """Returns a sublayer's state: its part of the slots, its keys and values, the pair of them, or None."""
         in_slots, in_pages = self._keeps(kind)
         slots: Any = self._store.slots[len(self._slots)] if self._store and in_slots else None
         if slots is not None and self._tails_of is not None:
@@ -286,7 +290,7 @@ class _Pieces:
         return kv if slots is None else slots
 
     def put(self, kind: str, state: Any) -> None:
-        """What became of the state that the sublayer took."""
+        """Stores the updated state of the sublayer that last called `take`."""
         in_slots, in_pages = self._keeps(kind)
         slots, kv = state if in_slots and in_pages else (state, state)
         if in_slots and self._tails_of is not None:
@@ -298,7 +302,7 @@ class _Pieces:
             self._kv.append(kv)
 
     def store(self) -> Store | None:
-        """The store as the sublayers have left it; keys and values of the draft layers are as they were."""
+        """Returns the store with all updates; keys and values of the draft layers are unchanged."""
         if self._store is None:
             return None
         rest = self._store.kv[len(self._kv) :]
@@ -319,5 +323,5 @@ class _Pieces:
         }
 
     def _keeps(self, kind: str) -> tuple[bool, bool]:
-        """Whether such a sublayer keeps something in slots, and in pages."""
+        """Returns whether such a sublayer keeps something in slots, and in pages."""
         return bool(self._config.state(kind, Per.SLOT)), bool(self._config.state(kind, Per.TOKEN))

@@ -40,7 +40,7 @@ class Packing:
         return self.leaves[-1][3] if self.leaves else 0
 
     def empty(self) -> Any:
-        """A batch of zeros whose arrays are views of one new array, so that `pack` copies nothing."""
+        """Returns a batch of zeros whose arrays are views of one new array, so that `pack` copies nothing."""
         words = np.zeros(self.size, np.int32)
         arrays = [
             words[start:end].view(dtype)[: math.prod(shape)].reshape(shape) for shape, dtype, start, end in self.leaves
@@ -48,7 +48,7 @@ class Packing:
         return jax.tree.unflatten(self.structure, arrays)
 
     def unpack(self, words: Int32[Array, " words"]) -> Any:
-        """The batch, within a compiled program."""
+        """Returns the batch, within a compiled program."""
         arrays = []
         for shape, dtype, start, end in self.leaves:
             part = words[start:end]
@@ -59,7 +59,7 @@ class Packing:
 
 
 def pack(batch: Any) -> np.ndarray:
-    """The words of a batch on the host; not copied if `Packing.empty` made it."""
+    """Returns the words of a batch on the host; not copied if `Packing.empty` made it."""
     leaves = jax.tree.leaves(batch)
     words = leaves[0].base
     if words is not None and all(leaf.base is words for leaf in leaves):

@@ -1,8 +1,8 @@
-"""Compiled programs by what they are called with.
+"""Compiled programs by the shapes of their arguments.
 
-A program fits arguments of one structure, with leaves of certain shapes, dtypes and places. Looking at every leaf of a
-store takes about as long as dispatching a step: so what a program gives back in place of donated arguments is looked at
-once, and known by its identity afterwards.
+A program fits arguments of one structure, with leaves of certain shapes, dtypes and placements. Inspecting every leaf
+of a store takes about as long as dispatching a step. Therefore the results that replace donated arguments are inspected
+once and recognised by their identity afterwards.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Look = tuple[Any, ...]
 
 
 def look_of(tree: Any) -> Look:
-    """What a compiler sees of a tree of arrays: its structure, and each leaf's shape, dtype, weak type and place.
+    """The compiler's view of a tree of arrays: its structure, and each leaf's shape, dtype, weak type and sharding.
 
-    Arrays of the host have no place, and what lies on one device is known by that device.
+    Arrays of the host have no placement; for an array on one device, it is the device.
     """
     leaves, structure = jax.tree.flatten(tree)
     return structure, *[
-        # A step's batch is looked at in every step.
+        # A step's batch is inspected in every step.
         (leaf.shape, leaf.dtype) if type(leaf) is np.ndarray else _look_of_leaf(leaf)
         for leaf in leaves
     ]
@@ -43,11 +43,11 @@ def _look_of_leaf(leaf: Any) -> Look:
 class _Program:
     compiled: jax.stages.Compiled
     gives: tuple[int, ...] | None = None
-    """The looks of what comes back in place of donated arguments; None until it has run."""
+    """Shapes and shardings of the results that replace donated arguments; None before the first run."""
 
 
 class ProgramCache:
-    """Compiled programs, each under a name and the looks of its arguments. Several threads may look at once."""
+    """Compiled programs, each under a name and the forms of its arguments. Safe for several threads."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -59,13 +59,13 @@ class ProgramCache:
         return len(self._programs)
 
     def __iter__(self) -> Iterator[tuple[Hashable, jax.stages.Compiled]]:
-        """Names and programs."""
+        """Returns names and programs."""
         return ((name, program.compiled) for (name, *_), program in self._programs.items())
 
     def find(
         self, name: Hashable, arguments: tuple[Any, ...], compile: Callable[[], jax.stages.Compiled]
     ) -> jax.stages.Compiled:
-        """The program of this name for such arguments; `compile` makes it unless it is there."""
+        """Returns the program of this name for such arguments. Calls `compile` if there is none yet."""
         return self._find(name, arguments, compile).compiled
 
     def run(
@@ -81,9 +81,9 @@ class ProgramCache:
         """Runs that program, on `always` and the arguments.
 
         Args:
-            always: arguments that are the same whenever a program of this cache runs.
-            sends: what the program takes in place of the arguments, where that is another form of them.
-            donated: how many of the results, from the first on, come in place of donated arguments.
+            always: arguments that are the same for all programs of this cache.
+            sends: the actual arguments, if the program takes another form of the arguments.
+            donated: number of results, from the first on, that replace donated arguments.
         """
         program = self._find(name, arguments, compile)
         results = program.compiled(*always, *(arguments if sends is None else sends))
@@ -106,7 +106,7 @@ class ProgramCache:
         return known[1] if known is not None and known[0]() is tree else self._number(look_of(tree))
 
     def _number(self, look: Look) -> int:
-        # Each number is given out once, so that two threads cannot give one to two looks.
+        # Each number is used once, so that two threads cannot assign one number to two forms.
         number = self._looks.get(look)
         return self._looks.setdefault(look, next(self._numbers)) if number is None else number
 

@@ -1,4 +1,4 @@
-"""The compiled forms of a step: one program for each batch shape, over a donated store."""
+"""Compiled programs of a step: one for each batch shape, with a donated store."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from kernels_pallas.dispatch import KernelChoice
-from kernels_pallas.dispatch import UnsupportedError as UnsupportedError  # what a choice may raise
-from mamba_jax.batch import DecodeBatch, PageTableBatch, PrefillBatch, SeatBatch, StepOutput
+from kernels_pallas.dispatch import UnsupportedError as UnsupportedError  # errors that the choice may raise
+from kernels_pallas.invariant import COMPILER_OPTIONS as INVARIANT_OPTIONS
+from kernels_pallas.invariant import NAME as INVARIANT
+from kernels_pallas.native import WHY_MISSING as WHY_NOT_INVARIANT  # noqa: F401 - why they cannot run
+from mamba_jax.adapters import Adapters
+from mamba_jax.batch import DecodeBatch, MixedBatch, PageTableBatch, PrefillBatch, SeatBatch, StepOutput
 from mamba_jax.compiler_options import compiler_options as platform_options
 from mamba_jax.drafts import DraftSource
 from mamba_jax.model import HybridModel
@@ -29,12 +33,13 @@ from mamba_jax.store import Store, StoreShape
 from mamba_jax.store_layout import is_pinned, places
 
 RowsBatch = SeatBatch | MaskBatch | PageTableBatch
-"""Changes the seats alone."""
-Batch = DecodeBatch | PrefillBatch | RowsBatch
+"""Batches that change only the seats."""
+StepBatch = DecodeBatch | PrefillBatch | MixedBatch
+Batch = StepBatch | RowsBatch
 
 
 class StoredPrograms(Protocol):
-    """Programs from an earlier start, by arguments of the same shapes; with what their operations run by."""
+    """Programs from an earlier start, for arguments of the same shapes, and the implementations of their operations."""
 
     def load(self, arguments: tuple[Any, ...]) -> tuple[jax.stages.Compiled, dict[str, dict[str, str]]] | None: ...
 
@@ -46,12 +51,12 @@ class StoredPrograms(Protocol):
 
 
 class StepPrograms:
-    """Runs steps of one model by compiled programs, and counts how many it had to compile.
+    """Runs steps of one model by compiled programs, and counts the compilations.
 
-    Programs are compiled ahead of time, one for each shape of batch (and of store and rows), so that `compilations`
-    counts exactly what XLA compiled: after `warm_up` with every shape in use it must not grow any more.
+    Programs are compiled ahead of time, one for each shape of batch (and of store and rows). `compilations` therefore
+    counts exactly what XLA compiled; after `warm_up` with every shape in use, it must not grow.
 
-    Store and rows are donated: the ones passed in are gone afterwards, also where the step fails.
+    Store and rows are donated: the arrays passed in are invalid afterwards, even if the step fails.
     """
 
     def __init__(
@@ -64,13 +69,15 @@ class StepPrograms:
         mesh: Mesh | None = None,
         kernels: KernelChoice | None = None,
         processed_logprobs: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
         """`source` makes drafts. `compiler_options` are XLA's, as `jax.stages.Lowered.compile` takes them, added to
         those of the platform (`mamba_jax.compiler_options`). `kernels` chooses the implementation of each operation,
-        and can report it once programs have been compiled. `processed_logprobs`: see `mamba_jax.step.step`.
+        and can report it once programs have been compiled. `processed_logprobs`: see `mamba_jax.step.step`. With
+        `adapters`, the programs add each row's adapter; loading and removing adapters compiles nothing.
 
-        With a `mesh`, the model's parameters and the stores passed in must lie on it as `mamba_jax.sharding` says. The
-        model and the stores may also be abstract: programs can then be compiled, for devices that are not there too.
+        With a `mesh`, the model's parameters and the stores passed in must be sharded over it by `mamba_jax.sharding`.
+        The model and the stores may be abstract: programs can then be compiled, even for devices that are absent.
         """
         graphdef, state = nnx.split(model)
         # A plain tuple of arrays: flattening nnx's state for every call would cost more than dispatching the step.
@@ -80,20 +87,30 @@ class StepPrograms:
         self._place_of = {".".join(map(str, path)): place for place, (path, _) in enumerate(flat)}
         self.tile_size, self.source, self.mesh = tile_size, source, mesh
         self.kernels = kernels or KernelChoice()
+        self._num_weights = len(weights)
+        if adapters is not None:
+            weights += adapters.arrays
+        self.adapters = adapters
         self._weights = tuple(weights)
-        # Compiled from, in place of the weights: a program that takes long must not keep replaced ones alive.
+        """The model's parameters, then the arrays of the adapters."""
+        # Compilation uses these in place of the weights, because a long compilation must not keep replaced ones alive.
         self._like_weights = abstract(self._weights)
         self._processed_logprobs = processed_logprobs
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
         self._compiler_options = platform_options(platform) | dict(compiler_options or {})
+        if self.kernels.named == INVARIANT:
+            self._compiler_options |= INVARIANT_OPTIONS
 
-        def run(weights: tuple[jax.Array, ...], store: Store, rows: Rows, batch: Any) -> tuple[Store, Rows, StepOutput]:
-            filled = [(path, leaf.replace(value)) for (path, leaf), value in zip(empty, weights, strict=True)]
+        def run(weights: tuple[jax.Array, ...], store: Store, rows: Rows, batch: Any) -> tuple[Store, Rows, Any]:
+            own, added = weights[: len(empty)], weights[len(empty) :]
+            filled = [(path, leaf.replace(value)) for (path, leaf), value in zip(empty, own, strict=True)]
             model: Any = nnx.merge(graphdef, nnx.from_flat_state(filled))
+            if adapters is not None:
+                adapters.attach(model, added)
             return step(model, store, rows, batch, source, processed_logprobs)
 
         self.kept: StoredPrograms | None = None
-        """Asked before a program is compiled, and told of it after."""
+        """Programs on disk: read before a program is compiled, and written after."""
         self._graphdef = graphdef
         self._shape = StoreShape.of(model.config)
         self._run = run
@@ -106,14 +123,14 @@ class StepPrograms:
 
     @property
     def weights(self) -> dict[str, jax.Array]:
-        """What the programs run on, by dotted path as in `mamba_jax.model.parameters`."""
+        """The weights of the programs, by dotted path as in `mamba_jax.model.parameters`."""
         return {path: self._weights[place] for path, place in self._place_of.items()}
 
     def replace_weight(self, path: str, value: jax.Array | jax.ShapeDtypeStruct) -> None:
-        """Have all later steps use another value of one parameter, of the same shape and dtype, in the same place.
+        """Makes all later steps use another value of one parameter, of the same shape, dtype and sharding.
 
-        The programs stay as they are. An abstract value lets go of the one before; no step can run until it has a real
-        one again.
+        The programs do not change. An abstract value releases the previous one; no step can run until it is replaced
+        by a real value.
 
         Raises:
             ValueError: the value would need other programs.
@@ -129,6 +146,17 @@ class StepPrograms:
                 raise ValueError(f"{path} has {what} {new}, expected {old}")
         self._weights = (*self._weights[:place], value, *self._weights[place + 1 :])
 
+    def replace_adapter(self, entry: int, layers: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
+        """Makes all later steps use another adapter for rows with this entry; see `Adapters.put`.
+
+        Raises:
+            ValueError: the programs have no such entry, or a layer does not fit.
+        """
+        if self.adapters is None:
+            raise ValueError("these programs have no adapters")
+        self.adapters.put(entry, layers)
+        self._weights = (*self._weights[: self._num_weights], *self.adapters.arrays)
+
     @property
     def compilations(self) -> int:
         """How many programs have been compiled so far, or taken from those that were kept."""
@@ -136,7 +164,7 @@ class StepPrograms:
 
     @property
     def devices(self) -> list[jax.Device]:
-        """What the programs run on."""
+        """The devices of the programs."""
         return list(self._weights[0].devices() if self.mesh is None else self.mesh.devices.flat)
 
     @property
@@ -150,13 +178,14 @@ class StepPrograms:
             self.mesh,
             self.kernels.description,
             self._processed_logprobs,
+            *([] if self.adapters is None else self.adapters.layers),
         )
-        # Functions among the model's attributes are named; where they lie in memory is chance.
+        # Functions among the model's attributes are described by name; their addresses vary between runs.
         return re.sub(r" at 0x[0-9a-f]+", "", "\n".join(map(repr, parts)))
 
     def decode(self, store: Store, rows: Rows, batch: DecodeBatch) -> tuple[Store, Rows, StepOutput]:
         """One decode step; returns as soon as it is dispatched."""
-        return self._run_step(store, rows, batch)
+        return self.step(store, rows, batch)
 
     def prefill(self, store: Store, rows: Rows, batch: PrefillBatch) -> tuple[Store, Rows, StepOutput]:
         """One prefill step; returns as soon as it is dispatched.
@@ -164,29 +193,38 @@ class StepPrograms:
         Raises:
             ValueError: a batch of another tile size.
         """
-        return self._run_step(store, rows, batch)
+        return self.step(store, rows, batch)
+
+    def mixed(self, store: Store, rows: Rows, batch: MixedBatch) -> tuple[Store, Rows, tuple[StepOutput, StepOutput]]:
+        """One step with decode and prefill rows, which reads the weights once; returns as soon as it is dispatched.
+
+        Raises:
+            ValueError: a batch of another tile size.
+        """
+        return self.step(store, rows, batch)
 
     def change_rows(self, rows: Rows, batch: RowsBatch) -> Rows:
-        """A request takes a seat, or a row's masks or page table change; to be called before the step that needs it."""
+        """Seats a request, or changes a row's masks or page table. Call it before the step that needs the change."""
         found: Rows = self.cache.run(
             type(batch).__name__, (rows, batch), lambda: self._make(None, rows, batch), donated=1
         )
         return found
 
-    def _run_step(self, store: Store, rows: Rows, batch: DecodeBatch | PrefillBatch) -> tuple[Store, Rows, StepOutput]:
+    def step(self, store: Store, rows: Rows, batch: StepBatch) -> tuple[Store, Rows, Any]:
+        """One step of any kind."""
         self._check(batch)
-        found: tuple[Store, Rows, StepOutput] = self.cache.run(
+        found: tuple[Store, Rows, Any] = self.cache.run(
             type(batch).__name__,
             (store, rows, batch),
             lambda: self._make(store, rows, batch),
             always=(self._weights,),
-            sends=(store, rows, pack(batch)),
+            sends=(store, rows, _words(batch)),
             donated=2,
         )
         return found
 
     def program(self, store: Store | None, rows: Rows, batch: Batch) -> jax.stages.Compiled:
-        """The program for batches of this shape, compiled now unless it has been before. Nothing is run.
+        """Returns the program for batches of this shape, compiled now unless it has been before. Nothing is run.
 
         Raises:
             ValueError: a prefill batch of another tile size.
@@ -196,8 +234,9 @@ class StepPrograms:
         return self.cache.find(type(batch).__name__, arguments, lambda: self._make(store, rows, batch))
 
     def _check(self, batch: Batch) -> None:
-        if isinstance(batch, PrefillBatch) and batch.tile_size != self.tile_size:
-            raise ValueError(f"a batch with tiles of {batch.tile_size}: the programs have {self.tile_size}")
+        prefill = batch.prefill if isinstance(batch, MixedBatch) else batch
+        if isinstance(prefill, PrefillBatch) and prefill.tile_size != self.tile_size:
+            raise ValueError(f"a batch with tiles of {prefill.tile_size}: the programs have {self.tile_size}")
 
     def _make(self, store: Store | None, rows: Rows, batch: Batch) -> jax.stages.Compiled:
         arguments = (rows, batch) if isinstance(batch, RowsBatch) else (self._like_weights, store, rows, batch)
@@ -218,7 +257,7 @@ class StepPrograms:
         return compiled
 
     def lower(self, store: Store | None, rows: Rows, batch: Batch) -> jax.stages.Lowered:
-        """The program for batches of this shape before it is compiled."""
+        """Returns the program for batches of this shape before it is compiled."""
         if self.mesh is None:
             if isinstance(batch, RowsBatch):
                 return jax.jit(self._change_rows[type(batch)], donate_argnums=(0,)).lower(rows, batch)
@@ -229,7 +268,7 @@ class StepPrograms:
             return stepping.lower(self._like_weights, store, rows, words)
         whole = replicated(self.mesh)
 
-        # What comes from the host is the same on all devices; the store comes out as it went in.
+        # Data from the host are replicated on all devices; the store keeps its sharding.
         def everywhere(leaf: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=whole)
 
@@ -245,8 +284,8 @@ class StepPrograms:
             stepping = jax.jit(run, donate_argnums=(1, 2), out_shardings=out)
             return stepping.lower(self._like_weights, store, rows, everywhere(words))
 
-    def _packed(self, batch: DecodeBatch | PrefillBatch) -> tuple[Callable[..., Any], jax.ShapeDtypeStruct]:
-        """The step as it is compiled, and the batch that it takes: one array."""
+    def _packed(self, batch: StepBatch) -> tuple[Callable[..., Any], jax.ShapeDtypeStruct]:
+        """Returns the step as it is compiled, and the batch that it takes: one array."""
         packing = Packing.of(batch)
 
         def run(weights: tuple[jax.Array, ...], store: Store, rows: Rows, words: jax.Array) -> Any:
@@ -267,8 +306,14 @@ class StepPrograms:
                 progress(batch)
 
 
+def _words(batch: StepBatch) -> np.ndarray:
+    if isinstance(batch, MixedBatch):
+        return np.concatenate([pack(batch.decode), pack(batch.prefill)])
+    return pack(batch)
+
+
 def abstract(tree: Any) -> Any:
-    """Arrays as a compiler sees them: for a program that is compiled while others use, and give away, the arrays."""
+    """Returns shapes, dtypes and shardings of arrays, to compile while other programs use and donate the arrays."""
 
     def of(leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):

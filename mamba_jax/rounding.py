@@ -1,4 +1,4 @@
-"""Recurrent states in fewer bits: what they are kept as while they wait, and running rows that round as they do.
+"""Recurrent states in fewer bits: the stored form of waiting states, and the rounding of running rows to match it.
 
 int8 has a scale for each head and channel (all axes but the last): the largest number becomes 127. A scale is a
 bfloat16, so 127 times it is exact in float32, and what was rounded once comes out of a second rounding as it went in.
@@ -27,38 +27,38 @@ class Narrow:
     dtype: str
 
     def parts(self, name: str, state: Float[Array, "*lead n"]) -> dict[str, Shaped[Array, ...]]:
-        """The arrays that a state called `name` is kept as: itself, and with int8 its scales [*lead]."""
+        """Returns the arrays that a state called `name` is kept as: itself, and with int8 its scales [*lead]."""
         if self.dtype in _FLOATS:
             return {name: self.rounded(state).astype(self.dtype)}
         values, scale = _scaled(state)
         return {name: values.astype(jnp.int8), name + _SCALE: scale.astype(jnp.bfloat16)}
 
     def widened(self, name: str, parts: Mapping[str, Array]) -> Float[Array, "*lead n"]:
-        """The inverse of `parts`, in float32."""
+        """Returns the inverse of `parts`, in float32."""
         state = parts[name].astype(jnp.float32)
         return state if self.dtype in _FLOATS else state * parts[name + _SCALE].astype(jnp.float32)[..., None]
 
     def rounded(self, state: Float[Array, "*lead n"]) -> Float[Array, "*lead n"]:
         """What comes back of a state that has waited, in its own dtype."""
         if self.dtype in _FLOATS:
-            # Not by two conversions: the compiler may take them for nothing. What is subnormal becomes 0.
+            # Not by two conversions, which the compiler may remove. Subnormal numbers become 0.
             return lax.reduce_precision(_in_range(state, self.dtype), *_FLOATS[self.dtype])
         values, scale = _scaled(state)
         return (values * scale[..., None]).astype(state.dtype)
 
     def names(self, name: str) -> tuple[str, ...]:
-        """Those of `parts`."""
+        """The members of `parts`."""
         return (name,) if self.dtype in _FLOATS else (name, name + _SCALE)
 
     def bytes(self, shape: tuple[int, ...]) -> int:
-        """What a state of this shape takes."""
+        """Bytes of a state of this shape."""
         count = math.prod(shape)
         return 2 * count if self.dtype in _FLOATS else count + 2 * (count // shape[-1])
 
 
 @dataclass(frozen=True)
 class RoundedRows:
-    """Running rows round where a checkpoint could be taken: at every multiple of so many tokens."""
+    """Running rows round their states at every multiple of this number of tokens, where a checkpoint can be taken."""
 
     narrow: Narrow
     every: int
@@ -67,13 +67,13 @@ class RoundedRows:
 
 
 def _in_range(state: Float[Array, "*lead n"], dtype: str) -> Float[Array, "*lead n"]:
-    """What is finite stays so."""
+    """Finite numbers stay finite."""
     most = float(jnp.finfo(dtype).max)
     return jnp.where(jnp.isfinite(state), jnp.clip(state, -most, most), state)
 
 
 def _scaled(state: Float[Array, "*lead n"]) -> tuple[Num[Array, "*lead n"], Float[Array, "*lead"]]:
-    """Whole numbers and their scales, both as float32. What is not finite leaves scales that are not."""
+    """Returns whole numbers and their scales, both as float32. Numbers that are not finite give scales that are not."""
     wide = state.astype(jnp.float32)
     scale = lax.reduce_precision(jnp.abs(wide).max(axis=-1) / _MOST, *_FLOATS["bfloat16"])
     over = jnp.where(scale > 0, scale, 1.0)[..., None]

@@ -1,7 +1,7 @@
-"""The device's own truth about each running row, addressed by seat.
+"""The device's record of each running row, by seat.
 
-The host dispatches a step before it has seen the last one's result. What the next step needs to know of the last
-(how many drafts were kept, which slot that makes the current one, which token was sampled) therefore stays here.
+The host dispatches a step before it has seen the previous step's result. The values that the next step needs (number of
+kept drafts, the current slot, the sampled token) therefore stay on the device.
 """
 
 from __future__ import annotations
@@ -24,30 +24,32 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """One entry for each seat; seat 0 is padding's. Donated to every step."""
+    """One entry for each seat; seat 0 is for padding. Donated to every step."""
 
     length: Int[Array, " seats"]
     """Tokens committed, that is, absorbed by `slot` (and, under replay, the tail)."""
     last_token: Int[Array, " seats"]
     """The token sampled last: emitted, not yet fed to the model."""
     slot: Int[Array, " seats"]
-    """Where the state after `length` tokens is, or the row's anchor."""
+    """The slot of the state after `length` tokens, or of the row's anchor."""
     drafts: Int[Array, "seats drafts"]
-    """Guesses at what follows `last_token`; -1 for none."""
+    """Draft tokens after `last_token`; -1 = none."""
     sampling: SamplingTable
     output_counts: Int[Array, "seats vocab"]
     """How often each token was emitted; kept for rows with penalties only.
 
-    On several devices it is divided by the vocabulary, as logits are, and so is the next.
+    On several devices, this array and `prompt_seen` are divided by the vocabulary, as logits are.
     """
     prompt_seen: Bool[Array, "seats vocab"]
     """Which tokens the prompt has; kept for rows with penalties only."""
     source: Any = None
-    """What the draft source remembers of each seat; see `DraftSource`."""
+    """The draft source's state of each seat; see `DraftSource`."""
     anchor: Int[Array, " seats"] | None = None
-    """Under replay: how many tokens `slot` has absorbed. The inputs of those from there on are in the seat's tail."""
+    """Under replay: number of tokens that `slot` has absorbed. The inputs of later tokens are in the seat's tail."""
     page_table: Int[Array, "seats pages"] | None = None
     """The pages of each seat's row, 0 after the last; None where batches have them."""
+    adapter: Int[Array, " seats"] | None = None
+    """Entry of each seat's adapter (see `mamba_jax.adapters`), 0 = none; None for a model without adapters."""
     masks: Masks | None = None
     """Which tokens each seat may choose; None where structured outputs are off."""
 
@@ -62,12 +64,14 @@ def init_rows(
     masks: bool = False,
     replay: bool = False,
     pages_per_row: int = 0,
+    adapters: bool = False,
 ) -> Rows:
-    """Empty seats 0..max_num_seqs. `config` is the model's config or its vocabulary size.
+    """Makes empty seats 0..max_num_seqs. `config` is the model's config or its vocabulary size.
 
-    `source` makes the drafts, of sequences of up to `max_len` tokens; without one, drafts are put there by hand.
-    `masks` makes room for masks of allowed tokens. `replay`: rows have anchors; the store has tails then.
-    `pages_per_row`: width of the seats' page tables; 0 where batches have the tables, or there are no pages.
+    `source` makes the drafts, for sequences of up to `max_len` tokens; without one, the caller sets drafts.
+    `masks` allocates masks of allowed tokens. With `replay`, rows have anchors and the store has tails.
+    `pages_per_row`: width of the seats' page tables; 0 if batches have the tables, or there are no pages.
+    `adapters`: the programs have adapters, one for each seat.
     """
     vocab_size = config if isinstance(config, int) else config.vocab_size
     seats = max_num_seqs + 1
@@ -82,5 +86,6 @@ def init_rows(
         source=None if source is None else source.init(seats=seats, max_len=max_len),
         anchor=jnp.zeros(seats, jnp.int32) if replay else None,
         page_table=jnp.zeros((seats, pages_per_row), jnp.int32) if pages_per_row else None,
+        adapter=jnp.zeros(seats, jnp.int32) if adapters else None,
         masks=init_masks(seats, 1 + num_speculative_tokens, vocab_size) if masks else None,
     )

@@ -11,7 +11,8 @@ from mamba_jax.store import Store
 
 
 def wrong_tails(store: Store, layout: ReplayLayout) -> Bool[Array, " rows"]:
-    """With `debug_state`: rows whose tail is not what came since their anchor, or that have nowhere to go on from."""
+    """With `debug_state`: rows whose tail does not match the tokens since their anchor, or that have no state to
+    continue from."""
     if store.tails is None or store.tails.tags is None:
         return jnp.zeros(layout.length.shape, bool)
     lost = (layout.next_multiple <= layout.length + layout.num_tokens) & (layout.write_slot[:, 0] == 0)
@@ -21,17 +22,18 @@ def wrong_tails(store: Store, layout: ReplayLayout) -> Bool[Array, " rows"]:
 def wrong_tags(
     store: Store, row_id: Int[Array, " rows"], length: Int[Array, " rows"], read_slot: Int[Array, " rows"]
 ) -> Bool[Array, " rows"]:
-    """Rows about to read a slot that does not hold exactly `length` tokens. What they write is tagged as wrong too."""
+    """Rows about to read a slot that does not hold exactly `length` tokens (the null slot holds none). What they write
+    is tagged as wrong too."""
     if store.tags is None:
         return jnp.zeros(row_id.shape, bool)
     held = read_slots(store.tags, read_slot)[:, 1]
-    return (row_id > 0) & (length > 0) & ((held != length) | (read_slot == 0))
+    return (row_id > 0) & (held != length)
 
 
 def shared_writes(
     store: Store, read_slot: Int[Array, " rows"], write_slot: Int[Array, " writes"], writer: Int[Array, " writes"]
 ) -> Bool[Array, " rows"]:
-    """With `debug_state`: rows that read what another row writes, or write what is written twice.
+    """With `debug_state`: rows that read a slot that another row writes, or write a slot that is written twice.
 
     Rows run in any order, so neither is allowed (`kernels_pallas.slots`).
     """

@@ -1,8 +1,8 @@
 """The state store: every sequence's recurrent state in slots, every token's keys and values in pages.
 
-One slot holds a complete resumption point S(n) of one sequence: what each mixer declares that it keeps of a sequence
-(see `mamba_jax.config.StateArray`), and the final hidden state of token n. One page holds `page_size` tokens of every
-attention layer. Index 0 of both is null: padding points to it, readers mask it to zeros and writers drop it.
+One slot holds a complete resumption point S(n) of one sequence: the state that each mixer declares
+(`mamba_jax.config.StateArray`), and the final hidden state of token n. One page holds `page_size` tokens of every
+attention layer. Index 0 of both is null: padding uses it, reads of it return zeros, and writes to it are dropped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Store:
     """All slots and pages of a model; donated to every step and updated in place."""
 
     slots: tuple[SlotArrays, ...]
-    """One for each sublayer that keeps something in slots, in model order."""
+    """The arrays of each sublayer with state in slots, in model order."""
     kv: tuple[Float[Array, "pages page_size kv2 head_dim"], ...]
     """One for each use of attention, in model order, then the draft layers'; K at even, V at odd index of axis 2."""
     hidden: Float[Array, "slots hidden"]
@@ -47,18 +47,18 @@ class Store:
     tags: Int[Array, "slots 2"] | None
     """Debugging only: how often each slot has been written, and how many tokens it holds."""
     tails: Tails | None = None
-    """Where rows are held by replay: the inputs since their anchors."""
+    """With replay: the inputs since the anchors of running rows."""
     rounded: RoundedRows | None = field(default=None, metadata={"static": True})
-    """Where states of running rows are rounded as those are that wait."""
+    """Rounding of running rows' states to the form of waiting states, if any."""
 
     @property
     def num_slots(self) -> int:
-        """How many slots there are, the null slot included."""
+        """Number of slots, including the null slot."""
         return self.hidden.shape[0]
 
     @property
     def num_pages(self) -> int:
-        """How many pages there are, the null page included; 0 for a model without attention."""
+        """Number of pages, including the null page; 0 for a model without attention."""
         return self.kv[0].shape[0] if self.kv else 0
 
     @property
@@ -69,21 +69,21 @@ class Store:
 
 @dataclass(frozen=True)
 class StoreShape:
-    """What one slot and one page of a model consist of, for making a store and for counting its bytes."""
+    """The arrays of one slot and one page of a model, to make a store and to count its bytes."""
 
     slots: tuple[tuple[StateArray, ...], ...]
-    """For each sublayer that keeps something in slots."""
+    """The arrays of each sublayer with state in slots."""
     pages: tuple[StateArray, ...]
-    """For each use of attention, the draft layers' included."""
+    """The array of each use of attention, including the draft layers'."""
     hidden: StateArray
     tails: tuple[tuple[StateArray, ...], ...] = ()
-    """What replay keeps of each token, for each sublayer that keeps something in slots."""
+    """The arrays that replay keeps of each token, for each sublayer with state in slots."""
     lanes: int = 1
-    """A device pads some arrays to a multiple of this: see `store_layout`. Only counting looks at it."""
+    """A device pads some arrays to a multiple of this (see `store_layout`). Only used to count bytes."""
 
     @classmethod
     def of(cls, config: HybridConfig) -> StoreShape:
-        """The shape of a model's state, its draft layers included.
+        """Returns the shape of a model's state, its draft layers included.
 
         Raises:
             ModelConfigError: two mixers declare different arrays under the same name.
@@ -104,7 +104,7 @@ class StoreShape:
 
     @cached_property
     def arrays(self) -> Mapping[str, StateArray]:
-        """The different arrays that there are by name, in the order in which sublayers have them; hidden state last."""
+        """The distinct arrays by name, in the order of sublayers; the hidden state is last."""
         every = (*(array for arrays in self.slots for array in arrays), *self.pages, self.hidden)
         return MappingProxyType({array.name: array for array in every})
 
@@ -115,7 +115,7 @@ class StoreShape:
         return MappingProxyType({**self.arrays, **tails})
 
     def map(self, change: Callable[[StateArray], StateArray]) -> StoreShape:
-        """The shape with every array changed."""
+        """Returns the shape with every array changed."""
         return replace(
             self,
             slots=tuple(tuple(map(change, arrays)) for arrays in self.slots),
@@ -126,7 +126,7 @@ class StoreShape:
 
     @property
     def last_hidden(self) -> StateArray:
-        """What tails keep of the hidden state."""
+        """The array of hidden states in tails."""
         return replace(self.hidden, per=Per.TAIL, of=self.hidden.name, last=1)
 
     @property
@@ -139,20 +139,20 @@ class StoreShape:
         return None
 
     def has_replay_kernels(self, platform: str) -> bool:
-        """Whether a platform has a kernel for the replay of every recurrent state; on CPU, whether it is built."""
+        """Returns whether a platform has a kernel to replay every recurrent state; on CPU, whether it is built."""
         if platform == "cpu" and native.why_missing("state_replay"):
             return False
         arrays = (array for arrays in self.slots for array in arrays)
         return all(platform in array.replay_kernels for array in arrays if array.role is Role.ACCUMULATED)
 
     def bytes_per_tail(self, dtype: Any, ssm_dtype: Any, replay: Replay, *, debug_state: bool = False) -> int:
-        """Bytes of one row's tail over all layers."""
+        """Returns bytes of one row's tail over all layers."""
         arrays = (*(array for tails in self.tails for array in tails), self.last_hidden)
         kept = sum(replay.entries(array) * self._bytes(array, dtype, ssm_dtype) for array in arrays)
         return kept + (4 * replay.longest if debug_state else 0)
 
     def bytes_per_slot(self, dtype: Any, ssm_dtype: Any = jnp.float32, *, debug_state: bool = False) -> int:
-        """Bytes of one slot over all layers. `ssm_dtype` is that of recurrent states, `dtype` that of all else."""
+        """Returns bytes of one slot over all layers. `ssm_dtype` is for recurrent states, `dtype` for all else."""
         arrays = (*(array for arrays in self.slots for array in arrays), self.hidden)
         return sum(self._bytes(array, dtype, ssm_dtype) for array in arrays) + (8 if debug_state else 0)
 
@@ -163,7 +163,7 @@ class StoreShape:
         return tuple(dict.fromkeys(names))
 
     def bytes_per_waiting_state(self, dtype: Any, ssm_dtype: Any, narrow: Narrow | None) -> int:
-        """Bytes of one state that is kept elsewhere than in a slot: without padding, and in the narrow form."""
+        """Returns bytes of one state that is kept elsewhere than in a slot: without padding, and in the narrow form."""
         arrays = (*(array for arrays in self.slots for array in arrays), self.hidden)
 
         def of(array: StateArray) -> int:
@@ -174,7 +174,7 @@ class StoreShape:
         return sum(map(of, arrays))
 
     def bytes_per_page(self, page_size: int, dtype: Any) -> int:
-        """Bytes of one page over all attention layers; 0 for a model without attention."""
+        """Returns bytes of one page over all attention layers; 0 for a model without attention."""
         return page_size * sum(self._bytes(array, dtype, dtype) for array in self.pages)
 
     def _bytes(self, array: StateArray, dtype: Any, ssm_dtype: Any) -> int:
@@ -195,7 +195,7 @@ def init_store(
     num_tails: int = 0,
     rounding: tuple[Narrow, int] | None = None,
 ) -> Store:
-    """A store of zeros.
+    """Returns a store of zeros.
 
     Args:
         config: the model's config, or the shape of its state.
@@ -208,7 +208,7 @@ def init_store(
         debug_state: also tag each slot with what was written to it, and check the tag at each read.
         replay: hold running rows by anchors and tails; None = by states alone.
         num_tails: tails, the null tail included: one for each seat.
-        rounding: round states of running rows at every multiple of so many tokens, as states that wait are.
+        rounding: round states of running rows, like waiting states, at every multiple of this many tokens.
 
     Raises:
         ValueError: fewer than two slots or pages, an empty page, or a state that replay cannot compute.
@@ -254,5 +254,5 @@ def _tails(config: HybridConfig, kind: str) -> tuple[StateArray, ...]:
 
 
 def store_bytes(store: Store) -> int:
-    """Bytes of all arrays of a store (which may be abstract)."""
+    """Returns bytes of all arrays of a store (which may be abstract)."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(store))

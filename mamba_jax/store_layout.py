@@ -1,11 +1,11 @@
-"""How the store's arrays lie in a device's memory, where that cannot be left to the compiler.
+"""Layouts of the store's arrays in a device's memory, where the compiler's choice is not suitable.
 
-The TPU's compiler orders an array's axes so that little of it is padding. The registers there have 128 lanes: where
-recurrent states have fewer numbers in their last axis (or heads, in the cache of keys and values), it puts the slots
-innermost, and no operation can then change one slot in place; each copies the whole store. Such arrays (those declared
-as `StateArray.padded`, tails of step sizes among them) are pinned to row-major order and take the padding instead, so
-`StoreShape` counts it. So are windows, whose few rows it would rather have outermost: a slot's are then copied as one
-piece. All else is row-major in the axes that matter anyway.
+The TPU's compiler orders an array's axes to minimise padding. Registers have 128 lanes: if the last axis of recurrent
+states (or of heads, in the cache of keys and values) is shorter, the compiler puts the slots innermost. Then no
+operation can change one slot in place, and each copies the whole store. Such arrays (declared as `StateArray.padded`,
+including tails of step sizes) are pinned to row-major order and padded, so `StoreShape` counts the padding. Windows are
+pinned too, because the compiler would put their few rows outermost: pinned, a slot's window is copied as one piece. All
+other arrays are row-major in the relevant axes anyway.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _LANES = {"tpu": 128}
 
 
 def lanes_of(platform: str) -> int:
-    """Numbers to whose multiple the last axis of recurrent states, keys and values is padded."""
+    """Returns the last axis of recurrent states, keys and values is padded to a multiple of this number."""
     return _LANES.get(platform, 1)
 
 
 def place(array: StateArray, leaf: Any, sharding: Sharding) -> Format | Sharding:
-    """Where an array of the store belongs: the sharding, with an order of the axes where that matters."""
+    """Returns the placement of a store's array: the sharding, with a layout if the array is pinned."""
     device: Any = next(iter(sharding.device_set))
     lanes, here = lanes_of(device.platform), sharding.shard_shape(leaf.shape)
     short = array.padded and here[-1] % lanes
@@ -41,7 +41,7 @@ def place(array: StateArray, leaf: Any, sharding: Sharding) -> Format | Sharding
 
 
 def placed(shape: StoreShape, store: Store, shardings: Store) -> Store:
-    """`place` of every array, given its sharding (or None, where it may lie anywhere)."""
+    """Returns `place` of every array, given its sharding (None: any)."""
 
     def of(array: StateArray, leaf: Any, sharding: Any) -> Any:
         return sharding and place(array, leaf, sharding)
@@ -73,20 +73,20 @@ def _placed_tails(
 
 
 def places(shape: StoreShape, store: Store) -> Store:
-    """`place` of every array where it lies: the `out_shardings` of a program that returns the store.
+    """Returns `place` of every array for its current sharding: the `out_shardings` of a program that returns the store.
 
-    Abstract arrays may lie nowhere yet; for them it is None.
+    The value is None for abstract arrays without a sharding.
     """
     return placed(shape, store, jax.tree.map(lambda leaf: leaf.sharding, store))
 
 
 def is_pinned(shape: StoreShape, store: Store) -> bool:
-    """Whether a program that returns the store must say how it lies."""
+    """Returns whether a program that returns the store must specify layouts."""
     return any(isinstance(each, Format) for each in jax.tree.leaves(places(shape, store)))
 
 
 def init_laid_out(config: HybridConfig | StoreShape, **sizes: Any) -> Store:
-    """As `init_store`, with every array where it belongs."""
+    """Makes a store as `init_store` does, with every array in its layout."""
     shape = config if isinstance(config, StoreShape) else StoreShape.of(config)
     store = init_store(shape, **sizes)
     return jax.tree.map(jax.device_put, store, places(shape, store)) if is_pinned(shape, store) else store

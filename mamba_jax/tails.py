@@ -23,7 +23,7 @@ TailArrays = dict[str, Shaped[Array, "tails entries ..."]]
 
 @dataclass(frozen=True)
 class Replay:
-    """How running rows are held, where not by a state after each token."""
+    """Replay settings of running rows; None: a state after each token."""
 
     interval: int
     """R: a decode step writes a state where it reaches a multiple of it."""
@@ -58,7 +58,7 @@ class Tails:
 def read_ring(
     ring: Shaped[Array, "tails entries *shape"], tail_id: Int[Array, " rows"], position: Int[Array, "rows n"]
 ) -> Shaped[Array, "rows n *shape"]:
-    """What lies where the tokens at these positions would; it is for the caller to know whether they are there."""
+    """Returns the entries of the tokens at these positions. The caller must know whether they are filled."""
     entries = ring.shape[1]
     places = tail_id[:, None] * entries + position % entries
     found = read_slots(ring.reshape(-1, *ring.shape[2:]), places.reshape(-1))
@@ -72,7 +72,7 @@ def write_ring(
     position: Int[Array, "rows n"],
     valid: Bool[Array, "rows n"],
 ) -> Shaped[Array, "tails entries *shape"]:
-    """The ring with values at these positions; those that are not valid, and those of tail 0, go nowhere."""
+    """Returns the ring with values at these positions; those that are not valid, and those of tail 0, go nowhere."""
     entries = ring.shape[1]
     there = valid & (tail_id > 0)[:, None]
     places = jnp.where(there, tail_id[:, None] * entries + position % entries, 0)

@@ -1,6 +1,6 @@
-"""The engine and everything that a person or a client touches.
+"""The engine and its interfaces: Python, HTTP and the command line.
 
-`from serving import LLM, SamplingParams` is the way in. Importing this package is cheap: JAX is imported when `LLM` is.
+Start with `from serving import LLM, SamplingParams`. Importing this package is cheap: JAX is imported only with `LLM`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -10,17 +10,19 @@ from serving.config import ConfigError, EngineConfig
 if TYPE_CHECKING:
     from serving.engine.async_engine import AsyncEngine
     from serving.engine.llm import LLM
-    from serving.engine.output import CompletionOutput, RequestOutput
     from serving.engine.request_error import RequestError
-    from serving.engine.sampling_params import SamplingParams
+    from serving.engine.requests.adapters import LoRARequest
+    from serving.engine.requests.output import CompletionOutput, RequestOutput
+    from serving.engine.requests.sampling_params import SamplingParams
 
 _LAZY = {
     "LLM": "serving.engine.llm",
     "AsyncEngine": "serving.engine.async_engine",
-    "CompletionOutput": "serving.engine.output",
-    "RequestOutput": "serving.engine.output",
+    "CompletionOutput": "serving.engine.requests.output",
+    "LoRARequest": "serving.engine.requests.adapters",
+    "RequestOutput": "serving.engine.requests.output",
     "RequestError": "serving.engine.request_error",
-    "SamplingParams": "serving.engine.sampling_params",
+    "SamplingParams": "serving.engine.requests.sampling_params",
 }
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "EngineConfig",
+    "LoRARequest",
     "RequestError",
     "RequestOutput",
     "SamplingParams",

@@ -24,7 +24,7 @@ _LOOKUP = (2, 4)
 
 
 class EngineConfig(Settings):
-    """The engine's flags. Make one with `EngineConfig.create`, whose errors are one clear line."""
+    """The engine's flags. Use `EngineConfig.create`, which reports invalid flags in one line."""
 
     COMMON = (
         "model", "revision", "tokenizer", "dtype", "quantization", "kv_cache_dtype", "max_model_len", "max_num_seqs",
@@ -178,6 +178,12 @@ class EngineConfig(Settings):
         "one cannot run. xla: no kernels. Or by operation, as in ssd_scan=xla,state_update=pallas_tpu; it is an "
         "error if an implementation named here cannot run.",
     )
+    schedule_invariant: bool = Field(
+        False,
+        description="Make the bits of log-probabilities independent of the schedule (batch, chunks, cache, drafts). "
+        "Only on one CPU, in float32 or bfloat16, for models of Mamba2, short convolutions, attention and dense "
+        "layers; see docs/reproducibility.md.",
+    )
     memory_utilization: float = Field(
         0.9, gt=0, le=1, description="Fraction of the whole device's memory for weights, states and pages."
     )
@@ -201,6 +207,29 @@ class EngineConfig(Settings):
         None, description="Folder for states and pages that outlast this process; replicas share it. Unset: none."
     )
     disk_cache_gib: float = Field(16.0, gt=0, description="GiB that disk_cache may hold.")
+    enable_lora: bool = Field(
+        False,
+        description="Let each request use a LoRA adapter of its own: its name is the `model` of an HTTP request, and "
+        "`LLM.generate(..., lora_request=...)` takes one.",
+    )
+    max_loras: int = Field(
+        4, ge=1, le=256, description="With enable_lora: maximum number of adapters on the device at once."
+    )
+    max_lora_rank: int = Field(
+        16, ge=1, le=512, description="With enable_lora: maximum rank of an adapter. Lower ranks are padded to it."
+    )
+    lora_experts: bool = Field(
+        False,
+        description="With enable_lora: accept adapters of routed experts, too. Memory for max_loras adapters of all "
+        "experts is allocated.",
+    )
+    max_initial_states: int = Field(
+        0,
+        ge=0,
+        le=65_536,
+        description="Maximum number of learned initial states (adapters with initial_state.safetensors) on the device "
+        "at once. Each takes one state slot.",
+    )
     enable_structured_outputs: bool = Field(
         False, description="Support outputs constrained by a JSON schema, regex or grammar. Always on in `serve`."
     )
@@ -220,6 +249,11 @@ class EngineConfig(Settings):
         description="Compile every step program at start-up rather than when first needed. Unset: at start-up on "
         "accelerators, when first needed on CPU.",
     )
+    mixed_steps: bool | None = Field(
+        None,
+        description="Compute a step's decode and prefill rows in one program, which reads the weights once. Unset: on "
+        "accelerators.",
+    )
     compilation_cache: bool = Field(True, description="Cache compiled programs on disk for the next start.")
     debug_state: bool = Field(False, description="Debugging: tag state slots and check every read, on the device.")
 
@@ -238,15 +272,19 @@ class EngineConfig(Settings):
         return flags
 
     def kv_dtype(self, dtype: Any) -> Any:
-        """That of cached keys and values, where activations have `dtype`."""
+        """Returns the data type of cached keys and values if activations have `dtype`."""
         return "float8_e4m3fn" if self.kv_cache_dtype == "fp8" else dtype
 
     def page_size_on(self, platform: str) -> int:
-        """Tokens per page on a platform; the default also divides `state_block_size`.
+        """Returns the tokens per page on a platform; the default also divides `state_block_size`.
 
         The attention kernel on TPU keeps page tables in scalar memory, which is small.
         """
         return self.page_size or math.gcd(128 if platform == "tpu" else 32, self.state_block_size)
+
+    def mixes_steps_on(self, platform: str) -> bool:
+        """Returns whether decode and prefill rows run in one program. On a CPU two programs waste less padding."""
+        return platform != "cpu" if self.mixed_steps is None else self.mixed_steps
 
     @property
     def narrows_states(self) -> bool:
@@ -255,7 +293,7 @@ class EngineConfig(Settings):
 
     @property
     def rounds_rows(self) -> bool:
-        """Whether running rows are rounded as those states are."""
+        """Whether states of running rows are rounded to the precision of states that leave the device."""
         return self.narrows_states and self.exact_reuse
 
     @property
@@ -264,8 +302,19 @@ class EngineConfig(Settings):
         return tuple(name.strip() for name in (self.quantization_exclude or "").split(",") if name.strip())
 
     @property
+    def adapter_flag(self) -> str:
+        """The flag that lets requests have adapters; empty if they cannot."""
+        return "enable_lora" if self.enable_lora else "max_initial_states" if self.max_initial_states else ""
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether requests can have adapters: LoRA matrices, learned initial states, or both."""
+        return bool(self.adapter_flag)
+
+    @property
     def ngram_bounds(self) -> tuple[int, int]:
-        """The shortest and the longest run that `ngram` looks up. Setting one moves the other's default with it."""
+        """The shortest and the longest run of tokens that `ngram` looks up. A value set for one may change the other's
+        default."""
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         most = high if high is not None else max(_LOOKUP[1], low or 0)
         return low if low is not None else min(_LOOKUP[0], most), most
@@ -308,7 +357,7 @@ class EngineConfig(Settings):
 
 
 class ResolvedCaching(NamedTuple):
-    """The cache mode and chunking that flags amount to, with notices for the user."""
+    """The cache mode and chunking that result from the flags, with notices for the user."""
 
     mode: CacheMode
     chunked_prefill: bool
@@ -316,7 +365,7 @@ class ResolvedCaching(NamedTuple):
 
 
 def resolve_caching(config: EngineConfig) -> ResolvedCaching:
-    """Resolve prefix caching, cache mode and chunked prefill against each other.
+    """Resolves conflicts between prefix caching, cache mode and chunked prefill.
 
     | prefix caching | mode given   | mode used                                                |
     |----------------|--------------|----------------------------------------------------------|
@@ -346,10 +395,10 @@ def resolve_caching(config: EngineConfig) -> ResolvedCaching:
 
 
 def read_config_file(path: Path | str) -> Mapping[str, Any]:
-    """Engine flags from a YAML or TOML file; dashes in names count as underscores.
+    """Reads engine flags from a YAML or TOML file; dashes in names count as underscores.
 
     Raises:
-        ConfigError: the file cannot be read, is neither, or is not a table of flags.
+        ConfigError: the file cannot be read, is in another format, or does not contain a table of flags.
     """
     path = Path(path)
     try:

@@ -1,4 +1,4 @@
-"""The base class of all settings: how a table of values becomes validated settings, and how an error is worded."""
+"""The base class of all settings. It validates a table of values and formats errors."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Settings(BaseModel):
 
     @classmethod
     def create(cls, **values: Any) -> Self:
-        """Validated settings. A value that is None counts as not given; a string for a list is its only item.
+        """Creates validated settings. None counts as unset; a string for a list is its only item.
 
         Raises:
-            ConfigError: an unknown name or a bad value.
+            ConfigError: an unknown name or an invalid value.
         """
         given = {name: value for name, value in values.items() if value is not None}
         for name, value in given.items():
@@ -43,13 +43,13 @@ class Settings(BaseModel):
 
 
 def did_you_mean(name: str, known: Any) -> str:
-    """The end of an error message that suggests the nearest of the known names; empty if none is near."""
+    """Returns the end of an error message that suggests the nearest of the known names; empty if none is near."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _explain(detail: Any) -> str:
-    """One of pydantic's errors as a short clause with the name, the allowed values and the value."""
+    """Formats one of pydantic's errors as a short clause with the name, the allowed values and the value."""
     if not detail["loc"]:
         return str(detail["ctx"]["error"]) if "error" in detail.get("ctx", {}) else detail["msg"]
     name = ".".join(map(str, detail["loc"]))

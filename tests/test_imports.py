@@ -1,4 +1,4 @@
-"""The rooms and who may import whom: arrows only run down (docs/architecture.md)."""
+"""Which package may import which: imports only point down (docs/architecture.md)."""
 
 import ast
 import sys
@@ -28,7 +28,7 @@ SERVING = {
     "settings": {"core"},
     "config": {"core", "settings"},
     "vllm": {"config"},
-    "points": set(),
+    "points": {"core"},
     "tiers": {"core", "points"},
     "engine": {"config", "core", "points", "tiers", "vllm"},
     "": {"config", "engine"},
@@ -42,23 +42,91 @@ SERVING = {
     "split/http": {"config", "core", "engine", "api", "api/http", "api/http/protocol", "split", "split/transport"},
     "split/router": {"core", "api", "api/http", "api/http/protocol", "split", "split/http"},
     "split/ray": {"config", "api/http", "split", "split/http", "split/router"},
-    "bench": {"", "core", "engine"},
+    "bench": {"", "core", "engine", "vllm"},
     "cli": {"config", "engine", "capacity", "api", "api/http", "api/http/protocol", "split", "split/http"}
     | {"hosts", "settings", "split/router", "vllm"},
 }
 
-# The same below `serving/core`: its folders, and each of the files beside them (`""` is what the package exports).
-CORE = {
-    "reasons": set(),
-    "config": {"reasons"},
-    "stats": {"reasons"},
-    "placing": set(),
-    "cache": {"config", "reasons", "stats"},
-    "tiers": {"cache"},
-    "requests": {"cache", "reasons", "tiers"},
-    "planning": {"cache", "config", "reasons", "requests", "stats", "tiers"},
-    "scheduler": {"cache", "config", "planning", "reasons", "requests", "tiers"},
-    "": {"cache", "config", "planning", "reasons", "requests", "scheduler"},
+# The same below four of these folders: their own folders, and each of the files next to those (`""` is what the
+# package exports). Each row is below the rows that it imports.
+PARTS = {
+    "serving.core": {
+        "reasons": set(),
+        "config": {"reasons"},
+        "stats": {"reasons"},
+        "placing": set(),
+        "cache": {"config", "reasons", "stats"},
+        "tiers": {"cache"},
+        "requests": {"cache", "reasons", "tiers"},
+        "planning": {"cache", "config", "reasons", "requests", "stats", "tiers"},
+        "scheduler": {"cache", "config", "planning", "reasons", "requests", "tiers"},
+        "": {"cache", "config", "planning", "reasons", "requests", "scheduler"},
+    },
+    "serving.engine": {
+        "": set(),
+        "request_error": set(),
+        "structured": {"request_error"},
+        "weights": {"request_error"},
+        "requests": {"request_error", "structured"},
+        "steps": {"requests", "structured"},
+        "control": {"request_error", "steps", "weights"},
+        "programs": {"steps"},
+        "engine": {"control", "request_error", "requests", "steps", "structured", "weights"},
+        "assembly": {"engine", "programs", "requests", "steps", "structured", "weights"},
+        "engine_thread": {"control", "engine", "request_error", "requests"},
+        "replicas": {"engine", "request_error", "requests"},
+        "async_engine": {"control", "engine", "engine_thread", "replicas", "request_error", "requests"},
+        "llm": {"assembly", "control", "engine", "replicas", "request_error", "requests"},
+    },
+    "serving.api.http": {
+        "json_values": set(),
+        "protocol": set(),
+        "settings": set(),
+        "errors": {"protocol"},
+        "parsing": {"json_values", "protocol", "settings"},
+        "sampling": {"protocol"},
+        "resolve_settings": {"settings"},
+        "startup_log": {"settings"},
+        "blocks": {"parsing"},
+        "text": {"errors"},
+        "context": {"errors", "parsing", "settings", "text"},
+        "logprobs": {"protocol", "text"},
+        "connection": {"context", "errors", "settings"},
+        "generation": {"connection", "context", "errors", "parsing", "protocol", "settings", "text"},
+        "chat_turn": {"context", "generation", "parsing", "protocol", "sampling"},
+        "limits": {"connection", "errors", "generation", "json_values", "settings"},
+        "endpoints": {
+            "blocks",
+            "chat_turn",
+            "connection",
+            "context",
+            "errors",
+            "generation",
+            "json_values",
+            "logprobs",
+            "parsing",
+            "protocol",
+            "sampling",
+            "text",
+        },
+        "app": {"connection", "context", "endpoints", "errors", "limits", "settings", "text"},
+        "": {"app", "settings"},
+    },
+    "serving.cli": {
+        "": set(),
+        "jax_import": set(),
+        "terminal": set(),
+        "bench": {"jax_import"},
+        "evaluation": set(),
+        "models": set(),
+        "options": {"terminal"},
+        "generation": {"jax_import", "options", "terminal"},
+        "plan": {"options"},
+        "serve": {"options"},
+        "training": set(),
+        "main": {"jax_import", "terminal"},
+        "__main__": {"main"},
+    },
 }
 
 
@@ -78,12 +146,13 @@ def imports(path: Path) -> list[tuple[str, bool]]:
 
 
 def folder_of(module: str) -> str:
-    """The folder under `serving` that a module is in; `core` for all that is below `serving/core`."""
+    """The folder under `serving` that a module is in; for all that is below a package of `PARTS`, that package."""
     path = ROOT.joinpath(*module.split("."))
     folder = str((path if path.is_dir() else path.parent).relative_to(ROOT / "serving"))
     if folder == ".":
         return module.removeprefix("serving.") if module in ("serving.config", "serving.settings") else ""
-    return folder.split("/")[0] if folder.startswith("core") else folder
+    whole = (package.removeprefix("serving.").replace(".", "/") for package in PARTS)
+    return next((each for each in whole if folder.startswith(f"{each}/") and folder not in SERVING), folder)
 
 
 def arrows() -> Iterator[tuple[str, str, str]]:
@@ -124,22 +193,23 @@ def test_the_table_has_no_circle():
     assert not below, f"these import each other: {sorted(below)}"
 
 
-def test_folders_of_the_host_policy_import_what_the_table_says():
-    found: dict[str, set[str]] = {part: set() for part in CORE}
+@pytest.mark.parametrize("package", PARTS)
+def test_parts_of_a_package_import_what_the_table_says(package):
+    table = PARTS[package]
+    actual: dict[str, set[str]] = {part: set() for part in table}
     below: set[str] = set()
-    for part, others in CORE.items():
+    for part, others in table.items():
         assert others <= below, f"{part} is listed above what it imports"
         below.add(part)
     for name, modules in module_imports().items():
-        if name.startswith("serving.core"):
-            here = part_of_core(name)
-            found[here] |= {part_of_core(module) for module in modules if module.startswith("serving.core")} - {here}
-    assert found == CORE
+        if (here := part_of(package, name)) is not None:
+            actual[here] |= {part for module in modules if (part := part_of(package, module)) is not None} - {here}
+    assert actual == table
 
 
-def part_of_core(module: str) -> str:
-    """The folder of `serving/core` that a module is in, or the file beside the folders."""
-    return module.removeprefix("serving.core").strip(".").partition(".")[0]
+def part_of(package: str, module: str) -> str | None:
+    """The folder of a package that a module is in, or the file next to the folders; `None` outside the package."""
+    return module.removeprefix(package).strip(".").partition(".")[0] if f"{module}.".startswith(f"{package}.") else None
 
 
 def module_imports() -> dict[str, set[str]]:

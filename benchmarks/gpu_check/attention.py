@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.gpu_check.deadline import Deadline
 from benchmarks.gpu_check.sizes import BF16, CLOSE, F32, I32, Sizes
-from benchmarks.gpu_timing import difference, fastest, seconds
+from benchmarks.gpu_check.timing import difference, fastest, seconds
 from kernels_pallas.paged_attention import paged_attention, pallas_gpu
 from serving.bench.report import emit
 
@@ -19,11 +20,15 @@ MOST = 40e9
 """Bytes of a cache that are measured."""
 
 
-def check_attention(sizes: Sizes, copy: float, *, sweep: bool) -> bool:
+def check_attention(sizes: Sizes, copy: float, deadline: Deadline) -> bool:
     """Check each against plain XLA; report times with the bytes of the keys and values read."""
     ok = True
     per_key = 2 * sizes.kv_heads * sizes.key_dim * 2
-    for context, rows, steps in itertools.product(sizes.contexts, sizes.rows, sizes.steps):
+    tiles = sizes.prompt // sizes.tile_size
+    positions = np.arange(sizes.prompt).reshape(tiles, sizes.tile_size)
+    ok &= _compare(sizes, copy, positions, np.zeros(tiles, int), 0, {"tokens of a prompt": sizes.prompt})
+    cases = itertools.product(sizes.steps, sizes.contexts, sizes.rows)
+    for steps, context, rows in deadline.each("attention", cases):
         lengths = {"equal": np.full(rows, context), "one long": np.maximum(context // 64, 16) + np.zeros(rows, int)}
         lengths["one long"][0] = context
         for what, each in lengths.items():
@@ -33,21 +38,21 @@ def check_attention(sizes: Sizes, copy: float, *, sweep: bool) -> bool:
             positions = each[:, None] - steps + np.arange(steps)
             about = {"rows": rows, "queries": steps, "context": context, "lengths": what}
             ok &= _compare(sizes, copy, positions, np.arange(rows), moved, about)
-    tiles = sizes.prompt // sizes.tile_size
-    positions = np.arange(sizes.prompt).reshape(tiles, sizes.tile_size)
-    ok &= _compare(sizes, copy, positions, np.zeros(tiles, int), 0, {"tokens of a prompt": sizes.prompt})
-    if sweep:
-        rows, context = max(n for n in sizes.rows if n <= 64), sizes.contexts[0]
-        q, kv, places = _inputs(sizes, np.full((rows, 1), context - 1), np.arange(rows), BF16)
-
-        def of(**blocks: int) -> float:
-            run = partial(pallas_gpu.paged_attention, scale=0.1, interpret=sizes.interpret, **blocks)
-            return seconds(
-                jax.jit(lambda kv, q: (kv, run(q, kv, **places)), donate_argnums=0), kv + 0, q, calls=sizes.calls
-            )
-
-        fastest(f"attention of {rows} rows", of, {"warps": (2, 4, 8), "stages": (1, 2, 3)})
     return ok
+
+
+def sweep_attention(sizes: Sizes, deadline: Deadline) -> bool:
+    """Block sizes of decode, for 64 rows at most."""
+    rows, context = max(n for n in sizes.rows if n <= 64), sizes.contexts[0]
+    q, kv, places = _inputs(sizes, np.full((rows, 1), context - 1), np.arange(rows), BF16)
+
+    def of(**blocks: int) -> float:
+        run = partial(pallas_gpu.paged_attention, scale=0.1, interpret=sizes.interpret, **blocks)
+        decode = jax.jit(lambda kv, q: (kv, run(q, kv, **places)), donate_argnums=0)
+        return seconds(decode, kv + 0, q, calls=sizes.calls)
+
+    fastest(f"attention of {rows} rows", of, {"warps": (2, 4, 8), "stages": (1, 2, 3)}, deadline)
+    return True
 
 
 def _compare(sizes: Sizes, copy: float, positions: Any, block_row: Any, moved: int, about: dict[str, Any]) -> bool:

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.gpu_check.deadline import Deadline
 from benchmarks.gpu_check.sizes import BF16, CLOSE, F32, I32, Sizes
-from benchmarks.gpu_timing import difference, seconds
+from benchmarks.gpu_check.timing import difference, seconds
 from kernels_pallas.grouped_matmul import grouped_matmul
 from serving.bench.report import emit
 
@@ -15,11 +16,12 @@ CHECKED = 32
 """Tokens whose products are computed one by one."""
 
 
-def check_experts(sizes: Sizes, copy: float) -> bool:
+def check_experts(sizes: Sizes, copy: float, deadline: Deadline) -> bool:
     """Decode of every number of rows, and a prompt. JAX's kernel for GPU has no interpreter: elsewhere, `xla` runs."""
     ok, (experts, size, width, chosen) = True, sizes.experts
     name = "xla" if sizes.interpret else "pallas_gpu"
-    for tokens in (*(rows * chosen for rows in sizes.rows), sizes.prompt * chosen):
+    cases = (*(rows * chosen for rows in sizes.rows), sizes.prompt * chosen)
+    for tokens in deadline.each("experts", cases):
         expert = np.sort(np.random.default_rng(0).integers(0, experts, tokens))
         groups = jnp.asarray(np.bincount(expert, minlength=experts), I32)
         for outputs, inputs in ((size, width), (width, size)):

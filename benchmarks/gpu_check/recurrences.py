@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.gpu_check.deadline import Deadline
 from benchmarks.gpu_check.sizes import BF16, F32, ROUNDED, Sizes, compare
-from benchmarks.gpu_timing import fastest, seconds
+from benchmarks.gpu_check.timing import fastest, seconds
 from kernels_pallas.delta_scan import delta_scan
 from kernels_pallas.delta_scan import pallas_gpu as delta_scan_kernel
 from kernels_pallas.delta_update import delta_update
@@ -49,7 +50,7 @@ DELTA = Recurrence(
 )  # fmt: skip
 
 
-def check_update(recurrence: Recurrence, sizes: Sizes, copy: float, *, sweep: bool) -> bool:
+def check_update(recurrence: Recurrence, sizes: Sizes, copy: float, deadline: Deadline) -> bool:
     """Rows that read and write slots of their own."""
     ok, name = True, recurrence.update.__name__
 
@@ -57,7 +58,7 @@ def check_update(recurrence: Recurrence, sizes: Sizes, copy: float, *, sweep: bo
         y, store = recurrence.update(*inputs, store, read_slot=read, write_slot=write, **how)
         return store, y
 
-    for rows, steps, dtype in itertools.product(sizes.rows, sizes.steps, (F32, BF16)):
+    for steps, dtype, rows in deadline.each(name, itertools.product(sizes.steps, (F32, BF16), sizes.rows)):
         slots = (np.random.default_rng(0).permutation(rows * (steps + 1)) + 1).astype(np.int32)
         args = (recurrence.layer(sizes, rows, steps), slots[:rows], slots[rows:].reshape(rows, steps))
         ok &= compare(
@@ -65,62 +66,75 @@ def check_update(recurrence: Recurrence, sizes: Sizes, copy: float, *, sweep: bo
             rows=rows, steps=steps, store=jnp.dtype(dtype).name, moved=rows * (1 + steps) * sizes.slot_bytes(dtype),
             copy=copy,
         )  # fmt: skip
-    if sweep:
-        rows = max(n for n in sizes.rows if n <= 64)
-        own = np.arange(1, rows + 1, dtype=np.int32)
-        inputs = recurrence.layer(sizes, rows, 1)
-
-        def of(**blocks: int) -> float:
-            def run(store: jax.Array, inputs: Any) -> tuple[jax.Array, jax.Array]:
-                y, store = recurrence.update_kernel(
-                    *inputs, store, read_slot=own, write_slot=own[:, None], interpret=sizes.interpret, **blocks
-                )
-                return store, y
-
-            return seconds(jax.jit(run, donate_argnums=0), sizes.store(rows + 1, F32), inputs, calls=sizes.calls)
-
-        fastest(f"{name} of {rows} rows", of, {"channels": (8, 16, 32, 64), "warps": (1, 2, 4, 8)})
     return ok
 
 
-def check_scan(recurrence: Recurrence, sizes: Sizes, *, sweep: bool) -> bool:
+def sweep_update(recurrence: Recurrence, sizes: Sizes, deadline: Deadline) -> bool:
+    """Block sizes of the update, for 64 rows at most."""
+    rows = max(n for n in sizes.rows if n <= 64)
+    own = np.arange(1, rows + 1, dtype=np.int32)
+    inputs = recurrence.layer(sizes, rows, 1)
+
+    def of(**blocks: int) -> float:
+        def run(store: jax.Array, inputs: Any) -> tuple[jax.Array, jax.Array]:
+            y, store = recurrence.update_kernel(
+                *inputs, store, read_slot=own, write_slot=own[:, None], interpret=sizes.interpret, **blocks
+            )
+            return store, y
+
+        return seconds(jax.jit(run, donate_argnums=0), sizes.store(rows + 1, F32), inputs, calls=sizes.calls)
+
+    axes = {"channels": (8, 16, 32, 64), "warps": (1, 2, 4, 8)}
+    fastest(f"{recurrence.update.__name__} of {rows} rows", of, axes, deadline)
+    return True
+
+
+def check_scan(recurrence: Recurrence, sizes: Sizes, deadline: Deadline) -> bool:
     """Prompts of one and of several rows, each from a state and to a state at every other tile."""
-    ok, places, name = True, {}, recurrence.scan.__name__
+    ok, name = True, recurrence.scan.__name__
 
     def scan(store: Any, inputs: Any, first: Any, read: Any, write: Any, **how: Any) -> tuple[jax.Array, jax.Array]:
         y, store = recurrence.scan(*inputs, store, tile_first=first, read_slot=read, write_slot=write, **how)
         return store, y
 
-    for tiles, rows in itertools.product(sizes.tiles, (1, 4)):
-        number = np.arange(tiles)
-        first = number % max(1, tiles // rows) == 0
-        places = {
-            "first": first,
-            "read": np.where(first, 1 + number, 0).astype(np.int32),
-            "write": np.where(number % 2, 1 + tiles + number, 0).astype(np.int32),
-        }
+    for tiles, rows in deadline.each(name, itertools.product(sizes.tiles, (1, 4))):
+        first, read, write = _places(tiles, rows)
         inputs = recurrence.layer(sizes, tiles, sizes.tile_size)
         ok &= compare(
-            name, sizes, scan, ["xla"], partial(sizes.store, 2 * tiles + 1, F32), (inputs, *places.values()),
+            name, sizes, scan, ["xla"], partial(sizes.store, 2 * tiles + 1, F32), (inputs, first, read, write),
             tokens=tiles * sizes.tile_size, rows=int(first.sum()), rounded=ROUNDED,
         )  # fmt: skip
-    if sweep:
-
-        def of(**blocks: int) -> float:
-            def run(store: jax.Array, inputs: Any) -> tuple[jax.Array, jax.Array]:
-                y, store = recurrence.scan_kernel(
-                    *inputs, store, tile_first=jnp.asarray(number == 0), read_slot=jnp.asarray(places["read"]),
-                    write_slot=jnp.asarray(places["write"]), interpret=sizes.interpret, **blocks,
-                )  # fmt: skip
-                return store, y
-
-            return seconds(jax.jit(run, donate_argnums=0), sizes.store(2 * tiles + 1, F32), inputs, calls=sizes.calls)
-
-        axes = {"tokens": (16, 32), "channels": (16,)} if sizes.interpret else dict(recurrence.scan_blocks)
-        fastest(f"{name} of {tiles * sizes.tile_size} tokens", of, axes)
     if recurrence is MAMBA2:
-        time_mamba_ssm(sizes, tiles)
+        time_mamba_ssm(sizes, max(sizes.tiles))
     return ok
+
+
+def sweep_scan(recurrence: Recurrence, sizes: Sizes, deadline: Deadline) -> bool:
+    """Block sizes of the scan, for one long prompt."""
+    tiles = max(sizes.tiles)
+    first, read, write = map(jnp.asarray, _places(tiles, 1))
+    inputs = recurrence.layer(sizes, tiles, sizes.tile_size)
+
+    def of(**blocks: int) -> float:
+        def run(store: jax.Array, inputs: Any) -> tuple[jax.Array, jax.Array]:
+            y, store = recurrence.scan_kernel(
+                *inputs, store, tile_first=first, read_slot=read, write_slot=write, interpret=sizes.interpret, **blocks
+            )
+            return store, y
+
+        return seconds(jax.jit(run, donate_argnums=0), sizes.store(2 * tiles + 1, F32), inputs, calls=sizes.calls)
+
+    axes = {"tokens": (16, 32), "channels": (16,)} if sizes.interpret else dict(recurrence.scan_blocks)
+    fastest(f"{recurrence.scan.__name__} of {tiles * sizes.tile_size} tokens", of, axes, deadline)
+    return True
+
+
+def _places(tiles: int, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The tiles that begin a row, the slots that these read, and those that every other tile writes."""
+    number = np.arange(tiles)
+    first = number % max(1, tiles // rows) == 0
+    read = np.where(first, 1 + number, 0).astype(np.int32)
+    return first, read, np.where(number % 2, 1 + tiles + number, 0).astype(np.int32)
 
 
 def time_mamba_ssm(sizes: Sizes, tiles: int) -> None:

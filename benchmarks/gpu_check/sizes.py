@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.gpu_timing import difference, seconds
+from benchmarks.gpu_check.timing import difference, seconds
 from serving.bench.report import emit
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
@@ -44,6 +44,8 @@ class Sizes:
     delta: tuple[int, int, int, int] = (32, 128, 16, 128)
     """Heads, size of each, groups and keys' size of a gated delta net: those of Qwen3-Next-80B-A3B."""
     prompt: int = 2048
+    requests: tuple[int, ...] = (64, 8)
+    """Requests at once of the engine."""
     models: tuple[str, ...] = ("nemotron-h-8b", "nemotron-3-nano-30b-a3b")
     interpret: bool = False
 
@@ -93,7 +95,8 @@ class Sizes:
 
 TINY = Sizes(
     4, 16, 2, 16, 32, (4,), (2,), (2,), copied=1 << 16, calls=1, contexts=(64,), page_size=16, q_heads=4, kv_heads=2,
-    key_dim=16, experts=(4, 64, 128, 2), delta=(4, 16, 2, 16), prompt=128, models=("demo",), interpret=True,
+    key_dim=16, experts=(4, 64, 128, 2), delta=(4, 16, 2, 16), prompt=128, requests=(4,), models=("demo",),
+    interpret=True,
 )  # fmt: skip
 
 

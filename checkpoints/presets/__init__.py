@@ -14,25 +14,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from checkpoints.presets import bamba, falcon_h1, gated_delta, granite, mamba2, nemotron_h, zamba2
+from checkpoints.presets import (
+    bamba,
+    falcon_h1,
+    gated_delta,
+    granite,
+    jamba,
+    mamba1,
+    mamba2,
+    minimax,
+    nemotron_h,
+    zamba2,
+)
 from checkpoints.presets.published import Preset
 from mamba_jax.config import HybridConfig
 from mamba_jax.families import config_from_hf
 
-_FAMILIES = (nemotron_h, bamba, granite, falcon_h1, mamba2, zamba2, gated_delta)
+_FAMILIES = (nemotron_h, bamba, granite, falcon_h1, mamba2, zamba2, gated_delta, minimax, mamba1, jamba)
 
 PRESETS: Mapping[str, Preset] = {name: size for family in _FAMILIES for name, size in family.PRESETS.items()}
 """Published sizes: each configuration gives the published number of parameters."""
 
 
 def preset_names() -> tuple[str, ...]:
-    """The published sizes that are known by name."""
+    """Returns the published sizes that are known by name."""
     return tuple(PRESETS)
 
 
 @cache
 def preset(name: str) -> HybridConfig:
-    """The configuration of a published size.
+    """Returns the configuration of a published size.
 
     Raises:
         KeyError: not one of `preset_names`.

@@ -1,4 +1,4 @@
-"""Quantised weights as they are published: which tensors there are, and what they mean."""
+"""Published formats of quantized weights: their tensors and the meaning of these."""
 
 from checkpoints.quantised.description import Quantisation, read_quantisation
 from checkpoints.quantised.tensors import LogicalTensors

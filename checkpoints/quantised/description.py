@@ -29,7 +29,7 @@ class Quantisation:
     block: tuple[int, int] = (128, 128)
     """Outputs and inputs that share a scale where scales are of blocks."""
     zero_offset: int = 0
-    """What is added to stored zero points: 1 in gptq's first format."""
+    """Number added to stored zero points: 1 in gptq's first format."""
 
 
 def read_quantisation(directory: Path, fields: Mapping[str, Any]) -> Quantisation | None:

@@ -21,7 +21,7 @@ NVFP4_GROUP, MXFP8_GROUP = 16, 32
 
 
 def fp8(module: Module, how: Quantisation) -> StoredWeight:
-    """A weight in e4m3, with whatever scale it has.
+    """Returns a weight in e4m3, with its scale.
 
     Raises:
         Wrong: the scale is missing, or of the wrong shape.
@@ -79,7 +79,7 @@ def _mxfp8(module: Module, shape: tuple[int, ...], values: Part) -> StoredWeight
 
 
 def nvfp4(module: Module, how: Quantisation) -> StoredWeight:
-    """A weight in e2m1.
+    """Returns a weight in e2m1.
 
     Raises:
         Wrong: a scale is missing, or of the wrong shape.

@@ -22,7 +22,7 @@ from checkpoints.quantised.stored import BF16, F32, INPUT_SCALE, INT4, INT8, Mod
 
 
 def int8(module: Module, how: Quantisation) -> StoredWeight:
-    """A weight in int8 as it is.
+    """Returns a weight in int8 as it is.
 
     Raises:
         Wrong: a tensor is missing, or of the wrong shape.

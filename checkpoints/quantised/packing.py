@@ -36,13 +36,13 @@ def unpack_fp4(packed: np.ndarray) -> np.ndarray:
 
 
 def pack_fp4(values: np.ndarray) -> np.ndarray:
-    """The inverse of `unpack_fp4`."""
+    """Returns the inverse of `unpack_fp4`."""
     codes = values.view(np.uint8).reshape(*values.shape[:-1], -1, 2)
     return codes[..., 0] | codes[..., 1] << 4
 
 
 def pack(values: np.ndarray, bits: int) -> np.ndarray:
-    """The inverse of `unpack` for the last axis: unsigned integers in 32-bit words (int32)."""
+    """Returns the inverse of `unpack` for the last axis: unsigned integers in 32-bit words (int32)."""
     count = 32 // bits
     parts = values.astype(np.uint32).reshape(*values.shape[:-1], -1, count)
     words = np.zeros(parts.shape[:-1], np.uint32)

@@ -1,4 +1,4 @@
-"""From quantised weights as they are stored to the parameters that a model has of them."""
+"""Converts stored quantised weights to a model's parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from checkpoints.quantised.stored import INPUT_SCALE, Part, StoredWeight
 from mamba_jax.families.base import HFSource
 
 Readable = tuple[jax.ShapeDtypeStruct, Reader]
-"""A parameter, and what reads it."""
+"""A parameter, and the function that reads it."""
 
 
 def parts_of(
@@ -27,14 +27,14 @@ def parts_of(
     *,
     release: Callable[[str], None],
 ) -> dict[str, Readable]:
-    """The parameters of one quantised weight by dotted path.
+    """Returns the parameters of one quantised weight by dotted path.
 
     Args:
         path: of the weight.
         shape: of the weight.
-        source: how it is made of the stored ones: all rows or some, or stacked.
+        source: how the weight is made from stored ones: all rows or some, or stacked.
         stored: one for each name of the source.
-        shardings: where parameters go. Groups that several devices would share are split, with the same scale.
+        shardings: the sharding of parameters. Groups that several devices would share are split, with the same scale.
         release: called with the name of a stored weight whose values have been copied.
     Raises:
         CheckpointError: stored weights to be stacked are quantised in different ways.
@@ -45,7 +45,7 @@ def parts_of(
             raise CheckpointError(
                 f"{name} is {weight.label}, but {source.names[0]} is {first.label}: they are one weight"
             )
-    # Makers leave out the scale of inputs that their data has never met: then the weight does without.
+    # Publishers omit the input scale of modules that their calibration data never used; then the weight has none.
     parts = [part for part in first.parts if part != INPUT_SCALE or all(part in one.parts for one in stored)]
     return {
         f"{path}.{part}": _readable(
@@ -79,7 +79,7 @@ def _readable(
 
 
 def divisible_groups(path: str, groups: int, inputs: int, sharding: Sharding | None, rank: int) -> int:
-    """A number of groups that the devices can share."""
+    """Returns a number of groups that the devices can share."""
     if not isinstance(sharding, NamedSharding) or len(sharding.spec) < rank - 1 or sharding.spec[rank - 2] is None:
         return groups
     count = math.lcm(groups, sharding.mesh.size)

@@ -1,6 +1,6 @@
-"""Wide weights brought into few bits, to the nearest value, each channel or group by its largest.
+"""Quantisation of weights to the nearest value, with each channel or group scaled by its largest magnitude.
 
-Channels are outputs; groups are neighbouring inputs of one output.
+Channels are outputs; groups are adjacent inputs of one output.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ QUANTIZATIONS = ("int8", "fp8", "int4", "nvfp4")
 _INT4_GROUPS = (128, 64, 32)
 _NVFP4_GROUP = 16
 _AT_ONCE = 1 << 24
-# Where a small error is in every token, or in what is compared with every token.
+# Tables and matrices in which a small error affects every token, or every comparison with a token.
 _TABLES = ("embed.weight", "lm_head.weight")
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How one weight is brought into few bits."""
+    """How one weight is quantised."""
 
     kind: str
     """One of QUANTIZATIONS."""
@@ -40,11 +40,11 @@ class Rounding:
 
     @property
     def label(self) -> str:
-        """In a few words."""
+        """A short description."""
         return f"{self.kind.upper()}, " + (f"groups of {self.group}" if self.group else "a scale per channel")
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
-        """What a weight of this shape [*lead, outputs, inputs] becomes; see `kernels_pallas.quantised`."""
+        """Returns the parts of a quantised weight [*lead, outputs, inputs]; see `kernels_pallas.quantised`."""
         *lead, outputs, inputs = shape
         values, group_scale = {"int8": (INT8, F32), "fp8": (FP8, F32), "int4": (INT4, BF16), "nvfp4": (FP4, FP8)}[
             self.kind
@@ -57,9 +57,9 @@ class Rounding:
         return found
 
     def round(self, wide: np.ndarray, largest: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """The parts of a weight, computed some rows at a time, so that no float32 array of the weight's size is needed.
+        """Quantises a weight, some rows at a time, so that no float32 array of the weight's size is needed.
 
-        `largest` [*lead] is the largest magnitude of the tensors that the weight is a part of, if not its own.
+        `largest` [*lead] is the largest magnitude of the tensors that contain the weight, if not its own.
         """
         *lead, outputs, inputs = wide.shape
         rows = wide.reshape(-1, inputs)
@@ -85,7 +85,7 @@ class Rounding:
 
 
 def largest_of(wide: np.ndarray) -> np.ndarray:
-    """The largest magnitude of each matrix [*lead, outputs, inputs], as [*lead] in float32."""
+    """Returns the largest magnitude of each matrix [*lead, outputs, inputs], as [*lead] in float32."""
     *lead, outputs, inputs = wide.shape
     cuts = _cuts(outputs, inputs)
     found = [
@@ -96,13 +96,13 @@ def largest_of(wide: np.ndarray) -> np.ndarray:
 
 
 def _cuts(rows: int, inputs: int) -> list[slice]:
-    """Some rows at a time."""
+    """Divides rows into slices that are processed one at a time."""
     each = max(1, _AT_ONCE // inputs)
     return [slice(start, start + each) for start in range(0, rows, each)]
 
 
 def _of_tensor(largest: np.ndarray) -> np.ndarray:
-    """What brings scales of groups into the range of e4m3; its reciprocal, which files have, leads back to it."""
+    """Returns the tensor's scale, which group scales are divided by to fit e4m3; rounded as the reciprocal in files."""
     whole = largest / np.float32(6 * 448)
     return np.reciprocal(np.reciprocal(np.where(whole > 0, whole, 1).astype(F32)))
 
@@ -112,7 +112,7 @@ Rounded = tuple[np.ndarray, np.ndarray]
 
 
 def _largest(w: np.ndarray, top: float) -> np.ndarray:
-    """The scale that brings the largest of each group to `top`; 1 for zeros."""
+    """Returns the scale that maps the largest magnitude of each group to `top`; 1 for zeros."""
     scale = np.abs(w).max(-1) / np.float32(top)
     return np.asarray(np.where(scale > 0, scale, np.float32(1)))
 
@@ -146,10 +146,10 @@ _ROUND: Mapping[str, Callable[[np.ndarray, np.ndarray], Rounded]] = {
 
 
 class Selection:
-    """Which weights of a model are to be rounded, and how.
+    """Selects which weights of a model to round, and how.
 
-    Left alone are the embedding, the head, and whatever is no matrix of a product (norms, convolutions, routers); what
-    is excluded; and matrices whose inputs do not divide into groups.
+    Not rounded are the embedding, the head, weights that are not matrices of products (norms, convolutions, routers),
+    excluded weights, and matrices whose inputs do not divide into groups.
     """
 
     def __init__(
@@ -158,11 +158,11 @@ class Selection:
         """
         Args:
             config: of the model.
-            sources: names of the parameters in Hugging Face's form, which may be excluded, too.
+            sources: names of the parameters in Hugging Face's form, which `exclude` may also use.
             quantization: one of QUANTIZATIONS.
             exclude: names of modules or weights, ours or Hugging Face's, with wildcards.
         Raises:
-            CheckpointError: an unknown quantization, or a name that excludes nothing.
+            CheckpointError: the quantization is unknown, or a name excludes nothing.
         """
         if quantization not in QUANTIZATIONS:
             known = ", ".join(QUANTIZATIONS)
@@ -177,7 +177,7 @@ class Selection:
             self._excluded |= found
 
     def of(self, path: str, shape: tuple[int, ...]) -> Rounding | None:
-        """How the weight with this dotted path is rounded; None if it stays wide."""
+        """Returns how the weight with this dotted path is rounded; None if it stays wide."""
         if path.removeprefix("mtp.") in _TABLES or path in self._excluded or not can_be_quantised(self._model, path):
             return None
         if self._kind in ("int8", "fp8"):
@@ -189,7 +189,7 @@ class Selection:
     def parameters(
         self, wide: Mapping[str, jax.ShapeDtypeStruct], shardings: Shardings
     ) -> dict[str, jax.ShapeDtypeStruct]:
-        """A model's parameters by dotted path as they are with these weights rounded."""
+        """Returns a model's parameters by dotted path, with these weights rounded."""
         found: dict[str, jax.ShapeDtypeStruct] = {}
         for path, target in wide.items():
             rounding = self.of(path, target.shape)
@@ -206,7 +206,7 @@ def rounded(
     *,
     of: Callable[[], np.ndarray] | None = None,
 ) -> dict[str, Readable]:
-    """The parameters of one weight that is read wide and rounded.
+    """Returns the parameters of one weight that is read wide and rounded.
 
     `of` gives the stored tensor that it is, or is a part of, where it is one.
     """
@@ -217,7 +217,7 @@ def rounded(
 def _targets(
     path: str, shape: tuple[int, ...], rounding: Rounding, shardings: Shardings
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """What a weight becomes, by dotted path; groups that several devices would share are split."""
+    """The quantized forms of weights by dotted path. Groups that several devices would share are split."""
     found: dict[str, jax.ShapeDtypeStruct] = {}
     for part, own in rounding.parts(shape).items():
         full = f"{path}.{part}"
@@ -240,7 +240,7 @@ def _part_reader(once: _Once, part: str, shape: tuple[int, ...]) -> Reader:
 
 
 class _Once:
-    """Rounds a weight when its first part is wanted."""
+    """Rounds a weight once, when its first part is read."""
 
     def __init__(
         self, shape: tuple[int, ...], reader: Reader, rounding: Rounding, of: Callable[[], np.ndarray] | None
@@ -263,7 +263,7 @@ class _Once:
         shape = self._shape
         if len(shape) == 2:
             return self._rounding.round(self._reader((slice(None),) * 2), largest)
-        # One expert after the other: wide, all of them would be the largest thing in memory.
+        # One expert at a time: all experts in float32 would be the largest array in memory.
         parts = {name: np.empty(part.shape, part.dtype) for name, part in self._rounding.parts(shape).items()}
         for i in range(shape[0]):
             one = slice(i, i + 1)
@@ -275,6 +275,6 @@ class _Once:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a pattern names a weight, its module, or a module that it lies in."""
+    """Returns whether a pattern names a weight, its module, or a module that it lies in."""
     ends = (pattern, f"{pattern}.*", f"*.{pattern}", f"*.{pattern}.*")
     return any(fnmatch.fnmatchcase(name, end) for end in ends)

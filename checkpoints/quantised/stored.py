@@ -1,4 +1,4 @@
-"""A quantised weight as it is stored: its parts, read when they are asked for."""
+"""A quantised weight as it is stored: its parts, which are read on demand."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ F32 = np.dtype(np.float32)
 INT4 = np.dtype(ml_dtypes.int4)
 INT8 = np.dtype(np.int8)
 INPUT_SCALE = "input_scale"
-"""The part that says how inputs are rounded; it is none of the weight's."""
+"""The part that describes the rounding of inputs. It is not a part of the weight."""
 
 
 class Wrong(Exception):
-    """One tensor that is missing or is not as its format has it; the message names it."""
+    """A tensor is missing or does not match its format; the message names it."""
 
 
 class Tensors(Protocol):
@@ -51,25 +51,25 @@ class Part:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """What stands in a file for one weight. Weights with equal `form` can be stacked."""
+    """The stored form of one weight. Weights with equal `form` can be stacked."""
 
     label: str
-    """The format in a few words, for people."""
+    """A short description of the format."""
     shape: tuple[int, ...]
     parts: dict[str, Part]
     uses: tuple[str, ...]
     """Names of all tensors that belong to it."""
     narrow: bool = True
-    """False: it has to be widened when it is read."""
+    """Whether the weight can stay quantised; otherwise it is dequantised when it is read."""
 
     @property
     def form(self) -> tuple[str, tuple[tuple[str, Part], ...], bool]:
-        """What must be equal among weights that become one parameter."""
+        """The properties that must be equal among weights that become one parameter."""
         own = {name: part for name, part in self.parts.items() if name != INPUT_SCALE}
         return self.label, tuple(sorted(own.items())), self.narrow
 
     def wide(self) -> np.ndarray:
-        """The weight in float32."""
+        """Returns the weight in float32."""
         read = {name: part.read().astype(np.float32) for name, part in self.parts.items()}
         values, groups = read["values"], max((part.groups for part in self.parts.values()), default=0)
         if groups:
@@ -83,30 +83,30 @@ class StoredWeight:
 
 
 class Module:
-    """The tensors of one quantised module, `NAME.weight` and what belongs to it; notes which were used."""
+    """The tensors of one quantized module: `NAME.weight` and its companions. Records which were used."""
 
     def __init__(self, tensors: Tensors, name: str) -> None:
         self.tensors, self.name = tensors, name
         self.uses: list[str] = []
 
     def has(self, suffix: str) -> bool:
-        """Whether there is such a tensor."""
+        """Returns whether there is such a tensor."""
         return f"{self.name}.{suffix}" in self.tensors.names
 
     def dtype(self, suffix: str) -> str:
-        """As the file spells it."""
+        """Returns a tensor's dtype as the file spells it."""
         return self.tensors.dtype(self._full(suffix))
 
     def shape(self, suffix: str) -> tuple[int, ...]:
-        """Of a tensor that must be there."""
+        """Returns the shape of a required tensor."""
         return self.tensors.shape(self._full(suffix))
 
     def view(self, suffix: str) -> np.ndarray:
-        """The values of a tensor."""
+        """Returns the values of a tensor."""
         return self.tensors.view(f"{self.name}.{suffix}")
 
     def expect(self, suffix: str, shape: tuple[int, ...], *dtypes: str) -> None:
-        """Checks a tensor that must be there.
+        """Checks a required tensor.
 
         Raises:
             Wrong: it is missing, or has another shape or dtype.
@@ -118,7 +118,7 @@ class Module:
             raise Wrong(f"{self.name}.{suffix} is {self.dtype(suffix)}, expected {' or '.join(dtypes)}")
 
     def allow(self, *suffixes: str) -> None:
-        """Tensors that may be there and are of no use here."""
+        """Allows tensors that may be present but are not used."""
         self.uses += [f"{self.name}.{suffix}" for suffix in suffixes if self.has(suffix)]
 
     def _full(self, suffix: str) -> str:
@@ -130,7 +130,7 @@ class Module:
         return full
 
     def scale_of_channels(self, suffix: str, shape: tuple[int, ...], *, inverse: bool = False) -> Part:
-        """A scale of the whole tensor, or one of each channel, as one of each channel in float32."""
+        """Returns a scale of the whole tensor, or one of each channel, as one of each channel in float32."""
         *lead, outputs, _ = shape
         channels = (*lead, outputs)
         found = self.shape(suffix)
@@ -150,13 +150,13 @@ class Module:
         return Part(F32, read)
 
     def input_scale(self, shape: tuple[int, ...]) -> dict[str, Part]:
-        """The part that says how inputs are rounded, if there is one."""
+        """Returns the part that describes the rounding of inputs, if any."""
         if not self.has(INPUT_SCALE):
             return {}
         return {INPUT_SCALE: self.scale_of_channels(INPUT_SCALE, shape)}
 
     def scale_of_groups(self, suffix: str, shape: tuple[int, ...], groups: int, dtype: np.dtype) -> Part:
-        """A scale [*lead, outputs, groups] of each group of inputs."""
+        """Returns a scale [*lead, outputs, groups] of each group of inputs."""
         *lead, outputs, _ = shape
         self.expect(suffix, (*lead, outputs, groups))
         return Part(dtype, lambda: np.swapaxes(self.view(suffix), -1, -2), groups)

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, each quantised weight as one under the name that it would have if it were wide."""
+"""The tensors of a checkpoint. Each quantised weight is one tensor under the name of the unquantised weight."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from checkpoints.quantised.stored import Module, StoredWeight, Tensors, Wrong
 _NARROW = {"F8_E4M3": floats.fp8, "I8": integers.int8, "U8": floats.nvfp4}
 _PACKED = {"U8": floats.nvfp4, "I32": integers.pack_quantized}
 CACHE_SCALES = r".*\.([kv]_scale|kv_scale)"
-"""Names of what keys and values are divided by where they are kept in 8 bits."""
+"""Names of the factors that divide keys and values in 8 bits."""
 
 
 class LogicalTensors:
-    """The tensors of a checkpoint: wide ones as they are, and quantised weights under `NAME.weight`.
+    """The tensors of a checkpoint: unquantised ones as stored, and quantised weights under `NAME.weight`.
 
     Raises (from the constructor):
         CheckpointError: parts of quantised weights are missing, left over or of the wrong shape; it names them.
@@ -54,27 +54,27 @@ class LogicalTensors:
 
     @property
     def names(self) -> set[str]:
-        """Every weight there is."""
+        """The names of all weights."""
         return self._wide | set(self.quantised)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape that a tensor has, or would have if it were wide."""
+        """Returns the shape that a tensor has, or would have if it were wide."""
         if name in self.quantised:
             return self.quantised[name].shape
         stored = self._tensors.shape(name)
         return () if stored == (1,) and re.fullmatch(CACHE_SCALES, name) else stored
 
     def view(self, name: str) -> np.ndarray:
-        """The values; of a quantised weight, those that it stands for."""
+        """Returns the values; of a quantized weight, the values that it represents."""
         return self.quantised[name].wide() if name in self.quantised else self._tensors.view(name)
 
     def release(self, name: str) -> None:
-        """Give back the memory behind a tensor that has been copied."""
+        """Releases the memory of a tensor that has been copied."""
         for used in self.quantised[name].uses if name in self.quantised else (name,):
             self._tensors.release(used)
 
     def __str__(self) -> str:
-        """What is quantised, and how."""
+        """Returns the quantized modules, and their formats."""
         return by_place((weight.label, name) for name, weight in self.quantised.items())
 
 
@@ -83,7 +83,7 @@ def by_place(quantised: Iterable[tuple[str, str]]) -> str:
     kinds: dict[str, Counter[str]] = {}
     for label, name in quantised:
         places = re.sub(r"\.\d+(?=\.)", ".*", name.removesuffix(".weight")).split(".*.")
-        # In which layer is left out, and what all layers have in common before their numbers.
+        # Omits layer numbers and the common prefix before them.
         kinds.setdefault(label, Counter())[".*.".join(places[1:]) or places[0]] += 1
     return "; ".join(
         f"{label}: " + ", ".join(f"{place} ({count})" for place, count in sorted(found.items()))
@@ -92,7 +92,7 @@ def by_place(quantised: Iterable[tuple[str, str]]) -> str:
 
 
 def _read(tensors: Tensors, name: str, how: Quantisation | None) -> tuple[str, StoredWeight] | None:
-    """The quantised weight that a tensor holds the values of, with the name of its module; None if it holds none."""
+    """The quantized weight whose values a tensor contains, with the name of its module; None if it contains none."""
     module_name, _, suffix = name.rpartition(".")
     kind, read = tensors.dtype(name), None
     if suffix == "qweight" and how is not None and how.method in (GPTQ, AWQ):

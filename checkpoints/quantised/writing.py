@@ -1,4 +1,4 @@
-"""Rounded weights as compressed-tensors writes them: their tensors, and what config.json says of them."""
+"""Quantized weights as compressed-tensors writes them: their tensors, and their fields in config.json."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PACKED_AT_ONCE = 8
 
 
 def tensors_of(rounding: Rounding, wide: np.ndarray) -> dict[str, np.ndarray]:
-    """The tensors of a module, by suffix, that stand for a weight [*lead, outputs, inputs].
+    """Returns the tensors of a module, by suffix, that stand for a weight [*lead, outputs, inputs].
 
     Raises:
         Wrong: the format has no such weights.
@@ -44,7 +44,7 @@ def tensors_of(rounding: Rounding, wide: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def description_of(rounded: Mapping[str, Rounding], ignored: Collection[str]) -> dict[str, Any]:
-    """The `quantization_config` of a checkpoint.
+    """Returns the `quantization_config` of a checkpoint.
 
     Args:
         rounded: by the names of modules.

@@ -9,15 +9,17 @@ Source: the Mamba2 block (Dao and Gu, 2024).
 
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import dispatch
+from kernels_pallas import dispatch, invariant
 from kernels_pallas.causal_conv1d import xla
 from kernels_pallas.shape_check import shapes_checked
 
 PREFILL = (
+    invariant.implementation(invariant.causal_conv1d_prefill),
     dispatch.Implementation("xla", xla.causal_conv1d_prefill),
     dispatch.Implementation("xla_then_correct", xla.prefill_then_correct),
 )
 UPDATE = (
+    invariant.implementation(invariant.causal_conv1d_update),
     dispatch.Implementation("xla", xla.causal_conv1d_update),
     dispatch.Implementation("xla_by_inputs", xla.update_by_inputs),
 )
@@ -42,7 +44,7 @@ def causal_conv1d_prefill(
 ) -> tuple[Float[Array, "tokens channels"], Float[Array, "slots width-1 channels"]]:
     """Convolves packed rows, each continuing from the window in its slot, and stores the windows at tile ends.
 
-    Slots are used as `kernels_pallas.slots` says: a row may write the slot that it reads, and no slot that another row
+    The rules of `kernels_pallas.slots` apply: a row may write the slot that it reads, and no slot that another row
     reads or writes. The sums are float32.
 
     Args:
@@ -57,8 +59,8 @@ def causal_conv1d_prefill(
     Returns:
         y in x's dtype, and the store.
     Raises:
-        ValueError: shapes that do not fit together, an unknown activation.
-        UnsupportedError: the implementation named does not exist or cannot run this call.
+        ValueError: the shapes do not match; or an unknown activation.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     _check_activation("causal_conv1d_prefill", activation)
     return dispatch.call(
@@ -82,7 +84,7 @@ def causal_conv1d_update(
 ) -> tuple[Float[Array, "rows steps channels"], Float[Array, "slots width-1 channels"]]:
     """Convolves a few steps per row; the window after step t goes to `write_slot[:, t]`.
 
-    Slots are used as `kernels_pallas.slots` says: a row may write the slot that it reads, and no slot that another row
+    The rules of `kernels_pallas.slots` apply: a row may write the slot that it reads, and no slot that another row
     reads or writes. The sums are float32.
 
     Args:
@@ -90,8 +92,8 @@ def causal_conv1d_update(
     Returns:
         y in x's dtype, and the store.
     Raises:
-        ValueError: shapes that do not fit together, an unknown activation.
-        UnsupportedError: the implementation named does not exist or cannot run this call.
+        ValueError: the shapes do not match; or an unknown activation.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     _check_activation("causal_conv1d_update", activation)
     return dispatch.call(
@@ -112,8 +114,8 @@ def causal_conv1d_sequence(
     """Convolves whole sequences from their first token, without a store; differentiable. y is in x's dtype.
 
     Raises:
-        ValueError: shapes that do not fit together, an unknown activation.
-        UnsupportedError: the implementation named does not exist or cannot run this call.
+        ValueError: the shapes do not match; or an unknown activation.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     _check_activation("causal_conv1d_sequence", activation)
     return dispatch.call("causal_conv1d_sequence", SEQUENCE, implementation, x, weight, bias, activation=activation)

@@ -24,7 +24,7 @@ def _window(store, slot):
 def causal_conv1d_prefill(
     x, weight, bias, store, *, token_row, row_start, read_slot, tile_row, tile_end, write_slot, activation="silu"
 ):
-    """As `api.causal_conv1d_prefill`. Returns y in float64 (0 for tokens outside of all rows) and the store."""
+    """Implements `api.causal_conv1d_prefill`. Returns y in float64 (0 for tokens outside of all rows) and the store."""
     store, x, weight, bias = np.array(store), _wide(x), _wide(weight), None if bias is None else _wide(bias)
     before, y, keep = store.copy(), np.zeros_like(x), weight.shape[1] - 1
     for row, start in enumerate(row_start):
@@ -38,7 +38,7 @@ def causal_conv1d_prefill(
 
 
 def causal_conv1d_update(x, weight, bias, store, *, read_slot, write_slot, activation="silu"):
-    """As `api.causal_conv1d_update`. Returns y in float64 and the store in its own dtype."""
+    """Implements `api.causal_conv1d_update`. Returns y in float64 and the store in its own dtype."""
     store, x, weight, bias = np.array(store), _wide(x), _wide(weight), None if bias is None else _wide(bias)
     before, y, keep = store.copy(), np.zeros_like(x), weight.shape[1] - 1
     for row in range(x.shape[0]):
@@ -50,7 +50,7 @@ def causal_conv1d_update(x, weight, bias, store, *, read_slot, write_slot, activ
 
 
 def causal_conv1d_sequence(x, weight, bias, *, activation="silu"):
-    """As `api.causal_conv1d_sequence`, in float64."""
+    """Implements `api.causal_conv1d_sequence`, in float64."""
     x, weight, bias = _wide(x), _wide(weight), None if bias is None else _wide(bias)
     start = np.zeros((weight.shape[1] - 1, x.shape[2]))
     return np.stack([_row(start, row, weight, bias, activation)[0] for row in x]) if len(x) else x

@@ -14,7 +14,7 @@ class Shape:
     tile_size: int = 128
 
     def small(self) -> "Shape":
-        """The same window, on sizes that a test can afford."""
+        """Returns the same window, on sizes that a test can afford."""
         return dataclasses.replace(self, channels=min(self.channels, 40), tile_size=min(self.tile_size, 32))
 
 

@@ -27,7 +27,7 @@ def _finish(total, bias, activation, dtype):
 
 
 def causal_conv1d_prefill(x, weight, bias, store, *, activation, **places):
-    """See `api.causal_conv1d_prefill`. The form is chosen by the platform compiled for, not the one at hand."""
+    """See `api.causal_conv1d_prefill`. The target platform of compilation selects the form."""
     forms = {
         "cpu": partial(_convolve, activation=activation),
         "default": partial(_convolve_then_correct, activation=activation),
@@ -53,7 +53,7 @@ def windows_of_tiles(
     tile_row: Int[Array, " tiles"],
     tile_end: Int[Array, " tiles"],
 ) -> Float[Array, "tiles n channels"]:
-    """The window at the end of each tile.
+    """Returns the window at the end of each tile.
 
     Args:
         inputs: gives packed tokens by their numbers.
@@ -99,7 +99,7 @@ def _convolve_then_correct(x, taps, bias, window, token_row, row_start, local, *
 
 
 def _within(x, taps, local):
-    """The sum over tokens of the row in this call."""
+    """Returns the sum over tokens of the row in this call."""
     keep, total = len(taps) - 1, 0
     for i in range(keep + 1):
         # A select, not a product: the token to the left may be another row's, or padding.
@@ -109,12 +109,12 @@ def _within(x, taps, local):
 
 
 def prefill_then_correct(x, weight, bias, store, *, activation, **places):
-    """The form for other platforms than CPU."""
+    """Implements the form for platforms other than CPU."""
     return _prefill(partial(_convolve_then_correct, activation=activation), x, weight, bias, store, **places)
 
 
 def causal_conv1d_update(x, weight, bias, store, *, read_slot, write_slot, activation):
-    """See `api.causal_conv1d_update`. The form is chosen by the platform compiled for, not the one at hand."""
+    """See `api.causal_conv1d_update`. The target platform of compilation selects the form."""
     arguments = x, weight, bias, store, read_slot, write_slot
     forms = {
         "cpu": partial(_update_by_rows, activation=activation),
@@ -124,7 +124,7 @@ def causal_conv1d_update(x, weight, bias, store, *, read_slot, write_slot, activ
 
 
 def _update_by_rows(x, weight, bias, store, read_slot, write_slot, *, activation):
-    """All inputs of a row in one array [rows, width-1+steps, channels]."""
+    """Returns all inputs of a row in one array [rows, width-1+steps, channels]."""
     rows, steps, channels = x.shape
     keep, taps = weight.shape[1] - 1, weight.astype(F32).T
     inputs = jnp.concatenate([read_slots(store, read_slot), x.astype(store.dtype)], axis=1)
@@ -135,7 +135,7 @@ def _update_by_rows(x, weight, bias, store, read_slot, write_slot, *, activation
 
 
 def update_by_inputs(x, weight, bias, store, *, read_slot, write_slot, activation):
-    """The form for other platforms than CPU."""
+    """Implements the form for platforms other than CPU."""
     return _update_by_inputs(x, weight, bias, store, read_slot, write_slot, activation=activation)
 
 

@@ -59,8 +59,8 @@ def delta_replay(
     Returns:
         y in v's dtype, states and tail.
     Raises:
-        ValueError: shapes that do not fit together, or an impossible interval or number of entries.
-        UnsupportedError: the implementation named does not exist or cannot run this call.
+        ValueError: the shapes do not match; or or an impossible interval or number of entries.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     (_, steps, heads, head_dim), (groups, state) = v.shape, q.shape[2:]
     check_groups("delta_replay", heads, groups)

@@ -1,10 +1,10 @@
-"""Decays of a replay where each channel of a key has one: they go into what is multiplied, and each head has own keys.
+"""Decays of a replay with one decay per channel of a key. The decays scale the operands; each head has its own keys.
 
-The weight between two tokens is a sum over channels, of products that would overflow if one factor had the inverse of a
-decay (`kernels_pallas.delta_scan.by_channel` says more). But every token of the tail comes before every new one, so the
-decay between the two is that to the end of the tail times that from there on. Neither is above 1, and both are sums of
-the log decays in between alone: no difference of long sums, which would lose the digits of recent decays. Between new
-tokens, which are few, it goes by halves, as in a block of the scan.
+The weight between two tokens is a sum over channels of products, which would overflow if one factor were the inverse of
+a decay (see `kernels_pallas.delta_scan.by_channel`). But every token of the tail precedes every new one, so the decay
+between the two is the decay to the end of the tail times the decay from there on. Neither factor is above 1, and both
+are sums of only the log decays in between; a difference of long sums would lose the digits of recent decays. The few
+new tokens are divided into halves, as in a block of the scan.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ByChannel:
     kept: Array
     """[rows, entries, heads, state]: log decays since the anchor, zeros where there is no token."""
     new: Array
-    """[rows, steps, heads, state]: those of new tokens, zeros at padding."""
+    """[rows, steps, heads, state]: log decays of new tokens, zeros at padding."""
 
     @classmethod
     def of(cls, kept: Array, new: Array, order: Order) -> ByChannel:
@@ -42,7 +42,7 @@ class ByChannel:
 
     def of_new(self, asked: Array, k: Array) -> Array:
         rows, steps, heads, state = self.new.shape
-        # Halves of halves ask for a power of two; what is added is padding.
+        # Repeated halving needs a power of two; the added tokens are padding.
         size = 1 << (steps - 1).bit_length()
 
         def by_head(tokens: Array) -> Array:
@@ -53,7 +53,7 @@ class ByChannel:
         of_k, of_q = (by_head(one) for one in jnp.split(asked, 2, axis=1))
         products, _, _ = decayed_products(jnp.concatenate([of_k, of_q], axis=1), by_head(k), by_head(self.new))
         products = products.reshape(rows, heads, 2, size, size)[:, :, :, :steps, :steps]
-        # A token's q also finds its own k.
+        # A token's q also reads its own k.
         own = dot("rths,rths->rth", self._own(asked[:, steps:]), self._own(k))
         products = products.at[:, :, 1].add(jnp.eye(steps) * own.swapaxes(1, 2)[..., None])
         return products.transpose(0, 2, 3, 4, 1).reshape(rows, 2 * steps, steps, heads)
@@ -64,11 +64,11 @@ class ByChannel:
         return of_anchor, self._own(keys) * after, jnp.where(absorbed[..., None, None], u, 0)
 
     def _around(self, which: Array) -> tuple[Array, Array]:
-        """What these tokens, [rows, entries], leave of a state before them, and what follows among them of each one."""
+        """Returns the decay over these tokens, [rows, entries], and the decay after each of them."""
         logs = jnp.where(which[..., None, None], self.kept, 0)
         following = jnp.concatenate([logs[:, 1:], jnp.zeros_like(logs[:, :1])], axis=1)
         return jnp.exp(logs.sum(axis=1)), jnp.exp(lax.cumsum(following, axis=1, reverse=True))
 
     def _own(self, keys: Array) -> Array:
-        """Keys [rows, n, groups, state] with those of a group for each of its heads."""
+        """Repeats the keys [rows, n, groups, state] of each group for each of its heads."""
         return jnp.repeat(keys, self.new.shape[2] // keys.shape[2], axis=2)

@@ -1,6 +1,6 @@
-"""Decays of a replay where a head has one: weights of pairs of tokens, on products that the heads of a group share.
+"""Decays of a replay with one decay per head: weights of pairs of tokens, on products that the heads of a group share.
 
-With s the running sum of log decays since the anchor, what token t finds of any key is
+With s the running sum of log decays since the anchor, the value that token t reads for any key is
 
     exp(s[t]) S(a) key + sum over n < t of exp(s[t] - s[n]) (k[n] key) u[n]
 """
@@ -28,7 +28,7 @@ class ByHead:
     sums: Array
     """[rows, entries, heads]: of log decays, from the anchor up to and with each token."""
     now: Array
-    """[rows, steps, heads]: the same of new tokens."""
+    """[rows, steps, heads]: the sums of new tokens."""
 
     @classmethod
     def of(cls, kept: Array, new: Array, order: tails.Order) -> ByHead:
@@ -37,24 +37,24 @@ class ByHead:
         return cls(order, sums, tails.at(sums, order.index_of_new))
 
     def of_old(self, read: Callable[[Array], Array], asked: Array, keys: Array, u: Array) -> Array:
-        """What new tokens find of all before them, [rows, 2 * steps, heads, head_dim].
+        """Returns what new tokens read from all tokens before them, [rows, 2 * steps, heads, head_dim].
 
-        `read` asks the anchors; `asked` are k and then q of new tokens, [rows, 2 * steps, groups, state]; keys and u
-        are those of all tokens, u zeros where they are new.
+        `read` reads the anchors; `asked` contains k and then q of new tokens, [rows, 2 * steps, groups, state]; keys
+        and u are those of all tokens, with zeros as u of new ones.
         """
-        # Masked before exp: of what comes later it could overflow.
+        # Masked before exp: for later tokens exp could overflow.
         old = self.order.is_old[:, None, :, None]
         since = jnp.exp(jnp.where(old, self.now[:, :, None] - self.sums[:, None], -jnp.inf))
         scores = twice(since) * _each_head(dot("rtgs,rngs->rtng", asked, keys), u.shape[2])
         return read(asked) * jnp.exp(twice(self.now))[..., None] + dot("rtnh,rnhp->rthp", scores, u)
 
     def of_new(self, asked: Array, k: Array) -> Array:
-        """What new tokens find of each other's keys, [rows, 2 * steps, steps, heads]; any value of later ones."""
+        """Returns weights between new tokens, [rows, 2 * steps, steps, heads]; undefined for later tokens."""
         between = jnp.exp(jnp.minimum(self.now[:, :, None] - self.now[:, None], 0))
         return twice(between) * _each_head(dot("rtgs,rngs->rtng", asked, k), self.now.shape[2])
 
     def until(self, position: Array, keys: Array, u: Array) -> tuple[Array, Array, Array]:
-        """What is left at each row's position: of the anchor [rows, heads]; of tokens before it, their keys and u."""
+        """Returns the anchor's decay [rows, heads] up to each row's position, and keys and decayed u of the tokens."""
         index = position - self.order.position[:, 0] - 1
         there = tails.at(self.sums, index[:, None])[:, 0]
         before = (self.order.position < position[:, None])[..., None]
@@ -63,7 +63,7 @@ class ByHead:
 
 
 def twice(of_steps: Array) -> Array:
-    """The same for the k and the q of each step."""
+    """Repeats values of steps for the k and the q of each step."""
     return jnp.concatenate([of_steps, of_steps], axis=1)
 
 

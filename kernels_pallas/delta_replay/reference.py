@@ -9,7 +9,7 @@ def delta_replay(
     states, tail, q, k, v, log_decay, beta, *, anchor_slot, tail_id, anchor_length, length, num_tokens, write_slot,
     interval,
 ):  # fmt: skip
-    """As `api.delta_replay`, on arrays that numpy can read. Returns y in float64, states and tail in their dtypes."""
+    """Implements `api.delta_replay` on numpy arrays. Returns y in float64, states and tail in their dtypes."""
     before, after = np.asarray(states).astype(np.float64), np.array(states)
     tail, y = [np.array(one) for one in tail], np.zeros(v.shape)
     q, values, beta = wide(q, v, beta)

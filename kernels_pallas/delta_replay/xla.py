@@ -1,8 +1,8 @@
 """The delta rule's replay in plain JAX: the anchors are read once, for the new tokens' k and q together.
 
-What those find of all before them is one sum, decayed as `by_head` or `by_channel` says; the new tokens' u follow from
-one another. On CPU the anchors of a few rows at a time are read where they lie, and a state is computed only where one
-is due; elsewhere those of all rows are gathered.
+Their products with all earlier tokens are one sum, decayed by `by_head` or `by_channel`; the new tokens' u are computed
+one after another. On CPU, the anchors of a few rows at a time are read in place, and a state is computed only if it is
+due. On other platforms, the anchors of all rows are gathered.
 """
 
 import functools
@@ -46,11 +46,11 @@ def _replay(
     form = ByHead if log_decay.ndim == 3 else ByChannel
     decays = form.of(tails.in_order(new_decay, order, tail_id, *log_decay.shape[2:]), log_decay, order)
     real = order.is_new[:, :, None, None]
-    # What padding holds is masked: 0 * NaN is NaN.
+    # Values of padding are masked, because 0 * NaN is NaN.
     q, k, v = (jnp.where(real, one, 0).astype(F32) for one in (q, k, v))
     beta = jnp.where(order.is_new[..., None], beta, 0).astype(F32)
 
-    # What the anchor and the tail's tokens give, of k and of q: [rows, 2 * steps, heads, head_dim].
+    # Products of k and q with the anchor and the tail's tokens: [rows, 2 * steps, heads, head_dim].
     asked = jnp.concatenate([k, q], axis=1)
     old_u = jnp.where(order.is_old[..., None, None], tails.in_order(tail.u, order, tail_id, *v.shape[2:]), 0)
     found = decays.of_old(functools.partial(read, states, anchor_slot), asked, keys, old_u)

@@ -6,7 +6,7 @@ groups)):
     y_t = h_t . q_t[g]
 
 The state maps keys to values: what it has stored under k_t moves towards v_t by the share beta_t. Keys are expected to
-have length 1 (at most), and beta to be at most 2: the state is then bounded. A decay is one number for each head, or
+have length 1 (at most), and beta to be at most 2: then the state is bounded. A decay is one number for each head, or
 one for each channel of its keys.
 
 Sources: "Gated Delta Networks" (Yang, Kautz and Hatamizadeh, 2024), section 3.3 for the chunked form; with decays by
@@ -45,8 +45,8 @@ def delta_scan(
     """Scans rows cut into tiles, from states in the store to states in the store.
 
     Tiles and slots are those of `kernels_pallas.ssd_scan`: the tiles of a row are consecutive; one with `tile_first`
-    starts from the state in `read_slot` (zeros for slot 0), any other carries on from the tile before; after a tile the
-    state goes to its `write_slot` (slot 0: nowhere). Slots are used as `kernels_pallas.slots` says: a row may write the
+    starts from the state in `read_slot` (zeros for slot 0), any other continues from the previous tile. After a tile,
+    the state goes to its `write_slot` (slot 0: nowhere). The rules of `kernels_pallas.slots` apply: a row may write the
     slot that it reads, and no slot that another row reads or writes. State mathematics is float32; at the end of each
     tile the state is rounded to the store's dtype, so that cutting a row between tiles into several calls changes
     nothing.
@@ -59,8 +59,8 @@ def delta_scan(
     Returns:
         y in v's dtype, and the store.
     Raises:
-        ValueError: shapes that do not fit together.
-        UnsupportedError: the implementation named does not exist or cannot run this call.
+        ValueError: the shapes do not match.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     check_groups("delta_scan", v.shape[2], q.shape[2])
     return dispatch.call(
@@ -89,8 +89,8 @@ def delta_scan_sequence(
     Returns:
         y in v's dtype, and the final state in float32.
     Raises:
-        ValueError: shapes that do not fit together.
-        UnsupportedError: the implementation named does not exist or cannot run this call.
+        ValueError: the shapes do not match.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     check_groups("delta_scan_sequence", v.shape[2], q.shape[2])
     if chunk_size < 1:

@@ -1,15 +1,15 @@
-"""A block of the scan by the delta rule where every channel of a key decays on its own, by matrix products.
+"""A block of the delta rule's scan by matrix products, where every channel of a key has its own decay.
 
-The block's equations are those of `kernels_pallas.delta_scan.xla`, but a decay is a vector: what token t finds of token
-s is a sum over channels n,
+The block's equations are those of `kernels_pallas.delta_scan.xla`, but a decay is a vector: the product of query t with
+key s is a sum over channels n,
 
     sum_n q_t[n] k_s[n] exp(d_t[n] - d_s[n])        where d is the sum of log decays from the block's start
 
-This is no product of matrices as it stands, and as one of q exp(d) and k exp(-d) it would overflow. So pairs are taken
-by halves of ever larger pieces: where s lies in the first half of a piece and t in the second, the decay between them
-is that from s to the end of the first half, times that from there to t. Neither is above 1, both are sums of the log
-decays in between alone (no difference of long sums, which would lose the digits of recent decays), and each pair of
-tokens is apart in pieces of one size exactly.
+This is not a matrix product, and a product of q exp(d) and k exp(-d) would overflow. The block is therefore divided
+into pieces of increasing size. For s in the first half of a piece and t in the second, the decay between them is the
+decay from s to the end of the first half times the decay from there to t. Neither factor is above 1, and both are sums
+of only the log decays in between (a difference of long sums would lose the digits of recent decays). Each pair of
+tokens is in different halves of a piece for exactly one size of pieces.
 
 The form, with two levels of pieces instead of many: "Kimi Linear" (Kimi Team, 2025), section on the chunkwise form.
 """
@@ -32,7 +32,7 @@ def block(state, q, k, v, log_decay, beta):
     In the names of axes: h heads, t and s tokens, p head_dim, n state.
     """
     count, heads = beta.shape
-    # Halves of halves ask for a power of two; what is added is padding.
+    # Repeated halving needs a power of two; the added tokens are padding.
     size = 1 << (count - 1).bit_length()
     q, k, v, log_decay, beta = (
         jnp.pad(one, [(0, size - count)] + [(0, 0)] * (one.ndim - 1)) for one in (q, k, v, log_decay, beta)
@@ -56,14 +56,14 @@ def block(state, q, k, v, log_decay, beta):
 
 
 def decayed_products(asked: Array, k: Array, log_decay: Array) -> tuple[Array, Array, Array]:
-    """What tokens find of the keys before them, decayed channel by channel.
+    """Computes products of vectors with the keys of earlier tokens, decayed channel by channel.
 
     Args:
         asked: vectors [heads, n * size, state]: n of each token, one set of all tokens after the other.
         k: [heads, size, state], size a power of two; log_decay likewise, at most 0.
     Returns:
-        products [heads, n * size, size], zeros but for earlier tokens; and the sums of log decays [heads, size, state]
-        from the start up to and with each token, and from after each token to the end.
+        products [heads, n * size, size], zeros except for earlier tokens; and the sums of log decays [heads, size,
+        state] from the start up to and including each token, and from after each token to the end.
     """
     heads, size, state = k.shape
     sets = asked.shape[1] // size
@@ -75,7 +75,7 @@ def decayed_products(asked: Array, k: Array, log_decay: Array) -> tuple[Array, A
         keys, to_half_end, from_half_start = (one.reshape(pieces) for one in (k, until, since))
         late = asked.reshape(heads, sets, *pieces[1:])[:, :, :, 1] * jnp.exp(from_half_start[:, None, :, 1])
         corner = _dot("hmitn,hisn->hmits", late, keys[:, :, 0] * jnp.exp(to_half_end[:, :, 0]))
-        # A piece's products: those of its halves, and in the corner those of the second with the first.
+        # A piece's products are those of its halves and, in the corner, those of the second half with the first.
         inner, nothing = products.reshape(heads, sets, -1, 2, half, half), jnp.zeros_like(corner)
         above = jnp.concatenate([inner[:, :, :, 0], nothing], axis=-1)
         products = jnp.concatenate([above, jnp.concatenate([corner, inner[:, :, :, 1]], axis=-1)], axis=-2)

@@ -1,13 +1,13 @@
 """The scan by the gated delta rule as two Triton kernels (see `kernels_pallas.delta_scan.xla` for the mathematics).
 
-A tile is worked off in blocks of `tokens` tokens. The first kernel solves what does not depend on the state: for every
-block and head, all side by side, the inverse of its triangular system and the scores of its queries with its keys. The
-second goes through the tiles of a row in order, with some channels of one head's state in registers, from its slot to
-the slots of tiles that ask for it. Rows, heads and channels run side by side, which is why no row may write a slot that
-another row reads (`kernels_pallas.slots`). Accesses to slot 0 are masked: nothing is read, nothing is written.
+A tile is processed in blocks of `tokens` tokens. The first kernel computes what does not depend on the state, for all
+blocks and heads in parallel: the inverse of the triangular system and the scores of queries with keys. The second
+kernel processes the tiles of a row in order, with some channels of one head's state in registers, and writes the state
+after each tile with a write slot. Rows, heads and channels run in parallel, which is why no row may write a slot that
+another row reads (`kernels_pallas.slots`). Accesses to slot 0 are masked: the kernel neither reads nor writes them.
 
 The products of inputs and states take operands in v's dtype and sum in float32; the triangular system is float32
-throughout, because its solution is fed back. Keys whose size is no power of two go in pieces.
+throughout, because its solution is fed back. Keys whose size is not a power of two are divided into pieces.
 """
 
 import functools
@@ -25,7 +25,7 @@ F32 = jnp.float32
 
 
 def unsupported(q, k, v, log_decay, beta, store, *, tile_first, read_slot, write_slot):
-    """Why this call cannot run, or None."""
+    """Returns why this call cannot run, or None."""
     if 0 in (*v.shape, *k.shape):
         return "it is empty"
     if log_decay.ndim > 3:
@@ -48,7 +48,7 @@ def delta_scan(
     tiles, size, heads, head_dim = v.shape
     block, part = power_of_two_in(size, tokens), power_of_two_in(head_dim, channels)
     count, repeats = tiles * size // block, heads // k.shape[2]
-    # Which tokens are real is decided over all heads; a program sees one.
+    # Whether a token is real depends on all heads, but a program sees only one.
     real = (beta != 0).any(axis=2)
     log_decay = jnp.where(real[..., None], log_decay, 0).astype(F32)
     real, q, k, v = (one.reshape(count, block, *one.shape[2:]) for one in (real, q, k, v))
@@ -65,7 +65,7 @@ def delta_scan(
         name="delta_scan_systems",
     )(real, q, k, decay, beta)
 
-    # Without a row to carry on, the first tile starts from zeros.
+    # The first tile has no previous tile: unless it begins a row, it starts from zeros.
     first = tile_first.at[0].set(True)
     number = jnp.arange(tiles, dtype=jnp.int32)
     following = lax.cummin(jnp.append(jnp.where(first, number, tiles)[1:], jnp.int32(tiles)), reverse=True)
@@ -76,7 +76,7 @@ def delta_scan(
         input_output_aliases={10: 1},
         name="delta_scan_along_rows",
     )(
-        # Where a row that begins with a tile ends. Other tiles begin none: their programs end at once.
+        # The last tile of the row that begins with each tile. Programs of tiles that begin no row end at once.
         jnp.where(first, following, 0),
         jnp.where(tile_first, read_slot, 0).astype(jnp.int32),
         write_slot.astype(jnp.int32),
@@ -93,8 +93,8 @@ def delta_scan(
 
 
 def _systems(real, q, k, decay, beta, solution, scores, *, repeats: int, tensor_cores: bool):
-    """What a block's tokens have to do with each other: `solution` [size, size] times the errors of what the state
-    predicts is what tokens add, and `scores` [size, size] times that is what queries see of it.
+    """Computes the interactions of a block's tokens. `solution` [size, size] times the prediction errors of the state
+    gives what the tokens add; `scores` [size, size] times these additions gives their part of the outputs.
     """
     head, block = pl.program_id(0), pl.program_id(1)
     size, group = decay.shape[2], lax.div(head, repeats)
@@ -139,7 +139,7 @@ def _along_rows(
     def one_tile(tile, state):
         for place in range(blocks):
             state = one_block(tile * blocks + place, state)
-        # Rounded as it could be stored, so that cutting a row between tiles into several calls changes nothing.
+        # Rounded to the store's dtype, so that dividing a row's tiles over several calls does not change results.
         stored = [piece.astype(store_out.dtype) for piece in state]
         target = plt.load(write_slot.at[tile])
         for n, piece in zip(inner, stored, strict=True):
@@ -152,7 +152,7 @@ def _along_rows(
 
 
 def _of_group(v, real, block, group):
-    """Queries or keys of a block's tokens in pieces, each [size, width]."""
-    # Padding may hold NaN, and 0 * NaN is NaN: its values are not looked at.
+    """Loads queries or keys of a block's tokens in pieces, each [size, width]."""
+    # Padding may hold NaN, and 0 * NaN is NaN: its values are masked.
     live = plt.load(real.at[block, :])[:, None]
     return [load_if(live, v.at[block, :, group, n], v.shape[1], n.size) for n in pieces(v.shape[3])]

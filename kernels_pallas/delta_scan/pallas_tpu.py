@@ -2,10 +2,10 @@
 
 Grid, slots and blocks of heads are those of `kernels_pallas.ssd_scan.pallas_tpu`.
 
-A tile is worked off in blocks of `BLOCK` tokens, each by matrix products (see `kernels_pallas.delta_scan.xla`). The
-products of inputs and states take operands in v's dtype and sum in float32; the triangular system is float32
-throughout, because its solution is fed back. Where channels decay on their own, `kernels_pallas.delta_scan.by_channel`
-says what is different.
+The kernel processes a tile in blocks of `BLOCK` tokens by matrix products (see `kernels_pallas.delta_scan.xla`).
+Products of inputs and states take operands in v's dtype and sum in float32; the triangular system is float32
+throughout, because its solution is fed back. `kernels_pallas.delta_scan.by_channel` describes the form for decays by
+channel.
 """
 
 import functools
@@ -21,12 +21,12 @@ from kernels_pallas.heads import HeadBlocks
 from kernels_pallas.tpu_blocks import blocks_in_lanes, dot
 
 F32 = jnp.float32
-BLOCK = 64  # tokens of a triangular system, where the tile is a multiple of it: the work grows with its square
-BLOCK_BYTES = 1 << 20  # of the state that a step of the grid holds
+BLOCK = 64  # tokens of a triangular system, if it divides the tile: the work grows with its square
+BLOCK_BYTES = 1 << 20  # bytes of state in a grid step
 
 
 def unsupported(q, k, v, log_decay, beta, store, *, tile_first, read_slot, write_slot):
-    """Why this call cannot run, or None."""
+    """Returns why this call cannot run, or None."""
     return "it is empty" if 0 in (*v.shape, *k.shape) else None
 
 
@@ -36,11 +36,11 @@ def delta_scan(q, k, v, log_decay, beta, store, *, tile_first, read_slot, write_
     state = k.shape[3]
     blocks = blocks_in_lanes(heads, k.shape[2], head_dim, state, F32, block_bytes=BLOCK_BYTES)
     real = (beta != 0).any(axis=2)
-    # Without a row to carry on, the first tile starts from zeros.
+    # The first tile has no previous tile: unless it begins a row, it starts from zeros.
     tile_first, read_slot = tile_first.at[0].set(True), jnp.where(tile_first, read_slot, 0)
     number = jnp.arange(tiles)
-    # Tiles that read or write nothing name the block that the tile before them read, or the next one writes: the
-    # pipeline moves a block only when its number changes.
+    # A tile that reads nothing selects the block that the previous tile read; a tile that writes nothing selects the
+    # block that the next one writes. The pipeline moves a block only when its number changes.
     fetched = read_slot[lax.cummax(jnp.where(tile_first, number, 0))]
     following = lax.cummin(jnp.where(write_slot > 0, number, tiles - 1), reverse=True)
 
@@ -78,7 +78,7 @@ def delta_scan(q, k, v, log_decay, beta, store, *, tile_first, read_slot, write_
             jax.ShapeDtypeStruct(store.shape, store.dtype),
         ],
         input_output_aliases={11: 1},
-        # Blocks of heads touch different parts of every slot, the null slot's included.
+        # Blocks of heads access disjoint parts of every slot (the null slot included).
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=_cost(v, k, log_decay, store, blocks),
         interpret=interpret,
@@ -111,7 +111,7 @@ def _kernel(
         tokens = BLOCK if size % BLOCK == 0 else size
         for first in range(0, size, tokens):
             scan_block(q, k, v, log_decay, beta, y, carry, slice(first, first + tokens), blocks, head_dim)
-        # Rounded as it could be stored, so that cutting a row between tiles into several calls changes nothing.
+        # Rounded to the store's dtype, so that dividing a row's tiles over several calls does not change results.
         if state_out.dtype != F32:
             carry[...] = carry[...].astype(state_out.dtype).astype(F32)
 
@@ -125,7 +125,7 @@ def _kernel(
 
 
 def _scan_block(q, k, v, log_decay, beta, y, carry, tokens: slice, blocks: HeadBlocks, head_dim: int):
-    """Some tokens of a tile: y [1, size, heads * head_dim] there, and `carry` [heads, head_dim, state] moves on."""
+    """Scans some tokens of a tile: writes y [1, size, heads * head_dim], updates `carry` [heads, head_dim, state]."""
     size, state = tokens.stop - tokens.start, carry.shape[2]
     product, exact = functools.partial(dot, dtype=v.dtype), functools.partial(dot, dtype=F32)
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
@@ -154,7 +154,7 @@ def _scan_block(q, k, v, log_decay, beta, y, carry, tokens: slice, blocks: HeadB
 
 
 def _scan_block_by_channel(q, k, v, log_decay, beta, y, carry, tokens: slice, blocks: HeadBlocks, head_dim: int):
-    """As `_scan_block`; log_decay is [1, size, heads * state]."""
+    """Does the same as `_scan_block` with log_decay [1, size, heads * state]."""
     size, state = tokens.stop - tokens.start, carry.shape[2]
     product, exact = functools.partial(dot, dtype=v.dtype), functools.partial(dot, dtype=F32)
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
@@ -177,9 +177,9 @@ def _scan_block_by_channel(q, k, v, log_decay, beta, y, carry, tokens: slice, bl
 
 
 def _decayed_products(q, k, log_decay, product, exact):
-    """As `by_channel.decayed_products`, [size, size] of the keys and of the queries, and the sums of log decays.
+    """Returns `by_channel.decayed_products` [size, size] of keys and of queries, and the sums of log decays.
 
-    Halves are told by masks, and sums over them taken by products: slices of few rows are no whole registers.
+    Masks select halves and products sum over them, because slices of few rows are not whole registers.
     """
     size = k.shape[0]
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
@@ -214,6 +214,6 @@ def _cost(v, k, log_decay, store, blocks: HeadBlocks) -> pl.CostEstimate:
     return pl.CostEstimate(
         flops=flops,
         transcendentals=transcendentals,
-        # As if every tile wrote a state; most do not, but at least one row is read and one written.
+        # Assumes that every tile writes a state; most do not, but at least one row is read and one written.
         bytes_accessed=tokens * per_token + 2 * tiles * heads * head_state * store.dtype.itemsize,
     )

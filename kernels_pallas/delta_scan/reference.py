@@ -18,12 +18,12 @@ def token(state, q, k, v, log_decay, beta):
 
 
 def wide(*arrays: Any) -> list[np.ndarray]:
-    """The arrays in float64."""
+    """Returns the arrays in float64."""
     return [np.asarray(v).astype(np.float64) for v in arrays]
 
 
 def delta_scan(q, k, v, log_decay, beta, store, *, tile_first, read_slot, write_slot):
-    """As `api.delta_scan`, on arrays that numpy can read. Returns y in float64 and the store in its own dtype."""
+    """Implements `api.delta_scan` on numpy arrays. Returns y in float64 and the store in its own dtype."""
     dtype = np.asarray(store).dtype
     *inputs, before = wide(q, k, v, log_decay, beta, store)
     after, y = np.array(store), np.zeros_like(inputs[2])
@@ -41,7 +41,7 @@ def delta_scan(q, k, v, log_decay, beta, store, *, tile_first, read_slot, write_
 
 
 def delta_scan_sequence(q, k, v, log_decay, beta, *, initial_state=None):
-    """As `api.delta_scan_sequence`. Returns y and the final state in float64."""
+    """Implements `api.delta_scan_sequence`. Returns y and the final state in float64."""
     inputs = wide(q, k, v, log_decay, beta)
     batch, length, heads, head_dim = inputs[2].shape
     y, states = np.zeros_like(inputs[2]), np.zeros((batch, heads, head_dim, inputs[1].shape[-1]))

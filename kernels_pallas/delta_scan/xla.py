@@ -25,7 +25,7 @@ CPU_BLOCK, BLOCK = 32, 64
 
 
 def delta_scan(q, k, v, log_decay, beta, store, *, tile_first, read_slot, write_slot):
-    """See `api.delta_scan`. The blocking is chosen by the platform compiled for, which may not be the one at hand."""
+    """See `api.delta_scan`. The target platform of compilation selects the blocks."""
     cpu, default = (
         functools.partial(_scan_tiles, size=_divisor(v.shape[1], most), branch=branch)
         for most, branch in ((CPU_BLOCK, True), (BLOCK, False))
@@ -53,7 +53,7 @@ def _scan_tiles(q, k, v, log_decay, beta, store, tile_first, read_slot, write_sl
 
 
 def _form(log_decay):
-    """How a block is computed: with a decay for each head, or for each channel of its keys."""
+    """Returns how a block is computed: with a decay for each head, or for each channel of its keys."""
     return _block if log_decay.ndim == 3 else by_channel.block
 
 

@@ -28,9 +28,9 @@ def delta_update(
     write_slot: Int[Array, "rows steps"],
     implementation: str | None = None,
 ) -> tuple[Float[Array, "rows steps heads head_dim"], Float[Array, "slots heads head_dim state"]]:
-    """Runs `steps` recurrent steps per row from the state in `read_slot`; that after step t goes to `write_slot[:, t]`.
+    """Runs `steps` recurrent steps per row from `read_slot`, and writes the state after step t to `write_slot[:, t]`.
 
-    Slots are used as `kernels_pallas.slots` says: a row may write the slot that it reads, and no slot that another row
+    The rules of `kernels_pallas.slots` apply: a row may write the slot that it reads, and no slot that another row
     reads or writes. State mathematics is float32; after each step the state is rounded to the store's dtype, so that
     several steps in one call equal one step in each of several calls.
 
@@ -43,8 +43,8 @@ def delta_update(
     Returns:
         y in v's dtype, and the store.
     Raises:
-        ValueError: shapes that do not fit together.
-        UnsupportedError: the implementation named does not exist or cannot run this call.
+        ValueError: the shapes do not match.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     check_groups("delta_update", v.shape[2], q.shape[2])
     return dispatch.call(

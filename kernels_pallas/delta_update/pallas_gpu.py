@@ -19,7 +19,7 @@ LEAST = 8  # of a piece of a key: more would be a program of hundreds of pieces
 
 
 def unsupported(q, k, v, log_decay, beta, store, *, read_slot, write_slot):
-    """Why this call cannot run, or None."""
+    """Returns why this call cannot run, or None."""
     if 0 in (*v.shape, *k.shape):
         return "it is empty"
     if offsets_overflow(store):
@@ -46,7 +46,7 @@ def delta_update(
     )(
         read_slot.astype(jnp.int32),
         write_slot.astype(jnp.int32),
-        # Which steps are real is decided over all heads; a program sees one.
+        # Whether a step is real depends on all heads, but a program sees only one.
         (beta != 0).any(axis=2),
         q,
         k,
@@ -66,8 +66,8 @@ def _kernel(
     group, here, inner = lax.div(head, repeats), pl.ds(part * block, block), pieces(state_in.shape[3])
     source, by_channel = plt.load(read_slot.at[row]), len(log_decay.shape) == 4
     state = [load_if(source > 0, state_in.at[source, head, here, n], block, n.size).astype(F32) for n in inner]
-    for t in map(jnp.int32, range(steps)):  # the interpreter takes no plain integers
-        # Padding may hold NaN, and 0 * NaN is NaN: its values are not looked at.
+    for t in map(jnp.int32, range(steps)):  # the interpreter does not accept plain integers
+        # Padding may hold NaN, and 0 * NaN is NaN: its values are masked.
         live = plt.load(real.at[row, t])
         values = load_if(live, v.at[row, t, head, here], block).astype(F32)
         queries, keys = ([load_if(live, one.at[row, t, group, n], n.size).astype(F32) for n in inner] for one in (q, k))

@@ -16,11 +16,11 @@ from kernels_pallas.heads import HeadBlocks
 from kernels_pallas.tpu_blocks import blocks_in_rows
 
 F32 = jnp.float32
-BLOCK_BYTES = 1 << 20  # of the state that is moved at a time: large enough to hide a grid step's fixed cost
+BLOCK_BYTES = 1 << 20  # bytes of state moved at a time: large enough to hide a grid step's fixed cost
 
 
 def unsupported(q, k, v, log_decay, beta, store, *, read_slot, write_slot):
-    """Why this call cannot run, or None."""
+    """Returns why this call cannot run, or None."""
     return "it is empty" if 0 in (*v.shape, *k.shape) else None
 
 
@@ -29,7 +29,7 @@ def delta_update(q, k, v, log_decay, beta, store, *, read_slot, write_slot, inte
     rows, steps, _, head_dim = v.shape
     groups, state = k.shape[2:]
     blocks = blocks_in_rows(v, k.shape[2], store, block_bytes=BLOCK_BYTES)
-    # Which steps are real is decided over all heads. What padding holds is then never looked at.
+    # A step is real if any head has beta != 0. The kernel never uses values of padding.
     real = (beta != 0).any(axis=2).astype(jnp.int32)
 
     def token(*last):
@@ -65,14 +65,14 @@ def delta_update(q, k, v, log_decay, beta, store, *, read_slot, write_slot, inte
         ),
         out_shape=[jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(store.shape, store.dtype)],
         input_output_aliases={8: 1},
-        # Blocks of heads touch different parts of every slot, the null slot's included.
+        # Blocks of heads access disjoint parts of every slot (the null slot included).
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
         cost_estimate=_cost(v, k, log_decay, store),
         interpret=interpret,
         name="delta_update",
     )(
         read_slot.astype(jnp.int32),
-        # One axis: in scalar memory the last one of two is padded to 128.
+        # One axis: in scalar memory, the last of two axes is padded to 128.
         write_slot.astype(jnp.int32).reshape(-1),
         real.reshape(-1),
         q.astype(F32),

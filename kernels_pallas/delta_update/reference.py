@@ -6,7 +6,7 @@ from kernels_pallas.delta_scan.reference import token, wide
 
 
 def delta_update(q, k, v, log_decay, beta, store, *, read_slot, write_slot):
-    """As `api.delta_update`, on arrays that numpy can read. Returns y in float64 and the store in its own dtype."""
+    """Implements `api.delta_update` on numpy arrays. Returns y in float64 and the store in its own dtype."""
     dtype = np.asarray(store).dtype
     *inputs, before = wide(q, k, v, log_decay, beta, store)
     after, y = np.array(store), np.zeros_like(inputs[2])

@@ -10,7 +10,7 @@ F32 = jnp.float32
 
 
 def delta_update(q, k, v, log_decay, beta, store, *, read_slot, write_slot):
-    """See `api.delta_update`. The form is chosen by the platform compiled for, which may not be the one at hand."""
+    """See `api.delta_update`. The target platform of compilation selects the form."""
 
     def by(form):
         return lambda *arguments: form(*arguments[:-2], read_slot=arguments[-2], write_slot=arguments[-1])
@@ -20,12 +20,12 @@ def delta_update(q, k, v, log_decay, beta, store, *, read_slot, write_slot):
 
 
 def all_rows(q, k, v, log_decay, beta, store, *, read_slot, write_slot):
-    """Gathers all rows' states, runs the rows side by side, and scatters."""
+    """Gathers all rows' states, runs the rows in parallel, and scatters the states."""
     return _update(row_loop.all_rows, q, k, v, log_decay, beta, store, read_slot, write_slot)
 
 
 def row_blocks(q, k, v, log_decay, beta, store, *, read_slot, write_slot):
-    """A loop over a few rows at a time."""
+    """Loops over a few rows at a time."""
     return _update(row_loop.row_blocks, q, k, v, log_decay, beta, store, read_slot, write_slot)
 
 
@@ -41,7 +41,7 @@ def _update(rows, q, k, v, log_decay, beta, store, read_slot, write_slot):
 
 
 def _step(state, k, v, decay, beta):
-    """The next state of one row, in the store's precision: the same as one step in each of several calls.
+    """Returns the next state of one row, in the store's precision: the same as one step in each of several calls.
 
     state [heads, head_dim, state], k [groups, state], v [heads, head_dim], decay [heads, 1 or state], beta [heads].
     """

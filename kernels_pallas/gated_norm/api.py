@@ -28,7 +28,7 @@ def gated(y: Float[Array, "*batch channels"], z: Float[Array, "*batch channels"]
     """y * silu(z), computed in float32; the result is in y's dtype. Differentiable.
 
     Raises:
-        ValueError: shapes that do not fit together.
+        ValueError: the shapes do not match.
     """
     return xla.gated(y, z)
 
@@ -48,8 +48,8 @@ def gated_rms_norm(
     """Gates y by z and normalises each group of channels, all in float32; the result is in y's dtype. Differentiable.
 
     Raises:
-        ValueError: shapes that do not fit together.
-        UnsupportedError: the implementation named does not exist or cannot run this call.
+        ValueError: the shapes do not match.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     check_groups("gated_rms_norm", y.shape[-1], groups)
     return dispatch.call(

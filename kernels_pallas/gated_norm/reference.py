@@ -4,7 +4,7 @@ import numpy as np
 
 
 def gated_rms_norm(y, z, weight, *, groups, eps, norm_before_gate=False, activation="silu"):
-    """As `api.gated_rms_norm`, in float64."""
+    """Implements `api.gated_rms_norm`, in float64."""
     y, z, weight = (np.asarray(v).astype(np.float64) for v in (y, z, weight))
     gate, out = (z if activation == "silu" else 1) / (1 + np.exp(-z)), np.zeros_like(y)
     value = y if norm_before_gate else y * gate

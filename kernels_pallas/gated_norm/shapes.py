@@ -12,7 +12,7 @@ class Shape:
     groups: int
 
     def small(self) -> "Shape":
-        """The same groups, on sizes that a test can afford."""
+        """Returns the same groups, on sizes that a test can afford."""
         return dataclasses.replace(self, channels=self.groups * min(self.channels // self.groups, 48))
 
 

@@ -1,10 +1,12 @@
-"""The gated norm in plain JAX. The form is chosen by the platform compiled for, not the one at hand."""
+"""The gated norm in plain JAX. The target platform of compilation selects the form."""
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from kernels_pallas.fixed_order import row_sum
 
 F32 = jnp.float32
 
@@ -24,7 +26,7 @@ def gated_rms_norm(y, z, weight, *, groups, eps, norm_before_gate=False, activat
 
 
 def rms_norm(value, weight, *, groups, eps):
-    """The norm alone, of values gated before."""
+    """Returns the norm alone, of values gated before."""
     tpu, default = (partial(scaled, groups=groups, eps=eps) for scaled in (_by_selection, _by_groups))
     wide = value.astype(F32)
     out = lax.platform_dependent(wide, tpu=tpu, default=default) if groups > 1 else default(wide)
@@ -32,7 +34,7 @@ def rms_norm(value, weight, *, groups, eps):
 
 
 def by_selection(y, z, weight, *, groups, eps, norm_before_gate=False, activation="silu"):
-    """The form for TPU."""
+    """Computes the gated norm in the form for TPU."""
     options = {"groups": groups, "eps": eps, "norm_before_gate": norm_before_gate, "activation": activation}
     return _norm(y, z, weight, scaled=_by_selection, **options)
 
@@ -45,9 +47,9 @@ def _norm(y, z, weight, *, scaled, groups, eps, norm_before_gate, activation):
 
 
 def _by_groups(value, groups, eps):
-    """Each group of channels over its root mean square."""
+    """Returns each group of channels over its root mean square."""
     grouped = value.reshape(*value.shape[:-1], groups, -1)
-    scale = lax.rsqrt(jnp.square(grouped).mean(-1, keepdims=True) + eps)
+    scale = lax.rsqrt(row_sum(jnp.square(grouped)) / grouped.shape[-1] + eps)
     return (grouped * scale).reshape(value.shape)
 
 

@@ -76,7 +76,7 @@ def gated_scan(
 ]:
     """Convolves x with SiLU, scans, gates by silu(z) and normalises by groups, from slots to slots.
 
-    Slots are used as `kernels_pallas.slots` says: a row may write the slot that it reads, and no slot that another row
+    The rules of `kernels_pallas.slots` apply: a row may write the slot that it reads, and no slot that another row
     reads or writes. Sums, states, gate and norm are computed in float32; x after the convolution is rounded to zx's
     dtype.
 
@@ -92,8 +92,8 @@ def gated_scan(
     Returns:
         The output in zx's dtype (of padding it is meaningless but finite), and both stores.
     Raises:
-        ValueError: shapes that do not fit together.
-        UnsupportedError: the implementation named does not exist or cannot run this call.
+        ValueError: the shapes do not match.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     check_groups("gated_scan", dt.shape[1], b.shape[1])
     return dispatch.call(

@@ -1,12 +1,13 @@
-"""All of it as one TPU kernel: the scan's (`kernels_pallas.ssd_scan.pallas_tpu`), with what comes before and after.
+"""Convolution, scan, gate and norm as one TPU kernel, which extends `kernels_pallas.ssd_scan.pallas_tpu`.
 
-A tile's z and x are fetched as the projection gave them. Its tokens begin anywhere, and a transfer at whole tiles of
-the memory only: so `ALIGNED` more are fetched, from the last such place on, and laid out as float32, a column of 128
-lanes after the other, where a load may begin at any row. So the convolution is a sum of loads; before a tile's first
-token lies its context, the last inputs before it. What goes out is stored into such columns likewise, after the tokens
-that the tile before left in the last piece of `ALIGNED`, and leaves in whole pieces, each tile's after the other's.
+The kernel fetches a tile's z and x as the projection wrote them. A tile's tokens may begin at any row, but a transfer
+must begin at a multiple of `ALIGNED` rows. The kernel therefore fetches `ALIGNED` more rows, from the last aligned row
+on, and stores them as float32 in columns of 128 lanes, where a load may begin at any row. The convolution is then a sum
+of loads; each tile's context (the last inputs before its first token) precedes the tile. Outputs are stored in such
+columns too, after the tokens of the previous tile that did not fill a piece of `ALIGNED` rows. The kernel sends only
+whole pieces, tile after tile.
 
-The windows are read and written by XLA, as is the norm where its groups are wider than a block of heads.
+XLA reads and writes the windows. XLA also computes the norm if its groups are wider than a block of heads.
 """
 
 import functools
@@ -25,13 +26,13 @@ from kernels_pallas.ssd_scan import pallas_tpu as scan
 from kernels_pallas.tpu_blocks import LANES, blocks_in_lanes
 
 F32 = jnp.float32
-ALIGNED = 16  # rows of 16 bits in a tile of the memory
-CONTEXT = 8  # rows of float32 in one; more than a convolution looks back
-VMEM_BYTES = 32 << 20  # a chip has 64 MiB or more; 16 MiB are what a kernel gets unasked
+ALIGNED = 16  # rows of 16-bit numbers in a memory tile
+CONTEXT = 8  # rows of float32 in a memory tile; more than a convolution looks back
+VMEM_BYTES = 32 << 20  # a chip has 64 MiB or more; a kernel's default limit is 16 MiB
 
 
 def unsupported(zx, dt, a, b, c, d, weight, bias, norm, store, windows, *, eps, norm_before_gate, **places):
-    """Why this call cannot run, or None."""
+    """Returns why this call cannot run, or None."""
     tokens, _, inner = zx.shape
     size, width, groups = places["tile_tokens"].shape[1], weight.shape[1], b.shape[1]
     if 0 in (*zx.shape, *b.shape, *places["tile_tokens"].shape):
@@ -70,7 +71,7 @@ def gated_scan(
     windows = write_slots(windows, ends, places["tile_write_slot"])
 
     count = valid.sum(axis=1, dtype=jnp.int32)
-    # Tiles without tokens name the place that the one before them did: nothing is moved for them.
+    # Tiles without tokens repeat the place of the tile before: nothing is moved for them.
     start = lax.cummax(jnp.where(count > 0, tile_tokens[:, 0], 0)).astype(jnp.int32)
     fetched = min(size + ALIGNED, tokens)
     base = jnp.minimum(start // ALIGNED, (tokens - fetched) // ALIGNED)
@@ -126,7 +127,7 @@ def gated_scan(
         ),
         out_shape=[jax.ShapeDtypeStruct((tokens, inner), zx.dtype), jax.ShapeDtypeStruct(store.shape, store.dtype)],
         input_output_aliases={19: 1},
-        # Blocks of heads touch different parts of every slot, the null slot's included, and of every token.
+        # Blocks of heads access disjoint parts of every slot (the null slot included) and of every token.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),
@@ -150,7 +151,7 @@ def gated_scan(
     )
     if norm is not None and not normalise:
         y = rms_norm(y, norm, groups=groups, eps=eps)
-    # Tokens outside of all tiles have not been written.
+    # Tokens outside all tiles are not written.
     return jnp.where((jnp.arange(tokens) < count.sum())[:, None], y, 0), store, windows
 
 
@@ -160,7 +161,7 @@ def _blocks(dt, b, store) -> HeadBlocks:
 
 
 def _norms(blocks: HeadBlocks) -> bool:
-    """Whether a block has the whole groups that a norm is over."""
+    """Returns whether a block contains whole groups of the norm."""
     return blocks.heads >= blocks.repeats
 
 
@@ -170,14 +171,16 @@ def _kernel(
     carry, wide, values, scanned, left, leaving, sent,
     *, blocks: HeadBlocks, head_dim: int, width: int, eps: float, normalise: bool, norm_before_gate: bool,
 ):  # fmt: skip
-    """`wide` holds z and x where loads may begin anywhere; `values` is x after the convolution, `scanned` what the scan
-    makes of it; `left` is what the tile before left of an unfinished piece, `leaving` are the pieces on their way.
+    """Computes one tile and block of heads.
+
+    `wide` holds z and x so that loads may begin at any row. `values` is x after the convolution; `scanned` is the
+    scan's output. `left` is the previous tile's part of an unfinished piece; `leaving` are the pieces in transfer.
     """
     block, tile, tiles = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
     channels = values.shape[2]
 
     def pieces(tile, act):
-        """Does something to the transfer of each piece that a tile sends."""
+        """Applies `act` to the transfer of each piece that a tile sends."""
         number = lax.div(lax.rem(start[tile], ALIGNED) + count[tile] + ALIGNED - 1, ALIGNED)
 
         def one(i, nothing):
@@ -226,7 +229,7 @@ def _kernel(
 
 
 def _lay_out(v, wide, column):
-    """One column of 128 lanes of z or x [rows, channels], where a load may begin at any row; row r at CONTEXT + r."""
+    """Stores 128 lanes of z or x [rows, channels] in `wide`, where loads may begin at any row; row r at CONTEXT + r."""
     wide[column, CONTEXT : CONTEXT + v.shape[0]] = v[:, _lanes(column)].astype(F32)
 
 
@@ -235,12 +238,12 @@ def _lanes(column):
 
 
 def _silu(v, held):
-    """Of what was or will be `held` in 16 bits, by tanh: it is one instruction, where a quotient takes many."""
+    """Returns SiLU. If `held` has 16 bits, it is computed by tanh, which is one instruction; a quotient takes many."""
     return v * (0.5 + 0.5 * jnp.tanh(0.5 * v)) if jnp.dtype(held).itemsize == 2 else jax.nn.silu(v)
 
 
 def _convolve(x, context, taps, wide, values, at, *, width):
-    """The tile's tokens lie `at` rows into x. What `values` holds of padding means nothing."""
+    """The tile's tokens begin at row `at` of x. Entries of `values` for padding are arbitrary."""
     size = values.shape[1]
     for column in range(wide.shape[0]):
         lanes = _lanes(column)
@@ -252,7 +255,7 @@ def _convolve(x, context, taps, wide, values, at, *, width):
 
 
 def _gate(z, wide, scanned, at, *, groups, eps, norm_before_gate):
-    """Gates what was scanned. What it is to be multiplied with, by group: the norm's, or nothing for no groups."""
+    """Gates the output of the scan in place. Returns the factors of the norm by group; none without groups."""
     size, columns = scanned.shape[1], wide.shape[0]
     squares = [jnp.zeros((size, LANES), F32) for _ in range(groups)]
     for column in range(columns):
@@ -268,7 +271,7 @@ def _gate(z, wide, scanned, at, *, groups, eps, norm_before_gate):
 
 
 def _place(scanned, scales, norm, wide, left, leaving, into, count):
-    """Normalises, and puts a tile's `count` tokens into the pieces that leave, `into` rows below where they begin."""
+    """Normalises a tile's `count` tokens and stores them in `leaving`, from row `into` on."""
     size, columns = scanned.shape[1], wide.shape[0]
     unfinished = pl.multiple_of(lax.div(into + count, ALIGNED) * ALIGNED, ALIGNED)
     for column in range(columns):
@@ -290,7 +293,7 @@ def _cost(zx, b, store, blocks: HeadBlocks, tiles: int, size: int, fetched: int)
     return pl.CostEstimate(
         flops=flops,
         transcendentals=tokens * (heads * size + 2 * inner),
-        # As if every tile had tokens and wrote a state; most do not, but at least one row is read and one written.
+        # Assumes that every tile has tokens and writes a state. Most do not, but one row at least is read and written.
         bytes_accessed=tiles * (fetched + CONTEXT) * 2 * inner * zx.dtype.itemsize
         + tokens * per_token
         + 2 * tiles * heads * head_dim * state * store.dtype.itemsize,

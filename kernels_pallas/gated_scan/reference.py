@@ -10,7 +10,7 @@ from kernels_pallas.ssd_scan import reference as scan
 def gated_scan(
     zx, dt, a, b, c, d, weight, bias, norm, store, windows, *, eps, norm_before_gate=False, **places
 ):  # fmt: skip
-    """As `api.gated_scan`. Returns the output in float64 (0 for padding) and both stores in their own dtypes."""
+    """Implements `api.gated_scan`. Returns the output in float64 (0 for padding), and both stores."""
     at, valid = np.asarray(places["tile_tokens"]), np.asarray(places["tile_valid"])
     z, x = np.asarray(zx).astype(np.float64).swapaxes(0, 1)
     rows = {name: places[name] for name in ("token_row", "row_start", "read_slot", "tile_row", "tile_end")}

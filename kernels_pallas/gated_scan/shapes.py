@@ -15,7 +15,7 @@ class Shape(ssd_scan.Shape):
     norm_before_gate: bool = False
 
     def small(self) -> "Shape":
-        """The same kind of grouping, with blocks of 128 channels, on sizes that a test can afford."""
+        """Returns the same kind of grouping, with blocks of 128 channels, on sizes that a test can afford."""
         repeats = min(self.heads // self.groups, 4)
         groups = min(self.groups, 2)
         return dataclasses.replace(

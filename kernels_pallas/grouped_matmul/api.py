@@ -52,8 +52,8 @@ def grouped_matmul(
         w: one weight per expert; quantised ones are widened to x's dtype inside of the product.
         group_sizes: tokens per expert. Their sum may be less than the number of tokens: the rest gives 0.
     Raises:
-        ValueError: shapes that do not fit together.
-        UnsupportedError: the implementation named does not exist or cannot run this call.
+        ValueError: the shapes do not match.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     if isinstance(w, Quantised):
         return dispatch.call("quantised_grouped_matmul", QUANTISED, implementation, x, w, group_sizes)

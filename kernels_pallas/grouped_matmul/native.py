@@ -13,7 +13,7 @@ _MOST_TOKENS_PER_EXPERT = 2
 
 
 def unsupported(x, w, group_sizes):
-    """Why it cannot, or should not, run this call; or None."""
+    """Returns why it cannot, or should not, run this call; or None."""
     if w.dtype not in (jnp.float32, jnp.bfloat16):
         return f"weights are {w.dtype}, not float32 or bfloat16"
     if not 0 < x.shape[0] <= _MOST_TOKENS_PER_EXPERT * w.shape[0]:
@@ -26,7 +26,7 @@ def grouped_matmul(x, w, group_sizes):
     """See `api.grouped_matmul`."""
     result = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), jnp.float32)
     call = jax.ffi.ffi_call(native.target("grouped_matmul"), result)
-    return call(x.astype(jnp.float32), w, group_sizes.astype(jnp.int32), by_inputs=False).astype(x.dtype)
+    return call(x.astype(jnp.float32), w, group_sizes.astype(jnp.int32)).astype(x.dtype)
 
 
 def _forward(x, w, group_sizes):

@@ -19,7 +19,7 @@ MODULE = "jax.experimental.pallas.ops.gpu.ragged_dot_mgpu"
 
 
 def unsupported(x, w, group_sizes):
-    """Why this call cannot run, or None."""
+    """Returns why this call cannot run, or None."""
     if importlib.util.find_spec(MODULE) is None:
         return f"this version of JAX has no {MODULE}"
     if 0 in (*x.shape, *w.shape):

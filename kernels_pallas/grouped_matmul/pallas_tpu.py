@@ -14,7 +14,7 @@ TOKENS, INPUTS, OUTPUTS = 128, 1024, 512
 
 
 def unsupported(x, w, group_sizes):
-    """Why this call cannot run, or None."""
+    """Returns why this call cannot run, or None."""
     if 0 in (*x.shape, *w.shape):
         return "it is empty"
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
@@ -39,14 +39,14 @@ def grouped_matmul(x, w, group_sizes, *, interpret=False):
 
 
 def _divisor(size, most):
-    """A block of at most `most` that divides a size, or `most` where only narrow ones would."""
+    """Returns a block of at most `most` that divides a size, or `most` where only narrow ones would."""
     fitting = [n for n in range(LANES, most + 1, LANES) if size % n == 0]
     best = max(fitting, default=0)
     return best if best >= most // 4 else min(most, size)
 
 
 def lies_inputs_first(shape):
-    """Whether weights [experts, outputs, inputs] lie in a TPU's memory with their outputs innermost.
+    """Returns whether weights [experts, outputs, inputs] lie in a TPU's memory with their outputs innermost.
 
     A TPU pads the innermost axis to whole lanes, so its compiler swaps the two where only the outputs fill lanes, as in
     down weights with 1856 inputs. A kernel that wants them otherwise makes XLA copy all experts in every call.

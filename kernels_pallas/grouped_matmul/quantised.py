@@ -18,7 +18,7 @@ def grouped_matmul(x, w, group_sizes):
 
 
 def by_channel(x, w, group_sizes, product):
-    """The product times the scale of each channel, which is each token's expert's, in x's dtype."""
+    """Returns the product times the scale of each channel, which is each token's expert's, in x's dtype."""
     if w.channel_scale is not None:
         ends = jnp.cumsum(group_sizes)
         expert = jnp.searchsorted(ends, jnp.arange(x.shape[0]), side="right", method="compare_all")

@@ -13,7 +13,7 @@ from kernels_pallas.grouped_matmul import pallas_gpu, quantised
 
 
 def unsupported(x, w, group_sizes):
-    """Why this call cannot run, or None."""
+    """Returns why this call cannot run, or None."""
     return pallas_gpu.unsupported(x, jax.ShapeDtypeStruct(w.shape, x.dtype), group_sizes)
 
 

@@ -11,7 +11,7 @@ _MOST_TOKENS_PER_EXPERT = 2
 
 
 def unsupported(x, w, group_sizes):
-    """Why it cannot, or should not, run this call; or None."""
+    """Returns why it cannot, or should not, run this call; or None."""
     if w.values.dtype != jnp.int8 or w.group_scale is not None or w.group_zero is not None:
         return "weights are not in int8 with a scale for each channel"
     if not 0 < x.shape[0] <= _MOST_TOKENS_PER_EXPERT * w.shape[0]:
@@ -24,7 +24,7 @@ def grouped_matmul(x, w, group_sizes):
     """See `api.grouped_matmul`."""
     result = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), jnp.float32)
     call = jax.ffi.ffi_call(native.target("grouped_matmul"), result)
-    product = call(x.astype(jnp.float32), w.values, group_sizes.astype(jnp.int32), by_inputs=False)
+    product = call(x.astype(jnp.float32), w.values, group_sizes.astype(jnp.int32))
     return by_channel(x, w, group_sizes, product)
 
 

@@ -1,8 +1,8 @@
-"""The grouped product with weights in few bits, as a TPU kernel: a block is widened where it is multiplied.
+"""The grouped product with quantised weights, as a TPU kernel, which widens each block just before multiplying it.
 
-XLA fuses a conversion into a product, but writes a wide copy of the weight to memory as soon as scales of groups are
-multiplied on, or a grouped product follows. Here scales [groups, outputs] become one for each weight by a product with
-zeros and ones on the matrix unit, since a TPU cannot repeat numbers along lanes.
+XLA fuses a conversion into a product, but it writes a wide copy of the weight to memory if group scales are applied or
+a grouped product follows. This kernel expands scales [groups, outputs] to one for each weight by a product with zeros
+and ones on the matrix unit, because a TPU cannot repeat numbers along lanes.
 
 Blocks of tokens are those of `jax.experimental.pallas.ops.tpu.megablox`: each is visited once for every expert that has
 tokens in it.
@@ -26,7 +26,7 @@ TOKENS, OUTPUTS, INPUTS = 128, 512, 512
 
 
 def unsupported(x, w, group_sizes):
-    """Why this call cannot run, or None."""
+    """Returns why this call cannot run, or None."""
     if 0 in (*x.shape, *w.shape):
         return "it is empty"
     if x.dtype not in (jnp.bfloat16, jnp.float32):
@@ -42,9 +42,9 @@ def grouped_matmul(x, w, group_sizes, *, codes=False, interpret=False):
 
 
 def product(x, w, group_sizes, *, codes=False, interpret=False):
-    """The grouped product without the scale of each channel, in float32.
+    """Returns the grouped product without channel scales, in float32.
 
-    Before TPU7x, a kernel knows no 4-bit floats: with `codes` it takes them for integers.
+    Before TPU7x, kernels do not support 4-bit floats; with `codes`, the kernel reads them as integers.
     """
     tokens, (experts, outputs, inputs) = x.shape[0], w.shape
     size = min(TOKENS, -(-tokens // 16) * 16)
@@ -54,7 +54,7 @@ def product(x, w, group_sizes, *, codes=False, interpret=False):
     values, as_codes = w.values, codes and w.values.dtype == jnp.float4_e2m1fn
     if as_codes:
         values = lax.bitcast_convert_type(values, jnp.int4)
-    # XLA lays out a weight whose inputs are no whole lanes with its outputs last; asked otherwise, it makes a copy.
+    # If a weight's inputs do not fill whole lanes, XLA stores its outputs last; any other layout would need a copy.
     inputs_first = inputs % LANES != 0 and outputs % LANES == 0
     if inputs_first:
         values = jnp.swapaxes(values, 1, 2)
@@ -105,7 +105,7 @@ def product(x, w, group_sizes, *, codes=False, interpret=False):
 
 
 def _cost(x, weights, outputs):
-    """What a call moves and computes where each token chooses its expert as if by lot; others are not read."""
+    """Estimates a call's cost, assuming that tokens choose experts at random. Experts without tokens are not read."""
     tokens, inputs = x.shape
     experts = weights[0].shape[0]
     chosen = 1 - (1 - 1 / experts) ** tokens
@@ -150,11 +150,11 @@ def _kernel(expert, tile, start, end, x, values, *rest, inputs, groups, dtype, a
 
 
 def _of_each_weight(scale, *, block, group, groups, k, inputs_first):
-    """Scales [groups, outputs] repeated for each of the block's inputs: [outputs, inputs], or the other way round."""
+    """Repeats scales [groups, outputs] for each of the block's inputs: [outputs, inputs] or [inputs, outputs]."""
     first = k * block if scale.shape[0] == groups else 0
     shape = (scale.shape[0], block)
     chosen = (lax.broadcasted_iota(jnp.int32, shape, 1) + first) // group == lax.broadcasted_iota(jnp.int32, shape, 0)
-    # What has at most 8 bits of mantissa goes through a product in bfloat16 unchanged.
+    # Values with at most 8 bits of mantissa pass through a product in bfloat16 unchanged.
     dtype = F32 if scale.dtype == F32 else jnp.bfloat16
     both = scale[...].astype(dtype), chosen.astype(F32).astype(dtype)
     left, right = reversed(both) if inputs_first else both
@@ -164,7 +164,7 @@ def _of_each_weight(scale, *, block, group, groups, k, inputs_first):
 
 
 def _fp4(codes):
-    """What e2m1 codes, taken for signed 4-bit integers, stand for."""
+    """Returns the values of e2m1 codes that were read as signed 4-bit integers."""
     codes = codes.astype(jnp.int32)
     magnitude = codes & 7
     value = jnp.where(magnitude < 4, magnitude, jnp.where(magnitude < 6, 2 * magnitude - 4, 4 * magnitude - 16))
@@ -176,14 +176,14 @@ def _precision(dtype):
 
 
 def _inputs_of_block(w):
-    """How many inputs a block has: whole lanes of them, or all."""
+    """Returns the number of inputs of a block: a multiple of the lanes, or all."""
     inputs = w.shape[2]
     fitting = [n for n in range(LANES, INPUTS + 1, LANES) if inputs % n == 0]
     return max(fitting, default=inputs)
 
 
 def _visits(group_sizes, size, most):
-    """The visits of blocks of tokens: expert, block, first and last token of the expert, for each; and their number."""
+    """Returns the expert, the block and the expert's first and last token of each visit, and the number of visits."""
     ends = jnp.cumsum(group_sizes)
     starts = ends - group_sizes
     blocks = jnp.where(group_sizes > 0, (ends - 1) // size - starts // size + 1, 0)

@@ -14,7 +14,7 @@ class Shape:
     outputs: int
 
     def small(self) -> "Shape":
-        """The same experts and tokens up to a point, on sizes that a test can afford."""
+        """Returns the same experts and tokens up to a point, on sizes that a test can afford."""
         return dataclasses.replace(
             self,
             tokens=min(self.tokens, 300),

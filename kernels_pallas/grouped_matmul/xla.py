@@ -12,7 +12,7 @@ from kernels_pallas.slots import load
 
 F32 = jnp.float32
 PART = 1 << 18  # weights multiplied at a time on CPU
-FEWEST, MOST = 8, 128  # tokens in a block on CPU; fewer than these 8 cost as much
+FEWEST, MOST = 8, 128  # tokens in a block on CPU; fewer than 8 cost as much as 8
 
 
 @jax.custom_vjp
@@ -81,20 +81,20 @@ def _multiply_by_blocks(x, w, group_sizes, transposed):
 
         # Always true, but the compiler cannot know: it would otherwise convert 16-bit weights of all experts at once.
         product = lax.cond(there[0], multiply, lambda: jnp.zeros((size, width // parts), F32))
-        # Blocks come in the order of their tokens, so what a block writes beyond its own is overwritten by the next.
+        # Blocks are in the order of their tokens, so the next block overwrites what a block writes beyond its own.
         return lax.dynamic_update_slice(out, product, (start, i % parts * (width // parts)))
 
     return lax.fori_loop(0, count * parts, block, jnp.zeros((tokens + size, width), F32))[:tokens]
 
 
 def _part(outputs, inputs):
-    """How many of a weight's rows to multiply at a time: a divisor of all."""
+    """Returns how many of a weight's rows to multiply at a time: a divisor of all."""
     fitting = [n for n in range(16, outputs) if outputs % n == 0 and n * inputs <= PART]
     return max(fitting, default=outputs)
 
 
 def _outer_by_blocks(x, dy, group_sizes):
-    """The sum of outer products dy[t] x[t] of each expert's tokens."""
+    """Returns the sum of outer products dy[t] x[t] of each expert's tokens."""
     size, count, place = blocks(x.shape[0], group_sizes)
     x, dy = (jnp.pad(v, ((0, size), (0, 0))) for v in (x, dy))
 

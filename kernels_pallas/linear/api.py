@@ -5,13 +5,14 @@ from functools import partial
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kernels_pallas import dispatch
+from kernels_pallas import dispatch, invariant
 from kernels_pallas.linear import narrow_inputs, native, quantised, quantised_native, quantised_tpu, xla
 from kernels_pallas.quantised import Quantised
 from kernels_pallas.shape_check import shapes_checked
 
 LINEAR = (
     dispatch.Implementation("native", native.linear, native.unsupported, "cpu"),
+    invariant.implementation(invariant.linear),
     dispatch.Implementation("xla", xla.linear),
 )
 QUANTISED = (
@@ -42,8 +43,8 @@ def linear(
             that has a scale for its inputs is multiplied by inputs as narrow as it is, where a device does so.
         out_dtype: of the result; x's own if None.
     Raises:
-        ValueError: shapes that do not fit together.
-        UnsupportedError: the implementation named does not exist or cannot run this call.
+        ValueError: the shapes do not match.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     if isinstance(weight, Quantised):
         return dispatch.call("quantised_linear", QUANTISED, implementation, x, weight, out_dtype=out_dtype or x.dtype)

@@ -1,9 +1,9 @@
-"""The dense product of inputs rounded to the weight's own 8 bits, by the scale that a checkpoint has for them.
+"""The dense product of inputs that are rounded to the weight's 8-bit dtype, by the checkpoint's scale for inputs.
 
     q = round(x / input_scale), to int8 or float8_e4m3fn;    y = (q . values) * input_scale * channel_scale
 
-as the formats that have such scales define it. It is what their makers have measured, and the matrix unit multiplies
-both narrow: int8 on TPUs before TPU7x and on GPUs, float8 on TPU7x and on GPUs since Ada.
+as the formats with such scales define it. Their authors evaluated this form, and the matrix unit multiplies both narrow
+operands: int8 on TPUs before TPU7x and on GPUs, float8 on TPU7x and on GPUs since Ada.
 """
 
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ F32 = jnp.float32
 
 
 def undefined(x, weight, *, out_dtype):
-    """Why this call has no such form, or None."""
+    """Returns why this call has no such form, or None."""
     if weight.input_scale is None:
         return "the checkpoint has no scale for its inputs"
     if weight.group_scale is not None or weight.group_zero is not None:
@@ -26,7 +26,7 @@ def undefined(x, weight, *, out_dtype):
 
 
 def unsupported_on_tpu(x, weight, *, out_dtype):
-    """The same for a TPU at hand, or described."""
+    """Returns the same for the TPU of this machine, or a described one."""
     seventh, integers = "7" in dispatch.device_kind(), weight.values.dtype == jnp.int8
     if weight.input_scale is not None and seventh == integers:
         return f"{dispatch.device_kind() or 'this TPU'} does not multiply {weight.values.dtype}"
@@ -36,7 +36,7 @@ def unsupported_on_tpu(x, weight, *, out_dtype):
 def linear(x, weight, *, out_dtype):
     """See `api.linear`."""
     rows = x.reshape(-1, x.shape[-1])
-    # One product computes all outputs: of weights that were joined, the largest scale serves all.
+    # One product computes all outputs, so joined weights use the largest of their input scales.
     scale = weight.input_scale.astype(F32).max()
     narrow = _rounded(rows.astype(F32) / scale, weight.values.dtype)
     total = jnp.int32 if narrow.dtype == jnp.int8 else F32
@@ -48,7 +48,7 @@ def linear(x, weight, *, out_dtype):
 
 
 def _rounded(x, dtype):
-    """To the nearest value, even ones of two; what is too large becomes the largest."""
+    """Rounds to the nearest value, ties to even. Values out of range become the largest value."""
     if dtype == jnp.int8:
         return jnp.clip(jnp.round(x), -128, 127).astype(dtype)
     most = float(jnp.finfo(dtype).max)

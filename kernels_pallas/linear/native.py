@@ -13,7 +13,7 @@ from kernels_pallas.linear import xla
 
 
 def unsupported(x, weight, *, out_dtype):
-    """Why it cannot, or should not, run this call; or None."""
+    """Returns why it cannot, or should not, run this call; or None."""
     if weight.dtype != jnp.bfloat16:
         return f"weights are {weight.dtype}, not bfloat16"
     rows = x.size // max(x.shape[-1], 1)

@@ -13,7 +13,7 @@ _MOST_ROWS = 64
 
 
 def unsupported(x, weight, *, out_dtype):
-    """Why it cannot, or should not, run this call; or None."""
+    """Returns why it cannot, or should not, run this call; or None."""
     if weight.values.dtype != jnp.int8 or weight.group_scale is not None or weight.group_zero is not None:
         return "weights are not in int8 with a scale for each channel"
     rows = x.size // max(x.shape[-1], 1)

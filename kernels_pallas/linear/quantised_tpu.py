@@ -7,7 +7,7 @@ from kernels_pallas.grouped_matmul import quantised_tpu as grouped
 
 
 def unsupported(x, weight, *, out_dtype):
-    """Why this call cannot run, or None."""
+    """Returns why this call cannot run, or None."""
     if weight.group_scale is None and weight.group_zero is None:
         return "XLA fuses the widening of values without groups"
     rows = x.reshape(-1, x.shape[-1])
@@ -24,5 +24,5 @@ def linear(x, weight, *, out_dtype, codes=False, interpret=False):
 
 
 def _alone(weight):
-    """The weight as that of the only expert."""
+    """Returns the weight as that of the only expert."""
     return jax.tree.map(lambda v: v[None], weight)

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def linear(x, weight, *, out_dtype=None):
-    """As `api.linear`, in float64."""
+    """Implements `api.linear`, in float64."""
     x, weight = (np.asarray(v).astype(np.float64) for v in (x, weight))
     out = np.zeros((*x.shape[:-1], weight.shape[0]))
     for index in np.ndindex(*x.shape[:-1]):

@@ -13,7 +13,7 @@ class Shape:
     outputs: int
 
     def small(self) -> "Shape":
-        """The same rows, on widths that a test can afford."""
+        """Returns the same rows, on widths that a test can afford."""
         return dataclasses.replace(self, inputs=min(self.inputs, 96), outputs=min(self.outputs, 120))
 
 

@@ -1,7 +1,8 @@
-"""Operations on CPU as C++ (`jax.ffi`), on XLA's own threads.
+"""CPU operations in C++ (`jax.ffi`), which run on XLA's threads.
 
-It is built when the package is installed, where there is a compiler; elsewhere the operations run by plain XLA.
-It is registered when this module is imported, because a program kept from an earlier start calls it untraced.
+The library is built when the package is installed, if there is a compiler; otherwise the operations use plain XLA.
+The handlers are registered when this module is imported, because programs kept from an earlier start call them without
+being traced again.
 """
 
 import functools
@@ -12,14 +13,15 @@ from pathlib import Path
 import jax
 
 FEW_ROWS = 8
-"""With more rows, XLA multiplies bfloat16 faster where the processor has instructions for it."""
+"""With more rows, XLA's bfloat16 products are faster on processors with bfloat16 instructions."""
 
 _MODULE = "kernels_pallas.native._handlers"
 _OPERATIONS = ("grouped_matmul", "linear", "read_slots", "state_replay", "state_update", "write_slots")
 
 
 def _register() -> tuple[str | None, frozenset[str]]:
-    """Makes the handlers known to XLA; returns why there are none, or None, and which there are."""
+    """Registers the handlers. Returns the reason why there are none, or None, and the names of the registered
+    operations."""
     try:
         handlers = importlib.import_module(_MODULE)
     except ImportError as error:
@@ -32,16 +34,16 @@ def _register() -> tuple[str | None, frozenset[str]]:
 
 
 def target(operation: str) -> str:
-    """The name by which XLA knows an operation's handler."""
+    """Returns the name under which an operation's handler is registered."""
     return f"mamba_jax_{operation}"
 
 
 WHY_MISSING, _REGISTERED = _register()
-"""Why this installation has no native operations; None if it has them."""
+"""The reason why this installation has no native operations; None if it has them."""
 
 
 def why_not(dtype: str) -> str | None:
-    """Why the operations cannot read weights of a dtype; None if they can. The library may be an earlier one."""
+    """Returns why the operations cannot read weights of a dtype; None if they can. An older library may lack dtypes."""
     if WHY_MISSING is not None:
         return WHY_MISSING
     known = getattr(importlib.import_module(_MODULE), "DTYPES", "float32 bfloat16").split()
@@ -49,26 +51,26 @@ def why_not(dtype: str) -> str | None:
 
 
 def why_missing(operation: str) -> str | None:
-    """Why there is no native form of this operation, or None if there is."""
+    """Returns why this operation has no native form; None if it has one."""
     return WHY_MISSING or (None if operation in _REGISTERED else "not in the library, which is older: install again")
 
 
 def instructions() -> str | None:
-    """The instruction set that products run with: "avx512", "avx2" or "baseline"; None without native operations."""
+    """Returns the instruction set of products: "avx512", "avx2" or "baseline"; None without native operations."""
     return None if WHY_MISSING is not None else getattr(importlib.import_module(_MODULE), "INSTRUCTIONS", "baseline")
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether the processor has instructions for bfloat16 products, by which XLA multiplies many rows; True if unknown.
+    """Returns whether the processor has bfloat16 instructions, which XLA uses for many rows; True if unknown.
 
-    It is False with a library that is forced to a smaller instruction set by MAMBA_JAX_INSTRUCTIONS.
+    False if MAMBA_JAX_INSTRUCTIONS restricts the library to a smaller instruction set.
     """
     return WHY_MISSING is not None or bool(getattr(importlib.import_module(_MODULE), "MULTIPLIES_BFLOAT16", True))
 
 
 @functools.cache
 def fingerprint() -> str:
-    """Identifies the native library that compiled programs depend on, or states why there is none."""
+    """Returns a digest of the native library that compiled programs depend on, or the reason why there is none."""
     if WHY_MISSING is not None:
         return WHY_MISSING
     return hashlib.sha256(Path(str(importlib.import_module(_MODULE).__file__)).read_bytes()).hexdigest()

@@ -18,21 +18,11 @@ void by_outputs(const float* x, const Stored* w, float* y, int64_t rows, int64_t
   product_of(x, w, y, rows, inputs, outputs, begin, end);
 }
 
-NATIVE_HOT void by_inputs_float32(const float* x, const float* w, float* y, int64_t rows, int64_t inputs,
-                                  int64_t outputs, int64_t begin, int64_t end) {
-  product_transposed<Float32>(x, w, y, rows, inputs, outputs, begin, end);
-}
-
-NATIVE_HOT void by_inputs_bfloat16(const float* x, const uint16_t* w, float* y, int64_t rows, int64_t inputs,
-                                   int64_t outputs, int64_t begin, int64_t end) {
-  product_transposed<BFloat16>(x, w, y, rows, inputs, outputs, begin, end);
-}
-
 struct Group {
   int64_t expert, first, tokens;
 };
 
-ffi::Error run(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32, 1> sizes, bool by_inputs,
+ffi::Error run(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32, 1> sizes,
                ffi::Result<Matrix> y) {
   const int64_t tokens = x.dimensions()[0], inputs = x.dimensions()[1], outputs = y->dimensions()[1];
   std::vector<Group> groups;
@@ -43,34 +33,27 @@ ffi::Error run(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer w, ffi::Buffer<ffi
     first += std::max<int64_t>(count, 0);
   }
   std::fill(y->typed_data() + first * outputs, y->typed_data() + tokens * outputs, 0.0f);
-  const int64_t piece = by_inputs ? 4 * kPiece : kPiece;
-  const int64_t pieces = (outputs + piece - 1) / piece;
+  const int64_t pieces = (outputs + kPiece - 1) / kPiece;
   auto call = [&](const float* values, const auto* weights, const auto& part) {
     parallel_for(pool, static_cast<int64_t>(groups.size()) * pieces, [&](int64_t begin, int64_t end) {
       for (int64_t item = begin; item < end; ++item) {
         const Group& group = groups[item / pieces];
-        const int64_t from = item % pieces * piece;
+        const int64_t from = item % pieces * kPiece;
         part(values + group.first * inputs, weights + group.expert * inputs * outputs,
              y->typed_data() + group.first * outputs, group.tokens, inputs, outputs, from,
-             std::min(from + piece, outputs));
+             std::min(from + kPiece, outputs));
       }
     });
     return ffi::Error::Success();
   };
   std::vector<float> room;
   switch (w.element_type()) {
-    case ffi::F32: {
-      const auto* weights = static_cast<const float*>(w.untyped_data());
-      return by_inputs ? call(x.typed_data(), weights, by_inputs_float32)
-                       : call(x.typed_data(), weights, by_outputs<float>);
-    }
-    case ffi::BF16: {
-      const auto* weights = static_cast<const uint16_t*>(w.untyped_data());
-      if (by_inputs) return call(x.typed_data(), weights, by_inputs_bfloat16);
-      return call(in_order<BFloat16Pairs>(x.typed_data(), tokens, inputs, room), weights, by_outputs<uint16_t>);
-    }
+    case ffi::F32:
+      return call(x.typed_data(), static_cast<const float*>(w.untyped_data()), by_outputs<float>);
+    case ffi::BF16:
+      return call(in_order<BFloat16Pairs>(x.typed_data(), tokens, inputs, room),
+                  static_cast<const uint16_t*>(w.untyped_data()), by_outputs<uint16_t>);
     case ffi::S8:
-      if (by_inputs) return ffi::Error::InvalidArgument("grouped_matmul: weights in int8 are stored by outputs");
       return call(in_order<Int8>(x.typed_data(), tokens, inputs, room), static_cast<const int8_t*>(w.untyped_data()),
                   by_outputs<int8_t>);
     default:
@@ -87,7 +70,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_matmul, run,
                                   .Arg<Matrix>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<Sizes>()
-                                  .Attr<bool>("by_inputs")
                                   .Ret<Matrix>());
 
 }  // namespace native

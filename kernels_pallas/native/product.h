@@ -246,41 +246,6 @@ NATIVE_INLINE void product(const float* x, const typename Number::Stored* w, flo
   }
 }
 
-// The same with the weight stored [inputs, outputs], `apart` outputs in a row of it.
-template <typename Number>
-NATIVE_INLINE void product_transposed(const float* x, const typename Number::Stored* w, float* y, int64_t rows,
-                                      int64_t inputs, int64_t apart, int64_t begin, int64_t end) {
-  for (int64_t t = 0; t < rows; ++t) std::fill(y + t * apart + begin, y + t * apart + end, 0.0f);
-  // Outputs at a time: a stretch of each row of the weight, long enough to stream, whose sums stay in the first cache.
-  constexpr int64_t kStretch = 1024;
-  for (int64_t from = begin; from < end; from += kStretch) {
-    const int64_t to = std::min(from + kStretch, end);
-    int64_t i = 0;
-    for (; i + kOutputs <= inputs; i += kOutputs) {
-      const typename Number::Stored* w0 = w + i * apart;
-      const typename Number::Stored *w1 = w0 + apart, *w2 = w1 + apart, *w3 = w2 + apart;
-      for (int64_t t = 0; t < rows; ++t) {
-        const float* value = x + t * inputs + i;
-        float* sum = y + t * apart;
-#pragma omp simd
-        for (int64_t o = from; o < to; ++o) {
-          sum[o] += Number::load(w0[o]) * value[0] + Number::load(w1[o]) * value[1] + Number::load(w2[o]) * value[2] +
-                    Number::load(w3[o]) * value[3];
-        }
-      }
-    }
-    for (; i < inputs; ++i) {
-      const typename Number::Stored* weight = w + i * apart;
-      for (int64_t t = 0; t < rows; ++t) {
-        const float value = x[t * inputs + i];
-        float* sum = y + t * apart;
-#pragma omp simd
-        for (int64_t o = from; o < to; ++o) sum[o] += Number::load(weight[o]) * value;
-      }
-    }
-  }
-}
-
 // `product` for weights in float32, bfloat16 and int8 (x `in_order`), in product.cc: the templates take seconds to
 // compile for each instruction set, so no other file instantiates them.
 void product_of(const float* x, const float* w, float* y, int64_t rows, int64_t inputs, int64_t outputs, int64_t begin,

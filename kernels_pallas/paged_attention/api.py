@@ -10,7 +10,7 @@ section 2.1.2, with the projections of keys and values absorbed into those of qu
 
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import dispatch
+from kernels_pallas import dispatch, invariant
 from kernels_pallas.paged_attention import pallas_gpu, pallas_tpu, xla
 from kernels_pallas.shape_check import check_groups, shapes_checked
 
@@ -19,6 +19,7 @@ COPY = (dispatch.Implementation("xla", xla.copy_pages),)
 PAGED = (
     dispatch.Implementation("pallas_tpu", pallas_tpu.paged_attention, pallas_tpu.unsupported, platform="tpu"),
     *dispatch.kernels("gpu", pallas_gpu, "paged_attention"),
+    invariant.implementation(invariant.paged_attention),
     dispatch.Implementation("xla", xla.paged_attention),
     dispatch.Implementation("xla_all_blocks", xla.all_blocks),
 )
@@ -35,14 +36,14 @@ def write_kv(
     offset: Int[Array, " tokens"],
     implementation: str | None = None,
 ) -> Float[Array, "pages page_size kv_entries head_dim"]:
-    """Write each token's key and value at (page, offset); those for page 0 are dropped. Donate kv: updated in place.
+    """Writes each token's key and value at (page, offset); those for page 0 are dropped. Donate kv: updated in place.
 
     Numbers too large for a cache in 8 bits become the largest that it can hold. Of latents v is None, and k [tokens, 1,
     head_dim].
 
     Raises:
-        ValueError: shapes that do not fit together.
-        UnsupportedError: the implementation named does not exist or cannot run this call.
+        ValueError: the shapes do not match.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     if kv.shape[2] != (1 if v is None else 2 * k.shape[1]):
         expected = "one entry, for latents" if v is None else f"keys and values of {k.shape[1]} heads"
@@ -61,8 +62,8 @@ def copy_pages(
     """Copies whole pages; a pair with a 0 in it does nothing. All reads happen as if before all writes. Donate kv.
 
     Raises:
-        ValueError: shapes that do not fit together.
-        UnsupportedError: the implementation named does not exist or cannot run this call.
+        ValueError: the shapes do not match.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     return dispatch.call("copy_pages", COPY, implementation, kv, source=source, target=target)
 
@@ -93,8 +94,8 @@ def paged_attention(
     Returns:
         The weighted values, in q's dtype.
     Raises:
-        ValueError: shapes that do not fit together.
-        UnsupportedError: the implementation named does not exist or cannot run this call.
+        ValueError: the shapes do not match.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     if kv.shape[2] % 2 and kv.shape[2] != 1:
         raise ValueError(
@@ -119,8 +120,8 @@ def attention_sequence(
     """Causal attention over whole sequences, without a cache; differentiable. Softmax in float32, output in q's dtype.
 
     Raises:
-        ValueError: shapes that do not fit together.
-        UnsupportedError: the implementation named does not exist or cannot run this call.
+        ValueError: the shapes do not match.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     check_groups("attention_sequence", q.shape[2], k.shape[2])
     return dispatch.call("attention_sequence", SEQUENCE, implementation, q, k, v, scale=scale)

@@ -1,10 +1,10 @@
 """Paged attention as one Triton kernel: each program takes some queries of one block and kv head over some of its keys.
 
-The keys of a row are split over programs, so that a few long rows fill a GPU as many short ones do; a program reads its
-row's length and ends at once where it has no keys. What the programs of a row found is joined afterwards ("Flash-
-Decoding": Dao et al., 2023). Keys and values are read where they lie: a piece of keys is a page, or a part of one.
+The keys of a row are split over programs, so that a few long rows can fill a GPU. A program reads its row's length and
+ends at once if it has no keys. The results of a row's programs are combined afterwards ("Flash-Decoding": Dao et al.,
+2023). Keys and values are read in place: a piece of keys is a page, or a part of one.
 
-Queries of a block that share a kv head are the rows of one product: those of its query heads, at all its positions.
+Queries of a block that share a kv head are the rows of one product: all of its query heads, at all its positions.
 """
 
 import functools
@@ -18,9 +18,9 @@ from jax.experimental.pallas import triton as plt
 from kernels_pallas.triton_blocks import (
     LEAST,
     dot,
-    is_power_of_two,
     load_if,
     offsets_overflow,
+    pieces,
     power_of_two_in,
     store_if,
 )
@@ -30,22 +30,22 @@ QUERIES, KEYS = 64, 64
 """At most, in one product."""
 SPLIT_KEYS = 256
 """A row's keys are not divided further."""
-PROGRAMS, SPLITS = 1024, 32
-"""Keys are split until there are so many programs, into so many parts at most."""
+PROGRAMS, SPLITS = 1024, 256
+"""Keys are split until this number of programs is reached, into at most this number of parts."""
 
 
 def unsupported(q, kv, *, positions, page_table, block_row, scale, first_key=0):
-    """Why this call cannot run, or None."""
+    """Returns why this call cannot run, or None."""
     if 0 in (*q.shape, *page_table.shape):
         return "it is empty"
     if kv.shape[2] == 1:
         return "its keys are its values"
-    if q.dtype != kv.dtype or q.dtype not in (jnp.bfloat16, jnp.float16, F32):
+    if kv.dtype not in (q.dtype, jnp.float8_e4m3fn) or q.dtype not in (jnp.bfloat16, jnp.float16, F32):
         return f"queries are {q.dtype}, keys and values {kv.dtype}"
     if offsets_overflow(kv):
         return "offsets into the cache do not fit in 32 bits"
-    if not is_power_of_two(q.shape[3]) or q.shape[3] < LEAST:
-        return f"heads have a size of {q.shape[3]}, not a power of two of at least {LEAST}"
+    if q.shape[3] % LEAST:
+        return f"heads have a size of {q.shape[3]}, not a multiple of {LEAST}"
     if power_of_two_in(kv.shape[1], LEAST) < LEAST:
         return f"pages hold {kv.shape[1]} keys, not a multiple of {LEAST}"
     return None
@@ -81,7 +81,7 @@ def paged_attention(
 
     shrink = jnp.exp(highest - jnp.maximum(highest.max(axis=2, keepdims=True), jnp.finfo(F32).min))
     whole = (shrink * total).sum(axis=2)
-    # Where a program saw no key it has written nothing.
+    # A program without keys writes nothing.
     out = jnp.where((total > 0)[..., None], shrink[..., None] * out, 0).sum(axis=2)
     out = out / jnp.where(whole > 0, whole, 1)[..., None]
     out = out[:, :, :count].reshape(blocks, kv_heads, repeats, q_len, head_dim).transpose(0, 3, 1, 2, 4)
@@ -89,7 +89,7 @@ def paged_attention(
 
 
 def _part(queries):
-    """How many of the queries that share a kv head one program takes: a power of two."""
+    """Returns how many of the queries that share a kv head one program takes: a power of two."""
     return min(QUERIES, max(LEAST, pl.next_power_of_2(queries)))
 
 
@@ -104,15 +104,16 @@ def _kernel(
     part: int,
 ):  # fmt: skip
     which, split, block = (pl.program_id(axis) for axis in range(3))
-    head_dim, page_size, kv_heads = kv.shape[3], kv.shape[1], kv.shape[2] // 2
+    page_size, kv_heads, columns = kv.shape[1], kv.shape[2] // 2, pieces(kv.shape[3])
     piece = power_of_two_in(page_size, KEYS)
     head, here = lax.rem(which, kv_heads), pl.ds(lax.div(which, kv_heads) * part, part)
     place = plt.load(positions.at[block, here])
     last, row = jnp.max(place), plt.load(block_row.at[block])
-    pieces = lax.div(last + piece, piece)
-    each = jnp.maximum(lax.div(pieces + splits - 1, splits), SPLIT_KEYS // piece)
-    queries = plt.load(q.at[block, head, here, :])
-    product = functools.partial(dot, dtype=queries.dtype)
+    count = lax.div(last + piece, piece)
+    each = jnp.maximum(lax.div(count + splits - 1, splits), SPLIT_KEYS // piece)
+    # A head whose size is no power of two is a sum over pieces of it.
+    queries = [plt.load(q.at[block, head, here, column]) for column in columns]
+    product = functools.partial(dot, dtype=q.dtype)
 
     def attend(i, carry):
         peak, weight, sums = carry
@@ -121,18 +122,29 @@ def _kernel(
         key = i * piece + lax.broadcasted_iota(jnp.int32, (1, piece), 1)
         # Values that no query sees may be NaN (a page's tail), and 0 * NaN is NaN: they are not looked at.
         used = (key >= first_key) & (key <= last)
-        k, v = (load_if(used.T, kv.at[page, span, 2 * head + n, :], piece, head_dim) for n in (0, 1))
+
+        def load(entry, column):
+            found = load_if(used.T, kv.at[page, span, entry, column], piece, column.size)
+            # Triton converts 8 bits to 16 by way of 32.
+            return found.astype(F32) if kv.dtype.itemsize == 1 else found
+
         seen = (key >= first_key) & (key <= place[:, None])
-        scores = jnp.where(seen, scale * product(queries, k.T), -jnp.inf)
+        parts = [product(own, load(2 * head, column).T) for own, column in zip(queries, columns, strict=True)]
+        scores = jnp.where(seen, scale * sum(parts[1:], parts[0]), -jnp.inf)
         higher = jnp.maximum(peak, jnp.max(scores, axis=1))
         base = jnp.where(higher == -jnp.inf, 0.0, higher)  # no key seen yet: avoids inf - inf
         weights, shrink = jnp.exp(scores - base[:, None]), jnp.exp(peak - base)
-        sums = sums * shrink[:, None] + product(weights, v)
+        sums = tuple(
+            own * shrink[:, None] + product(weights, load(2 * head + 1, column))
+            for own, column in zip(sums, columns, strict=True)
+        )
         return higher, weight * shrink + jnp.sum(weights, axis=1), sums
 
-    start = (jnp.full(part, -jnp.inf, F32), jnp.zeros(part, F32), jnp.zeros((part, head_dim), F32))
-    end = jnp.minimum((split + 1) * each, pieces)
+    nothing = tuple(jnp.zeros((part, column.size), F32) for column in columns)
+    start = (jnp.full(part, -jnp.inf, F32), jnp.zeros(part, F32), nothing)
+    end = jnp.minimum((split + 1) * each, count)
     peak, weight, sums = lax.fori_loop(split * each, end, attend, start)
-    store_if(weight[:, None] > 0, out.at[block, head, split, here, :], sums)
+    for own, column in zip(sums, columns, strict=True):
+        store_if(weight[:, None] > 0, out.at[block, head, split, here, column], own)
     plt.store(highest.at[block, head, split, here], peak)
     plt.store(total.at[block, head, split, here], weight)

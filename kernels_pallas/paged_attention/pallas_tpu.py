@@ -1,9 +1,9 @@
 """Attention on TPU by the kernel that JAX keeps: `jax.experimental.pallas.ops.tpu.ragged_paged_attention`.
 
-It takes packed queries of sequences of any length, each sequence's queries being its last ones. Every block of ours is
-handed to it as a sequence of its own, which ends at the block's last query: blocks need no order, and a row's blocks
-see each its own keys. What the kernel cannot do is left to `xla`: hide the first keys (draft layers), and heads that
-are not whole registers.
+It takes packed queries of sequences of any length; the queries of a sequence are its last tokens. We pass every block
+as a separate sequence, which ends at the block's last query: blocks need no order, and each block of a row sees its own
+keys. `xla` handles calls that the kernel does not support: hidden first keys (draft layers), and heads that are not
+whole registers.
 
 The kernel keeps the page tables of all its blocks in scalar memory. Where they do not fit, the blocks are divided over
 several calls; they share nothing, so the result is the same.
@@ -24,7 +24,7 @@ VMEM_BYTES = 60 << 20
 
 
 def unsupported(q, kv, *, positions, page_table, block_row, scale, first_key=0):
-    """Why this call cannot run, or None."""
+    """Returns why this call cannot run, or None."""
     if 0 in (*q.shape, *page_table.shape):
         return "it is empty"
     if kv.shape[2] == 1:

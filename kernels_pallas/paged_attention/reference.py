@@ -17,7 +17,7 @@ def _attend(q, k, v, scale):
 
 
 def write_kv(kv, k, v, *, page, offset):
-    """As `api.write_kv`."""
+    """Implements `api.write_kv`."""
     kv = np.array(kv)
     for t in range(k.shape[0]):
         if page[t]:
@@ -28,7 +28,7 @@ def write_kv(kv, k, v, *, page, offset):
 
 
 def copy_pages(kv, *, source, target):
-    """As `api.copy_pages`."""
+    """Implements `api.copy_pages`."""
     before = np.asarray(kv)
     after = before.copy()
     for s, t in zip(source, target, strict=True):
@@ -38,7 +38,7 @@ def copy_pages(kv, *, source, target):
 
 
 def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key=0):
-    """As `api.paged_attention`, in float64."""
+    """Implements `api.paged_attention`, in float64."""
     q, kv, size = _wide(q), _wide(kv), kv.shape[1]
     out = np.zeros_like(q)
     for block in range(q.shape[0]):
@@ -52,7 +52,7 @@ def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key
 
 
 def attention_sequence(q, k, v, *, scale):
-    """As `api.attention_sequence`, in float64."""
+    """Implements `api.attention_sequence`, in float64."""
     q, k, v = _wide(q), _wide(k), _wide(v)
     out = np.zeros_like(q)
     for row in range(q.shape[0]):

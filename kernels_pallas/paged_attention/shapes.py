@@ -21,7 +21,7 @@ class Shape:
         return 1 if self.latent else 2 * self.kv_heads
 
     def small(self) -> "Shape":
-        """The same page and kind of grouping, on sizes that a test can afford."""
+        """Returns the same page and kind of grouping, on sizes that a test can afford."""
         kv_heads = min(self.kv_heads, 3)
         repeats = min(self.q_heads // self.kv_heads, 3)
         return dataclasses.replace(self, q_heads=kv_heads * repeats, kv_heads=kv_heads, head_dim=min(self.head_dim, 24))

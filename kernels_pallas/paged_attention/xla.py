@@ -1,4 +1,4 @@
-"""Attention in plain JAX: an online softmax over pieces of the keys, so that no table of all scores is ever held."""
+"""Attention in plain JAX: an online softmax over pieces of the keys, without an array of all scores."""
 
 import functools
 
@@ -20,7 +20,7 @@ def write_kv(kv, k, v, *, page, offset):
 
 
 def _narrowed(x, dtype):
-    """In the cache's dtype. What 8 bits cannot hold becomes the largest that they can: converted, it would be NaN."""
+    """Converts x to the cache's dtype. Clips to the range of an 8-bit dtype, where larger numbers would become NaN."""
     if dtype.itemsize == 1:
         most = float(jnp.finfo(dtype).max)
         x = jnp.clip(x, -most, most)
@@ -28,13 +28,13 @@ def _narrowed(x, dtype):
 
 
 def copy_pages(kv, *, source, target):
-    """See `api.copy_pages`. It is called once for a layer's whole cache, which the compiler divides over devices."""
+    """See `api.copy_pages`. One call handles a layer's whole cache, which the compiler may divide over devices."""
     target = jnp.where(source > 0, target, 0)
     read = functools.partial(read_slots, divided=True)
 
     def if_needed(kv, source, target):
-        # Copies are rare, so this is a loop of one round or none (with `cond`, XLA:CPU would copy the cache). A scatter
-        # of whole pages would have the TPU's compiler lay out, and copy, the whole cache differently, in every step.
+        # Copies are rare, so this is a loop with one round or none (with `cond`, XLA:CPU would copy the cache). For a
+        # scatter of whole pages, the TPU's compiler would copy the whole cache into another layout in every step.
         needed = (target > 0).any().astype(jnp.int32)
         return lax.fori_loop(0, needed, lambda _, kv: write_one_by_one(kv, read(kv, source), target), kv)
 
@@ -46,13 +46,13 @@ def copy_pages(kv, *, source, target):
 
 
 def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key=0):
-    """See `api.paged_attention`. The form is chosen by the platform compiled for, which may not be the one at hand."""
+    """See `api.paged_attention`. The target platform of compilation selects the form."""
     cpu, default = (functools.partial(form, scale=scale, first_key=first_key) for form in (_one_by_one, _all_at_once))
     return lax.platform_dependent(q, kv, positions, page_table, block_row, cpu=cpu, default=default)
 
 
 def all_blocks(q, kv, *, positions, page_table, block_row, scale, first_key=0):
-    """All blocks side by side, up to the last key that any query of the call sees."""
+    """Attends with all blocks in parallel, up to the last key that any query of the call sees."""
     return _all_at_once(q, kv, positions, page_table, block_row, scale=scale, first_key=first_key)
 
 
@@ -105,7 +105,7 @@ def _all_at_once(q, kv, positions, page_table, block_row, *, scale, first_key):
 
 
 def _one_by_one(q, kv, positions, page_table, block_row, *, scale, first_key):
-    """A loop over blocks, each up to the last key that it sees: half the work for a prompt, and it stays in cache."""
+    """Loops over blocks, each up to the last key that it sees: half the work for a prompt, and data stay in cache."""
     queries, places, tables, keys = _blocks(q, kv, positions, page_table, block_row)
 
     def block(b, out):
@@ -123,8 +123,8 @@ def _one_by_one(q, kv, positions, page_table, block_row, *, scale, first_key):
 
 
 def _blocks(q, kv, positions, page_table, block_row):
-    """Queries [blocks, kv_heads, repeats * q_len, head_dim], their positions [blocks, repeats * q_len], each block's
-    pages, padded with page 0 to whole pieces, and the number of keys in a piece.
+    """Returns queries [blocks, kv_heads, repeats * q_len, head_dim], their positions [blocks, repeats * q_len], each
+    block's pages, padded with page 0 to whole pieces, and the number of keys in a piece.
     """
     blocks, q_len, q_heads, head_dim = q.shape
     page_size, kv_heads = kv.shape[1], max(kv.shape[2] // 2, 1)
@@ -138,14 +138,14 @@ def _blocks(q, kv, positions, page_table, block_row):
 
 
 def _join(out, q):
-    """[blocks, kv_heads, repeats * q_len, head_dim] in the shape and dtype of q."""
+    """Converts [blocks, kv_heads, repeats * q_len, head_dim] to the shape and dtype of q."""
     blocks, q_len, _, head_dim = q.shape
     out = out.reshape(blocks, out.shape[1], -1, q_len, head_dim).transpose(0, 3, 1, 2, 4)
     return out.reshape(q.shape).astype(q.dtype)
 
 
 def _attend_pages(kv, i, carry, q, positions, table, *, keys, scale, first_key):
-    """The softmax of one block, carried on over piece i of its row's keys."""
+    """Continues one block's softmax over piece i of its row's keys."""
     pages = keys // kv.shape[1]
     entries = read_slots(kv, lax.dynamic_slice_in_dim(table, i * pages, pages))
     entries = entries.reshape(keys, -1, min(kv.shape[2], 2), kv.shape[3]).transpose(2, 1, 0, 3)
@@ -157,12 +157,12 @@ def _attend_pages(kv, i, carry, q, positions, table, *, keys, scale, first_key):
 
 
 def _nothing_seen(q):
-    """The start of an online softmax: the highest score so far, the sum of weights and of weighted values."""
+    """Returns the initial values of an online softmax: highest score, sum of weights, sum of weighted values."""
     return jnp.full(q.shape[:-1], -jnp.inf, F32), jnp.zeros(q.shape[:-1], F32), jnp.zeros(q.shape, F32)
 
 
 def _attend(carry, q, k, v, seen, scale):
-    """An online softmax carried on over more keys: q [..., queries, head_dim], k and v [..., keys, head_dim], seen
+    """Continues an online softmax over more keys: q [..., queries, head_dim], k and v [..., keys, head_dim], seen
     [queries, keys]. Source: "Online normalizer calculation for softmax" (Milakov and Gimelshein, 2018).
     """
     highest, total, out = carry

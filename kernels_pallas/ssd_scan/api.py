@@ -9,13 +9,14 @@ padding: whatever its x, b and c hold (NaN included) it leaves the state bitwise
 
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas import dispatch
+from kernels_pallas import dispatch, invariant
 from kernels_pallas.shape_check import check_groups, shapes_checked
 from kernels_pallas.ssd_scan import pallas_gpu, pallas_tpu, xla
 
 SCAN = (
     *dispatch.kernels("tpu", pallas_tpu, "ssd_scan"),
     *dispatch.kernels("gpu", pallas_gpu, "ssd_scan"),
+    invariant.implementation(invariant.ssd_scan),
     dispatch.Implementation("xla", xla.ssd_scan),
     dispatch.Implementation("xla_whole_tiles", xla.whole_tiles),
 )
@@ -40,8 +41,8 @@ def ssd_scan(
     """Scans rows cut into tiles, from states in the store to states in the store.
 
     The tiles of a row are consecutive. A tile with `tile_first` starts from the state in `read_slot` (zeros for slot
-    0); any other carries on from the tile before. After a tile the state goes to its `write_slot` (slot 0: nowhere).
-    Slots are used as `kernels_pallas.slots` says: a row may write the slot that it reads, and no slot that another row
+    0); any other continues from the previous tile. After a tile the state goes to its `write_slot` (slot 0: nowhere).
+    The rules of `kernels_pallas.slots` apply: a row may write the slot that it reads, and no slot that another row
     reads or writes. State mathematics is float32; at the end of each tile the state is rounded to the store's dtype, so
     that cutting a row between tiles into several calls changes nothing.
 
@@ -54,8 +55,8 @@ def ssd_scan(
     Returns:
         y in x's dtype, and the store.
     Raises:
-        ValueError: shapes that do not fit together.
-        UnsupportedError: the implementation named does not exist or cannot run this call.
+        ValueError: the shapes do not match.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     check_groups("ssd_scan", x.shape[2], b.shape[2])
     return dispatch.call(
@@ -85,8 +86,8 @@ def ssd_scan_sequence(
     Returns:
         y in x's dtype, and the final state in float32.
     Raises:
-        ValueError: shapes that do not fit together.
-        UnsupportedError: the implementation named does not exist or cannot run this call.
+        ValueError: the shapes do not match.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     check_groups("ssd_scan_sequence", x.shape[2], b.shape[2])
     if chunk_size < 1:

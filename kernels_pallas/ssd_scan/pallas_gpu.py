@@ -1,14 +1,18 @@
-"""The scan as three Triton kernels, so that the tiles of one prompt fill a GPU as those of many do: what each tile adds
-to a state; the states passed on from tile to tile; each tile's outputs from the state that it starts with (Dao and Gu,
-2024, section 6). The first and the last take some channels of one head through one tile, all tiles side by side. What
-lies between only adds, and goes through all tiles in order.
+"""The scan as three Triton kernels, so that the tiles of a single prompt can fill a GPU (Dao and Gu, 2024, section 6).
 
-States come from their slots once and go out after tiles that ask for it, in place. Accesses to slot 0 are masked:
-nothing is read, nothing is written. Channels go side by side and rows one after the other; still, as everywhere, no row
-may write a slot that another row reads (`kernels_pallas.slots`).
+1. Computes what each tile adds to a state.
+2. Passes the states on from tile to tile.
+3. Computes each tile's outputs from the state before the tile.
 
-A tile is worked off in blocks of `tokens` tokens, by products of operands in x's dtype, summed in float32; with float32
-inputs products keep full precision.
+Kernels 1 and 3 process all tiles in parallel; a program takes some channels of one head and one tile. Kernel 2 only
+adds, and processes the tiles in order.
+
+States are read from their slots once and are written in place after each tile with a write slot. Accesses to slot 0 are
+masked: the kernel neither reads nor writes it. Channels run in parallel and rows in order; nevertheless, no row may
+write a slot that another row reads (`kernels_pallas.slots`).
+
+A tile is processed in blocks of `tokens` tokens, by products of operands in x's dtype, summed in float32. With float32
+inputs, products keep full precision.
 """
 
 import dataclasses
@@ -33,11 +37,11 @@ from kernels_pallas.triton_blocks import (
 )
 
 F32 = jnp.float32
-SLICE = 16  # channels of a head that are passed on by one program
+SLICE = 16  # channels of a head in one program of the second kernel
 
 
 def unsupported(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot):
-    """Why this call cannot run, or None."""
+    """Returns why this call cannot run, or None."""
     if 0 in (*x.shape, *b.shape):
         return "it is empty"
     if offsets_overflow(store):
@@ -64,7 +68,7 @@ def ssd_scan(
     # The log of the decay from a block's start.
     by_block = (dt * a.astype(F32)).reshape(tiles, size // block, block, heads)
     decay = jnp.cumsum(by_block, axis=2).reshape(tiles, size, heads).swapaxes(1, 2)
-    # Which tokens are real is decided over all heads; a program sees one.
+    # Whether a token is real depends on all heads, but a program sees only one.
     real, dt = (dt != 0).any(axis=2), dt.swapaxes(1, 2)
     call = functools.partial(
         pl.pallas_call, compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages), interpret=interpret
@@ -75,7 +79,7 @@ def ssd_scan(
         functools.partial(_added, **sizes), grid=by_tile, out_shape=states, name="ssd_scan_added"
     )(real, x, dt, decay, b)  # fmt: skip
 
-    # Without a row to carry on, the first tile starts from zeros.
+    # The first tile has no previous tile: unless it begins a row, it starts from zeros.
     first = tile_first.at[0].set(True)
     across = by_block.sum(axis=(1, 2))  # [tiles, heads], the log of the decay over a tile
     begun, store = call(
@@ -102,7 +106,7 @@ def ssd_scan(
 
 
 def _added(real, x, dt, decay, b, out, *, block: int, part: int, repeats: int):
-    """What a tile adds to the state that it starts with."""
+    """Computes what a tile adds to the state before it."""
     state = jnp.zeros((part, b.shape[3]), F32)
     head, channels, tile = (pl.program_id(axis) for axis in range(3))
     here = pl.ds(channels * part, part)
@@ -113,7 +117,7 @@ def _added(real, x, dt, decay, b, out, *, block: int, part: int, repeats: int):
 
 
 def _passed_on(first, read_slot, write_slot, across, added, store_in, begun, store_out, *, part: int):
-    """The state that each tile starts with, in the place of what it adds, and the states that go to slots."""
+    """Returns the state before each tile, in place of the tile's contribution, and the states for slots."""
     head, channels = pl.program_id(0), pl.program_id(1)
     here = pl.ds(channels * part, part)
     shape = (part, added.shape[3])
@@ -124,7 +128,7 @@ def _passed_on(first, read_slot, write_slot, across, added, store_in, begun, sto
         state = jnp.where(fresh, slot, state)
         gained = plt.load(added.at[tile, head, here, :])
         plt.store(begun.at[tile, head, here, :], state)
-        # Rounded as it could be stored, so that cutting a row between tiles into several calls changes nothing.
+        # Rounded to the store's dtype, so that dividing a row's tiles over several calls does not change results.
         stored = (state * jnp.exp(plt.load(across.at[tile, head])) + gained).astype(store_out.dtype)
         target = plt.load(write_slot.at[tile])
         store_if(target > 0, store_out.at[target, head, here, :], stored)
@@ -134,7 +138,7 @@ def _passed_on(first, read_slot, write_slot, across, added, store_in, begun, sto
 
 
 def _outputs(real, x, dt, decay, b, c, d, begun, y, *, block: int, part: int, repeats: int):
-    """A tile's outputs, from the state that it starts with."""
+    """Computes a tile's outputs from the state before the tile."""
     head, channels, tile = (pl.program_id(axis) for axis in range(3))
     here = pl.ds(channels * part, part)
     state, skip = plt.load(begun.at[tile, head, here, :]), plt.load(d.at[head])
@@ -172,7 +176,7 @@ class _Tokens:
         return pl.ds(self.start, self.count)
 
     def _live(self, real):
-        # Padding may hold NaN, and 0 * NaN is NaN: its values are not looked at.
+        # Padding may hold NaN, and 0 * NaN is NaN: its values are masked.
         return plt.load(real.at[self.tile, self.span])[:, None]
 
     def values(self, real, x):
@@ -189,7 +193,7 @@ class _Tokens:
         return plt.load(v.at[self.tile, self.head, self.span])
 
     def carry(self, state, values, bt, dt, decay):
-        """The state after these tokens."""
+        """Returns the state after these tokens."""
         steps, sums = self.column(dt), self.column(decay)
         last = plt.load(decay.at[self.tile, self.head, jnp.int32(self.start + self.count - 1)])
         to_end = values.astype(F32) * (steps * jnp.exp(last - sums))[:, None]

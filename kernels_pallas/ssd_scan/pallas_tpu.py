@@ -1,15 +1,15 @@
 """The scan as one TPU kernel: a sequential grid over tiles, the state in VMEM from a row's first tile to its last.
 
-The grid is (blocks of heads, tiles). Slot numbers are prefetched: a row's state is fetched at its first tile, and a
-tile's end state is written back where it is wanted; the store is input and output in one buffer. A write to slot 0 is
-not skipped: the null slot may hold anything.
+The grid is (blocks of heads, tiles). Slot numbers are prefetched: the pipeline fetches a row's state at its first tile
+and writes the state after a tile to the tile's slot, if it has one. The store is input and output in one buffer. Writes
+to slot 0 are not skipped, because the null slot may hold anything.
 
-Within a tile everything is a matrix product (Dao and Gu, 2024, section 6), of operands in x's dtype, summed in float32;
-the decay is a difference of running sums, masked before `exp`. Running sums are a product too: Mosaic has no other.
-For float32 inputs products keep full precision.
+Within a tile, all computations are matrix products (Dao and Gu, 2024, section 6) of operands in x's dtype, summed in
+float32. The decay is a difference of running sums, masked before `exp`. Running sums are products too, because Mosaic
+has no cumulative sum. With float32 inputs, products keep full precision.
 
-A row's state is fetched once. The next row's is fetched while this one's is written, which is why no row may write a
-slot that another row reads (`kernels_pallas.slots`).
+The pipeline fetches a row's state once. It fetches the next row's state while it writes this one's. Therefore no row
+may write a slot that another row reads (`kernels_pallas.slots`).
 """
 
 import functools
@@ -25,11 +25,11 @@ from kernels_pallas.heads import HeadBlocks
 from kernels_pallas.tpu_blocks import LANES, blocks_in_lanes, dot
 
 F32 = jnp.float32
-BLOCK_BYTES = 1 << 20  # of the state that a step of the grid holds
+BLOCK_BYTES = 1 << 20  # bytes of state in a grid step
 
 
 def unsupported(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot):
-    """Why this call cannot run, or None."""
+    """Returns why this call cannot run, or None."""
     return "it is empty" if 0 in (*x.shape, *b.shape) else None
 
 
@@ -74,7 +74,7 @@ def ssd_scan(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot, int
             jax.ShapeDtypeStruct(store.shape, store.dtype),
         ],
         input_output_aliases={13: 1},
-        # Blocks of heads touch different parts of every slot, the null slot's included.
+        # Blocks of heads access disjoint parts of every slot (the null slot included).
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=_cost(x, b, store, blocks),
         interpret=interpret,
@@ -96,12 +96,12 @@ def ssd_scan(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot, int
 def slots_of_tiles(
     tile_first: Bool[Array, " tiles"], read_slot: Int[Array, " tiles"], write_slot: Int[Array, " tiles"]
 ) -> list[Int[Array, " tiles"]]:
-    """What a kernel over tiles is told: first, read and write slot, and the slots whose blocks are in and out.
+    """Returns the scalars of a kernel over tiles: first, read slot, write slot, slots of the input and output blocks.
 
-    Tiles that read or write nothing name the block that the tile before them read, or the next one writes: the pipeline
-    moves a block only when its number changes.
+    A tile that reads nothing selects the block that the previous tile read; a tile that writes nothing selects the
+    block that the next one writes. The pipeline moves a block only when its number changes.
     """
-    # Without a row to carry on, the first tile starts from zeros.
+    # The first tile has no previous tile: unless it begins a row, it starts from zeros.
     tile_first, read_slot = tile_first.at[0].set(True), jnp.where(tile_first, read_slot, 0)
     tiles = len(tile_first)
     number = jnp.arange(tiles)
@@ -135,8 +135,8 @@ def _kernel(
 
 
 def scan_tile(x, dt, a, b, c, d, real, y, carry, stored, *, blocks: HeadBlocks, head_dim: int):
-    """One tile, inside of a kernel: y [1, size, heads * head_dim], and `carry` [heads, head_dim, state], which is
-    rounded to the dtype `stored`, moves on by a tile. All are references; `real` [1, 1, size] is 1 for tokens.
+    """Scans one tile inside a kernel: writes y [1, size, heads * head_dim], updates `carry` [heads, head_dim, state],
+    rounded to the dtype `stored`. All arrays are references; `real` [1, 1, size] is 1 for tokens.
     """
     size, state = x.shape[1], carry.shape[2]
     product = functools.partial(dot, dtype=x.dtype)
@@ -159,7 +159,7 @@ def scan_tile(x, dt, a, b, c, d, real, y, carry, stored, *, blocks: HeadBlocks, 
     by_row = lax.div(lax.broadcasted_iota(jnp.int32, (width, size), 0), head_dim)
 
     def join(parts, which):
-        """Part i where `which` is i."""
+        """Selects part i where `which` is i."""
         out = parts[0]
         for i in range(1, together):
             out = jnp.where(which == i, parts[i], out)
@@ -184,12 +184,12 @@ def scan_tile(x, dt, a, b, c, d, real, y, carry, stored, *, blocks: HeadBlocks, 
             y[0, :, lanes] = (join(inside, by_lane) + before + values * d[:, lanes]).astype(y.dtype)
             added = product(values.T * join([to_end[head] for head in heads], by_row), bt, (1, 0))
             new = carry[here] * jnp.exp(last[here])[:, :, None] + added.reshape(together, head_dim, state)
-            # Rounded as it could be stored, so that cutting a row between tiles into several calls changes nothing.
+            # Rounded to the store's dtype, so that dividing a row's tiles over several calls does not change results.
             carry[here] = new.astype(stored).astype(F32)
 
 
 def _heads_together(head_dim, repeats):
-    """How many heads' channels fill the lanes of a register."""
+    """Returns the number of heads whose channels fill the lanes of a register."""
     together = LANES // head_dim if LANES % head_dim == 0 else 1
     return together if repeats % together == 0 else 1
 
@@ -204,6 +204,6 @@ def _cost(x, b, store, blocks: HeadBlocks) -> pl.CostEstimate:
     return pl.CostEstimate(
         flops=flops,
         transcendentals=tokens * heads * size,
-        # As if every tile wrote a state; most do not, but at least one row is read and one written.
+        # Assumes that every tile writes a state; most do not, but at least one row is read and one written.
         bytes_accessed=tokens * per_token + 2 * tiles * heads * head_state * store.dtype.itemsize,
     )

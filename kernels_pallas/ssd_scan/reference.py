@@ -18,7 +18,7 @@ def _wide(*arrays: Any) -> list[np.ndarray]:
 
 
 def ssd_scan(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot):
-    """As `api.ssd_scan`, on arrays that numpy can read. Returns y in float64 and the store in its own dtype."""
+    """Implements `api.ssd_scan` on numpy arrays. Returns y in float64 and the store in its own dtype."""
     dtype = np.asarray(store).dtype
     x, dt, a, b, c, d, before = _wide(x, dt, a, b, c, d, store)
     after, y = np.array(store), np.zeros_like(x)
@@ -35,7 +35,7 @@ def ssd_scan(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot):
 
 
 def ssd_scan_sequence(x, dt, a, b, c, d, *, initial_state=None):
-    """As `api.ssd_scan_sequence`. Returns y and the final state in float64."""
+    """Implements `api.ssd_scan_sequence`. Returns y and the final state in float64."""
     x, dt, a, b, c, d = _wide(x, dt, a, b, c, d)
     batch, length, heads, head_dim = x.shape
     y, states = np.zeros_like(x), np.zeros((batch, heads, head_dim, b.shape[-1]))

@@ -15,7 +15,7 @@ class Shape:
     tile_size: int = 128
 
     def small(self) -> "Shape":
-        """The same tile and kind of grouping, on sizes that a test can afford."""
+        """Returns the same tile and kind of grouping, on sizes that a test can afford."""
         repeats = min(self.heads // self.groups, 3)
         groups = min(self.groups, 4)
         return dataclasses.replace(

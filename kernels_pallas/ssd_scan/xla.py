@@ -13,7 +13,7 @@ CPU_BLOCK = 32
 
 
 def ssd_scan(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot):
-    """See `api.ssd_scan`. The blocking is chosen by the platform compiled for, which may not be the one at hand."""
+    """See `api.ssd_scan`. The target platform of compilation selects the blocks."""
     size = x.shape[1]
     small = max(n for n in range(1, min(size, CPU_BLOCK) + 1) if size % n == 0)
     arguments = x, dt, a, b, c, d, store, tile_first, read_slot, write_slot
@@ -25,7 +25,7 @@ def ssd_scan(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot):
 
 
 def whole_tiles(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot):
-    """The form for other platforms than CPU."""
+    """Implements the form for platforms other than CPU."""
     places = tile_first, read_slot, write_slot
     return _scan_tiles(x, dt, a, b, c, d, store, *places, size=x.shape[1], branch=False)
 

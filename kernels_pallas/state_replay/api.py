@@ -63,7 +63,7 @@ def state_replay(
     another row's inputs. Rejected drafts are therefore discarded by not advancing `length`, and a tail needs no reset:
     with anchor_length = length, none of its entries is read.
 
-    Slots are used as `kernels_pallas.slots` says: no row writes a slot that another row reads; a row may write the one
+    The rules of `kernels_pallas.slots` apply: no row writes a slot that another row reads; a row may write the one
     that it reads itself (it does so where no other slot is left). States are computed in float32 and rounded to their
     dtype where they are written; products take operands in x's dtype.
 
@@ -79,8 +79,8 @@ def state_replay(
     Returns:
         y in x's dtype, states and tail.
     Raises:
-        ValueError: shapes that do not fit together, or an impossible interval or number of entries.
-        UnsupportedError: the implementation named does not exist or cannot run this call.
+        ValueError: the shapes do not match; or or an impossible interval or number of entries.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     (_, steps, heads, head_dim), (groups, state) = x.shape, b.shape[2:]
     check_groups("state_replay", heads, groups)

@@ -11,7 +11,7 @@ _KNOWN = (F32, jnp.bfloat16)
 
 
 def unsupported(states, tail, x, dt, a, b, c, d, **places):
-    """Why it cannot run this call, or None."""
+    """Returns why it cannot run this call, or None."""
     if states.dtype not in _KNOWN:
         return f"states are {states.dtype}, not float32 or bfloat16"
     if tail.x.dtype not in _KNOWN or tail.b.dtype != tail.x.dtype or tail.dt.dtype != F32:

@@ -1,13 +1,14 @@
 """The replay as one Triton kernel: each program takes some channels of one head of one row.
 
-The anchor comes from its slot into registers once, and all new tokens' outputs are read from it there. The tail's
-tokens give scores (C with B) and then outputs (scores with x) in blocks of `entries`; only what is valid is loaded.
-What decays is summed from a token to the present, never subtracted. A state that is due is computed by the recurrence
-itself, token after token: that happens once in an interval. States and tails are input and output in one buffer.
-Accesses to slot 0 and tail 0 are masked: nothing is read, nothing is written.
+A program loads the anchor into registers once and computes all new tokens' outputs from it. It computes scores (C with
+B) and then outputs (scores with x) of the tail's tokens in blocks of `entries`, and loads only valid entries. Log
+decays are summed from each token to the present, never subtracted. Once per interval, a program computes the state that
+is due by the recurrence, token after token. States and tails are input and output in one buffer. Accesses to slot 0 and
+tail 0 are masked: the kernel neither reads nor writes them.
 
-Rows run side by side, which is why no row may write a slot that another row reads (`kernels_pallas.slots`). So do the
-heads of a group, whose B is one entry of the tail: the new tokens' is taken from the inputs, and one program writes it.
+Rows run in parallel, which is why no row may write a slot that another row reads (`kernels_pallas.slots`). The heads of
+a group run in parallel too, and share one entry of B in the tail: they take B of new tokens from the inputs, and one
+program writes it.
 """
 
 import functools
@@ -25,7 +26,7 @@ F32 = jnp.float32
 
 
 def unsupported(states, tail, x, dt, a, b, c, d, **places):
-    """Why this call cannot run, or None."""
+    """Returns why this call cannot run, or None."""
     if 0 in (*x.shape, *b.shape):
         return "it is empty"
     if offsets_overflow(states) or any(map(offsets_overflow, tail)):
@@ -79,7 +80,7 @@ def _kernel(
         return load_if(source > 0, state_in.at[source, head, here, :], block, size).astype(F32)
 
     rate, skip = plt.load(a.at[head]), plt.load(d.at[head])
-    times = [jnp.int32(t) for t in range(steps)]  # the interpreter takes no plain integers
+    times = [jnp.int32(t) for t in range(steps)]  # the interpreter does not accept plain integers
 
     # The new tokens; padding may hold NaN, so it is not loaded.
     values = [load_if(t < count, x.at[row, t, head, here], block).astype(F32) for t in times]
@@ -133,7 +134,7 @@ def _kernel(
             of_token = plt.load(tail_x.at[ring_of, entry, inner]), plt.load(tail_b.at[ring_of, entry, keys])
             return absorb(state, plt.load(tail_dt.at[ring_of, entry, head]), *(v.astype(F32) for v in of_token))
 
-        written = lax.fori_loop(first, start, replayed, load_anchor())  # again: registers were worth more in between
+        written = lax.fori_loop(first, start, replayed, load_anchor())  # loaded again, to free its registers in between
         for t in range(steps):
             before = start + t < due
             step = jnp.where(before, dts[t], 0.0)

@@ -1,20 +1,20 @@
-"""The replay as one TPU kernel: a row's anchor goes through VMEM once, and the matrix unit reads it.
+"""The replay as one TPU kernel: each row's anchor passes through VMEM once, and the matrix unit reads it.
 
-The grid is (rows, blocks of heads). The blocks of states that the pipeline fetches and writes back are named by
-prefetched numbers of slots; states and tails are input and output in one buffer. A block moves only when its name
-changes, so a row that needs none (no anchor, no state due, padding) names the one that lies there already.
+The grid is (rows, blocks of heads). Prefetched slot numbers select the blocks of states that the pipeline fetches and
+writes back; states and tails are input and output in one buffer. The pipeline moves a block only when its number
+changes, so a row that needs no block (no anchor, no state due, padding) selects the block that is already in VMEM.
 
-Tails stay in the large memory, and of each only some entries move, a row ahead of their use: those with a token since
-the anchor are fetched, those with a new token written back (`kernels_pallas.tail_copies`).
+Tails stay in HBM. The kernel copies only some entries of each tail, one row ahead of their use: it fetches the entries
+with a token since the anchor and writes back those with a new token (`kernels_pallas.tail_copies`).
 
-With the form of `kernels_pallas.state_replay.xla`, all new tokens' outputs are three products: C with the anchor, C
-with B of the tail, and the decayed scores with x of the tail. A tail is used as it lies, a ring: the sums over the
-tokens before each are a product with a mask of their positions. Operands are of x's dtype, sums float32; what makes
-the state that is written keeps twice those digits, since it is carried on. With float32 inputs products keep full
-precision.
+In the form of `kernels_pallas.state_replay.xla`, the outputs of all new tokens are three products: C with the anchor,
+C with B of the tail, and the decayed scores with x of the tail. The ring of a tail is not reordered: a product with a
+mask of positions computes the sums over the tokens before each token. Operands have x's dtype and sums are float32.
+The products that form the written state keep twice as many digits, because later steps continue from that state. With
+float32 inputs, products keep full precision.
 
-The next row's anchor is fetched while this one's state is written, which is why no row may write a slot that another
-row reads (`kernels_pallas.slots`).
+The pipeline fetches the next row's anchor while it writes this row's state. Therefore no row may write a slot that
+another row reads (`kernels_pallas.slots`).
 """
 
 import functools
@@ -31,11 +31,11 @@ from kernels_pallas.tail_copies import TailCopies, moved_entries, registers, scr
 from kernels_pallas.tpu_blocks import LANES, blocks_in_lanes, dot, in_large_memory
 
 F32 = jnp.float32
-BLOCK_BYTES = 1 << 20  # of the state that is moved at a time: large enough to hide a grid step's fixed cost
+BLOCK_BYTES = 1 << 20  # bytes of state moved at a time: large enough to hide a grid step's fixed cost
 
 
 def unsupported(states, tail, x, dt, a, b, c, d, **places):
-    """Why this call cannot run, or None."""
+    """Returns why this call cannot run, or None."""
     return "it is empty" if 0 in (*x.shape, *b.shape) else None
 
 
@@ -60,7 +60,7 @@ def state_replay(
 
     group_block = functools.partial(_group_block, blocks)
 
-    # An index map gets the grid's indices and all scalars; the last four are names and places.
+    # An index map gets the grid's indices and all scalars; the last four are the indices and blocks of `_named`.
     def of_slots(number):
         return lambda i, h, *s: (s[number][i], block(h, i, s[number + 1]), 0, 0)
 
@@ -121,14 +121,14 @@ def state_replay(
 
 
 def _group_block(blocks: HeadBlocks, block):
-    """Which block of groups a block of heads needs."""
+    """Returns the block of groups that a block of heads needs."""
     return block if blocks.heads >= blocks.repeats else blocks.first_group(block)
 
 
 def _named(index, wanted, blocks: HeadBlocks):
-    """Of which slot or tail a row's blocks are: its own, or the last one's before it that wants any, or the next one's.
+    """Selects each row's slot or tail: its own, or that of the last earlier row that needs one, or of the next one.
 
-    Returns the index, and the place of the block that lies there already, -1 where the row's own are wanted.
+    Returns the index, and the block that is already in VMEM; -1 if the row needs its own blocks.
     """
     number = jnp.arange(len(index))
     before = lax.cummax(jnp.where(wanted, number, -1))
@@ -169,7 +169,7 @@ def _compute(
     tail_x, tail_b, tail_dt, since_anchor, to_come, taken, due_since_anchor, due_to_come, *, blocks: HeadBlocks,
     head_dim: int,
 ):  # fmt: skip
-    """One row and block; the new tokens are added to its tail, which lies in the fast memory as `registers` has it."""
+    """Computes one row and block, and adds the new tokens to the row's tail, which is in VMEM as by `registers`."""
     row, block = (pl.program_id(axis) for axis in range(2))
     steps, entries = x.shape[1], tail_x.shape[0] * tail_x.shape[1]
     start, count = length[row], num_tokens[row]
@@ -190,7 +190,7 @@ def _compute(
         step = lax.broadcasted_iota(jnp.int32, (steps, 1), 0)
 
         def append(tail, new, number=0):
-            """A tail's entries with the new ones in float32, zeros where there is none; of one block of lanes."""
+            """Returns old and new entries of a block of lanes of a tail, float32; zeros where there is no token."""
             width = new.shape[2]
             lanes = pl.ds(pl.multiple_of(number * width, LANES), width) if width < tail.shape[2] else slice(None)
             merged = tail[:, :, lanes].astype(F32).reshape(entries, width)
@@ -201,7 +201,7 @@ def _compute(
             return jnp.where(valid, merged, 0)
 
         def column(decays, heads):
-            """Sums over entries, as a column of heads."""
+            """Returns sums over entries as a column of heads."""
             total = jnp.sum(decays, axis=0, keepdims=True)
             return jnp.broadcast_to(total[:, heads], (8, blocks.heads)).T[:, :1]
 
@@ -213,8 +213,8 @@ def _compute(
             def sums(chosen):
                 return dot(chosen.astype(F32), decay, (1, 0), F32)
 
-            # From one token to another the decay is a difference of sums over what follows each: those of tokens near
-            # each other are then of a few tokens, and keep their digits, however much the older ones have decayed.
+            # The decay between two tokens is the difference of the sums over the tokens after each. For recent tokens
+            # these are sums of a few terms, which keep their digits however much the older tokens have decayed.
             rest = (-sums(across > along) - jnp.log(dts)).T
             done, ahead = sums(across <= start + step), -sums(across > start + step)
             before_due = jnp.where(along < boundary[row], decay, 0)
@@ -237,7 +237,7 @@ def _compute(
             inside, from_anchor = [], []
             for head in range(heads.start, heads.stop):
                 one = slice(head, head + 1)
-                # Masked before exp: of later tokens it could overflow.
+                # Masked before exp: for later tokens exp could overflow.
                 weights = scores * jnp.exp(ahead[:, one] - rest[one] + later)
                 inside.append(sizes.dot(weights, values[:, lanes], (1, 0)))
                 from_anchor.append(jnp.broadcast_to(jnp.exp(passed[:, one]), (steps, lanes.stop - lanes.start)))
@@ -264,14 +264,14 @@ def _compute(
 
 
 class _Sizes:
-    """How a block's heads go into products together, so that their channels fill the lanes of a register."""
+    """Divides a block's heads into products whose channels fill the lanes of a register."""
 
     def __init__(self, blocks: HeadBlocks, head_dim: int, state: int, dtype) -> None:
         self.state, self._blocks, self._head_dim, self._dtype = state, blocks, head_dim, dtype
         self.dot = functools.partial(dot, dtype=dtype)
 
     def together(self):
-        """Groups, and the heads and lanes of each product."""
+        """Yields groups, and the heads and lanes of each product."""
         repeats = self._blocks.heads // self._blocks.groups
         several = LANES // self._head_dim if LANES % self._head_dim == 0 else 1
         several = several if repeats % several == 0 else 1
@@ -280,7 +280,7 @@ class _Sizes:
             yield first // repeats, slice(first, last), slice(first * self._head_dim, last * self._head_dim)
 
     def join(self, parts, axis: int):
-        """Each head's channels from its part."""
+        """Takes each head's channels from its part."""
         out = parts[0]
         which = lax.div(lax.broadcasted_iota(jnp.int32, out.shape, axis), self._head_dim)
         for i in range(1, len(parts)):
@@ -288,7 +288,7 @@ class _Sizes:
         return out
 
     def fine_dot(self, left, right, contract):
-        """A product with a left side of float32, of which two parts in the dtype keep twice its digits."""
+        """Multiplies with a float32 left operand, split into two parts of the dtype to keep twice its digits."""
         if self._dtype == F32:
             return self.dot(left, right, contract)
         coarse = left.astype(self._dtype)
@@ -303,7 +303,7 @@ def _cost(states, tail, x, b, interval) -> pl.CostEstimate:
     tail_bytes = int(moved_entries(entries, steps, interval) * entry_bytes)
     token_bytes = 2 * channels * x.dtype.itemsize + 4 * heads + 2 * b.shape[2] * size * b.dtype.itemsize
     state_bytes = channels * size * states.dtype.itemsize
-    # A state is due once in an interval; drafts of several steps may reach it.
+    # A state is due once per interval; drafts of several steps may reach it.
     written = min(rows, -(-rows * steps // interval))
     return pl.CostEstimate(
         flops=2 * rows * steps * channels * (size + entries) + 2 * written * channels * size * entries,

@@ -6,7 +6,7 @@ import numpy as np
 def state_replay(
     states, tail, x, dt, a, b, c, d, *, anchor_slot, tail_id, anchor_length, length, num_tokens, write_slot, interval
 ):
-    """As `api.state_replay`, on arrays that numpy can read. Returns y in float64, states and tail in their dtypes."""
+    """Implements `api.state_replay` on numpy arrays. Returns y in float64, states and tail in their dtypes."""
     before, after = np.asarray(states).astype(np.float64), np.array(states)
     tail = tuple(np.array(v) for v in tail)
     x, dt, b, c = (np.asarray(v) for v in (x, dt, b, c))

@@ -13,7 +13,7 @@ class Shape(UpdateShape):
 
     @property
     def entries(self) -> int:
-        """Of a tail: the next power of two of what may be in it."""
+        """Entries of a tail: the next power of two of the tokens that it can have."""
         return 1 << (self.interval + self.steps - 2).bit_length()
 
 

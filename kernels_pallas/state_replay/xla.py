@@ -4,8 +4,8 @@ With s the running sum of dt * a since the anchor, token t's output is
 
     y[t] = exp(s[t]) C[t] S(a) + sum over n <= t of exp(s[t] - s[n]) dt[n] (C[t] B[n]) x[n] + d x[t]
 
-(Dao and Gu, 2024, section 6). On CPU the anchors of a few rows at a time are read where they lie; elsewhere those of
-all rows are gathered.
+(Dao and Gu, 2024, section 6). On CPU, the anchors of a few rows at a time are read in place; on other platforms, the
+anchors of all rows are gathered.
 """
 
 import functools
@@ -28,7 +28,7 @@ def all_rows(states, tail, x, dt, a, b, c, d, **places):
 
 
 def row_blocks(states, tail, x, dt, a, b, c, d, **places):
-    """A loop over a few rows at a time: anchors are only read, and a state is computed only where one is due."""
+    """Loops over a few rows at a time: anchors are only read, and a state is computed only if it is due."""
     return _replay(_by_row_blocks, states, tail, x, dt, a, b, c, d, **places)
 
 
@@ -48,13 +48,13 @@ def _replay(
         tails.in_order(v, order, tail_id, *new.shape[2:]) for v, new in zip(tail, (x, b, dt), strict=True)
     )
     real = order.is_new[:, :, None, None]
-    # What padding holds is masked: 0 * NaN is NaN.
+    # Values of padding are masked, because 0 * NaN is NaN.
     x, c = (jnp.where(real, v, 0).astype(F32) for v in (x, c))
     a, d = a.astype(F32), d.astype(F32)
 
     sums = jnp.cumsum(fed_dt * a, axis=1)  # the log of the decay since the anchor, [rows, entries, heads]
     now = tails.at(sums, order.index_of_new)
-    # Masked before exp: of what comes later it could overflow.
+    # Masked before exp: for later tokens exp could overflow.
     later = jnp.where(order.seen, 0, -jnp.inf)[..., None]
     weights = jnp.exp(now[:, :, None] - sums[:, None] + later) * fed_dt[:, None]  # [rows, steps, entries, heads]
     due = tails.next_boundary(length, num_tokens, interval)
@@ -70,7 +70,7 @@ def _replay(
 
 
 def _inside(c, b, weights, x, precision):
-    """What the tokens since the anchor give: [rows, steps, heads, head_dim]."""
+    """Returns the contribution of the tokens since the anchor: [rows, steps, heads, head_dim]."""
     dot = functools.partial(jnp.einsum, preferred_element_type=F32, precision=precision)
     scores = dot("rtgs,rngs->rtng", c, b)
     weights = weights.reshape(*scores.shape, -1) * scores[..., None]
@@ -78,9 +78,9 @@ def _inside(c, b, weights, x, precision):
 
 
 def _gathered(states, c, decay, fed, b, anchor_slot, write, *, precision):
-    """What each row reads from its anchor, [rows, steps, heads, head_dim], and the states with those that are due.
+    """Returns each row's products with its anchor, [rows, steps, heads, head_dim], and the states with those due.
 
-    decay [rows, heads] and fed [rows, entries, heads, head_dim] lead from the anchor to the state that is due.
+    decay [rows, heads] and fed [rows, entries, heads, head_dim] transform the anchor into the state that is due.
     """
     rows, steps, groups, size = c.shape
     heads, head_dim = states.shape[1:3]
@@ -129,7 +129,7 @@ def _by_row_blocks(states, c, decay, fed, b, anchor_slot, write, *, precision):
             states = write_slot_if(states, due[k], writes[k])
         return lax.dynamic_update_slice_in_dim(before, out, i * few, 0), states, due
 
-    # The states that are due are handed on from round to round, so that where none is, not even zeros are made.
+    # The loop carries the states that are due, so that no zeros are allocated for rows without one.
     none = [jnp.zeros(states.shape[1:], states.dtype)] * few
     carry = jnp.zeros((rows, steps, heads, head_dim), F32), states, none
     before, states, _ = lax.fori_loop(0, rows // few, body, carry)

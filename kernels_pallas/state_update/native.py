@@ -9,7 +9,7 @@ F32 = jnp.float32
 
 
 def unsupported(x, dt, a, b, c, d, store, *, read_slot, write_slot):
-    """Why it cannot run this call, or None."""
+    """Returns why it cannot run this call, or None."""
     if store.dtype not in (F32, jnp.bfloat16):
         return f"states are {store.dtype}, not float32 or bfloat16"
     return native.WHY_MISSING

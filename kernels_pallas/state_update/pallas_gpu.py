@@ -1,7 +1,7 @@
 """The state update as one Triton kernel: each program takes some channels of one head of one row through all steps.
 
 The state comes from its slot into registers once and goes out after every step; the store is input and output in one
-buffer. Accesses to slot 0 are masked: nothing is read, nothing is written.
+buffer. Accesses to slot 0 are masked: the kernel neither reads nor writes them.
 
 Rows run side by side, which is why no row may write a slot that another row reads (`kernels_pallas.slots`).
 """
@@ -20,7 +20,7 @@ F32 = jnp.float32
 
 
 def unsupported(x, dt, a, b, c, d, store, *, read_slot, write_slot):
-    """Why this call cannot run, or None."""
+    """Returns why this call cannot run, or None."""
     if 0 in (*x.shape, *b.shape):
         return "it is empty"
     if offsets_overflow(store):
@@ -47,7 +47,7 @@ def state_update(
     )(
         read_slot.astype(jnp.int32),
         write_slot.astype(jnp.int32),
-        # Which steps are real is decided over all heads; a program sees one.
+        # Whether a step is real depends on all heads, but a program sees only one.
         (dt != 0).any(axis=2),
         x,
         dt.astype(F32),
@@ -70,8 +70,8 @@ def _kernel(
     source = plt.load(read_slot.at[row])
     state = load_if(source > 0, state_in.at[source, head, here, :], block, size).astype(F32)
     rate, skip = plt.load(a.at[head]), plt.load(d.at[head])
-    for t in map(jnp.int32, range(steps)):  # the interpreter takes no plain integers
-        # Padding may hold NaN, and 0 * NaN is NaN: its values are not looked at.
+    for t in map(jnp.int32, range(steps)):  # the interpreter does not accept plain integers
+        # Padding may hold NaN, and 0 * NaN is NaN: its values are masked.
         live = plt.load(real.at[row, t])
         values = load_if(live, x.at[row, t, head, here], block).astype(F32)
         bt, ct = (load_if(live, v.at[row, t, group, :], size).astype(F32) for v in (b, c))

@@ -1,18 +1,18 @@
 """The state update as one TPU kernel: each row's state goes from its slot through VMEM into the slots of its steps.
 
-The grid is (blocks of heads, rows, steps), steps innermost. The blocks that the pipeline fetches and writes back are
-named by prefetched slot numbers; the store is input and output in one buffer. Rows that follow each other on slot 0
-(padding) name the same block, so nothing is fetched or written for them. A write to slot 0 is not skipped: the null
-slot may hold anything.
+The grid is (blocks of heads, rows, steps), steps innermost. Prefetched slot numbers select the blocks that the pipeline
+fetches and writes back; the store is input and output in one buffer. Consecutive rows on slot 0 (padding) select the
+same block, so the pipeline moves nothing for them. Writes to slot 0 are not skipped, because the null slot may hold
+anything.
 
-What a token adds to a state (its x and dt with B) and what is read from one (C with the state) are products, which the
-matrix unit sums in float32. It takes numbers of 8 digits, so each number goes in as the sum of such
-(`kernels_pallas.tpu_blocks.bfloat16_parts`): exactly where states are made, and with at least twice the output's digits
-where they are read. A token reads the state before it, decayed, and what it adds itself is added: so neither product
-waits for the other.
+The update of a state (x and dt with B) and its output (C with the state) are products, which the matrix unit sums in
+float32. Its operands have 8 bits of mantissa, so each number is passed as a sum of bfloat16 numbers
+(`kernels_pallas.tpu_blocks.bfloat16_parts`): exactly for updates, and with at least twice the output's digits for
+outputs. A token's output is computed from the decayed previous state plus the token's own contribution, so neither
+product waits for the other.
 
-A row's state is fetched once and written step by step. The next row's state is fetched while this one's is written,
-which is why no row may write a slot that another row reads (`kernels_pallas.slots`).
+The pipeline fetches a row's state once and writes it after each step. It fetches the next row's state while it writes
+this one's. Therefore no row may write a slot that another row reads (`kernels_pallas.slots`).
 """
 
 import functools
@@ -28,14 +28,14 @@ from kernels_pallas.heads import HeadBlocks
 from kernels_pallas.tpu_blocks import bfloat16_parts, blocks_in_rows, dot, heads_together
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-BLOCK_BYTES = 1 << 20  # of the state that is moved at a time: large enough to hide a grid step's fixed cost
-# The compiler keeps products in the order in which they are written. So many sets of heads ahead of their use, their
-# results are there when they are wanted.
+BLOCK_BYTES = 1 << 20  # bytes of state moved at a time: large enough to hide a grid step's fixed cost
+# The compiler keeps products in source order. Products are issued this many sets of heads ahead of their use, so that
+# their results are ready in time.
 AHEAD = 3
 
 
 def unsupported(x, dt, a, b, c, d, store, *, read_slot, write_slot):
-    """Why this call cannot run, or None."""
+    """Returns why this call cannot run, or None."""
     return "it is empty" if 0 in (*x.shape, *b.shape) else None
 
 
@@ -43,12 +43,12 @@ def state_update(x, dt, a, b, c, d, store, *, read_slot, write_slot, interpret=F
     """See `api.state_update`."""
     rows, steps, heads, head_dim = x.shape
     groups, state = b.shape[2:]
-    # Heads go in sets, so that their channels fill the lanes of a register.
+    # Heads are grouped into sets whose channels fill the lanes of a register.
     together = heads_together(head_dim, heads // groups)
     width = together * head_dim
     blocks = blocks_in_rows(x, groups, store, together=together, block_bytes=BLOCK_BYTES)
     sets = blocks.heads // together
-    # Which steps are real is decided over all heads. What padding holds is then never looked at.
+    # A step is real if any head has dt != 0. The kernel never uses values of padding.
     real = (dt != 0).any(axis=2).astype(jnp.int32)
 
     def token(*last):
@@ -84,14 +84,14 @@ def state_update(x, dt, a, b, c, d, store, *, read_slot, write_slot, interpret=F
             jax.ShapeDtypeStruct(store.shape, store.dtype),
         ],
         input_output_aliases={9: 1},
-        # Blocks of heads touch different parts of every slot, the null slot's included.
+        # Blocks of heads access disjoint parts of every slot (the null slot included).
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
         cost_estimate=_cost(x, b, store),
         interpret=interpret,
         name="state_update",
     )(
         read_slot.astype(jnp.int32),
-        # One axis: in scalar memory the last one of two is padded to 128.
+        # One axis: in scalar memory, the last of two axes is padded to 128.
         write_slot.astype(jnp.int32).reshape(-1),
         real.reshape(-1),
         x.reshape(rows, steps, -1, width),
@@ -149,7 +149,7 @@ def _kernel(
 
     @pl.when((real[index] == 0) & (write_slot[index] > 0))
     def _():
-        # A loop: padding is rare, and all of it in one piece would be a fifth of the program.
+        # A loop, because padding is rare and unrolled code for it would be a fifth of the program.
         def copy(head, _):
             state_out[0, head] = before(head).astype(state_out.dtype)
 
@@ -157,15 +157,15 @@ def _kernel(
 
 
 def _step(x, dt, a, b, c, d, before, keep, *, held, dtype, digits: int):
-    """One token's outputs [sets, width], float32.
+    """Returns one token's outputs [sets, width], float32.
 
     Args:
         x, d: [sets, width].
         dt, a: [heads of a set, sets].
         b, c: an array [1, state] for each group, of values that fit in `dtype`.
-        before: gives the state of some heads before the token, whose values fit in `held`.
-        keep: takes the state of a head after it.
-        digits: how many times the 8 digits of a bfloat16 are read of a state.
+        before: returns the state of some heads before the token; its values fit in `held`.
+        keep: stores the state of a head after the token.
+        digits: number of bfloat16 parts into which a state is split when it is read.
     """
     (together, sets), width, state = dt.shape, x.shape[1], b[0].shape[1]
     head_dim, of_group = width // together, sets // len(b)
@@ -180,22 +180,22 @@ def _step(x, dt, a, b, c, d, before, keep, *, held, dtype, digits: int):
         return spread
 
     decay, fed = jnp.exp(dt * a), x * of_channels(dt)
-    # States have channels in rows, so what is fed to a set's is wanted as a column. The matrix unit turns it, too.
+    # States have channels in rows, so inputs of a set must be a column. The matrix unit transposes them, too.
     rows, columns = (lax.broadcasted_iota(jnp.int32, (width, width), axis) for axis in (0, 1))
     parts = jnp.concatenate(bfloat16_parts(fed, F32))
     turned = product((rows == columns).astype(F32), parts, (1, 1)).astype(BF16)
     set_of = lax.rem(lax.broadcasted_iota(jnp.int32, turned.shape, 1), sets)
 
     def add(one):
-        """What is fed to a set's channels, each with B: parts lie side by side, and the product sums them."""
+        """Returns the inputs of a set's channels times B. Parts are concatenated, and the product sums them."""
         alone = jnp.where(set_of == one, turned, 0)
         below = [jnp.broadcast_to(part, (alone.shape[1], state)) for part in bfloat16_parts(b[one // of_group], dtype)]
         return functools.reduce(jnp.add, (product(alone, part, (1, 0)) for part in below)).reshape(-1, head_dim, state)
 
-    several = math.gcd(of_group, 2)  # sets read at once: what the matrix unit of a v6e takes
+    several = math.gcd(of_group, 2)  # sets read at once, which fill the matrix unit of a v6e
 
     def read(one):
-        """C with the states of several sets' channels, a row for each set."""
+        """Returns C times the states of several sets' channels, one row for each set."""
         states = before(slice(one * together, (one + several) * together)).reshape(several * width, state)
         parts = bfloat16_parts(states, held, digits)
         asked = jnp.concatenate(bfloat16_parts(c[one // of_group], dtype))
@@ -212,7 +212,7 @@ def _step(x, dt, a, b, c, d, before, keep, *, held, dtype, digits: int):
         if one < 0:
             continue
         if one % several == 0:
-            # Before `keep`, which may write where it is read.
+            # Runs before `keep`, which may overwrite the state that it reads.
             for i, total in enumerate(read(one)):
                 got = jnp.where(place == one + i, total, got)
         own = jnp.where(place == one, both[one // of_group], own)

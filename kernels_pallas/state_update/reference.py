@@ -4,7 +4,7 @@ import numpy as np
 
 
 def state_update(x, dt, a, b, c, d, store, *, read_slot, write_slot):
-    """As `api.state_update`, on arrays that numpy can read. Returns y in float64 and the store in its own dtype."""
+    """Implements `api.state_update` on numpy arrays. Returns y in float64 and the store in its own dtype."""
     dtype = np.asarray(store).dtype
     x, dt, a, b, c, d, before = (np.asarray(v).astype(np.float64) for v in (x, dt, a, b, c, d, store))
     after, y = np.array(store), np.zeros_like(x)

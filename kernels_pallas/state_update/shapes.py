@@ -16,7 +16,7 @@ class Shape:
     state: int
 
     def small(self) -> "Shape":
-        """The same rows and steps and kind of grouping, on sizes that a test can afford."""
+        """Returns the same rows and steps and kind of grouping, on sizes that a test can afford."""
         repeats = min(self.heads // self.groups, 3)
         groups = min(self.groups, 4)
         return dataclasses.replace(

@@ -10,7 +10,7 @@ F32 = jnp.float32
 
 
 def state_update(x, dt, a, b, c, d, store, *, read_slot, write_slot):
-    """See `api.state_update`. The form is chosen by the platform compiled for, which may not be the one at hand."""
+    """See `api.state_update`. The target platform of compilation selects the form."""
     arguments = x, dt, a, b, c, d, store, read_slot, write_slot
     return lax.platform_dependent(*arguments, cpu=_positional(row_blocks), default=_positional(all_rows))
 
@@ -23,12 +23,12 @@ def _positional(form):
 
 
 def all_rows(x, dt, a, b, c, d, store, *, read_slot, write_slot):
-    """Gathers all rows' states, runs the rows side by side, and scatters."""
+    """Gathers all rows' states, runs the rows in parallel, and scatters the states."""
     return _update(row_loop.all_rows, x, dt, a, b, c, d, store, read_slot, write_slot)
 
 
 def row_blocks(x, dt, a, b, c, d, store, *, read_slot, write_slot):
-    """A loop over a few rows at a time."""
+    """Loops over a few rows at a time."""
     return _update(row_loop.row_blocks, x, dt, a, b, c, d, store, read_slot, write_slot)
 
 
@@ -44,7 +44,7 @@ def _update(rows, x, dt, a, b, c, d, store, read_slot, write_slot):
 
 
 def _step(state, decay, fed, b):
-    """The next state of one row, in the store's precision: the same as one step in each of several calls.
+    """Returns the next state of one row, in the store's precision: the same as one step in each of several calls.
 
     state [heads, head_dim, state], decay [heads], fed [heads, head_dim], b [groups, state].
     """

@@ -18,11 +18,11 @@ WRITE = (*dispatch.kernels("tpu", pallas_tpu, "write_windows"), dispatch.Impleme
 def read_windows(
     store: Float[Array, "slots n channels"], index: Int[Array, " rows"], *, implementation: str | None = None
 ) -> Float[Array, "rows n channels"]:
-    """The windows at `index`; zeros where it is 0.
+    """Returns the windows at `index`; zeros where it is 0.
 
     Raises:
-        ValueError: shapes that do not fit together.
-        UnsupportedError: the implementation named does not exist or cannot run this call.
+        ValueError: the shapes do not match.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     return dispatch.call("read_windows", READ, implementation, store, index)
 
@@ -43,7 +43,7 @@ def write_windows(
         share: average fraction of rows whose index is not 0; used only for estimates.
 
     Raises:
-        ValueError: shapes that do not fit together.
-        UnsupportedError: the implementation named does not exist or cannot run this call.
+        ValueError: the shapes do not match.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     return dispatch.call("write_windows", WRITE, implementation, store, values, index, share=share)

@@ -18,7 +18,7 @@ BLOCK_BYTES = 2 << 20  # of the windows in the fast memory at a time; there are 
 
 
 def unsupported(store, *rest, share=None):
-    """Why this call cannot run, or None."""
+    """Returns why this call cannot run, or None."""
     if 0 in (*store.shape, *rest[-1].shape):
         return "it is empty"
     if store.shape[2] % LANES:
@@ -108,7 +108,7 @@ def _rows_at_once(store, index):
 
 
 def _window_bytes(store):
-    """Of one slot as it lies: a few rows are padded to 2, 4 or 8."""
+    """Bytes of one slot in memory: small numbers of rows are padded to 2, 4 or 8."""
     rows = store.shape[1]
     padded = 1 << (rows - 1).bit_length() if rows < 8 else -(-rows // 8) * 8
     return padded * math.prod(store.shape[2:]) * store.dtype.itemsize

@@ -1,4 +1,4 @@
-"""The description of a model, and what each of its mixers declares of state and sharding."""
+"""The configuration of a model, and its mixers' declarations of state and sharding."""
 
 from mamba_jax.config.attention import AttentionConfig, QKNormConfig, RopeConfig
 from mamba_jax.config.declaration import (
@@ -24,6 +24,7 @@ from mamba_jax.config.hybrid import (
     PARALLEL,
     SHARED,
     HybridConfig,
+    NormedResidual,
     SharedConfig,
 )
 from mamba_jax.config.latent_attention import LatentAttentionConfig
@@ -49,6 +50,7 @@ __all__ = [
     "MixerConfig",
     "MoEConfig",
     "ModelConfigError",
+    "NormedResidual",
     "Otherwise",
     "Per",
     "Placement",

@@ -31,9 +31,9 @@ class RopeConfig:
     frequencies: tuple[float, ...] = ()
     """Radians per position of each pair of elements; empty: powers of theta."""
     scale: float = 1.0
-    """On cosine and sine."""
+    """Factor of cosine and sine."""
     positions: int = 0
-    """How many positions scaled frequencies are made for; 0: as many as the model's."""
+    """Number of positions that scaled frequencies are made for; 0: the model's own."""
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -60,15 +60,15 @@ class AttentionConfig(MixerConfig):
     scale: float
     """Factor on the scores."""
     input_size: int
-    """Width of what queries, keys and values are made of: the hidden size, or twice that in Zamba2."""
+    """Input width of the projections of queries, keys and values: the hidden size, or twice that in Zamba2."""
     bias: bool = False
     rope: RopeConfig | None = None
     qk_norm: QKNormConfig | None = None
     kv_scales: bool = False
-    """The checkpoint says by what keys and values are divided where they are kept in 8 bits."""
+    """The checkpoint has factors that divide keys and values in 8 bits."""
     output_gate: bool = False
-    """What attention gives is multiplied by the sigmoid of a gate. It comes from the projection of queries, where each
-    head has its query, then its gate."""
+    """Multiply the output of attention by the sigmoid of a gate. The projection of queries computes the gate: each head
+    has its query, then its gate."""
     input_multiplier: float = 1.0
     key_multiplier: float = 1.0
     output_multiplier: float = 1.0
@@ -103,7 +103,7 @@ class AttentionConfig(MixerConfig):
         return found
 
     def sums_inside(self, shards: int) -> int:
-        """The squares of queries and of keys whose heads lie on several devices."""
+        """Returns the squares of queries and of keys whose heads lie on several devices."""
         if self.qk_norm is None or not self.qk_norm.all_heads:
             return 0
         return 1 + (self.num_kv_heads % shards == 0)
@@ -112,9 +112,9 @@ class AttentionConfig(MixerConfig):
         return 4 * self.num_heads * self.head_dim * context
 
     def heads(self, axis: int) -> Division:
-        """Of queries."""
+        """Returns the division of heads of queries."""
         return Division(axis, self.num_heads, "attention heads")
 
     def kv_heads(self, axis: int, otherwise: Otherwise) -> Division:
-        """Of keys and values."""
+        """Returns the division of heads of keys and values."""
         return Division(axis, self.num_kv_heads, "key-value heads", otherwise=otherwise)

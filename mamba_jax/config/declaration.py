@@ -1,6 +1,6 @@
-"""What a mixer declares: the state that it keeps of a sequence, and how its arrays are divided over devices.
+"""Declarations of a mixer: the state that it keeps of a sequence, and how its arrays are divided over devices.
 
-Store, sizes, sharding, transfer and plans fold over these declarations, so that none of them has to know a mixer.
+Store, sizes, sharding, transfer and plans use only these declarations and do not depend on any mixer.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from mamba_jax.config.errors import ModelConfigError
 
 
 class Otherwise(enum.Enum):
-    """What becomes of an axis whose units do not divide evenly over the devices."""
+    """How to handle an axis whose units do not divide evenly over the devices."""
 
     REFUSE = "refuse"
-    """An error."""
+    """Raise an error."""
     KEEP_WHOLE = "keep whole"
     """Every device has all of it."""
     SHARE = "share"
-    """Every device has all of it, and uses the one unit that it shares with others; devices are a multiple of units."""
+    """Every device has the whole axis and uses one unit, shared with others; devices are a multiple of units."""
     REPEAT = "repeat"
-    """Each device has the one unit that it shares with others, so that all devices together have it several times."""
+    """Each device has one unit, shared with others, so each unit is stored on several devices."""
 
 
 @dataclass(frozen=True)
@@ -32,27 +32,27 @@ class Division:
     """How an array is divided over devices: along one axis, in units that must stay whole."""
 
     axis: int
-    """Of a parameter, or of what a slot or a token has of a state."""
+    """The axis of a parameter, or of a state's part in a slot or of a token."""
     units: int
     """Heads, groups or channels along the axis."""
     what: str
-    """What the units are, for the reader of an error."""
+    """The name of the units in error messages."""
     parts: int = 1
-    """The axis holds so many things side by side, each with all units. Devices lie outermost: one has its units of the
-    first, then of the second."""
+    """The axis concatenates this many arrays, each with all units. Each device has its units of the first array, then
+    its units of the second, and so on."""
     otherwise: Otherwise | Division = Otherwise.REFUSE
     repeat: int = 1
-    """How many devices have the same unit."""
+    """Number of devices that have the same unit."""
     rank: int = 2
-    """Axes of a weight matrix; its outputs and inputs are the last two. Asked where it is quantised."""
+    """Number of axes of a weight matrix; outputs and inputs are the last two. Used if it is quantised."""
 
     def moved(self, axes: int) -> Division:
-        """The same units so many axes further back."""
+        """Returns the same division, a number of axes further back."""
         otherwise = self.otherwise.moved(axes) if isinstance(self.otherwise, Division) else self.otherwise
         return replace(self, axis=self.axis + axes, otherwise=otherwise)
 
     def over(self, shards: int) -> Division | None:
-        """The division over so many devices; None if every device has all of the array.
+        """Returns the division over this number of devices; None if every device has all of the array.
 
         Raises:
             ModelConfigError: the units do not divide, and nothing else is declared.
@@ -76,11 +76,11 @@ class Division:
 
 
 class Undivided(enum.Enum):
-    """A parameter that every device has all of."""
+    """A parameter that every device has completely."""
 
     WHOLE = "whole"
     ADDED_ONCE = "added once"
-    """It is added to a partial sum, which one device only may do."""
+    """The parameter is added to a partial sum, which only one device may do."""
 
 
 WHOLE, ADDED_ONCE = Undivided.WHOLE, Undivided.ADDED_ONCE
@@ -89,24 +89,24 @@ Placement = Division | Undivided
 
 
 class Role(enum.Enum):
-    """What the numbers of a state are; their dtype follows from it."""
+    """The role of a state's numbers, which determines their dtype."""
 
     ACCUMULATED = "accumulated"
-    """A recurrent state, which every token adds to and rounds anew."""
+    """A recurrent state, which every token updates and rounds."""
     WINDOW = "window"
-    """The last few inputs as they came."""
+    """The last few raw inputs."""
     ACTIVATION = "activation"
-    """What the model computed of one token."""
+    """Activations of one token."""
     STEERING = "steering"
-    """What steers a recurrence, or is added to its state: always float32."""
+    """Parameters of a recurrence, or what is added to its state: always float32."""
 
 
 class Per(enum.Enum):
-    """What there is one of the array for."""
+    """The unit that an array belongs to."""
 
     SLOT = "slot"
     TOKEN = "token"
-    """Of a page."""
+    """A token of a page."""
     TAIL = "tail"
     """A token of a tail: the inputs since a running row's anchor; see `mamba_jax.tails`."""
 
@@ -116,23 +116,23 @@ class StateArray:
     """An array that a sublayer keeps of each sequence."""
 
     name: str
-    """The same name is the same array in all sublayers of a model that have it."""
+    """Sublayers of a model that use the same name declare the same array."""
     shape: tuple[int, ...]
-    """Of one slot, or of one token in a page or a tail."""
+    """The shape of one slot's part, or of one token's part in a page or a tail."""
     role: Role
     division: Division | None
-    """None: every device has all of it."""
+    """The division over devices; None if every device has the whole array."""
     per: Per = Per.SLOT
     of: str = ""
-    """Of a tail: the name of the array in slots that its tokens are inputs of."""
+    """For a tail: the name of the array in slots whose inputs it holds."""
     last: int | None = None
-    """Of a tail: how many tokens before a step count; None: all since the anchor."""
+    """For a tail: number of tokens before a step that are needed; None: all since the anchor."""
     replay_kernels: tuple[str, ...] = ()
-    """Of what accumulates: platforms ("tpu", "gpu", "cpu") with a kernel for its replay, so that it may be chosen. On
-    CPU that is a native operation, which an installation may lack."""
+    """For accumulating arrays: platforms ("tpu", "gpu", "cpu") with a replay kernel, where replay may be chosen. On
+    CPU, this is a native operation, which an installation may lack."""
 
     def inputs(self) -> StateArray:
-        """Of a window: the tail of what goes into it."""
+        """Returns the tail of a window: its inputs."""
         return StateArray(
             f"{self.name}_inputs",
             self.shape[1:],
@@ -150,29 +150,29 @@ class StateArray:
         return self.per is Per.TOKEN or self.role is Role.ACCUMULATED or steers_replay
 
     def copied_by_slots(self, lanes: int) -> bool:
-        """Whether a device with so many lanes copies a slot's numbers as they lie, which must be together for that.
+        """Returns whether a device with this many lanes copies a slot as contiguous memory.
 
-        Windows are (see `kernels_pallas.windows`); `shape` is then what one device has of a slot.
+        This holds for windows (see `kernels_pallas.windows`); `shape` is then one device's part of a slot.
         """
         return lanes > 1 and self.per is Per.SLOT and self.role is Role.WINDOW and self.shape[-1] % lanes == 0
 
     def size(self, lanes: int = 1) -> int:
-        """Numbers in it, padding included."""
+        """Returns the number of elements, padding included."""
         *rest, last = self.shape
         if self.copied_by_slots(lanes):
-            # A register has 8 rows of lanes; where there are fewer, they are padded to 2 or 4.
+            # A register has 8 rows of lanes; fewer rows are padded to 2 or 4.
             rows = rest[-1]
             rest[-1] = 1 << (rows - 1).bit_length() if rows < 8 else -(-rows // 8) * 8
         return math.prod(rest) * (-(-last // lanes) * lanes if self.padded else last)
 
     def dtype(self, dtype: Any, ssm_dtype: Any) -> Any:
-        """`ssm_dtype` for what accumulates, float32 for what steers, `dtype` for all else."""
+        """Returns `ssm_dtype` for accumulated states, float32 for steering arrays, and `dtype` for all others."""
         if self.role is Role.STEERING:
             return "float32"
         return ssm_dtype if self.role is Role.ACCUMULATED else dtype
 
     def over(self, shards: int) -> StateArray:
-        """The array as all of so many devices keep it together.
+        """Returns the array as this number of devices store it together.
 
         Raises:
             ModelConfigError: it does not divide over them.
@@ -181,7 +181,7 @@ class StateArray:
         return replace(self, shape=self._resized(division.repeat if division else 1, 1, division), division=division)
 
     def on_each(self, shards: int) -> StateArray:
-        """The array as each of so many devices has it.
+        """Returns the array as each of this number of devices has it.
 
         Raises:
             ModelConfigError: it does not divide over them.
@@ -201,7 +201,7 @@ class MixerConfig:
     """Configuration of a sublayer's mixer: its sizes, the state that it keeps, and the cost of what it computes."""
 
     def state(self) -> tuple[StateArray, ...]:
-        """The state arrays of each sequence.
+        """Returns the state arrays of each sequence.
 
         The arrays per slot and per token of a page hold the whole state of a sequence. For replay, each accumulating
         array also declares tails: the inputs from which `Operation.replay` computes it again. Windows always have
@@ -215,7 +215,7 @@ class MixerConfig:
 
     @property
     def inner_size(self) -> int:
-        """Channels that its recurrence works on; 0 without one. For estimates of a step's temporaries."""
+        """Channels of the mixer's recurrence; 0 without one. Used to estimate a step's temporaries."""
         return 0
 
     def flops(self, context: int) -> int:
@@ -223,20 +223,22 @@ class MixerConfig:
         return 0
 
     def sums_inside(self, shards: int) -> int:
-        """Numbers of each token that devices add up inside of the mixer, before the sum of its results."""
+        """Returns how many numbers of each token devices add up inside of the mixer, before the sum of its results."""
         return 0
 
 
 class RecurrenceConfig(MixerConfig):
-    """A recurrent mixer under a letter of its own in the pattern; see `HybridConfig.recurrences`."""
+    """A recurrent mixer with its own letter in the pattern; see `HybridConfig.recurrences`."""
 
     letter: str
 
-    def make(self, hidden_size: int, *, rngs: Any, dtype: Any) -> Any:
-        """The module: called with (x [T, hidden], layout, state), it returns (y [T, hidden], state).
+    def make(self, hidden_size: int, *, index: int, rngs: Any, dtype: Any) -> Any:
+        """Makes the module. Called with (x [T, hidden], layout, state), it returns (y [T, hidden], state).
 
-        The state is a dict of the arrays declared, by name, or None for whole sequences. On several devices, the
-        weights and states are the device's own pieces, and y is a partial sum.
+        `index` counts the model's sublayers of this kind from 0, for modules that depend on their depth.
+
+        The state is a dict of the declared arrays by name, or None for whole sequences. On several devices, the weights
+        and states are the device's own pieces, and y is a partial sum.
         """
         raise NotImplementedError
 

@@ -42,7 +42,10 @@ class DeltaConfig(RecurrenceConfig):
     beta_scale: float = 1.0
     """Writing strengths lie between 0 and this; above 1, states may have negative eigenvalues."""
     decay: Literal["head", "channel"] = "head"
-    """What has a decay of its own: a value head, or each channel of its keys."""
+    """The unit with its own decay: a value head, or each channel of its keys."""
+    log_decay_bound: float | None = None
+    """If given, log decays are log_decay_bound * sigmoid(exp(a_log) * (a + dt_bias)), between the bound and 0, not
+    -exp(a_log) * softplus(a + dt_bias)."""
     gate_rank: int = 0
     """Decays and the output's gate are products of two matrices, with so many channels between; 0: of one."""
     output_gate: Literal["silu", "sigmoid"] = "silu"
@@ -52,10 +55,12 @@ class DeltaConfig(RecurrenceConfig):
         positive(self, "num_heads", "head_dim", "state_size", "num_groups")
         if self.conv_width < 2:
             raise ModelConfigError(f"a convolution over {self.conv_width} inputs: at least 2 are expected")
+        if self.log_decay_bound is not None and not self.log_decay_bound < 0:
+            raise ModelConfigError(f"log_decay_bound is {self.log_decay_bound}: a negative number is expected")
         if self.num_heads % self.num_groups:
             raise ModelConfigError(f"{self.num_heads} value heads cannot share {self.num_groups} key heads")
 
-    def make(self, hidden_size: int, *, rngs: Any, dtype: Any) -> Any:
+    def make(self, hidden_size: int, *, index: int, rngs: Any, dtype: Any) -> Any:
         from mamba_jax.modules.delta import Delta
 
         return Delta(self, hidden_size, rngs=rngs, dtype=dtype)

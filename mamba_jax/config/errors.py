@@ -1,4 +1,4 @@
-"""What is wrong with a model's description, and the checks that its parts share."""
+"""The error of a wrong model configuration, and checks that its parts share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class ModelConfigError(ValueError):
 
 
 def need(part: Part | None) -> Part:
-    """A part of the config that is known to be there, because the pattern has sublayers of its kind.
+    """Returns a part of the config that is known to be there, because the pattern has sublayers of its kind.
 
     Raises:
         ModelConfigError: it is not.

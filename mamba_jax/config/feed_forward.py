@@ -36,7 +36,7 @@ class MLPConfig(MixerConfig):
         return self.intermediate_size if isinstance(self.intermediate_size, int) else self.intermediate_size[index]
 
     def parameters(self, index: int = 0) -> Mapping[str, Placement]:
-        """Of the model's MLP number `index`."""
+        """Returns the parameters of the model's MLP number `index`."""
         return _mlp_parameters(self.size(index), "MLP channels", gated=self.gated, bias=self.bias)
 
 
@@ -49,9 +49,9 @@ class MoEConfig(MixerConfig):
     intermediate_size: int
     activation: str
     gated: bool
-    router: Literal["sigmoid", "softmax"]
+    router: Literal["sigmoid", "softmax", "softmax_all"]
     """sigmoid: scores chosen after adding a correction bias, within the best groups (DeepSeek-V3). softmax: over the
-    chosen logits."""
+    chosen logits. softmax_all: over all logits, so that the chosen weights sum to less than 1 (Jamba)."""
     num_groups: int = 1
     top_groups: int = 1
     normalize: bool = False
@@ -62,9 +62,9 @@ class MoEConfig(MixerConfig):
     shared_size: int = 0
     """Intermediate size of the shared expert; 0 = none."""
     shared_gate: bool = False
-    """What the shared expert gives is multiplied by the sigmoid of one number for each token."""
+    """The output of the shared expert is multiplied by the sigmoid of one number for each token."""
     bias: bool = False
-    """Of the latent projections and the shared expert."""
+    """Whether the latent projections and the shared expert have biases."""
     balance: float = 0.0
     """In training: coefficient of the auxiliary loss that spreads tokens evenly over experts."""
 
@@ -85,7 +85,7 @@ class MoEConfig(MixerConfig):
         size, experts = self.intermediate_size, self.num_experts
 
         def by_experts(channels_axis: int, rank: int) -> Division:
-            """Each device has some of the experts, or else a piece of every expert."""
+            """Returns the division: each device has some of the experts, or else a piece of every expert."""
             pieces = Division(channels_axis, size, f"channels in each of {experts} experts", rank=rank)
             return Division(0, experts, "experts", otherwise=pieces, rank=rank)
 

@@ -14,7 +14,7 @@ from mamba_jax.config.mamba import MambaConfig
 MAMBA, ATTENTION, LATENT, MLP, MOE, PARALLEL, SHARED = KINDS = "M*L-EPZ"
 """Kinds of sublayer, as in `HybridConfig.pattern`."""
 DRAFT_KINDS = ATTENTION + MLP + MOE
-"""Those that a multi-token-prediction layer may have."""
+"""The kinds of sublayers that a multi-token-prediction layer may have."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,16 @@ class SharedConfig:
 
     def __post_init__(self) -> None:
         positive(self, "num_blocks", "adapter_rank")
+
+
+@dataclass(frozen=True)
+class NormedResidual:
+    """The output of sublayers of one kind: input_multiplier * norm(x) + output_multiplier * mixer(norm(x))."""
+
+    kind: str
+    """As in `HybridConfig.pattern`."""
+    input_multiplier: float
+    output_multiplier: float
 
 
 @dataclass(frozen=True)
@@ -49,14 +59,16 @@ class HybridConfig:
     moe: MoEConfig | None = None
     shared: SharedConfig | None = None
     recurrences: tuple[RecurrenceConfig, ...] = ()
-    """Other recurrent mixers than Mamba2, each under its own letter."""
+    """Recurrent mixers other than Mamba2, each with its own letter."""
     norm_unit_offset: bool = False
     """Norms of hidden states multiply by 1 + weight, not by the weight."""
     norm_after: tuple[int, ...] = ()
-    """Sublayers, by their places in the pattern, that normalise what their mixer gives, not what it takes."""
+    """Sublayers, by their places in the pattern, that normalise their mixer's output, not its input."""
+    normed_residuals: tuple[NormedResidual, ...] = ()
+    """Kinds of sublayers that add their mixer's output to its normalised input, not to x (MiniMax)."""
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
-    """On every sublayer's output."""
+    """Factor of every sublayer's output."""
     logits_multiplier: float = 1.0
     residual_in_fp32: bool = False
     tie_word_embeddings: bool = False
@@ -70,7 +82,7 @@ class HybridConfig:
     own_mtp_head: bool = False
     """It has a head of its own."""
     unused_mtp_layers: int = 0
-    """How many such layers a checkpoint has that has several, each with weights of its own: only one could be used."""
+    """Number of such layers in a checkpoint with several, each with its own weights: only one could be used."""
 
     def __post_init__(self) -> None:
         positive(self, "vocab_size", "hidden_size")
@@ -93,7 +105,7 @@ class HybridConfig:
                 raise ModelConfigError(f"{sizes} intermediate sizes for {mlps} MLPs")
 
     def mixer(self, kind: str) -> MixerConfig:
-        """What the mixer of a sublayer of this kind is. That of a `Z` sublayer includes its use of attention.
+        """Returns the mixer's config of a sublayer of this kind. For a `Z` sublayer, it includes its use of attention.
 
         Raises:
             ModelConfigError: the model has none of this kind.
@@ -110,15 +122,19 @@ class HybridConfig:
         return need(parts[kind]) if kind in parts else self.recurrence(kind)
 
     def recurrence(self, letter: str) -> RecurrenceConfig:
-        """The recurrence under this letter.
+        """Returns the recurrence under this letter.
 
         Raises:
             ModelConfigError: there is none.
         """
         return need(next((one for one in self.recurrences if one.letter == letter), None))
 
+    def normed_residual(self, kind: str) -> NormedResidual | None:
+        """Returns the residual of sublayers of this kind; None if they add to x itself."""
+        return next((residual for residual in self.normed_residuals if residual.kind == kind), None)
+
     def state(self, kind: str, per: Per) -> tuple[StateArray, ...]:
-        """What a sublayer of this kind keeps in slots, or in pages."""
+        """Returns the state arrays of a sublayer of this kind, in slots or in pages."""
         return tuple(array for array in self.mixer(kind).state() if array.per is per)
 
     @property

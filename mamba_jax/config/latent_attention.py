@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mamba_jax.config.attention import RopeConfig
 from mamba_jax.config.declaration import WHOLE, Division, MixerConfig, Per, Placement, Role, StateArray
 from mamba_jax.config.errors import positive
 
@@ -13,7 +14,7 @@ from mamba_jax.config.errors import positive
 class LatentAttentionConfig(MixerConfig):
     """Multi-head latent attention: the keys and values of all heads are projections of one latent for each token.
 
-    Another part of each key is shared by all heads. There are no position embeddings.
+    Another part of each key is shared by all heads. Only this part has position embeddings, if any.
     """
 
     num_heads: int
@@ -24,6 +25,10 @@ class LatentAttentionConfig(MixerConfig):
     value_size: int
     latent_size: int
     norm_eps: float
+    rope: RopeConfig | None = None
+    """Rotates the shared part of keys and the same part of queries: elements 2i and 2i + 1 are a pair."""
+    head_gate: bool = False
+    """The output of each head is multiplied by the sigmoid of a projection of the input."""
 
     def __post_init__(self) -> None:
         positive(self, "num_heads", "key_size", "shared_key_size", "value_size", "latent_size")
@@ -43,7 +48,8 @@ class LatentAttentionConfig(MixerConfig):
         return (StateArray("latent", (1, self.entry_size), Role.ACTIVATION, None, Per.TOKEN),)
 
     def parameters(self) -> Mapping[str, Placement]:
-        return {
+        gate = {"gate_proj.weight": self._heads(0)} if self.head_gate else {}
+        return gate | {
             "q_proj.weight": self._heads(0),
             "latent_proj.weight": WHOLE,
             "norm.weight": WHOLE,

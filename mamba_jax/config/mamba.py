@@ -40,7 +40,7 @@ class MambaConfig(MixerConfig):
     norm_eps: float = 1e-5
     input_multiplier: float = 1.0
     projection_multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
-    """Factors on what the input projection gives for z, x, B, C and dt."""
+    """Factors on the input projection's z, x, B, C and dt."""
     output_multiplier: float = 1.0
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class MambaConfig(MixerConfig):
         return self.num_groups * self.state_size
 
     def state(self) -> tuple[StateArray, ...]:
-        """The recurrent state, and the windows of raw convolution inputs, oldest first: of x, and of B and C.
+        """Returns the recurrent state, and the windows of raw convolution inputs, oldest first: of x, and of B and C.
 
         The tail of the recurrent state: x, B and the step size, as `kernels_pallas.state_replay.Tail` has them.
         """
@@ -111,7 +111,7 @@ class MambaConfig(MixerConfig):
         return 5 * self.inner_size * self.state_size
 
     def sums_inside(self, shards: int) -> int:
-        """The squares of each group of the norm whose channels lie on several devices."""
+        """Returns the squares of each group of the norm whose channels lie on several devices."""
         return self.num_groups if self.norm and self.num_groups % shards else 0
 
     def _heads(self, axis: int, *, rank: int = 2) -> Division:

@@ -28,7 +28,7 @@ class ShortConvConfig(RecurrenceConfig):
         if self.conv_width < 2:
             raise ModelConfigError(f"a convolution over {self.conv_width} inputs: at least 2 are expected")
 
-    def make(self, hidden_size: int, *, rngs: Any, dtype: Any) -> Any:
+    def make(self, hidden_size: int, *, index: int, rngs: Any, dtype: Any) -> Any:
         from mamba_jax.modules.short_conv import ShortConv
 
         return ShortConv(self, hidden_size, rngs=rngs, dtype=dtype)
@@ -38,12 +38,12 @@ class ShortConvConfig(RecurrenceConfig):
         return self.channels
 
     def state(self) -> tuple[StateArray, ...]:
-        """The window of gated inputs, oldest first."""
+        """Returns the window of gated inputs, oldest first."""
         return (StateArray("conv", (self.conv_width - 1, self.channels), Role.WINDOW, self._channels(1)),)
 
     def parameters(self) -> Mapping[str, Placement]:
         found: dict[str, Placement] = {
-            "in_proj.weight": self._channels(1),
+            "in_proj.weight": self._channels(1, rank=3),
             "conv.weight": self._channels(0),
             "out_proj.weight": self._channels(1),
         }
@@ -51,5 +51,5 @@ class ShortConvConfig(RecurrenceConfig):
             found |= {"in_proj.bias": self._channels(1), "conv.bias": self._channels(0), "out_proj.bias": ADDED_ONCE}
         return found
 
-    def _channels(self, axis: int) -> Division:
-        return Division(axis, self.channels, "convolution channels")
+    def _channels(self, axis: int, *, rank: int = 2) -> Division:
+        return Division(axis, self.channels, "convolution channels", rank=rank)

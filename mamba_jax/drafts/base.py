@@ -1,4 +1,4 @@
-"""What a draft source is, and what a step tells it.
+"""The interface of draft sources.
 
 A source runs inside the decode and prefill programs, after sampling, so that the next step can be dispatched before the
 host has seen anything of this one. Whatever it proposes, no output depends on it: drafts are verified by the next step.
@@ -28,7 +28,7 @@ class DraftModel(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepFacts:
-    """What a step has fed, kept and sampled. Padding rows have seat 0 and have neither fed nor sampled anything."""
+    """The tokens that a step has fed, kept and sampled. Padding rows have seat 0, and no tokens."""
 
     layout: DecodeLayout | PrefillLayout
     """Of the tokens that were fed, rejected drafts included."""
@@ -36,7 +36,7 @@ class StepFacts:
     hidden: Float[Array, "T hidden"]
     """After the final norm."""
     before: Float[Array, "rows hidden"]
-    """The hidden state of the token before each row's first one; zeros where there is none."""
+    """The hidden state of the token before each row's first one; zeros without one."""
     row_id: Int[Array, " rows"]
     length: Int[Array, " rows"]
     """Tokens committed before the step."""
@@ -53,7 +53,7 @@ class StepFacts:
 
 
 class DraftSource(Protocol):
-    """Makes drafts. Holds settings only and is hashable; what it remembers of each seat is in `Rows.source`."""
+    """Makes drafts. It has settings only and is hashable; its state of each seat is in `Rows.source`."""
 
     @property
     def sees_tokens(self) -> bool:
@@ -66,7 +66,7 @@ class DraftSource(Protocol):
         ...
 
     def init(self, *, seats: int, max_len: int) -> Any:
-        """What is remembered of each seat: a pytree of arrays [seats, ...], or None."""
+        """The source's state of each seat: a pytree of arrays [seats, ...], or None."""
         ...
 
     def seat(self, state: Any, row_id: Int[Array, ""], tokens: Int[Array, " max_len"] | None) -> Any:
@@ -76,5 +76,5 @@ class DraftSource(Protocol):
     def propose(
         self, model: DraftModel, store: Store, state: Any, facts: StepFacts, count: int
     ) -> tuple[Int[Array, "rows count"], Store, Any]:
-        """`count` drafts for what follows each row's newest token (-1 from where it has none), store and state."""
+        """Returns `count` drafts after each row's newest token (-1 after the last draft), the store and the state."""
         ...

@@ -1,7 +1,7 @@
 """Drafts by the model's own multi-token-prediction layer (Gloeckle et al., 2024; DeepSeek-V3, section 2.2).
 
 The layer reads pairs: a token, and the hidden state of the token before it. Its keys and values lie in the row's pages
-under the index of the pair's token, so that a page depends on no token but its own, and a prefix hit loses nothing.
+under the index of the pair's token, so that a page depends only on its own tokens, and a prefix hit loses nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mamba_jax.store import Store
 class MTPDrafts:
     """Runs the layer over all tokens that a step has kept, then over its own drafts, one after the other.
 
-    Drafts' keys and values lie past the row's tokens. Whatever is fed there later overwrites them before it is read.
+    Drafts' keys and values are stored after the row's tokens. Later tokens overwrite them before they are read.
     """
 
     @property
@@ -59,7 +59,7 @@ def _best(model: DraftModel, hidden: Float[Array, "rows hidden"]) -> Int[Array, 
 
 
 def _after_decode(model: DraftModel, store: Store, facts: StepFacts) -> tuple[Float[Array, "rows hidden"], Store]:
-    """The pairs of all kept tokens and of the newest one, in one go; what the layer says after the newest."""
+    """Runs the layer over the pairs of all kept tokens and the newest one at once; returns its output at the newest."""
     rows = facts.row_id.shape[0]
     width = facts.tokens.shape[0] // rows + 1
     step = jnp.arange(width)
@@ -80,7 +80,7 @@ def _after_decode(model: DraftModel, store: Store, facts: StepFacts) -> tuple[Fl
 
 
 def _after_prefill(model: DraftModel, store: Store, facts: StepFacts) -> tuple[Float[Array, "rows hidden"], Store]:
-    """The pairs of all tokens, then those of the newest ones."""
+    """Runs the layer over the pairs of all tokens, then over those of the newest ones."""
     layout = facts.layout
     assert not isinstance(layout, DecodeLayout)
     first = jnp.arange(facts.tokens.shape[0]) == layout.row_start[layout.token_row]
@@ -92,7 +92,7 @@ def _after_prefill(model: DraftModel, store: Store, facts: StepFacts) -> tuple[F
 
 
 def _single(facts: StepFacts, position: Int[Array, " rows"]) -> DecodeLayout:
-    """One token of each row that has sampled, at the given positions. Past the page table's end it is lost, no more."""
+    """Lays out one token of each row that has sampled, at these positions. Drops tokens past the page table's end."""
     rows = position.shape[0]
     return DecodeLayout.of(
         length=position,

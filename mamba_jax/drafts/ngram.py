@@ -1,4 +1,4 @@
-"""Prompt lookup (Saxena, 2023): what followed the last tokens when they occurred before is what they draft now."""
+"""Prompt lookup (Saxena, 2023): drafts are the tokens that followed an earlier occurrence of the last tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mamba_jax.store import Store
 class NGramDrafts:
     """Looks the sequence's last `max_n` tokens up in the sequence itself, then fewer, but at least `min_n`.
 
-    Every seat has a copy of its tokens on the device, so that nothing waits for the host.
+    The device has a copy of each seat's tokens, so drafting does not wait for the host.
     """
 
     min_n: int
@@ -48,7 +48,7 @@ class NGramDrafts:
         self, model: DraftModel, store: Store, state: Int[Array, "seats max_len"], facts: StepFacts, count: int
     ) -> tuple[Int[Array, "rows count"], Store, Int[Array, "seats max_len"]]:
         at = facts.emitted_from[:, None] + jnp.arange(facts.emitted.shape[1])
-        # Outside the array: dropped. Padding rows emit nothing.
+        # Indices outside of the array are dropped. Padding rows emit nothing.
         at = jnp.where(facts.emitted >= 0, at, state.shape[1])
         state = state.at[facts.row_id[:, None], at].set(facts.emitted, mode="drop")
         drafts = look_up(
@@ -60,21 +60,21 @@ class NGramDrafts:
 def look_up(
     tokens: Int[Array, "rows max_len"], length: Int[Array, " rows"], *, count: int, min_n: int, max_n: int
 ) -> Int[Array, "rows count"]:
-    """What followed the latest among the longest earlier occurrences of each row's last tokens.
+    """Returns the tokens after the latest of the longest earlier occurrences of each row's last tokens.
 
-    An occurrence may overlap the last tokens: the sequence is then taken to go on with the same period.
+    An occurrence may overlap the last tokens; the sequence is then assumed to continue with the same period.
 
     Args:
         tokens: sequences, padded.
-        length: how many tokens of each count.
-        count: tokens to give for each row; all of them -1 where the last `min_n` tokens are new.
+        length: number of tokens of each sequence without padding.
+        count: tokens to return for each row; all are -1 if the last `min_n` tokens did not occur before.
     """
     size = tokens.shape[1]
     place = jnp.arange(size)
     last = length[:, None] - 1
 
     def longer(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Of the occurrences that end at each place with i tokens equal, those with i + 1."""
+        """Selects, from the occurrences of i equal tokens that end at each position, those with i + 1 equal tokens."""
         equal, matched = found
         wanted = jnp.take_along_axis(tokens, jnp.clip(last - i, 0, size - 1), axis=1)
         equal &= (jnp.roll(tokens, i, axis=1) == wanted) & (place >= i) & (last >= i)

@@ -1,4 +1,4 @@
-"""The model families, and what belongs to a `model_type`.
+"""The model families, by `model_type`.
 
 A family is one small file here: how it reads config.json, and how its tensors are named.
 """
@@ -14,9 +14,13 @@ from mamba_jax.families import (
     bamba,
     falcon_h1,
     granite,
+    jamba,
     kimi_linear,
     lfm2,
+    ling3,
+    mamba1,
     mamba2,
+    minimax,
     nemotron_h,
     olmo_hybrid,
     qwen3_5,
@@ -59,13 +63,17 @@ FAMILIES: tuple[Family, ...] = (
     lfm2.FAMILY,
     olmo_hybrid.FAMILY,
     kimi_linear.FAMILY,
+    ling3.FAMILY,
+    minimax.FAMILY,
+    mamba1.FAMILY,
+    jamba.FAMILY,
 )
 
 _REGISTERED: list[Family] = []
 
 
 def register(family: Family) -> None:
-    """Makes a family from outside of this package known to the process.
+    """Registers a family from outside of this package in this process.
 
     Raises:
         ValueError: its name, or one of its model types, is taken.
@@ -81,11 +89,11 @@ def _families() -> tuple[Family, ...]:
 
 
 class UnknownModelType(ModelConfigError):
-    """A config.json of a model that is none of our families."""
+    """The config.json is of a model of no supported family."""
 
 
 def get(model_type: str | None) -> Family:
-    """The family of a config.json's `model_type`.
+    """Returns the family of a config.json's `model_type`.
 
     Raises:
         UnknownModelType: none of them; the message names the model, or lists the known ones.
@@ -101,7 +109,7 @@ def get(model_type: str | None) -> Family:
 
 
 def family_of(config: HybridConfig) -> Family:
-    """The family that a config was made by."""
+    """Returns the family that a config was made by."""
     return next(family for family in _families() if family.name == config.family)
 
 
@@ -109,8 +117,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json, or the text model's part of one. Absent fields have transformers' defaults.
 
     Raises:
-        UnknownModelType: a model that is none of our families.
-        ModelConfigError: wrong fields, or such as ask for something that is not supported.
+        UnknownModelType: the model belongs to no known family.
+        ModelConfigError: fields are wrong, or request something that is not supported.
     """
     raw = text_fields(raw)
     # A wrapper's own model may differ from the family that its text model names: Kimi K3 is not a Kimi Linear.
@@ -120,8 +128,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
 
 
 def _with_scaled_positions(config: HybridConfig) -> HybridConfig:
-    """The longest context that scaled rotary frequencies are made for, where it is longer than the config's."""
-    rope = None if config.attention is None else config.attention.rope
+    """Extends the config's maximum context to the one that scaled rotary frequencies are made for, if longer."""
+    attention = config.attention or config.latent_attention
+    rope = None if attention is None else attention.rope
     if rope is None or rope.positions <= (config.max_position_embeddings or 0):
         return config
     return dataclasses.replace(config, max_position_embeddings=rope.positions)
@@ -141,11 +150,11 @@ def ignored(config: HybridConfig) -> tuple[str, ...]:
 
 
 def as_stored(config: HybridConfig, available: Container[str]) -> HybridConfig:
-    """The config of what a checkpoint has, where only its tensors tell: parts of the multi-token-prediction layer, and
-    scales of keys and values.
+    """Adjusts a config to the tensors of a checkpoint: parts of the multi-token-prediction layer, and scales of keys
+    and values.
 
-    transformers drops that layer's tensors when it saves a model, but keeps the config fields that ask for it. And the
-    layer may come with an embedding and a head of its own.
+    transformers drops that layer's tensors when it saves a model, but keeps the config fields that declare it. The
+    layer may also have its own embedding and head.
     """
     config = _with_kv_scales(config, available)
     if not config.mtp_pattern:

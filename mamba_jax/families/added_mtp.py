@@ -26,7 +26,7 @@ LAYERS, PATTERN, SIZE = "num_nextn_predict_layers", "mtp_hybrid_override_pattern
 
 
 def with_added_mtp(config: HybridConfig, raw: Mapping[str, Any]) -> HybridConfig:
-    """The config with the layer that config.json tells of, if it does.
+    """Returns the config with the layer that config.json tells of, if it does.
 
     Several layers are left out and only counted: the model itself does not need them.
 
@@ -54,7 +54,7 @@ def with_added_mtp(config: HybridConfig, raw: Mapping[str, Any]) -> HybridConfig
 
 
 def added_weight_names(config: HybridConfig) -> dict[str, HFSource]:
-    """The layer's parameters, and where a checkpoint has them."""
+    """Returns the layer's parameters, and where a checkpoint has them."""
     sources = parts.draft_layer_frame(config)
     for i, kind in enumerate(config.mtp_pattern):
         path, name = f"mtp.blocks.{i}", f"mtp.layers.{i}"

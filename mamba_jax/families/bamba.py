@@ -41,7 +41,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
 
 
 def weight_names(config: HybridConfig) -> dict[str, HFSource]:
-    """Names as `BambaForCausalLM` has them. A layer there is two sublayers here."""
+    """Returns names as `BambaForCausalLM` has them. A layer there is two sublayers here."""
     body: dict[str, HFSource] = {}
     for i, kind in enumerate(config.pattern[::2]):
         name, first, second = f"layers.{i}", f"blocks.{2 * i}", f"blocks.{2 * i + 1}"

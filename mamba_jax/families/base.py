@@ -1,4 +1,4 @@
-"""What a family consists of, and how its parameters are found in a Hugging Face checkpoint."""
+"""The definition of a family, and the location of its parameters in a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from mamba_jax.config import HybridConfig
 
 @dataclass(frozen=True)
 class HFSource:
-    """Where one of our parameters lies in a Hugging Face checkpoint.
+    """The location of one of our parameters in a Hugging Face checkpoint.
 
     Read each of `names`; check that it has the stored shape (see `stored`); take `rows` of it; stack them along new
     first axes if `stack`; reshape to the parameter's shape. Rows are contiguous in memory, so without `stack` (and with
-    one piece) nothing needs to be copied. The element type is the parameter's (`HybridModel.abstract`), whatever the
-    file has.
+    one piece) nothing needs to be copied. The dtype is the parameter's (`HybridModel.abstract`), not the file's.
     """
 
     names: tuple[str, ...]
@@ -31,22 +30,22 @@ class HFSource:
     alternatives: tuple[HFSource, ...] = ()
     """Other spellings, tried in order when a name is absent."""
     default: float | None = None
-    """What the parameter is filled with where the file has none of the names; None: that is an error."""
+    """Value of the parameter's elements if the file has none of the names; None: their absence is an error."""
     pieces: int = 1
-    """The tensor's first axis has so many equal pieces one after the other, and `rows` are those of each piece."""
+    """The tensor's first axis consists of this many equal pieces; `rows` applies to each piece."""
 
     cuts: tuple[int, ...] = ()
     """`names` are one tensor cut along its first axis: rows of each, as its makers publish it. A file may cut it
     elsewhere, as only the sum counts; `stored_shape` and `rows` are the whole tensor's."""
 
     def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that each of `names` must have in the file, for a parameter of this shape."""
+        """Returns the shape that each of `names` must have in the file, for a parameter of this shape."""
         if self.stored_shape is not None:
             return self.stored_shape
         return tuple(shape[1:]) if self.stack else tuple(shape)
 
     def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """The shape of each of `names` as their makers publish them, for a parameter of this shape."""
+        """Returns the shape of each of `names` as their makers publish them, for a parameter of this shape."""
         stored = self.stored(shape)
         if self.cuts:
             return {name: (rows, *stored[1:]) for name, rows in zip(self.names, self.cuts, strict=True)}
@@ -62,17 +61,17 @@ class HFSource:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: everything that tells it from the others. One file each in this folder."""
+    """A model family: everything that is specific to it. One file each in this folder."""
 
     name: str
     model_types: tuple[str, ...]
     """Values of `model_type` in config.json."""
     config_from_hf: Callable[[Mapping[str, Any]], HybridConfig]
-    """Reads config.json; raises `ModelConfigError` for what is wrong or not supported."""
+    """Reads config.json. Raises `ModelConfigError` for wrong or unsupported values."""
     weight_names: Callable[[HybridConfig], dict[str, HFSource]]
     """Our dotted parameter paths (as in `mamba_jax.model.parameters`) and where each is found."""
     ignored: Callable[[HybridConfig], tuple[str, ...]] = lambda config: ()
-    """Regular expressions (full match) of tensors that a checkpoint may carry and this model has no use for."""
+    """Regular expressions (full match) of tensors that a checkpoint may have and this model does not use."""
 
 
 def tensor(
@@ -82,7 +81,7 @@ def tensor(
     shape: tuple[int, ...] | None = None,
     pieces: int = 1,
 ) -> HFSource:
-    """A parameter that is one tensor, or rows of it; `others` are other spellings of the name."""
+    """Returns a parameter that is one tensor, or rows of it; `others` are other spellings of the name."""
     first, *rest = (HFSource((each,), rows, shape, pieces=pieces) for each in (name, *others))
     return replace(first, alternatives=tuple(rest))
 

@@ -59,7 +59,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
 
 
 def weight_names(config: HybridConfig) -> dict[str, HFSource]:
-    """Names as `FalconH1ForCausalLM` has them. A layer there is two sublayers here."""
+    """Returns names as `FalconH1ForCausalLM` has them. A layer there is two sublayers here."""
     body: dict[str, HFSource] = {}
     for i in range(len(config.pattern) // 2):
         name, first, second = f"layers.{i}", f"blocks.{2 * i}", f"blocks.{2 * i + 1}"

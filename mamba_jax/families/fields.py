@@ -16,15 +16,15 @@ class Fields:
         self._raw = raw
 
     def given(self, name: str, *aliases: str) -> Any:
-        """The value under the first of these names that has one, or None."""
+        """Returns the value under the first of these names that has one, or None."""
         return next((self._raw[key] for key in (name, *aliases) if self._raw.get(key) is not None), None)
 
     def explicit_null(self, name: str) -> bool:
-        """The field is there, and null."""
+        """Returns whether the field is present and null."""
         return name in self._raw and self._raw[name] is None
 
     def integer(self, name: str, default: int, *aliases: str) -> int:
-        """A whole number."""
+        """Returns a whole number."""
         value = self.given(name, *aliases)
         if value is None:
             return default
@@ -35,12 +35,12 @@ class Fields:
         return value
 
     def number(self, name: str, default: float, *aliases: str) -> float:
-        """A number, possibly infinite."""
+        """Returns a number, possibly infinite."""
         value = self.given(name, *aliases)
         return default if value is None else _number(name, value)
 
     def numbers(self, name: str, default: tuple[float, ...], *aliases: str) -> tuple[float, ...]:
-        """As many numbers as the default has."""
+        """Returns a list of as many numbers as the default has."""
         value = self.given(name, *aliases)
         if value is None:
             return default
@@ -58,7 +58,7 @@ class Fields:
         return value
 
     def text(self, name: str, default: str, *aliases: str) -> str:
-        """A string."""
+        """Returns a string."""
         value = self.given(name, *aliases)
         if value is None:
             return default
@@ -67,7 +67,7 @@ class Fields:
         return value
 
     def strings(self, name: str, *aliases: str) -> list[str] | None:
-        """A list of strings, or None."""
+        """Returns a list of strings, or None."""
         value = self.given(name, *aliases)
         if value is None:
             return None
@@ -76,7 +76,7 @@ class Fields:
         return value
 
     def integers(self, name: str, default: list[int]) -> list[int]:
-        """A list of whole numbers."""
+        """Returns a list of whole numbers."""
         value = self.given(name)
         if value is None:
             return default
@@ -102,7 +102,7 @@ class Fields:
         return "".join(kinds[one] for one in types)
 
     def only(self, name: str, supported: tuple[Any, ...], *aliases: str) -> None:
-        """Refuses other values than these (or none) for a field that we do nothing with."""
+        """Refuses values other than these (or none) of a field that is not used."""
         value = self.given(name, *aliases)
         if value is not None and value not in supported:
             raise ModelConfigError(

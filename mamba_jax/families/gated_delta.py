@@ -46,7 +46,7 @@ def model_config(
     moe: MoEConfig | None,
     draft_layers: int,
 ) -> HybridConfig:
-    """The model; `feed_forward` is what follows each layer's mixer."""
+    """Returns the model; `feed_forward` is the sublayer after each layer's mixer."""
     fields.only("hidden_act", ("silu", "swish"))
     hidden, eps = fields.integer("hidden_size", defaults.hidden), fields.number("rms_norm_eps", 1e-6)
     mixers = fields.layers(KINDS, "layer_types")
@@ -104,7 +104,7 @@ def _delta(fields: Fields, eps: float) -> DeltaConfig:
 
 
 def moe_config(fields: Fields, *, num_experts: int, experts_per_token: int) -> MoEConfig | None:
-    """The mixture of experts; the numbers are defaults. None where a model has no experts."""
+    """Returns the mixture of experts; the numbers are defaults. None where a model has no experts."""
     experts = fields.integer("num_experts", num_experts)
     if not experts:
         return None
@@ -123,7 +123,7 @@ def moe_config(fields: Fields, *, num_experts: int, experts_per_token: int) -> M
 def weight_names(
     config: HybridConfig, projections: Callable[[str, str, DeltaConfig, int], dict[str, HFSource]], *prefixes: str
 ) -> dict[str, HFSource]:
-    """Every parameter. A layer in the file is two sublayers here; `projections` names a delta net's inputs."""
+    """Returns every parameter. A layer in the file is two sublayers here; `projections` names a delta net's inputs."""
     body: dict[str, HFSource] = {}
     for i in range(0, len(config.pattern), 2):
         body |= _layer(f"layers.{i // 2}", "blocks", i, config.pattern[i : i + 2], config, projections)
@@ -146,7 +146,7 @@ def _layer(
     config: HybridConfig,
     projections: Callable[[str, str, DeltaConfig, int], dict[str, HFSource]],
 ) -> dict[str, HFSource]:
-    """A mixer and what follows it."""
+    """Returns the weights of a mixer and of the sublayer after it."""
     first, second = f"{path}.{index}", f"{path}.{index + 1}"
     sources = {
         f"{first}.norm.weight": tensor(f"{name}.input_layernorm.weight"),
@@ -165,7 +165,7 @@ def _layer(
 
 
 def _delta_names(path: str, name: str, config: DeltaConfig) -> dict[str, HFSource]:
-    """All of a delta net but its input projections. The channels of conv1d are queries, keys, values."""
+    """Returns all of a delta net but its input projections. The channels of conv1d are queries, keys, values."""
     keys, channels = 2 * config.key_size, 2 * config.key_size + config.inner_size
     stored = (channels, 1, config.conv_width)
     return {
@@ -208,17 +208,10 @@ def split(path: str, name: str, config: DeltaConfig, hidden: int) -> dict[str, H
 
 
 def _moe_names(path: str, name: str, config: MoEConfig, hidden: int) -> dict[str, HFSource]:
-    """Experts one by one, or (as transformers' modules have them) in one tensor."""
-    size, experts = config.intermediate_size, range(config.num_experts)
-    each = tuple(f"{name}.experts.{e}.{part}.weight" for e in experts for part in ("gate_proj", "up_proj"))
-    together = tensor(f"{name}.experts.gate_up_proj", shape=(config.num_experts, 2 * size, hidden))
-    down = tuple(f"{name}.experts.{e}.down_proj.weight" for e in experts)
-    sources = {
-        f"{path}.router.weight": tensor(f"{name}.gate.weight"),
-        f"{path}.experts.up": HFSource(each, stored_shape=(size, hidden), stack=True, alternatives=(together,)),
-        f"{path}.experts.down": HFSource(down, stack=True, alternatives=(tensor(f"{name}.experts.down_proj"),)),
-        f"{path}.shared_gate.weight": tensor(f"{name}.shared_expert_gate.weight"),
-    }
+    """Returns a router, experts, and a shared expert with a gate."""
+    sources = parts.experts(path, name, name, config, hidden, ("gate_proj", "up_proj", "down_proj"))
+    for ours, theirs in (("router", "gate"), ("shared_gate", "shared_expert_gate")):
+        sources[f"{path}.{ours}.weight"] = tensor(f"{name}.{theirs}.weight")
     return sources | parts.mlp(f"{path}.shared", f"{name}.shared_expert", gated=True, bias=False)
 
 

@@ -63,7 +63,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
 
 
 def weight_names(config: HybridConfig) -> dict[str, HFSource]:
-    """Names as `GraniteMoeHybridForCausalLM` has them. A layer there is two sublayers here."""
+    """Returns names as `GraniteMoeHybridForCausalLM` has them. A layer there is two sublayers here."""
     body: dict[str, HFSource] = {}
     for i, kind in enumerate(config.pattern[::2]):
         name, first, second = f"layers.{i}", f"blocks.{2 * i}", f"blocks.{2 * i + 1}"
@@ -85,7 +85,7 @@ def weight_names(config: HybridConfig) -> dict[str, HFSource]:
 
 
 def _experts(path: str, name: str, config: MoEConfig, hidden: int) -> dict[str, HFSource]:
-    """The second spellings are those of transformers 5's modules."""
+    """Returns the sources; the second spellings are those of transformers 5's modules."""
     stored = (config.num_experts, 2 * config.intermediate_size, hidden)
     return {
         f"{path}.router.weight": tensor(f"{name}.router.layer.weight", f"{name}.router.weight"),

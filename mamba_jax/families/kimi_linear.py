@@ -22,7 +22,7 @@ from mamba_jax.families import parts
 from mamba_jax.families.base import Family, HFSource, tensor
 from mamba_jax.families.fields import Fields
 
-_LATENT_NORM_EPS = 1e-6  # whatever the config says of the others
+_LATENT_NORM_EPS = 1e-6  # independent of the config's value for other norms
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
@@ -41,7 +41,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         family=FAMILY.name,
         vocab_size=fields.integer("vocab_size", 163840),
         hidden_size=hidden,
-        pattern="".join(map("".join, zip(_mixers(fields, layers), _feed_forward(fields, layers), strict=True))),
+        pattern="".join(map("".join, zip(_mixers(fields, layers), feed_forward(fields, layers, dense=1), strict=True))),
         norm_eps=eps,
         latent_attention=LatentAttentionConfig(
             num_heads=fields.integer("num_attention_heads", 32),
@@ -81,10 +81,11 @@ def _mixers(fields: Fields, layers: int) -> str:
     return found
 
 
-def _feed_forward(fields: Fields, layers: int) -> str:
+def feed_forward(fields: Fields, layers: int, *, dense: int) -> str:
+    """MLPs and mixtures of experts, from `mlp_layer_types`, or the first layers dense: `dense` is the default."""
     found = fields.layers({"dense": MLP, "sparse": MOE}, "mlp_layer_types")
     if found is None:
-        dense = min(fields.integer("first_k_dense_replace", 1), layers)
+        dense = min(fields.integer("first_k_dense_replace", dense), layers)
         found = MLP * dense + MOE * (layers - dense)
     if len(found) != layers:
         raise ModelConfigError(f"config field mlp_layer_types has {len(found)} entries, for {layers} layers")
@@ -143,7 +144,7 @@ def weight_names(config: HybridConfig) -> dict[str, HFSource]:
         body[f"{first}.norm.weight"] = tensor(f"{name}.input_layernorm.weight")
         body[f"{second}.norm.weight"] = tensor(f"{name}.post_attention_layernorm.weight")
         if config.pattern[i] == LATENT:
-            body |= _latent_names(f"{first}.mixer", f"{name}.self_attn", need(config.latent_attention))
+            body |= latent_names(f"{first}.mixer", f"{name}.self_attn", need(config.latent_attention))
         else:
             body |= _delta_names(f"{first}.mixer", f"{name}.self_attn", delta)
         if config.pattern[i + 1] == MLP:
@@ -155,7 +156,7 @@ def weight_names(config: HybridConfig) -> dict[str, HFSource]:
     )
 
 
-def _latent_names(path: str, name: str, config: LatentAttentionConfig) -> dict[str, HFSource]:
+def latent_names(path: str, name: str, config: LatentAttentionConfig) -> dict[str, HFSource]:
     """Of kv_b_proj, each head has the rows of its keys, then those of its values."""
     key, rows = config.key_size, config.key_size + config.value_size
 
@@ -195,7 +196,7 @@ def _delta_names(path: str, name: str, config: DeltaConfig) -> dict[str, HFSourc
 
 
 def _mlp_names(path: str, name: str) -> dict[str, HFSource]:
-    """The second spelling is what transformers saves."""
+    """transformers saves the second spelling."""
     names = ("gate_proj", "up_proj", "down_proj")
     return {
         f"{path}.{part}.weight": tensor(f"{name}.mlp.{part}.weight", f"{name}.block_sparse_moe.{part}.weight")
@@ -205,20 +206,13 @@ def _mlp_names(path: str, name: str) -> dict[str, HFSource]:
 
 def _moe_names(path: str, name: str, config: MoEConfig, hidden: int) -> dict[str, HFSource]:
     """Experts one by one under `block_sparse_moe`, or (as in transformers' modules) in one tensor under `mlp`."""
-    size, experts = config.intermediate_size, range(config.num_experts)
     theirs, modules = f"{name}.block_sparse_moe", f"{name}.mlp"
-    each = tuple(f"{theirs}.experts.{e}.{part}.weight" for e in experts for part in ("w1", "w3"))
-    together = tensor(f"{modules}.experts.gate_up_proj", shape=(config.num_experts, 2 * size, hidden))
-    down = tuple(f"{theirs}.experts.{e}.w2.weight" for e in experts)
-    sources = {
-        f"{path}.experts.up": HFSource(each, stored_shape=(size, hidden), stack=True, alternatives=(together,)),
-        f"{path}.experts.down": HFSource(down, stack=True, alternatives=(tensor(f"{modules}.experts.down_proj"),)),
-    }
     spelt = {"router.weight": "gate.weight", "router.correction_bias": "gate.e_score_correction_bias"}
     spelt |= {
         f"shared.{part}.weight": f"shared_experts.{part}.weight" for part in ("gate_proj", "up_proj", "down_proj")
     }
-    return sources | {f"{path}.{ours}": tensor(f"{theirs}.{one}", f"{modules}.{one}") for ours, one in spelt.items()}
+    sources = {f"{path}.{ours}": tensor(f"{theirs}.{one}", f"{modules}.{one}") for ours, one in spelt.items()}
+    return sources | parts.experts(path, theirs, modules, config, hidden)
 
 
 FAMILY = Family(

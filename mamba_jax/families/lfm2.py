@@ -73,7 +73,7 @@ def _attention(fields: Fields, hidden: int, eps: float) -> AttentionConfig:
 
 
 def _adjusted_size(fields: Fields) -> int:
-    """The MLPs' inner size: two thirds of the field, times a factor, rounded up, unless the config says otherwise."""
+    """The inner size of MLPs: two thirds of the field, times a factor, rounded up, unless the config disables this."""
     size = fields.integer("block_ff_dim", 12288, "intermediate_size")
     if not fields.flag("block_auto_adjust_ff_dim", True):
         return size
@@ -97,7 +97,7 @@ def _moe(fields: Fields) -> MoEConfig:
 
 
 def weight_names(config: HybridConfig) -> dict[str, HFSource]:
-    """Names as `Lfm2ForCausalLM` and `Lfm2MoeForCausalLM` have them. A layer there is two sublayers here."""
+    """Returns names as `Lfm2ForCausalLM` and `Lfm2MoeForCausalLM` have them. A layer there is two sublayers here."""
     body: dict[str, HFSource] = {}
     for i in range(0, len(config.pattern), 2):
         name, first, second = f"layers.{i // 2}", f"blocks.{i}", f"blocks.{i + 1}"
@@ -148,16 +148,11 @@ def _mlp_names(path: str, name: str) -> dict[str, HFSource]:
 
 def _moe_names(path: str, name: str, config: MoEConfig, hidden: int) -> dict[str, HFSource]:
     """Experts one by one, or (as transformers' modules have them) in one tensor."""
-    size, experts = config.intermediate_size, range(config.num_experts)
-    each = tuple(f"{name}.experts.{e}.{part}.weight" for e in experts for part in ("w1", "w3"))
-    together = tensor(f"{name}.experts.gate_up_proj", shape=(config.num_experts, 2 * size, hidden))
-    down = tuple(f"{name}.experts.{e}.w2.weight" for e in experts)
-    return {
+    sources = {
         f"{path}.router.weight": tensor(f"{name}.gate.weight"),
         f"{path}.router.correction_bias": tensor(f"{name}.expert_bias"),
-        f"{path}.experts.up": HFSource(each, stored_shape=(size, hidden), stack=True, alternatives=(together,)),
-        f"{path}.experts.down": HFSource(down, stack=True, alternatives=(tensor(f"{name}.experts.down_proj"),)),
     }
+    return sources | parts.experts(path, name, name, config, hidden)
 
 
 FAMILY = Family(

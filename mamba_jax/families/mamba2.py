@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mamba_jax.config import HybridConfig, MambaConfig, ModelConfigError, need
@@ -50,11 +50,23 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
 
 
 def weight_names(config: HybridConfig) -> dict[str, HFSource]:
-    """Names as `Mamba2ForCausalLM` has them."""
+    """Returns names as `Mamba2ForCausalLM` has them."""
+
+    def mixer(path: str, name: str) -> dict[str, HFSource]:
+        return parts.mamba(path, name, need(config.mamba), config.hidden_size)
+
+    return backbone(config, mixer)
+
+
+def backbone(config: HybridConfig, mixer: Callable[[str, str], dict[str, HFSource]]) -> dict[str, HFSource]:
+    """Returns names of a model of recurrent layers alone, as both versions of Mamba have them.
+
+    `mixer` maps a mixer's path and its name in checkpoints to its parameters.
+    """
     body: dict[str, HFSource] = {}
     for i in range(len(config.pattern)):
         body[f"blocks.{i}.norm.weight"] = tensor(f"layers.{i}.norm.weight")
-        body |= parts.mamba(f"blocks.{i}.mixer", f"layers.{i}.mixer", need(config.mamba), config.hidden_size)
+        body |= mixer(f"blocks.{i}.mixer", f"layers.{i}.mixer")
     sources = parts.whole_model(
         config, body, embed="embeddings.weight", norm="norm_f.weight", prefixes=("backbone.", "model.")
     )

@@ -105,7 +105,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
 
 
 def weight_names(config: HybridConfig) -> dict[str, HFSource]:
-    """Names as `NemotronHForCausalLM` has them; `mtp.*` as NVIDIA's checkpoints have it."""
+    """Returns names as `NemotronHForCausalLM` has them; `mtp.*` as NVIDIA's checkpoints have it."""
     body: dict[str, HFSource] = {}
     for i, kind in enumerate(config.pattern):
         body |= _block(kind, f"blocks.{i}", f"layers.{i}", config)

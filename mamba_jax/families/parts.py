@@ -1,11 +1,12 @@
-"""How the parameters of our modules are named in Hugging Face checkpoints, as far as families agree about it."""
+"""Names of our modules' parameters in Hugging Face checkpoints that several families share."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
-from mamba_jax.config import AttentionConfig, HybridConfig, MambaConfig, ModelConfigError
+from mamba_jax.config import AttentionConfig, HybridConfig, MambaConfig, ModelConfigError, MoEConfig
+from mamba_jax.config.mamba1 import Mamba1Config
 from mamba_jax.families.base import HFSource, tensor, with_prefix
 from mamba_jax.families.fields import Fields
 from mamba_jax.families.rope import rope_config
@@ -14,7 +15,7 @@ OWN_DRAFT_EMBEDDING, OWN_DRAFT_HEAD = "mtp.embed.weight", "mtp.lm_head.weight"
 
 
 def mamba_config(fields: Fields, hidden: int, eps: float, *, inner_size: int | None = None) -> MambaConfig:
-    """The Mamba2 mixer in the fields that Bamba introduced. The inner width is `inner_size`, or expand * hidden."""
+    """Reads a Mamba2 mixer from fields that Bamba introduced. The inner width is `inner_size` or expand * hidden."""
     heads = fields.integer("mamba_n_heads", 128)
     inner = int(fields.number("mamba_expand", 2) * hidden) if inner_size is None else inner_size
     automatic = fields.given("mamba_d_head") in (None, "auto")
@@ -37,6 +38,12 @@ def mamba_config(fields: Fields, hidden: int, eps: float, *, inner_size: int | N
     )
 
 
+def dt_rank(fields: Fields, name: str, hidden: int) -> int:
+    """Returns the rank of Mamba-1's step size projection; if absent or "auto", a sixteenth of the hidden size."""
+    automatic = fields.given(name) in (None, "auto")
+    return -(-hidden // 16) if automatic else fields.integer(name, 0)
+
+
 def attention_config(
     fields: Fields,
     hidden: int,
@@ -47,7 +54,7 @@ def attention_config(
     rope: bool = True,
     rope_share: float | None = None,
 ) -> AttentionConfig:
-    """Attention in the usual fields. The numbers of heads are defaults; `scale` is 1 / sqrt(head_dim) if None."""
+    """Reads attention from the usual fields. Head counts are defaults; `scale` is 1 / sqrt(head_dim) if None."""
     heads = fields.integer("num_attention_heads", num_heads)
     if heads < 1:
         raise ModelConfigError(f"config field num_attention_heads is {heads}: at least 1 is expected")
@@ -64,7 +71,7 @@ def attention_config(
 
 
 def linear(path: str, name: str, *, bias: bool = False) -> dict[str, HFSource]:
-    """A dense layer stored under `name`."""
+    """Returns a dense layer stored under `name`."""
     sources = {f"{path}.weight": tensor(f"{name}.weight")}
     if bias:
         sources[f"{path}.bias"] = tensor(f"{name}.bias")
@@ -72,7 +79,7 @@ def linear(path: str, name: str, *, bias: bool = False) -> dict[str, HFSource]:
 
 
 def mamba(path: str, name: str, config: MambaConfig, hidden_size: int) -> dict[str, HFSource]:
-    """A Mamba2 mixer. The rows of in_proj are z, x, B, C, dt; the channels of conv1d are x, B, C."""
+    """Returns a Mamba2 mixer. The rows of in_proj are z, x, B, C, dt; the channels of conv1d are x, B, C."""
     inner, group, heads = config.inner_size, config.group_size, config.num_heads
     channels, width = inner + 2 * group, config.conv_width
     bc, dt, end = 2 * inner, 2 * inner + 2 * group, 2 * inner + 2 * group + heads
@@ -95,6 +102,22 @@ def mamba(path: str, name: str, config: MambaConfig, hidden_size: int) -> dict[s
     return sources | linear(f"{path}.out_proj", f"{name}.out_proj", bias=config.out_bias)
 
 
+def mamba1(path: str, name: str, config: Mamba1Config, hidden_size: int) -> dict[str, HFSource]:
+    """A Mamba-1 mixer. The rows of in_proj are x, z; norms of B, C and step sizes are named as Jamba has them."""
+    inner = config.channels
+    sources = {f"{path}.in_proj.weight": tensor(f"{name}.in_proj.weight", shape=(2 * inner, hidden_size))}
+    if config.bias:
+        sources[f"{path}.in_proj.bias"] = tensor(f"{name}.in_proj.bias", shape=(2 * inner,))
+    sources[f"{path}.conv.weight"] = tensor(f"{name}.conv1d.weight", shape=(inner, 1, config.conv_width))
+    if config.conv_bias:
+        sources[f"{path}.conv.bias"] = tensor(f"{name}.conv1d.bias")
+    sources |= {f"{path}.a_log": tensor(f"{name}.A_log"), f"{path}.d": tensor(f"{name}.D")}
+    for part in ("dt", "b", "c") if config.norm_weights else ():
+        sources[f"{path}.{part}_norm.weight"] = tensor(f"{name}.{part}_layernorm.weight")
+    sources |= linear(f"{path}.x_proj", f"{name}.x_proj") | linear(f"{path}.dt_proj", f"{name}.dt_proj", bias=True)
+    return sources | linear(f"{path}.out_proj", f"{name}.out_proj", bias=config.bias)
+
+
 def attention(path: str, name: str, config: AttentionConfig) -> dict[str, HFSource]:
     """Attention with separate q, k, v and o projections, and norms of q and k if it has them."""
     sources: dict[str, HFSource] = {}
@@ -109,7 +132,7 @@ def attention(path: str, name: str, config: AttentionConfig) -> dict[str, HFSour
 
 
 def mlp(path: str, name: str, *, gated: bool, bias: bool) -> dict[str, HFSource]:
-    """An MLP with separate projections."""
+    """Returns an MLP with separate projections."""
     sources: dict[str, HFSource] = {}
     for part in ("gate_proj", "up_proj", "down_proj") if gated else ("up_proj", "down_proj"):
         sources |= linear(f"{path}.{part}", f"{name}.{part}", bias=bias)
@@ -126,12 +149,34 @@ def fused_gate_up(path: str, name: str, size: int, inputs: int, *, bias: bool = 
     return sources
 
 
+def experts(
+    path: str,
+    published: str,
+    module: str,
+    config: MoEConfig,
+    hidden: int,
+    names: tuple[str, str, str] = ("w1", "w3", "w2"),
+) -> dict[str, HFSource]:
+    """Gated experts: one by one under `published`, or (transformers) together under `module`.
+
+    `names` are those of an expert's gate, up and down projection; the default are Mixtral's.
+    """
+    size, numbers = config.intermediate_size, range(config.num_experts)
+    each = tuple(f"{published}.experts.{e}.{part}.weight" for e in numbers for part in names[:2])
+    together = tensor(f"{module}.experts.gate_up_proj", shape=(config.num_experts, 2 * size, hidden))
+    down = tuple(f"{published}.experts.{e}.{names[2]}.weight" for e in numbers)
+    return {
+        f"{path}.experts.up": HFSource(each, stored_shape=(size, hidden), stack=True, alternatives=(together,)),
+        f"{path}.experts.down": HFSource(down, stack=True, alternatives=(tensor(f"{module}.experts.down_proj"),)),
+    }
+
+
 def whole_model(
     config: HybridConfig, body: dict[str, HFSource], *, embed: str, norm: str, prefixes: tuple[str, ...]
 ) -> dict[str, HFSource]:
     """Adds the embedding, the final norm, and the head unless it is tied to the embedding.
 
-    Names of the body have no prefix yet: they may be found under any of `prefixes`. The head never has one.
+    Names of the body have no prefix yet: the file may use any of `prefixes`. The head never has a prefix.
     """
     body = body | {"embed.weight": tensor(embed), "final_norm.weight": tensor(norm)}
     sources = with_prefix(body, *prefixes)
@@ -141,7 +186,7 @@ def whole_model(
 
 
 def draft_layer_frame(config: HybridConfig) -> dict[str, HFSource]:
-    """What of the multi-token-prediction layer lies before and behind its sublayers."""
+    """Returns the multi-token-prediction layer's parameters before and after its sublayers."""
     last = len(config.mtp_pattern) - 1
     sources = {"mtp.final_norm.weight": tensor(f"mtp.layers.{last}.final_layernorm.weight")}
     for part in ("enorm", "hnorm", "eh_proj"):
@@ -160,6 +205,6 @@ def own_draft_tables(config: HybridConfig) -> dict[str, HFSource]:
 
 
 def always_ignored(config: HybridConfig) -> tuple[str, ...]:
-    """Patterns of tensors that hold nothing of their own: rotation tables, and a head that the config ties."""
+    """Returns patterns of redundant tensors: rotation tables, and a head that the config ties to the embedding."""
     tied = (r"lm_head\.weight",) if config.tie_word_embeddings else ()
     return (r".*\.rotary_emb\.inv_freq", *tied)

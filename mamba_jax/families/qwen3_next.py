@@ -30,7 +30,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
 
 
 def weight_names(config: HybridConfig) -> dict[str, HFSource]:
-    """Names as `Qwen3NextForCausalLM` has them; `mtp.*` as Alibaba's checkpoints have it."""
+    """Returns names as `Qwen3NextForCausalLM` has them; `mtp.*` as Alibaba's checkpoints have it."""
     return gated_delta.weight_names(config, gated_delta.fused, "model.")
 
 

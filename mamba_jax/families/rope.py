@@ -43,7 +43,7 @@ def _parameters(fields: Fields, name: str) -> dict[str, Any]:
 
 
 def _scaled(kind: str, rope: Fields, fields: Fields, theta: float, size: int) -> RopeConfig:
-    """A rotary embedding with the frequencies of one of the known kinds.
+    """Returns a rotary embedding with the frequencies of one of the known kinds.
 
     Args:
         kind: `rope_type`.
@@ -104,7 +104,7 @@ def _yarn(rope: Fields, plain: np.ndarray, theta: float, trained: float, origina
     size = 2 * len(plain)
 
     def dimension(turns: float) -> float:
-        """The (fractional) index of the frequency with so many turns in the original context."""
+        """Returns the (fractional) index of the frequency with this number of turns in the original context."""
         return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = (dimension(rope.number(name, default) or default) for name, default in _TURNS)

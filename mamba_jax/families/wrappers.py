@@ -48,6 +48,6 @@ def text_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def other_towers(names: Iterable[str]) -> dict[str, int]:
-    """How many of these tensors belong to each of the other towers."""
+    """Returns how many of these tensors belong to each of the other towers."""
     found = (re.fullmatch(OTHER_TOWERS, name) for name in names)
     return dict(sorted(Counter(match[1] for match in found if match is not None).items()))

@@ -1,4 +1,4 @@
-"""Zamba2 (Zyphra, 2024): Mamba2 layers, some of which also hear one of a few shared transformer blocks."""
+"""Zamba2 (Zyphra, 2024): Mamba2 layers, some of which also take the output of a shared transformer block."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mamba_jax.families.rope import rope_config
 
 _KINDS = {"linear_attention": MAMBA, "mamba": MAMBA, "hybrid": SHARED}
 _DEFAULT_PATTERN = "M" + "MMMMMZ" * 7 + "MMMMZ" + "MMMZ" + "MM"
-_GATED_NORM_EPS = 1e-5  # whatever rms_norm_eps says
+_GATED_NORM_EPS = 1e-5  # independent of rms_norm_eps
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
@@ -75,7 +75,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
             bias=bias,
         ),
         shared=SharedConfig(
-            # To transformers "tie" means the blocks as well as the head: untied, every use has a block of its own.
+            # In transformers, "tie" applies to blocks as well as the head: if untied, every use has its own block.
             num_blocks=min(blocks, uses) if tied else uses,
             adapter_rank=fields.integer("adapter_rank", 128),
             attention_adapters=fields.flag("use_shared_attention_adapter", False),
@@ -90,7 +90,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
 
 
 def weight_names(config: HybridConfig) -> dict[str, HFSource]:
-    """Names as `Zamba2ForCausalLM` has them.
+    """Returns names as `Zamba2ForCausalLM` has them.
 
     A shared block is stored in the layer that uses it first, with the adapters of all its uses (numbered over all
     hybrid layers). In checkpoints that repeat the block, or keep it elsewhere, it is found in any layer that uses it.
@@ -113,13 +113,13 @@ def weight_names(config: HybridConfig) -> dict[str, HFSource]:
 
 
 def _users(config: HybridConfig, use: int) -> list[int]:
-    """The layers that use the same block as the hybrid layer number `use`: every `num_blocks`th one."""
+    """Returns the layers that use the same block as the hybrid layer number `use`: every `num_blocks`th one."""
     hybrid, blocks = [i for i, kind in enumerate(config.pattern) if kind == SHARED], need(config.shared).num_blocks
     return hybrid[use % blocks :: blocks]
 
 
 def _in_any(layers: list[int], sources_at: Callable[[str], dict[str, HFSource]]) -> dict[str, HFSource]:
-    """Sources in the first of these layers, with the others as alternatives."""
+    """Returns the sources in the first of these layers, with the others as alternatives."""
     first, *rest = [sources_at(f"layers.{layer}.shared_transformer") for layer in layers]
     return {
         path: dataclasses.replace(source, alternatives=tuple(other[path] for other in rest))
@@ -154,7 +154,7 @@ def _adapters(config: HybridConfig, path: str, use: int, name: str) -> dict[str,
 
 
 def _ignored(config: HybridConfig) -> tuple[str, ...]:
-    """Also the shared blocks that a checkpoint repeats in later layers, and untied blocks' adapters for other uses."""
+    """Also ignores shared blocks repeated in later layers, and untied blocks' adapters of other uses."""
     blocks = config.shared.num_blocks if config.shared else 0
     again = [i for i, kind in enumerate(config.pattern) if kind == SHARED][blocks:]
     repeated = (rf"(model|backbone)\.layers\.({'|'.join(map(str, again))})\.shared_transformer\..*",) if again else ()

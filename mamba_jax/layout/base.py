@@ -24,10 +24,15 @@ class Layout(Protocol):
         """False for padding, which must not matter to any other token."""
         ...
 
+    @property
+    def adapter(self) -> Int[Array, " T"] | None:
+        """Entry of each token's adapter (see `mamba_jax.adapters`), 0 = none; None for a model without adapters."""
+        ...
+
     def run(
         self, operation: Operation, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Any
     ) -> tuple[Array, Any]:
-        """An operation over each sequence. Inputs and the result are [T, ...], the state is [slots, ...]."""
+        """Returns an operation over each sequence. Inputs and the result are [T, ...], the state is [slots, ...]."""
         ...
 
     def attend(

@@ -1,6 +1,6 @@
 """The tokens of a decode step: rows of equal width, one recurrent step after the other."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import jax
@@ -20,10 +20,12 @@ class DecodeLayout:
     """Absolute; -1 = padding."""
     valid: Bool[Array, " T"]
     read_slot: Int[Array, " rows"]
-    """0 for rows that have nothing to read."""
+    """The slot of the state before the step; 0 = zeros, and for rows without tokens."""
     write_slot: Int[Array, "rows writes"]
     """0 for padding. One for each step."""
     page_table: Int[Array, "rows pages"]
+    adapter: Int[Array, " T"] | None = field(default=None, kw_only=True)
+    """Entry of each token's adapter, 0 = none; None for a model without adapters."""
 
     @classmethod
     def of(
@@ -35,17 +37,21 @@ class DecodeLayout:
         write_slot: Int[Array, "rows steps"],
         page_table: Int[Array, "rows pages"],
     ) -> Self:
-        """The layout of rows that have absorbed `length` tokens and are fed `num_tokens` more."""
+        """Returns the layout of rows that have absorbed `length` tokens and are fed `num_tokens` more."""
         step = jnp.arange(write_slot.shape[1])
         valid = step < num_tokens[:, None]
         return cls(
             positions=jnp.where(valid, length[:, None] + step, -1).reshape(-1),
             valid=valid.reshape(-1),
             # A row without tokens (padding, or one that only samples) must not move any state about.
-            read_slot=jnp.where((length > 0) & (num_tokens > 0), read_slot, 0),
+            read_slot=jnp.where(num_tokens > 0, read_slot, 0),
             write_slot=jnp.where(valid, write_slot, 0),
             page_table=page_table,
         )
+
+    def with_adapters(self, entry: Int[Array, " rows"]) -> Self:
+        """Returns the layout of rows that have these adapters."""
+        return replace(self, adapter=jnp.repeat(entry, self.shape[1]))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -68,28 +74,48 @@ class DecodeLayout:
         scale: float,
         first_key: int = 0,
     ) -> tuple[Float[Array, "T heads head_dim"], Float[Array, "pages page_size kv2 head_dim"]]:
+        kv = self.write_kv(k, v, kv)
+        return self.read_kv(q, kv, scale=scale, first_key=first_key), kv
+
+    def write_kv(
+        self,
+        k: Float[Array, "T kv_heads head_dim"],
+        v: Float[Array, "T kv_heads head_dim"] | None,
+        kv: Float[Array, "pages page_size kv2 head_dim"],
+    ) -> Float[Array, "pages page_size kv2 head_dim"]:
+        """Returns the pages with the tokens' keys and values."""
         count, steps = self.shape
-        rows = jnp.arange(count)
-        page, offset = page_of(self.page_table, jnp.repeat(rows, steps), self.positions, page_size=kv.shape[1])
-        kv = write_kv(kv, k, v, page=page, offset=offset)
+        token_row = jnp.repeat(jnp.arange(count), steps)
+        page, offset = page_of(self.page_table, token_row, self.positions, page_size=kv.shape[1])
+        return write_kv(kv, k, v, page=page, offset=offset)
+
+    def read_kv(
+        self,
+        q: Float[Array, "T heads head_dim"],
+        kv: Float[Array, "pages page_size kv2 head_dim"],
+        *,
+        scale: float,
+        first_key: int,
+    ) -> Float[Array, "T heads head_dim"]:
+        """Attention of the tokens to the keys and values in their rows' pages."""
         out = paged_attention(
             self._rows(q),
             kv,
             positions=self._rows(self.positions),
             page_table=self.page_table,
-            block_row=rows,
+            block_row=jnp.arange(self.shape[0]),
             scale=scale,
             first_key=first_key,
         )
-        return out.reshape(q.shape), kv
+        return out.reshape(q.shape)
 
     def by_row(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "rows steps ..."]:
-        """Packed tokens by rows, zeros where there is none."""
+        """Packed tokens by rows. Padding is zeros."""
         valid = self.valid.reshape(-1, *[1] * (x.ndim - 1))
         return self._rows(jnp.where(valid, x, 0))
 
     def by_token(self, rows: Shaped[Array, "rows steps ..."]) -> Shaped[Array, "T ..."]:
-        """Back from rows to packed tokens."""
+        """Converts rows back to packed tokens."""
         return rows.reshape(-1, *rows.shape[2:])
 
     def _rows(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "rows steps ..."]:

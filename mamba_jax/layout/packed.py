@@ -1,4 +1,4 @@
-"""Documents packed one after the other: none sees another."""
+"""Documents packed one after the other, independent of each other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PackedLayout(SequenceLayout):
 
     @classmethod
     def of_documents(cls, starts: Bool[Array, " T"], *, documents: int, longest: int) -> Self:
-        """The layout of packed documents.
+        """Returns the layout of packed documents.
 
         Args:
             starts: True for the first token of each document. Tokens before the first document are padding.
@@ -51,7 +51,7 @@ class PackedLayout(SequenceLayout):
         )
 
     def by_sequence(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "batch length ..."]:
-        """Packed tokens by documents, zeros where there is none."""
+        """Packed tokens by documents. Padding is zeros."""
         return x.at[self.token].get(mode="fill", fill_value=0)
 
     def by_token(self, sequences: Shaped[Array, "batch length ..."]) -> Shaped[Array, "T ..."]:

@@ -1,7 +1,7 @@
 """The tokens of a prefill step: ragged rows packed one after the other; scan and attention see them as tiles."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import jax
@@ -42,6 +42,8 @@ class PrefillLayout:
     tile_tokens: Int[Array, "tiles tile_size"]
     """Indices of the tiles' tokens; any for padding."""
     tile_valid: Bool[Array, "tiles tile_size"]
+    adapter: Int[Array, " T"] | None = field(default=None, kw_only=True)
+    """Entry of each token's adapter, 0 = none; None for a model without adapters."""
 
     @classmethod
     def of(
@@ -55,18 +57,18 @@ class PrefillLayout:
         tile_write_slot: Int[Array, " tiles"],
         page_table: Int[Array, "rows pages"],
     ) -> Self:
-        """The layout of rows that have absorbed `length` tokens and are fed `num_tokens` more.
+        """Returns the layout of rows that have absorbed `length` tokens and are fed `num_tokens` more.
 
         `num_packed` is T, at least the sum of `num_tokens`. There must be room for every row's tiles.
         """
         rows, tiles = length.shape[0], tile_write_slot.shape[0]
         row_end = jnp.cumsum(num_tokens)
         row_start = row_end - num_tokens
-        read_slot = jnp.where((length > 0) & (num_tokens > 0), read_slot, 0)
+        read_slot = jnp.where(num_tokens > 0, read_slot, 0)
 
         token = jnp.arange(num_packed)
-        # An empty row ends where it starts, so that "right" skips it. A search by halves would be a loop, which a GPU
-        # runs step by step from the host.
+        # An empty row ends where it starts, so "right" skips it. A binary search would be a loop, which a GPU runs step
+        # by step from the host.
         token_row = jnp.minimum(jnp.searchsorted(row_end, token, side="right", method="compare_all"), rows - 1)
         valid = token < row_end[-1]
         position = length[token_row] + token - row_start[token_row]
@@ -109,9 +111,13 @@ class PrefillLayout:
             tile_valid=begin[:, None] + lane < end[:, None],
         )
 
+    def with_adapters(self, entry: Int[Array, " rows"]) -> Self:
+        """Returns the layout of rows that have these adapters."""
+        return replace(self, adapter=entry[self.token_row])
+
     @property
     def places(self) -> Places:
-        """What an operation over packed tokens, tiles and slots is told of all of them."""
+        """The arguments of an operation over packed tokens, tiles and slots that describe their places."""
         return {
             "token_row": self.token_row,
             "token_in_tiles": self.token_in_tiles,
@@ -141,8 +147,28 @@ class PrefillLayout:
         scale: float,
         first_key: int = 0,
     ) -> tuple[Float[Array, "T heads head_dim"], Float[Array, "pages page_size kv2 head_dim"]]:
+        kv = self.write_kv(k, v, kv)
+        return self.read_kv(q, kv, scale=scale, first_key=first_key), kv
+
+    def write_kv(
+        self,
+        k: Float[Array, "T kv_heads head_dim"],
+        v: Float[Array, "T kv_heads head_dim"] | None,
+        kv: Float[Array, "pages page_size kv2 head_dim"],
+    ) -> Float[Array, "pages page_size kv2 head_dim"]:
+        """Returns the pages with the tokens' keys and values."""
         page, offset = page_of(self.page_table, self.token_row, self.positions, page_size=kv.shape[1])
-        kv = write_kv(kv, k, v, page=page, offset=offset)
+        return write_kv(kv, k, v, page=page, offset=offset)
+
+    def read_kv(
+        self,
+        q: Float[Array, "T heads head_dim"],
+        kv: Float[Array, "pages page_size kv2 head_dim"],
+        *,
+        scale: float,
+        first_key: int,
+    ) -> Float[Array, "T heads head_dim"]:
+        """Attention of the tokens to the keys and values in their rows' pages."""
         out = paged_attention(
             self.by_tile(q),
             kv,
@@ -152,23 +178,23 @@ class PrefillLayout:
             scale=scale,
             first_key=first_key,
         )
-        return self.by_token(out), kv
+        return self.by_token(out)
 
     def by_tile(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "tiles tile_size ..."]:
-        """Packed tokens as tiles, zeros where there is none."""
+        """Packed tokens as tiles. Padding is zeros."""
         valid = self.tile_valid.reshape(*self.tile_valid.shape, *[1] * (x.ndim - 1))
         return jnp.where(valid, self.with_any_padding(x), 0)
 
     def with_any_padding(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "tiles tile_size ..."]:
-        """Packed tokens as tiles, some token of the step where there is none: for those who do not look."""
+        """Packed tokens as tiles. Padding is some token of the step, for operations that do not read it."""
         return _flat(x)[self.tile_tokens].reshape(*self.tile_tokens.shape, *x.shape[1:])
 
     def by_token(self, tiles: Shaped[Array, "tiles tile_size ..."]) -> Shaped[Array, "T ..."]:
-        """Back from tiles to packed tokens."""
+        """Converts tiles back to packed tokens."""
         last = tiles.shape[2:]
         return _flat(tiles.reshape(-1, *last))[self.token_in_tiles].reshape(-1, *last)
 
 
 def _flat(x: Shaped[Array, "T ..."]) -> Shaped[Array, "T channels"]:
-    """One row a token, to gather by: a TPU would pad rows of heads with fewer than 128 channels to that."""
+    """Flattens to one row per token before a gather: a TPU would pad heads with fewer than 128 channels to 128."""
     return x.reshape(len(x), math.prod(x.shape[1:]))

@@ -1,4 +1,4 @@
-"""The tokens of a decode step whose rows are held by an anchor and the inputs since; see `mamba_jax.tails`."""
+"""The tokens of a decode step whose rows have an anchor and the inputs since then; see `mamba_jax.tails`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mamba_jax.tails import read_ring, write_ring
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ReplayLayout(DecodeLayout):
-    """As `DecodeLayout`; `read_slot` is where the anchor is, and `write_slot` [rows, 1] the spare."""
+    """A `DecodeLayout` whose `read_slot` is the anchor's and whose `write_slot` [rows, 1] is the spare slot."""
 
     tail_id: Int[Array, " rows"]
     """0 = padding."""
@@ -44,14 +44,14 @@ class ReplayLayout(DecodeLayout):
         steps: int,
         interval: int,
     ) -> Self:
-        """The layout of rows that have absorbed `length` tokens, `anchor` of them in their slots."""
+        """Returns the layout of rows that have absorbed `length` tokens, `anchor` of them in their slots."""
         step = jnp.arange(steps)
         valid = step < num_tokens[:, None]
         return cls(
             positions=jnp.where(valid, length[:, None] + step, -1).reshape(-1),
             valid=valid.reshape(-1),
             # A row without tokens (padding, or one that only samples) must not move any state about.
-            read_slot=jnp.where((length > 0) & (num_tokens > 0), read_slot, 0),
+            read_slot=jnp.where(num_tokens > 0, read_slot, 0),
             write_slot=write_slot,
             page_table=page_table,
             tail_id=tail_id,
@@ -68,13 +68,13 @@ class ReplayLayout(DecodeLayout):
 
     @property
     def due_slot(self) -> Int[Array, " rows"]:
-        """Where the state at that multiple goes; 0 where the tokens fed, rejected drafts included, do not reach it."""
+        """The slot for the state at that multiple; 0 if the fed tokens, rejected drafts included, do not reach it."""
         reached = self.next_multiple <= self.length + self.num_tokens
         return jnp.where(reached, self.write_slot[:, 0], 0)
 
     @property
     def places(self) -> Places:
-        """What the replay of any recurrence is told of the rows."""
+        """The arguments of a replay operation that describe the rows."""
         return {
             "anchor_slot": self.read_slot,
             "tail_id": self.tail_id,
@@ -94,13 +94,13 @@ class ReplayLayout(DecodeLayout):
     def before(
         self, window: Float[Array, "slots n channels"], ring: Float[Array, "tails entries channels"]
     ) -> Float[Array, "rows n channels"]:
-        """The last n inputs before the step: from the tail, and those before the anchor from its slot's window."""
+        """Returns the last n inputs before the step: from the tail, and before the anchor from its slot's window."""
         count, passed = window.shape[1], self.length - self.anchor
         position = self.length[:, None] - count + jnp.arange(count)
         since = (position >= self.anchor[:, None])[..., None]
         held = older = read_windows(window, self.read_slot)
-        # Those that are still seen of a window move forward by as many as came since. Chosen, not gathered: on a TPU a
-        # gather would have its operand in memory.
+        # Inputs of the window move forward by the number of inputs since. Uses selects, because on a TPU the operand of
+        # a gather would be in memory.
         for n in range(1, count):
             older = jnp.where((passed == n)[:, None, None], jnp.roll(held, -n, axis=1), older)
         return jnp.where(since, read_ring(ring, self.tail_id, position), older)
@@ -108,7 +108,7 @@ class ReplayLayout(DecodeLayout):
     def append(
         self, ring: Shaped[Array, "tails entries *shape"], values: Shaped[Array, "rows steps *shape"]
     ) -> Shaped[Array, "tails entries *shape"]:
-        """The tails with the step's own tokens."""
+        """Returns the tails with the step's own tokens."""
         position = self.length[:, None] + jnp.arange(values.shape[1])
         return write_ring(ring, values, self.tail_id, position, self._rows(self.valid))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from mamba_jax.layout.operation import Operation
 class SequenceLayout:
     """T = batch * length tokens; each sequence is followed by its padding. Differentiable; every `state` is None.
 
-    Padding comes last and everything here is causal, so that no token of a sequence ever sees any.
+    Padding comes last and all operations are causal, so no token of a sequence depends on padding.
     """
 
     positions: Int[Array, " T"]
@@ -26,10 +27,17 @@ class SequenceLayout:
     valid: Bool[Array, " T"]
     batch: int = field(metadata={"static": True})
     length: int = field(metadata={"static": True})
+    adapter: Int[Array, " T"] | None = field(default=None, kw_only=True)
+    """Entry of each token's adapter, 0 = none; None for a model without adapters."""
+    initial_states: dict[int, dict[str, Array]] | None = field(default=None, kw_only=True)
+    """The state before each sequence, of one sequence: by the index of the block, arrays by the names that the block's
+    sublayers declare. Missing arrays are zeros."""
+    block: int = field(default=0, kw_only=True, metadata={"static": True})
+    """Index of the block that runs."""
 
     @classmethod
     def of(cls, batch: int, length: int, lengths: Int[Array, " batch"] | None = None) -> SequenceLayout:
-        """`lengths` says how many tokens of each sequence count; all of them if None."""
+        """Returns the layout. `lengths` is the number of tokens of each sequence; None: all."""
         position = jnp.broadcast_to(jnp.arange(length), (batch, length))
         valid = jnp.ones((batch, length), bool) if lengths is None else position < lengths[:, None]
         return cls(
@@ -51,15 +59,24 @@ class SequenceLayout:
         scale: float,
         first_key: int = 0,
     ) -> tuple[Float[Array, "T heads head_dim"], None]:
-        # Causal attention from the first key on; the queries before it see nothing and give 0.
+        # Causal attention from the first key on; queries before it see no key and give 0.
         seen = [self.by_sequence(one)[:, first_key:] for one in (q, k, k if v is None else v)]
         out = attention_sequence(*seen, scale=scale)
         return self.by_token(jnp.pad(out, ((0, 0), (first_key, 0), (0, 0), (0, 0)))), None
 
+    def of_block(self, index: int) -> Self:
+        """Returns the layout for one block of the model."""
+        return dataclasses.replace(self, block=index) if self.initial_states else self
+
+    def initial_state(self, name: str) -> Float[Array, "batch ..."] | None:
+        """Returns an array of the block's state before each sequence; None: zeros."""
+        state = (self.initial_states or {}).get(self.block, {}).get(name)
+        return None if state is None else jnp.broadcast_to(state, (self.batch, *state.shape))
+
     def by_sequence(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "batch length ..."]:
-        """Packed tokens by sequences; padding is left as it is."""
+        """Arranges packed tokens by sequences; padding is unchanged."""
         return x.reshape(self.batch, self.length, *x.shape[1:])
 
     def by_token(self, sequences: Shaped[Array, "batch length ..."]) -> Shaped[Array, "T ..."]:
-        """Back from sequences to packed tokens."""
+        """Converts sequences back to packed tokens."""
         return sequences.reshape(-1, *sequences.shape[2:])

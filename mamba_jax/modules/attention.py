@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from mamba_jax.config import AttentionConfig, RopeConfig, need
+from mamba_jax.config import AttentionConfig, need
 from mamba_jax.layout import Layout
 from mamba_jax.modules.basic import Linear, RMSNorm, scaled, scaled_by
-from mamba_jax.sharding.axis import TENSOR, axis_index
+from mamba_jax.modules.rotary import rotate, rotations
+from mamba_jax.sharding.axis import axis_index
 
 
 class Attention(nnx.Module):
@@ -55,7 +55,7 @@ class Attention(nnx.Module):
         """
         config = self.config
         x = scaled(x, config.input_multiplier)
-        flat = [project(x) for project in (self.q_proj, self.k_proj, self.v_proj)]
+        flat = [project(x, layout.adapter) for project in (self.q_proj, self.k_proj, self.v_proj)]
         if added is not None:
             flat = [one + more for one, more in zip(flat, added, strict=True)]
         gate, heads = None, (x.shape[0], -1, config.head_dim)
@@ -63,16 +63,16 @@ class Attention(nnx.Module):
             both = flat[0].reshape(x.shape[0], -1, 2, config.head_dim)
             flat[0], gate = both[:, :, 0], both[:, :, 1]
         if config.qk_norm is not None and config.qk_norm.all_heads:
-            flat[0] = self._norm_all_heads(flat[0], need(self.q_norm), config.num_heads)
-            flat[1] = self._norm_all_heads(flat[1], need(self.k_norm), config.num_kv_heads)
+            flat[0] = need(self.q_norm).of_part(flat[0], config.num_heads * config.head_dim)
+            flat[1] = need(self.k_norm).of_part(flat[1], config.num_kv_heads * config.head_dim)
         q, k, v = (one.reshape(heads) for one in flat)
         k, v = (self._own_heads(one, q.shape[1]) for one in (k, v))
         if config.qk_norm is not None and not config.qk_norm.all_heads:
             q, k = need(self.q_norm)(q), need(self.k_norm)(k)
         k = scaled(k, config.key_multiplier)
         if config.rope is not None:
-            cos, sin = _rotations(layout.positions - first_key, config.rope)
-            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+            cos, sin = rotations(layout.positions - first_key, config.rope)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         scales = self._scales(state)
         if scales is not None:  # (q k_scale) (k / k_scale), and v likewise
             q, k, v = scaled_by(q, scales[0]), scaled_by(k, 1 / scales[0]), scaled_by(v, 1 / scales[1])
@@ -81,48 +81,18 @@ class Attention(nnx.Module):
             out = scaled_by(out, scales[1])
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
-        return scaled(self.o_proj(out.reshape(x.shape[0], -1)), config.output_multiplier), state
+        return scaled(self.o_proj(out.reshape(x.shape[0], -1), layout.adapter), config.output_multiplier), state
 
     def _scales(self, kv: Array | None) -> tuple[Array, Array] | None:
-        """What keys and values are divided by in a cache of 8 bits; None where they are kept as they are."""
+        """Returns the scales of keys and values in an 8-bit cache; None if they are stored unscaled."""
         if self.k_scale is None or self.v_scale is None or kv is None or kv.dtype.itemsize > 1:
             return None
         return self.k_scale[...], self.v_scale[...]
 
-    def _norm_all_heads(self, x: Float[Array, "T channels"], norm: RMSNorm, heads: int) -> Float[Array, "T channels"]:
-        """The norm of all heads together, which devices that have some of them add up their squares for."""
-        whole = heads * self.config.head_dim
-        if x.shape[1] == whole:
-            return norm(x)
-        weight, wide = norm.weight[...], x.astype(jnp.float32)
-        mean = lax.psum(jnp.square(wide).sum(-1, keepdims=True), TENSOR) / whole
-        factor = weight.astype(jnp.float32) + norm.offset
-        return (wide * lax.rsqrt(mean + norm.eps) * factor).astype(weight.dtype)
-
     def _own_heads(self, kv: Float[Array, "T heads head_dim"], queries: int) -> Float[Array, "T own head_dim"]:
-        """Where few of the queries' heads are at hand but all of the keys': the one that these queries share."""
+        """Returns the one head of keys that this device's queries share, if the device has all heads of keys."""
         devices = self.config.num_heads // queries
         if kv.shape[1] * devices <= self.config.num_kv_heads or devices == 1:
             return kv
         index = axis_index() * self.config.num_kv_heads // devices
         return lax.dynamic_slice_in_dim(kv, index, 1, axis=1)
-
-
-def _rotations(positions: Int[Array, " T"], rope: RopeConfig) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
-    """Cosine and sine of each position's angles, in float32."""
-    # Constants, rounded once: a power in float32 would be off by more, times the position.
-    powers = rope.theta ** (-np.arange(0, rope.size, 2) / rope.size)
-    frequency = np.array(rope.frequencies) if rope.frequencies else powers
-    angle = positions.astype(jnp.float32)[:, None] * frequency.astype(np.float32)
-    return scaled(jnp.cos(angle), rope.scale), scaled(jnp.sin(angle), rope.scale)
-
-
-def _rotate(
-    x: Float[Array, "T heads head_dim"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
-) -> Float[Array, "T heads head_dim"]:
-    """Turns element i against element i + half; elements past the rotated ones stay as they are."""
-    half = cos.shape[1]
-    cos, sin = cos[:, None], sin[:, None]
-    first, second = (x[..., start : start + half].astype(jnp.float32) for start in (0, half))
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return jnp.concatenate([turned.astype(x.dtype), x[..., 2 * half :]], axis=-1)

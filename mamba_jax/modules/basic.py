@@ -11,8 +11,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.fixed_order import rounded, row_sum
 from kernels_pallas.linear import linear
 from kernels_pallas.quantised import Quantised
+from mamba_jax.modules.lora import LoRA
+from mamba_jax.sharding.axis import TENSOR
 
 _INIT_SCALE = 0.02
 
@@ -37,7 +40,7 @@ _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def activation(name: str) -> Callable[[Array], Array]:
-    """One of `config.ACTIVATIONS`."""
+    """Returns one of `config.ACTIVATIONS`."""
     return _ACTIVATIONS[name]
 
 
@@ -49,6 +52,8 @@ class Linear(nnx.Module):
     """
 
     quantisable = ("weight",)
+    lora: LoRA | None = None
+    """What adapters add to the result; see `mamba_jax.adapters`."""
 
     def __init__(
         self,
@@ -63,15 +68,34 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(normal(rngs, (*shape, inputs), dtype))
         self.bias = nnx.Param(jnp.zeros(shape, dtype)) if bias else None
 
-    def __call__(self, x: Float[Array, "*batch inputs"], *, out_dtype: DTypeLike | None = None) -> Array:
-        """`out_dtype` is that of the result; x's own if None."""
+    def __call__(
+        self,
+        x: Float[Array, "*batch inputs"],
+        adapter: Int[Array, " batch"] | None = None,
+        *,
+        out_dtype: DTypeLike | None = None,
+    ) -> Array:
+        """y of each input.
+
+        Args:
+            adapter: the entry of each token's adapter (`Layout.adapter`). Ignored by a layer without adapters.
+            out_dtype: of the result; x's own if None.
+        Raises:
+            ValueError: the layer has adapters and `adapter` is None.
+        """
         weight = self.weight[...]
         outputs = weight.shape[:-1]
         flat = weight.matrix() if isinstance(weight, Quantised) else weight.reshape(math.prod(outputs), -1)
-        if self.bias is None:
+        if self.bias is None and self.lora is None:
             y = linear(x, flat, out_dtype=out_dtype)
         else:
-            y = linear(x, flat, out_dtype=jnp.float32) + self.bias[...].reshape(-1).astype(jnp.float32)
+            y = linear(x, flat, out_dtype=jnp.float32)
+            if self.bias is not None:
+                y = y + self.bias[...].reshape(-1).astype(jnp.float32)
+            if self.lora is not None:
+                if adapter is None:
+                    raise ValueError("a layer with adapters was called without the tokens' adapters")
+                y = y + self.lora(x, adapter)
             y = y.astype(out_dtype or x.dtype)
         return y.reshape(*x.shape[:-1], *outputs)
 
@@ -89,14 +113,14 @@ class Table(Weight):
     quantisable = ("weight",)
 
     def rows(self, index: Int[Array, " T"], dtype: DTypeLike) -> Float[Array, "T hidden"]:
-        """The vectors of some tokens; those out of range are clipped."""
+        """Returns the vectors of some tokens; those out of range are clipped."""
         table = self.weight[...]
         if isinstance(table, Quantised):
             return table.take(index).dequantise(dtype)
         return jnp.take(table, index, axis=0, mode="clip").astype(dtype)
 
     def scores(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
-        """The product of hidden states with every token's vector, in float32."""
+        """Returns the product of hidden states with every token's vector, in float32."""
         return linear(x, self.weight[...], out_dtype=jnp.float32)
 
 
@@ -111,8 +135,17 @@ class RMSNorm(nnx.Module):
         self.eps, self.offset = eps, 1.0 if unit_offset else 0.0
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+        return self.of_part(x, x.shape[-1])
+
+    def of_part(self, x: Float[Array, "*batch channels"], size: int) -> Float[Array, "*batch channels"]:
+        """The norm over `size` channels, which may be divided over devices: the devices add up their squares."""
         weight, x = self.weight[...], x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps)
+        squares = jnp.square(x)
+        if x.shape[-1] == size:
+            mean = row_sum(squares) / size
+        else:
+            mean = jax.lax.psum(squares.sum(-1, keepdims=True), TENSOR) / size
+        scale = jax.lax.rsqrt(mean + self.eps)
         return (x * scale * (weight.astype(jnp.float32) + self.offset)).astype(weight.dtype)
 
 
@@ -127,5 +160,5 @@ def scaled_by(x: Array, factor: Array) -> Array:
 
 
 def scaled(x: Array, factor: float) -> Array:
-    """x * factor, nothing at all for a factor of 1."""
-    return x if factor == 1.0 else x * factor
+    """Returns x * factor, without a product for a factor of 1."""
+    return x if factor == 1.0 else rounded(x * factor)

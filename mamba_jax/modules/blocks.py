@@ -1,4 +1,4 @@
-"""Residual sublayers: a norm, a mixer, and the sum with what came in."""
+"""Residual sublayers: a norm, a mixer, and the sum with the input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mamba_jax.store import SlotArrays
 
 
 class Parallel(nnx.Module):
-    """Mamba and attention side by side on the same input (Falcon-H1); the state is the pair of theirs."""
+    """Mamba and attention in parallel on the same input (Falcon-H1); the state is the pair of their states."""
 
     def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         self.mamba = Mamba(need(config.mamba), config.hidden_size, rngs=rngs, dtype=dtype)
@@ -36,8 +36,8 @@ class Parallel(nnx.Module):
         return mamba + attention, (slots, kv)
 
 
-def make_mixer(kind: str, config: HybridConfig, *, mlp_index: int, rngs: nnx.Rngs, dtype: DTypeLike) -> nnx.Module:
-    """The mixer of a sublayer of this kind. `mlp_index` counts the model's MLPs."""
+def make_mixer(kind: str, config: HybridConfig, *, index: int, rngs: nnx.Rngs, dtype: DTypeLike) -> nnx.Module:
+    """Returns the mixer of a sublayer. `index` counts the model's sublayers of this kind from 0."""
     hidden = config.hidden_size
     if kind == MAMBA:
         return Mamba(need(config.mamba), hidden, rngs=rngs, dtype=dtype)
@@ -46,46 +46,53 @@ def make_mixer(kind: str, config: HybridConfig, *, mlp_index: int, rngs: nnx.Rng
     if kind == LATENT:
         return LatentAttention(need(config.latent_attention), hidden, rngs=rngs, dtype=dtype)
     if kind == MLP:
-        return MLPModule(need(config.mlp), hidden, index=mlp_index, rngs=rngs, dtype=dtype)
+        return MLPModule(need(config.mlp), hidden, index=index, rngs=rngs, dtype=dtype)
     if kind == MOE:
         return MoE(need(config.moe), hidden, rngs=rngs, dtype=dtype)
     if kind == PARALLEL:
         return Parallel(config, rngs=rngs, dtype=dtype)
-    made: nnx.Module = config.recurrence(kind).make(hidden, rngs=rngs, dtype=dtype)
+    made: nnx.Module = config.recurrence(kind).make(hidden, index=index, rngs=rngs, dtype=dtype)
     return made
 
 
 def model_norm(config: HybridConfig, *, dtype: DTypeLike) -> RMSNorm:
-    """A norm of the model's hidden states."""
+    """Returns a norm of the model's hidden states."""
     return RMSNorm(config.hidden_size, config.norm_eps, unit_offset=config.norm_unit_offset, dtype=dtype)
 
 
 class Block(nnx.Module):
-    """x + multiplier * mixer(norm(x)), or, with `norm_after`, x + multiplier * norm(mixer(x))."""
+    """x + multiplier * mixer(norm(x)), or, with `norm_after`, x + multiplier * norm(mixer(x)).
+
+    With a `NormedResidual`: input_multiplier * norm(x) + output_multiplier * mixer(norm(x)).
+    """
 
     def __init__(
         self,
         kind: str,
         config: HybridConfig,
         *,
-        mlp_index: int = 0,
+        index: int = 0,
         norm_after: bool = False,
         rngs: nnx.Rngs,
         dtype: DTypeLike,
     ) -> None:
         self.norm = model_norm(config, dtype=dtype)
-        self.mixer: Any = make_mixer(kind, config, mlp_index=mlp_index, rngs=rngs, dtype=dtype)
-        self.config, self.kind, self.mlp_index, self.norm_after = config, kind, mlp_index, norm_after
+        self.mixer: Any = make_mixer(kind, config, index=index, rngs=rngs, dtype=dtype)
+        self.config, self.kind, self.index, self.norm_after = config, kind, index, norm_after
 
     def __call__(
         self, x: Float[Array, "T hidden"], layout: Layout, state: Any, **options: Any
     ) -> tuple[Float[Array, "T hidden"], Any]:
-        """`options` go to the mixer."""
+        """Runs the sublayer. `options` are passed to the mixer."""
 
         def run(modules: Any, layout: Layout, state: Any, x: Array) -> tuple[Array, Any]:
             return modules["mixer"](x, layout, state, **options)
 
-        mixer = Divided(self.mixer, mixer_placements(self.config, self.kind, self.mlp_index))
-        y, state = across(self.config, {"mixer": mixer}, run, layout, state, x if self.norm_after else self.norm(x))
+        mixer = Divided(self.mixer, mixer_placements(self.config, self.kind, self.index))
+        taken = x if self.norm_after else self.norm(x)
+        y, state = across(self.config, {"mixer": mixer}, run, layout, state, taken)
+        if (residual := self.config.normed_residual(self.kind)) is not None:
+            carried = scaled(taken, residual.input_multiplier) + scaled(y, residual.output_multiplier)
+            return carried.astype(x.dtype), state
         y = self.norm(y) if self.norm_after else y
         return x + scaled(y, self.config.residual_multiplier).astype(x.dtype), state

@@ -18,10 +18,19 @@ from mamba_jax.sharding.axis import axis_index
 
 
 def _sequences(
-    layout: SequenceLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], *, activation: str | None
+    layout: SequenceLayout,
+    inputs: tuple[Array, ...],
+    parameters: tuple[Any, ...],
+    *,
+    activation: str | None,
+    window: str,
 ) -> Array:
     (x,), (weight, bias) = inputs, parameters
-    return layout.by_token(causal_conv1d_sequence(layout.by_sequence(x), weight, bias, activation=activation))
+    x, before = layout.by_sequence(x), layout.initial_state(window)
+    if before is None:
+        return layout.by_token(causal_conv1d_sequence(x, weight, bias, activation=activation))
+    seen = jnp.concatenate([before.astype(x.dtype), x], axis=1)
+    return layout.by_token(causal_conv1d_sequence(seen, weight, bias, activation=activation)[:, before.shape[1] :])
 
 
 def _tiles(
@@ -93,13 +102,14 @@ def _replay(
 
 
 @cache
-def convolution(activation: str | None) -> Operation:
-    """The operation: input [T, channels]; parameters weight [channels, width] and bias [channels] or None.
+def convolution(activation: str | None, window: str) -> Operation:
+    """Returns the operation: input [T, channels]; parameters weight [channels, width] and bias [channels] or None.
 
-    Its state is the window of raw inputs [slots, width - 1, channels]. `activation` is "silu" or None.
+    Its state is the window of raw inputs [slots, width - 1, channels]. `activation` is "silu" or None. `window` is the
+    name of the state's array.
     """
     return Operation(
-        partial(_sequences, activation=activation),
+        partial(_sequences, activation=activation, window=window),
         partial(_tiles, activation=activation),
         partial(_rows, activation=activation),
         partial(_replay, activation=activation),
@@ -107,33 +117,37 @@ def convolution(activation: str | None) -> Operation:
 
 
 class Conv(nnx.Module):
-    """Weights of a causal depthwise convolution of `parts` things side by side, each with as many channels."""
+    """Weights of a causal depthwise convolution over `parts` groups of channels of equal size.
+
+    `window` is the name of the array with its state.
+    """
 
     def __init__(
         self,
         channels: int,
         width: int,
         *,
+        window: str,
         parts: int = 1,
         activation: str | None = "silu",
         bias: bool,
         rngs: nnx.Rngs,
         dtype: DTypeLike,
     ) -> None:
-        self.parts, self.activation = parts, activation
+        self.parts, self.activation, self.window = parts, activation, window
         self.weight = nnx.Param(normal(rngs, (channels, width), dtype))
         self.bias = nnx.Param(jnp.zeros(channels, dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "T channels"], layout: Layout, state: Any) -> tuple[Array, Any]:
-        return layout.run(convolution(self.activation), (x,), self.own(x.shape[1]), state)
+        return layout.run(convolution(self.activation, self.window), (x,), self.own(x.shape[1]), state)
 
     def own(self, channels: int) -> tuple[Float[Array, "channels width"], Float[Array, " channels"] | None]:
-        """Weight and bias of so many channels: all, or those of this device."""
+        """Weight and bias of this number of channels: all, or those of this device."""
         bias = None if self.bias is None else self._own(self.bias[...], channels)
         return self._own(self.weight[...], channels), bias
 
     def _own(self, value: Array, channels: int) -> Array:
-        """Of weight [channels, width] or bias [channels], what belongs to this device's channels of each part."""
+        """Returns the rows of weight [channels, width] or bias [channels] of this device's channels of each part."""
         if value.shape[0] == channels:
             return value
         by_device = value.reshape(self.parts, -1, channels // self.parts, *value.shape[1:])

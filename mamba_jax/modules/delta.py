@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kernels_pallas.delta_replay import DeltaTail, delta_replay
 from kernels_pallas.delta_scan import delta_scan, delta_scan_sequence
@@ -24,14 +24,15 @@ from mamba_jax.modules.mamba import initial_dt_bias
 from mamba_jax.sharding.axis import axis_index
 from mamba_jax.store import SlotArrays
 
-# A writing strength of exactly 0 means padding; one that merely underflowed must not.
+# A writing strength of exactly 0 marks padding, so a token's strength must not underflow to 0.
 _LEAST_BETA = 1e-37
 _NORM_EPS = 1e-6
 
 
 def _sequences(layout: SequenceLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...]) -> Array:
     q, k, v, log_decay, beta = map(layout.by_sequence, inputs)
-    return layout.by_token(delta_scan_sequence(q, k, v, log_decay, beta)[0])
+    y, _ = delta_scan_sequence(q, k, v, log_decay, beta, initial_state=layout.initial_state("delta"))
+    return layout.by_token(y)
 
 
 def _tiles(
@@ -86,18 +87,24 @@ class LowRank(nnx.Module):
         self.down = Linear(inputs, rank, rngs=rngs, dtype=dtype)
         self.up = Linear(rank, outputs, rngs=rngs, dtype=dtype)
 
-    def __call__(self, x: Float[Array, "*batch inputs"], *, out_dtype: DTypeLike | None = None) -> Array:
-        """`out_dtype` is that of the result; x's own if None."""
-        return self.up(self.down(x), out_dtype=out_dtype)
+    def __call__(
+        self,
+        x: Float[Array, "*batch inputs"],
+        adapter: Int[Array, " batch"] | None = None,
+        *,
+        out_dtype: DTypeLike | None = None,
+    ) -> Array:
+        """As `Linear`."""
+        return self.up(self.down(x, adapter), adapter, out_dtype=out_dtype)
 
 
 class Delta(nnx.Module):
     """Projections, convolution, recurrence, gated norm of each head, projection.
 
-    Queries and keys have length 1 (queries are scaled by the root of their size on top). What steers the recurrence
-    (a_log, dt_bias) is float32 whatever the model's dtype.
+    Queries and keys are normalised to length 1 (queries are also scaled by the root of their size). The recurrence's
+    parameters (a_log, dt_bias) are float32 for any dtype of the model.
 
-    With the weights divided over devices, each has some of the value heads and (of the key heads) those that they need.
+    If the weights are divided over devices, each device has some of the value heads and the key heads that they need.
     """
 
     def __init__(self, config: DeltaConfig, hidden_size: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
@@ -115,8 +122,8 @@ class Delta(nnx.Module):
         self.q_proj, self.k_proj = project(keys), project(keys)
         self.v_proj, self.z_proj = project(inner), project_gate(inner)
         self.b_proj, self.a_proj = project(heads), project_gate(config.num_decays)
-        self.conv_v = Conv(inner, width, bias=False, rngs=rngs, dtype=dtype)
-        self.conv_qk = Conv(2 * keys, width, parts=2, bias=False, rngs=rngs, dtype=dtype)
+        self.conv_v = Conv(inner, width, window="conv_v", bias=False, rngs=rngs, dtype=dtype)
+        self.conv_qk = Conv(2 * keys, width, window="conv_qk", parts=2, bias=False, rngs=rngs, dtype=dtype)
         self.dt_bias = nnx.Param(initial_dt_bias(rngs, config.num_decays))
         self.a_log = nnx.Param(jnp.log(jnp.linspace(1, 16, heads, dtype=jnp.float32)))
         self.norm = Weight(jnp.ones(config.head_dim, dtype))
@@ -126,23 +133,27 @@ class Delta(nnx.Module):
         self, x: Float[Array, "T hidden"], layout: Layout, state: SlotArrays | None
     ) -> tuple[Float[Array, "T hidden"], SlotArrays | None]:
         config = self.config
-        # Without a store there is no state to hand on either.
+        # Without a store there is no state to return.
         old: SlotArrays | dict[str, None] = dict.fromkeys(("delta", "conv_v", "conv_qk")) if state is None else state
 
-        v, conv_v = self.conv_v(self.v_proj(x), layout, old["conv_v"])
-        qk = jnp.concatenate([self.q_proj(x), self.k_proj(x)], axis=1)
+        v, conv_v = self.conv_v(self.v_proj(x, layout.adapter), layout, old["conv_v"])
+        qk = jnp.concatenate([project(x, layout.adapter) for project in (self.q_proj, self.k_proj)], axis=1)
         qk, conv_qk = self.conv_qk(qk, layout, old["conv_qk"])
         v = v.reshape(v.shape[0], -1, config.head_dim)
         q, k = (self._own_groups(one, v.shape[1]) for one in jnp.split(qk, 2, axis=1))
 
-        b, a = (project(x, out_dtype=jnp.float32) for project in (self.b_proj, self.a_proj))
+        b, a = (project(x, layout.adapter, out_dtype=jnp.float32) for project in (self.b_proj, self.a_proj))
         beta = jnp.maximum(config.beta_scale * jax.nn.sigmoid(b), _LEAST_BETA)
-        step = jax.nn.softplus(a + self.dt_bias[...])
-        rate = jnp.exp(self.a_log[...])
-        log_decay = -rate * step if config.decay == "head" else -rate[:, None] * step.reshape(*v.shape[:2], -1)
+        a, rate = a + self.dt_bias[...], jnp.exp(self.a_log[...])
+        if config.decay == "channel":
+            a, rate = a.reshape(*v.shape[:2], -1), rate[:, None]
+        if config.log_decay_bound is None:
+            log_decay = -rate * jax.nn.softplus(a)
+        else:
+            log_decay = config.log_decay_bound * jax.nn.sigmoid(rate * a)
         q, k = (_unit(q) * config.state_size**-0.5).astype(q.dtype), _unit(k).astype(k.dtype)
         y, delta = layout.run(DELTA_RULE, (q, k, v, log_decay, beta), (), old["delta"])
-        z = self.z_proj(x).reshape(y.shape)
+        z = self.z_proj(x, layout.adapter).reshape(y.shape)
         y = gated_rms_norm(
             y,
             z,
@@ -152,11 +163,11 @@ class Delta(nnx.Module):
             norm_before_gate=True,
             activation=config.output_gate,
         )
-        out = self.out_proj(y.reshape(x.shape[0], -1))
+        out = self.out_proj(y.reshape(x.shape[0], -1), layout.adapter)
         return out, None if state is None else {"delta": delta, "conv_v": conv_v, "conv_qk": conv_qk}
 
     def _own_groups(self, v: Float[Array, "T channels"], heads: int) -> Float[Array, "T groups state"]:
-        """Queries or keys by heads; where all are at hand but few value heads, the one that these share."""
+        """Queries or keys by heads. If the device has all of them but few value heads: the head that these share."""
         groups = v.reshape(v.shape[0], -1, self.config.state_size)
         devices = self.config.num_heads // heads
         if groups.shape[1] * devices <= self.config.num_groups or devices == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -13,15 +14,16 @@ from jaxtyping import Array, Float
 from mamba_jax.config.latent_attention import LatentAttentionConfig
 from mamba_jax.layout import Layout
 from mamba_jax.modules.basic import Linear, RMSNorm, Weight, normal
+from mamba_jax.modules.rotary import rotate, rotations
 
 
 class LatentAttention(nnx.Module):
     """softmax(scale * q k^T) v, where all heads' keys and values are projections of one latent.
 
-    Keys and values are never made: q (W_k c) = (W_k^T q) c, so that queries ask for latents, and what attention gives
-    is a latent, which W_v takes. A page then holds one entry for each token, whatever the number of heads.
+    Keys and values are never computed: q (W_k c) = (W_k^T q) c, so queries attend to latents. The output of attention
+    is a latent, to which W_v is applied. A page then holds one entry for each token, for any number of heads.
 
-    With the weights divided over devices each has some of the heads, and the latents of all tokens.
+    If the weights are divided over devices, each device has some of the heads, and the latents of all tokens.
     """
 
     def __init__(self, config: LatentAttentionConfig, hidden_size: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
@@ -34,24 +36,36 @@ class LatentAttention(nnx.Module):
         self.k_up = Weight(normal(rngs, (heads, config.key_size, latent), dtype))
         self.v_up = Weight(normal(rngs, (heads, config.value_size, latent), dtype))
         self.o_proj = Linear(heads * config.value_size, hidden_size, rngs=rngs, dtype=dtype)
+        self.gate_proj = Linear(hidden_size, heads, rngs=rngs, dtype=dtype) if config.head_gate else None
 
     def __call__(
         self, x: Float[Array, "T hidden"], layout: Layout, state: Array | None
     ) -> tuple[Float[Array, "T hidden"], Array | None]:
         config = self.config
-        q = self.q_proj(x).reshape(x.shape[0], -1, config.key_size + config.shared_key_size)
+        q = self.q_proj(x, layout.adapter).reshape(x.shape[0], -1, config.key_size + config.shared_key_size)
         asked = _by_head("thk,hkl->thl", q[..., : config.key_size], self.k_up.weight[...])
-        q = jnp.concatenate([asked, q[..., config.key_size :]], axis=-1)
-        latent, shared = jnp.split(self.latent_proj(x), [config.latent_size], axis=-1)
-        entry = jnp.concatenate([self.norm(latent), shared], axis=-1)[:, None]
+        shared_q = q[..., config.key_size :]
+        latent, shared = jnp.split(self.latent_proj(x, layout.adapter)[:, None], [config.latent_size], axis=-1)
+        if config.rope is not None:
+            cos, sin = rotations(layout.positions, config.rope)
+            shared_q, shared = (rotate(_by_halves(part), cos, sin) for part in (shared_q, shared))
+        q = jnp.concatenate([asked, shared_q], axis=-1)
+        entry = jnp.concatenate([self.norm(latent), shared], axis=-1)
         found, state = layout.attend(q, entry, None, state, scale=config.scale)
-        # What was weighted of the shared keys is no value.
+        # The weighted sum of the shared keys is not a value.
         out = _by_head("thl,hvl->thv", found[..., : config.latent_size], self.v_up.weight[...])
-        return self.o_proj(out.reshape(x.shape[0], -1)), state
+        if self.gate_proj is not None:
+            out *= jax.nn.sigmoid(self.gate_proj(x, layout.adapter, out_dtype=jnp.float32)).astype(out.dtype)[..., None]
+        return self.o_proj(out.reshape(x.shape[0], -1), layout.adapter), state
+
+
+def _by_halves(x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+    """Moves the even elements before the odd ones, so that the pairs 2i and 2i + 1 are `rotate`'s pairs."""
+    return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
 
 
 def _by_head(axes: str, x: Float[Array, "T heads size"], weight: Float[Array, "heads ..."]) -> Array:
-    """A product for each head, summed in float32 and rounded once to x's dtype."""
+    """Returns a product for each head, summed in float32 and rounded once to x's dtype."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     dot = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     return dot(axes, x, weight).astype(x.dtype)

@@ -24,21 +24,22 @@ from mamba_jax.modules.conv import Conv
 from mamba_jax.sharding.axis import TENSOR, axis_index
 from mamba_jax.store import SlotArrays
 
-# A step size of exactly 0 means padding; one that merely underflowed must not.
-_LEAST_DT = 1e-37
+# A step size of exactly 0 marks padding, so a step size of a token must not underflow to 0.
+LEAST_DT = 1e-37
 
 
 def _sequences(layout: SequenceLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...]) -> Array:
     x, dt, b, c = map(layout.by_sequence, inputs)
     a, d = parameters
-    return layout.by_token(ssd_scan_sequence(x, dt, a, b, c, d)[0])
+    y, _ = ssd_scan_sequence(x, dt, a, b, c, d, initial_state=layout.initial_state("ssm"))
+    return layout.by_token(y)
 
 
 def _tiles(
     layout: PrefillLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Array
 ) -> tuple[Array, Array]:
     x, dt, b, c = inputs
-    # The scan sees padding by its steps of 0, whatever else it holds: a mask would be one more pass over x.
+    # The scan recognises padding by its step size of 0; masking x would be one more pass over it.
     x, b, c = map(layout.with_any_padding, (x, b, c))
     dt = layout.by_tile(dt)
     a, d = parameters
@@ -81,16 +82,16 @@ def _replay(
 
 SSD = Operation(_sequences, _tiles, _rows, _replay)
 """The Mamba2 recurrence. Inputs: x [T, heads, head_dim], dt [T, heads], B and C [T, groups, state]; parameters: a and d
-[heads]; state: [slots, heads, head_dim, state]. With dt = 0 a token of padding is exactly a no-op."""
+[heads]; state: [slots, heads, head_dim, state]. A token with dt = 0 is padding and has no effect."""
 
 
 class Mamba(nnx.Module):
     """Projection, convolution, recurrence, gated norm, projection.
 
     The input projection and the convolution are split into parts that can be sharded: z and x by heads, B and C by
-    groups, dt by heads. What steers the recurrence (a_log, d, dt_bias) is float32 whatever the model's dtype.
+    groups, dt by heads. The recurrence's parameters (a_log, d, dt_bias) are float32 for any dtype of the model.
 
-    With the weights divided over devices, each has some of the heads and (of the groups) those that its heads need.
+    If the weights are divided over devices, each device has some of the heads and the groups that these heads need.
     """
 
     def __init__(self, config: MambaConfig, hidden_size: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
@@ -103,8 +104,8 @@ class Mamba(nnx.Module):
         self.in_proj_zx = project((2, inner))
         self.in_proj_bc = project((2, group))
         self.in_proj_dt = project((heads,))
-        self.conv_x = Conv(inner, width, bias=config.conv_bias, rngs=rngs, dtype=dtype)
-        self.conv_bc = Conv(2 * group, width, parts=2, bias=config.conv_bias, rngs=rngs, dtype=dtype)
+        self.conv_x = Conv(inner, width, window="conv_x", bias=config.conv_bias, rngs=rngs, dtype=dtype)
+        self.conv_bc = Conv(2 * group, width, window="conv_bc", parts=2, bias=config.conv_bias, rngs=rngs, dtype=dtype)
         self.dt_bias = nnx.Param(initial_dt_bias(rngs, heads))
         self.a_log = nnx.Param(jnp.log(jnp.arange(1, heads + 1, dtype=jnp.float32)))
         self.d = nnx.Param(jnp.ones(heads, jnp.float32))
@@ -117,12 +118,12 @@ class Mamba(nnx.Module):
         config, tokens = self.config, x.shape[0]
         times_z, times_x, times_b, times_c, times_dt = config.projection_multipliers
 
-        # Without a store there is no state to hand on either.
+        # Without a store there is no state to return.
         old: SlotArrays | dict[str, None] = dict.fromkeys(("ssm", "conv_x", "conv_bc")) if state is None else state
 
         x = scaled(x, config.input_multiplier)
-        zx, bc = self.in_proj_zx(x), self.in_proj_bc(x)
-        dt = scaled(self.in_proj_dt(x, out_dtype=jnp.float32), times_dt)
+        zx, bc = self.in_proj_zx(x, layout.adapter), self.in_proj_bc(x, layout.adapter)
+        dt = scaled(self.in_proj_dt(x, layout.adapter, out_dtype=jnp.float32), times_dt)
         if times_z != 1.0 or times_x != 1.0:
             zx = zx * jnp.asarray([times_z, times_x], zx.dtype)[:, None]
         if times_b != 1.0 or times_c != 1.0:
@@ -131,15 +132,15 @@ class Mamba(nnx.Module):
         b, c = (self._own_groups(v, dt.shape[1]) for v in jnp.split(bc, 2, axis=1))
 
         low, high = config.dt_limit
-        dt = jnp.clip(jax.nn.softplus(dt + self.dt_bias[...]), max(low, _LEAST_DT), None if high == math.inf else high)
+        dt = jnp.clip(jax.nn.softplus(dt + self.dt_bias[...]), max(low, LEAST_DT), None if high == math.inf else high)
         between = Operation(self._whole, self._tiles, self._apart, self._apart)
         parameters = -jnp.exp(self.a_log[...]), self.d[...]
         y, states = layout.run(between, (zx, dt, b, c), parameters, (old["ssm"], old["conv_x"]))
         new = None if state is None else {"ssm": states[0], "conv_x": states[1], "conv_bc": conv_bc}
-        return scaled(self.out_proj(y), config.output_multiplier), new
+        return scaled(self.out_proj(y, layout.adapter), config.output_multiplier), new
 
-    # Forms of what lies between the projections: inputs zx [T, 2, inner], dt, b and c, all but x convolved; parameters
-    # a and d; states those of the scan and of the convolution of x. The result is [T, inner].
+    # Forms of the operations between the projections. Inputs: zx [T, 2, inner], dt, b and c (b and c convolved);
+    # parameters a and d; states of the scan and of the convolution of x. The result is [T, inner].
 
     def _whole(self, layout: SequenceLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...]) -> Array:
         # The compiler divides the layer over devices, each axis for itself.
@@ -149,7 +150,7 @@ class Mamba(nnx.Module):
     def _apart(
         self, layout: Layout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], states: tuple[Any, Any]
     ) -> tuple[Array, tuple[Any, Any]]:
-        # Flat: a TPU would lay out [T, 2, inner] anew for each half.
+        # Flat: a TPU would change the layout of [T, 2, inner] for each half.
         zx, *others = inputs
         z, x = jnp.split(zx.reshape(len(zx), -1), 2, axis=1)
         return self._one_by_one(layout, z, x, others, parameters, states)
@@ -187,7 +188,7 @@ class Mamba(nnx.Module):
         return self._gate(y.reshape(z.shape), z), (ssm, conv_x)
 
     def _own_groups(self, v: Float[Array, "T channels"], heads: int) -> Float[Array, "T groups state"]:
-        """B or C by groups; where all groups are at hand but few heads, the one group of these heads."""
+        """B or C by groups. If the device has all groups but few heads: the group of these heads."""
         groups = v.reshape(v.shape[0], -1, self.config.state_size)
         devices = self.config.num_heads // heads
         if groups.shape[1] * devices <= self.config.num_groups or devices == 1:
@@ -213,7 +214,7 @@ class Mamba(nnx.Module):
     def _norm_over_devices(
         self, y: Float[Array, "T inner"], z: Float[Array, "T inner"], devices: int
     ) -> Float[Array, "T inner"]:
-        """As `gated_rms_norm`, of groups whose channels lie on several devices each: they add up their squares."""
+        """As `gated_rms_norm`, for groups whose channels lie on several devices, which add up their squares."""
         config = self.config
         gate = jax.nn.silu(z.astype(jnp.float32))
         value = y.astype(jnp.float32) * (1.0 if config.norm_before_gate else gate)

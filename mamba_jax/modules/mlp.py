@@ -33,12 +33,12 @@ class MLP(nnx.Module):
         added: Float[Array, "T 2 size"] | None = None,
     ) -> tuple[Float[Array, "T hidden"], None]:
         """`added` is what an adapter adds to gate and up."""
-        up = self.up_proj(x)
+        up = self.up_proj(x, layout.adapter)
         if self.gate_proj is None:
             inner = self.activation(up)
         else:
-            gate = self.gate_proj(x)
+            gate = self.gate_proj(x, layout.adapter)
             if added is not None:
                 gate, up = gate + added[:, 0], up + added[:, 1]
             inner = self.activation(scaled(gate, self.config.gate_multiplier)) * up
-        return scaled(self.down_proj(inner), self.config.output_multiplier), None
+        return scaled(self.down_proj(inner, layout.adapter), self.config.output_multiplier), None

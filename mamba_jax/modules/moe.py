@@ -1,4 +1,4 @@
-"""Mixtures of experts: every token goes through its chosen few, none is dropped."""
+"""Mixtures of experts: each token is computed by its chosen experts, and no token is dropped."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from kernels_pallas.quantised import Quantised
 from mamba_jax.config import MLPConfig, MoEConfig
 from mamba_jax.layout import Layout
 from mamba_jax.modules.basic import Linear, activation, normal
+from mamba_jax.modules.lora import ExpertLoRA
 from mamba_jax.modules.mlp import MLP
 from mamba_jax.sharding.axis import axis_index
 
 
 def balance_loss(shares: Float[Array, "T experts"], chosen: Int[Array, "T chosen"]) -> Float[Array, ""]:
-    """The auxiliary loss of Fedus et al. ("Switch Transformers", 2021): 1 if the load of all experts is equal.
+    """Returns the auxiliary loss of Fedus et al. ("Switch Transformers", 2021): 1 if the load of all experts is equal.
 
     Args:
         shares: the router's scores, with a sum of 1 for each token.
@@ -33,7 +34,7 @@ def balance_loss(shares: Float[Array, "T experts"], chosen: Int[Array, "T chosen
 
 @jax.custom_vjp
 def _with_loss(x: Array, loss: Float[Array, ""]) -> Array:
-    """x, whose gradient is as if `loss` were part of the training loss: layers need not return it."""
+    """Returns x. Its gradient includes that of `loss`, so that layers need not return the loss."""
     return x
 
 
@@ -54,11 +55,15 @@ class Router(nnx.Module):
         logits = jax.lax.dot_general(
             x.astype(jnp.float32), self.weight[...], (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST
         )
+        if config.router == "softmax_all":
+            shares = jax.nn.softmax(logits, axis=-1)
+            weights, chosen = jax.lax.top_k(shares, config.experts_per_token)
+            return self._balanced(weights, shares, chosen), chosen
         if self.correction_bias is None:
             best, chosen = jax.lax.top_k(logits, config.experts_per_token)
             return self._balanced(jax.nn.softmax(best, axis=-1), jax.nn.softmax(logits, axis=-1), chosen), chosen
         scores = jax.nn.sigmoid(logits)
-        # The bias balances the load: it has a say in who is chosen, none in how much they count.
+        # The bias balances the load: it affects the choice of experts, but not their weights.
         biased = self._in_best_groups(scores + self.correction_bias[...])
         _, chosen = jax.lax.top_k(biased, config.experts_per_token)
         weights = jnp.take_along_axis(scores, chosen, axis=1)
@@ -69,7 +74,7 @@ class Router(nnx.Module):
     def _balanced(
         self, weights: Float[Array, "T chosen"], shares: Float[Array, "T experts"], chosen: Int[Array, "T chosen"]
     ) -> Float[Array, "T chosen"]:
-        """The weights, with the gradient of the auxiliary loss if there is one."""
+        """Returns the weights, with the gradient of the auxiliary loss if there is one."""
         if not self.config.balance:
             return weights
         return _with_loss(weights, self.config.balance * balance_loss(shares, chosen))
@@ -91,9 +96,9 @@ _FEW = 4096
 
 
 def rows_at_once(rows: int, own: int, experts: int) -> int:
-    """Of all tokens' rows, how many a device that has `own` of the experts takes at a time.
+    """Returns how many of all tokens' rows a device with `own` of the experts processes at a time.
 
-    Half more than its share, in whole blocks of a kernel: all of them, unless the others' would be most of what it has.
+    This is 1.5 times its share, in whole blocks of a kernel; or all rows, unless most of them belong to other devices.
     """
     piece = -(-3 * rows * own // (2 * experts) // 128) * 128
     return piece if rows > _FEW and 2 * piece <= rows else rows
@@ -106,6 +111,9 @@ class Experts(nnx.Module):
     """
 
     quantisable = ("up", "down")
+    lora_up: ExpertLoRA | None = None
+    lora_down: ExpertLoRA | None = None
+    """What adapters add to the products with `up` and `down`; see `mamba_jax.adapters`."""
 
     def __init__(self, config: MoEConfig, inputs: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         self.activation = activation(config.activation)
@@ -120,26 +128,36 @@ class Experts(nnx.Module):
         weights: Float[Array, "T chosen"],
         chosen: Int[Array, "T chosen"],
         valid: Bool[Array, " T"],
+        adapter: Int[Array, " T"] | None = None,
     ) -> Float[Array, "T inputs"]:
+        """`adapter`: the entry of each token's adapter (`Layout.adapter`). Ignored by experts without adapters.
+
+        Raises:
+            ValueError: the experts have adapters and `adapter` is None.
+        """
+        if self.lora_up is None:
+            adapter = None
+        elif adapter is None:
+            raise ValueError("experts with adapters were called without the tokens' adapters")
         experts = self.up.shape[0]
         if experts < self.num_experts:
-            # This device has some of the experts: it leaves the others' tokens alone.
+            # This device has some of the experts and skips tokens of other experts.
             chosen = chosen - axis_index() * experts
             valid = valid[:, None] & (chosen >= 0) & (chosen < experts)
         else:
             valid = valid[:, None]
-        # Padding goes to an expert that does not exist, after all others: no work, and zeros come back.
+        # Padding is assigned to a nonexistent expert after all others: it costs nothing and gives zeros.
         expert = jnp.where(valid, chosen, experts).reshape(-1)
         order = jnp.argsort(expert)
-        # Counted by comparing, not searching: a search is a loop, which a GPU would run step by step from the host.
+        # Counts by comparisons, because a search is a loop, which a GPU would run step by step from the host.
         sizes = (expert[:, None] == jnp.arange(experts)).sum(axis=0, dtype=jnp.int32)
 
         rows = rows_at_once(expert.size, experts, self.num_experts)
         if rows == expert.size:
-            return self._at_once(x, weights, order, sizes)
-        # A GPU would add up the rows of a token in any order, and differently each time.
+            return self._at_once(x, weights, order, sizes, adapter)
+        # Otherwise a GPU would add up the rows of a token in an order that varies between runs.
         return jax.lax.platform_dependent(
-            x, weights, order, sizes,
+            x, weights, order, sizes, adapter,
             cuda=self._at_once, rocm=self._at_once, default=functools.partial(self._in_pieces, rows=rows),
         )  # fmt: skip
 
@@ -149,23 +167,39 @@ class Experts(nnx.Module):
         weights: Float[Array, "T chosen"],
         order: Int[Array, " T*chosen"],
         sizes: Int[Array, " own"],
+        adapter: Int[Array, " T"] | None,
     ) -> Float[Array, "T inputs"]:
-        """All rows, those of other devices' experts among them."""
-        out = self._products(x[order // weights.shape[1]], sizes)
+        """Processes all rows at once, including those of other devices' experts."""
+        out = self._products(x, order // weights.shape[1], sizes, adapter)
         by_token = out[jnp.argsort(order)].reshape(*weights.shape, -1)
         return jnp.einsum("tk,tki->ti", weights, by_token.astype(jnp.float32)).astype(x.dtype)
 
-    def _products(self, x: Float[Array, "rows inputs"], sizes: Int[Array, " own"]) -> Float[Array, "rows inputs"]:
-        """Each row through its expert: rows lie by expert, `sizes` of them for each; those after them give 0."""
-        up = self.up[...]
+    def _products(
+        self,
+        x: Float[Array, "T inputs"],
+        token: Int[Array, " rows"],
+        sizes: Int[Array, " own"],
+        adapter: Int[Array, " T"] | None,
+    ) -> Float[Array, "rows inputs"]:
+        """Applies each row's expert to the row's token.
+
+        Rows are sorted by expert, `sizes` of them for each; later rows give 0.
+        """
+        up, x = self.up[...], x[token]
+        entries = None if adapter is None else adapter[token]
         flat = up.matrix(lead=1) if isinstance(up, Quantised) else up.reshape(up.shape[0], -1, up.shape[-1])
         inner = grouped_matmul(x, flat, sizes)
+        if self.lora_up is not None and entries is not None:
+            inner = inner + self.lora_up(x, sizes, entries)
         if self.gated:
             gate, inner = jnp.split(inner, 2, axis=1)
             inner = self.activation(gate) * inner
         else:
             inner = self.activation(inner)
-        return grouped_matmul(inner, self.down[...], sizes)
+        out = grouped_matmul(inner, self.down[...], sizes)
+        if self.lora_down is not None and entries is not None:
+            out = out + self.lora_down(inner, sizes, entries)
+        return out
 
     def _in_pieces(
         self,
@@ -173,12 +207,13 @@ class Experts(nnx.Module):
         weights: Float[Array, "T chosen"],
         order: Int[Array, " T*chosen"],
         sizes: Int[Array, " own"],
+        adapter: Int[Array, " T"] | None,
         *,
         rows: int,
     ) -> Float[Array, "T inputs"]:
-        """The rows of this device's experts only, so many at a time: once, unless it has far more than others.
+        """Processes only the rows of this device's experts, in pieces: one, unless it has far more than others.
 
-        No row is ever left out: whatever the first piece does not hold is done by the loop after it.
+        No row is left out: the loop processes all rows after the first piece.
         """
         ends = jnp.cumsum(sizes)
         order = jnp.pad(order, (0, rows))
@@ -189,7 +224,7 @@ class Experts(nnx.Module):
             own = jax.lax.dynamic_slice_in_dim(order, start, rows)
             here = jnp.clip(ends, start, start + rows) - jnp.clip(ends - sizes, start, start + rows)
             token = own // weights.shape[1]
-            out = by_row[own][:, None] * self._products(x[token], here).astype(jnp.float32)
+            out = by_row[own][:, None] * self._products(x, token, here, adapter).astype(jnp.float32)
             return y.at[token].add(out)
 
         y = add(0, jnp.zeros(x.shape, jnp.float32))
@@ -197,7 +232,7 @@ class Experts(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """Routed experts (on a smaller, latent copy of the token if the config says so) plus one that all tokens share."""
+    """Routed experts (on a smaller latent of the token if the config has one) plus one that all tokens share."""
 
     def __init__(self, config: MoEConfig, hidden_size: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         latent, bias = config.latent_size, config.bias
@@ -213,13 +248,14 @@ class MoE(nnx.Module):
         self, x: Float[Array, "T hidden"], layout: Layout, state: None
     ) -> tuple[Float[Array, "T hidden"], None]:
         weights, chosen = self.router(x)
-        y = self.experts(x if self.latent_in is None else self.latent_in(x), weights, chosen, layout.valid)
+        latent = x if self.latent_in is None else self.latent_in(x, layout.adapter)
+        y = self.experts(latent, weights, chosen, layout.valid, layout.adapter)
         if self.latent_out is not None:
-            y = self.latent_out(y)
+            y = self.latent_out(y, layout.adapter)
         if self.shared is not None:
             shared, _ = self.shared(x, layout, None)
             if self.shared_gate is not None:
-                gate = jax.nn.sigmoid(self.shared_gate(x, out_dtype=jnp.float32))
+                gate = jax.nn.sigmoid(self.shared_gate(x, layout.adapter, out_dtype=jnp.float32))
                 shared = (gate * shared).astype(shared.dtype)
             y = y + shared
         return y, None

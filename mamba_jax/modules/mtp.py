@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from mamba_jax.config import ATTENTION, MLP, HybridConfig
+from mamba_jax.config import ATTENTION, HybridConfig
 from mamba_jax.layout import Layout
 from mamba_jax.modules.basic import Linear, Table, normal
 from mamba_jax.modules.blocks import Block, model_norm
@@ -34,10 +34,9 @@ class MTP(nnx.Module):
         self.enorm = model_norm(config, dtype=dtype)
         self.hnorm = model_norm(config, dtype=dtype)
         self.eh_proj = Linear(2 * hidden, hidden, rngs=rngs, dtype=dtype)
-        before = config.pattern.count(MLP)
         self.blocks = nnx.List(
             [
-                Block(kind, config, mlp_index=before + self.kinds[:i].count(MLP), rngs=rngs, dtype=dtype)
+                Block(kind, config, index=(config.pattern + self.kinds[:i]).count(kind), rngs=rngs, dtype=dtype)
                 for i, kind in enumerate(self.kinds)
             ]
         )

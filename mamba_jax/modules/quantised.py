@@ -1,4 +1,4 @@
-"""Weights in few bits among a model's parameters."""
+"""Quantised weights among a model's parameters."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kernels_pallas.quantised import bits_of as bits_of
 
 
 class QuantisedParam(nnx.Module):
-    """Stands where an `nnx.Param` would, for example as `out_proj.weight`, and is read in the same way.
+    """Replaces an `nnx.Param`, for example `out_proj.weight`, and is read in the same way.
 
-    Its arrays are parameters of their own (`out_proj.weight.values`, `out_proj.weight.channel_scale`), so that all that
-    goes by parameters, as loading, sharding and saving, sees plain arrays.
+    Its arrays are separate parameters (`out_proj.weight.values`, `out_proj.weight.channel_scale`), so code that handles
+    parameters, such as loading, sharding and saving, gets plain arrays.
     """
 
     def __init__(self, weight: Quantised) -> None:
@@ -33,7 +33,7 @@ class QuantisedParam(nnx.Module):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
+        """The weight's own."""
         return self.values.shape
 
 
@@ -42,16 +42,16 @@ def _param(value: Array | None) -> nnx.Param | None:
 
 
 def weight_of(path: str) -> str | None:
-    """The dotted path of the weight that a parameter is a part of, if it is part of a quantised one."""
+    """Returns the dotted path of the weight that a parameter is a part of, if it is part of a quantised one."""
     weight, _, part = path.rpartition(".")
     return weight if part in PARTS else None
 
 
 def quantised_weights(values: Mapping[str, Any]) -> dict[str, Quantised]:
-    """The quantised weights among parameters, by dotted path.
+    """Returns the quantised weights among parameters, by dotted path.
 
     Raises:
-        ValueError: parts that do not fit together, or that have no values to belong to.
+        ValueError: parts do not match, or have no values.
     """
     found: dict[str, dict[str, Array]] = {}
     for path, value in values.items():
@@ -65,7 +65,7 @@ def quantised_weights(values: Mapping[str, Any]) -> dict[str, Quantised]:
 
 
 def can_be_quantised(model: nnx.Module, path: str) -> bool:
-    """Whether the parameter with this dotted path is a weight that may be quantised."""
+    """Returns whether the parameter with this dotted path is a weight that may be quantised."""
     owner, name = _owner(model, path)
     return name in getattr(owner, "quantisable", ())
 
@@ -87,7 +87,7 @@ def quantise_in_place(model: nnx.Module, weights: Mapping[str, Quantised]) -> No
 
 
 def _owner(model: nnx.Module, path: str) -> tuple[Any, str]:
-    """The module that a parameter belongs to, and its name there."""
+    """Returns the module that a parameter belongs to, and its name there."""
     *where, name = path.split(".")
     owner: Any = model
     for step in where:

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from mamba_jax.config import HybridConfig, need
 from mamba_jax.layout import Layout
@@ -29,12 +29,12 @@ class Adapter(nnx.Module):
         self.down = Linear(inputs, rank, rngs=rngs, dtype=dtype)
         self.up = Linear(rank, outputs, rngs=rngs, dtype=dtype)
 
-    def __call__(self, x: Float[Array, "T inputs"]) -> Array:
-        return self.up(self.down(x))
+    def __call__(self, x: Float[Array, "T inputs"], adapter: Int[Array, " T"] | None) -> Array:
+        return self.up(self.down(x, adapter), adapter)
 
 
 class Adapters(nnx.Module):
-    """What one use of a shared block adds to the block's own projections."""
+    """The additions of one use of a shared block to the block's own projections."""
 
     def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         shared, attention, mlp = need(config.shared), need(config.attention), need(config.mlp)
@@ -50,11 +50,13 @@ class Adapters(nnx.Module):
         self.k = adapter(attention.num_kv_heads)
         self.v = adapter(attention.num_kv_heads)
 
-    def to_attention(self, x: Float[Array, "T inputs"]) -> tuple[Array, Array, Array] | None:
+    def to_attention(
+        self, x: Float[Array, "T inputs"], adapter: Int[Array, " T"] | None
+    ) -> tuple[Array, Array, Array] | None:
         """Additions to queries, keys and values."""
         if self.q is None or self.k is None or self.v is None:
             return None
-        return self.q(x), self.k(x), self.v(x)
+        return self.q(x, adapter), self.k(x, adapter), self.v(x, adapter)
 
 
 class SharedBlock(nnx.Module):
@@ -87,11 +89,11 @@ class SharedBlock(nnx.Module):
 
 
 def _attend(modules: Any, layout: Layout, kv: Any, y: Array) -> tuple[Array, Any]:
-    return modules["attention"](y, layout, kv, added=modules["adapters"].to_attention(y))
+    return modules["attention"](y, layout, kv, added=modules["adapters"].to_attention(y, layout.adapter))
 
 
 def _feed(modules: Any, layout: Layout, state: None, y: Array) -> tuple[Array, None]:
-    return modules["mlp"](y, layout, None, added=modules["adapters"].gate_up(y))
+    return modules["mlp"](y, layout, None, added=modules["adapters"].gate_up(y, layout.adapter))
 
 
 def _mix(modules: Any, layout: Layout, slots: Any, x: Array) -> tuple[Array, Any]:
@@ -100,11 +102,11 @@ def _mix(modules: Any, layout: Layout, slots: Any, x: Array) -> tuple[Array, Any
 
 def _project(modules: Any, layout: Layout, state: None, x: Array) -> tuple[Array, None]:
     linear = modules["linear"]
-    return linear(own_columns(x, linear.weight.shape[1])), None
+    return linear(own_columns(x, linear.weight.shape[1]), layout.adapter), None
 
 
 class SharedUse(nnx.Module):
-    """A Mamba sublayer that hears what a shared block makes of x, too: x + mamba(norm(x + linear(block(x))))."""
+    """A Mamba sublayer whose input includes the output of a shared block: x + mamba(norm(x + linear(block(x))))."""
 
     def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         self.config = config

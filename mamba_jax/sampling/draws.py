@@ -1,4 +1,4 @@
-"""Random numbers that depend on nothing but (seed, choice, output position, purpose).
+"""Random numbers that depend on (seed, choice, output position, purpose) only.
 
 So a seeded request draws the same numbers whatever its batch-mates, preemption, or how its prompt was cut.
 """
@@ -13,7 +13,7 @@ _BLOCK = 128
 
 
 class Purpose(enum.IntEnum):
-    """What a draw is for. Two purposes at one position are independent of each other."""
+    """The purpose of a draw. Draws for two purposes at one position are independent."""
 
     TOKEN = 0
 
@@ -44,7 +44,7 @@ def categorical(
 
 
 def _invert(weights: Float[Array, "rows H n"], number: Float[Array, "rows H"]) -> Int[Array, "rows H"]:
-    """The index at which the cumulative weights pass a fraction of their sum. It has a weight above 0."""
+    """Returns the index at which the cumulative weights pass a fraction of their sum. It has a weight above 0."""
     below = jnp.cumsum(weights, axis=-1)
     index = (below <= number[..., None] * below[..., -1:]).sum(axis=-1, dtype=jnp.int32)
     # Should the product be rounded up to the whole sum, then the last index that has any weight.

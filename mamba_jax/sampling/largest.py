@@ -15,11 +15,11 @@ from jaxtyping import Array, Bool, Float, Int
 from mamba_jax.sharding.axis import TENSOR, axis_index, axis_mesh
 
 WIDTH = 128
-"""Of the blocks that are looked at first."""
+"""Size of the blocks that are searched first."""
 
 
 def largest(logits: Float[Array, "n vocab"]) -> tuple[Int[Array, " n"], Bool[Array, " n"]]:
-    """The index of the first of the largest logits (float32), and whether all are finite.
+    """Returns the index of the first of the largest logits (float32), and whether all are finite.
 
     On several devices each looks at a part of the vocabulary, where that divides evenly.
     """
@@ -41,7 +41,7 @@ def largest(logits: Float[Array, "n vocab"]) -> tuple[Int[Array, " n"], Bool[Arr
 
 
 def argmax(logits: Float[Array, "*rows vocab"]) -> Int[Array, "*rows"]:
-    """The first of the largest, in two levels: XLA:CPU's own argmax takes 20 times as long.
+    """Returns the first of the largest, in two levels: XLA:CPU's own argmax takes 20 times as long.
 
     On a TPU blocks would be a copy of the logits, and its own argmax is one pass over them.
     """

@@ -1,8 +1,8 @@
-"""What sampling parameters do to logits [rows, H, vocab], in vLLM's order: bias and held-back ids, penalties,
+"""Applies sampling parameters to logits [rows, H, vocab], in vLLM's order: bias and held-back ids, penalties,
 temperature, min-p, top-k, top-p.
 
-Each step runs only where some row asks for it, and replaces its input, so that one array of the vocabulary's size is
-held. A row that does not ask keeps its logits bit by bit. From temperature on, tokens have weights instead of logits.
+Each step runs only if some row needs it, and replaces its input, so that only one array of the vocabulary's size
+exists. The logits of other rows stay bitwise equal. From temperature on, tokens have weights instead of logits.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def add_bias(logits: Logits, table: SamplingTable, output_index: Int[Array, "row
 
 
 def _drop(ids: Int[Array, "rows n"], logits: Logits) -> Int[Array, "rows n"]:
-    """Ids with padding moved past the vocabulary, where scatters drop it: negative indices count from the end."""
+    """Moves padding ids past the vocabulary, where scatters drop them: negative indices count from the end."""
     return jnp.where(ids < 0, logits.shape[-1], ids)
 
 
@@ -41,9 +41,9 @@ def penalise(
     prompt_seen: Bool[Array, "rows vocab"],
     drafts: Int[Array, "rows H-1"],
 ) -> Logits:
-    """Repetition penalty for tokens of prompt and output, frequency and presence penalties for tokens of the output.
+    """Applies repetition penalties to tokens of prompt and output, frequency and presence penalties to output tokens.
 
-    Logits j stand after drafts 0..j-1, so those count as output too.
+    Logits j follow drafts 0..j-1, so these drafts count as output too.
     """
     counts = jnp.broadcast_to(output_counts[:, None, :], logits.shape)
     heads, token = jnp.arange(logits.shape[1])[:, None], jnp.arange(logits.shape[2])
@@ -58,23 +58,23 @@ def penalise(
 
 
 def has_bias(table: SamplingTable) -> Bool[Array, " rows"]:
-    """Which rows `add_bias` may concern."""
+    """Returns which rows `add_bias` may change."""
     return (table.bias_ids[:, 0] >= 0) | (table.min_tokens > 0)
 
 
 def has_penalties(table: SamplingTable) -> Bool[Array, " rows"]:
-    """Which rows `penalise` concerns."""
+    """Returns which rows `penalise` changes."""
     return (table.repetition_penalty != 1) | (table.frequency_penalty != 0) | (table.presence_penalty != 0)
 
 
 def weights_of(logits: Logits, temperature: Float[Array, " rows"]) -> Weights:
-    """What tokens weigh when one is drawn: 1 for the most likely, 0 for those that are never drawn."""
+    """Returns the weights of tokens in a draw: 1 for the most likely, 0 for tokens that are never drawn."""
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None, None]
     return jnp.exp(scaled - scaled.max(axis=-1, keepdims=True))
 
 
 def truncate(weights: Weights, table: SamplingTable) -> Weights:
-    """Sets to 0 what min-p, top-k and top-p leave out, one after the other; ties at a limit all stay."""
+    """Sets the probabilities that min-p, top-k and top-p exclude to 0, in this order. Ties at a limit all stay."""
     random = table.temperature > 0
     min_p, top_k, top_p = (
         jnp.where(random, wanted, off)[:, None, None]
@@ -100,14 +100,14 @@ def truncate(weights: Weights, table: SamplingTable) -> Weights:
 
 
 def once_if(needed: Bool[Array, ""], change: Callable[[T], T], value: T) -> T:
-    """change(value) if that is needed, else the value; a loop of one round or none, since `lax.cond` would copy it."""
+    """Returns change(value) if needed, else the value. Uses a loop of at most one round: `lax.cond` would copy it."""
     return lax.fori_loop(0, needed.astype(jnp.int32), lambda _, value: change(value), value)
 
 
 def _largest(weights: Weights, enough) -> Float[Array, "rows H 1"]:
-    """The largest t for which the weights that are at least t are `enough`, found bit by bit: 30 passes, and no sort.
+    """Finds the largest t for which the weights of at least t are `enough`, bit by bit: 30 passes without a sort.
 
-    Floats that are not negative are in the order of their bits, and those up to 1 have 30 of these.
+    Non-negative floats are in the order of their bits, and floats up to 1 use 30 bits.
     """
 
     def as_float(bits):

@@ -30,7 +30,7 @@ class Masks:
     """The masks of all seats."""
 
     bits: UInt32[Array, "seats H words"]
-    """Bit i % 32 of word i // 32 says whether token i is allowed at this head."""
+    """Bit i % 32 of word i // 32 is set if token i is allowed at this head."""
     on: Bool[Array, " seats"]
     """Whether the seat's tenant has masks at all; the bits of others say nothing."""
 
@@ -45,7 +45,7 @@ class MaskBatch:
 
     @classmethod
     def empty(cls, *, rows: int, heads: int, vocab_size: int) -> Self:
-        """A batch of padding, as numpy arrays to be filled in place."""
+        """Returns a batch of padding, as numpy arrays to be filled in place."""
         return cls(row_id=_zeros(rows, np.int32), bits=_zeros((rows, heads, mask_words(vocab_size)), np.uint32))
 
 
@@ -63,7 +63,7 @@ def write_masks(masks: Masks, batch: MaskBatch) -> Masks:
 def apply_masks(
     logits: Float[Array, "rows H vocab"], masks: Masks, row_id: Int[Array, " rows"]
 ) -> Float[Array, "rows H vocab"]:
-    """Logits of tokens that a row may not choose become -inf. Rows without masks keep theirs bit by bit."""
+    """Returns logits of tokens that a row may not choose become -inf. Rows without masks keep theirs bit by bit."""
     rows, heads, vocab_size = logits.shape
     words = masks.bits[row_id, :heads]
     bits = (words[..., None] >> jnp.arange(_WORD, dtype=jnp.uint32)) & 1

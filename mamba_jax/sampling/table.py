@@ -57,12 +57,12 @@ class SamplingTable:
     """The same for the tokens of the prompt."""
 
     def take(self, row_id: Int[Array, " n"]) -> SamplingTable:
-        """The entries of some seats."""
+        """Returns the entries of some seats."""
         return jax.tree.map(lambda column: column[row_id], self)
 
 
 def init_sampling_table(seats: int) -> SamplingTable:
-    """A table whose rows are all greedy."""
+    """Returns a table in which all rows are greedy."""
     return jax.tree.map(lambda value: jnp.tile(value, (seats,) + (1,) * np.ndim(value)), sampling_row())
 
 

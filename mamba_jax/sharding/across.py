@@ -1,4 +1,4 @@
-"""A mixer run by all devices at once, each with its own pieces of the weights and of the state."""
+"""Runs a mixer on all devices at once, each with its own pieces of the weights and of the state."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Divided:
 def across(
     config: HybridConfig, modules: Mapping[str, Divided], run: Run, layout: Any, state: Any, *inputs: Any
 ) -> tuple[Array, Any]:
-    """`run(modules, layout, state, *inputs) -> (y, state)`, divided over the mesh's devices if there is a mesh.
+    """Calls `run(modules, layout, state, *inputs) -> (y, state)`, divided over the mesh's devices if there is a mesh.
 
-    On each device, modules then hold pieces of their weights and `state` is a piece of the store; everything else is
-    whole. What `run` gives as y is a partial sum, and the sum over all devices comes back.
+    On each device, modules then have pieces of their weights and `state` is a piece of the store; everything else is
+    whole. The y of `run` is a partial sum; the result is the sum over all devices.
 
-    Whole sequences (without a store) are left to the compiler, which can also differentiate them.
+    For whole sequences (without a store), the compiler partitions the computation, which is then differentiable.
     """
     mesh = axis_mesh()
     if mesh is None or isinstance(layout, SequenceLayout):

@@ -28,7 +28,7 @@ computes what its own experts give, and one sum collects that along with everyth
 
 
 def make_mesh(shards: int, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of one replica: the first `shards` devices (of all processes), or of those given.
+    """Returns the mesh of one replica: the first `shards` devices (of all processes), or of those given.
 
     Raises:
         ModelConfigError: there are not as many.
@@ -40,7 +40,7 @@ def make_mesh(shards: int, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def replica_meshes(replicas: int, shards: int) -> list[Mesh]:
-    """A mesh for each replica, of `shards` devices that are its own.
+    """Returns a mesh for each replica, of `shards` devices that are its own.
 
     Raises:
         ModelConfigError: there are not as many.
@@ -61,7 +61,7 @@ def use_mesh(mesh: Mesh | None) -> AbstractContextManager[Any]:
 
 
 def axis_mesh() -> Any:
-    """The mesh of the program being traced, if that is one to divide layers over; otherwise None."""
+    """Returns the mesh of the program being traced, if that is one to divide layers over; otherwise None."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh if tuple(mesh.axis_names) == (TENSOR,) and mesh.shape[TENSOR] > 1 else None
 
@@ -72,12 +72,12 @@ def axis_index() -> Int[Array, ""]:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The whole array on every device."""
+    """Returns the whole array on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def split_last(x: Array) -> Array:
-    """Tells the compiler to have the last dimension of x divided over the devices, if it divides evenly."""
+    """Constrains the last dimension of x to be divided over the devices, if it divides evenly."""
     mesh = axis_mesh()
     if mesh is None or x.shape[-1] % mesh.shape[TENSOR]:
         return x
@@ -85,5 +85,5 @@ def split_last(x: Array) -> Array:
 
 
 def keep_whole(x: Array) -> Array:
-    """Tells the compiler to have x whole on every device from here on; nothing outside of a mesh."""
+    """Constrains x to be whole on every device. Does nothing outside a mesh."""
     return x if axis_mesh() is None else lax.with_sharding_constraint(x, PartitionSpec())

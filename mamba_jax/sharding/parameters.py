@@ -1,4 +1,4 @@
-"""How each parameter of a model is divided: what its mixers declare, and the frame around them."""
+"""The division of each parameter over devices: as mixers declare it, and for the parts around them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from kernels_pallas.quantised import PARTS
 from mamba_jax.config import (
-    MLP,
     SHARED,
     WHOLE,
     AttentionConfig,
@@ -22,12 +21,12 @@ from mamba_jax.config import (
 
 
 def placements(config: HybridConfig) -> dict[str, Placement]:
-    """Every parameter of a model (see `mamba_jax.model.parameters`), by its dotted path."""
+    """Returns every parameter of a model (see `mamba_jax.model.parameters`), by its dotted path."""
     table = Division(0, config.vocab_size, "words", otherwise=Otherwise.KEEP_WHOLE)
     found: dict[str, Placement] = {"embed.weight": table, "final_norm.weight": WHOLE}
     if not config.tie_word_embeddings:
         found["lm_head.weight"] = table
-    found |= _sublayers("blocks", config, config.pattern, mlps_before=0)
+    found |= _sublayers("blocks", config, config.pattern, before="")
     if config.shared is not None:
         for index in range(config.shared.num_blocks):
             found |= _under(f"shared.{index}", _shared_block(config))
@@ -37,16 +36,46 @@ def placements(config: HybridConfig) -> dict[str, Placement]:
         frame |= {"embed.weight": table} if config.own_mtp_embedding else {}
         frame |= {"lm_head.weight": table} if config.own_mtp_head else {}
         found |= _under("mtp", frame)
-        found |= _sublayers("mtp.blocks", config, config.mtp_pattern, mlps_before=config.pattern.count(MLP))
+        found |= _sublayers("mtp.blocks", config, config.mtp_pattern, before=config.pattern)
     return found
 
 
 def placement(declared: Mapping[str, Placement], path: str) -> Placement | None:
-    """That of one parameter, which may also be a part of a quantised weight; None if nothing declares it."""
+    """That of a parameter, of a part of a quantised weight or of a layer's adapters; None if nothing declares it."""
     if path in declared:
         return declared[path]
-    weight, _, part = path.rpartition(".")
-    return _of_part(declared[weight], part) if part in PARTS and weight in declared else None
+    owner, _, part = path.rpartition(".")
+    if part in PARTS and owner in declared:
+        return _of_part(declared[owner], part)
+    layer, _, lora = owner.rpartition(".")
+    weight = declared.get(f"{layer}.weight" if layer else "weight")
+    if lora.startswith("lora_") and (of_experts := f"{layer}.{lora.removeprefix('lora_')}") in declared:
+        return _of_expert_lora(declared[of_experts], part)
+    return None if lora != "lora" or weight is None else _of_lora(weight, part)
+
+
+def _of_expert_lora(weight: Placement, part: str) -> Placement:
+    """That of `ExpertLoRA.a` or `ExpertLoRA.b`: the first axis is that of experts."""
+    if not isinstance(weight, Division) or weight.axis != 0:
+        return _of_lora(weight, part, inputs=3)
+    otherwise = weight.otherwise
+    if isinstance(otherwise, Division):
+        found = _of_lora(otherwise, part, inputs=3)
+        otherwise = found if isinstance(found, Division) else Otherwise.KEEP_WHOLE
+    return replace(weight, otherwise=otherwise)
+
+
+def _of_lora(weight: Placement, part: str, *, inputs: int = 2) -> Placement:
+    """That of `LoRA.a` or `LoRA.b`: their axes of inputs or outputs are divided as the weight's are.
+
+    `inputs`: the axis of inputs of `a`.
+    """
+    if not isinstance(weight, Division):
+        return weight
+    divides_inputs = weight.axis == weight.rank - 1
+    if part == "b":  # [*outputs, entries, rank]
+        return WHOLE if divides_inputs else weight
+    return replace(weight, axis=inputs) if divides_inputs else WHOLE  # [entries, rank, inputs]
 
 
 def _of_part(weight: Placement, part: str) -> Placement:
@@ -64,16 +93,16 @@ def _of_part(weight: Placement, part: str) -> Placement:
     return replace(weight, axis=swapped.get(weight.axis, weight.axis), otherwise=otherwise)
 
 
-def mixer_placements(config: HybridConfig, kind: str, mlp_index: int) -> Mapping[str, Placement]:
-    """The parameters of one sublayer's mixer, by their paths from it on. `mlp_index` counts the model's MLPs."""
+def mixer_placements(config: HybridConfig, kind: str, index: int) -> Mapping[str, Placement]:
+    """The parameters of one sublayer's mixer, by their paths from it on. `index` counts the sublayers of this kind."""
     if kind == SHARED:
         return need(config.mamba).parameters()
     mixer = config.mixer(kind)
-    return mixer.parameters(mlp_index) if isinstance(mixer, MLPConfig) else mixer.parameters()
+    return mixer.parameters(index) if isinstance(mixer, MLPConfig) else mixer.parameters()
 
 
 def of_whole_input(config: HybridConfig) -> dict[str, Placement]:
-    """A product of an input that is whole: each device takes a piece of it."""
+    """Returns a product of an input that is whole: each device takes a piece of it."""
     return {"weight": Division(1, config.hidden_size, "hidden channels")}
 
 
@@ -90,11 +119,11 @@ def adapter_placements(shared: SharedConfig, attention: AttentionConfig, mlp: ML
     return found
 
 
-def _sublayers(path: str, config: HybridConfig, pattern: str, *, mlps_before: int) -> dict[str, Placement]:
+def _sublayers(path: str, config: HybridConfig, pattern: str, *, before: str) -> dict[str, Placement]:
     found: dict[str, Placement] = {}
     for i, kind in enumerate(pattern):
         found[f"{path}.{i}.norm.weight"] = WHOLE
-        index = mlps_before + pattern[:i].count(MLP)
+        index = (before + pattern[:i]).count(kind)
         found |= _under(f"{path}.{i}.mixer", mixer_placements(config, kind, index))
         if kind == SHARED:
             adapters = adapter_placements(need(config.shared), need(config.attention), need(config.mlp))

@@ -1,4 +1,4 @@
-"""Which dimension of each parameter and of each state is divided over the devices."""
+"""Selects the dimension of each parameter and each state that is divided over the devices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Partition:
 
     @classmethod
     def of(cls, config: HybridConfig, shards: int) -> Partition:
-        """The division of a model.
+        """Returns the division of a model.
 
         Raises:
             ModelConfigError: something does not divide evenly.
@@ -34,7 +34,7 @@ class Partition:
         return _checked(cls(config, shards))
 
     def parameter(self, path: str) -> P:
-        """The division of the model's parameter with this dotted path.
+        """Returns the division of the model's parameter with this dotted path.
 
         Raises:
             ModelConfigError: the model declares no such parameter.
@@ -45,14 +45,14 @@ class Partition:
         return self.placed(found)
 
     def placed(self, declared: Placement) -> P:
-        """The division of a parameter that is declared so."""
+        """Returns the division of a parameter with this declaration."""
         return _spec(declared.over(self.shards) if isinstance(declared, Division) else None)
 
     def state(self, state: Any) -> Any:
-        """The division of a sublayer's piece of the store, in the same structure.
+        """Returns the division of a sublayer's piece of the store, in the same structure.
 
         Raises:
-            ModelConfigError: an array that no mixer of the model declares.
+            ModelConfigError: no mixer of the model declares an array.
         """
         if state is None:
             return None
@@ -63,14 +63,14 @@ class Partition:
             return declared[StoreShape.of(self.config).pages[0].name]
         if unknown := state.keys() - declared.keys():
             raise ModelConfigError(f"no mixer declares the state {', '.join(sorted(unknown))}")
-        # Under replay each comes with its tails.
+        # Under replay, each array is paired with its tails.
         return {
             name: (declared[name], self.state(part[1])) if isinstance(part, tuple) else declared[name]
             for name, part in state.items()
         }
 
     def store(self, store: Store) -> Store:
-        """The division of the whole store, in its structure."""
+        """Returns the division of the whole store, in its structure."""
         return replace(
             store,
             slots=self.state(store.slots),
@@ -87,17 +87,17 @@ class Partition:
         return replace(tails, layers=self.state(tails.layers), hidden=whole, tags=None if tails.tags is None else whole)
 
     def store_shape(self, shape: StoreShape) -> StoreShape:
-        """The state of the whole model as all devices keep it: some of it may be there several times."""
+        """Returns the shape of the whole model's state over all devices; some of it may be stored several times."""
         return shape.map(lambda array: array.over(self.shards))
 
     def device_shape(self, shape: StoreShape) -> StoreShape:
-        """The state that one device holds."""
+        """Returns the shape of one device's state."""
         return shape.map(lambda array: array.on_each(self.shards))
 
 
 @lru_cache(maxsize=64)
 def _checked(partition: Partition) -> Partition:
-    """The same, if everything divides."""
+    """Returns the partition if everything divides evenly."""
     for declared in _parameters(partition.config).values():
         partition.placed(declared)
     _states(partition)

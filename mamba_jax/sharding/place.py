@@ -1,4 +1,4 @@
-"""Putting parameters, store and rows where a mesh wants them."""
+"""Places parameters, store and rows on the devices of a mesh."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def parameter_shardings(config: HybridConfig, mesh: Mesh) -> Callable[[str], NamedSharding]:
-    """The sharding of each parameter by its dotted path, as `checkpoints.load_model` takes it.
+    """Returns the sharding of each parameter by its dotted path, as `checkpoints.load_model` takes it.
 
     Raises:
         ModelConfigError: the model does not divide over the mesh.
@@ -55,6 +55,6 @@ def rows_shardings(rows: Rows, mesh: Mesh) -> Rows:
 
 
 def shard_parameters(values: Mapping[str, Array], config: HybridConfig, mesh: Mesh) -> dict[str, Array]:
-    """Parameters by dotted path, moved to where the mesh wants them; those that lie there already stay."""
+    """Returns parameters by dotted path, moved to their devices of the mesh. Those already there stay."""
     sharding = parameter_shardings(config, mesh)
     return {path: jax.device_put(value, sharding(path)) for path, value in values.items()}

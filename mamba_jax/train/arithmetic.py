@@ -8,13 +8,13 @@ _EQUATION = re.compile(rf"(?<![\d.])({_NUMBER})\s*([-+*/])\s*({_NUMBER})\s*=\s*\
 _DO = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "/": lambda a, b: a / b}
 _RESULT = re.compile(r"####\s*-?\d")
 LEAST_EQUATIONS = 2
-"""A text with fewer equations is rated as if the missing ones were wrong."""
+"""Equations that a text lacks count as wrong."""
 FOR_RESULT = 0.25
 """Reward for stating any result; the rest is for right equations."""
 
 
 def equations(text: str) -> dict[str, bool]:
-    """Each distinct `a + b = c` of a text (also with - * /), and whether it is right."""
+    """Returns each distinct `a + b = c` of a text (also with - * /), and whether it is right."""
     return {match[0]: _is_right(*match.groups()) for match in _EQUATION.finditer(text)}
 
 

@@ -137,7 +137,7 @@ class TrainConfig:
 
 
 def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
-    """Read the settings of a run from a file.
+    """Reads the settings of a run from a file.
 
     Args:
         path: a YAML file, or a TOML file if its name ends with .toml.
@@ -173,7 +173,7 @@ def _build(kind: Any, fields: Any, where: str) -> Any:
 
 
 def _number(text: str) -> float | str:
-    """The finite number that a text spells; otherwise the text."""
+    """Returns the finite number that a text spells; otherwise the text."""
     try:
         number = float(text)
     except ValueError:
@@ -182,7 +182,7 @@ def _number(text: str) -> float | str:
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:
-    """Convert the value of one setting to its declared type."""
+    """Converts the value of one setting to its declared type."""
     if dataclasses.is_dataclass(hint):
         return _build(hint, value, name + ".")
     if isinstance(hint, types.UnionType):

@@ -45,7 +45,7 @@ Document = dict[str, Any]
 
 
 def read_documents(path: Path) -> Iterator[Document]:
-    """Read the documents of a .jsonl file."""
+    """Reads the documents of a .jsonl file."""
     with path.open(encoding="utf-8") as lines:
         yield from (json.loads(line) for line in lines)
 
@@ -56,17 +56,17 @@ def problem_text(document: Document) -> str:
 
 
 def problem_prompt(document: Document) -> str:
-    """A maths problem without its answer."""
+    """Returns a maths problem without its answer."""
     return f"Question: {document['question']}\nAnswer:"
 
 
 def text_of(document: Document) -> str:
-    """Convert a document to plain text."""
+    """Converts a document to plain text."""
     return document["text"] if "text" in document else problem_text(document)
 
 
 def prepare(directory: Path, *, problems: int = 40_000) -> dict[str, Any]:
-    """Write the corpus; returns the manifest.
+    """Writes the corpus; returns the manifest.
 
     Args:
         directory: created if it does not exist.
@@ -97,7 +97,7 @@ def prepare(directory: Path, *, problems: int = 40_000) -> dict[str, Any]:
 
 
 def write_sample(corpus: Path, directory: Path, *, problems: int = 200, text_bytes: int = 50_000) -> None:
-    """Write a small part of the held-out data to a model's directory, to evaluate it without the corpus.
+    """Writes a small part of the held-out data to a model's directory, to evaluate it without the corpus.
 
     Args:
         corpus: directory written by `prepare`.
@@ -143,7 +143,7 @@ def _run(command: list[str], **options: Any) -> str:
 
 
 def _write(path: Path, documents: Iterable[Document]) -> dict[str, Any]:
-    """Write documents; return the file's entry in the manifest."""
+    """Writes documents; return the file's entry in the manifest."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(document, ensure_ascii=False) + "\n" for document in documents]
     content = "".join(lines).encode()
@@ -153,7 +153,7 @@ def _write(path: Path, documents: Iterable[Document]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(prog="mamba_jax.train.corpus", description="Prepare the demo model's corpus.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--problems", type=int, default=40_000, help="maths problems to train on")

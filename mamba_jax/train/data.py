@@ -1,7 +1,7 @@
 """Sequences of tokens for each step, drawn from several sources in fixed proportions.
 
-Which sequences a step sees follows from the seed and the step's number alone, so a run that goes on from a checkpoint
-sees what it would have seen.
+The seed and the step's number alone determine a step's sequences, so a run that continues from a checkpoint gets the
+same sequences as an uninterrupted run.
 
 Where documents are separate, the first token of each is marked in the sequences: it is stored as its complement
 `~token`, which is negative.
@@ -18,7 +18,7 @@ from jaxtyping import Int32
 
 from mamba_jax.config import ModelConfigError
 
-_BLOCK = 120  # sequences over which the shares of the sources come out right
+_BLOCK = 120  # number of sequences within which the shares of the sources are met
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class TokenStream:
 
     @classmethod
     def of(cls, documents: Iterable[Sequence[int] | np.ndarray], *, aligned: bool = False) -> TokenStream:
-        """The stream of these documents."""
+        """Returns the stream of these documents."""
         arrays = [np.asarray(document, np.int32) for document in documents]
         lengths = np.cumsum([0, *map(len, arrays)])
         tokens = np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
         return cls(tokens, lengths[:-1].astype(np.int32), aligned)
 
     def sequence(self, start: int, length: int, *, separate: bool) -> Int32[np.ndarray, " length"]:
-        """The tokens from `start` on; with `separate`, the first token of each document is marked."""
+        """Returns the tokens from `start` on; with `separate`, the first token of each document is marked."""
         tokens = self.tokens[start : start + length]
         if separate:
             first, after = np.searchsorted(self.starts, (start, start + length))
@@ -60,7 +60,7 @@ class TokenStream:
 
 
 def hold_out(streams: Mapping[str, TokenStream], share: float) -> tuple[dict[str, TokenStream], dict[str, TokenStream]]:
-    """Divide the documents of each source into training and validation data.
+    """Divides the documents of each source into training and validation data.
 
     Args:
         streams: tokens by source.
@@ -80,7 +80,7 @@ def hold_out(streams: Mapping[str, TokenStream], share: float) -> tuple[dict[str
 
 
 def save_streams(path: Path, streams: Mapping[str, TokenStream]) -> None:
-    """Keep streams in one .npz file."""
+    """Writes streams to one .npz file."""
     arrays: dict[str, np.ndarray] = {}
     for name, stream in streams.items():
         arrays |= {f"{name}.tokens": stream.tokens, f"{name}.starts": stream.starts}
@@ -89,7 +89,7 @@ def save_streams(path: Path, streams: Mapping[str, TokenStream]) -> None:
 
 
 def read_streams(path: Path) -> dict[str, TokenStream]:
-    """What `save_streams` has kept."""
+    """Reads streams that `save_streams` wrote."""
     with np.load(path) as arrays:
         names = sorted(name.removesuffix(".tokens") for name in arrays.files if name.endswith(".tokens"))
         return {
@@ -160,7 +160,7 @@ class Batches:
         self._orders: dict[tuple[str, int], np.ndarray] = {}
 
     def __getitem__(self, step: int) -> Int32[np.ndarray, "batch length"]:
-        """The sequences of step number `step`, counted from 0."""
+        """Returns the sequences of step number `step`, counted from 0."""
         rows = range(step * self._batch_size, (step + 1) * self._batch_size)
         return np.stack([self._row(number) for number in rows])
 

@@ -1,8 +1,8 @@
-"""Losses of what goes through the head without ever holding all logits: a few tokens at a time, with gradients.
+"""Losses of the head's logits, computed for a few tokens at a time with gradients, without an array of all logits.
 
-With a vocabulary of V, logits and their gradient are 2 V numbers for each token. On a CPU they fall out of its caches,
-and cost more time than the products that make them. Of a cross-entropy the gradient follows from the logits at once
-(softmax minus target), so that it is made where they are, and nothing is computed twice.
+With a vocabulary of V, logits and their gradient are 2 V numbers for each token. They exceed a CPU's caches and cost
+more time than the products that compute them. The gradient of a cross-entropy follows directly from the logits (softmax
+minus target), so it is computed together with them, and nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def distillation(
 ) -> tuple[Float[Array, " drafts"], Float[Array, " drafts"]]:
     """Mean cross-entropy of drafts against the model's own distribution, and the frequency of equal choices.
 
-    Draft number n (from 0) has nothing to say about the first n + 1 places. Differentiable in `drafting` only.
+    Draft number n (from 0) makes no prediction for the first n + 1 positions. Differentiable in `drafting` only.
 
     Args:
         drafting: the draft layer's hidden states, pass by pass (see `rollout`).

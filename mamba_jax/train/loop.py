@@ -65,7 +65,7 @@ def initial_values(config: HybridConfig, seed: int) -> Parameters:
 def initial_state(
     values: Parameters, optimizer: optax.GradientTransformation, place: Callable[[Any], NamedSharding]
 ) -> TrainState:
-    """The state before the first step: copies of the weights, because each step donates its state.
+    """Returns the state before the first step: copies of the weights, because each step donates its state.
 
     Args:
         values: the trained weights.
@@ -88,7 +88,7 @@ def _placement(mesh: Mesh, array: Any, *, divided: bool) -> NamedSharding:
 
 
 def refuse_quantised(values: Mapping[str, Any]) -> None:
-    """Raise ModelConfigError if parameters include quantized weights, which cannot be trained."""
+    """Raises ModelConfigError if parameters include quantized weights, which cannot be trained."""
     if found := sorted({weight for path in values if (weight := weight_of(path))}):
         raise ModelConfigError(
             f"{len(found)} weights are quantized ({found[0]}, ...): training needs the wide checkpoint they are from"
@@ -108,7 +108,7 @@ def train(
     devices: Sequence[jax.Device] | None = None,
     progress: Callable[[Record], None] = lambda record: None,
 ) -> Run:
-    """Train until `settings.steps`, or until interrupted (SIGINT or SIGTERM), from the newest state in `directory`.
+    """Trains until `settings.steps`, or until interrupted (SIGINT or SIGTERM), from the newest state in `directory`.
 
     Args:
         settings: the run's settings.
@@ -175,8 +175,8 @@ def train(
         changes, moments = optimizer.update(gradient, state.optimizer, state.values)
         values = optax.apply_updates(state.values, changes)
         parts["gradient_norm"] = optax.global_norm(gradient)
-        # A step that is not finite changes nothing, and neither do those after it: their number is no longer the next.
-        # So the state stays the last good one until the host looks.
+        # A step that is not finite changes nothing, and neither do later steps, because their number is not the next
+        # one. The state therefore stays the last good one until the host checks it.
         good = jnp.isfinite(total) & jnp.isfinite(parts["gradient_norm"]) & (state.step == step)
         changed = TrainState(state.step + 1, values, moments)
         return jax.tree.map(lambda new, old: jnp.where(good, new, old), changed, state), parts
@@ -210,11 +210,11 @@ def train(
 
 
 def _mean_over_parts(function: Callable[..., Any], values: Parameters, parts: jax.Array) -> Any:
-    """The mean of `function(values, part)` over the first axis of `parts`, one part after the other.
+    """Returns the mean of `function(values, part)` over the first axis of `parts`, one part after the other.
 
-    Parts count by their targets, so that the mean is that of the whole batch.
+    Parts are weighted by their number of targets, so that the mean is that of the whole batch.
 
-    Not `optax.MultiSteps`: a step of the run, its record and its learning rate stay those of a whole batch.
+    This is not `optax.MultiSteps`, because a step of the run, its record and its learning rate are of a whole batch.
     """
     if len(parts) == 1:
         return function(values, parts[0])
@@ -243,7 +243,7 @@ def _stop_if_diverged(state: TrainState, step: int, checkpoints: Checkpoints) ->
 
 
 def read_log(path: Path) -> list[Record]:
-    """The records of a run, in order; none if there is no log."""
+    """Returns the records of a run, in order; none if there is no log."""
     if not path.is_file():
         return []
     records = []
@@ -266,7 +266,7 @@ class _Log:
         self._seconds, self._then = (kept[-1]["seconds"] if kept else 0.0), time.monotonic()
 
     def is_due(self, step: int) -> bool:
-        """Whether this step has a record even without a validation loss."""
+        """Returns whether this step has a record even without a validation loss."""
         return step % self._settings.log_every == 0 or step == self._settings.steps
 
     def add(self, step: int, parts: Mapping[str, jax.Array | float]) -> None:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.layout import PackedLayout, SequenceLayout
 from mamba_jax.model import HybridModel, parameters
+from mamba_jax.train.additions import attach, divide
 from mamba_jax.train.config import DraftSettings
 from mamba_jax.train.data import DocumentBounds
 from mamba_jax.train.head_loss import distillation, mean_cross_entropy
@@ -26,7 +27,7 @@ DRAFT_LAYER = "mtp."
 
 
 def build(config: HybridConfig, values: Mapping[str, Array], dtype: DTypeLike) -> HybridModel:
-    """The model with these weights in `dtype`, except for those that are always float32."""
+    """Returns the model with these weights in `dtype`, except for those that are always float32."""
     kinds = parameters(HybridModel.abstract(config, dtype=dtype))
     return HybridModel.from_parameters(config, {path: v.astype(kinds[path].dtype) for path, v in values.items()})
 
@@ -43,10 +44,10 @@ def training_loss(
     balance_experts: float = 0.0,
     bounds: DocumentBounds | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """The loss of a batch, and its parts.
+    """Returns the loss of a batch, and its parts.
 
     Args:
-        values: float32 weights.
+        values: float32 weights, and what is trained in addition (see `mamba_jax.train.additions`).
         tokens: sequences with one token more than the model is run over. Where `bounds` is given, the first token of
             each document is marked (see `mamba_jax.train.data`).
         config: the model's configuration.
@@ -65,6 +66,7 @@ def training_loss(
     """
     if balance_experts and config.moe is not None:
         config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, balance=balance_experts))
+    values, added = divide(values)
     model = build(config, values, dtype)
     batch, length = tokens.shape[0], tokens.shape[1] - 1
     if bounds is None:
@@ -75,6 +77,7 @@ def training_loss(
         inputs, targets = jnp.maximum(tokens, ~tokens)[:, :-1], tokens[:, 1:]
         starts = (tokens[:, :-1] < 0).at[:, 0].set(True).reshape(-1)
         layout = PackedLayout.of_documents(starts, documents=bounds.documents, longest=bounds.longest)
+    layout = attach(model, layout, added)
     flat, _ = model.hidden(inputs.reshape(-1), layout, None, rematerialise=rematerialise)
     hidden = flat.reshape(batch, length, -1)
     total, parts = jnp.zeros(()), {}
@@ -93,7 +96,7 @@ def training_loss(
 
 
 def refuse_drafts(config: HybridConfig, drafts: DraftSettings) -> None:
-    """Raise ModelConfigError if a draft layer would be trained: its loss does not keep documents apart."""
+    """Raises ModelConfigError if a draft layer would be trained: its loss does not keep documents apart."""
     if config.mtp_pattern and drafts.depth_weights:
         raise ModelConfigError(
             "data.separate_documents: a draft layer needs joined documents; set drafts.depth_weights=[]"

@@ -19,7 +19,7 @@ _MUON_RMS = 0.2
 
 
 def learning_rate(settings: OptimizerSettings, steps: int) -> optax.Schedule:
-    """The learning rate of each step.
+    """Returns the learning rate of each step.
 
     Raises:
         ModelConfigError: warm-up and decay take more steps than the run has.
@@ -36,7 +36,7 @@ def learning_rate(settings: OptimizerSettings, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:
-    """The optimiser of weights by dotted path."""
+    """Returns the optimiser of weights by dotted path."""
     rate, (beta1, beta2) = learning_rate(settings, steps), settings.betas
     update: optax.GradientTransformation
     if settings.name == "adamw":
@@ -55,7 +55,7 @@ def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTra
 
 
 def _times(rate: optax.Schedule, wanted: float | None, peak: float) -> optax.Schedule:
-    """The same schedule with another peak."""
+    """Returns the same schedule with another peak."""
     factor = 1.0 if wanted is None else wanted / peak
     return lambda step: rate(step) * factor
 

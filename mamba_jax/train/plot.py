@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def plot_losses(records: Sequence[dict[str, float]], path: Path) -> bool:
-    """Draw the losses of a run (nats per token, over tokens). Needs the extra `plots`.
+    """Draws the losses of a run (nats per token, over tokens). Needs the extra `plots`.
 
     Returns:
         Whether it was drawn: False without matplotlib, or without records.

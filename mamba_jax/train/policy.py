@@ -1,12 +1,13 @@
 """Reinforcement learning by GRPO (Shao et al., 2024), which compares several answers to each prompt.
 
-The answers come from an engine that serves the same weights; what it says of their log-probabilities is taken as it is,
-so that training corrects for whatever lies between the two.
+The answers come from an engine that serves the same weights. The trainer uses the log-probabilities that the engine
+reports, so that training corrects for any difference between the two.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -19,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mamba_jax.config import HybridConfig
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel
+from mamba_jax.train.additions import attach, divide
 from mamba_jax.train.loss import Parameters, build
 
 _EPSILON = 1e-4
@@ -46,7 +48,7 @@ class PolicyState:
     """The state of a run between steps."""
 
     values: Parameters
-    """Weights, float32, by dotted path."""
+    """Trained weights, float32, by dotted path."""
     optimizer: optax.OptState
 
 
@@ -57,12 +59,18 @@ def group_advantages(rewards: Float[Array, "prompts samples"]) -> Float[Array, "
 
 
 def sequence_logprobs(
-    model: HybridModel, tokens: Int[Array, "batch length"], lengths: Int[Array, " batch"]
+    model: HybridModel,
+    tokens: Int[Array, "batch length"],
+    lengths: Int[Array, " batch"],
+    added: Mapping[str, Array] | None = None,
 ) -> Float[Array, "batch length_1"]:
-    """Log-probability (float32) of each token but the first, given all before it. The head takes them one by one."""
+    """Returns the log-probability (float32) of each token but the first, given all tokens before it.
+
+    The head runs over one sequence at a time. `added` is an adapter (see `mamba_jax.train.additions`).
+    """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     batch, length = inputs.shape
-    layout = SequenceLayout.of(batch, length, jnp.minimum(lengths, length))
+    layout = attach(model, SequenceLayout.of(batch, length, jnp.minimum(lengths, length)), added or {})
     flat, _ = model.hidden(inputs.reshape(-1), layout, None)
 
     @jax.checkpoint
@@ -77,20 +85,21 @@ def sequence_logprobs(
 def policy_loss(
     values: Parameters, answers: Answers, *, config: HybridConfig, dtype: DTypeLike, clip: float
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """The clipped surrogate objective, a mean over the answers' tokens.
+    """Returns the clipped surrogate objective, a mean over the answers' tokens.
 
     Args:
-        values: float32 weights.
+        values: float32 weights, and the adapter that is trained, if any (see `mamba_jax.train.additions`).
         answers: answers with advantages; their weights may be a few steps older.
         config: the model's configuration.
         dtype: dtype of the products.
         clip: distance from 1 at which the ratio of new to old probability is clipped.
     Returns:
-        The loss; and `kl`, what lies between the probabilities that the answers were drawn by and those of these
-        weights (per token, by the estimator of Schulman, 2020), and `clipped`, the share of tokens that do not count.
+        The loss; `kl`, the divergence between the distribution that the answers were drawn from and that of these
+        weights (per token, by the estimator of Schulman, 2020); and `clipped`, the share of tokens that are clipped.
     """
+    values, added = divide(values)
     model = build(config, values, dtype)
-    difference = sequence_logprobs(model, answers.tokens, answers.lengths) - answers.logprobs
+    difference = sequence_logprobs(model, answers.tokens, answers.lengths, added) - answers.logprobs
     difference = jnp.where(answers.answered, difference, 0.0)
     ratio, advantage = jnp.exp(difference), answers.advantages[:, None]
     bounded = jnp.clip(ratio, 1 - clip, 1 + clip)
@@ -106,12 +115,16 @@ def policy_loss(
 
 
 class PolicyTrainer:
-    """Trains one model step by step. Weights and optimizer state are donated: read `values` again after each step.
+    """Trains one model, or an adapter of it, step by step.
+
+    Trained weights and optimizer state are donated: read `values` again after each step.
 
     Args:
         config: the model's configuration.
-        values: weights by dotted path; copied.
-        optimizer: optimizer of all weights.
+        values: weights by dotted path, and an adapter (see `mamba_jax.train.additions`). Trained ones are copied; the
+            others are used as they are, and do not change.
+        optimizer: optimizer of the trained weights.
+        trained: predicate on dotted paths that selects the trained weights.
         dtype: dtype of the products.
         clip: see `policy_loss`.
     """
@@ -122,16 +135,20 @@ class PolicyTrainer:
         values: Parameters,
         optimizer: optax.GradientTransformation,
         *,
+        trained: Callable[[str], bool] = lambda path: True,
         dtype: DTypeLike = jnp.float32,
         clip: float = 0.2,
     ) -> None:
-        own = {path: jnp.array(value, jnp.float32, copy=True) for path, value in values.items()}
+        own = {path: jnp.array(value, jnp.float32, copy=True) for path, value in values.items() if trained(path)}
+        self._frozen = {path: value for path, value in values.items() if not trained(path)}
         self._state = PolicyState(own, optimizer.init(own))
-        loss = functools.partial(policy_loss, config=config, dtype=dtype, clip=clip)
 
         @functools.partial(jax.jit, donate_argnums=0)
-        def update(state: PolicyState, answers: Answers) -> tuple[PolicyState, dict[str, Array]]:
-            (_, parts), gradient = jax.value_and_grad(loss, has_aux=True)(state.values, answers)
+        def update(state: PolicyState, frozen: Parameters, answers: Answers) -> tuple[PolicyState, dict[str, Array]]:
+            def loss(values: Parameters) -> tuple[Array, dict[str, Array]]:
+                return policy_loss({**frozen, **values}, answers, config=config, dtype=dtype, clip=clip)
+
+            (_, parts), gradient = jax.value_and_grad(loss, has_aux=True)(state.values)
             changes, moments = optimizer.update(gradient, state.optimizer, state.values)
             parts["gradient_norm"] = optax.global_norm(gradient)
             return PolicyState(optax.apply_updates(state.values, changes), moments), parts
@@ -140,10 +157,10 @@ class PolicyTrainer:
 
     @property
     def values(self) -> Parameters:
-        """The current weights; the next step donates them."""
-        return self._state.values
+        """The current weights, trained or not; the next step donates the trained ones."""
+        return {**self._frozen, **self._state.values}
 
     def step(self, answers: Answers) -> dict[str, float]:
-        """Run one step of the optimizer; return its figures (see `policy_loss`)."""
-        self._state, parts = self._update(self._state, answers)
+        """Runs one step of the optimizer and returns its figures (see `policy_loss`)."""
+        self._state, parts = self._update(self._state, self._frozen, answers)
         return {name: float(value) for name, value in parts.items()}

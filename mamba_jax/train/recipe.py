@@ -27,7 +27,7 @@ _MAY_DIFFER = {
 
 
 def keep_recipe(directory: Path, settings: TrainConfig, **inputs: str | None) -> None:
-    """Write `recipe.json`, or compare it with the one that the folder has.
+    """Writes `recipe.json`, or compare it with the one that the folder has.
 
     A setting that the file lacks, because it is newer, has its default. With a stable schedule, `steps` and
     `optimizer.decay_steps` may differ: the decay starts later.

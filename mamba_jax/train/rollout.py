@@ -61,7 +61,7 @@ class RolloutLayout(SequenceLayout):
 def rollout(
     model: HybridModel, tokens: Int[Array, "batch length"], hidden: Float[Array, "batch length hidden"], depth: int
 ) -> list[Float[Array, "batch length hidden"]]:
-    """The draft layer's hidden states, pass by pass.
+    """Returns the draft layer's hidden states, pass by pass.
 
     Args:
         tokens: whole sequences.
@@ -69,7 +69,7 @@ def rollout(
         depth: number of successive drafts.
     Returns:
         For each pass n, states whose logits predict the token after each token, n + 1 drafts after the last token that
-        the model has seen. The first n + 1 of each sequence mean nothing: there is no pair for them.
+        the model has seen. The first n + 1 of each sequence are undefined, because no pair exists for them.
     """
     assert model.mtp is not None
     batch, length = tokens.shape
@@ -86,7 +86,7 @@ def rollout(
 
 
 def _no_keys(config: HybridConfig, tokens: int, dtype: jnp.dtype) -> tuple[Array, ...]:
-    """The state of the layer's attentions before the first pass."""
+    """Returns the state of the layer's attentions before the first pass."""
     if not config.num_mtp_attention_layers:
         return ()
     kv2, head_dim = need(config.attention).state()[0].shape

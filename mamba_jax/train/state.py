@@ -44,12 +44,12 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, state: TrainState) -> None:
-        """Write a checkpoint; return when it is on disk."""
+        """Writes a checkpoint; return when it is on disk."""
         self._manager.save(int(state.step), args=ocp.args.StandardSave(state), force=True)
         self._manager.wait_until_finished()
 
     def restore(self, like: TrainState) -> TrainState:
-        """The newest checkpoint, with the sharding of `like`.
+        """Returns the newest checkpoint, with the sharding of `like`.
 
         Raises:
             ModelConfigError: the checkpoint belongs to another model or optimizer.

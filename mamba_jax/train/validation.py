@@ -78,7 +78,7 @@ class Validation:
         )
 
     def loss(self, values: Parameters) -> float:
-        """The mean over all tokens, in nats."""
+        """Returns the mean over all tokens, in nats."""
         total, count = 0.0, 0
         for batch in self._batches:
             targets = int((batch[:, 1:] >= 0).sum())

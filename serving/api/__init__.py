@@ -1,1 +1,1 @@
-"""What people and clients touch: the command line."""
+"""Interfaces for clients and operators: the HTTP server, metrics, traces and logs."""

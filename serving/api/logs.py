@@ -1,4 +1,4 @@
-"""Logs: lines for people, or one JSON object a line for machines. Request lines carry their fields either way."""
+"""Log formats: readable lines, or one JSON object per line. Both include the fields of a request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logging(form: Literal["text", "json"]) -> None:
-    """Send the program's and the HTTP server's logs to stderr in this form."""
+    """Sends the program's and the HTTP server's logs to stderr in this format."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     for name, level in (("serving", logging.INFO), ("checkpoints", logging.INFO), ("uvicorn", logging.WARNING)):
@@ -52,8 +52,8 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def _escaped(text: str) -> str:
-    """One line of it, without anything that a terminal obeys: paths and names come from clients."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    """Returns `text` on one line, with control characters escaped, because paths and names come from clients."""
+    return _CONTROL.sub(lambda control: control[0].encode("unicode_escape").decode(), text)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Metrics for Prometheus: times are observed as requests run, all else is read from the engine when it is asked for.
+"""Metrics for Prometheus: times are observed as requests run; all other values are read from the engine at each scrape.
 
-Each server has a registry of its own. docs/operations.md explains every metric.
+Each server has its own registry. docs/operations.md explains every metric.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from serving.api.vllm_metrics import VllmNames
-from serving.engine.output import RequestOutput
+from serving.engine.requests.output import RequestOutput
 
 PREFIX = "mamba_jax_"
 
@@ -25,7 +25,7 @@ _WHOLE = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 _RECENT = 1024
-"""How many of the latest times the status page summarises."""
+"""Number of recent times that the status page summarises."""
 
 _Tiers = Mapping[str, Mapping[str, float]]
 Observer = Callable[[RequestOutput, float], None]
@@ -35,8 +35,8 @@ class Metrics:
     """One server's metrics.
 
     Args:
-        model: label of all that is the engine's.
-        vllm_names: give metrics vLLM's names, too.
+        model: label of the engine's metrics.
+        vllm_names: also export the metrics under vLLM's names.
     """
 
     def __init__(self, model: str, *, vllm_names: bool = False) -> None:
@@ -45,7 +45,7 @@ class Metrics:
         self._recent = {name: deque[float](maxlen=_RECENT) for name in ("first_token", "between_tokens", "whole")}
         self._first = histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN)
         self._between = histogram(
-            "inter_token_latency_seconds", "Between two tokens of a stream, as they are handed to it.", _BETWEEN
+            "inter_token_latency_seconds", "Between two tokens of a stream, as the server sends them.", _BETWEEN
         )
         self._per_token = histogram(
             "time_per_output_token_seconds", "Mean time of a request's tokens after the first.", _BETWEEN
@@ -70,7 +70,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def in_flight(self) -> Iterator[None]:
-        """Counts a request while it lasts."""
+        """Counts a request while it runs."""
         with self._in_flight.track_inprogress():
             yield
 
@@ -79,7 +79,7 @@ class Metrics:
         self._answers.labels(path, str(status)).inc()
 
     def request(self, prompt_tokens: int) -> Observer:
-        """Watches one request that begins now: to be called with each of its outputs and the time of it."""
+        """Returns an observer of a request that starts now. Call it with each output and the time of the output."""
         begin = last = time.monotonic()
         seen = 0
 
@@ -95,7 +95,7 @@ class Metrics:
                 if metrics is not None and metrics.first_scheduled_time is not None:
                     self._queue.observe(max(0.0, metrics.first_scheduled_time - metrics.arrival_time))
             elif count > seen and not (output.finished and seen == 0):
-                # Tokens that came together share the time since the last ones.
+                # Tokens that arrive together share the time since the previous ones.
                 each = (now - last) / (count - seen) * len(output.outputs)
                 for _ in range(count - seen):
                     self._between.observe(each)
@@ -114,13 +114,13 @@ class Metrics:
         return observe
 
     def latency(self) -> dict[str, dict[str, float]]:
-        """Median and 99th percentile, in seconds, of the latest times to a first token, between tokens, and of whole
-        requests; empty where there are none."""
+        """Returns the median and the 99th percentile, in seconds, of the latest times to the first token, between
+        tokens, and of whole requests. Omits a kind of time that has no values yet."""
         latest = ((name, sorted(times)) for name, times in self._recent.items() if times)
         return {name: {"p50": each[len(each) // 2], "p99": each[len(each) * 99 // 100]} for name, each in latest}
 
     def exposition(self, stats: Mapping[str, Any]) -> tuple[bytes, str]:
-        """All metrics in Prometheus's text form, with its content type; `stats` are `Engine.stats()`."""
+        """Returns all metrics in Prometheus's text form, with its content type; `stats` are `Engine.stats()`."""
         self._engine.stats = stats
         text = generate_latest(self.registry)
         if self._aliases is not None:
@@ -133,15 +133,15 @@ def _maker(kind: type[Histogram], registry: CollectorRegistry) -> Callable[..., 
 
 
 class _EngineCollector:
-    """The engine's own counters as metrics. Of replicas each has its own, told apart by the label `engine`."""
+    """The engine's counters as metrics. With several replicas, each has its own under the label `engine`."""
 
     def __init__(self, model: str) -> None:
         self.stats: Mapping[str, Any] = {}
         self._model = model
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry."""
-        yield _gauge("model_info", "The model that is served.", {(("model", self._model),): 1}).metric()
+        """Yields the metrics; the registry calls this."""
+        yield _gauge("model_info", "The served model.", {(("model", self._model),): 1}).metric()
         if not self.stats:
             return
         yield from (family.metric() for family in _tiers(self.stats.get("tiers", {})))
@@ -157,90 +157,90 @@ class _EngineCollector:
 
 
 def _families(stats: Mapping[str, Any]) -> Iterator[_Family]:
-    """What one engine has counted."""
+    """Yields the counters of one engine."""
     loop = stats["loop"]
     yield _gauge("requests_waiting", "Requests in the queue.", {(): stats["waiting"]})
-    yield _gauge("requests_running", "Requests that have a seat.", {(): stats["running"]})
+    yield _gauge("requests_running", "Requests that have a batch row.", {(): stats["running"]})
     yield _counter("requests_refused", "Requests refused because the queue was full.", {(): stats["refused"]})
     yield _counter(
-        "requests_finished", "Requests (each choice by itself) by why they ended.",
+        "requests_finished", "Finished requests (each choice counts) by finish reason.",
         {(("reason", str(reason)),): count for reason, count in stats["finished"].items()},
     )  # fmt: skip
     yield _counter("preemptions", "Requests returned to the queue for lack of memory.", {(): stats["preemptions"]})
     for name, key, text in (
-        ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that were let in."),
-        ("cached_prompt_tokens", "cached_tokens", "Of those, tokens that did not have to be computed."),
+        ("prompt_tokens", "prompt_tokens", "Prompt tokens of admitted requests."),
+        ("cached_prompt_tokens", "cached_tokens", "Prompt tokens that the prefix cache saved."),
         ("generation_tokens", "output_tokens", "Output tokens."),
-        ("prefill_tokens", "prefill_tokens", "Tokens computed that were known beforehand."),
-        ("full_prefix_hits", "full_hits", "Requests that had nothing left to compute."),
-        ("pages_evicted", "pages_evicted", "Cached pages given up."),
-        ("states_evicted", "states_evicted", "Cached states given up."),
-        ("states_published", "states_published", "States that became findable."),
-        ("anchors", "anchors", "Under replay: states that decoding sequences have written and gone on from."),
+        ("prefill_tokens", "prefill_tokens", "Tokens computed by prefill."),
+        ("full_prefix_hits", "full_hits", "Requests whose whole prompt was cached."),
+        ("pages_evicted", "pages_evicted", "Cached pages evicted."),
+        ("states_evicted", "states_evicted", "Cached states evicted."),
+        ("states_published", "states_published", "States added to the prefix cache."),
+        ("anchors", "anchors", "Under replay: states that decoding sequences wrote and continued from."),
     ):
         yield _counter(name, text, {(): stats[key]})
     yield _counter(
-        "prefix_misses", "Requests of whose prompt nothing came from the cache, by why.",
+        "prefix_misses", "Requests without a cached prefix, by reason.",
         {(("reason", reason),): count for reason, count in stats["misses"].items()},
     )  # fmt: skip
     for pool in ("slots", "pages"):
         if pool in stats:
             sizes = {(("state", state),): stats[pool][state] for state in ("free", "used", "cached")}
-            yield _gauge(pool, f"State {pool} by what they are." if pool == "slots" else "Pages.", sizes)
+            yield _gauge(pool, "State slots by use." if pool == "slots" else "Pages by use.", sizes)
     yield from _fetches(stats.get("tiers", {}))
     drafts = loop["drafts"]
     for name, key, text in (
-        ("draft_tokens", "drafted_at", "Draft tokens that were verified, by their place in the step."),
-        ("draft_tokens_accepted", "accepted_at", "Of those, the ones that were right."),
+        ("draft_tokens", "drafted_at", "Draft tokens that were verified, by position in the step."),
+        ("draft_tokens_accepted", "accepted_at", "Draft tokens that were accepted, by position in the step."),
     ):
         yield _counter(name, text, {(("position", str(i + 1)),): n for i, n in enumerate(drafts[key])})
     yield _counter("steps", "Steps of the engine.", {(): loop["steps"]})
     yield _counter(
-        "lockstep_steps", "Times that a step waited for the last one's result: most rows need the host to know it.",
+        "lockstep_steps", "Steps that waited for the previous step's result, because most rows need it on the host.",
         {(): loop["lockstep_steps"]},
     )  # fmt: skip
-    yield _counter("step_failures", "Steps lost with all state; it was computed again.", {(): loop["failures"]})
+    yield _counter("step_failures", "Failed steps; the engine computed all state again.", {(): loop["failures"]})
     yield _counter(
         "outputs_not_finite", "Choices that ended because their logits were NaN or infinite.",
         {(): loop["not_finite"]},
     )  # fmt: skip
     yield _counter(
-        "step_seconds", "Time of the engine's thread by what it did: wait is for the device, all else the host.",
+        "step_seconds", "Time of the engine's thread by activity: wait is for the device, all others are host work.",
         {(("part", part),): loop[f"{part}_seconds"] for part in ("plan", "dispatch", "wait", "settle")},
     )  # fmt: skip
-    yield _counter("compilations", "Programs compiled; must not grow once ready.", {(): stats["compilations"]})
+    yield _counter("compilations", "Programs compiled; constant once the server is ready.", {(): stats["compilations"]})
 
 
 def _tiers(tiers: _Tiers) -> Iterator[_Family]:
-    """What is held below the devices, if anything is: by all engines together."""
+    """Yields the contents of the cache tiers below the devices, which all engines share; nothing without tiers."""
     if not tiers:
         return
     for name, key, text in (
-        ("tier_checkpoints", "units", "Checkpoints that a tier below the device holds."),
-        ("tier_bytes", "used_bytes", "Bytes that it holds."),
-        ("tier_capacity_bytes", "capacity_bytes", "Bytes that it may hold."),
+        ("tier_checkpoints", "units", "Checkpoints in a tier below the device."),
+        ("tier_bytes", "used_bytes", "Bytes in a tier."),
+        ("tier_capacity_bytes", "capacity_bytes", "Capacity of a tier in bytes."),
     ):
         yield _gauge(name, text, _by_tier(tiers, key))
     for name, key, text in (
-        ("tier_stored", "stored", "Checkpoints that came to a tier."),
-        ("tier_evicted", "evicted", "Checkpoints that went for others."),
+        ("tier_stored", "stored", "Checkpoints stored in a tier."),
+        ("tier_evicted", "evicted", "Checkpoints evicted from a tier."),
         ("tier_lost", "lost", "Checkpoints that were damaged, or could not be written or read."),
-        ("tier_not_kept", "not_kept", "Checkpoints not taken in: too large, or too many on their way."),
-        ("tier_stored_bytes", "stored_bytes", "Bytes that came to a tier."),
+        ("tier_not_kept", "not_kept", "Checkpoints rejected: too large, or too many transfers pending."),
+        ("tier_stored_bytes", "stored_bytes", "Bytes stored in a tier."),
     ):
         yield _counter(name, text, _by_tier(tiers, key))
 
 
 def _fetches(tiers: _Tiers) -> Iterator[_Family]:
-    """What one engine has had from there."""
+    """Yields one engine's fetches from the tiers."""
     if not tiers:
         return
     for name, key, text in (
-        ("tier_fetches", "hits", "Fetches that were begun."),
-        ("tier_fetches_arrived", "arrived", "Fetches that a request went on from."),
-        ("tier_fetches_dearer", "dearer", "Times that computing was expected to take less time than fetching."),
-        ("tier_fetched_tokens", "hit_tokens", "Tokens that the states that arrived had absorbed."),
-        ("tier_fetched_bytes", "fetched_bytes", "Bytes fetched from it."),
+        ("tier_fetches", "hits", "Fetches started."),
+        ("tier_fetches_arrived", "arrived", "Fetches that a request continued from."),
+        ("tier_fetches_dearer", "dearer", "Fetches not started because computing was expected to be faster."),
+        ("tier_fetched_tokens", "hit_tokens", "Tokens that the fetched states cover."),
+        ("tier_fetched_bytes", "fetched_bytes", "Bytes fetched from a tier."),
     ):
         yield _counter(name, text, _by_tier(tiers, key))
 
@@ -258,7 +258,7 @@ def _counter(name: str, text: str, values: dict[Any, float]) -> _Family:
 
 
 class _Family(NamedTuple):
-    """A metric before it is one: its values are by tuples of (label, value) pairs."""
+    """A metric's name, type, help text, and values by tuples of (label, value) pairs."""
 
     name: str
     kind: type[GaugeMetricFamily] | type[CounterMetricFamily]
@@ -266,7 +266,7 @@ class _Family(NamedTuple):
     values: dict[Any, float]
 
     def metric(self) -> Metric:
-        """As the registry wants it."""
+        """Returns the metric as a `prometheus_client` object."""
         names = [label for label, _ in next(iter(self.values), ())]
         family = self.kind(PREFIX + self.name, self.text, labels=names)
         for labels, value in self.values.items():

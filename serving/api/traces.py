@@ -1,8 +1,8 @@
-"""OpenTelemetry: one span a prompt, where an endpoint for them is named. The SDK is optional (extra `traces`).
+"""OpenTelemetry: one span per prompt, if an endpoint is configured. The SDK is optional (extra `traces`).
 
 A span covers a prompt from its arrival at the engine to its last token, continues the client's trace (`traceparent`),
-and carries what the answer says anyway: counts of tokens, what the cache saved, times, and why it ended.
-Attributes follow OpenTelemetry's conventions for generative models where these have a name. No text is sent.
+and records information that the response also contains: token counts, cached tokens, times and the finish reason.
+Attributes follow OpenTelemetry's conventions for generative models where these define a name. Spans contain no text.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from serving.config import ConfigError
-from serving.engine.output import RequestOutput
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.requests.output import RequestOutput
+from serving.engine.requests.sampling_params import SamplingParams
 
 Note = Callable[[RequestOutput], None]
 
 
 class Traces:
-    """Where spans go. Without an endpoint, nothing is made and nothing imported.
+    """Exports spans. Without an endpoint, it imports and creates nothing.
 
     Args:
-        endpoint: an OTLP/HTTP collector's address for traces, as `http://localhost:4318/v1/traces`; None for no spans.
-        model: what the model is called.
+        endpoint: URL of an OTLP/HTTP collector, for example `http://localhost:4318/v1/traces`; None for no spans.
+        model: name of the model.
     Raises:
-        ConfigError: an endpoint, and the SDK is not installed.
+        ConfigError: `endpoint` is set but the SDK is not installed.
     """
 
     def __init__(self, endpoint: str | None, model: str) -> None:
@@ -49,7 +49,7 @@ class Traces:
 
     @contextlib.contextmanager
     def under(self, headers: Mapping[str, str]) -> Iterator[None]:
-        """Spans that begin within continue the trace that an HTTP request's headers name."""
+        """Makes spans that start in this context continue the trace named in an HTTP request's headers."""
         if self._provider is None:
             yield
             return
@@ -64,16 +64,16 @@ class Traces:
 
     @contextlib.contextmanager
     def request(self, name: str, prompt_tokens: int, params: SamplingParams) -> Iterator[Note]:
-        """A span for one prompt. What is yielded is to be called with each of its outputs.
+        """Creates a span for one prompt. Yields a function to call with each output.
 
-        It also ends where the generation fails, as an error, and where its client leaves (`mamba_jax.aborted`).
+        The span also ends when generation fails (as an error) and when the client disconnects (`mamba_jax.aborted`).
         """
         if self._provider is None:
             yield lambda output: None
             return
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        asked = {
+        attributes = {
             "gen_ai.operation.name": "generate",
             "gen_ai.request.model": self._model,
             "gen_ai.request.id": name,
@@ -86,7 +86,7 @@ class Traces:
         span = self._tracer.start_span(
             "generate",
             kind=SpanKind.SERVER,
-            attributes={key: value for key, value in asked.items() if value is not None},
+            attributes={key: value for key, value in attributes.items() if value is not None},
         )
         finished = False
 
@@ -94,14 +94,14 @@ class Traces:
             nonlocal finished
             if output.finished:
                 finished = True
-                span.set_attributes(_told(output))
+                span.set_attributes(_result_attributes(output))
 
         try:
             yield note
         except Exception as error:
             span.set_status(Status(StatusCode.ERROR, str(error)))
             raise
-        except BaseException:  # the reader has gone, perhaps with all that it wanted
+        except BaseException:  # the client disconnected, perhaps after the last token
             if not finished:
                 span.set_attribute("mamba_jax.aborted", True)
             raise
@@ -109,20 +109,20 @@ class Traces:
             span.end()
 
     def close(self) -> None:
-        """Send what is left."""
+        """Sends the remaining spans."""
         if self._provider is not None:
             self._provider.shutdown()
 
 
-def _told(output: RequestOutput) -> dict[str, Any]:
-    """Attributes of a finished prompt; times in seconds."""
-    told: dict[str, Any] = {
+def _result_attributes(output: RequestOutput) -> dict[str, Any]:
+    """Returns the attributes of a finished prompt; times are in seconds."""
+    attributes: dict[str, Any] = {
         "gen_ai.usage.output_tokens": sum(len(choice.token_ids) for choice in output.outputs),
         "gen_ai.response.finish_reasons": [str(choice.finish_reason) for choice in output.outputs],
         "mamba_jax.cached_tokens": output.num_cached_tokens,
     }
     if output.miss_reason is not None:
-        told["mamba_jax.miss_reason"] = output.miss_reason
+        attributes["mamba_jax.miss_reason"] = output.miss_reason
     metrics = output.metrics
     if metrics is not None:
         times = {
@@ -130,9 +130,9 @@ def _told(output: RequestOutput) -> dict[str, Any]:
             "mamba_jax.time_to_first_token": metrics.first_token_time,
             "mamba_jax.e2e_time": metrics.finished_time,
         }
-        told |= {key: at - metrics.arrival_time for key, at in times.items() if at is not None}
-        told["mamba_jax.preemptions"] = metrics.num_preemptions
+        attributes |= {key: at - metrics.arrival_time for key, at in times.items() if at is not None}
+        attributes["mamba_jax.preemptions"] = metrics.num_preemptions
         if metrics.drafts.drafted:
-            told["mamba_jax.draft_tokens"] = metrics.drafts.drafted
-            told["mamba_jax.accepted_draft_tokens"] = metrics.drafts.accepted
-    return told
+            attributes["mamba_jax.draft_tokens"] = metrics.drafts.drafted
+            attributes["mamba_jax.accepted_draft_tokens"] = metrics.drafts.accepted
+    return attributes

@@ -1,7 +1,7 @@
-"""The server's metrics under the names that vLLM gives them, so that dashboards made for vLLM show them.
+"""The server's metrics under vLLM's names, for dashboards made for vLLM.
 
-Every name has the labels `model_name` and `engine`, as in vLLM. What vLLM counts otherwise, or not at all, has no
-alias.
+Every name has the labels `model_name` and `engine`, as in vLLM. Metrics that vLLM defines differently, or not at all,
+have no alias.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ ALIASES = {
     "request_generation_tokens": ("request_generation_tokens",),
     "pages": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
 }
-"""vLLM's names of each metric, of vLLM's present and earlier releases. That of the pages is the share in use."""
+"""Names of each metric in vLLM's current and earlier releases. The value of `pages` is the fraction in use."""
 _LABELS = {"reason": "finished_reason"}
 _SUMMED = ("position",)
-"""Labels that vLLM's metrics do not have: their values are added up."""
+"""Labels that vLLM's metrics do not have. The collector sums samples over them."""
 
 
 class VllmNames:
@@ -42,7 +42,7 @@ class VllmNames:
 
     Args:
         source: the registry with the server's own metrics.
-        prefix: of their names.
+        prefix: prefix of their names.
         model: the value of the label `model_name`.
     """
 
@@ -50,13 +50,13 @@ class VllmNames:
         self._source, self._prefix, self._model = source, prefix, model
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry."""
-        found = {metric.name.removeprefix(self._prefix): metric for metric in self._source.collect()}
-        if "pages" not in found and "slots" in found:  # a model without attention
-            found["pages"] = found["slots"]
+        """Yields the aliases; the registry calls this."""
+        metrics = {metric.name.removeprefix(self._prefix): metric for metric in self._source.collect()}
+        if "pages" not in metrics and "slots" in metrics:  # a model without attention
+            metrics["pages"] = metrics["slots"]
         for name, aliases in ALIASES.items():
-            if name in found:
-                yield from (self._renamed(found[name], alias, share=name == "pages") for alias in aliases)
+            if name in metrics:
+                yield from (self._renamed(metrics[name], alias, share=name == "pages") for alias in aliases)
 
     def _renamed(self, metric: Metric, alias: str, *, share: bool) -> Metric:
         renamed = Metric(PREFIX + alias, metric.documentation, metric.type)

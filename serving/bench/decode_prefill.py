@@ -1,7 +1,7 @@
 """Tokens per second of prefill and decode, host time per step; alternating with another program where one is given.
 
-    python -m serving.bench.decode_prefill MODEL --dtype float32 --batches 1,8,32 --prefill 512,2048
-    python -m serving.bench.decode_prefill MODEL --rounds 3 --peer "python peer_bench.py MODEL"
+    mamba-jax bench decode MODEL --dtype float32 --batches 1,8,32 --prefill 512,2048
+    mamba-jax bench decode MODEL --rounds 3 --peer "python peer_bench.py MODEL"
 
 prefill = one prompt of L random ids and one new token; decode = B prompts of 64 ids, B * 64 tokens over the time of 65
 new tokens less the time of one. Medians; a warm-up run first. A peer prints JSON lines with `metric` and `v` (perhaps
@@ -17,11 +17,13 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 
+from mamba_jax.batch import DecodeBatch
 from serving.bench.report import emit, environment, median, spread
 
 
@@ -112,7 +114,7 @@ def host_time(llm: Any, batch: int, run: Any) -> dict[str, Any]:
 
     Wall time while the device computes: where the device is the same cores, it competes for them.
     """
-    from serving.engine.loop_stats import LoopStats
+    from serving.engine.steps.loop_stats import LoopStats
 
     loop = llm.engine.loop
     loop.stats = LoopStats()
@@ -125,23 +127,32 @@ def host_time(llm: Any, batch: int, run: Any) -> dict[str, Any]:
     return {"v": round(stats.host_seconds_per_step * 1e6, 1), **per_step}
 
 
+@contextmanager
+def _replaced_step(programs: Any, step: Callable[..., Any]) -> Iterator[None]:
+    """Has the engine call `step` in place of the programs' own method."""
+    programs.step = step
+    try:
+        yield
+    finally:
+        del programs.step
+
+
 def host_time_alone(llm: Any, batch: int, run: Any) -> dict[str, Any]:
     """`host_time` with a decode program that returns at once (always the same tokens), so that nothing else runs."""
-    programs = llm.engine.loop.programs
-    decode = programs.decode
+    loop = llm.engine.loop
+    step = loop.programs.step
     outputs: list[Any] = []
 
     def once(store: Any, rows: Any, batch: Any) -> Any:
+        if not isinstance(batch, DecodeBatch):
+            return step(store, rows, batch)
         if not outputs or outputs[0].tokens.shape[0] != batch.tokens.shape[0]:
-            store, rows, output = decode(store, rows, batch)
+            store, rows, output = step(store, rows, batch)
             outputs[:] = [jax.block_until_ready(output)]
         return store, rows, outputs[0]
 
-    programs.decode = once
-    try:
+    with _replaced_step(loop.programs, once):
         return host_time(llm, batch, run)
-    finally:
-        del programs.decode
 
 
 def program_time(llm: Any, batch: int, run: Any) -> float:
@@ -150,24 +161,22 @@ def program_time(llm: Any, batch: int, run: Any) -> float:
     What the engine's step takes beyond it is time in which the device waits for the host.
     """
     loop = llm.engine.loop
-    decode, seen = loop.programs.decode, []
+    step, seen = loop.programs.step, []
 
     def watch(store: Any, rows: Any, batch: Any) -> Any:
-        seen.append(batch)
-        return decode(store, rows, batch)
+        if isinstance(batch, DecodeBatch):
+            seen.append(batch)
+        return step(store, rows, batch)
 
-    loop.programs.decode = watch
-    try:
+    with _replaced_step(loop.programs, watch):
         run(batch, 64, 65)
-    finally:
-        del loop.programs.decode
     last = max(seen, key=lambda one: int(one.continues.sum()))
     store, rows = loop.store, loop._rows
     times = []
     for _ in range(3):
         begin = time.perf_counter()
         for _ in range(20):
-            store, rows, output = decode(store, rows, last)
+            store, rows, output = step(store, rows, last)
         output.tokens.block_until_ready()
         times.append((time.perf_counter() - begin) / 20)
     loop._store, loop._rows = store, rows
@@ -176,7 +185,7 @@ def program_time(llm: Any, batch: int, run: Any) -> float:
 
 def compare(options: argparse.Namespace) -> int:
     """Runs this program and the peer in turns; prints each figure's median and their ratio."""
-    own = [sys.executable, "-m", "serving.bench.decode_prefill", options.model, "--dtype", options.dtype]
+    own = [sys.executable, "-m", "serving.cli", "bench", "decode", options.model, "--dtype", options.dtype]
     own += ["--batches", options.batches, "--prefill", options.prefill, "--crowd", options.crowd]
     own += ["--reps", str(options.reps)]
     figures: dict[str, dict[str, list[float]]] = {"ours": {}, "peer": {}}
@@ -212,7 +221,3 @@ def _figures(text: str) -> list[tuple[str, float]]:
 
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

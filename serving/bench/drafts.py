@@ -1,6 +1,6 @@
 """The cost of drafts: steps that verify K drafts, or also propose the next ones, compared with a single-token step.
 
-    python -m serving.bench.drafts MODEL --dtype float32 --batches 1,8 --drafts 3
+    mamba-jax bench drafts MODEL --dtype float32 --batches 1,8 --drafts 3
 
 Compiled decode programs alone, all rows behind prompts of 64 tokens, the forms in turns within one run. `verify` feeds
 1 + K tokens a row and makes no drafts; `ngram` and `mtp` (where the model has such a layer) make the next ones as well.
@@ -11,14 +11,13 @@ and the ratio of the fastest turns, which varies less on a busy machine.
 from __future__ import annotations
 
 import argparse
-import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from serving.bench.report import emit, environment, median, spread
+from serving.bench.turns import in_turns, timed
 
 PROMPT, PAGE, TILE, MAX_LEN = 64, 32, 64, 512
 
@@ -51,13 +50,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for rows in map(int, options.batches.split(",")):
         steps = {"plain": stepper(model, rows, 0, None)}
         steps |= {name: stepper(model, rows, options.drafts, source) for name, source in sources.items()}
-        times: dict[str, list[float]] = {name: [] for name in steps}
-        for turn in range(options.turns + 2):
-            for name, step in steps.items():
-                begin = time.perf_counter()
-                step()
-                if turn > 1:
-                    times[name].append(time.perf_counter() - begin)
+        times = in_turns({name: timed(step) for name, step in steps.items()}, options.turns, warmup=2)
         plain = times.pop("plain")
         yield {"metric": "plain_ms", "rows": rows, "v": round(1e3 * median(plain), 2), "spread": spread(plain)}
         for name, seconds in times.items():
@@ -72,34 +65,25 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             }
 
 
-def stepper(model: Any, rows: int, drafts: int, source: Any, *, interval: int = 1) -> Callable[[], None]:
-    """Runs one decode step, to its end, each time it is called. All its programs are compiled by then.
-
-    `interval`: tokens between two states, where more than 1 (replay). Rows stand at all places between two multiples of
-    it and move on by a token from step to step, so that states are due as often as in the long run.
-    """
+def stepper(model: Any, rows: int, drafts: int, source: Any) -> Callable[[], None]:
+    """Runs one decode step, to its end, each time it is called. All its programs are compiled by then."""
     import numpy as np
 
     from mamba_jax.batch import DecodeBatch, PrefillBatch
     from mamba_jax.programs import StepPrograms
     from mamba_jax.rows import init_rows
     from mamba_jax.store import init_store
-    from mamba_jax.tails import Replay
 
-    replay = Replay(interval, drafts) if interval > 1 else None
     width, pages = 1 + drafts, MAX_LEN // PAGE
     programs = StepPrograms(model, tile_size=TILE, source=source)
     dtype = model.dtype
     config = model.config
-    writes = width if replay is None else 1
     store = init_store(
         config,
-        num_slots=1 + rows * (1 + writes),
+        num_slots=1 + rows * (1 + width),
         num_pages=1 + rows * pages,
         page_size=PAGE,
         dtype=dtype,
-        replay=replay,
-        num_tails=0 if replay is None else 1 + rows,
     )
     seats = init_rows(
         config,
@@ -107,7 +91,6 @@ def stepper(model: Any, rows: int, drafts: int, source: Any, *, interval: int = 
         num_speculative_tokens=drafts,
         source=source,
         max_len=MAX_LEN if source else 0,
-        replay=replay is not None,
     )
     per_row = pages if store.kv else 0
     table = 1 + np.arange(rows * per_row, dtype=np.int32).reshape(rows, per_row)
@@ -116,32 +99,21 @@ def stepper(model: Any, rows: int, drafts: int, source: Any, *, interval: int = 
     prompt.tokens[:] = rng.integers(4, config.vocab_size, rows * PROMPT)
     prompt.row_id[:] = prompt.tile_write_slot[:] = 1 + np.arange(rows)
     prompt.num_tokens[:] = PROMPT
-    batch = DecodeBatch.empty(
-        rows=rows, num_speculative_tokens=drafts, pages_per_row=per_row, replay=replay is not None
-    )
+    batch = DecodeBatch.empty(rows=rows, num_speculative_tokens=drafts, pages_per_row=per_row)
     batch.tokens[:] = rng.integers(4, config.vocab_size, (rows, width))
     batch.row_id[:] = batch.read_slot[:] = 1 + np.arange(rows)
     batch.length[:], batch.num_tokens[:], batch.num_drafts[:] = PROMPT, width, drafts
-    batch.write_slot[:] = 1 + rows + np.arange(rows * writes).reshape(rows, writes)
+    batch.write_slot[:] = 1 + rows + np.arange(rows * width).reshape(rows, width)
     batch.sample[:] = True
     for tables in (prompt.page_table, batch.page_table):
         assert tables is not None
         tables[:] = table
     store, seats, _ = programs.prefill(store, seats, prompt)
 
-    places, steps = np.arange(rows) * interval // rows, itertools.count()
-    if batch.anchor is not None:
-        batch.anchor[:] = PROMPT
-
     def step() -> None:
         nonlocal store, seats
-        batch.length[:] = PROMPT + (places + next(steps)) % interval
         store, seats, output = programs.decode(store, seats, batch)
         jax.block_until_ready((store, seats, output))
 
     step()
     return step
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

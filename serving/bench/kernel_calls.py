@@ -48,7 +48,7 @@ from kernels_pallas.state_update import shapes as update_shapes
 from mamba_jax.layout import PrefillLayout
 
 TILES = 4
-"""Of the prefill operations: one row of so many tiles."""
+"""Tiles of one row, for the prefill operations."""
 ROWS, CONTEXT = 8, 1024
 """Of attention in decode: rows, and tokens that each has."""
 
@@ -252,7 +252,7 @@ def _linear(draw: Draw, shape: Any) -> Call:
 
 @dataclass(frozen=True)
 class Operation:
-    """What is timed of one operation."""
+    """The timed calls of one operation."""
 
     call: Callable[[Draw, Any], Call]
     implementations: Sequence[Implementation]

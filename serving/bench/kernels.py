@@ -12,7 +12,6 @@ calls.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -106,7 +105,3 @@ def time_call(call: Call, implementation: str, *, reps: int, seconds: float) -> 
         took, store = calls(count, store)
         found.append(took / count)
     return found
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -40,7 +40,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 @dataclass
 class Answer:
-    """What became of one request. Times are seconds."""
+    """The result of one request. Times are in seconds."""
 
     sent: float
     pieces: list[float] = field(default_factory=list)
@@ -183,7 +183,7 @@ def gather(answers: Sequence[Answer]) -> dict[str, list[float]]:
 
 
 def summary(answers: Sequence[Answer], seconds: float, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Percentiles, then what was asked and what came."""
+    """Percentiles, then the requested and received numbers."""
     lines: list[dict[str, Any]] = []
     for name, values in gather(answers).items():
         if values:
@@ -207,7 +207,3 @@ def summary(answers: Sequence[Answer], seconds: float, options: argparse.Namespa
         }
     )
     return lines
-
-
-if __name__ == "__main__":
-    sys.exit(main())

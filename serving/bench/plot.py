@@ -1,4 +1,4 @@
-"""Plots of what the benchmarks print. Needs matplotlib (the extra `plots`)."""
+"""Plots the output of benchmarks. Needs matplotlib (the extra `plots`)."""
 
 from __future__ import annotations
 

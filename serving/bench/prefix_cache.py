@@ -1,28 +1,29 @@
-"""What prefix caching gains where prompts share a beginning, and what it costs where none does.
+"""What prefix caching gains where prompts share a beginning, and the step time at a short and at a long context.
 
-    python -m serving.bench.prefix_cache MODEL [--shared 2048] [--new 32] [--reps 5] [--parts warm,cost,context]
+    mamba-jax bench prefix MODEL [--shared 2048] [--new 32] [--reps 5] [--parts warm,context]
 
 * `warm`: time to the first token of a prompt of `shared` cached and `new` fresh tokens, over that of such a prompt of
   which nothing is cached; and the prompt tokens that a repeated prompt computes (none).
-* `cost`: throughput with caching on over throughput with it off, in both modes, on random prompts that never hit. The
-  engines share weights and programs and run in turns.
 * `context`: step time of 8 decoding rows at a short and at a long context. Equal for a model without attention.
+
+`mamba-jax bench compare MODEL --vary mamba_cache_mode=none,align,all` measures what caching costs prompts that share
+nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import sys
-import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from checkpoints.load import load_model
 from mamba_jax.programs import StepPrograms
 from serving import EngineConfig, SamplingParams
 from serving.bench.report import emit, environment, median, spread
-from serving.engine.build import assemble
+from serving.bench.turns import in_turns
+from serving.engine.assembly.build import assemble
 from serving.engine.engine import Engine
 
 
@@ -101,44 +102,21 @@ def warm(bench: Bench) -> Iterator[dict[str, Any]]:
         }
 
 
-def cost(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Throughput of prompts that share nothing, with caching on over caching off."""
-    engines = {mode: bench.engine(mode) for mode in ("none", "align", "all")}
-    seconds: dict[str, list[float]] = {mode: [] for mode in engines}
-    for rep in range(bench.options.reps + 1):
-        prompts = [bench.prompt(bench.options.cost_prompt) for _ in range(16)]
-        # Equal prompts for all three, and another first one each time: a machine that slows down hits them alike.
-        for shift in range(3):
-            mode = list(engines)[(rep + shift) % 3]
-            begin = time.perf_counter()
-            outputs = bench.run(engines[mode], prompts, bench.options.cost_new)
-            if rep:
-                seconds[mode].append(time.perf_counter() - begin)
-            assert not any(output.num_cached_tokens for output in outputs)
-    for mode in ("align", "all"):
-        ratios = [off / on for off, on in zip(seconds["none"], seconds[mode], strict=True)]
-        yield {
-            "metric": f"throughput_{mode}_over_none",
-            "v": round(median(ratios), 4),
-            "each": [round(ratio, 3) for ratio in ratios],
-            "prompts": f"16 x {bench.options.cost_prompt} + {bench.options.cost_new}",
-        }
-
-
 def context(bench: Bench) -> Iterator[dict[str, Any]]:
     """Step time of 8 rows that decode at a short and at a long context, in turns."""
     engine = bench.engine("all")
-    times: dict[int, list[float]] = {length: [] for length in bench.options.contexts}
-    prompts = {length: bench.prompt(length) for length in times}
+    prompts = {length: bench.prompt(length) for length in bench.options.contexts}
     for prompt in prompts.values():
         bench.run(engine, [prompt], 1)  # all rows then read the state at its end
         bench.run(engine, [prompt] * 8, 8)
-    for _ in range(bench.options.reps):
-        for length, prompt in prompts.items():
-            outputs = bench.run(engine, [prompt] * 8, 65)
-            first = max(output.metrics.first_token_time for output in outputs)
-            times[length].append((max(o.metrics.finished_time for o in outputs) - first) / 64)
-            assert all(output.num_cached_tokens == length for output in outputs)
+
+    def step_seconds(length: int, turn: int) -> float:
+        outputs = bench.run(engine, [prompts[length]] * 8, 65)
+        assert all(output.num_cached_tokens == length for output in outputs)
+        first = max(output.metrics.first_token_time for output in outputs)
+        return (max(output.metrics.finished_time for output in outputs) - first) / 64
+
+    times = in_turns({length: partial(step_seconds, length) for length in prompts}, bench.options.reps, warmup=0)
     for length, each in times.items():
         yield {
             "metric": f"decode_b8_step_ms_at_{length}",
@@ -148,18 +126,16 @@ def context(bench: Bench) -> Iterator[dict[str, Any]]:
         }
 
 
-PARTS = {"warm": warm, "cost": cost, "context": context}
+PARTS = {"warm": warm, "context": context}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--parts", default="warm,cost")
+    parser.add_argument("--parts", default="warm")
     parser.add_argument("--shared", type=int, default=2048)
     parser.add_argument("--new", type=int, default=32)
-    parser.add_argument("--cost-prompt", type=int, default=512)
-    parser.add_argument("--cost-new", type=int, default=64)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 32768])
     parser.add_argument("--max-model-len", type=int, default=None)
     parser.add_argument("--num-slots", type=int, default=64)
@@ -171,7 +147,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in PARTS[part](bench):
             emit(**line)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """How much of multi-turn traffic the prefix cache reuses, against a cache that never forgets. No model, no device.
 
-    python -m serving.bench.prefix_reuse [--material FOLDER] [--conversations 8] [--turns 6] [--slots 24,16]
+    mamba-jax bench reuse [--material FOLDER] [--conversations 8] [--turns 6] [--slots 24,16]
 
 The host policy (`serving.core`) schedules the traffic of `serving.bench.traffic`, overlapped as the engine does it; a
 step's result is the answer that the traffic has written down. Every combination of cache mode, B, order of arrivals,
@@ -17,7 +17,6 @@ Pages always suffice: a state is worth hundreds of them.
 
 import argparse
 import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -35,7 +34,7 @@ POOLS = {"sufficing": 1.0, "half": 0.5, "quarter": 0.25}
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the cache is asked to do, apart from its size."""
+    """Settings of the cache, except its size."""
 
     mode: str
     block: int
@@ -46,12 +45,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """What one run came to."""
+    """The results of one run."""
 
     reused: list[int]
     """Per request, in order of arrival: prompt tokens that were not computed."""
     most_slots: int
-    """The most slots that held something at once."""
+    """Maximum number of used slots at one time."""
     stats: dict[str, Any]
 
 
@@ -142,7 +141,7 @@ def replay(
             for departure in tiers.take_departures():
                 tiers.moved(departure.change.bytes)
             tiers.take_gone()
-            fetching += [(now + fetch_steps, load) for load in scheduler.take_fetches()]
+            fetching += [(now + fetch_steps, load) for load in scheduler.take_loads()]
         if plan is not None:
             most = max(most, config.num_slots - 1 - len(slots.free))
             scheduler.dispatched(plan)
@@ -166,7 +165,7 @@ def _fetched(tiers: Tiers | None, load: RemoteLoad) -> None:
 
 
 def _emitted(row: PlannedRow, fed: dict[Request, int]) -> list[int]:
-    """The simulated model: whatever it is fed, the traffic's answer goes on."""
+    """The simulated model: it emits the recorded answer, whatever its input."""
     if not row.sample:
         return []
     turn: Turn = row.request.user
@@ -252,7 +251,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -40,13 +40,13 @@ def environment(model: str, *, devices: bool = True) -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """What was typed, without the machine's own paths."""
+    """The command line, without the machine's own paths."""
     program = Path(sys.argv[0])
     if program.suffix == ".py":
         root = Path(__file__).resolve().parent.parent.parent
         inside = program.resolve().is_relative_to(root)
         module = ".".join(program.resolve().relative_to(root).with_suffix("").parts) if inside else program.name
-        return shlex.join(["python", *(["-m"] if inside else []), module, *sys.argv[1:]])
+        return shlex.join(["python", *(["-m"] if inside else []), module.removesuffix(".__main__"), *sys.argv[1:]])
     return shlex.join([program.name, *sys.argv[1:]])
 
 

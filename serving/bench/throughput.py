@@ -11,29 +11,23 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
+import statistics
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
+from serving import LLM, ConfigError, SamplingParams
 from serving.bench.report import emit, environment, median, spread
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="demo")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--output-tokens", type=int, default=128)
-    parser.add_argument("--shared", type=int, default=0, help="tokens at the beginning that all prompts have in common")
+    parser = offline_parser(__doc__)
     parser.add_argument("--reps", type=int, default=3)
-    parser.add_argument("--engine", action="append", default=[], metavar="FLAG=VALUE", help="a flag; repeatable")
     parser.add_argument("--plot", help="a PNG or SVG file to draw (needs matplotlib)")
-    options = parser.parse_args(arguments)
-    if not 0 <= options.shared <= options.prompt_tokens:
-        parser.error(f"--shared {options.shared}: expected 0 to {options.prompt_tokens}, the prompts' length")
+    options = parse_offline(parser, arguments)
     emit(**environment(options.model))
     lines = list(measure(options))
     for line in lines:
@@ -46,48 +40,103 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def offline_parser(text: str | None) -> argparse.ArgumentParser:
+    """Options of a model and of the prompts that it answers."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--shared", type=int, default=0, help="tokens at the beginning that all prompts have in common")
+    parser.add_argument("--engine", action="append", default=[], metavar="FLAG=VALUE", help="a flag; repeatable")
+    return parser
+
+
+def parse_offline(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options, checked. Ends the program with a message if one has a bad value."""
+    options = parser.parse_args(arguments)
+    for name in ("prompts", "prompt_tokens", "output_tokens"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: expected at least 1")
+    if not 0 <= options.shared <= options.prompt_tokens:
+        parser.error(f"--shared {options.shared}: expected 0 to {options.prompt_tokens}, the prompts' length")
+    return options
+
+
+def flag_of(option: str, text: str) -> tuple[str, str]:
+    """The name and the value of `FLAG=VALUE`. Raises `ConfigError` for a text without a value."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"{option} {text}: expected FLAG=VALUE")
+    return name.strip().replace("-", "_"), value
+
+
 def engine_flags(given: Sequence[str]) -> dict[str, Any]:
     """`max_num_seqs=8` and the like, values as in YAML. Raises `ConfigError` for one without a value."""
-    from serving import ConfigError
-
-    flags = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"--engine {text}: expected FLAG=VALUE")
-        flags[name.strip().replace("-", "_")] = yaml.safe_load(value)
-    return flags
+    return {name: yaml.safe_load(value) for name, value in (flag_of("--engine", text) for text in given)}
 
 
-def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One line for requests, output and all tokens a second, and one that says what the cache did."""
-    from serving import LLM, SamplingParams
+@dataclass(frozen=True)
+class Run:
+    """One run of all prompts."""
 
-    llm = LLM(options.model, **engine_flags(options.engine))
-    rng = random.Random(0)
+    seconds: float
+    outputs: list[Any]
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed."""
+        return sum(output.num_cached_tokens for output in self.outputs)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The output of each prompt."""
+        return [output.outputs[0].token_ids for output in self.outputs]
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Output tokens per second, and medians over the requests: times to and between tokens, in milliseconds."""
+        of_request = [output.metrics for output in self.outputs]
+        found = {
+            "output_tokens_per_s": sum(map(len, self.tokens)) / self.seconds,
+            "ttft_ms": 1e3 * statistics.median(each.time_to_first_token for each in of_request),
+        }
+        if (between := len(self.tokens[0]) - 1) > 0:
+            times = [(each.finished_time - each.first_token_time) / between for each in of_request]
+            found["tpot_ms"] = 1e3 * statistics.median(times)
+        return found
+
+
+def run(llm: LLM, options: argparse.Namespace, turn: int) -> Run:
+    """Answers the prompts of a turn, which differ from those of other turns."""
+    rng = random.Random(str(turn))  # integers with the same absolute value would give the same prompts
     params = SamplingParams(temperature=0.0, max_tokens=options.output_tokens, ignore_eos=True, detokenize=False)
 
     def ids(count: int) -> list[int]:
         return [rng.randrange(4, llm.engine.vocab_size) for _ in range(count)]
 
-    def run() -> tuple[float, int]:
-        shared = ids(options.shared)
-        own = options.prompt_tokens - options.shared
-        prompts = [{"prompt_token_ids": shared + ids(own)} for _ in range(options.prompts)]
-        begin = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        return time.perf_counter() - begin, sum(output.num_cached_tokens for output in outputs)
+    shared = ids(options.shared)
+    own = options.prompt_tokens - options.shared
+    prompts = [{"prompt_token_ids": shared + ids(own)} for _ in range(options.prompts)]
+    begin = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return Run(time.perf_counter() - begin, outputs)
 
-    run()
+
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Returns one line with requests, output tokens and all tokens per second, and one with the counters of the
+    cache."""
+    llm = LLM(options.model, **engine_flags(options.engine))
+    run(llm, options, -1)
     compiled = llm.compilations
-    runs = [run() for _ in range(options.reps)]
+    runs = [run(llm, options, turn) for turn in range(options.reps)]
     counts = {
         "requests_per_s": options.prompts,
         "output_tokens_per_s": options.prompts * options.output_tokens,
         "tokens_per_s": options.prompts * (options.prompt_tokens + options.output_tokens),
     }
     for name, count in counts.items():
-        each = [round(count / seconds, 2) for seconds, _ in runs]
+        each = [round(count / one.seconds, 2) for one in runs]
         yield {"metric": name, "v": median(each), "each": each, "spread": spread(each)}
     yield {
         "metric": "run",
@@ -95,11 +144,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "prompt_tokens": options.prompt_tokens,
         "output_tokens": options.output_tokens,
         "shared": options.shared,
-        "cached_tokens": [cached for _, cached in runs],
+        "cached_tokens": [one.cached_tokens for one in runs],
         "compiled_while_measuring": llm.compilations - compiled,
         "engine": options.engine,
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -35,7 +35,7 @@ class Material:
     """Texts to make conversations of."""
 
     source: str
-    """What it is and of which version, for the report."""
+    """The program's name and version, for the report."""
     policies: Sequence[str]
     """System prompts."""
     tasks: Sequence[Sequence[str]]

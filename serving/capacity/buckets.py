@@ -1,18 +1,23 @@
-"""Which of the engine's step programs are planned with, and what they are called."""
+"""The step programs of the engine that a plan includes, and their names."""
 
 from __future__ import annotations
 
-from serving.engine.batching import BatchBuilder, PrefillShape
+from serving.engine.steps.batching import BatchBuilder, PrefillShape
 
 
 def decode_name(rows: int) -> str:
-    """What a decode program is called."""
+    """Returns the name of a decode program."""
     return f"decode, {rows} rows"
 
 
 def prefill_name(shape: PrefillShape) -> str:
-    """What a prefill program is called."""
+    """Returns the name of a prefill program."""
     return f"prefill, {shape.tokens:,} tokens of {shape.rows} rows"
+
+
+def mixed_name(rows: int, shape: PrefillShape) -> str:
+    """Returns the name of a program for decode and prefill rows."""
+    return f"mixed, {rows} rows and {shape.tokens:,} tokens"
 
 
 def decode_shapes(batches: BatchBuilder, full: bool) -> list[int]:

@@ -1,4 +1,4 @@
-"""Step programs compiled by the device's own compiler, for devices that are not at hand."""
+"""Step programs compiled by the device's own compiler, without the device."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from mamba_jax.batch import DecodeBatch, PrefillBatch
+from mamba_jax.adapters import Adapters
 from mamba_jax.compiler_options import compiler_options
 from mamba_jax.model import HybridModel, parameters
-from mamba_jax.programs import KernelChoice, StepPrograms
+from mamba_jax.programs import KernelChoice, StepBatch, StepPrograms
 from mamba_jax.rows import Rows
 from mamba_jax.sharding import make_mesh, parameter_shardings, rows_shardings, store_shardings
 from mamba_jax.store import Store
@@ -33,7 +33,7 @@ from serving.config import ConfigError
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 _WEIGHTS = r"weights\[\d+\]"
-"""What a step program calls its arguments that are weights."""
+"""Names of the weight arguments of a step program."""
 
 # Keep libtpu from querying a metadata server and from locking the TPU: programs are compiled here, not run.
 _ENVIRONMENT = {
@@ -47,7 +47,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Program:
-    """What the compiler says about one step program, for each device."""
+    """The compiler's figures for one step program, per device."""
 
     name: str
     code: int
@@ -60,7 +60,7 @@ class Program:
     """Bytes to and from the device's memory in a greedy step, keys and values aside; see `Traffic`. 0 for a GPU, whose
     kernels do not say what they move."""
     weights: int = 0
-    """Of these, what is read of weights, and what is written and read of copies of them."""
+    """The part of these bytes that reads weights, and that writes and reads copies of weights."""
     collectives: dict[str, int] = field(default_factory=dict)
     """How often devices exchange something in a greedy step, by kind."""
     launches: dict[str, int] = field(default_factory=dict)
@@ -124,6 +124,7 @@ class SlicePrograms:
         tile_size: of prefill batches.
         source: of drafts.
         kernels: what operations run by, as the engine's flag says it.
+        lora: number and rank of LoRA adapters; None for programs without.
 
     Raises:
         UnsupportedError: `kernels` is not written as it should be.
@@ -139,6 +140,7 @@ class SlicePrograms:
         tile_size: int,
         source: Any = None,
         kernels: str = "auto",
+        lora: tuple[int, int] | None = None,
     ) -> None:
         sharding = parameter_shardings(model.config, mesh)
         values: Any = {path: _described(leaf, sharding(path)) for path, leaf in parameters(model).items()}
@@ -146,13 +148,14 @@ class SlicePrograms:
         device = mesh.devices.flat[0]
         self._gpu = device.platform in ("gpu", "cuda")
         self.choice = KernelChoice.parse(kernels, platform="gpu" if self._gpu else "tpu", device=device)
-        self._programs = StepPrograms(placed, tile_size=tile_size, source=source, mesh=mesh, kernels=self.choice)
+        adapters = None if lora is None else Adapters(placed, count=lora[0], rank=lora[1], mesh=mesh, abstract=True)
+        self._programs = StepPrograms(
+            placed, tile_size=tile_size, source=source, mesh=mesh, kernels=self.choice, adapters=adapters
+        )
         self._store = jax.tree.map(_described, store, store_shardings(store, model.config, mesh))
         self._rows = jax.tree.map(_described, rows, rows_shardings(rows, mesh))
 
-    def compile(
-        self, batches: Sequence[tuple[str, DecodeBatch | PrefillBatch]], progress: Callable[[str], None]
-    ) -> list[Program]:
+    def compile(self, batches: Sequence[tuple[str, StepBatch]], progress: Callable[[str], None]) -> list[Program]:
         """Compiles the program for each named batch, two at a time.
 
         Raises:
@@ -187,7 +190,7 @@ def count_collectives(text: str) -> dict[str, int]:
 
 
 def count_launches(dump: Path) -> dict[str, int]:
-    """What the host launches in one run of a program, by kind of thunk.
+    """The launches of the host in one run of a program, by kind of thunk.
 
     Args:
         dump: the folder that XLA:GPU wrote to while it compiled the program (`xla_dump_to`).

@@ -1,4 +1,4 @@
-"""What a step must move and compute at least: weights once, states read and written once, keys and values read.
+"""The least that a step must move and compute: weights once, states read and written once, keys and values read.
 
 All figures are those of one of the devices that a model is divided over.
 """
@@ -28,12 +28,12 @@ class Work:
     """To and from the device's memory."""
     flops: int
     collective_bytes: int
-    """Sum of the sizes of what is added up, or collected, over devices."""
+    """Total size of arrays that devices reduce or gather."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a step is given."""
+    """The inputs of a step."""
 
     tokens: int
     """Fed to the model."""
@@ -47,7 +47,7 @@ class Workload:
     keys_read: int
     """Keys read from pages, over all rows."""
     replay: Replay | None = None
-    """How rows are held, where not by a state after each token."""
+    """The replay settings of rows; None: a state after each token."""
 
 
 def decode_workload(*, rows: int, drafts: int, context: int, replay: Replay | None = None) -> Workload:
@@ -95,24 +95,28 @@ class Counter:
         """Of all parameters on one device."""
         return sum(size * self._bits[path] // 8 for path, size in self._sizes.items())
 
-    def work(self, load: Workload) -> Work:
-        """The least that a step can do."""
-        return Work(self._bytes(load), self._flops(load), self._collectives(load))
+    def work(self, *loads: Workload) -> Work:
+        """The least that a step can do. A mixed step has two loads, and reads the weights once for both."""
+        moved = self._weights_read(sum(load.tokens for load in loads)) + sum(map(self._state_bytes, loads))
+        return Work(int(moved), sum(map(self._flops, loads)), sum(map(self._collectives, loads)))
 
-    def _bytes(self, load: Workload) -> int:
-        config, shape = self.config, self._shape
-        weights = 0.0
+    def _weights_read(self, tokens: int) -> float:
+        config, weights = self.config, 0.0
         for path, size in self._sizes.items():
             if path.startswith("mtp."):
                 continue  # the layer that drafts is a step of its own
             share = 1.0
             if (weight_of(path) or path) == "embed.weight" and not config.tie_word_embeddings:
-                share = min(1.0, load.tokens / config.vocab_size)
+                share = min(1.0, tokens / config.vocab_size)
             elif ".experts." in path:
                 moe = need(config.moe)
                 # Assume that each token's experts are random; an expert that no token chooses is not read.
-                share = 1 - (1 - moe.experts_per_token / moe.num_experts) ** load.tokens
+                share = 1 - (1 - moe.experts_per_token / moe.num_experts) ** tokens
             weights += size * self._bits[path] / 8 * share
+        return weights
+
+    def _state_bytes(self, load: Workload) -> float:
+        config, shape = self.config, self._shape
         slot = shape.bytes_per_slot(self._dtype, self._ssm_dtype)
         # Pages of draft layers are read in the drafts' own steps.
         per_key = sum(array.size() for array in shape.pages[: config.num_attention_uses])
@@ -121,7 +125,7 @@ class Counter:
         if load.replay is not None:
             token = shape.bytes_per_tail(self._dtype, self._ssm_dtype, load.replay) / load.replay.longest
             tails = token * (load.rows * load.replay.interval / 2 + load.tokens)
-        return int(weights + slot * (load.states_read + load.states_written) + kv + tails)
+        return slot * (load.states_read + load.states_written) + kv + tails
 
     def _flops(self, load: Workload) -> int:
         config, shards = self.config, self.partition.shards
@@ -152,7 +156,7 @@ class Counter:
         config, counts = self.config, collectives(self.config, self.partition)
         hidden = load.tokens * config.hidden_size * self._dtype.itemsize
         inside = load.tokens * sum(_sums_inside(config, self.partition)) * 4
-        # Of each head, every device tells the largest logit of its part, its index, and whether all are finite.
+        # For each head, every device sends the largest logit of its part, its index, and whether all are finite.
         largest = load.heads * self.partition.shards * 3 * 4
         return counts["sums"] * hidden + inside + counts["largest"] * largest
 

@@ -1,4 +1,4 @@
-"""What XLA's compiler for GPUs has to know of a GPU that is not at hand: a `GpuTargetConfigProto` as text."""
+"""Descriptions of GPUs for XLA's compiler, for machines without one: `GpuTargetConfigProto` as text."""
 
 from __future__ import annotations
 

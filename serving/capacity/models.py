@@ -10,9 +10,9 @@ from checkpoints.errors import CheckpointError
 from checkpoints.presets import PRESETS, preset_names
 from checkpoints.resolve import resolve
 from serving.config import EngineConfig
-from serving.engine.fetch import fetched
+from serving.engine.assembly.fetch import fetched
 
-_VENDORS = re.compile(r"^(nvidia|ibm|qwen|tiiuae|kimi)-(?=nemotron|granite|qwen|falcon|kimi)")
+_VENDORS = re.compile(r"^(nvidia|ibm|qwen|tiiuae|kimi|ai21)-(?=nemotron|granite|qwen|falcon|kimi|jamba)")
 _ENDINGS = re.compile(r"-(bf16|fp8|fp8-dynamic|nvfp4|hf|base|base-8k|instruct|thinking|reasoning|it|v0\.1)$")
 
 

@@ -1,39 +1,42 @@
-"""The plan itself: what a model needs on a machine, what is left for sequences, and what bounds a step."""
+"""Plans a model on a machine: the memory that it needs, the memory left for sequences, and the bounds of a step."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh
 
 from checkpoints.errors import CheckpointError
 from checkpoints.load import load_config, weight_shapes
 from mamba_jax.batch import DecodeBatch, PrefillBatch
 from mamba_jax.config import HybridConfig, ModelConfigError
-from mamba_jax.model import HybridModel
+from mamba_jax.head_padding import HeadPadding
+from mamba_jax.model import HybridModel, num_parameters
 from mamba_jax.modules.quantised import weight_of
-from mamba_jax.programs import UnsupportedError
+from mamba_jax.programs import StepBatch, UnsupportedError
 from mamba_jax.rows import Rows
 from mamba_jax.sharding import TENSOR, Partition, rows_shardings
 from mamba_jax.store import StoreShape, init_store
 from mamba_jax.store_layout import lanes_of
-from serving.capacity.buckets import decode_name, decode_shapes, prefill_name, prefill_shapes
+from serving.capacity.buckets import decode_name, decode_shapes, mixed_name, prefill_name, prefill_shapes
 from serving.capacity.compiling import Program, SlicePrograms, check_compiler, slice_mesh
 from serving.capacity.count import Counter, Workload, collectives, decode_workload, prefill_workload
+from serving.capacity.overheads import HOST_SECONDS, KERNEL_SECONDS, decode_kernels
 from serving.capacity.result import CapacityPlan, Step
 from serving.capacity.targets import Target, larger
 from serving.config import ConfigError, EngineConfig
-from serving.engine.batching import BatchBuilder, PrefillShape
-from serving.engine.design import EngineDesign
-from serving.engine.gpu_memory import reserved_share
-from serving.engine.narrow_states import waiting_form
-from serving.engine.sizing import StoreSize
+from serving.engine.assembly.design import EngineDesign
+from serving.engine.assembly.gpu_memory import reserved_share
+from serving.engine.assembly.narrow_states import waiting_form
+from serving.engine.assembly.sizing import StoreSize
+from serving.engine.steps.batching import BatchBuilder, PrefillShape
 
 DEFAULT_CONTEXT = 2048
 
@@ -69,10 +72,10 @@ def make_plan(
 
 
 class _Planner:
-    """What planning steps share."""
+    """Values that several stages of planning use."""
 
     def __init__(self, config: EngineConfig, target: Target, model: HybridConfig) -> None:
-        self.config, self.target, self.model = config, target, model
+        self.config, self.target, self._checkpoint = config, target, model
         self.dtype = jnp.dtype("bfloat16" if config.dtype == "auto" else config.dtype)
         self.kv_dtype = jnp.dtype(config.kv_dtype(self.dtype))
         self.memory = int(target.device.memory * config.memory_utilization)
@@ -80,33 +83,39 @@ class _Planner:
         share = reserved_share(config.memory_utilization) if target.device.platform == "gpu" else 1.0
         self.limit = int(target.device.memory * share)
         """Bytes of one device that programs may use."""
-        self.shapes = self._weights(target.count)
-        self.abstract = HybridModel.from_parameters(model, cast(Mapping[str, jax.Array], self.shapes))
-        self.design, self.counter = self._divided(target.count)
+        self._loaded = self._weights(target.count)
+        self.design, self.counter, self.shapes = self._divided(target.count)
+        self.model = self.design.model
         self.partition, self.replay = self.design.partition, self.design.replay.replay
+        self.exchanges = collectives(self.model, self.partition)
 
-    def _divided(self, count: int) -> tuple[EngineDesign, Counter]:
-        """The design for as many devices, and what counts its bytes."""
+    def _divided(self, count: int) -> tuple[EngineDesign, Counter, dict[str, jax.ShapeDtypeStruct]]:
+        """The engine design for a number of devices, the counter of its bytes, and every parameter."""
         try:
-            partition = Partition.of(self.model, count)
+            padding = HeadPadding.of(self._checkpoint, count)
+            partition = Partition.of(padding.padded, count)
+            shapes = {
+                path: jax.ShapeDtypeStruct(padding.shape(path, leaf.shape), leaf.dtype) if padding.pads(path) else leaf
+                for path, leaf in self._loaded.items()
+            }
         except ModelConfigError as error:
             raise ConfigError(f"{self.target.name}: {error}") from None
         counter = Counter(
-            self.model,
+            padding.padded,
             partition,
-            self.shapes,
+            shapes,
             ssm_dtype=jnp.dtype(self.config.ssm_dtype),
             kv_dtype=self.kv_dtype,
             lanes=lanes_of(self.target.device.platform),
         )
         total = counter.weight_bytes * count
-        return EngineDesign.of(
-            self.config, partition, platform=self.target.device.platform, weight_bytes=total
-        ), counter
+        platform = self.target.device.platform
+        design = EngineDesign.of(self.config, padding, shards=count, platform=platform, weight_bytes=total)
+        return design, counter, shapes
 
     @property
     def _dtype_name(self) -> str:
-        """Of the model, with what is narrower."""
+        """The dtype of the model, and narrower dtypes of its weights and pages, in words."""
         narrow = {leaf.dtype.name for path, leaf in self.shapes.items() if weight_of(path) and path.endswith(".values")}
         pages = self.kv_dtype.name if self.kv_dtype != self.dtype else ""
         return (
@@ -116,17 +125,18 @@ class _Planner:
         )
 
     def _weights(self, shards: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Every parameter as it would be loaded for as many devices."""
+        """Every parameter as it would be loaded for this number of devices, before heads are padded."""
         config, mesh = self.config, AbstractMesh((shards,), (TENSOR,))
         try:
-            partition = Partition.of(self.model, shards)
+            padding = HeadPadding.of(self._checkpoint, shards)
+            partition = Partition.of(padding.padded, shards)
             return weight_shapes(
                 config.model,
                 dtype=self.dtype,
                 quantization=config.quantization,
                 quantization_exclude=config.excluded_from_quantization,
                 hf_overrides=config.hf_overrides,
-                sharding=lambda path: NamedSharding(mesh, partition.parameter(path)),
+                sharding=functools.partial(padding.load_sharding, partition, mesh),
             )
         except (CheckpointError, ModelConfigError) as error:
             raise ConfigError(str(error)) from None
@@ -143,11 +153,13 @@ class _Planner:
         rows = jax.eval_shape(lambda: design.rows(size))
         context = min(context or DEFAULT_CONTEXT, size.max_model_len)
         steps = [self._prefill_step(shape) for shape in shapes[0]]
+        if batches.mixed_shapes:
+            steps.append(self._mixed_step(shapes[1][-1], shapes[0][-1], context))
         steps += [self._decode_step(count, context) for count in shapes[1]]
         programs: tuple[Program, ...] = ()
         kernels, notes, begin = (
             "",
-            [f"decoding keeps {design.replay.notice}", *size.notices],
+            [f"decoding keeps {design.replay.notice}", *size.notices, *self._padding_notes],
             time.perf_counter(),
         )
         if compile:
@@ -157,7 +169,7 @@ class _Planner:
                 # What does not fit is an answer, too.
                 notes.append("the compiler refuses a program: " + " ".join(str(error).split())[:300])
         refused = compile and not programs
-        num_programs = sum(1 for batch in batches.warm_up_batches(1) if isinstance(batch, DecodeBatch | PrefillBatch))
+        num_programs = sum(1 for batch in batches.warm_up_batches(1) if isinstance(batch, StepBatch))
         biggest = max((p.code for p in programs), default=0)
         code = sum(p.code for p in programs) + biggest * (num_programs - len(programs)) if programs else 0
         temporaries = max((p.temporaries for p in programs), default=workspace)
@@ -167,7 +179,7 @@ class _Planner:
             model=self.config.model,
             target=target,
             dtype=self._dtype_name,
-            parameters=self.abstract.num_parameters,
+            parameters=num_parameters(self._loaded),
             fits=spare >= 0 and not refused,
             spare=spare,
             limit=limit,
@@ -180,15 +192,20 @@ class _Planner:
             temporaries=temporaries,
             other=other,
             size=size,
-            steps=tuple(steps),
+            steps=tuple(with_kernels(step, programs) for step in steps),
             context=context,
-            exchanges=collectives(self.model, self.partition),
+            exchanges=self.exchanges,
             programs=programs,
             num_programs=num_programs,
             kernels=kernels,
             notes=tuple(notes),
             compile_seconds=time.perf_counter() - begin if compile else 0.0,
         )
+
+    @property
+    def _padding_notes(self) -> list[str]:
+        padding = self.design.padding
+        return [padding.notice] if padding else []
 
     def _bytes_of_seats(self, rows: Rows) -> int:
         """On one device."""
@@ -212,7 +229,7 @@ class _Planner:
         least += pages * shape.bytes_per_page(page_size, self.kv_dtype)
         if self.replay is not None:
             least += 2 * shape.bytes_per_tail(self.dtype, config.ssm_dtype, self.replay)
-        notes = [f"{config.memory_utilization:.0%} of the memory is used (memory_utilization)"]
+        notes = [f"{config.memory_utilization:.0%} of the memory is used (memory_utilization)", *self._padding_notes]
         if weights < self.memory - workspace - config.reserved_bytes:
             notes.append(reason)
         if enough := self._enough():
@@ -221,7 +238,7 @@ class _Planner:
             model=config.model,
             target=self.target,
             dtype=self._dtype_name,
-            parameters=self.abstract.num_parameters,
+            parameters=num_parameters(self._loaded),
             fits=False,
             spare=self.memory - weights - workspace - least,
             limit=self.memory,
@@ -231,49 +248,62 @@ class _Planner:
             temporaries=workspace,
             other=0,
             size=None,
-            exchanges=collectives(self.model, self.partition),
+            exchanges=self.exchanges,
             notes=tuple(notes),
         )
 
     def _enough(self) -> str | None:
         for bigger in larger(self.target):
             try:
-                design, counter = self._divided(bigger.count)
+                design, counter, _ = self._divided(bigger.count)
                 self._size(design, counter.weight_bytes)
             except ConfigError:
                 continue
             return bigger.name
         return None
 
-    def _step(self, name: str, load: Workload, emitted: int, counted: int) -> Step:
-        device, work = self.target.device, self.counter.work(load)
+    def _step(self, name: str, *loads: Workload, emitted: int, counted: int) -> Step:
+        device, work = self.target.device, self.counter.work(*loads)
         memory, compute = work.bytes / device.bandwidth, work.flops / device.flops
         shards = self.partition.shards
         # A sum over a ring sends each byte 2 (n - 1) / n times, at half of what goes both ways.
         link = 2 * (shards - 1) / shards * work.collective_bytes / (device.link / 2)
         bound = max(memory, compute) + link
+        kernels = decode_kernels(self.model) if device.platform == "gpu" else 0
         return Step(
             name=name,
-            tokens=load.tokens,
+            tokens=sum(load.tokens for load in loads),
             emitted=emitted,
             work=work,
-            without_keys=self.counter.work(dataclasses.replace(load, keys_read=0)).bytes,
+            without_keys=self.counter.work(*(dataclasses.replace(load, keys_read=0) for load in loads)).bytes,
             memory_ms=memory * 1e3,
             compute_ms=compute * 1e3,
             link_ms=link * 1e3,
             bound_ms=bound * 1e3,
+            latency_ms=sum(self.exchanges.values()) * device.exchange * 1e3,
+            launch_ms=kernels * KERNEL_SECONDS * 1e3,
+            kernels=kernels,
+            host_ms=HOST_SECONDS * 1e3,
             tokens_per_second=counted / bound,
         )
 
+    def _decode_load(self, rows: int, context: int) -> Workload:
+        drafts = self.config.num_speculative_tokens
+        return decode_workload(rows=rows, drafts=drafts, context=context, replay=self.replay)
+
+    def _prefill_load(self, shape: PrefillShape) -> Workload:
+        return prefill_workload(tokens=shape.tokens, rows=shape.rows, tile_size=self.config.tile_size)
+
     def _decode_step(self, rows: int, context: int) -> Step:
-        load = decode_workload(
-            rows=rows, drafts=self.config.num_speculative_tokens, context=context, replay=self.replay
-        )
-        return self._step(decode_name(rows), load, rows, rows)
+        return self._step(decode_name(rows), self._decode_load(rows, context), emitted=rows, counted=rows)
 
     def _prefill_step(self, shape: PrefillShape) -> Step:
-        load = prefill_workload(tokens=shape.tokens, rows=shape.rows, tile_size=self.config.tile_size)
-        return self._step(prefill_name(shape), load, shape.rows, shape.tokens)
+        return self._step(prefill_name(shape), self._prefill_load(shape), emitted=shape.rows, counted=shape.tokens)
+
+    def _mixed_step(self, rows: int, shape: PrefillShape, context: int) -> Step:
+        loads = self._decode_load(rows, context), self._prefill_load(shape)
+        emitted, counted = rows + shape.rows, rows + shape.tokens
+        return self._step(mixed_name(rows, shape), *loads, emitted=emitted, counted=counted)
 
     def _compile(
         self,
@@ -288,7 +318,7 @@ class _Planner:
         store = jax.eval_shape(lambda: init_store(self.design.store_shape, **arguments))
         try:
             compiler = SlicePrograms(
-                self.abstract,
+                HybridModel.from_parameters(self.model, cast(Mapping[str, jax.Array], self.shapes)),
                 slice_mesh(self.target),
                 store=store,
                 rows=rows,
@@ -305,3 +335,11 @@ class _Planner:
         ]
         progress(f"compiling {len(batches)} programs")
         return tuple(compiler.compile(batches, progress)), compiler.choice.report()
+
+
+def with_kernels(step: Step, programs: Sequence[Program]) -> Step:
+    """The step with the number of kernels in its compiled program, if it has one for a GPU."""
+    kernels = next((program.kernels for program in programs if program.name == step.name), 0)
+    if not kernels:
+        return step
+    return dataclasses.replace(step, kernels=kernels, launch_ms=kernels * KERNEL_SECONDS * 1e3)

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from serving.capacity.overheads import KERNEL_SECONDS
 from serving.capacity.result import CapacityPlan
 
 GIB = 1 << 30
@@ -21,6 +22,8 @@ def as_json(plan: CapacityPlan, at_context: int | None = None) -> dict[str, Any]
         sequences, limit = plan.sequences_at(at_context)
         fields["at_context"] = {"tokens": at_context, "sequences": sequences, "limited_by": limit}
     fields["compiled"] = plan.compiled
+    for step, described in zip(plan.steps, fields["steps"], strict=True):
+        described["expected_ms"] = step.expected_ms
     if plan.size is not None:
         fields["size"]["tokens_in_pages"] = tokens_in_pages(plan)
         fields["size"]["slots_for_reuse"] = plan.size.slots_for_reuse
@@ -47,7 +50,7 @@ def as_text(plan: CapacityPlan, at_context: int | None = None) -> RenderableType
         if at_context is not None:
             parts.append(Text(_at_context(plan, at_context)))
     if plan.steps:
-        parts += [Text(), _steps(plan)]
+        parts += [Text(), _steps(plan), _expectation(plan)]
     if plan.programs:
         parts += [Text(), _programs(plan), Text(plan.kernels, style="dim")]
     parts += [Text(f"note: {note}", style="yellow") for note in plan.notes]
@@ -103,7 +106,7 @@ def _memory(plan: CapacityPlan) -> Table:
 
 
 def memory_rows(plan: CapacityPlan) -> list[tuple[str, int]]:
-    """What the memory is for, and how much of it."""
+    """The uses of memory, and their bytes."""
     compiled = f"{len(plan.programs)} of {plan.num_programs} compiled" if plan.programs else ""
     store = "states and pages" if plan.size is not None else "states and pages of one sequence"
     rows = [
@@ -145,7 +148,20 @@ def _capacity(plan: CapacityPlan) -> Table:
 def _steps(plan: CapacityPlan) -> Table:
     title = f"Steps at published speeds: no step can be faster (decode at {plan.context:,} tokens of context)"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("", "memory", "GFLOP", "exchanged", "at least", "of it memory", "compute", "links", "at most"):
+    for name in (
+        "",
+        "memory",
+        "GFLOP",
+        "exchanged",
+        "at least",
+        "of it memory",
+        "compute",
+        "links",
+        "at most",
+        "waits",
+        "launches",
+        "expected",
+    ):
         table.add_column(name, justify="right" if name else "left")
     for step in plan.steps:
         table.add_row(
@@ -158,8 +174,21 @@ def _steps(plan: CapacityPlan) -> Table:
             f"{step.compute_ms:.2f}",
             f"{step.link_ms:.2f}",
             f"{step.tokens_per_second:,.0f} tokens/s",
+            f"{step.latency_ms:.2f}",
+            f"{step.launch_ms:.2f}",
+            f"{step.expected_ms:.2f} ms",
         )
     return table
+
+
+def _expectation(plan: CapacityPlan) -> Text:
+    """How the assumptions of the table of steps are meant."""
+    exchanges, host = sum(plan.exchanges.values()), plan.steps[0].host_ms
+    each = plan.target.device.exchange * 1e6
+    waits = f" for each of {exchanges} exchanges between devices {each:.0f} us," if exchanges else ""
+    gpu = plan.target.device.platform == "gpu"
+    launches = f" {KERNEL_SECONDS * 1e6:.1f} us for each kernel ({plan.steps[-1].kernels} in decode)," if gpu else ""
+    return Text(f"Expected, by assumption:{waits}{launches} and at least {host:.1f} ms of the host.", style="dim")
 
 
 def _programs(plan: CapacityPlan) -> Table:

@@ -1,4 +1,4 @@
-"""What a plan comes to."""
+"""The results of a plan."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from serving.capacity.compiling import Program
 from serving.capacity.count import Work
 from serving.capacity.targets import Target
-from serving.engine.sizing import StoreSize
+from serving.engine.assembly.sizing import StoreSize
 
 
 @dataclass(frozen=True)
 class Step:
-    """One program: what it must move and compute at least, and how long that takes at published speeds."""
+    """One program: the least that it must move and compute, and the time for this at published speeds."""
 
     name: str
     tokens: int
@@ -21,19 +21,32 @@ class Step:
     """Tokens that come out at least: drafts may add to them."""
     work: Work
     without_keys: int
-    """Bytes of `work`, keys and values aside: what a compiled program's `moved` is held against."""
+    """Bytes of `work` without keys and values, to compare with `moved` of a compiled program."""
     memory_ms: float
     compute_ms: float
     link_ms: float
     bound_ms: float
     """No step is faster: the larger of memory and compute, and then the exchange between devices."""
+    latency_ms: float
+    """Assumed time in which devices wait for each other, in addition to the transfer."""
+    launch_ms: float
+    """Assumed time to start and end the kernels of a GPU; 0 on TPU, whose step is one program."""
+    kernels: int
+    """Of a step on a GPU: counted in the compiled program, or by kinds of layers."""
+    host_ms: float
+    """Assumed time of the host for a step, which it spends while the step before runs."""
     tokens_per_second: float
-    """At that bound; of a decode step those that come out, of a prefill step those that go in."""
+    """At the bound; of a decode step those that come out, of a prefill step those that go in."""
+
+    @property
+    def expected_ms(self) -> float:
+        """The bound with latency and launches, or the host's time where that is longer."""
+        return max(self.bound_ms + self.latency_ms + self.launch_ms, self.host_ms)
 
 
 @dataclass(frozen=True)
 class CapacityPlan:
-    """What `mamba-jax plan` reports. Bytes are those of one device."""
+    """The report of `mamba-jax plan`. Bytes are per device."""
 
     model: str
     target: Target
@@ -56,7 +69,7 @@ class CapacityPlan:
     context: int = 0
     """Tokens before each sequence's next one that decode steps are counted with."""
     exchanges: dict[str, int] = field(default_factory=dict)
-    """How often devices must tell each other something in a step, by what."""
+    """Number of collectives in a step, by kind."""
     bytes_off_device: int = 0
     """Of one state in host memory, on disk or on its way to another worker; without keys and values."""
     programs: tuple[Program, ...] = ()
@@ -69,11 +82,12 @@ class CapacityPlan:
 
     @property
     def compiled(self) -> bool:
-        """Whether the compiler has been asked, or everything is arithmetic."""
+        """Whether the figures are the compiler's, or estimates."""
         return bool(self.programs)
 
     def sequences_at(self, tokens: int) -> tuple[int, str]:
-        """How many sequences of `tokens` tokens run at once, and what limits them: `pages` or `max_num_seqs`."""
+        """Returns the number of sequences of `tokens` tokens that run at once, and their limit: `pages` or
+        `max_num_seqs`."""
         if self.size is None:
             return 0, "memory"
         size = self.size

@@ -127,8 +127,12 @@ class Traffic:
         return +found
 
     def _cheapest(self, conditional: _Instruction) -> str:
-        """The branch that moves the least: that of a greedy step."""
-        return min(_called(conditional.line, "branch_computations"), key=self._of, default="")
+        """The branch of a greedy step: it moves the least, and its devices do not exchange rows of logits."""
+
+        def cost(branch: str) -> tuple[bool, int]:
+            return bool(self._count(branch, frozenset(["all-to-all"]))), self._of(branch)
+
+        return min(_called(conditional.line, "branch_computations"), key=cost, default="")
 
     def _one(self, it: _Instruction, results: dict[str, _Instruction]) -> int:
         if it.operation in _FREE:
@@ -157,7 +161,7 @@ class Traffic:
         return self._moved(it, arrays, inside)
 
     def _is_fetched_ahead(self, it: _Instruction, results: dict[str, _Instruction]) -> bool:
-        """Whether the program fetches it once more, for its next run."""
+        """Whether the program fetches it again for its next run."""
         return any(
             each.operation == it.operation and each.operands == it.operands and each is not it
             for each in results.values()

@@ -23,30 +23,34 @@ def _help(context: typer.Context) -> None:
 
 PROGRAMS = {
     "throughput": ("serving.bench.throughput", "Offline throughput: tokens per second for many prompts at once."),
+    "compare": ("serving.bench.compare", "Compare configurations of the engine in alternating turns."),
     "latency": (
         "serving.bench.latency",
         "Time to first token and between tokens of a server under Poisson load.",
     ),
     "decode": (
         "serving.bench.decode_prefill",
-        "Decode and prefill speed by batch size, and host time per step; optionally beside another program.",
+        "Decode and prefill speed by batch size, and host time per step; optionally compared with another program.",
     ),
     "prefix": (
         "serving.bench.prefix_cache",
-        "What prefix caching gains on prompts with a shared prefix, and costs on others.",
+        "What prefix caching gains on prompts with a shared prefix; step time by context length.",
     ),
     "reuse": (
         "serving.bench.prefix_reuse",
         "How much of multi-turn traffic the cache reuses, by number of slots. Runs no model.",
     ),
-    "drafts": ("serving.bench.drafts", "Cost of steps that verify and propose drafts, beside plain ones."),
-    "kernels": ("serving.bench.kernels", "Every implementation of every operation, at the sizes of real models."),
+    "drafts": ("serving.bench.drafts", "Cost of steps that verify and propose drafts, compared with plain ones."),
+    "kernels": (
+        "serving.bench.kernels",
+        "Speed of every implementation of every operation, at the sizes of real models.",
+    ),
 }
 """Command -> module with a `main(arguments)`, and its help text."""
 
 
 def _add(name: str, module: str, text: str) -> None:
-    # The program parses its own options, help included, so that they are defined in one place.
+    # The program parses its own options, including help, so that they are defined in one place.
     settings = {"allow_extra_args": True, "ignore_unknown_options": True}
 
     @app.command(name=name, help=text, context_settings=settings, add_help_option=False)

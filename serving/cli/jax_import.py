@@ -1,4 +1,4 @@
-"""Imports JAX for a command: with the GPU memory that the command uses, and without noise.
+"""Imports JAX for a command: sets the GPU memory that JAX may use, and removes noise from stderr.
 
 A GPU plugin writes lines to stderr on a machine that has no NVIDIA driver.
 """
@@ -13,14 +13,14 @@ import tempfile
 from pathlib import Path
 
 from serving.config import EngineConfig
-from serving.engine.gpu_memory import reserve_gpu_memory
+from serving.engine.assembly.gpu_memory import reserve_gpu_memory
 
 _NOISE = ("absl::InitializeLog() is called", "cudart_stub.cc")
 _DRIVER_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 
 
 def import_jax(memory_utilization: float | None = None) -> None:
-    """Imports JAX, which is to take this fraction of each GPU's memory (the engine's default unless given).
+    """Imports JAX with this fraction of each GPU's memory (None: the engine's default).
 
     The libraries of a GPU plugin write their lines to file descriptor 2 when they are loaded, before any log level
     applies.
@@ -35,7 +35,7 @@ def import_jax(memory_utilization: float | None = None) -> None:
             os.dup2(file.fileno(), 2)
             import jax  # noqa: F401
 
-            # JAX loads these when it looks for devices; loading them again writes nothing.
+            # JAX loads these when it searches for devices. Loading them again writes nothing.
             for library in libraries:
                 ctypes.CDLL(str(library))
         except OSError:
@@ -51,7 +51,7 @@ def import_jax(memory_utilization: float | None = None) -> None:
 
 
 def _plugin_libraries() -> list[Path]:
-    """The shared libraries of the installed CUDA plugins for JAX."""
+    """Returns the shared libraries of the installed CUDA plugins for JAX."""
     spec = importlib.util.find_spec("jax_plugins")
     folders = (spec.submodule_search_locations or ()) if spec is not None else ()
     return sorted(library for folder in folders for library in Path(folder).glob("xla_cuda*/*.so"))

@@ -1,6 +1,6 @@
 """The program `mamba-jax`. User errors are one line on stderr and exit code 2; tracebacks are bugs.
 
-Only the command that was asked for is imported, and JAX only when that command runs.
+Only the requested command is imported, and JAX only when that command runs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import typer
 from typer.core import TyperGroup
 
 from checkpoints.errors import CheckpointError
-from serving.cli.help import Command
 from serving.cli.jax_import import import_jax
-from serving.cli.printable import printable
+from serving.cli.terminal import Command, printable
 from serving.engine.request_error import RequestError
 from serving.settings import ConfigError, did_you_mean
 
@@ -38,17 +37,22 @@ class Entry:
 
 
 COMMANDS = {
-    "generate": Entry("commands", "generate", "Run models", "Continue a prompt, or a file of prompts."),
-    "chat": Entry("terminal_chat", "chat", "Run models", "Chat with a model or a server in the terminal.", jax=False),
+    "generate": Entry("generation.generate", "generate", "Run models", "Continue a prompt, or a file of prompts."),
+    "chat": Entry("generation.chat", "chat", "Run models", "Chat with a model or a server in the terminal.", jax=False),
     "serve": Entry("serve", "serve", "Run models", "Serve a model over HTTP with OpenAI's API."),
-    "router": Entry("router", "router", "Run models", "Route requests to prefill and decode workers.", jax=False),
-    "inspect": Entry("commands", "inspect", "Prepare models", "Show a model's structure and memory."),
+    "router": Entry("serve", "router", "Run models", "Route requests to prefill and decode workers.", jax=False),
+    "inspect": Entry("models", "inspect", "Prepare models", "Show a model's structure and memory."),
     "plan": Entry("plan", "plan", "Prepare models", "Size a model for another machine."),
-    "convert": Entry("commands", "convert", "Prepare models", "Convert or quantize a checkpoint."),
-    "train": Entry("train", "train", "Train models", "Train a model on a corpus."),
-    "train-mtp": Entry("train_mtp", "train_mtp", "Train models", "Train a draft layer by distillation."),
-    "train-grpo": Entry("train_grpo", "train_grpo", "Train models", "Train a model by reinforcement learning."),
-    "eval": Entry("eval", "evaluate", "Measure", "Evaluate a model on held-out text and problems."),
+    "convert": Entry("models", "convert", "Prepare models", "Convert or quantize a checkpoint."),
+    "train": Entry("training.train", "train", "Train models", "Train a model on a corpus."),
+    "train-mtp": Entry("training.train_mtp", "train_mtp", "Train models", "Train a draft layer by distillation."),
+    "train-lora": Entry("training.train_adapter", "train_lora", "Train models", "Train a LoRA adapter."),
+    "train-s0": Entry("training.train_adapter", "train_s0", "Train models", "Train initial states of recurrences."),
+    "train-grpo": Entry(
+        "training.train_grpo", "train_grpo", "Train models", "Train a model by reinforcement learning."
+    ),
+    "eval": Entry("evaluation.eval", "evaluate", "Measure", "Evaluate a model on held-out text and problems."),
+    "bits": Entry("evaluation.bits", "bits", "Measure", "Show which schedules change a request's bits."),
     "bench": Entry("bench", "app", "Measure", "Run a benchmark."),
 }
 ENGINE_COMMANDS = ("generate", "chat", "serve", "plan")
@@ -83,12 +87,12 @@ class _Program(TyperGroup):
 @functools.cache
 def _build(name: str) -> Any:
     entry = COMMANDS[name]
-    found = getattr(importlib.import_module(f"serving.cli.{entry.module}"), entry.name)
-    if not isinstance(found, typer.Typer):
+    program = getattr(importlib.import_module(f"serving.cli.{entry.module}"), entry.name)
+    if not isinstance(program, typer.Typer):
+        function = _after_jax(program) if entry.jax else program
         program = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-        program.command(name, cls=Command)(_after_jax(found) if entry.jax else found)
-        found = program
-    return typer.main.get_command(found)
+        program.command(name, cls=Command)(function)
+    return typer.main.get_command(program)
 
 
 def _after_jax(function: Callable[..., None]) -> Callable[..., None]:
@@ -129,7 +133,7 @@ def _program(
 
 
 def command(name: str) -> Any:
-    """The command of this name, built."""
+    """The command of this name."""
     program: Any = typer.main.get_command(app)
     return program.get_command(typer.Context(program), name)
 
@@ -181,10 +185,10 @@ def own_words(name: str, words: Sequence[str]) -> list[str]:
     path, words = _config_of(words)
     if _config_of(words)[0] is not None:
         raise ConfigError("--config is given more than once; put all options in one file")
-    given = translate(words, own)
+    translated = translate(words, own)
     units: list[Translated] = []
     if path is not None:
-        on_command_line = _options_in(given.words, own)
+        on_command_line = _options_in(translated.words, own)
         for key, value in read_config_file(path).items():
             try:
                 unit = translate(words_of(key, value), own)
@@ -195,10 +199,10 @@ def own_words(name: str, words: Sequence[str]) -> list[str]:
                 raise ConfigError(f"config file {path}: unknown option {key!r}{did_you_mean(key, _names(own))}")
             if not options & on_command_line:
                 units.append(unit)
-    for each in (*units, given):
+    for each in (*units, translated):
         for notice in each.notices:
             logging.getLogger("serving.cli").info(notice)
-    return [word for each in (*units, given) for word in each.words]
+    return [word for each in (*units, translated) for word in each.words]
 
 
 def _config_of(words: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -1,4 +1,4 @@
-"""Command-line options that are generated from settings, so that each is defined once."""
+"""Command-line options generated from settings classes, so that each option is defined once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 
-from serving.cli.help import show_all
+from serving.cli.terminal import show_all
 from serving.settings import Settings
 
 _COUNT = re.compile(r"(?P<number>[+-]?\d+(\.\d+)?)(?P<unit>[kKmM]?)")
@@ -25,23 +25,23 @@ class Options:
     """The options of one settings class."""
 
     keyword: str
-    """The command's keyword that receives a dictionary of those that were given."""
+    """The command's keyword that receives a dictionary of the options that were set."""
     settings: type[Settings]
     panel: str
-    """Heading of their group in the help."""
+    """Heading of the group in the help."""
     without: Collection[str] = ()
-    """Fields that get no option."""
+    """Fields without an option."""
 
     @property
     def names(self) -> list[str]:
-        """The fields that get an option."""
+        """The fields with an option."""
         return [name for name in self.settings.model_fields if name not in self.without]
 
 
 def with_options(*groups: Options, config_file: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator that replaces keywords of a command by options for the fields of settings.
+    """Returns a decorator that replaces keywords of a command by options for the fields of settings classes.
 
-    `config_file` adds `--config`, whose file `serving.cli.main` reads before the command line is parsed.
+    `config_file` adds `--config`; `serving.cli.main` reads that file before the command line is parsed.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -49,11 +49,11 @@ def with_options(*groups: Options, config_file: bool = False) -> Callable[[Calla
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in keywords]
 
         @functools.wraps(command)
-        def wrapped(*, help_all: bool = False, config: Path | None = None, **given: Any) -> None:
+        def wrapped(*, help_all: bool = False, config: Path | None = None, **values: Any) -> None:
             for group in groups:
-                options = {name: given.pop(name) for name in group.names}
-                given[group.keyword] = {name: value for name, value in options.items() if value not in (None, [])}
-            command(**given)
+                options = {name: values.pop(name) for name in group.names}
+                values[group.keyword] = {name: value for name, value in options.items() if value not in (None, [])}
+            command(**values)
 
         added = [_option(name, group) for group in groups for name in group.names]
         if config_file:
@@ -69,22 +69,22 @@ def with_options(*groups: Options, config_file: bool = False) -> Callable[[Calla
 
 
 def whole_number(text: str | int) -> int:
-    """A count: 32768, 32k (thousands), 32K (1,024 each), and so on with m and M.
+    """Returns the value of a count such as 32768, 32k (thousands), 32K (1,024 each), 2m or 2M.
 
     Raises:
-        typer.BadParameter: it is none.
+        typer.BadParameter: the text is not a count.
     """
-    match = _COUNT.fullmatch(str(text).strip())
-    if match is None:
+    count = _COUNT.fullmatch(str(text).strip())
+    if count is None:
         raise typer.BadParameter(f"{text!r} is not a whole number (32768, 32k for thousands, 32K for 1,024 each)")
-    number = float(match["number"]) * _UNITS[match["unit"]]
+    number = float(count["number"]) * _UNITS[count["unit"]]
     if not number.is_integer():
         raise typer.BadParameter(f"{text!r} is not a whole number")
     return int(number)
 
 
 def _option(name: str, group: Options) -> inspect.Parameter:
-    """One field as an option; None if not given on the command line, whatever the default."""
+    """Returns the option for a field. Its value is None if the command line does not set it."""
     field = group.settings.model_fields[name]
     kind, many, choices = _plain(field.annotation)
     dashed = name.replace("_", "-")
@@ -116,9 +116,9 @@ def _default(field: Any) -> str:
 
 
 def _plain(annotation: Any) -> tuple[type, bool, str | None]:
-    """The type that typer parses, whether the option is repeatable, and its choices.
+    """Returns the type that typer parses, whether the option is repeatable, and its choices.
 
-    Choices are plain strings: the settings check them with clearer errors.
+    Choices are parsed as strings, because the settings check them with clearer errors.
     """
     if get_origin(annotation) in (Union, types.UnionType):
         (annotation,) = [member for member in get_args(annotation) if member is not types.NoneType]

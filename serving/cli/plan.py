@@ -19,15 +19,14 @@ if TYPE_CHECKING:
 @with_options(Options("flags", EngineConfig, "Engine"), config_file=True)
 def plan(
     topology: Annotated[
-        str, typer.Option(help="TPU slice such as v5e-8, GPUs such as h100-4, or all: the smallest of each kind.")
+        str,
+        typer.Option(help="TPU slice such as v5e-8, GPUs such as h100-4, or all (the smallest machine of each kind)."),
     ] = "all",
     *,
     at_context: Annotated[
         int | None, typer.Option(help="Also show how many sequences of this many tokens run at once.", min=1)
     ] = None,
-    list_models: Annotated[
-        bool, typer.Option("--list-models", help="List the published models that are known by name.")
-    ] = False,
+    list_models: Annotated[bool, typer.Option("--list-models", help="List the names of published models.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Compile every program, not only the two largest.")] = False,
     analysis: Annotated[bool, typer.Option("--analysis", help="Estimate by arithmetic, without compiling.")] = False,
     context: Annotated[
@@ -62,7 +61,7 @@ def plan(
     if svg is not None and not svg.absolute().parent.is_dir():
         raise ConfigError(f"--svg {svg}: no such directory: {svg.parent}")
     if (replicas := flags.get("data_parallel_size") or 1) > 1:
-        raise ConfigError(f"data_parallel_size {replicas}: a plan is of one replica; give its devices as --topology")
+        raise ConfigError(f"data_parallel_size {replicas}: a plan is for one replica; give its devices as --topology")
     context = context or at_context
     config, notice = resolved_model(EngineConfig.create(**(flags | {"tensor_parallel_size": 1})))
     if notice:
@@ -105,7 +104,8 @@ def plan(
 
 
 def smallest_machines(config: EngineConfig, context: int | None) -> tuple[list[CapacityPlan], dict[str, str]]:
-    """The plan of the smallest machine of each kind that holds the model, and a reason for each kind without one."""
+    """Returns the plan for the smallest machine of each kind that fits the model, and a reason for each kind without
+    one."""
     from serving.capacity.plan import make_plan
     from serving.capacity.targets import families
 

@@ -1,4 +1,4 @@
-"""`mamba-jax serve`: load a model and serve it over HTTP."""
+"""`mamba-jax serve` and `mamba-jax router`: serve a model over HTTP, or route requests to such servers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from checkpoints.errors import CheckpointError
+from serving.api.http.resolve_settings import resolve_settings
 from serving.api.http.settings import ServerSettings
-from serving.api.http.settle import settle
 from serving.api.logs import set_up_logging
 from serving.cli.options import Options, with_options
 from serving.config import ConfigError, EngineConfig
 from serving.hosts.settings import HostSettings
-from serving.split.settings import SplitSettings
+from serving.split.settings import RouterSettings, SplitSettings
 from serving.vllm.flags import json_value
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def serve(
         bool,
         typer.Option(
             "--generation-config/--no-generation-config",
-            help="Use the checkpoint's recommended sampling parameters for what requests leave out. [default: on]",
+            help="Use the checkpoint's recommended sampling parameters for fields that requests omit. [default: on]",
             show_default=False,
             rich_help_panel=PANEL,
         ),
@@ -53,7 +53,7 @@ def serve(
     override_generation_config: Annotated[
         str | None,
         typer.Option(
-            help="Sampling parameters for what requests leave out, as JSON, in place of the checkpoint's.",
+            help="JSON object of default sampling parameters that replace the checkpoint's.",
             hidden=True,
             rich_help_panel=PANEL,
         ),
@@ -61,7 +61,7 @@ def serve(
     default_chat_template_kwargs: Annotated[
         str | None,
         typer.Option(
-            help="Variables of the chat template for what requests leave out, as JSON: '{\"enable_thinking\": false}'.",
+            help="JSON object of default variables of the chat template, e.g. '{\"enable_thinking\": false}'.",
             hidden=True,
             rich_help_panel=PANEL,
         ),
@@ -82,8 +82,10 @@ def serve(
             "--default-chat-template-kwargs", default_chat_template_kwargs
         )
     override = _json_object("--override-generation-config", override_generation_config or "{}")
-    chosen, config = settle(flags, settings, with_generation_config=generation_config, override=override)
+    chosen, config = resolve_settings(flags, settings, with_generation_config=generation_config, override=override)
     _check_tls(chosen)
+    if role.role is not None and config.schedule_invariant:
+        raise ConfigError(f"schedule_invariant is not supported by a worker of a split (--role {role.role})")
     set_up_logging(chosen.log_format)
     together = HostSettings.create(**(hosts or {}))
     if together.several:
@@ -103,7 +105,7 @@ def _serve_together(
     *,
     all_devices: bool,
 ) -> None:
-    """Find the other hosts, then lead or follow. `all_devices`: the number of devices was not specified."""
+    """Finds the other hosts, then lead or follow. `all_devices`: the number of devices was not specified."""
     from serving.hosts.host import gather, run_follower
 
     if role.role is not None:
@@ -131,14 +133,14 @@ def _serve_together(
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:
-    found = json_value(name, text)
-    if not isinstance(found, dict):
-        raise ConfigError(f"{name}: a JSON object is needed, not {text[:80]}")
-    return found
+    value = json_value(name, text)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} must be a JSON object, got {text[:80]}")
+    return value
 
 
 def _check_tls(settings: ServerSettings) -> None:
-    """Raises ConfigError: key and certificate cannot be read, or are not a pair."""
+    """Raises `ConfigError` if key or certificate cannot be read, or they do not match."""
     if settings.ssl_certfile is None:
         return
     try:
@@ -150,7 +152,7 @@ def _check_tls(settings: ServerSettings) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket on that address, listening.
+    """Returns a listening socket on this address.
 
     Raises:
         ConfigError: the address is not available.
@@ -174,11 +176,11 @@ def _run(
     role: SplitSettings,
     party: Party | None = None,
 ) -> None:
-    """Returns when the server has been asked to end. `party`: the hosts that this one leads."""
+    """Runs the server until it is stopped. `party`: the hosts that this one leads."""
     from serving.api.http.context import Context
-    from serving.api.http.summary import summary
+    from serving.api.http.startup_log import startup_lines
     from serving.api.traces import Traces
-    from serving.engine.build import Built
+    from serving.engine.assembly.build import Built
     from serving.hosts.leader import Leader
     from serving.split.http.worker_server import make_server
 
@@ -189,7 +191,7 @@ def _run(
     def on_built(built: Built) -> None:
         if party is not None:
             leaders.append(Leader(built.engine.loop, party, built.digest))
-        for line in summary(built, settings, f"{scheme}://{address}:{port}"):
+        for line in startup_lines(built, settings, f"{scheme}://{address}:{port}"):
             log.info(line)
 
     def on_compiled() -> None:
@@ -199,7 +201,7 @@ def _run(
     def on_ready(_: Context) -> None:
         log.info("ready after %.1f s", time.monotonic() - begin)
 
-    # (Made before anything is loaded: its package may be missing.)
+    # Create this before loading the model, because its package may be missing.
     traces = Traces(settings.otlp_traces_endpoint, settings.served_model_name[0])
     server, context = make_server(
         settings, config, role, listening, led=party is not None,
@@ -210,4 +212,28 @@ def _run(
     server.run(sockets=[listening])
     if context.engine.abandoned:
         logging.shutdown()
-        os._exit(1)  # the runtime's own end would wait for the step
+        os._exit(1)  # a normal exit would wait for the step
+
+
+# The router has no operators' paths.
+@with_options(Options("settings", RouterSettings, "Router", without=("admin_key",)))
+def router(*, settings: dict[str, Any]) -> None:
+    """Put OpenAI's API in front of prefill and decode workers (`mamba-jax serve --role ...`)."""
+    from serving.api.http.connection.server import Server
+    from serving.split.router.app import create_router
+
+    if not settings.get("decode"):
+        raise ConfigError("a router needs at least one decode worker: --decode URL")
+    chosen = RouterSettings.create(**settings)
+    for url in (*chosen.prefill, *chosen.decode):
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"{url!r} is not a URL: it must begin with http:// or https://")
+    listening = bind(chosen.host, chosen.port)
+    address, port = listening.getsockname()[:2]
+    log.info(
+        "routing http://%s:%d to %d prefill and %d decode workers",
+        address, port, len(chosen.prefill), len(chosen.decode),
+    )  # fmt: skip
+    app = create_router(chosen)
+    server = Server(app, chosen, drain_timeout=chosen.drain_timeout, leave=app.state.relay.leave)
+    server.run(sockets=[listening])

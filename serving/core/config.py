@@ -1,4 +1,4 @@
-"""The scheduler's settings. Validated once; every later line of `serving.core` may rely on what is checked here."""
+"""The scheduler's settings. The constructor validates them; the rest of `serving.core` relies on these checks."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -37,13 +37,13 @@ class SchedulerConfig:
     """How far beyond a step's own tokens the device may write attention pages while it proposes drafts (MTP: K)."""
     max_prefill_rows: int = 8
     max_tiles: int | None = None
-    """Tiles of one prefill step; None = enough for `max_num_batched_tokens` cut into `max_prefill_rows` pieces."""
+    """Tiles of one prefill step; None = enough for `max_num_batched_tokens` tokens in `max_prefill_rows` rows."""
     max_decode_rows: int | None = None
-    """None = `max_num_seqs`."""
+    """None: `max_num_seqs`."""
     max_waiting: int | None = None
-    """Requests that may queue; one more is refused. None = no limit."""
+    """Maximum number of waiting requests; further ones are refused. None: no limit."""
     max_decode_pause: float | None = None
-    """Seconds that a step which decodes may take for the prompts in it, as far as one tile allows. None = no limit."""
+    """Seconds that a step with decode rows may spend on prompts, at a granularity of one tile. None: no limit."""
     chunks_end_at_blocks: bool = False
     """Whether no prefill chunk runs over a multiple of B, because running states are rounded there."""
     overlap: bool = True
@@ -99,7 +99,7 @@ class SchedulerConfig:
 
     @property
     def num_rows(self) -> int:
-        """Sequences that run at once: `max_num_seqs`, clamped to what the slots can hold."""
+        """Sequences that run at once: `max_num_seqs`, limited by the number of slots."""
         return min(self.max_num_seqs, (self.num_slots - 1) // self.slots_per_row)
 
     @property
@@ -135,7 +135,7 @@ class SchedulerConfig:
 
     @property
     def pages_per_row(self) -> int:
-        """Width of the page table: the longest sequence and two steps' worth of optimistic tokens."""
+        """Width of the page table: the longest sequence plus the optimistic tokens of two steps."""
         if not self.num_pages:
             return 0
         return -(-(self.max_model_len + 2 * (self.num_speculative_tokens + 1)) // self.page_size)
@@ -157,7 +157,7 @@ def replay_intervals(num_speculative_tokens: int, *, tile_size: int) -> list[int
 
 
 def check_replay_interval(interval: int, num_speculative_tokens: int, *, tile_size: int) -> None:
-    """Raise `ConfigError`, one line that says what is allowed, for an R > 1 that is not among `replay_intervals`."""
+    """Raises `ConfigError` for an R > 1 that is not among `replay_intervals`. The message lists these."""
     allowed = replay_intervals(num_speculative_tokens, tile_size=tile_size)
     if interval not in allowed:
         least = 2 * (1 + num_speculative_tokens)

@@ -1,4 +1,4 @@
-"""Choose a worker for a prompt: the one that has the least to compute before it can answer.
+"""Chooses a worker for a prompt: the one with the least to compute before it can answer.
 
 Costs are counted in prompt tokens, so the workers' speeds need not be known: the tokens that a worker has been given
 and not computed yet, and those of this prompt beyond the deepest state that it could continue from. A worker that
@@ -10,37 +10,37 @@ import math
 from dataclasses import dataclass
 
 LATELY = 60.0
-"""Seconds after which work counts for a third of what it did."""
+"""Seconds in which the weight of past work falls to a third."""
 EVENNESS = 0.5
 """Of the work that a worker has had lately beyond its share, the part that it must save for having more. Below 1: what
 a lone conversation has had computed is what it saves, so it stays where it is."""
 REQUEST = 64.0
-"""Tokens that every request under way counts for: it takes its part of each step."""
+"""Cost of every unfinished request in tokens, because it takes a part of each step."""
 
 
 @dataclass(slots=True)
 class Workload:
-    """What one worker has been given, in prompt tokens."""
+    """The work assigned to one worker, in prompt tokens."""
 
     pending: int = 0
-    """Not computed yet."""
+    """Assigned tokens that are not computed yet."""
     _recent: float = 0.0
     _at: float = 0.0
 
     def given(self, tokens: int, now: float) -> None:
-        """It is to compute so many. `now` is in seconds, by any clock."""
+        """Adds tokens that the worker will compute. `now` is in seconds of any clock."""
         self.pending += tokens
         self._recent, self._at = self.recent(now) + tokens, now
 
     def computed(self, tokens: int) -> None:
-        """It has, or will not."""
+        """Records that the worker has computed tokens, or will not."""
         self.pending -= tokens
 
     def recent(self, now: float) -> float:
-        """What it has been given, that of long ago counted less."""
+        """Assigned prompt tokens, with exponentially decaying weight."""
         return self._recent * math.exp((self._at - now) / LATELY)
 
 
 def price(tokens: float, *, pending: float, requests: int, recent: float, share: float) -> float:
-    """What it costs, in tokens, to give a worker so many more to compute. `share`: the mean of all `recent`."""
+    """The cost, in tokens, of assigning this many more tokens to a worker. `share`: the mean of all `recent`."""
     return pending + tokens + REQUEST * requests + EVENNESS * max(0.0, recent - share)

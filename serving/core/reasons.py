@@ -40,11 +40,11 @@ class FinishReason(StrEnum):
 
 
 class ConfigError(ValueError):
-    """A bad setting: one line that says what was wrong and what is allowed."""
+    """A wrong setting. The message is one line: the setting, its value and the allowed values."""
 
 
 class RequestError(ValueError):
-    """A request that cannot be served as asked: one line saying what was wrong and what is allowed.
+    """A request that cannot be served. The message is one line: the wrong value, and the allowed values.
 
     `retry` is true where the same request may be taken later (the queue is full).
     """

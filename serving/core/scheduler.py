@@ -1,13 +1,13 @@
-"""The host's side of continuous batching: which rows the next step has, and what became of the last one.
+"""The host's side of continuous batching: chooses the rows of the next step, and applies the result of the last one.
 
     plan = scheduler.schedule()          # may be called while one earlier plan is unsettled
     ... dispatch it ...
     scheduler.dispatched(plan)           # or withdraw(plan), if it could not be dispatched
     scheduler.settle(earlier, result)    # in the order of dispatch
 
-Decoding rows come first, then prompts being prefilled, then the queue (by priority, then arrival); `planning.fairness`
-says which prompts may overtake. See `planning.host_state` for what is known, `planning.prefill` and `planning.decode`
-for the rows, `planning.publication` for what becomes findable when, and `cache.row_state` for whose a slot is.
+`planning.rows` chooses the rows of a step, and `planning.fairness` the prompts that may overtake others in the queue.
+`planning.host_state` has the scheduler's records, `planning.publication` publishes states and pages, and
+`cache.row_state` records the row that owns a slot.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,14 +18,12 @@ from serving.core.cache.prefix_index import PrefixIndex
 from serving.core.cache.prefix_tree import Scope
 from serving.core.cache.retention import RetentionPolicy
 from serving.core.config import SchedulerConfig
-from serving.core.planning.admission import admit, admit_short, displace, refuse_impossible, why_wait
-from serving.core.planning.budget import Budget
-from serving.core.planning.decode import plan_decode
+from serving.core.planning.admission import refuse_impossible, why_wait
 from serving.core.planning.host_state import HostState
 from serving.core.planning.plan import Emitted, StepPlan, StepResult
-from serving.core.planning.prefill import plan_prefill
 from serving.core.planning.publication import after_dispatch
 from serving.core.planning.remote import Hold, arrived, hold, hold_cached, hold_is_valid, lost, release_hold
+from serving.core.planning.rows import plan_rows
 from serving.core.planning.settlement import finish, settle
 from serving.core.reasons import FinishReason, RequestError, WaitReason
 from serving.core.requests.drafts import DraftPolicy
@@ -38,7 +36,7 @@ from serving.core.tiers.tiers import Tiers
 
 
 class Scheduler:
-    """Plans steps and settles them. Not safe for use by several threads at once."""
+    """Plans steps and settles them. Not thread-safe."""
 
     def __init__(
         self,
@@ -56,7 +54,7 @@ class Scheduler:
     # -- requests --
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises `RequestError`, one line, if it can never run or the queue is full."""
+        """Queues a request. Raises `RequestError` if it can never run or the queue is full."""
         try:
             refuse_impossible(self._host, request)
         except RequestError:
@@ -70,75 +68,82 @@ class Scheduler:
         self._host.queues.start(request)
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request at any moment; None if there is no such request (any more)."""
+        """Ends a request at any time. Returns None if there is no such unfinished request."""
         return self.finish(request_id, FinishReason.ABORT)
 
     def finish(self, request_id: str, reason: FinishReason) -> Request | None:
-        """End a request for a reason that the scheduler cannot see (a stop string, an error)."""
+        """Ends a request for a reason that the scheduler does not detect (a stop text, an error)."""
         request = self._host.queues.unfinished.get(request_id)
         if request is not None:
             finish(self._host, request, reason)
         return request
 
     def discard(self, request_id: str) -> Request | None:
-        """End a request whose states may be wrong, and drop every cached state that its tokens lead to."""
+        """Ends a request whose states may be wrong, and removes all cached states of its tokens."""
         request = self.finish(request_id, FinishReason.ERROR)
         if request is not None and self.index is not None:
-            scope = self._host.cache.scope(request.cache_salt)
+            scope = self._host.cache.scope(request.cache_salt, request.adapter)
             self.index.forget(request.tokens, scope)
             if self.tiers is not None:
                 self.tiers.forget(request.tokens, scope)
         return request
 
     def hold_new(self) -> None:
-        """Admit none of the requests that are added from now on, until `release_new`."""
+        """Holds back the requests that are added from now on, until `release_new`."""
         self._host.admits_until = self._arrivals
 
     def release_new(self) -> None:
-        """Admit all again."""
+        """Ends `hold_new`: all requests may be admitted."""
         self._host.admits_until = None
 
     @property
     def has_unheld(self) -> bool:
-        """Whether anything is left to do but what `hold_new` holds back."""
+        """Whether there is work other than the requests that `hold_new` holds back."""
         return any(not self._host.holds_back(request) for request in self._host.queues.unfinished.values())
 
-    def resumable(self, tokens: Sequence[int], salt: str | None) -> int:
-        """Tokens of a prompt that would not have to be computed if it were admitted now.
+    def resumable(self, tokens: Sequence[int], salt: str | None, adapter: str | None = None) -> int:
+        """Returns the number of tokens of a prompt that are cached now.
 
-        Any thread may ask while another one plans: nothing is moved, and the answer is a hint.
+        Any thread may call this while another one plans. It changes nothing, and the answer is a hint.
         """
         index = self.index
-        return 0 if index is None else index.find(tokens, self._host.cache.scope(salt)).position
+        return 0 if index is None else index.find(tokens, self._host.cache.scope(salt, adapter)).position
 
-    def fetchable(self, tokens: Sequence[int], salt: str | None, beyond: int, chains: dict[Scope, Chain]) -> int:
-        """Tokens of a prompt that a tier below the device has a state after; `beyond` if it has none after more.
+    def fetchable(
+        self,
+        tokens: Sequence[int],
+        salt: str | None,
+        beyond: int,
+        chains: dict[Scope, Chain],
+        adapter: str | None = None,
+    ) -> int:
+        """Returns the number of tokens of a prompt with a state in a tier below the device; `beyond` if none is longer.
 
-        Any thread may ask, as with `resumable`. `chains`: what these tokens are called, for others that ask.
+        Any thread may call this, like `resumable`. `chains`: names of these tokens, kept for further calls.
         """
         tiers = self.tiers
         if tiers is None or self.index is None or beyond >= len(tokens):
             return beyond
-        scope = self._host.cache.scope(salt)
+        scope = self._host.cache.scope(salt, adapter)
         return tiers.reach(chains.setdefault(scope, Chain(scope, tiers.block)), tokens, beyond)
 
     @property
     def waiting(self) -> list[Request]:
-        """The queue, first come first."""
+        """The waiting requests in their order."""
         return self._host.queues.waiting
 
     def why_wait(self, requests: Iterable[Request]) -> list[WaitReason]:
-        """Why requests of `waiting` have not been admitted. May be called from any thread, for a picture."""
+        """Returns hints why requests of `waiting` have not been admitted. May be called from any thread."""
         return why_wait(self._host, requests)
 
     @property
     def running(self) -> list[Request]:
-        """The requests that have a row id, first come first."""
+        """The requests with a row id in order of arrival."""
         return self._host.queues.running
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether anything is left to do."""
+        """Whether there is unfinished work."""
         return bool(self._host.queues.unfinished)
 
     # -- steps --
@@ -146,8 +151,8 @@ class Scheduler:
     def needs_settle_before_schedule(self) -> bool:
         """Whether the unsettled step must settle before the next one can be planned.
 
-        So it is without overlap, and where most rows would have to sit out the next step, because the host must know
-        their last tokens first. (Where fewer do, they sit it out, and the others go on.)
+        This is so without overlap, and if most rows could not take part in the next step, because the host must know
+        their last tokens first. (If fewer rows need this, they skip the step, and the others continue.)
         """
         host = self._host
         if not host.unsettled:
@@ -155,10 +160,12 @@ class Scheduler:
         if not self.config.overlap:
             return True
         running = host.queues.running
-        return any(map(_sits_out, running)) and 2 * sum(request.lockstep for request in running) > len(running)
+        if not any(request.sits_out for request in running):
+            return False
+        return 2 * sum(request.lockstep for request in running) > len(running)
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step; None if there is nothing to do before an unsettled step settles, or at all."""
+        """Plans the next step. Returns None if there is nothing to do before an unsettled step settles, or at all."""
         if self.needs_settle_before_schedule():
             return None
         host = self._host
@@ -166,60 +173,21 @@ class Scheduler:
         assert len(host.unsettled) <= 1, "at most one step may be unsettled while another is planned"
         self._steps += 1
         plan = host.pending = StepPlan(self._steps)
-        budget = Budget(self.config)
-        running = host.queues.running.copy()
-        decoding = [request for request in running if request.progress.num_sampling_steps and not _sits_out(request)]
-        if decoding and self.config.num_speculative_tokens:
-            host.drafts.begin(decoding)
-        spare = budget.tokens - len(decoding)
-        for request in decoding:
-            if request.status is Status.RUNNING:
-                spare -= max(0, plan_decode(host, request, plan, budget, max(0, spare)))
-        prefilling = any(not request.progress.num_sampling_steps for request in running)
-        if prefilling or host.queues.waiting:
-            budget.tokens = min(budget.tokens, host.fairness.prompt_tokens(decoding=bool(plan.decode)))
-            budget.grant_share()
-            if host.queues.waiting and not host.queues.free_row_ids:
-                displace(host, plan)
-            prompts = [
-                request
-                for request in running
-                if not request.progress.num_sampling_steps and not request.transfer.load and not request.blocked
-            ]
-            long = [request for request in prompts if host.fairness.is_long(request)]
-            if long and budget.tokens > 1:  # a single token cannot be shared, and goes to the first in order
-                with budget.half():
-                    self._continue([request for request in prompts if request not in long], plan, budget)
-                    if host.queues.waiting:
-                        admit_short(host, plan, budget)
-                prompts = long
-            self._continue(prompts, plan, budget)
-            if host.queues.waiting:
-                admit(host, plan, budget)
+        plan_rows(host, plan)
         if not plan.decode and not plan.prefill:
             host.pending = None
             return None
         return plan
 
-    def _continue(self, prompts: Sequence[Request], plan: StepPlan, budget: Budget) -> None:
-        """Give running requests that prefill their next chunks, as far as there is room."""
-        for request in prompts:
-            if request.status is not Status.RUNNING:  # preempted for one before it
-                continue
-            progress = request.progress
-            if plan_prefill(self._host, request, plan, budget, preempting=True) and progress.set_up_due:
-                progress.set_up_due = False
-                plan.admitted.append(request)
-
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """A step took so long on the device; later ones are sized by it to keep to `max_decode_pause`."""
+        """Records the duration of a step on the device, from which later steps are sized to keep `max_decode_pause`."""
         num_tokens = sum(row.num_tokens for row in plan.prefill)
         if num_tokens:
             self._host.fairness.observe(num_tokens, seconds)
             self.prices.computed(num_tokens, seconds)
 
     def dispatched(self, plan: StepPlan) -> None:
-        """The step is in the device's queue: what it computes of prompts may be found by later steps."""
+        """Called when the step is dispatched: publishes the prompt states and pages that it computes."""
         host = self._host
         assert plan is host.pending, "only the latest plan can be dispatched, once"
         host.pending = None
@@ -243,9 +211,9 @@ class Scheduler:
             stats.misses[lookup.miss_reason] += 1
 
     def withdraw(self, plan: StepPlan) -> None:
-        """The step could not be dispatched: everything is as before it was planned, and nothing of it findable.
+        """Undoes a step that could not be dispatched. Nothing of it is published.
 
-        Requests that it preempted stay in the queue, and what was evicted for it stays evicted.
+        Requests that it preempted stay in the queue, and entries that it evicted stay evicted.
         """
         host = self._host
         assert plan is host.pending, "only the latest plan can be withdrawn, before it is dispatched"
@@ -260,12 +228,10 @@ class Scheduler:
                     request.progress.state.trim(request.progress.last_access)
         for request in plan.admitted:
             if request.status is Status.RUNNING:
-                host.queues.leave(request)
-                host.release_all(request, Fate.DROPPED)
-                host.queues.enqueue(request)
+                host.requeue(request)
 
     def settle(self, plan: StepPlan, result: StepResult) -> list[Emitted]:
-        """Take a step's result, in the order of dispatch; returns the tokens that count, request by request.
+        """Takes a step's result, in the order of dispatch. Returns the valid tokens by request.
 
         Results of a step that a `reset` wrote off are ignored.
         """
@@ -277,9 +243,9 @@ class Scheduler:
         return settle(host, plan, result)
 
     def reset(self) -> None:
-        """The store is lost: forget every checkpoint and page, and queue every request to be computed again.
+        """Called when the store is lost: removes all checkpoints and pages, and queues all running requests again.
 
-        Tokens that were settled are kept; steps that were not settled mean nothing any more.
+        Settled tokens are kept. Unsettled steps are ignored.
         """
         host = self._host
         plans = [*host.unsettled, *([host.pending] if host.pending is not None else [])]
@@ -300,25 +266,23 @@ class Scheduler:
         host.stats.resets += 1
 
     def drop_cached(self) -> None:
-        """Drop all cached prefixes, here and in the tiers. Requests that run keep what they use."""
+        """Drops all cached prefixes, on the device and in the tiers. Running requests keep theirs."""
         if self._host.cache.index is not None:
             self._host.cache.index.drop_all()
         if self._host.tiers is not None:
             self._host.tiers.clear()
 
     def change_weights(self, lineage: int = 0) -> None:
-        """The model's weights are others from now on: what is cached is not found any more, and whatever is unfinished
+        """Called after a weight update: cached prefixes are no longer found, and every unfinished request
         is computed again from its tokens. No step may be unsettled.
 
-        `lineage`: which ones, for replicas (`Scope`).
+        `lineage`: identifies the weights among replicas (`Scope`).
         """
         host = self._host
         assert not host.unsettled, "a step under the old weights has not been settled"
         assert host.pending is None, "a step under the old weights has been planned"
         for request in host.queues.running.copy():
-            host.queues.leave(request)
-            host.release_all(request, Fate.DROPPED)
-            host.queues.enqueue(request)
+            host.requeue(request)
         host.cache.outdate(lineage)
         if host.tiers is not None:
             host.tiers.outdate()
@@ -332,17 +296,12 @@ class Scheduler:
     # -- states from and for other workers; see `remote` --
 
     def take_loads(self) -> list[RemoteLoad]:
-        """Requests that began to wait for a remote state since the last call. Some may wait no more: see `valid`."""
+        """Returns the loads that requests wait for since the last call. Some may be obsolete (`RemoteLoad.valid`)."""
         loads, self._host.loads = self._host.loads, []
         return loads
 
-    def take_fetches(self) -> list[RemoteLoad]:
-        """Requests that began to wait for a state from a tier since the last call; as with `take_loads`."""
-        fetches, self._host.fetches = self._host.fetches, []
-        return fetches
-
     def pop_unneeded_remotes(self) -> list[RemoteState]:
-        """Remote states that their requests, since the last call, turned out not to need (any more)."""
+        """Returns the remote states that requests have stopped needing since the last call."""
         unneeded, self._host.unneeded_remotes = self._host.unneeded_remotes, []
         return unneeded
 
@@ -352,27 +311,27 @@ class Scheduler:
         return bool(self._host.unneeded_remotes)
 
     def arrived(self, load: RemoteLoad) -> None:
-        """The program that writes a load into its slot and pages is in the device's queue: the request goes on."""
+        """Called when the program that writes a load has been dispatched: the request continues."""
         arrived(self._host, load)
 
     def lost(self, load: RemoteLoad) -> None:
-        """A load will not arrive: the request computes its prompt here. Nothing happens if it waits no more."""
+        """Called when a load has failed: the request computes its prompt here. Does nothing if it no longer waits."""
         lost(self._host, load)
 
     def hold(self, row: PlannedRow) -> Hold:
-        """Keep the state and the pages at the end of a row whose step was just dispatched, until `release_hold`."""
+        """Holds the state and the pages at the end of a row whose step was just dispatched, until `release_hold`."""
         return hold(self._host, row)
 
-    def hold_cached(self, tokens: Sequence[int], salt: str | None) -> Hold | None:
-        """Keep the deepest state of these tokens that the device has until `release_hold`; None if it has none."""
-        return hold_cached(self._host, tokens, salt)
+    def hold_cached(self, tokens: Sequence[int], salt: str | None, adapter: str | None = None) -> Hold | None:
+        """Holds the deepest state of these tokens on the device until `release_hold`. Returns None without one."""
+        return hold_cached(self._host, tokens, salt, adapter)
 
     def hold_is_valid(self, held: Hold) -> bool:
-        """Whether what is held is still there: it goes with the store."""
+        """Whether the held state still exists. It is lost with the store."""
         return hold_is_valid(self._host, held)
 
     def release_hold(self, held: Hold) -> None:
-        """Let go of it, once."""
+        """Releases it, once."""
         release_hold(self._host, held)
 
     # -- readings --
@@ -383,12 +342,12 @@ class Scheduler:
         return self._host.drafts
 
     def use_tiers(self, tiers: Tiers) -> None:
-        """Before the first step: have evicted checkpoints go to these tiers, and requests fetch from them."""
+        """Called before the first step: copies evicted checkpoints to these tiers, and fetches from them."""
         self._host.tiers = tiers
         self._host.cache.leaving_to(tiers.left)
 
     def tell(self, journal: Journal) -> None:
-        """Write down what can be gone on from, on the device and below it: what is there now, and all that changes."""
+        """Starts the journal of resumable states on the device and in the tiers: the present ones, and all changes."""
         self._host.journal = journal
         self._host.cache.watched_by(Publishing(journal))
         for tier in self.tiers.tiers if self.tiers is not None else ():
@@ -398,12 +357,12 @@ class Scheduler:
 
     @property
     def prices(self) -> Prices:
-        """What computing and fetching take."""
+        """Estimated times of computing and fetching."""
         return self._host.tiers.prices if self._host.tiers is not None else self._host.prices
 
     @property
     def weights_replaced(self) -> bool:
-        """Whether the weights are others than those that the process began with."""
+        """Whether the weights have been updated since the start of the process."""
         return self._host.cache.weights > 0
 
     @property
@@ -413,25 +372,26 @@ class Scheduler:
 
     @property
     def tiers(self) -> Tiers | None:
-        """What is held below the device."""
+        """The contents of the tiers below the device."""
         return self._host.tiers
 
     @property
     def pools(self) -> Sequence[Pool]:
-        """Slots and, for a model with attention, pages: to look at. Others after a `reset`."""
+        """The pools of slots and, with attention, pages, for inspection. Replaced by `reset`."""
         return self._host.cache.pools
 
     @property
     def index(self) -> PrefixIndex | None:
-        """What is cached: to look at. None where nothing is; another one after a `reset`."""
+        """The prefix index, for inspection. None without a cache; replaced by `reset`."""
         return self._host.cache.index
 
     def check(self, *, idle: bool = False) -> None:
-        """Raise `AssertionError` unless every slot, page and row id is accounted for; `idle`: and none is in use."""
+        """Raises `AssertionError` unless every slot, page and row id has exactly one owner; with `idle`, none may be in
+        use."""
         self._host.check(idle=idle)
 
     def stats(self) -> dict[str, Any]:
-        """All counters, and how full queues and pools are now."""
+        """Returns all counters, and the present fill levels of queues and pools."""
         queues = self._host.queues
         found = self._host.stats.snapshot()
         found["waiting"], found["running"] = len(queues.waiting), len(queues.running)
@@ -445,8 +405,3 @@ class Scheduler:
         if self.tiers is not None:
             found["tiers"] = self.tiers.snapshot()
         return found
-
-
-def _sits_out(request: Request) -> bool:
-    """Whether a request needs what the host does not know yet: its last tokens, or what the engine makes of them."""
-    return request.lockstep and (request.blocked or any(row.sample for row in request.progress.unsettled))

@@ -9,7 +9,7 @@ from serving.core.reasons import FinishReason, MissReason
 
 @dataclass(slots=True)
 class Stats:
-    """What the host policy did so far."""
+    """Counters of the scheduler's decisions."""
 
     steps: int = 0
     requests: int = 0
@@ -30,7 +30,7 @@ class Stats:
     prefill_tokens: int = 0
     """Tokens fed that were certain beforehand: prompts, and outputs computed again after a preemption."""
     decode_tokens: int = 0
-    """Tokens fed by sequences that go on by themselves, drafts not counted."""
+    """Tokens fed by decode rows, without drafts."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     output_tokens: int = 0
@@ -42,7 +42,7 @@ class Stats:
     boundaries_not_kept: int = 0
     """Checkpoints not published because no slot or page could be spared."""
     anchors: int = 0
-    """Under replay: how often a decoding row has written a state and gone on from it."""
+    """With replay: number of times that a decode row has written a state and continued from it."""
     drafts_cut: int = 0
     """Drafts not fed because there were too few slots."""
     page_copies: int = 0

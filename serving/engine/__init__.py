@@ -1,1 +1,1 @@
-"""The loop between host policy and device: plans to arrays, steps, outputs; `LLM` and the async engine."""
+"""The engine: converts the scheduler's plans to arrays, runs steps and returns outputs; `LLM` and the async engine."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal, Protocol, get_args
 
 from checkpoints.replacement import NewWeights
-from serving.engine.loop import StepLoop
 from serving.engine.request_error import RequestError
+from serving.engine.steps.loop import StepLoop
 from serving.engine.weights import Weights
 
 PauseMode = Literal["wait", "abort", "keep"]
@@ -33,7 +33,7 @@ class Control:
         self.paused = False
         self._pausing = False
         self.sleep_level = 0
-        """0: awake."""
+        """The level of `sleep`; 0 while the engine is awake."""
 
     @property
     def held(self) -> bool:
@@ -42,7 +42,7 @@ class Control:
 
     @property
     def why_held(self) -> str | None:
-        """One line for a user; None where the engine is not held."""
+        """The reason why the engine is held, in one line; None if it is not held."""
         if self.sleep_level:
             return "the engine sleeps: call wake_up() first"
         if not self.weights.whole:
@@ -50,12 +50,12 @@ class Control:
         return "the engine is paused: call resume() first" if self.paused else None
 
     def pause(self, mode: PauseMode = "abort") -> None:
-        """Hold the engine until `resume`.
+        """Holds the engine until `resume`.
 
         Args:
-            mode: what happens to present requests. `wait`: they run until they finish, then the engine is held; new
-                requests wait. `abort`: they end now, with the tokens they have. `keep`: they continue after `resume`;
-                if the weights were replaced, their states are computed again from their tokens.
+            mode: handling of current requests. `wait`: they run until they finish, then the engine is held; new
+                requests wait. `abort`: they end now, with the tokens generated so far. `keep`: they continue after
+                `resume`; if the weights were replaced, the engine computes their states again from their tokens.
 
         Raises:
             RequestError: the mode is unknown.
@@ -73,24 +73,24 @@ class Control:
         self._engine.drain()
 
     def stepped(self) -> None:
-        """Called after each step: completes a pause whose last request has finished."""
+        """Completes a pause if the last request has finished. The engine calls this after each step."""
         if self._pausing and not self._engine.loop.scheduler.has_unheld:
             self.paused, self._pausing = True, False
 
     def resume(self) -> None:
-        """End a pause."""
+        """Ends a pause."""
         self.paused = self._pausing = False
         self._engine.loop.scheduler.release_new()
 
     def update_weights(self, given: NewWeights, *, version: str | int | None = None, partial: bool = False) -> str:
-        """Replaces the model's weights in place between two steps. Nothing is compiled.
+        """Replaces the model's weights in place between two steps, without compiling.
 
-        States computed with the old weights are dropped: running requests are computed again from their tokens. Each
-        output's `weights_versions` says which tokens come from which weights.
+        The engine drops states computed with the old weights, and computes running requests again from their tokens.
+        Each output's `weights_versions` lists the weights that produced its tokens.
 
         Args:
-            given: arrays of NumPy or JAX, in any floating-point dtype, by the names of a Hugging Face checkpoint or by
-                those of this library; pairs of name and array; or a directory with safetensors files.
+            given: NumPy or JAX arrays, in any floating-point dtype, by their names in a Hugging Face checkpoint or in
+                this library; pairs of name and array; or a directory with safetensors files.
             version: the name of the new weights in outputs; None = the next number.
             partial: replace only the given weights. Otherwise all of the model's weights are required.
 
@@ -98,7 +98,7 @@ class Control:
             The version.
 
         Raises:
-            RequestError: the weights do not fit the model, or the version is in use. Nothing has changed.
+            RequestError: the weights do not fit the model, or the version is in use. The weights are unchanged.
         """
         self._check_alone("weights cannot be replaced")
         name = self.weights.next_version(version)
@@ -112,10 +112,10 @@ class Control:
         return name
 
     def sleep(self, level: int = 1) -> None:
-        """Frees device memory until `wake_up`: that of states and pages, and on level 2 also that of the weights.
+        """Frees device memory until `wake_up`: the memory of states and pages, and on level 2 also of the weights.
 
-        Running requests wait, and are computed again from their tokens. After level 2, no step runs before
-        `update_weights`.
+        Running requests wait, and the engine later computes them again from their tokens. After level 2, no step runs
+        before `update_weights`.
 
         Raises:
             RequestError: the level is not 1 or 2.
@@ -124,10 +124,10 @@ class Control:
             raise RequestError(f"sleep level {level!r} is not known; allowed are 1 and 2")
         self._check_alone("the store cannot be freed")
         self._engine.drain()
-        if not self.sleep_level:
-            self._engine.loop.free_store()
         if level == 2:
             self.weights.drop()
+        if not self.sleep_level:
+            self._engine.loop.free_store()
         self.sleep_level = max(level, self.sleep_level)
 
     def wake_up(self) -> None:
@@ -138,7 +138,7 @@ class Control:
     def _check_alone(self, what: str) -> None:
         if self._engine.loop.followers is not None:
             raise RequestError(f"{what} on several hosts: weight updates and sleep are not supported there")
-        if self._engine.loop.connector is not None:
+        if any(source.shared_with_workers for source in self._engine.loop.sources):
             raise RequestError(
                 f"{what} on a prefill or decode worker: weight updates and sleep are not supported there"
             )

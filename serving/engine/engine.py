@@ -5,32 +5,25 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from checkpoints.tokenizer import Tokenizer
-from mamba_jax.sampling.masks import mask_words
-from serving.core import (
-    Emitted,
-    FinishReason,
-    RemoteState,
-    Request,
-    StepPlan,
-    check_prompt_length,
-)
+from serving.core import Emitted, FinishReason, RemoteState, Request, StepPlan, check_prompt_length
 from serving.engine.control import Control
-from serving.engine.grammars import Grammars
-from serving.engine.loop import PlanError, StepLoop
-from serving.engine.mask_workers import FollowedChoice
-from serving.engine.output import Choice, RequestMetrics, RequestOutput, token_logprobs
-from serving.engine.prompt import Prompt, read_prompt
-from serving.engine.reasoning import ReasoningConstraint
 from serving.engine.request_error import RequestError, RequestFailed
-from serving.engine.results import HostOutput, Settled
-from serving.engine.sampling_params import SamplingParams
-from serving.engine.structured import Constraint
-from serving.engine.user_request import Member, UserRequest
+from serving.engine.requests.adapters import AdapterTable, LoadedAdapter, LoRARequest
+from serving.engine.requests.output import Choice, RequestMetrics, RequestOutput
+from serving.engine.requests.prompt import Prompt, read_prompt
+from serving.engine.requests.sampling_params import SamplingParams
+from serving.engine.steps.loop import PlanError, StepLoop
+from serving.engine.steps.prompt_logprobs import add_prompt_logprobs
+from serving.engine.steps.results import HostOutput, Settled
+from serving.engine.steps.user_request import Member, UserRequest
+from serving.engine.structured.grammars import Grammars
+from serving.engine.structured.mask_workers import FollowedChoice
+from serving.engine.structured.reasoning import constraint_of
 from serving.engine.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -43,11 +36,12 @@ class Engine:
         loop: runs the steps.
         tokenizer: None serves token ids only.
         weights: the weights of the loop's programs.
-        vocab_size: of the model; larger ids are refused.
+        vocab_size: the model's; the engine refuses token ids outside the vocabulary.
         eos_token_ids: tokens that end a text.
         max_model_len: maximum number of tokens of a prompt and its output together.
         seed: for requests that have no seed.
         grammars: None refuses structured outputs.
+        adapters: None refuses requests with adapters.
     """
 
     def __init__(
@@ -61,8 +55,9 @@ class Engine:
         max_model_len: int,
         seed: int = 0,
         grammars: Grammars | None = None,
+        adapters: AdapterTable | None = None,
     ) -> None:
-        self.loop, self.grammars = loop, grammars
+        self.loop, self.grammars, self.adapters = loop, grammars, adapters
         self.tokenizer, self.vocab_size, self.max_model_len = tokenizer, vocab_size, max_model_len
         self.eos_token_ids = tuple(eos_token_ids)
         self.control = Control(self, weights)
@@ -71,6 +66,15 @@ class Engine:
         self._parents: dict[str, UserRequest] = {}
         self._unsaid: dict[str, RequestOutput] = {}
         """Outputs that changed since the last step returned, by request id."""
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """This engine. For an `EngineGroup`: all of its engines."""
+        return (self,)
+
+    def call_all(self, function: Callable[[Engine], Any]) -> list[Any]:
+        """Calls a function with this engine; see `EngineGroup.call_all`."""
+        return [function(self)]
 
     @property
     def busy(self) -> bool:
@@ -83,7 +87,7 @@ class Engine:
         return len(self._parents)
 
     def is_unfinished(self, request_id: str) -> bool:
-        """Whether `step` has not yet returned the finished output of a request."""
+        """Returns whether `step` has not yet returned the finished output of a request."""
         return request_id in self._parents or request_id in self._unsaid
 
     def add_request(
@@ -99,6 +103,7 @@ class Engine:
         live_text: bool = False,
         remote: RemoteState | None = None,
         export: Any = None,
+        lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
         """Queues a request and returns its output, which later steps fill in.
 
@@ -111,11 +116,13 @@ class Engine:
             client: the client that sent the request; waiting clients are served in turn.
             batch_id: request id of the first of several prompts of one call; the queue treats them as one request.
             live_text: keep `text` up to date after each step, not only at the end.
-            remote: the state of the prompt on another worker. Ignored if prompt log-probabilities are requested.
-            export: receives the state at the prompt's end, for `StepLoop.connector`.
+            remote: the state of the prompt on another worker. Ignored if prompt log-probabilities are requested, or if
+                the state was computed with another salt, other weights or another adapter.
+            export: receives the state at the prompt's end, for `split.prefill_side`.
+            lora_request: the request's adapter; None uses the model as it is.
 
         Raises:
-            RequestError: the request cannot be served as asked. The engine holds nothing of it.
+            RequestError: the request cannot be served as asked. The engine keeps no part of it.
         """
         params = params or SamplingParams()
         if request_id in self._parents:
@@ -132,7 +139,7 @@ class Engine:
         )
         if params.prompt_logprobs is not None:
             output.prompt_logprobs = [None] * len(ids)
-        parent = UserRequest(output, params, live_text)
+        parent = UserRequest(output, params, live_text, self._adapter_of(lora_request))
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         for index in range(params.n):
             try:
@@ -140,12 +147,16 @@ class Engine:
             except RequestError:
                 for member in parent.members:
                     self.loop.scheduler.abort(member.request_id)
+                self._release_adapter(parent)
                 raise
         first = parent.members[0]
         first.transfer.export = export
-        if remote is None and export is None and self.loop.connector is not None:
-            remote = self.loop.connector.find(ids)
-        if remote is not None and not first.prompt_logprobs:
+        scope = first.progress.content.scope
+        if remote is None and export is None:
+            remote = next(filter(None, (source.find(ids, scope) for source in self.loop.sources)), None)
+        if remote is not None and remote.scope != scope:
+            remote.source.cancel(remote)
+        elif remote is not None and not first.prompt_logprobs:
             first.transfer.remote = remote
         self._parents[request_id] = parent
         return output
@@ -165,7 +176,7 @@ class Engine:
     def fail(self, request_id: str, reason: str, *, refused: bool = False) -> None:
         """Ends a request with finish reason `error` and `reason` as its stop reason; the next `step` returns it.
 
-        `refused`: the request itself is the cause: sent again, it would fail again.
+        `refused`: the request itself is the cause, so it would fail again if it were sent again.
         """
         parent = self._parents.pop(request_id, None)
         if parent is None:
@@ -179,7 +190,7 @@ class Engine:
         self._unsaid[request_id] = parent.output
 
     def stats(self) -> dict[str, Any]:
-        """All counters: requests and pools, steps and their times, compiled programs."""
+        """Returns all counters: requests and pools, steps and their times, compiled programs."""
         counted = self.loop.scheduler.stats()
         return counted | {
             "loop": asdict(self.loop.stats),
@@ -208,9 +219,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Runs one step; returns the outputs that it changed, finished ones included.
 
-        A request's output is the same object in each step: copy what must not change.
+        A request's output is the same object in each step: copy the values that must not change.
         """
-        changed: dict[str, UserRequest] = {}
         try:
             settled = self.loop.drain() if self.control.held else self.loop.step()
         except PlanError as error:
@@ -219,36 +229,33 @@ class Engine:
                 self.fail(request.user.parent.output.request_id, str(error))
             settled = None
         if settled is not None:
-            self._settle(settled, changed)
+            self._settle(settled)
         if self.loop.inputs.mask_workers is not None:
             for request, reason, refused in self.loop.inputs.mask_workers.pop_refused():
                 self.fail(request.user.parent.output.request_id, reason, refused=refused)
         # Return everything that ended during this step: there may be no next step.
         unsaid, self._unsaid = self._unsaid, {}
         self.control.stepped()
-        return list((unsaid | {name: parent.output for name, parent in changed.items()}).values())
+        return list(unsaid.values())
 
     def drain(self) -> None:
         """Settles the step in flight without dispatching another. The next `step` returns the changed outputs."""
-        changed: dict[str, UserRequest] = {}
         settled = self.loop.drain()
         if settled is not None:
-            self._settle(settled, changed)
-        self._unsaid |= {name: parent.output for name, parent in changed.items()}
+            self._settle(settled)
 
-    def _settle(self, settled: Settled, changed: dict[str, UserRequest]) -> None:
+    def _settle(self, settled: Settled) -> None:
         begin = time.perf_counter()
         now = time.monotonic()
         for request in settled.not_finite:
             self._not_finite(request.user.parent)
-        if settled.prefill is not None and settled.prefill.prompt is not None:
-            self._take_prompt_logprobs(settled)
+        add_prompt_logprobs(settled)
         if settled.decode is not None and settled.decode.drafted:
             self._count_drafts(settled.plan, settled.decode)
         for emitted in settled.emitted:
             parent = self._take(settled, emitted, now)
             if parent is not None:
-                changed[parent.output.request_id] = parent
+                self._unsaid[parent.output.request_id] = parent.output
         self.loop.stats.settle_seconds += time.perf_counter() - begin
 
     def _not_finite(self, parent: UserRequest) -> None:
@@ -263,7 +270,7 @@ class Engine:
     # -- adding --
 
     def prompt_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """A prompt's text, if it has one, and its tokens. May be called from any thread.
+        """Returns a prompt's text, if it has one, and its tokens. May be called from any thread.
 
         Raises:
             RequestError: the prompt is not valid.
@@ -294,7 +301,8 @@ class Engine:
         stream = None
         if params.detokenize and self.tokenizer is not None:
             stream = self.tokenizer.stream(skip_special_tokens=params.skip_special_tokens)
-        constraint = self._constraint(params)
+        rules = self.grammars, self.tokenizer, self.vocab_size, self.eos_token_ids
+        constraint = constraint_of(params.structured_outputs, params.reasoning, *rules)
         room = self.max_model_len - len(output.prompt_token_ids)
         request = Request(
             output.request_id if index == 0 else f"{output.request_id}#{index}",
@@ -306,6 +314,8 @@ class Engine:
             ignore_eos=params.ignore_eos,
             priority=priority,
             cache_salt=cache_salt,
+            adapter=None if parent.adapter is None else parent.adapter.digest,
+            initial_slot=0 if parent.adapter is None else parent.adapter.initial_slot,
             prompt_logprobs=params.prompt_logprobs is not None and index == 0,
             lockstep=constraint is not None,
             fork_of=output.request_id if index else None,
@@ -320,19 +330,6 @@ class Engine:
             self.loop.inputs.mask_workers.submit(request, followed, ())
         parent.members.append(request)
         output.outputs.append(request.user.choice.output)
-
-    def _constraint(self, params: SamplingParams) -> Constraint | ReasoningConstraint | None:
-        form, reasoning = params.structured_outputs, params.reasoning
-        if form is None and (reasoning is None or reasoning.budget is None):
-            return None
-        if self.grammars is None or self.tokenizer is None:
-            what = "structured outputs need" if form is not None else "reasoning: a budget needs"
-            raise RequestError(f"{what} a tokenizer, and the flag enable_structured_outputs")
-        answer = None if form is None else self.grammars.start(form)
-        if reasoning is None:
-            return answer
-        words, ends = mask_words(self.vocab_size), frozenset(self.eos_token_ids)
-        return ReasoningConstraint(reasoning, answer, self.tokenizer, words, ends)
 
     # -- taking results --
 
@@ -386,24 +383,20 @@ class Engine:
             if drafted and parent.output.metrics is not None and not parent.output.finished:
                 parent.output.metrics.drafts.add([drafted], tokens[None])
 
+    def _adapter_of(self, lora_request: LoRARequest | None) -> LoadedAdapter | None:
+        if lora_request is None:
+            return None
+        if self.adapters is None:
+            raise RequestError("a request with an adapter needs the flag enable_lora or max_initial_states")
+        return self.adapters.take(lora_request)
+
+    def _release_adapter(self, parent: UserRequest) -> None:
+        if parent.adapter is not None and self.adapters is not None:
+            self.adapters.release(parent.adapter)
+
     def _finish(self, parent: UserRequest) -> None:
         parent.output.finished = True
+        self._release_adapter(parent)
         if parent.output.metrics is not None:
             parent.output.metrics.finished_time = time.monotonic()
             parent.output.metrics.num_preemptions = sum(request.queueing.num_preemptions for request in parent.members)
-
-    def _take_prompt_logprobs(self, settled: Settled) -> None:
-        assert settled.prefill is not None
-        assert settled.prefill.prompt is not None
-        token, top_ids, top = settled.prefill.prompt
-        for row, begin in zip(settled.plan.prefill, settled.prompt_starts, strict=False):
-            member: Member = row.request.user
-            tables = member.parent.output.prompt_logprobs
-            if not row.request.prompt_logprobs or tables is None:
-                continue
-            count = row.request.sampling.prompt_logprobs or 0
-            ids = member.parent.output.prompt_token_ids
-            # Position 0 has nothing before it; tokens past the prompt are output, computed again after a preemption.
-            for position in range(max(row.length, 1), min(row.length + row.num_tokens, len(ids))):
-                at = begin + position - row.length
-                tables[position] = token_logprobs(ids[position], float(token[at]), top_ids[at, :count], top[at, :count])

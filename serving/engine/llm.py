@@ -1,4 +1,4 @@
-"""`LLM`: offline inference with the interface vLLM users know."""
+"""`LLM`: offline inference with vLLM's interface."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from checkpoints.replacement import NewWeights
 from checkpoints.tokenizer import Tokenizer
 from serving.config import EngineConfig
-from serving.engine.build import build_engine
+from serving.engine.assembly.build import build_engine
 from serving.engine.control import PauseMode
 from serving.engine.engine import Engine
-from serving.engine.group import EngineGroup
-from serving.engine.output import RequestOutput
-from serving.engine.prompt import Prompt
+from serving.engine.replicas.adapter_load import AdapterLoad, table_of
+from serving.engine.replicas.group import EngineGroup, grouped
+from serving.engine.replicas.update import Update
 from serving.engine.request_error import RequestError
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.requests.adapters import LoRARequest
+from serving.engine.requests.output import RequestOutput
+from serving.engine.requests.prompt import Prompt
+from serving.engine.requests.sampling_params import SamplingParams
 from serving.vllm.keywords import engine_flags
 
 log = logging.getLogger(__name__)
@@ -51,12 +54,12 @@ class LLM:
             log.info(notice)
         built = build_engine(EngineConfig.create(model=None if model is None else str(model), **own))
         self.engine: Engine = built.engine
-        """With `data_parallel_size` the first of several, which are alike."""
-        self.front: Engine | EngineGroup = self.engine if len(built.engines) == 1 else EngineGroup(built.engines)
-        """What runs the requests; for callers that add, step and abort themselves."""
+        """The engine; with `data_parallel_size` the first of several identical ones."""
+        self.front: Engine | EngineGroup = grouped(built.engines)
+        """Runs the requests. Callers may use it to add, step and abort requests themselves."""
         self.config = built.config
         self.size = built.size
-        """What the state store holds; `size.report()` explains it."""
+        """The size of the state store; `size.report()` explains it."""
         self.model = built.model
         self._tokenizer = built.tokenizer
         self._ids = itertools.count()
@@ -77,7 +80,7 @@ class LLM:
         return self._tokenizer
 
     def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer.
+        """Returns the tokenizer.
 
         Raises:
             RequestError: the model has none.
@@ -93,8 +96,8 @@ class LLM:
 
     @property
     def engines(self) -> tuple[Engine, ...]:
-        """All replicas: one without `data_parallel_size`."""
-        return self.front.engines if isinstance(self.front, EngineGroup) else (self.front,)
+        """All replicas. Without `data_parallel_size` there is one."""
+        return self.front.engines
 
     def generate(
         self,
@@ -104,6 +107,7 @@ class LLM:
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Completes prompts; the outputs are in the prompts' order.
 
@@ -113,12 +117,14 @@ class LLM:
             use_tqdm: show a progress bar on a terminal.
             priority: smaller values are served first; one for all, or one per prompt.
             cache_salt: share cached prefixes only with requests of the same salt.
+            lora_request: the adapter; one for all, or one (or None) per prompt.
 
         Raises:
-            RequestError: one of the requests cannot be served as asked; then none is run.
+            RequestError: one of the requests cannot be served as asked; then the engine runs none of them.
         """
-        if self.front.control.why_held is not None:
-            raise RequestError(self.front.control.why_held)
+        for engine in self.engines:
+            if engine.control.why_held is not None:
+                raise RequestError(engine.control.why_held)
         many: Sequence[Any] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         if many and all(isinstance(token, int) for token in many):
             many = [many]  # one prompt's token ids
@@ -126,11 +132,20 @@ class LLM:
         priorities = [priority] * len(many) if isinstance(priority, int) else list(priority)
         if len(priorities) != len(many):
             raise RequestError(f"{len(priorities)} priorities for {len(many)} prompts: give one, or one per prompt")
+        adapters: list[LoRARequest | None]
+        if lora_request is None or isinstance(lora_request, LoRARequest):
+            adapters = [lora_request] * len(many)
+        else:
+            adapters = list(lora_request)
+        if len(adapters) != len(many):
+            raise RequestError(f"{len(adapters)} lora_request for {len(many)} prompts: give one, or one per prompt")
         outputs: list[RequestOutput] = []
         try:
-            for prompt, each, rank in zip(many, params, priorities, strict=True):
-                request_id = f"generate-{next(self._ids)}"
-                outputs.append(self.front.add_request(request_id, prompt, each, priority=rank, cache_salt=cache_salt))
+            for prompt, each, rank, adapter in zip(many, params, priorities, adapters, strict=True):
+                options: dict[str, Any] = {"priority": rank, "cache_salt": cache_salt}
+                if adapter is not None:
+                    options["lora_request"] = adapter
+                outputs.append(self._add(f"generate-{next(self._ids)}", prompt, each, options))
             self._run(len(outputs), use_tqdm)
         except BaseException:
             # Interrupted or refused: abort all, so that a later call does not run them.
@@ -147,12 +162,12 @@ class LLM:
         use_tqdm: bool = True,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Answers conversations: one list of messages (`{"role", "content"}`) or several.
+        """Answers one conversation, a list of messages (`{"role", "content"}`), or several.
 
         `template` holds arguments of the chat template: `tools`, `chat_template` and the template's variables.
 
         Raises:
-            RequestError: no tokenizer, or a request that cannot be served as asked.
+            RequestError: the model has no tokenizer, or a request cannot be served as asked.
             ChatTemplateError: the template refuses a conversation.
         """
         if isinstance(messages, (str, Mapping)):
@@ -182,33 +197,54 @@ class LLM:
 
     @property
     def weights_version(self) -> str:
-        """The name of the present weights in outputs (`weights_versions`)."""
+        """The name of the current weights in outputs (`weights_versions`)."""
         return self.engine.control.weights.version
 
     def update_weights(self, weights: NewWeights, *, version: str | int | None = None, partial: bool = False) -> str:
-        """Replaces the model's weights in place; nothing is compiled. See `Control.update_weights`."""
-        return self.front.control.update_weights(weights, version=version, partial=partial)
+        """Replaces the model's weights in place without compiling. See `Control.update_weights`."""
+        update = Update.of(self.engines, weights, version=version, partial=partial)
+        return str(self.front.call_all(update.apply)[0])
+
+    def load_lora_adapter(self, name: str, path: str) -> None:
+        """Loads or reloads an adapter under a name, without compiling: on all replicas, or on none.
+
+        Raises:
+            RequestError: the adapter cannot be loaded.
+        """
+        AdapterLoad(name, path, table_of(self.engine).read(name, path)).apply(self.front.call_all)
+
+    def unload_lora_adapter(self, name: str) -> None:
+        """Removes an adapter from all replicas. Requests that use it keep it until they end.
+
+        Raises:
+            RequestError: no adapter has this name.
+        """
+        table_of(self.engine).names.check(name)
+        self.front.call_all(lambda engine: table_of(engine).remove(name))
+
+    def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, options: dict[str, Any]) -> RequestOutput:
+        return self.front.add_request(request_id, prompt, params, **options)
 
     def pause(self, mode: PauseMode = "abort") -> None:
-        """Dispatches no step until `resume`; see `Control.pause`. With `wait`, all requests finish first."""
-        self.front.control.pause(mode)
-        while not self.front.control.paused:
+        """Stops dispatching steps until `resume`; see `Control.pause`. With `wait`, all requests finish first."""
+        self.front.call_all(lambda engine: engine.control.pause(mode))
+        while not all(engine.control.paused for engine in self.engines):
             self.front.step()
 
     def resume(self) -> None:
-        """End a pause."""
-        self.front.control.resume()
+        """Ends a pause."""
+        self.front.call_all(lambda engine: engine.control.resume())
 
     def sleep(self, level: int = 1) -> None:
         """Frees the memory of states and pages, on level 2 also that of the weights; see `Control.sleep`."""
-        self.front.control.sleep(level)
+        self.front.call_all(lambda engine: engine.control.sleep(level))
 
     def wake_up(self) -> None:
         """Allocates the memory for states and pages again."""
-        self.front.control.wake_up()
+        self.front.call_all(lambda engine: engine.control.wake_up())
 
     def encode_chat(self, messages: Messages, **template: Any) -> list[int]:
-        """Token ids of a conversation, up to where the model's turn begins."""
+        """Returns the token ids of a conversation up to the beginning of the model's turn."""
         if self._tokenizer is None:
             raise RequestError("this model has no tokenizer: conversations cannot be encoded")
         return self._tokenizer.encode_chat(messages, **template)

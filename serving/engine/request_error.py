@@ -1,4 +1,4 @@
-"""The errors that a request is refused with, and that it ends with when it cannot continue."""
+"""Errors of requests that the engine refuses or that cannot continue."""
 
 from serving.core import RequestError
 
@@ -6,4 +6,4 @@ __all__ = ["RequestError", "RequestFailed"]
 
 
 class RequestFailed(RuntimeError):
-    """A valid request that could not be served: one line that says why."""
+    """A valid request could not be served. The message is one line."""

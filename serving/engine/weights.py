@@ -1,11 +1,10 @@
-"""The weights of an engine: their version, and how they are replaced."""
+"""The weights of an engine: their version and their replacement."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Collection
 
 import jax
 
@@ -23,10 +22,11 @@ class Weights:
     """A model's weights in its programs.
 
     Args:
-        model: the model of the programs; its parameters are replaced together with theirs.
-        programs: compiled for weights of these shapes; new values need no compilation.
-        quantization, quantization_exclude: how the weights were quantized when they were loaded.
-        digest: of the loaded files, if known.
+        model: the model of the programs; its parameters and the programs' are replaced together.
+        programs: the programs, compiled for weights of these shapes; new values need no compilation.
+        quantization, quantization_exclude: the flags with which the loaded weights were quantized.
+        digest: digest of the loaded files, if known.
+        fixed: why the weights cannot be replaced; empty if they can.
     """
 
     def __init__(
@@ -37,28 +37,29 @@ class Weights:
         quantization: str | None = None,
         quantization_exclude: Collection[str] = (),
         digest: str = "",
+        fixed: str = "",
     ) -> None:
-        self._model, self._programs = model, programs
+        self._model, self._programs, self._fixed = model, programs, fixed
         self._quantization, self._exclude = quantization, quantization_exclude
         self.version = FIRST_VERSION
         """The name of the weights in outputs."""
         self.updates = 0
-        """How often the weights were replaced."""
+        """Number of times that the weights were replaced."""
         self.digest = digest
-        """Identifies the weights: those loaded from files by all their bytes, later ones by all their values."""
+        """Digest of the weights: of all bytes of files for loaded weights, of all values for later ones."""
         self.lineage = 0
-        """A number computed from the digest, for names of states: equal only for equal weights. 0: the weights that the
-        engine started with."""
+        """A number computed from the digest, for names of states; equal only for equal weights. 0: the engine's initial
+        weights."""
         self.whole = True
-        """Whether all weights are present and of one version. If not, no step may run."""
+        """Whether all weights are present and have the same version. If False, no step may run."""
         self.seconds = 0.0
-        """Duration of the last replacement."""
+        """Duration of the last replacement in seconds."""
 
     def next_version(self, wanted: str | int | None) -> str:
-        """The name of the next version: `wanted`, or the next number.
+        """Returns the name of the next version: `wanted`, or the next number.
 
         Raises:
-            RequestError: the present weights have this name.
+            RequestError: the current weights have this name.
         """
         version = str(self.updates + 1 if wanted is None else wanted)
         if version == self.version:
@@ -66,12 +67,13 @@ class Weights:
         return version
 
     def replace(self, given: NewWeights, *, version: str, partial: bool = False) -> None:
-        """Replace the weights, one parameter at a time.
+        """Replaces the weights, one parameter at a time.
 
         Raises:
-            RequestError: the weights do not fit the model. Nothing has changed.
+            RequestError: the weights do not fit the model, or cannot be replaced. The weights are unchanged.
         """
         begin = time.perf_counter()
+        self._check_replaceable()
         try:
             if partial and not self.whole:
                 raise CheckpointError("partial=True needs a complete set of weights: send a full update first")
@@ -87,7 +89,7 @@ class Weights:
             raise RequestError(str(error)) from None
         held = parameters(self._model)
         before = f"{self.digest} {self.lineage}" if partial else repr(self._model.config)
-        # A mixture until all are replaced: its states must match those of no other engine.
+        # Until all weights are replaced, they are a mixture. Its states must not match those of any other engine.
         self.whole, self.lineage = False, _number(secrets.token_hex(16))
         digests: dict[str, jax.Array] = {}
         for path, value in stream:
@@ -101,7 +103,12 @@ class Weights:
         self.seconds = time.perf_counter() - begin
 
     def drop(self) -> None:
-        """Frees the memory of the weights. Steps can run again after `replace`."""
+        """Frees the memory of the weights. Steps can run again after `replace`.
+
+        Raises:
+            RequestError: the weights cannot be replaced. They are unchanged.
+        """
+        self._check_replaceable()
         self.whole = False
         held = parameters(self._model)
         for path, value in self._programs.weights.items():
@@ -109,24 +116,13 @@ class Weights:
             self._programs.replace_weight(path, empty)
             held[path].set_value(empty)
 
-
-class Update(NamedTuple):
-    """An update of the weights of all replicas."""
-
-    version: str
-    """The requested version, or the next number."""
-    lacking: list[bool]
-    """For each replica, whether to update it: False if it has this version, as after an update that failed on others.
-    All are True if all have it: they then refuse the version."""
-
-    @classmethod
-    def of(cls, replicas: Sequence[Weights], wanted: str | int | None) -> Update:
-        """The version is counted from the replica with the most updates: one that failed an update has fewer."""
-        version = str(1 + max(weights.updates for weights in replicas)) if wanted is None else str(wanted)
-        lacking = [weights.version != version or not weights.whole for weights in replicas]
-        return cls(version, lacking if any(lacking) else [True] * len(lacking))
+    def _check_replaceable(self) -> None:
+        if self._fixed:
+            raise RequestError(
+                f"weights cannot be replaced: {self._fixed}; use a tensor_parallel_size that divides the heads"
+            )
 
 
 def _number(digest: str) -> int:
-    """A number of 60 bits that is not 0."""
+    """Returns a number of 60 bits that is not 0."""
     return 1 + int(digest[:15], 16)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from mamba_jax.batch import StepOutput
+from typing import Any
+
+import jax
+
 from mamba_jax.program_cache import look_of
-from serving.engine.build import Built
+from serving.engine.assembly.build import Built
 from serving.hosts.link import Kind
 from serving.hosts.party import Party
 from serving.hosts.wire import WireError, from_bytes
@@ -20,7 +23,7 @@ def follow(built: Built, party: Party) -> None:
     loop, vocab_size = built.engine.loop, built.engine.vocab_size
     known = {look_of(batch) for batch in loop.batches.warm_up_batches(vocab_size)}
     party.tell(Kind.READY, built.digest.encode())
-    before: StepOutput | None = None
+    before: Any = None
     for expected, message in enumerate(party.calls()):
         try:
             number, batch = from_bytes(message)
@@ -34,8 +37,7 @@ def follow(built: Built, party: Party) -> None:
             output = loop.run(batch)
             if output is not None:
                 # As the leader: one step ahead of what is known to have worked.
-                if before is not None:
-                    before.tokens.block_until_ready()
+                jax.block_until_ready(before)
                 before = output
         except Exception as error:
             party.step_failed(error)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from importlib.metadata import version
 
 import jax
 
+from checkpoints import load_config
 from checkpoints.errors import CheckpointError
 from serving.config import ConfigError, EngineConfig
-from serving.engine.build import build_engine
-from serving.engine.warmup import warm_up
-from serving.hosts.facts import facts_of
+from serving.engine.assembly.build import build_engine
+from serving.engine.programs.warmup import warm_up
 from serving.hosts.follower import follow
 from serving.hosts.meeting import join, meet, meeting_time
 from serving.hosts.party import Party
 from serving.hosts.settings import HostSettings
 
 log = logging.getLogger(__name__)
+
+_OWN = {"model", "tokenizer", "download_dir", "chat_template", "compilation_cache"}
+"""Flags that may differ: where a host keeps files. The model is compared by its structure, and by its weights once they
+are loaded (`Leader.wait_until_ready`)."""
+_PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 
 
 def gather(
@@ -53,7 +60,7 @@ def gather(
 
 
 def run_follower(config: EngineConfig, party: Party) -> None:
-    """Loads this host's part of the model, and does what host 0 does until it ends. On the main thread."""
+    """Loads this host's part of the model, and repeats the calls of host 0 until it ends. Runs on the main thread."""
     with party.ending_together((ConfigError, CheckpointError)):
         built = build_engine(config.model_copy(update={"warmup": False}), progress=False, led=True)
         if config.warmup:
@@ -62,3 +69,15 @@ def run_follower(config: EngineConfig, party: Party) -> None:
         log.info("ready; host 0 takes requests")
         follow(built, party)
     party.close()
+
+
+def facts_of(config: EngineConfig) -> dict[str, str]:
+    """What must be the same on all hosts before they can run the same programs, by name.
+
+    Raises:
+        CheckpointError: the model's configuration cannot be read.
+    """
+    flags = {f"--{name.replace('_', '-')}": str(value) for name, value in config if name not in _OWN}
+    described = load_config(config.model, hf_overrides=config.hf_overrides)
+    structure = hashlib.sha256(repr(described).encode()).hexdigest()[:16]
+    return flags | {f"the version of {name}": version(name) for name in _PACKAGES} | {"the model": structure}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from mamba_jax.programs import Batch
-from serving.engine.loop import StepLoop
+from serving.engine.steps.loop import StepLoop
 from serving.hosts.link import Kind
 from serving.hosts.party import Party
 from serving.hosts.wire import to_bytes
@@ -25,7 +25,7 @@ class Leader:
         loop.followers = self
 
     def wait_until_ready(self) -> None:
-        """Returns when every host has loaded the same weights and compiled what it needs; otherwise all hosts end."""
+        """Returns when every host has loaded the same weights and compiled its programs; otherwise all hosts end."""
         self._party.tell(Kind.READY)
         for host, digest in self._party.wait_until_ready().items():
             if digest != self._digest:

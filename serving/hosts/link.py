@@ -21,7 +21,7 @@ _CLOSED = "has closed its connection"
 
 
 class Kind(IntEnum):
-    """What a frame says."""
+    """The content of a frame."""
 
     ALIVE = 0
     """Nothing, but the sender lives."""
@@ -36,11 +36,11 @@ class Kind(IntEnum):
     LEAVE = 5
     """A follower has been asked to end."""
     FAILED = 6
-    """A host ends, and says in a line why."""
+    """A host ends; the message is the reason in one line."""
 
 
 class LinkError(Exception):
-    """The other host is not there any more, or not who it should be: what is wrong with it, as part of a sentence."""
+    """The other host has failed, or is not the expected one. The message is a part of a sentence."""
 
 
 class Link:
@@ -92,7 +92,7 @@ class Link:
             raise LinkError(f"says something that is not known here ({kind})") from None
 
     def close(self) -> None:
-        """The other side sees an end after what was sent."""
+        """Closes the connection. The other side reads an end of file after what was sent."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

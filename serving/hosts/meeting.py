@@ -27,7 +27,7 @@ from serving.hosts.settings import HostSettings
 log = logging.getLogger(__name__)
 
 _INVITATION = 4096
-"""Bytes of what the leader tells all hosts over JAX's collectives."""
+"""Bytes of the leader's message to all hosts through JAX's collectives."""
 _ANSWER_WAIT = 5.0
 """Seconds that a follower waits longer than the leader, which knows who is missing."""
 _GREETINGS = 64
@@ -165,7 +165,7 @@ def _gather(listening: socket.socket, key: bytes, links: dict[int, Link], facts:
             greeted.put(host)
 
     def accept() -> None:
-        with contextlib.suppress(OSError):  # it has been closed: all are there, or the time is over
+        with contextlib.suppress(OSError):  # it has been closed: all hosts are connected, or the time is over
             while True:
                 connected, _ = listening.accept()
                 greetings.acquire()
@@ -223,7 +223,7 @@ def _compare(other: int, link: Link, facts: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def _named(other: int) -> Iterator[None]:
-    """Names the host in what a connection to it raises."""
+    """Adds the host's name to errors of its connection."""
     try:
         yield
     except LinkError as error:
@@ -275,7 +275,7 @@ def _reach(addresses: list[str], port: int, key: bytes, host: int, end: float) -
                 link.greet(key, host)
                 return link
             except LinkError as error:
-                why = f"{address} port {port}: whoever is there {error}"
+                why = f"{address} port {port}: the process there {error}"
                 link.close()
         time.sleep(0.2)
     raise LinkError(f"host 0 cannot be reached at {why}")

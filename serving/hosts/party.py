@@ -23,7 +23,7 @@ interpreter for up to 3 s on a busy machine."""
 _CAUSE_WAIT = 2.0
 """Seconds in which a host's end may become known, which is why a step has failed."""
 _WAITING_CALLS = 4096
-"""Calls that a follower holds: the leader is one step ahead of what it has read."""
+"""Calls that a follower buffers: the leader is one step ahead."""
 
 
 class Party:
@@ -55,7 +55,7 @@ class Party:
 
     @property
     def leads(self) -> bool:
-        """Whether this host is the one that schedules."""
+        """Whether this host schedules."""
         return self.host == 0
 
     @property
@@ -73,16 +73,18 @@ class Party:
                 self._lost(other, error)
 
     def calls(self) -> Iterator[bytes]:
-        """What the leader dispatches, in order, until it is done."""
+        """Yields the leader's calls in order, until it ends."""
         while (call := self._received.get()) is not None:
             yield call
 
     def wait_until_ready(self) -> dict[int, str]:
-        """Returns when all others can run steps: the digest of each one's weights, by the host's number."""
+        """Waits until every other host has said again that it can run steps. Returns the digest of each one's weights,
+        by the host's number."""
         for other, ready in self._ready.items():
             if not ready.wait(0):
                 log.info("waiting for host %d", other)
                 ready.wait()
+            ready.clear()  # the next call waits for the next message
         return dict(self._digests)
 
     def end(self, line: str, *, code: int = 1, error: BaseException | None = None) -> NoReturn:
@@ -103,7 +105,7 @@ class Party:
 
     @contextlib.contextmanager
     def ending_together(self, expected: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-        """Whatever is raised inside ends all hosts; `expected` errors are a line, others a traceback."""
+        """Any error inside ends all hosts; `expected` errors are logged as one line, others with a traceback."""
         try:
             yield
         except expected as error:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from serving.settings import Settings
 
 MEETING_PORT = 8476
-"""Of the coordinator, where none is given."""
+"""Default port of the coordinator."""
 
 
 class HostSettings(Settings):
@@ -46,7 +46,7 @@ class HostSettings(Settings):
 
     @property
     def several(self) -> bool:
-        """Whether there is anybody to meet."""
+        """Whether there is more than one host."""
         return self.distributed or (self.num_hosts or 1) > 1
 
     @property

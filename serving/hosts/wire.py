@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from mamba_jax.batch import DecodeBatch, PageTableBatch, PrefillBatch, SeatBatch
+from mamba_jax.batch import DecodeBatch, MixedBatch, PageTableBatch, PrefillBatch, SeatBatch
 from mamba_jax.programs import Batch
 from mamba_jax.sampling.masks import MaskBatch
 from mamba_jax.sampling.table import SamplingTable
 
-_BATCHES: tuple[type, ...] = (DecodeBatch, PrefillBatch, SeatBatch, MaskBatch, PageTableBatch)
+_BATCHES: tuple[type, ...] = (DecodeBatch, PrefillBatch, MixedBatch, SeatBatch, MaskBatch, PageTableBatch)
 _CLASSES: dict[str, type] = {each.__name__: each for each in (*_BATCHES, SamplingTable)}
 _DTYPES = {np.dtype(name).str: np.dtype(name) for name in ("bool", "int32", "uint32", "float32")}
 _MAX_DIMENSIONS = 4

@@ -1,1 +1,1 @@
-"""A resumption point outside of its store: what it consists of, and the programs that take one out and put one in."""
+"""Resumption points outside of a store: their parts, the programs that read and write them, their sources."""

@@ -21,14 +21,14 @@ from mamba_jax.store import Store, StoreShape
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The state of a model as so many devices keep it. With one device, these are the logical arrays themselves."""
+    """The layout of a model's state on this number of devices. With one device, it is that of the logical arrays."""
 
     shape: StoreShape
     """Of the logical arrays."""
     shards: int = 1
     """Devices that share each layer."""
     narrow: Narrow | None = None
-    """What accumulates travels in this form; None: as wide as it lies in slots."""
+    """The form in which accumulated states are transferred; None: the form of the slots."""
 
     @classmethod
     def of(cls, config: HybridConfig, store: Store, narrow: Narrow | None = None) -> Arrangement:

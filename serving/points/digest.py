@@ -24,7 +24,7 @@ def model_digest(model: nnx.Module, config: HybridConfig) -> str:
 
 
 def combined(before: str, digests: Mapping[str, Array], arrays: Mapping[str, Any]) -> str:
-    """One digest of a text and of named arrays, whose `digests` may still be under way."""
+    """Returns one digest of a text and of named arrays. Waits for `digests` that are still being computed."""
     found = hashlib.sha256(before.encode())
     for path, digest in sorted(jax.device_get(dict(digests)).items()):
         found.update(f"\n{path} {arrays[path].dtype} {tuple(arrays[path].shape)} ".encode() + digest.tobytes())

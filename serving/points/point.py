@@ -33,7 +33,7 @@ State = dict[str, Array]
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens [start, start + tokens) of a sequence, all of whose units are whole."""
+    """Tokens [start, start + tokens) of a sequence; all their units are complete."""
 
     start: int
     tokens: int
@@ -248,7 +248,7 @@ def _for_store(store: Store, tree: Any) -> Any:
     place = whole(store)
 
     def move(leaf: Any) -> Array:
-        # What lies there already, as what the transfer engine brings does, is not worth the call.
+        # Arrays that are already there, as those of the transfer engine are, need no call.
         return leaf if getattr(leaf, "sharding", None) == place else jax.device_put(leaf, place)
 
     return jax.tree.map(move, tree)

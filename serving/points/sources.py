@@ -1,4 +1,4 @@
-"""A digest of the source text of packages: what is computed with other sources may have other results."""
+"""Returns a digest of the source text of packages: other sources may compute other results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib.resources.abc import Traversable
 PROGRAM_PACKAGES = ("kernels_pallas", "mamba_jax")
 """Those that define the programs of a step."""
 STATE_PACKAGES = ("checkpoints", *PROGRAM_PACKAGES)
-"""Those that decide what a state is: how weights are read, and what is computed with them."""
+"""The packages that determine the content of a state: they read weights and compute with them."""
 
 
 @cache

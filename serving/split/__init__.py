@@ -1,6 +1,6 @@
-"""Prefill and decode on different workers: the transfer of states and pages, and the roles of those who take part.
+"""Prefill and decode on different workers: roles, and the transfer of states and pages.
 
-`manifest` says what two workers must agree on, `point` takes a resumption point out of a store and puts one in,
-`transport` moves its arrays, `prefill_side` and `decode_side` do so between the steps of an engine, `peer` is how one
-side talks to the other, `router` stands in front of them.
+`manifest` compares two workers' settings, `transport` sends arrays, `prefill_side` and `decode_side` exchange states
+between the steps of their engines, `peer` is the decode side's interface to a prefill worker, and `router` distributes
+requests.
 """

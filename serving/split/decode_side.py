@@ -1,107 +1,92 @@
-"""The decode worker's side: fetches the states that its requests wait for, and puts them into the store.
+"""The decode worker's side: fetches the states that its requests wait for, and writes them to the store.
 
-Fetching happens in threads, everything that touches engine or store in the engine's. What arrives is looked at first
-(length, and checksums with `debug_state`), and only then written and made findable. What does not arrive in time is
-computed here, or fails its request: that is the failure policy. Time runs from the moment that a request has its seat,
-whatever the fetch then waits for; a worker that has let one request wait in vain is not asked for the next ones.
+Threads fetch; only the engine's thread uses the engine and the store. The side verifies arrays (shapes, and checksums
+with `debug_state`) before it writes and publishes them. If a state does not arrive in time, the failure policy decides
+whether to compute the prompt here or to fail the request. The time starts when the request gets its batch row. A worker
+that did not answer in time is not used for a few seconds.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import queue
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 
-from serving.core import RemoteLoad, RemoteState, StepPlan
+from serving.core import RemoteLoad, RemoteState
 from serving.core.cache.prefix_tree import Scope
-from serving.engine.loop import StepLoop
+from serving.engine.requests.adapters import AdapterNames
 from serving.points.point import Piece, common_unit
+from serving.points.state_source import Arrival, Arrivals, Loop, StateSource
 from serving.split.manifest import ManifestMismatch, check
 from serving.split.peer import Peer
 from serving.split.prefill_side import TooMany
 from serving.split.transport import TransportError
-from serving.split.wire import FailurePolicy, Offer, SplitError, SplitTimeout, StateRequest, Ticket
+from serving.split.wire import AdapterMismatch, FailurePolicy, Offer, SplitError, SplitTimeout, StateRequest, Ticket
 from serving.split.worker import Worker, checksums, point_specs, shapes_of
 
 log = logging.getLogger(__name__)
 
-_PATIENCE = 0.002  # seconds that an idle engine waits for an arrival before it looks again
-
-
-_SHUNNED = 5.0
-"""Seconds for which nothing is asked of a worker that has not answered."""
+_UNRESPONSIVE_SECONDS = 5.0
+"""Seconds without requests to a worker that did not answer."""
 _RETRY = 0.05
-"""Seconds before a worker that has no room for a copy is asked again."""
+"""Seconds before asking again a worker that has no room for a copy."""
 PEER = "peer"
-"""What other workers are called among the tiers that fetching from takes time."""
+"""Name of other workers in the table of fetch times per tier."""
 MAX_EXPECTED = 4096
-"""Requests that may be announced at once."""
+"""Maximum number of announced requests."""
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where a remote state can be fetched."""
+class Origin:
+    """The peer and the ticket of a remote state: the handle of `RemoteState`."""
 
     peer: Peer
     ticket: Ticket
     until: float = math.inf
-    """When the request has waited long enough, by this machine's clock."""
+    """The request's deadline, by this machine's monotonic clock."""
 
 
 @dataclass
 class DecodeStats:
-    """What has become of the states that this worker's requests waited for."""
+    """Counters of the states that this worker's requests waited for."""
 
     arrived: int = 0
     failed: int = 0
-    """Did not come, or came wrong."""
+    """Did not arrive, or failed verification."""
     dearer: int = 0
-    """Shared states that computing was expected to be sooner than, or that were here already."""
+    """Shared states not fetched, because computing was expected to be faster or the state was already here."""
     late: int = 0
-    """Arrived after the request had stopped waiting."""
+    """Arrived after the request stopped waiting."""
     spared: int = 0
-    """The cache had all of it, or the request ended before."""
+    """Not fetched, because the cache had the whole prefix or the request ended."""
     received_bytes: int = 0
     pages: int = 0
-    """Written with what has arrived."""
+    """Pages written from arrived states."""
     pages_spared: int = 0
-    """Found in the cache, and not sent."""
+    """Pages found in the cache, and not sent."""
     fetch_seconds: float = 0.0
-    """From the first word to the other worker until all had come."""
+    """Total time from the first message to the other worker until the state arrived."""
 
 
-@dataclass(eq=False)
-class _Arrival:
-    load: RemoteLoad
-    arrays: list[Any] | None
-    """None: it did not come."""
-    pieces: list[Piece]
-    error: str
-    seconds: float
-    bytes: int
-    """Reserved for it among the arriving ones."""
-
-
-class DecodeSide:
+class DecodeSide(StateSource):
     """Belongs to one engine.
 
     Args:
-        worker: the engine and what it fetches with.
-        policy: what becomes of a request whose state does not arrive.
-        executor: runs the fetching; None = at once, in the engine's thread.
-        timeout: seconds that a fetch may take.
-        max_arriving_bytes: of states on their way, at most. One may always come.
+        worker: the engine, its manifest and its transports.
+        policy: recompute or fail a request whose state does not arrive.
+        executor: runs fetches; None: the engine's thread runs them.
+        timeout: maximum seconds of a fetch.
+        max_arriving_bytes: maximum bytes of states in transfer. One state is always allowed.
         fail: ends a request with an error: (request id, reason).
+        adapters: the engine's adapters; None if it serves none.
     """
 
     def __init__(
@@ -113,24 +98,26 @@ class DecodeSide:
         timeout: float = 30.0,
         max_arriving_bytes: int = 1 << 30,
         fail: Callable[[str, str], None] | None = None,
+        adapters: AdapterNames | None = None,
     ) -> None:
         self.worker, self.policy, self.timeout = worker, policy, timeout
         self.stats = DecodeStats()
         self._executor, self._fail = executor, fail
-        self._arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
-        self._under_way = 0
-        self._shunned: dict[Peer, float] = {}
+        self._adapters = AdapterNames() if adapters is None else adapters
+        self._arrivals = Arrivals()
+        self._unresponsive: dict[Peer, float] = {}
         self._max_arriving, self._arriving = max_arriving_bytes, 0
         self._room = threading.Condition()
-        """For `_arriving`: changed by fetching threads and the engine's."""
-        self._expected: dict[tuple[int, ...], list[tuple[float, RemoteState]]] = {}
-        worker.loop.connect(self)
+        """Guards `_arriving`, which both the fetching threads and the engine's thread change."""
+        self._expected: dict[tuple[Scope | None, tuple[int, ...]], list[tuple[float, RemoteState]]] = {}
+        worker.loop.sources.append(self)
 
     def expect(self, prompt: Sequence[int], remote: RemoteState, lease: float) -> None:
-        """The next request for this prompt is to use a remote state, if it comes before the state's lease runs out.
+        """Makes the next request for this prompt, with the state's salt and adapter, use a remote state, if the request
+        arrives before the state's lease expires.
 
         Raises:
-            TooMany: as many are expected as may be.
+            TooMany: `MAX_EXPECTED` requests are announced.
         """
         now = time.monotonic()
         for key in list(self._expected):
@@ -138,17 +125,15 @@ class DecodeSide:
             if not self._expected[key]:
                 del self._expected[key]
         if sum(map(len, self._expected.values())) >= MAX_EXPECTED:
-            raise TooMany(f"{MAX_EXPECTED} requests are expected already")
-        self._expected.setdefault(tuple(prompt), []).append((now + lease, remote))
+            raise TooMany(f"{MAX_EXPECTED} requests are already announced")
+        self._expected.setdefault((remote.scope, tuple(prompt)), []).append((now + lease, remote))
 
     def pays(self, ticket: Ticket) -> bool:
-        """Whether fetching a shared state is expected to take less time than computing its tokens here."""
+        """Returns whether fetching a shared state is expected to be faster than computing its tokens here."""
         worker, scheduler = self.worker, self.worker.scheduler
         if scheduler.weights_replaced:
             return False
-        index = scheduler.index
-        match = index.find(ticket.prompt_token_ids, Scope(None)) if index is not None else None
-        here = match.position if match is not None else 0
+        here = scheduler.resumable(ticket.prompt_token_ids, ticket.salt, ticket.adapter)
         kv = math.prod(worker.kv.shape) * worker.kv.dtype.itemsize if worker.kv is not None else 0
         layers = worker.manifest.attention_layers + worker.manifest.draft_layers
         size = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in worker.state.values())
@@ -158,75 +143,85 @@ class DecodeSide:
         self.stats.dearer += not paid
         return paid
 
-    def find(self, prompt: Sequence[int]) -> RemoteState | None:
-        """The state that `expect` announced for this prompt, if it has not expired."""
+    def find(self, prompt: Sequence[int], scope: Scope) -> RemoteState | None:
+        """Returns the state that `expect` announced for this prompt and scope, if it has not expired."""
         if not self._expected:
             return None
-        waiting = self._expected.pop(tuple(prompt), [])
+        key = scope, tuple(prompt)
+        waiting = self._expected.pop(key, [])
         while waiting:
             until, remote = waiting.pop(0)
             if until > time.monotonic():
                 if waiting:
-                    self._expected[tuple(prompt)] = waiting
+                    self._expected[key] = waiting
                 return remote
         return None
 
     def accept(self, peer: Peer, ticket: Ticket) -> RemoteState | None:
-        """What a request for the ticket's prompt is to be added with; None where nothing needs to come.
+        """Returns the remote state for a request with the ticket's prompt; None if there is nothing to fetch.
 
         Raises:
             ManifestMismatch: the two workers cannot exchange states.
+            AdapterMismatch: this worker does not have the ticket's adapter, or has other content under its name.
         """
         for notice in check(peer.manifest, self.worker.manifest):
             log.info("%s", notice)
         if ticket.position < 1:
             return None
         if ticket.position > len(ticket.prompt_token_ids):
-            raise ManifestMismatch(f"ticket {ticket.id} has a state of more tokens than its prompt")
+            raise ManifestMismatch(f"the state of ticket {ticket.id} covers more tokens than its prompt")
+        if ticket.adapter_name is not None:
+            self._check_adapter(ticket.adapter_name, ticket.adapter)
         until = time.monotonic() + ticket.patience if ticket.patience else math.inf
-        return RemoteState(ticket.position, Source(peer, ticket, until), ticket.cached_tokens)
+        # Workers of a split never replace their weights, and the manifest contains the weights' digest.
+        scope = Scope(ticket.salt, adapter=ticket.adapter)
+        return RemoteState(ticket.position, self, Origin(peer, ticket, until), ticket.cached_tokens, scope=scope)
+
+    def _check_adapter(self, name: str, digest: str | None) -> None:
+        _, own = self._adapters.get(name, (None, None))
+        if own is None:
+            raise AdapterMismatch(f"adapter {name!r} is not loaded on the decode worker; load it there, too")
+        if own != digest:
+            raise AdapterMismatch(
+                f"adapter {name!r} has other content on the prefill worker ({digest}) than on the decode worker "
+                f"({own}); load the same files on both"
+            )
 
     def renew(self) -> None:
-        """Tell other workers which of their states are still waited for. To be called several times a lease."""
+        """Renews the leases of the states that requests still wait for. Call this several times per lease."""
         now, scheduler = time.monotonic(), self.worker.scheduler
         waiting = [remote for each in self._expected.values() for until, remote in each if until > now]
-        asked = (request.transfer.remote for request in (*scheduler.waiting, *scheduler.running))
-        waiting += [remote for remote in asked if remote is not None]
+        remotes = (request.transfer.remote for request in (*scheduler.waiting, *scheduler.running))
+        waiting += [remote for remote in remotes if remote is not None]
         by_peer: defaultdict[Peer, list[str]] = defaultdict(list)
         for remote in waiting:
-            if now < remote.source.until:
-                by_peer[remote.source.peer].append(remote.source.ticket.id)
+            if now < remote.handle.until:
+                by_peer[remote.handle.peer].append(remote.handle.ticket.id)
         for peer, ids in by_peer.items():
             peer.renew(ids)
 
-    # -- of the loop --
+    # -- called by the engine's loop --
+
+    shared_with_workers = True
 
     @property
     def busy(self) -> bool:
-        """Whether a peer must still be told that a state is not needed."""
-        return self.worker.scheduler.has_unneeded_remotes or self._under_way > 0
+        """Whether fetches are unfinished. The bytes of unfinished fetches count as arriving."""
+        return self._arrivals.under_way > 0
 
-    def dispatched(self, loop: StepLoop, plan: StepPlan) -> None:
-        """Nothing of a step concerns other workers here."""
+    def fetch(self, loop: Loop, load: RemoteLoad) -> None:
+        """Starts to fetch the state that a request waits for."""
+        self._arrivals.under_way += 1
+        self._run(self._fetch, load, time.monotonic())
 
-    def exchange(self, loop: StepLoop) -> None:
-        """Start fetching what is newly waited for; take in what has come."""
-        scheduler = loop.scheduler
-        for load in scheduler.take_loads():
-            if load.valid:
-                self._under_way += 1
-                self._run(self._fetch, load, time.monotonic())
-        for remote in scheduler.pop_unneeded_remotes():
-            self.stats.spared += 1
-            self._run(_release, remote.source, False)
-        patience = _PATIENCE if self._under_way and not loop.in_flight else 0.0
-        while True:
-            try:
-                arrival = self._arrivals.get(block=patience > 0, timeout=patience or None)
-            except queue.Empty:
-                return
-            patience = 0.0
-            self._under_way -= 1
+    def cancel(self, remote: RemoteState) -> None:
+        """Tells the other worker that this state is not needed."""
+        self.stats.spared += 1
+        self._run(_release, remote.handle, False)
+
+    def exchange(self, loop: Loop) -> None:
+        """Writes arrived states to the store."""
+        for arrival in self._arrivals.take(loop):
             self._take(loop, arrival)
             with self._room:
                 self._arriving -= arrival.bytes
@@ -238,52 +233,52 @@ class DecodeSide:
         else:
             self._executor.submit(function, *arguments)
 
-    # -- in a thread --
+    # -- called in fetching threads --
 
     def _fetch(self, load: RemoteLoad, begin: float) -> None:
-        source: Source = load.remote.source
+        source: Origin = load.remote.handle
         until = min(source.until, begin + self.timeout)
-        fetched = False
-        arrays: list[Any] | None = None
-        cut: list[Piece] = []
-        reason, size = "", 0
+        fetched, arrival = False, Arrival(load)
         try:
-            if time.monotonic() < self._shunned.get(source.peer, 0.0):
-                raise SplitError("the other worker has not answered lately")
+            if time.monotonic() < self._unresponsive.get(source.peer, 0.0):
+                raise SplitError("the other worker did not answer recently")
             want, specs, cut = self._wanted(load, source)
-            size = self._reserve(sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs), until)
+            arrival.bytes = self._reserve(sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs), until)
             offer = self._ask(load, source, want, specs, until)
-            found = self.worker.transports[want.transport].fetch(
+            arrays = self.worker.transports[want.transport].fetch(
                 offer.address, offer.key, specs, max(0.001, until - time.monotonic())
             )
             fetched = True
-            _verify(offer, specs, found)
-            arrays = found
+            _verify(offer, specs, arrays)
+            starts = [piece.start for piece in cut]
+            arrival.pieces = list(zip(starts, arrays[len(self.worker.state) :], strict=False))
+            arrival.state = dict(zip(self.worker.state, arrays, strict=False))
         except SplitTimeout as error:
-            self._shunned[source.peer] = time.monotonic() + _SHUNNED
-            reason = str(error)
+            self._unresponsive[source.peer] = time.monotonic() + _UNRESPONSIVE_SECONDS
+            arrival.error = str(error)
         except (SplitError, TransportError) as error:
-            reason = str(error)
+            arrival.error = str(error)
         except Exception as error:
-            # Whatever it is, the request must not wait for ever.
+            # After any error, the request must stop waiting.
             log.exception("fetching state %s failed", source.ticket.id)
-            reason = f"{type(error).__name__}: {error}"
-        self._arrivals.put(_Arrival(load, arrays, cut, reason, time.monotonic() - begin, size))
+            arrival.error = f"{type(error).__name__}: {error}"
+        arrival.seconds = time.monotonic() - begin
+        self._arrivals.put(arrival)
         _release(source, fetched)
 
     def _reserve(self, size: int, until: float) -> int:
-        """Waits until so many bytes may arrive."""
+        """Waits until `size` more bytes may arrive. Returns `size`."""
         with self._room:
             if not self._room.wait_for(
                 lambda: not self._arriving or self._arriving + size <= self._max_arriving,
                 max(0.0, until - time.monotonic()),
             ):
-                raise SplitError(f"too many bytes were on their way for {size:,} more")
+                raise SplitError(f"receive buffer full ({self._arriving:,} bytes in transfer, {size:,} requested)")
             self._arriving += size
         return size
 
-    def _wanted(self, load: RemoteLoad, source: Source) -> tuple[StateRequest, list[jax.ShapeDtypeStruct], list[Piece]]:
-        """What is missing here, and what that must look like when it comes."""
+    def _wanted(self, load: RemoteLoad, source: Origin) -> tuple[StateRequest, list[jax.ShapeDtypeStruct], list[Piece]]:
+        """Returns the request for the missing part of a state, and the expected arrays and pieces."""
         worker, theirs = self.worker, source.peer.manifest
         ours = worker.manifest
         want = StateRequest(
@@ -291,7 +286,8 @@ class DecodeSide:
             start=load.start if load.pages else load.position,
             unit=common_unit(theirs.page_size, ours.page_size),
             layers=ours.attention_layers + ours.draft_layers,
-            transport=offer_kind(worker, source),
+            # The first of this worker's transports that the other one has too.
+            transport=next(name for name in ours.transports if name in theirs.transports),
             manifest=theirs.digest,
             checksum=worker.verify,
         )
@@ -299,9 +295,9 @@ class DecodeSide:
         return want, specs, cut
 
     def _ask(
-        self, load: RemoteLoad, source: Source, want: StateRequest, specs: list[jax.ShapeDtypeStruct], until: float
+        self, load: RemoteLoad, source: Origin, want: StateRequest, specs: list[jax.ShapeDtypeStruct], until: float
     ) -> Offer:
-        """What the other worker offers of it."""
+        """Returns the other worker's offer. Retries while it has no room."""
         while True:
             left = until - time.monotonic()
             if left <= 0:
@@ -314,63 +310,44 @@ class DecodeSide:
                     raise
                 time.sleep(_RETRY)
         if offer.position != load.position:
-            raise SplitError(f"state {offer.id} is that after {offer.position} tokens, not {load.position}")
+            raise SplitError(f"state {offer.id} covers {offer.position} tokens, expected {load.position}")
         if [(tuple(shape), dtype) for shape, dtype in offer.shapes] != shapes_of(specs):
-            raise SplitError(f"state {offer.id} is offered in other shapes than were expected")
+            raise SplitError(f"state {offer.id} was offered with unexpected shapes")
         return offer
 
-    # -- in the engine's thread --
+    # -- called in the engine's thread --
 
-    def _take(self, loop: StepLoop, arrival: _Arrival) -> None:
-        load, arrays = arrival.load, arrival.arrays
+    def _take(self, loop: Loop, arrival: Arrival) -> None:
+        load = arrival.load
         if not load.valid:
             self.stats.late += 1
             return
-        if arrays is None:
+        if arrival.state is None:
             self.stats.failed += 1
-            reason = arrival.error
             request = load.request
-            if self.policy == "fail" and self._fail is not None and not load.remote.source.ticket.shared:
-                self._fail(request.request_id, f"the prompt's state could not be fetched: {reason}")
+            if self.policy == "fail" and self._fail is not None and not load.remote.handle.ticket.shared:
+                self._fail(request.request_id, f"the prompt's state could not be fetched: {arrival.error}")
             else:
-                log.warning("request %s computes its prompt here: %s", request.request_id, reason)
+                log.warning("request %s computes its prompt on this worker: %s", request.request_id, arrival.error)
                 loop.scheduler.lost(load)
             return
-        programs, page_size = self.worker.programs, self.worker.manifest.page_size
-        count = len(arrays) - len(arrival.pieces)
-        state = dict(zip(self.worker.state, arrays[:count], strict=True))
-        loop.replace_store(lambda store: programs.write_state(store, load.slot, state, load.position))
-        for piece, array in zip(arrival.pieces, arrays[count:], strict=True):
-            # Pages before `start` were found here and are others' too; behind the last one there is nothing to keep.
-            first = (piece.start - load.start) // page_size
-            table = [
-                load.pages[at] if 0 <= at < len(load.pages) else 0
-                for at in range(first, first + piece.tokens // page_size)
-            ]
-            loop.replace_store(partial(programs.write_piece, pages=table, piece=array))
+        page_size = self.worker.manifest.page_size
+        arrival.write(loop, self.worker.programs, page_size)
         self.stats.arrived += 1
         self.stats.fetch_seconds += arrival.seconds
-        received = sum(array.nbytes for array in arrays)
-        self.stats.received_bytes += received
-        loop.scheduler.prices.fetched(PEER, received, arrival.seconds)
+        self.stats.received_bytes += arrival.bytes
+        loop.scheduler.prices.fetched(PEER, arrival.bytes, arrival.seconds)
         self.stats.pages += len(load.pages)
         self.stats.pages_spared += load.start // page_size if page_size else 0
-        loop.scheduler.arrived(load)
 
 
-def _release(source: Source, wanted: bool) -> None:
+def _release(source: Origin, wanted: bool) -> None:
     source.peer.release(source.ticket.id, wanted=wanted)
 
 
-def offer_kind(worker: Worker, source: Source) -> str:
-    """The transport to fetch with: the first of ours that the other worker has too."""
-    theirs = source.peer.manifest.transports
-    return next(name for name in worker.manifest.transports if name in theirs)
-
-
 def _verify(offer: Offer, specs: Sequence[Any], arrays: Sequence[Any]) -> None:
-    """Whether what has come is what was agreed on; nothing else is ever written."""
+    """Checks the arrived arrays before they are written."""
     if shapes_of(arrays) != shapes_of(specs):
-        raise SplitError(f"state {offer.id} came in other shapes than were agreed on")
+        raise SplitError(f"state {offer.id} arrived with unexpected shapes")
     if offer.checksums is not None and checksums(arrays) != offer.checksums:
-        raise SplitError(f"state {offer.id} came damaged: its checksums differ")
+        raise SplitError(f"state {offer.id} is damaged: its checksums differ")

@@ -1,4 +1,4 @@
-"""What two workers must agree on before a state can go from one to the other, and what may differ."""
+"""Settings that two workers must have in common to exchange states, and settings that may differ."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from mamba_jax.rounding import Narrow
 from mamba_jax.store import Store
 from serving.points.arrangement import Arrangement
 
-PROTOCOL = 3
-"""Of the messages between workers."""
+PROTOCOL = 4
+"""Version of the messages between workers."""
 LAYOUT = "state[layer]; kv[layer, token, K even V odd, head_dim]"
-"""Of the arrays that travel."""
+"""Layout of the transferred arrays."""
 
 
 class ManifestMismatch(ValueError):
-    """Two workers that cannot exchange states: one line that says what differs, and what to do."""
+    """Two workers cannot exchange states. The message, one line, names the difference and the solution."""
 
 
 class Manifest(BaseModel):
-    """One worker's side. What is marked with a star must be equal on both sides."""
+    """One worker's settings. Values marked with a star must be equal on both sides."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
@@ -36,34 +36,34 @@ class Manifest(BaseModel):
     model: str
     """* Digest of configuration and weights (`Built.weights_digest`)."""
     dtype: str
-    """* Of all of a state but what accumulates."""
+    """* Dtype of states, except accumulated ones."""
     kv_dtype: str
-    """* Of keys and values."""
+    """* Dtype of keys and values."""
     ssm_dtype: str
-    """* Of the recurrent states, which accumulate, as they travel; unless the decode side was asked to convert."""
+    """* Dtype of transferred recurrent states (accumulated). May differ if the decode side converts."""
     exact_reuse: str = "off"
-    """* How running rows are rounded."""
+    """* Rounding of running rows."""
     state: dict[str, tuple[int, ...]]
-    """* Shapes of a state's arrays, as they travel, by name."""
+    """* Shapes of a state's transferred arrays, by name."""
     attention_layers: int
-    """Without the draft layers."""
+    """Number of attention layers, without draft layers."""
     draft_layers: int
-    """Draft layers whose keys and values are kept; the prefill side must have as many as the decode side, or more."""
+    """Draft layers with stored keys and values; the prefill side needs at least as many as the decode side."""
     page_size: int
-    """0: no attention."""
+    """Tokens per page; 0 without attention."""
     state_block_size: int
     shards: int
     """Devices that share each layer."""
     max_model_len: int
     converts_state: bool = False
-    """Of a decode worker: it takes recurrent states of another dtype."""
+    """Whether a decode worker accepts recurrent states of another dtype."""
     versions: dict[str, str]
     transports: dict[str, str]
-    """Where arrays can be fetched, by kind of transport."""
+    """Addresses from which arrays can be fetched, by kind of transport."""
 
     @property
     def digest(self) -> str:
-        """A hash of all but the addresses, sent along with every transfer."""
+        """A hash of all settings except addresses, sent with every transfer."""
         text = self.model_dump_json(exclude={"transports"}) + " ".join(sorted(self.transports))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -80,7 +80,7 @@ def describe(
     transports: dict[str, str],
     exact_reuse: tuple[Narrow, int] | None = None,
 ) -> Manifest:
-    """The manifest of a running worker. `state` are the arrays of a state, `model` is the digest of its weights."""
+    """Returns the manifest of a worker. `state`: arrays of a state; `model`: digest of the weights."""
     layers, declared = config.num_attention_uses, arrangement.shape.arrays
     accumulated = [
         str(state[name].dtype) for name, array in declared.items() if name in state and array.role is Role.ACCUMULATED
@@ -106,19 +106,19 @@ def describe(
 
 
 def check(prefill: Manifest, decode: Manifest) -> list[str]:
-    """Whether a prefill worker's states can be used by a decode worker; returns what the user should be told.
+    """Checks that a decode worker can use a prefill worker's states. Returns notices for the user.
 
-    Page sizes, state block sizes, numbers of drafts and of devices may differ.
+    Page sizes, state block sizes, and numbers of drafts and devices may differ.
 
     Raises:
-        ManifestMismatch: they cannot.
+        ManifestMismatch: the decode worker cannot use them.
     """
     pairs = {
         "protocol": (prefill.protocol, decode.protocol, "run the same version of mamba-jax on both"),
         "layout": (prefill.layout, decode.layout, "run the same version of mamba-jax on both"),
         "dtype": (prefill.dtype, decode.dtype, "give both the same --dtype"),
         "kv_cache_dtype": (prefill.kv_dtype, decode.kv_dtype, "give both the same --kv-cache-dtype"),
-        "model": (prefill.model, decode.model, "give both the same --model, the same weights"),
+        "model": (prefill.model, decode.model, "give both the same --model with the same weights"),
         "state": (prefill.state, decode.state, "give both the same --model and --checkpoint-dtype"),
         "exact_reuse": (
             prefill.exact_reuse,

@@ -1,4 +1,4 @@
-"""How a decode worker asks a prefill worker for what it keeps."""
+"""A decode worker's interface to a prefill worker."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from serving.split.wire import Offer, StateRequest
 
 
 class Peer(Protocol):
-    """A prefill worker, as seen by others. Calls may take a while, and may come from any thread."""
+    """A prefill worker. Calls may block, and may come from any thread."""
 
     @property
     def manifest(self) -> Manifest:
-        """Checked before anything else is asked."""
+        """The prefill worker's manifest; callers check it first."""
         ...
 
     def offer(self, want: StateRequest, seconds: float) -> Offer:
-        """See `PrefillSide.offer`; within so many seconds. Raises `SplitError`, also where it cannot be reached."""
+        """Requests an offer; see `PrefillSide.offer`. Also raises `SplitError` if the worker does not answer within
+        `seconds`."""
         ...
 
     def renew(self, ids: Sequence[str]) -> None:
-        """See `PrefillSide.renew`. Never raises and never waits."""
+        """Renews leases; see `PrefillSide.renew`. Never raises or blocks."""
         ...
 
     def release(self, id: str, *, wanted: bool) -> None:
-        """See `PrefillSide.release`. Never raises and never waits: a lease expires by itself."""
+        """Releases a state; see `PrefillSide.release`. Never raises or blocks, because leases expire anyway."""
         ...
 
 

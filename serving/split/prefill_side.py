@@ -1,9 +1,9 @@
 """The prefill worker's side: keeps the states of computed prompts until they are fetched or their leases expire.
 
-A state is first *held*: its slot and pages stay in the store, shared with the cache. When a decode worker reports what
-it lacks, exactly that is copied out, the hold is released, and the copy waits with the transport. Holds are limited in
+A state is first *held*: its slot and pages stay in the store, shared with the cache. When a decode worker requests the
+part that it does not have, this side copies that part to the transport and releases the hold. Holds are limited in
 number, copies in bytes. Each has a lease, which starts before the state is computed. A waiting worker renews the lease,
-up to a limit; when the lease expires, the copy is drained. So a worker that disconnects leaves nothing behind.
+up to a limit; when the lease expires, hold and copy are dropped. A worker that disconnects therefore leaks no memory.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from serving.core import Hold, StepPlan
-from serving.engine.loop import StepLoop
 from serving.points.point import common_unit
+from serving.points.state_source import Loop, StateSource
 from serving.split.wire import Offer, ShareRequest, SplitError, StateRequest, Ticket
 from serving.split.worker import Worker, checksums, point_specs, shapes_of
 
@@ -27,59 +27,63 @@ _PATIENCE = 0.001
 
 
 class TooMany(SplitError):
-    """As many states are kept, or bytes copied, as may be: try another worker, or later."""
+    """The limit of states or copied bytes is reached: try another worker, or later."""
 
 
 @dataclass
 class PrefillStats:
-    """What has become of the states that this worker has computed for others."""
+    """Counters of the states that this worker computed for others."""
 
     begun: int = 0
     held: int = 0
-    """Now: in the store."""
+    """Currently held in the store."""
     copies: int = 0
-    """Now: with the transport."""
+    """Current copies in the transport."""
     copied_bytes: int = 0
-    """Now."""
+    """Current size of these copies."""
     fetched: int = 0
     released: int = 0
-    """Not wanted in the end."""
+    """Released without being fetched."""
     expired: int = 0
-    """No worker fetched it in time."""
+    """Not fetched before the lease expired."""
     sent_bytes: int = 0
-    """In all."""
+    """Total size of all copies so far."""
     lost: int = 0
-    """Went with the store."""
+    """Lost with the store."""
 
 
 @dataclass(eq=False)
 class Export:
-    """The state of one prompt, from before it is computed until it is gone. Carried by the request as `export`."""
+    """The state of one prompt, from before it is computed until it is dropped. The request has it as `export`."""
 
     id: str
     deadline: float
-    """When the lease runs out, unless it is renewed."""
+    """End of the lease, unless it is renewed."""
     last_deadline: float
     """The latest time to which the lease can be renewed."""
     hold: Hold | None = None
+    salt: str | None = None
+    """The salt of the request for which the state was computed."""
+    adapter: str | None = None
+    """Digest of this request's adapter."""
     key: int = 0
     transport: str = ""
     bytes: int = 0
     done: bool = False
-    """Gone: nothing is kept for it any more."""
+    """The state was dropped."""
 
 
-class PrefillSide:
-    """Belongs to one engine; every method is called on the engine's thread.
+class PrefillSide(StateSource):
+    """Belongs to one engine; every method is called on the engine's thread. It offers states and fetches none.
 
     Args:
-        worker: the engine and what it sends with.
-        lease: seconds for which a state is kept, from each time that something was heard of it.
-        max_lease: seconds for which a state is kept, whatever is heard of it.
-        max_kept: states that are kept at once, at most.
-        max_copied_bytes: of copies that wait to be fetched, at most. One copy may always be made.
-        clock: seconds.
-        computes: prompts for others, too; otherwise it only shares what it has (`share`).
+        worker: the engine, its manifest and its transports.
+        lease: seconds to keep a state after its last renewal.
+        max_lease: maximum seconds to keep a state, with renewals.
+        max_kept: maximum number of states at a time.
+        max_copied_bytes: maximum bytes of copies that wait to be fetched. One copy is always allowed.
+        clock: returns the time in seconds.
+        computes: also compute prompts for others; otherwise only share cached states (`share`).
     """
 
     def __init__(
@@ -99,27 +103,21 @@ class PrefillSide:
         self._clock = clock
         self._kept: dict[str, Export] = {}
         if computes:
-            worker.loop.connect(self)
+            worker.loop.sources.append(self)
 
-    # -- of the loop --
+    # -- called by the engine's loop --
 
-    @property
-    def busy(self) -> bool:
-        """Always False: leases expire by the clock, and every caller of `sweep` removes them."""
-        return False
+    shared_with_workers = True
 
-    def find(self, prompt: Sequence[int]) -> None:
-        """Never: this side computes prompts itself."""
-
-    def exchange(self, loop: StepLoop) -> None:
-        """Leases are looked at whenever a step is planned."""
+    def exchange(self, loop: Loop) -> None:
+        """Removes expired leases before each step."""
         if self._kept:
             self.sweep()
             if not loop.in_flight and loop.scheduler.running:
-                time.sleep(_PATIENCE)  # what is held may be what a step waits for: there is no hurry
+                time.sleep(_PATIENCE)  # the step may wait for held memory: do not spin
 
-    def dispatched(self, loop: StepLoop, plan: StepPlan) -> None:
-        """Hold the states of prompts that end in this step."""
+    def dispatched(self, loop: Loop, plan: StepPlan) -> None:
+        """Holds the states of prompts that end in this step."""
         for row in plan.rows:
             export: Export | None = row.request.transfer.export
             if export is None or export.done or not (row.sample and row.is_prefill):
@@ -129,78 +127,81 @@ class PrefillSide:
             if export.hold is None:
                 self.stats.held += 1
             elif loop.scheduler.hold_is_valid(export.hold):
-                continue  # preempted after its prompt's end: what is held stays right
+                continue  # preempted after the end of its prompt: the held state is still valid
             export.hold = loop.scheduler.hold(row)
-            self._heard_of(export)
+            export.salt, export.adapter = row.request.cache_salt, row.request.adapter
+            self._extend_lease(export)
 
-    # -- of the worker's endpoints --
+    # -- called by the worker's endpoints --
 
     def begin(self, id: str | None = None) -> Export:
-        """A place for a state that is about to be computed. Its lease runs: see `renew`.
+        """Registers a state that is about to be computed. Its lease starts now: see `renew`.
 
-        `id` is chosen by the caller and unguessable for others, so the caller can release it even before this call.
+        The caller chooses an unguessable `id`, so that it can release the state even before this call.
 
         Raises:
-            TooMany: all places are taken.
+            TooMany: `max_kept` states are registered.
         """
         self.sweep()
         if len(self._kept) >= self.max_kept:
-            raise TooMany(f"{len(self._kept)} states wait to be fetched: no more are kept")
+            raise TooMany(f"transfer limit reached: {len(self._kept)} states pending (--max-kept)")
         now = self._clock()
         export = Export(id or secrets.token_hex(16), now + self.lease, now + self.max_lease)
         self._kept[export.id] = export
         self.stats.begun += 1
         return export
 
-    def share(self, asked: ShareRequest, *, url: str) -> Ticket:
-        """Hold the deepest state of a prompt that the device has. It stays findable here, too.
+    def share(self, wanted: ShareRequest, *, url: str) -> Ticket:
+        """Holds the deepest state of a prompt that the device has. It also stays in this worker's cache.
 
         Raises:
-            TooMany: all places are taken.
-            SplitError: there is none so deep, or none of the weights that the manifest is of.
+            TooMany: `max_kept` states are registered.
+            SplitError: there is no state of the required depth, or the weights were replaced.
         """
         scheduler = self.worker.scheduler
         if scheduler.weights_replaced:
             raise SplitError("the weights have been replaced")
         export = self.begin()
-        export.hold = hold = scheduler.hold_cached(asked.tokens, asked.salt)
+        export.hold = hold = scheduler.hold_cached(wanted.tokens, wanted.salt, wanted.adapter)
         if hold is not None:
             self.stats.held += 1
-        if hold is None or hold.position <= asked.beyond:
+        if hold is None or hold.position <= wanted.beyond:
             self.release(export.id, wanted=False)
-            raise SplitError("there is no state so deep (any more)")
+            raise SplitError("no cached state for this prefix")
         return Ticket(
             id=export.id,
             worker=url,
             handoff="full",
-            prompt_token_ids=asked.tokens,
+            prompt_token_ids=wanted.tokens,
             position=hold.position,
             cached_tokens=hold.position,
             lease=self.lease,
             shared=True,
             manifest=self.worker.manifest.digest,
+            salt=wanted.salt,
+            adapter=wanted.adapter,
         )
 
     def renew(self, ids: Iterable[str]) -> None:
-        """Renew the leases of these states: a worker still waits for them, or for their computation."""
+        """Renews the leases of these states, because a worker still waits for them."""
         for id in ids:
             export = self._kept.get(id)
             if export is not None:
-                self._heard_of(export)
+                self._extend_lease(export)
 
     def offer(self, want: StateRequest) -> Offer:
-        """Copy what a decode worker lacks, and let its transport fetch it.
+        """Copies the part of a state that a decode worker does not have, for its transport to fetch.
 
         Raises:
-            TooMany: other copies wait to be fetched, and there is no room for one more; the state stays as it is.
-            SplitError: the state is gone, or cannot be had that way.
+            TooMany: pending copies leave no room for this one; the state stays held.
+            SplitError: the state was dropped, or the request does not fit this worker.
         """
         worker, export = self.worker, self._kept.get(want.id)
         if export is None or export.hold is None:
-            raise SplitError(f"there is no state {want.id} (any more)")
+            raise SplitError(f"state {want.id} does not exist or was dropped")
         transport = worker.transports.get(want.transport)
         if transport is None:
-            raise SplitError(f"transport {want.transport!r} is not available here: {', '.join(worker.transports)} are")
+            raise SplitError(f"transport {want.transport!r} is not available; allowed: {', '.join(worker.transports)}")
         if want.manifest != worker.manifest.digest:
             raise SplitError("the worker was restarted with different settings")
         store, hold = worker.loop.store, export.hold
@@ -209,14 +210,14 @@ class PrefillSide:
             self.release(want.id, wanted=False)
             raise SplitError(f"state {want.id} was lost with the store")
         if store.kv and want.unit % common_unit(store.page_size, 1):
-            raise SplitError(f"units of {want.unit} tokens do not hold whole pages of {store.page_size}")
+            raise SplitError(f"unit {want.unit} is not a multiple of the page size {store.page_size}")
         if want.layers > len(store.kv):
-            raise SplitError(f"{want.layers} layers of keys and values are wanted, {len(store.kv)} are kept")
+            raise SplitError(f"{want.layers} layers of keys and values requested, only {len(store.kv)} stored")
         specs, cut = point_specs(worker, want, hold.position, worker.manifest.ssm_dtype)
         size = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
         if self.stats.copied_bytes and self.stats.copied_bytes + size > self.max_copied_bytes:
-            self._heard_of(export)
-            raise TooMany(f"{self.stats.copied_bytes:,} bytes wait to be fetched: {size:,} more are too many")
+            self._extend_lease(export)
+            raise TooMany(f"transfer buffer full ({self.stats.copied_bytes:,} bytes pending, {size:,} requested)")
         state = worker.programs.read_state(store, hold.slot)
         arrays = [state[name] for name in worker.state]
         for piece in cut:
@@ -229,8 +230,8 @@ class PrefillSide:
         export.bytes = sum(array.nbytes for array in arrays)
         sums = checksums(arrays) if want.checksum else None
         transport.offer(export.key, arrays)
-        self._let_go(export)
-        self._heard_of(export)
+        self._release_hold(export)
+        self._extend_lease(export)
         self.stats.copies += 1
         self.stats.copied_bytes += export.bytes
         self.stats.sent_bytes += export.bytes
@@ -244,7 +245,7 @@ class PrefillSide:
         )
 
     def release(self, id: str, *, wanted: bool) -> None:
-        """A state has been fetched (`wanted`), or will not be. Nothing happens if it is gone."""
+        """Drops a state that was fetched (`wanted`) or is not needed. Ignores unknown ids."""
         export = self._kept.pop(id, None)
         if export is None:
             return
@@ -255,26 +256,26 @@ class PrefillSide:
         self._drop(export, taken=wanted)
 
     def sweep(self) -> int:
-        """Release states whose leases have expired; returns their number."""
+        """Drops states with expired leases. Returns their number."""
         now = self._clock()
         late = [export for export in self._kept.values() if now > export.deadline]
         for export in late:
             del self._kept[export.id]
             self.stats.expired += 1
-            log.warning("state %s was not fetched within %g s: dropped", export.id, self.lease)
+            log.warning("dropped state %s: not fetched within %g s", export.id, self.lease)
             self._drop(export)
         return len(late)
 
     @property
     def kept(self) -> int:
-        """States that are being computed, held or copied."""
+        """Number of states that are being computed, held or copied."""
         return len(self._kept)
 
-    def _heard_of(self, export: Export) -> None:
+    def _extend_lease(self, export: Export) -> None:
         export.deadline = min(self._clock() + self.lease, export.last_deadline)
 
     def _drop(self, export: Export, *, taken: bool = False) -> None:
-        self._let_go(export)
+        self._release_hold(export)
         export.done = True
         if export.key:
             self.worker.transports[export.transport].drain(export.key, taken=taken)
@@ -282,7 +283,7 @@ class PrefillSide:
             self.stats.copied_bytes -= export.bytes
             export.key = 0
 
-    def _let_go(self, export: Export) -> None:
+    def _release_hold(self, export: Export) -> None:
         if export.hold is not None:
             self.worker.scheduler.release_hold(export.hold)
             self.stats.held -= 1

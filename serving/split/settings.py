@@ -1,4 +1,4 @@
-"""Every setting of the prefill/decode split, defined once: for `mamba-jax serve --role` and `mamba-jax router`."""
+"""Settings of the prefill/decode split, defined once for `mamba-jax serve --role` and `mamba-jax router`."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ class SplitSettings(Settings):
     )
     transport: tuple[Literal["jax", "tcp"], ...] = Field(
         (),
-        description="How states are transferred: jax (device to device, by JAX's transfer engine) or tcp (through host "
+        description="How states are transferred: jax (device to device, JAX's transfer engine) or tcp (through host "
         "memory); repeatable, the preferred one first. Unset: jax if available, then tcp.",
     )
     advertise: str | None = Field(None, description="Host name or address by which other workers reach this one.")
     lease: float = Field(
-        30.0, gt=0, description="prefill: seconds a state is held for its decode worker after it was last asked for."
+        30.0, gt=0, description="prefill: seconds to hold a state for its decode worker after its last renewal."
     )
-    max_lease: float = Field(600.0, gt=0, description="prefill: maximum seconds a state is held in all.")
-    max_kept: int = Field(64, ge=1, description="prefill: maximum number of states held for fetching.")
+    max_lease: float = Field(600.0, gt=0, description="prefill: maximum seconds to hold a state, with renewals.")
+    max_kept: int = Field(64, ge=1, description="prefill: maximum number of states held for decode workers.")
     max_transfer_bytes: int = Field(
         1 << 30,
         ge=1,
-        description="Maximum bytes of states in transfer, beside the store: copies that wait to be fetched (prefill), "
-        "or what is arriving (decode).",
+        description="Maximum bytes of states in transfer, in addition to the store: copies that wait to be fetched "
+        "(prefill), or arriving states (decode).",
     )
     split_secret: str | None = Field(
         None,
         min_length=16,
         repr=False,
-        description="A secret shared by all workers and routers of a fleet: they obey only messages sealed with it. "
+        description="A secret shared by all workers and routers of a fleet; they accept only messages signed with it. "
         f"Also read from {SECRET_VARIABLE}. Required unless the worker listens on loopback.",
     )
     peer: tuple[str, ...] = Field(
         (),
-        description="decode: URL of a prefill worker to fetch states from; repeatable. Unset: any that a sealed "
+        description="decode: URL of a prefill worker to fetch states from; repeatable. Unset: any worker that a signed "
         "message names.",
     )
     on_failure: FailurePolicy = Field(
@@ -59,19 +59,18 @@ class SplitSettings(Settings):
     fetch_timeout: float = Field(30.0, gt=0, description="decode: seconds to wait for a state.")
     share: bool = Field(
         False,
-        description="decode: let other workers fetch states that this one holds. Takes --max-transfer-bytes once more.",
+        description="decode: let other workers fetch this worker's states. Needs --max-transfer-bytes a second time.",
     )
     convert_state: bool = Field(False, description="decode: accept recurrent states of another dtype and convert them.")
 
     @property
     def seal(self) -> Seal:
-        """Of the fleet."""
+        """Signs and checks messages with the fleet's secret."""
         return _seal(self.split_secret)
 
     @property
     def engine_flags(self) -> dict[str, Any]:
-        """Defaults of engine flags for the role: what it must store for the other side, and the memory outside
-        the store for states in transfer."""
+        """Defaults of engine flags for the role: data stored for the other side, and memory for states in transfer."""
         if self.role is None:
             return {}
         times = 2 if self.role == "decode" and self.share else 1
@@ -85,7 +84,7 @@ def _seal(secret: str | None) -> Seal:
 
 
 class RouterSettings(ConnectionBounds, RequestBounds):
-    """Settings of the router: what it accepts is bounded as a server's is."""
+    """Settings of the router. It has the same limits on requests as a server."""
 
     prefill: tuple[str, ...] = Field((), description="URL of a prefill worker; repeatable.")
     decode: tuple[str, ...] = Field((), description="URL of a decode worker; repeatable.")
@@ -102,15 +101,15 @@ class RouterSettings(ConnectionBounds, RequestBounds):
     share_above: int | None = Field(
         None,
         ge=0,
-        description="Have a decode worker fetch another one's state if that is so many tokens deeper than its own, and "
-        "the other one is too busy; workers need --share. Unset: never.",
+        description="Make a decode worker fetch the state of another, busier worker if that state covers this many "
+        "tokens more than its own; workers need --share. Unset: never.",
     )
-    share_timeout: float = Field(2.0, gt=0, description="Seconds to wait for such a state, then it is computed.")
+    share_timeout: float = Field(2.0, gt=0, description="Seconds to wait for such a state before computing it.")
     split_above: int = Field(0, ge=0, description="Prompts of up to this many characters skip the prefill workers.")
     routing: Literal["events", "affinity"] = Field(
         "events",
-        description="How workers are chosen. events: by the deepest state that a prompt could go on from there, as "
-        "workers tell, and by its text where nobody has one. affinity: by its text alone.",
+        description="How the router chooses workers. events: by the deepest state of the prompt that workers report, "
+        "and by the prompt's text if there is none. affinity: by the text only.",
     )
     affinity: int = Field(
         2048,
@@ -118,13 +117,13 @@ class RouterSettings(ConnectionBounds, RequestBounds):
         description="Number of leading characters of a prompt that choose its workers, so that shared prefixes meet.",
     )
     slack: int = Field(
-        4, ge=0, description="How many more requests than the least busy worker the chosen one may have."
+        4, ge=0, description="Maximum number of requests that the chosen worker may have more than the least busy one."
     )
     max_worker_requests: int = Field(
         3072,
         ge=1,
-        description="Maximum number of requests under way at one worker; further ones go to another worker or get 503. "
-        "Keep the sum over all routers below the worker's --max-connections, with some to spare for health checks.",
+        description="Maximum number of running requests per worker; further ones go to another worker or get 503. Keep "
+        "the sum over all routers below the worker's --max-connections, with a reserve for health checks.",
     )
     check_interval: float = Field(1.0, gt=0, description="Seconds between health checks of each worker.")
     check_timeout: float = Field(
@@ -132,9 +131,9 @@ class RouterSettings(ConnectionBounds, RequestBounds):
     )
     connect_timeout: float = Field(3.0, gt=0, description="Seconds to wait for a worker to accept a connection.")
     first_token_timeout: float = Field(
-        120.0, gt=0, description="Seconds until a stream must have begun, however many workers have been tried."
+        120.0, gt=0, description="Maximum seconds until a stream starts, including retries on other workers."
     )
-    request_timeout: float = Field(600.0, gt=0, description="Seconds until an answer without streaming must be there.")
+    request_timeout: float = Field(600.0, gt=0, description="Maximum seconds for a response without streaming.")
     stall_timeout: float = Field(60.0, gt=0, description="Maximum seconds between two pieces of a stream.")
     drain_timeout: float = Field(30.0, ge=0, description="Seconds that running requests have to finish at shutdown.")
     api_key: tuple[str, ...] = Field(
@@ -149,5 +148,5 @@ class RouterSettings(ConnectionBounds, RequestBounds):
 
     @property
     def seal(self) -> Seal:
-        """Of the fleet."""
+        """Signs and checks messages with the fleet's secret."""
         return _seal(self.split_secret)

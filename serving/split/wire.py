@@ -1,4 +1,4 @@
-"""What workers say to each other about a state. Arrays go by a `Transport`; this is everything else."""
+"""Messages between workers about states. A `Transport` sends the arrays."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Handoff = Literal["full", "recompute-last"]
 """`full`: S(N) with its hidden state, from which the decode side samples the first token. `recompute-last`: S(N-1), and
-the decode side runs token N itself."""
-
+the decode side computes token N itself."""
 
 FailurePolicy = Literal["recompute", "fail"]
-"""What becomes of a request whose state cannot be had: computed by the decode worker, or ended with an error."""
+"""For a request whose state is not available: compute it on the decode worker, or end it with an error."""
 
 
 class SplitError(RuntimeError):
-    """A state cannot be had from another worker: one line that says why. The request can be computed without it."""
+    """Another worker's state is not available. The message is one line. The request can be computed without the
+    state."""
 
 
 class SplitTimeout(SplitError):
-    """The other worker has not answered in time."""
+    """The other worker did not answer in time."""
+
+
+class AdapterMismatch(SplitError):
+    """This worker does not have the adapter with which a state was computed."""
 
 
 class Ticket(BaseModel):
-    """A prompt has been computed: where its state waits, for as long as the lease runs."""
+    """Where the state of a computed prompt can be fetched until its lease expires."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -33,69 +37,80 @@ class Ticket(BaseModel):
     """The prefill worker's URL."""
     handoff: Handoff
     prompt_token_ids: list[int]
-    """All of the prompt."""
+    """The whole prompt."""
     position: int
-    """Tokens that the state has absorbed; 0 = there is nothing to fetch."""
+    """Number of tokens that the state covers; 0: there is no state to fetch."""
     cached_tokens: int = 0
-    """Of those, how many the prefill worker found in its cache."""
+    """Number of these tokens that the prefill worker found in its cache."""
     lease: float = 0.0
-    """Seconds for which it is kept, unless it is renewed."""
+    """Seconds until the lease expires, unless it is renewed."""
     patience: float = 0.0
-    """Seconds for which its request may still wait, by the router's deadline; 0 = it has none."""
+    """Seconds until the router's deadline for the request; 0: no deadline."""
     shared: bool = False
-    """The state is one that the other worker happens to have: the request can always do without it."""
+    """The state is from another worker's cache, so the request can always be computed without it."""
     manifest: str = ""
-    """Digest of the prefill worker's manifest: another one than at the handshake asks for a new handshake."""
+    """Digest of the prefill worker's manifest. If it differs from the handshake's, a new handshake is needed."""
+    salt: str | None = None
+    """The salt of the request for which the state was computed. Only requests with the same salt may use the state."""
+    adapter: str | None = None
+    """Digest of the adapter with which the state was computed; None without one. Only requests whose adapter has the
+    same digest may use the state."""
+    adapter_name: str | None = None
+    """The name of this adapter in the request, for error messages; None for a state from another worker's cache."""
 
 
 class ShareRequest(BaseModel):
-    """What a router asks a worker for whose state another one is to go on from."""
+    """A router's request for a state from which another worker will continue."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     tokens: list[int]
-    """Of the whole prompt."""
+    """Tokens of the whole prompt."""
     salt: str | None = None
+    adapter: str | None = None
+    """Digest of the request's adapter."""
     beyond: int = Field(0, ge=0)
-    """A state of no more than so many tokens is of no use."""
+    """The state must cover more than this many tokens."""
 
 
 class Tokens(BaseModel):
-    """A prompt's tokens and the salt of its cache: what the names of its states are made of."""
+    """A prompt's tokens, salt and adapter, from which the names of its states are computed."""
 
     tokens: list[Annotated[int, Field(ge=0, lt=1 << 31)]]
     salt: str | None = None
+    adapter: str | None = None
+    """Digest of the request's adapter."""
 
 
 class StateRequest(BaseModel):
-    """What a decode worker lacks of it."""
+    """A decode worker's request for the part of a state that it does not have."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     id: str
     start: int = Field(ge=0)
-    """Keys and values of tokens from here on are missing. `start` = position: none."""
+    """First token whose keys and values are missing; the state's position if none is missing."""
     unit: int = Field(ge=1)
-    """Tokens that fill whole pages on both sides."""
+    """A number of tokens that fills whole pages on both sides."""
     layers: int = Field(ge=0)
-    """Layers of keys and values: the model's, then as many draft layers as are wanted."""
+    """Layers of keys and values: the model's, then the requested draft layers."""
     transport: str
     manifest: str
-    """Digest of the prefill worker's manifest, as the decode worker knows it."""
+    """Digest of the prefill worker's manifest at the handshake."""
     checksum: bool = False
 
 
 class Offer(BaseModel):
-    """The copy is made and can be fetched: a state, then pieces as `point.pieces` cuts the missing tokens."""
+    """A copy that can be fetched: a state, then pieces of the missing tokens as in `point.pieces`."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     id: str
     key: int
-    """Of the transport."""
+    """Key in the transport."""
     address: str
     position: int
     shapes: list[tuple[tuple[int, ...], str]]
     """Shape and dtype of each array."""
     checksums: list[int] | None = None
-    """CRC-32 of each array's bytes, where asked for."""
+    """CRC-32 of each array's bytes, if requested."""

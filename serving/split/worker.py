@@ -1,4 +1,4 @@
-"""What both sides of a split have in common: an engine with programs for points, a manifest and transports."""
+"""The common part of both sides of a split: an engine with programs for resumption points, manifest and transports."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from serving.core import Scheduler
-from serving.engine.build import Built
-from serving.engine.loop import StepLoop
-from serving.engine.narrow_states import handoff_form, row_rounding
+from serving.engine.assembly.build import Built
+from serving.engine.assembly.narrow_states import handoff_form, row_rounding
+from serving.engine.steps.loop import StepLoop
 from serving.points.arrangement import Arrangement
 from serving.points.point import Piece, PointPrograms, pieces, state_spec
 from serving.split.manifest import Manifest, describe
@@ -24,18 +24,18 @@ from serving.split.wire import StateRequest
 
 @dataclass
 class Worker:
-    """An engine that exchanges states. `Worker.of` makes one."""
+    """An engine that exchanges states. `Worker.of` creates one."""
 
     loop: StepLoop
     arrangement: Arrangement
     state: dict[str, jax.ShapeDtypeStruct]
-    """The arrays of a state as they travel."""
+    """The transferred arrays of a state."""
     kv: jax.ShapeDtypeStruct | None
     """Keys and values of one token in one layer; None without attention."""
     manifest: Manifest
     transports: dict[str, Transport]
     verify: bool = False
-    """Compare checksums of everything that is fetched: for debugging, it goes by way of the host."""
+    """Compare checksums of all fetched arrays (for debugging: it copies them to the host)."""
     programs: PointPrograms = field(init=False)
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class Worker:
 
     @classmethod
     def of(cls, built: Built, transports: dict[str, Transport], *, model: str = "") -> Worker:
-        """From an engine whose loop does not run yet. `model` is its digest, if the caller has computed it."""
+        """Creates a worker for an engine before its loop runs. `model`: digest of its weights, if already computed."""
         loop, config = built.engine.loop, built.model.config
         store = loop.store
         assert store is not None
@@ -67,11 +67,11 @@ class Worker:
 
     @property
     def scheduler(self) -> Scheduler:
-        """Of the engine."""
+        """The engine's scheduler."""
         return self.loop.scheduler
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stops listening."""
         for transport in self.transports.values():
             transport.close()
 
@@ -79,9 +79,10 @@ class Worker:
 def point_specs(
     worker: Worker, want: StateRequest, position: int, ssm_dtype: str
 ) -> tuple[list[jax.ShapeDtypeStruct], list[Piece]]:
-    """The arrays that travel, in their order: a state's, then one of each piece. Both sides work this out alone.
+    """Returns the specs of the transferred arrays in order: those of the state, then one per piece. Both sides compute
+    the same list.
 
-    `ssm_dtype` is that of the side that sends.
+    `ssm_dtype`: dtype of recurrent states on the sending side.
     """
     declared = worker.arrangement.shape.arrays
     specs = [
@@ -98,10 +99,10 @@ def point_specs(
 
 
 def shapes_of(arrays: Sequence[Any]) -> list[tuple[tuple[int, ...], str]]:
-    """Shape and dtype of each, as they are sent and compared."""
+    """Returns the shape and dtype of each array, as sent and compared."""
     return [(tuple(array.shape), str(array.dtype)) for array in arrays]
 
 
 def checksums(arrays: Sequence[Any]) -> list[int]:
-    """CRC-32 of each array's bytes."""
+    """Returns the CRC-32 of each array's bytes."""
     return [zlib.crc32(np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8).data) for array in arrays]

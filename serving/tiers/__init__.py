@@ -1,1 +1,1 @@
-"""Moving checkpoints between the device, the host's memory and a disk, as `serving.core.tiers` says."""
+"""Moves checkpoints between the device, the host's memory and a disk, as `serving.core.tiers` decides."""

@@ -18,7 +18,7 @@ from serving.tiers.memory import PATIENCE, Part
 log = logging.getLogger(__name__)
 
 _PAUSE = 30.0
-"""Seconds for which nothing is written to a disk that has refused a file."""
+"""Pause in seconds after a write to the disk has failed."""
 _LOOK = 1.0
 """Seconds between two looks at a disk that others may write to, at least."""
 
@@ -41,7 +41,7 @@ class Disk:
         self._users = self._unsaved = 0
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="tier-write")
         self._writes: dict[Name, Future[None]] = {}
-        """What is on its way, whose books have it already."""
+        """Parts that are being written. The tier has their entries already."""
         self._pause_until = 0.0
         self._closing = threading.Event()
         self._looked, self._changes = threading.Lock(), Changes()
@@ -58,13 +58,13 @@ class Disk:
             self._unsaved += 1
 
     def saved(self) -> bool:
-        """What one engine's device held has come here, or will not. True for the last one."""
+        """Records that an engine has written everything that it had to. Returns True for the last engine."""
         with self.tier.lock:
             self._unsaved -= 1
             return not self._unsaved
 
     def leave(self) -> None:
-        """One engine less does. What it wanted written is, as long as another one goes on."""
+        """Removes an engine. Its pending writes complete as long as another engine is left."""
         with self.tier.lock:
             self._users -= 1
             last = not self._users
@@ -110,7 +110,7 @@ class Disk:
         return job
 
     def coming(self, names: Sequence[Name]) -> list[Future[None]]:
-        """What has to be waited for before these are read."""
+        """Returns the writes that must finish before these parts are read."""
         with self.tier.lock:
             return [job for name in names if (job := self._writes.get(name)) is not None]
 
@@ -136,14 +136,14 @@ class Disk:
         try:
             for name in names:
                 self.folder.write(name, arrays[name], unit if name == unit.name else None)
-        except Exception as problem:  # whatever it is, the books must say that the unit is not there
+        except Exception as problem:  # in any case the tier's records must not have the unit
             log.warning("the disk cache does not take a checkpoint: %s", problem)
             self._pause_until = time.monotonic() + _PAUSE
             return _told(problem)
         return ""
 
     def _look(self) -> None:
-        """Until all ends. Between two looks there are twenty times as many seconds as one takes."""
+        """Runs until the end. The pause between two scans is twenty times the duration of one."""
         pause = _LOOK
         while not self._closing.wait(pause):
             begin = time.monotonic()

@@ -35,7 +35,7 @@ Arrays = dict[str, np.ndarray]
 
 ENDING, UNFINISHED = ".safetensors", ".unfinished"
 MARKER = "CACHEDIR.TAG"
-"""Says whose a folder is, as https://bford.info/cachedir has it: backups leave such folders out."""
+"""Marks a folder as a cache, as specified at https://bford.info/cachedir. Backups skip such folders."""
 _MARK = b"Signature: 8a477f597d28d172789f06886806bc55\n# Checkpoints of mamba-jax: this folder may be removed.\n"
 FOLDER_NAME = re.compile(r"[0-9a-f]{32}")
 PART_NAME = re.compile(rf"[0-9a-f]{{{2 * SIZE}}}{re.escape(ENDING)}")
@@ -44,7 +44,7 @@ _MOST_HEADER = 1 << 24
 
 
 class Damaged(RuntimeError):
-    """A file does not hold what it was written with. It has been removed."""
+    """The content of a file is damaged. The file has been removed."""
 
 
 class Folder:
@@ -132,18 +132,18 @@ class Folder:
         return typed
 
     def used(self, name: Name) -> None:
-        """Note that a part was used just now: a later process drops first what was not used for longest."""
+        """Marks a part as used now. A later process drops the least recently used parts first."""
         with contextlib.suppress(OSError):
             os.utime(self._file(name))
 
     def remove(self, names: Iterable[Name]) -> None:
-        """Remove parts, in this order; what is not there, or cannot be removed, stays as it is."""
+        """Removes parts in this order. Missing parts and those that cannot be removed are skipped."""
         for name in names:
             with contextlib.suppress(OSError):
                 self._file(name).unlink()
 
     def has(self, name: Name) -> bool:
-        """Whether there is a file of this name."""
+        """Returns whether a file of this name exists."""
         return is_regular(self._file(name))
 
     def _file(self, name: Name) -> Path:
@@ -151,7 +151,7 @@ class Folder:
 
 
 def is_marked(path: Path) -> bool:
-    """Whether a folder is one that `Folder` made: only such folders may be removed to make room."""
+    """Returns whether `Folder` created a folder. Only such folders may be removed to make room."""
     try:
         with open_regular(path / MARKER) as file:
             return FOLDER_NAME.fullmatch(path.name) is not None and not path.is_symlink() and file.read(4096) == _MARK
@@ -160,7 +160,7 @@ def is_marked(path: Path) -> bool:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether there is a regular file, and no link to one."""
+    """Returns whether the path is a regular file and not a link."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:
@@ -181,7 +181,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def _raw(array: np.ndarray) -> np.ndarray:
-    """As a type that every reader of safetensors knows: bfloat16, for one, is none of numpy's own."""
+    """Returns a view with a dtype that numpy has: it has no bfloat16, for example."""
     return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
 
 
@@ -202,7 +202,7 @@ def _header_checksum(note: Mapping[str, str]) -> int:
 
 
 def unit_of(path: Path, name: Name, block: int) -> Unit | None:
-    """What a file's header says; None for a block. Raises ValueError where that cannot be, or the file is cut short."""
+    """Reads a file's header; None for a block. Raises ValueError if the header is invalid or the file is truncated."""
     with open_regular(path) as file:
         head = file.read(8)
         length = int.from_bytes(head, "little")

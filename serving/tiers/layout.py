@@ -1,4 +1,4 @@
-"""What a state and its keys and values consist of below the device, and whose they can be."""
+"""The parts of a state and its keys and values below the device, and the models that can use them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Layout:
     block: int
     """B, in tokens."""
     exact: bool = False
-    """Whether states are those of rows that were rounded at every multiple of B."""
+    """Whether states belong to rows that were rounded at every multiple of B."""
 
     @classmethod
     def of(cls, arrangement: Arrangement, store: Store, block: int, *, exact: bool = False) -> Layout:
@@ -55,7 +55,7 @@ class Layout:
         return self.block // self.page_size
 
     def sizes(self, *, in_files: bool) -> Sizes:
-        """Bytes of all that is held."""
+        """Bytes of all parts in memory."""
         state = sum(_bytes(spec) for spec in self.state.values())
         page = _bytes(self.kv) // self.pages_per_block if self.kv is not None else 0
         return Sizes(state, page, self.page_size, self.block, _FILE if in_files else 0)

@@ -12,16 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from mamba_jax.store import Store
-from serving.core import Scheduler
 from serving.core.tiers.content import Name
 from serving.core.tiers.tier import Change, Unit
 from serving.core.tiers.tiers import Departure, TierHit, Tiers
 from serving.points.point import PointPrograms
+from serving.points.state_source import Loop
 from serving.tiers.disk import Disk
 from serving.tiers.folder import Arrays
 from serving.tiers.layout import Layout
@@ -30,17 +30,6 @@ from serving.tiers.memory import Memory, Part
 log = logging.getLogger(__name__)
 
 KV = "kv"
-
-
-class Stopped(Protocol):
-    """What is needed of a step loop that has stopped."""
-
-    scheduler: Scheduler
-
-    @property
-    def store(self) -> Store | None:
-        """As it is now."""
-        ...
 
 
 class Leaving:
@@ -60,7 +49,7 @@ class Leaving:
         self.tiers, self.layout, self.programs, self.memory, self.disk = tiers, layout, programs, memory, disk
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="tier-copy")
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        """What other threads have to tell the engine's."""
+        """Messages from other threads to the engine's thread."""
         self._closing = threading.Event()
         self._jobs: set[Future[Any]] = set()
         if disk is not None:
@@ -69,7 +58,7 @@ class Leaving:
             self.remove_gone()
 
     def copy_out(self, store: Store | None) -> None:
-        """After a plan and before anything else is dispatched: copy what it has evicted."""
+        """Called after a plan and before its dispatch: copies the states and pages that the plan evicted."""
         self.remove_gone()
         for departure in self.tiers.take_departures():
             if store is None or self._closing.is_set():
@@ -78,7 +67,7 @@ class Leaving:
                 self._depart(store, departure)
 
     def take_in(self) -> None:
-        """Note what threads have done, and what other processes have."""
+        """Collects the results of threads, and changes by other processes."""
         if self.disk is not None and not self.tiers.weights_replaced:
             self._take_in_others(self.disk)
         while True:
@@ -88,7 +77,7 @@ class Leaving:
                 return
             event()
 
-    def save(self, loop: Stopped | None, disk: Disk, until: float) -> None:
+    def save(self, loop: Loop | None, disk: Disk, until: float) -> None:
         """Bring what the device of a loop that has stopped holds to the disk: the most valuable first, as far as there
         is time. The last engine brings what is left in memory."""
         if loop is not None and loop.store is not None and loop.scheduler.index is not None:
@@ -102,7 +91,7 @@ class Leaving:
             self._spill_all(until)
 
     def close(self) -> None:
-        """End all threads; those of what is shared end with the last engine that uses it."""
+        """Ends all threads. Shared threads end with the last engine that uses them."""
         self._closing.set()
         self.copy_out(None)
         self._copying.shutdown(wait=True, cancel_futures=True)
@@ -113,7 +102,7 @@ class Leaving:
 
     @property
     def closed(self) -> bool:
-        """Whether it has been."""
+        """Whether it has been closed."""
         return self._closing.is_set()
 
     def settle(self, seconds: float = 60.0) -> None:
@@ -189,7 +178,7 @@ class Leaving:
         self.tiers.lost(TierHit(departure.tier, departure.unit))
 
     def _spill(self, memory: Memory, unit: Unit, parts: Mapping[Name, Part]) -> None:
-        """Have the disk hold what memory has. `parts`: those that have just come, and may have been dropped at once."""
+        """Writes parts in memory to disk. `parts`: new ones, which memory may already have dropped."""
         blocks = unit.blocks if self.layout.kv is not None else ()
         if not memory.has_all([name for name in (*blocks, unit.name) if name not in parts]):
             return
@@ -216,7 +205,7 @@ class Leaving:
         self._job(disk.write(unit, change, parts, lambda error: self._events.put(lambda: written(error))))
 
     def _spill_all(self, until: float) -> None:
-        """What memory has and the disk has not, because too much was on its way at the time."""
+        """Writes to disk what memory has and the disk has not, because too many writes were pending before."""
         if self.memory is None:
             return
         for unit in self.memory.tier.worth_spilling():

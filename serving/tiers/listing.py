@@ -39,7 +39,7 @@ _ALL = 60.0
 
 @dataclass
 class Changes:
-    """Since the last look. What is in both has gone, and come again."""
+    """Changes since the last call. A path in both was removed and written again."""
 
     gone: set[Name] = field(default_factory=set)
     """Units' own parts, and blocks."""
@@ -52,7 +52,7 @@ class Changes:
         return bool(self.gone or self.new or self.used)
 
     def add(self, later: Changes) -> None:
-        """What has changed after that, too. Never more than what was known before, and what is there now."""
+        """Merges later changes. The size is bounded by the paths known before and those present now."""
         for name in later.gone:
             if self.new.pop(name, None) is None:
                 self.gone.add(name)
@@ -80,7 +80,7 @@ class Listing:
         self._folder_time = 0
         self._all_at = self._swept_at = -math.inf
         self.alone = False
-        """Whether no other process used the folder when this one started."""
+        """Whether this process was the only one that used the folder when it started."""
         self._lock = _locked(path)
         with contextlib.suppress(OSError):
             if self._lock is not None:
@@ -141,7 +141,7 @@ class Listing:
                     with contextlib.suppress(OSError):
                         path.unlink()
                 except OSError:
-                    continue  # it has gone meanwhile
+                    continue  # it has been removed in the meantime
         changes.gone = self._seen.keys() - there
         for name in changes.gone:
             del self._seen[name]
@@ -169,7 +169,7 @@ class Listing:
                 self._folder_time = 0
 
     def _remove_orphaned_blocks(self, loose: set[Name]) -> None:
-        """Remove those of these blocks whose units were never written because the writer was killed."""
+        """Removes those of these blocks that no unit refers to: their writer was killed before it wrote the unit."""
         for name in self._units | self._broken if loose else ():
             with contextlib.suppress(OSError, ValueError):
                 unit = unit_of(self._file(name), name, self._block)
@@ -235,7 +235,7 @@ def _remove(path: Path) -> None:
 
 
 def _locked(path: Path) -> int | None:
-    """A descriptor to lock; None where the folder allows none."""
+    """A file descriptor to lock; None if the folder does not allow one."""
     try:
         return os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except OSError:

@@ -1,4 +1,4 @@
-"""The host memory's bytes by name: what any engine of a process has brought there, all of them can have."""
+"""Parts in host memory by name, shared by all engines of a process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Memory:
         return len(self._parts)
 
     def keep(self, parts: Mapping[Name, Part]) -> None:
-        """These are on their way here. What the books have dropped meanwhile is not kept."""
+        """Keeps parts, which may still be on their way. Parts that the tier has since dropped are not kept."""
         with self.tier.lock:
             for name, part in parts.items():
                 if self.tier.holds(name):
@@ -58,7 +58,7 @@ class Memory:
             return part
 
     def has_all(self, names: Collection[Name]) -> bool:
-        """Whether all of these are here, or on their way."""
+        """Returns whether all of these parts are here or being copied."""
         return all(name in self._parts for name in names)
 
     def _drop(self, name: Name) -> None:

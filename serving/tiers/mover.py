@@ -7,13 +7,10 @@ nothing here waits in the engine's thread.
 from __future__ import annotations
 
 import logging
-import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,50 +19,19 @@ from mamba_jax.store import Store
 from serving.core import RemoteLoad
 from serving.core.tiers.content import Name
 from serving.core.tiers.tier import Unit
-from serving.core.tiers.tiers import TierHit, Tiers
+from serving.core.tiers.tiers import Tiers
 from serving.points.point import PointPrograms, whole
+from serving.points.state_source import Arrival, Arrivals, Loop, StateSource
 from serving.tiers.disk import Disk
 from serving.tiers.folder import Arrays, Damaged
 from serving.tiers.layout import Layout
-from serving.tiers.leaving import KV, Leaving, Stopped
+from serving.tiers.leaving import KV, Leaving
 from serving.tiers.memory import PATIENCE, Memory, Part
 
 log = logging.getLogger(__name__)
 
-_PATIENCE = 0.002
-"""Seconds that an idle engine waits for an arrival before it looks again."""
 
-
-class Loop(Stopped, Protocol):
-    """What is needed of the step loop."""
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether a step has been dispatched and not yet settled."""
-        ...
-
-    def replace_store(self, change: Callable[[Store], Store]) -> None:
-        """Dispatch a program over the store that no step knows of."""
-        ...
-
-
-@dataclass(eq=False)
-class _Arrival:
-    """What a request has waited for; or why it does not come."""
-
-    load: RemoteLoad
-    held: TierHit
-    bytes: int
-    state: dict[str, Any] | None = None
-    blocks: list[tuple[int, Any]] = field(default_factory=list)
-    """(first token, keys and values of a block)."""
-    seconds: float = 0.0
-    error: str = ""
-    damaged: Name | None = None
-    """The block that was, if it was one."""
-
-
-class Mover:
+class Mover(StateSource):
     """Belongs to one engine.
 
     Args:
@@ -82,11 +48,11 @@ class Mover:
         self.tiers, self.layout, self.programs, self.memory, self.disk = tiers, layout, programs, memory, disk
         self.leaving = Leaving(tiers, layout, programs, memory, disk)
         self._fetching = ThreadPoolExecutor(2, thread_name_prefix="tier-fetch")
-        self._arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
-        self._under_way = 0
+        self._arrivals = Arrivals()
+        tiers.source = self
 
     def warm_up(self, store: Store) -> None:
-        """Compile what moving needs; nothing is run."""
+        """Compiles the programs that move states, without running them."""
         sizes = (self.layout.pages_per_block,)
         for reading in (True, False):
             self.programs.warm_up(
@@ -101,32 +67,41 @@ class Mover:
     # -- of the loop, in the engine's thread --
 
     def copy_out(self, store: Store | None) -> None:
-        """After a plan and before anything else is dispatched: copy what it has evicted."""
+        """Called after a plan and before its dispatch: copies the states and pages that the plan evicted."""
         self.leaving.copy_out(store)
 
+    def fetch(self, loop: Loop, load: RemoteLoad) -> None:
+        """Starts to fetch the state that a request waits for."""
+        held, store = load.remote.held, loop.store
+        assert held is not None
+        unit, tier, layout = held.unit, held.tier, self.layout
+        first = load.start // layout.block if load.pages else len(unit.blocks)
+        wanted = dict(enumerate(unit.blocks[first:], first))
+        size = tier.sizes.own(unit) + len(wanted) * tier.sizes.whole_block
+        self.tiers.fetches[tier.name].hits += 1
+        tier.touch(unit.name)
+        self.tiers.fetching += size
+        self._arrivals.under_way += 1
+        names, memory, disk = (*wanted.values(), unit.name), self.memory, self.disk
+        known: dict[Name, Part] | None = None
+        coming: Sequence[Future[Any]] = ()
+        if memory is not None and tier is self.tiers.host:
+            known = {name: memory.get(name) for name in names}
+            coming = list(known.values())
+        elif disk is not None:
+            coming = disk.coming(names)
+        sharding = whole(store) if store is not None else None  # lost: it is made again where it was
+        self._fetching.submit(self._fetch, Arrival(load, size), wanted, known, coming, sharding)
+
     def exchange(self, loop: Loop) -> None:
-        """Before a step is planned, and once more after: begin what is newly waited for, take in what has come."""
-        for load in loop.scheduler.take_fetches():
-            if load.valid:
-                self._begin(loop, load)
+        """Collects the results of threads, and writes arrived states into the store."""
         self.leaving.take_in()
-        patience = _PATIENCE if self._under_way and not loop.in_flight else 0.0
-        while True:
-            try:
-                arrival = self._arrivals.get(block=patience > 0, timeout=patience or None)
-            except queue.Empty:
-                break
-            patience = 0.0
-            self._under_way -= 1
+        for arrival in self._arrivals.take(loop):
             self.tiers.fetching -= arrival.bytes
             self._take(loop, arrival)
         self.leaving.remove_gone()
 
-    def settle(self, seconds: float = 60.0) -> None:
-        """See `Leaving.settle`."""
-        self.leaving.settle(seconds)
-
-    def close(self, loop: Stopped | None = None, *, seconds: float = 60.0) -> None:
+    def close(self, loop: Loop | None = None, *, seconds: float = 60.0) -> None:
         """End all threads. With a loop that has stopped, what its device holds goes to the disk first, if there is one.
 
         seconds: for which files may still be written.
@@ -138,40 +113,17 @@ class Mover:
         self._fetching.shutdown(wait=True, cancel_futures=True)
         self.leaving.close()
 
-    def _begin(self, loop: Loop, load: RemoteLoad) -> None:
-        held, store = load.remote.held, loop.store
-        assert held is not None
-        unit, tier, layout = held.unit, held.tier, self.layout
-        first = load.start // layout.block if layout.kv is not None else len(unit.blocks)
-        if not load.pages:
-            first = len(unit.blocks)
-        wanted = dict(enumerate(unit.blocks[first:], first)) if layout.kv is not None else {}
-        size = tier.sizes.own(unit) + len(wanted) * tier.sizes.whole_block
-        self.tiers.fetches[tier.name].hits += 1
-        tier.touch(unit.name)
-        self.tiers.fetching += size
-        self._under_way += 1
-        names, memory, disk = (*wanted.values(), unit.name), self.memory, self.disk
-        known: dict[Name, Part] | None = None
-        coming: Sequence[Future[Any]] = ()
-        if memory is not None and tier is self.tiers.host:
-            known = {name: memory.get(name) for name in names}
-            coming = list(known.values())
-        elif disk is not None:
-            coming = disk.coming(names)
-        sharding = whole(store) if store is not None else None  # lost: it is made again where it was
-        self._fetching.submit(self._fetch, _Arrival(load, held, size), wanted, known, coming, sharding)
-
     def _fetch(
         self,
-        arrival: _Arrival,
+        arrival: Arrival,
         wanted: Mapping[int, Name],
         known: Mapping[Name, Part] | None,
         coming: Sequence[Future[Any]],
         sharding: Any,
     ) -> None:
-        wait(coming, timeout=PATIENCE)  # other engines may be who brings it
-        unit, begin = arrival.held.unit, time.perf_counter()
+        wait(coming, timeout=PATIENCE)  # other engines may be writing it
+        assert arrival.load.remote.held is not None
+        unit, begin = arrival.load.remote.held.unit, time.perf_counter()
         name = unit.name
         try:
             own = self._part(name, known, self._own_spec(unit))
@@ -183,13 +135,13 @@ class Mover:
             if kv is not None:
                 blocks.append((unit.position - unit.tail, _padded(kv, self.layout.block)))
             arrays = (own, [kv for _, kv in blocks])
-            state, found = jax.block_until_ready(jax.device_put(arrays, sharding))
-            arrival.blocks = [(at, kv) for (at, _), kv in zip(blocks, found, strict=True)]
+            state, pieces = jax.block_until_ready(jax.device_put(arrays, sharding))
+            arrival.pieces = [(at, kv) for (at, _), kv in zip(blocks, pieces, strict=True)]
             arrival.state = state
             if self.disk is not None and known is None:
                 for name in (*wanted.values(), unit.name):
                     self.disk.folder.used(name)
-        except Exception as error:  # whatever it is, the request must not wait for ever
+        except Exception as error:  # any failure: a request waits for the answer
             arrival.state = None
             arrival.error = f"{type(error).__name__}: {error}"
             arrival.damaged = name if name != unit.name and isinstance(error, Damaged | OSError) else None
@@ -210,34 +162,23 @@ class Mover:
             return self.disk.folder.read(name, spec)
         return dict(known[name].result(timeout=0))
 
-    def _take(self, loop: Loop, arrival: _Arrival) -> None:
-        load, held, state = arrival.load, arrival.held, arrival.state
+    def _take(self, loop: Loop, arrival: Arrival) -> None:
+        load, held = arrival.load, arrival.load.remote.held
+        assert held is not None
         stats = self.tiers.fetches[held.tier.name]
-        if state is None:
-            log.warning("a checkpoint of the %s cache cannot be had: %s", held.tier.name, arrival.error)
+        if arrival.state is None:
+            log.warning("a checkpoint of the %s cache could not be read: %s", held.tier.name, arrival.error)
             if arrival.damaged is not None:
                 self.tiers.lost_block(held.tier, arrival.damaged)
             self.tiers.lost(held)
-            if load.valid:
-                loop.scheduler.lost(load)
+            loop.scheduler.lost(load)
             return
         self.tiers.prices.fetched(held.tier.name, arrival.bytes, arrival.seconds)
         stats.fetched_bytes += arrival.bytes
-        if not load.valid:
-            return
-        programs, page_size, found = self.programs, self.layout.page_size, state
-        loop.replace_store(lambda store: programs.write_state(store, load.slot, found, load.position))
-        for start, kv in arrival.blocks:
-            first = (start - load.start) // page_size
-            table = [
-                load.pages[at] if 0 <= at < len(load.pages) else 0
-                for at in range(first, first + self.layout.pages_per_block)
-            ]
-            if any(table):
-                loop.replace_store(partial(programs.write_piece, pages=table, piece=kv))
-        stats.arrived += 1
-        stats.hit_tokens += load.position
-        loop.scheduler.arrived(load)
+        if load.valid:
+            arrival.write(loop, self.programs, self.layout.page_size)
+            stats.arrived += 1
+            stats.hit_tokens += load.position
 
 
 def _padded(kv: np.ndarray, tokens: int) -> np.ndarray:

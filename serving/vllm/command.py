@@ -14,7 +14,7 @@ from serving.vllm.flags import FLAGS, Flag, Takes, Words
 
 @dataclass
 class Translated:
-    """A command line in our words, and what was said about it."""
+    """A command line for `mamba-jax`, and notices about it."""
 
     words: Words = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
@@ -25,18 +25,18 @@ _OPPOSITES = {f"--no-{flag.name[2:]}": flag for flag in FLAGS if flag.takes is T
 
 
 def is_known(name: str) -> bool:
-    """Whether a keyword such as `gpu_memory_utilization` is in the table of vLLM's flags."""
+    """Returns whether a keyword such as `gpu_memory_utilization` is in the table of vLLM's flags."""
     return f"--{name.replace('_', '-')}" in _NAMED | _OPPOSITES
 
 
 def translate(words: Sequence[str], own: Collection[str] = ()) -> Translated:
-    """Replaces vLLM's flags by ours; all other words stay as they are.
+    """Replaces vLLM's flags by this project's; all other words are unchanged.
 
     Args:
-        words: what stands after `serve`.
-        own: options of our own command: flags called unnecessary or missing that it has are left to it.
+        words: the command line after `serve`.
+        own: options of this project's command, which take precedence over flags listed as unnecessary or missing.
     Raises:
-        ConfigError: a flag asks for what is not there, or its value cannot be read.
+        ConfigError: a flag is not supported, or its value is invalid.
     """
     done = Translated()
     waiting = _with_nested_values_joined(words, own)
@@ -46,7 +46,7 @@ def translate(words: Sequence[str], own: Collection[str] = ()) -> Translated:
         if word == "--":
             done.words += [word, *waiting]
             break
-        if re.fullmatch(r"-O\d", name):  # the only one that is glued to its value
+        if re.fullmatch(r"-O\d", name):  # the only flag without a space before its value
             name, equals, value = "-O", "=", name[2:]
         name = _dashed(name)
         flag = _NAMED.get(name) or _OPPOSITES.get(name)
@@ -63,9 +63,9 @@ def translate(words: Sequence[str], own: Collection[str] = ()) -> Translated:
 
 
 def words_of(name: str, value: object) -> Words:
-    """One entry of a configuration file, or one keyword, as a command line: `tp_size: 2` as `--tp-size=2`.
+    """Converts an entry of a configuration file, or a keyword, to a command line: `tp_size: 2` gives `--tp-size=2`.
 
-    True is the flag itself, False is its opposite `--no-...`, a list repeats the flag, None is nothing.
+    True gives the flag, False its opposite `--no-...`, a list repeats the flag, None gives no words.
     """
     dashed = "--" + str(name).replace("_", "-")
     if value is None:
@@ -92,11 +92,11 @@ def _apply(flag: Flag, name: str, values: Words, done: Translated) -> None:
 
 
 def _values(flag: Flag, waiting: Words) -> Words:
-    """Takes a flag's values off the words that follow it."""
+    """Removes a flag's values from the words after it, and returns them."""
     if flag.takes is Takes.NOTHING:
         return []
     if not waiting:
-        raise ConfigError(f"{flag.name}: a value is needed")
+        raise ConfigError(f"{flag.name} needs a value")
     values = [waiting.pop(0)]
     while flag.takes is Takes.VALUES and waiting and not waiting[0].startswith("-"):
         values.append(waiting.pop(0))
@@ -104,14 +104,14 @@ def _values(flag: Flag, waiting: Words) -> Words:
 
 
 def _dashed(name: str) -> str:
-    """Flags may be written with underscores there."""
+    """Returns the flag with hyphens: vLLM also accepts underscores."""
     return name.replace("_", "-") if name.startswith("--") else name
 
 
 def _with_nested_values_joined(words: Sequence[str], own: Collection[str]) -> Words:
-    """`--speculative-config.method mtp` and similar flags as one JSON object."""
+    """Joins flags such as `--speculative-config.method mtp` to one flag with a JSON object."""
     left: Words = []
-    found: dict[str, dict[str, object]] = defaultdict(dict)
+    nested: dict[str, dict[str, object]] = defaultdict(dict)
     waiting = list(words)
     while waiting:
         word = waiting.pop(0)
@@ -122,10 +122,10 @@ def _with_nested_values_joined(words: Sequence[str], own: Collection[str]) -> Wo
             continue
         if not equals:
             if not waiting:
-                raise ConfigError(f"{name}: a value is needed")
+                raise ConfigError(f"{name} needs a value")
             value = waiting.pop(0)
-        found[_dashed(flag)][key] = _plain(value)
-    return [*left, *(word for flag, table in found.items() for word in (flag, json.dumps(table)))]
+        nested[_dashed(flag)][key] = _plain(value)
+    return [*left, *(word for flag, table in nested.items() for word in (flag, json.dumps(table)))]
 
 
 def _plain(text: str) -> object:

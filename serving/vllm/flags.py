@@ -1,6 +1,6 @@
-"""What becomes of each flag of `vllm serve`: the table that is in docs/vllm.md, too.
+"""Translation of each flag of `vllm serve`; docs/vllm.md has the same table.
 
-A flag that this program has under the same name needs no line here, unless its values are written differently.
+A flag with the same name and values in both programs needs no entry.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Words = list[str]
 
 
 class Takes(Enum):
-    """What follows a flag."""
+    """Number of values of a flag."""
 
     NOTHING = 0
     A_VALUE = 1
@@ -26,32 +26,29 @@ class Takes(Enum):
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag of vLLM's.
-
-    Exactly one of `becomes`, `unnecessary` and `missing` says what is done about it.
-    """
+    """One flag of vLLM. Exactly one of `becomes`, `unnecessary` and `missing` is set."""
 
     name: str
     takes: Takes
     short: tuple[str, ...] = ()
     ours: str = ""
-    """The flags that it becomes, for the table."""
+    """This project's flags, for the table."""
     becomes: Callable[[str], Words] | None = None
-    """Our words for its value (an empty text where it takes none)."""
+    """Returns this project's flags for a value ("" if the flag has no value)."""
     off: Words | None = None
-    """Our words for `--no-...`."""
+    """This project's flags for `--no-...`."""
     unnecessary: str = ""
-    """Why there is nothing to choose."""
+    """Why the flag has no effect."""
     missing: str = ""
-    """What is not there, and what to do instead."""
+    """The unsupported feature, and the alternative."""
     harmless: tuple[str, ...] = ()
-    """Values with which a missing flag asks for nothing."""
+    """Values of a missing flag that have the same effect as its absence."""
     only_before: tuple[str, ...] = ()
-    """Ours has no value: the flag is vLLM's only where one of these follows."""
+    """This project's flag has no value; the flag is vLLM's only if one of these words follows."""
 
 
 def renamed(name: str, ours: str, *short: str, values: dict[str, str] | None = None) -> Flag:
-    """A flag with a value that has another name here; `values` are those that are spelled differently."""
+    """Returns a flag that has another name here; `values` are values that have other names here."""
     known = values or {}
     return Flag(
         name, Takes.A_VALUE, short, ours=ours, becomes=lambda value: [ours, known.get(value.lower(), value)]
@@ -59,12 +56,12 @@ def renamed(name: str, ours: str, *short: str, values: dict[str, str] | None = N
 
 
 def repeated(name: str) -> Flag:
-    """A flag that takes several values at once there, as words or as a JSON list, and is repeatable here."""
+    """Returns a flag that takes several values in vLLM, as words or as a JSON list, and is repeatable here."""
     return Flag(name, Takes.VALUES, ours=f"`{name}` for each value", becomes=lambda value: _each(name, value))
 
 
 def switch(name: str, on: str, off: str) -> Flag:
-    """A flag without a value that has another name here."""
+    """Returns a flag without a value that has another name here."""
     return Flag(name, Takes.NOTHING, ours=on, becomes=lambda _: [on], off=[off])
 
 
@@ -77,22 +74,22 @@ def missing(name: str, why: str, *short: str, takes: Takes = Takes.A_VALUE, harm
 
 
 def _each(name: str, value: str) -> Words:
-    found = json_value(name, value) if value.lstrip().startswith("[") else [value]
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        raise ConfigError(f"{name}: a JSON list of texts is needed, not {value}")
-    return [word for one in found for word in (name, one)]
+    items = json_value(name, value) if value.lstrip().startswith("[") else [value]
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise ConfigError(f"{name} must be a JSON list of strings, got {value}")
+    return [word for item in items for word in (name, item)]
 
 
 def json_value(name: str, text: str) -> Any:
-    """A flag's value that is JSON.
+    """Returns the value of a flag in JSON.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the text is not valid JSON.
     """
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{name}: not JSON ({error}): {text[:80]}") from None
+        raise ConfigError(f"{name} is not valid JSON ({error}): {text[:80]}") from None
 
 
 _MTP = ("mtp", "nemotron_h_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp")
@@ -105,23 +102,23 @@ _DRAFT_KEYS = {
 
 
 def drafts(value: str) -> Words:
-    """`--speculative-config`: a JSON object."""
-    given = json_value("--speculative-config", value)
-    if not isinstance(given, dict):
-        raise ConfigError(f"--speculative-config: a JSON object is needed, not {value[:80]}")
-    method = given.pop("method", None)
+    """Translates `--speculative-config`, a JSON object."""
+    config = json_value("--speculative-config", value)
+    if not isinstance(config, dict):
+        raise ConfigError(f"--speculative-config must be a JSON object, got {value[:80]}")
+    method = config.pop("method", None)
     if method in _MTP:
         words = ["--speculative-method", "mtp"]
     elif method == "ngram":
         words = ["--speculative-method", "ngram"]
-    elif method is None and "model" not in given:
+    elif method is None and "model" not in config:
         words = []
     else:
-        asked = f"method {method!r}" if method is not None else "a draft model"
+        source = f"method {method!r}" if method is not None else "a draft model"
         raise ConfigError(
-            f"--speculative-config: {asked} is not supported; drafts come from the model's own layer (mtp) or ngram"
+            f"--speculative-config: {source} is not supported; drafts come from the model's own layer (mtp) or ngram"
         )
-    for key, number in given.items():
+    for key, number in config.items():
         if key in _FOR_DRAFT_KERNELS:
             continue
         if key not in _DRAFT_KEYS:
@@ -137,7 +134,7 @@ def _generation_config(value: str) -> Words:
             return ["--generation-config"]
         case "vllm":
             return ["--no-generation-config"]
-    raise ConfigError("--generation-config: auto (the checkpoint's) or vllm (none); a folder is not supported")
+    raise ConfigError("--generation-config must be auto (the checkpoint's) or vllm (none); folders are not supported")
 
 
 def _model_length(value: str) -> Words:
@@ -154,7 +151,7 @@ _STORED = (
     "awq",
     "awq_marlin",
 )
-"""Names of forms that a checkpoint has already: its config.json says so."""
+"""Formats of quantised checkpoints, which the server detects from config.json."""
 
 
 def _quantization(value: str) -> Words:
@@ -162,11 +159,11 @@ def _quantization(value: str) -> Words:
 
 
 _UNSUPPORTED_FAMILIES = {"inkling": "Inkling", "kimi_k3": "Kimi K3"}
-"""By the names of their parsers."""
+"""Unsupported families by the names of their parsers."""
 
 
 def parser(name: str, values: dict[str, str]) -> Flag:
-    """A flag that names a parser; `values` are the names that differ here."""
+    """Returns a flag that names a parser; `values` are names that differ here."""
 
     def becomes(value: str) -> Words:
         value = value.lower()
@@ -182,12 +179,11 @@ _GENERATE_ONLY = "only text generation is served, not embeddings or classificati
 _ONE_HOST = "replicas are on one host: start a server on each host, with `mamba-jax router` in front"
 _BALANCE = "a server balances its own replicas, `mamba-jax router` servers"
 _ALL_DEVICES = "all devices of a replica compute each sequence"
-_NO_ADAPTERS = "no adapters: merge them into the weights first"
 _ONE_PROGRAM = "programs are always compiled, at start-up"
 _BUILT_IN = "formats are built in; no code of a checkpoint is run"
 _MEMORY = "a preempted request is computed again from its tokens"
 _REUSE_PLACES = "--mamba-cache-mode and --mamba-block-size set where prefixes may end"
-_KERNELS = "this platform's kernels are chosen by themselves; --kernels names others"
+_KERNELS = "the engine chooses the platform's kernels; --kernels overrides them"
 
 FLAGS: tuple[Flag, ...] = (
     renamed("--tensor-parallel-size", "--tensor-parallel-size", "-tp"),
@@ -215,6 +211,7 @@ FLAGS: tuple[Flag, ...] = (
     renamed("--kv-cache-dtype", "--kv-cache-dtype", values={"fp8_e4m3": "fp8"}),
     Flag("--quantization", Takes.A_VALUE, ("-q",), ours="--quantization", becomes=_quantization),
     repeated("--served-model-name"),
+    repeated("--lora-modules"),
     repeated("--api-key"),
     repeated("--allowed-origins"),
     repeated("--allowed-methods"),
@@ -242,7 +239,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     switch("--enable-log-requests", "--log-requests", "--no-log-requests"),
     switch("--disable-log-requests", "--no-log-requests", "--log-requests"),
-    unnecessary("--enable-auto-tool-choice", "calls are read wherever a request has tools", Takes.NOTHING),
+    unnecessary("--enable-auto-tool-choice", "calls are parsed in every request with tools", Takes.NOTHING),
     unnecessary("--tool-parser-plugin", _BUILT_IN),
     unnecessary("--tool-call-parser-plugin", _BUILT_IN),
     unnecessary("--reasoning-parser-plugin", _BUILT_IN),
@@ -282,10 +279,10 @@ FLAGS: tuple[Flag, ...] = (
     renamed("--kv-offloading-size", "--host-cache-gib"),
     unnecessary("--kv-offloading-backend", "--host-cache-gib is built in"),
     unnecessary("--safetensors-load-strategy", "weights are read tensor by tensor, straight to their devices"),
-    unnecessary("--device", "JAX uses the accelerator that it finds; JAX_PLATFORMS=cpu says otherwise"),
+    unnecessary("--device", "JAX uses the available accelerator; set JAX_PLATFORMS to choose another"),
     unnecessary("--distributed-executor-backend", "one process drives all local devices"),
-    unnecessary("--headless", "hosts but the first take no requests", Takes.NOTHING),
-    unnecessary("--master-port", "hosts meet at port 8476; `--coordinator HOST:PORT` names another"),
+    unnecessary("--headless", "only the first host accepts requests", Takes.NOTHING),
+    unnecessary("--master-port", "hosts connect at port 8476; `--coordinator HOST:PORT` sets another"),
     unnecessary(
         "--enable-expert-parallel", "--tensor-parallel-size puts whole experts on devices where their number divides",
         Takes.NOTHING,
@@ -317,12 +314,12 @@ FLAGS: tuple[Flag, ...] = (
     missing("--runner", _GENERATE_ONLY, harmless=("auto", "generate")),
     missing("--task", _GENERATE_ONLY, harmless=("auto", "generate")),
     missing("--convert", _GENERATE_ONLY, harmless=("auto", "none")),
-    unnecessary("--disable-log-stats", "numbers are at /metrics, not in the log", Takes.NOTHING),
-    unnecessary("--enable-server-load-tracking", "numbers are at /metrics", Takes.NOTHING),
+    unnecessary("--disable-log-stats", "statistics are at /metrics, not in the log", Takes.NOTHING),
+    unnecessary("--enable-server-load-tracking", "statistics are at /metrics", Takes.NOTHING),
     unnecessary("--enable-prompt-tokens-details", "usage always has them", Takes.NOTHING),
-    unnecessary("--uvicorn-log-level", "one log for everything; --log-format"),
-    unnecessary("--disable-uvicorn-access-log", "requests are logged once; --no-log-requests", Takes.NOTHING),
-    unnecessary("--disable-fastapi-docs", "/docs shows nothing but the API's description", Takes.NOTHING),
+    unnecessary("--uvicorn-log-level", "there is one log; see --log-format"),
+    unnecessary("--disable-uvicorn-access-log", "each request is logged once; see --no-log-requests", Takes.NOTHING),
+    unnecessary("--disable-fastapi-docs", "/docs shows only the API's description", Takes.NOTHING),
     missing("--pipeline-parallel-size", "layers are divided by --tensor-parallel-size only", "-pp", harmless=("1",)),
     missing("--api-server-count", "one process serves HTTP", harmless=("1",)),
     unnecessary(
@@ -335,14 +332,10 @@ FLAGS: tuple[Flag, ...] = (
     missing("--data-parallel-rank", _ONE_HOST),
     missing("--data-parallel-size-local", _ONE_HOST),
     missing("--data-parallel-start-rank", _ONE_HOST),
-    missing("--enable-lora", _NO_ADAPTERS, takes=Takes.NOTHING),
-    missing("--lora-modules", _NO_ADAPTERS, takes=Takes.VALUES),
-    missing("--max-lora-rank", _NO_ADAPTERS),
-    missing("--max-loras", _NO_ADAPTERS),
     missing("--hf-token", "set HF_TOKEN in the environment: other users of this machine can read a command line"),
-    missing("--cpu-offload-gb", "weights stay on the device; `mamba-jax plan` says what fits", harmless=("0",)),
+    missing("--cpu-offload-gb", "weights stay on the device; `mamba-jax plan` reports what fits", harmless=("0",)),
     missing("--kv-transfer-config", "see --role and docs/split.md"),
-    missing("--enable-force-include-usage", "clients ask by stream_options", takes=Takes.NOTHING),
+    missing("--enable-force-include-usage", "clients use stream_options", takes=Takes.NOTHING),
     missing("--middleware", "put a proxy in front"),
 )  # fmt: skip
-"""By the order of the page."""
+"""All flags, in the order of docs/vllm.md."""

@@ -1,4 +1,4 @@
-"""Keyword arguments of vLLM's `LLM(...)`, translated by the same table as the flags of `vllm serve`."""
+"""Translates keyword arguments of vLLM's `LLM(...)` with the same table as the flags of `vllm serve`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _SPELLINGS = {f"--{name.replace('_', '-')}" for name in EngineConfig.model_field
 
 
 def engine_flags(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The engine's flags for these keywords, and a notice for each one that has no effect.
+    """Returns the engine's flags for these keywords, and a notice for each one that has no effect.
 
     Keywords that are not vLLM's are returned unchanged; `EngineConfig.create` reports unknown ones.
 
     Raises:
-        ConfigError: a keyword asks for something that is not supported, or has a value that cannot be read.
+        ConfigError: a keyword is not supported, or its value is invalid.
     """
     flags: dict[str, Any] = {}
     notices: list[str] = []
@@ -33,7 +33,7 @@ def engine_flags(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
 
 
 def _read(keyword: str, words: list[str]) -> dict[str, Any]:
-    """Our words as flags. Numbers stay texts, which the configuration parses."""
+    """Converts a command line to flags of the engine. Numbers remain strings, which the configuration parses."""
     flags: dict[str, Any] = {}
     waiting = list(words)
     while waiting:
@@ -45,7 +45,7 @@ def _read(keyword: str, words: list[str]) -> dict[str, Any]:
         if EngineConfig.model_fields[positive if name not in EngineConfig.model_fields else name].annotation is bool:
             flags[positive] = name == positive
         elif not equals and not waiting:
-            raise ConfigError(f"{keyword}: a value is needed")
+            raise ConfigError(f"{keyword} needs a value")
         else:
             flags[name] = value if equals else waiting.pop(0)
     return flags

@@ -65,7 +65,7 @@ def test_any_events_leave_what_a_plain_list_says():
         assert dict(found(directory, asked)) == want
     for replica in range(3):
         directory.forget(replica)
-    assert (len(directory), directory._tails, directory._told) == (0, {}, {}), "something is kept for nobody"
+    assert (len(directory), directory._tails, directory._told) == (0, {}, {}), "unused entries remain"
 
 
 @pytest.mark.parametrize("count", [1, 8])

@@ -36,6 +36,14 @@ def test_the_draft_layer_of_nemotron_3_super_is_kept():
         ("qwen3.5-35b-a3b", 61.4, 20),
         # Not reported: 20 states of 2 MiB with their windows, and 7 latents of 576 numbers.
         ("kimi-linear-48b-a3b", 41.4, 7.875),
+        # Not reported: 35 states of 2 MiB with their windows, and 7 latents of 576 numbers.
+        ("ling-3.0-flash", 72.46, 7.875),
+        # Not reported: 70 states of 4 MiB, and 8 keys and values of 128 numbers in 10 layers.
+        ("minimax-text-01", 280, 40),
+        # Not reported: 64 states of 512 KiB with windows of 48 KiB.
+        ("falcon-mamba-7b", 35, 0),
+        # Not reported: 28 such states, and 8 keys and values of 128 numbers in 4 layers.
+        ("jamba-1.5-mini", 15.3, 16),
     ],
 )
 def test_state_of_a_sequence_is_as_large_as_users_report(name, slot_mib, kv_kib):
@@ -60,6 +68,10 @@ def test_layers_are_as_many_as_published():
         "qwen3.5-27b": (48, 16, 64),
         "qwen3.5-35b-a3b": (30, 10, 40),
         "kimi-linear-48b-a3b": (20, 7, 27),
+        "ling-3.0-flash": (35, 7, 42),
+        "minimax-text-01": (70, 10, 80),
+        "falcon-mamba-7b": (64, 0, 0),
+        "jamba-1.5-large": (63, 9, 72),
     }.items():
         config = preset(name)
         assert config.num_recurrent_layers == mamba, name

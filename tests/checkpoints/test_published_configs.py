@@ -18,15 +18,11 @@ from mamba_jax.model import HybridModel
 ROWS = [json.loads(line) for line in (Path(__file__).parent / "published_configs.jsonl").read_text().splitlines()]
 MISSING = {
     "nvidia/NVIDIA-Nemotron-Labs-3-Puzzle-75B-A9B": "Nemotron Puzzle models need blocks of different sizes",
-    "inclusionAI/Ling-3.0-flash": "Ling 3.0 models need",
-    "inclusionAI/Ring-mini-linear-2.0": "Ling and Ring 2.0 models need lightning attention",
+    "inclusionAI/Ring-mini-linear-2.0": "Ling and Ring 2.0 models need norms and rotary positions in lightning",
     "moonshotai/Kimi-K3": "Kimi K3 models need",
     "Qwen/Qwen3.8-Flash-Next": "Qwen3.8-Flash-Next models need",
     "thinkingmachines/Inkling": "Inkling models need",
     "LiquidAI/LFM3": "LFM3 models need sliding attention windows",
-    "ai21labs/AI21-Jamba-1.5-Mini": "Jamba models need the Mamba-1 recurrence",
-    "tiiuae/falcon-mamba-7b": "Falcon-Mamba models need the Mamba-1 recurrence",
-    "MiniMaxAI/MiniMax-Text-01": "MiniMax-Text-01 models need lightning attention",
     "microsoft/Phi-4-mini-flash-reasoning": "Phi-4-mini-flash models need",
 }
 """Models that are refused, and the reason in the error."""

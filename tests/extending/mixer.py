@@ -38,7 +38,7 @@ class AverageConfig(RecurrenceConfig):
     def flops(self, context):
         return 3 * self.inner_size
 
-    def make(self, hidden_size, *, rngs, dtype):
+    def make(self, hidden_size, *, index, rngs, dtype):
         return Average(self, hidden_size, rngs=rngs, dtype=dtype)
 
     def _heads(self, axis):

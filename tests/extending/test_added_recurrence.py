@@ -23,17 +23,17 @@ from serving.capacity.plan import make_plan
 from serving.capacity.targets import target
 from serving.cli.main import app
 from serving.config import EngineConfig
-from serving.engine.build import assemble
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.assembly.build import assemble
+from serving.engine.requests.sampling_params import SamplingParams
 from serving.split.decode_side import DecodeSide
 from serving.split.peer import DirectPeer
 from serving.split.prefill_side import PrefillSide
 from serving.split.prefilling import ONCE, fed_tokens, ticket_of
-from serving.split.transport import DirectTransport
 from serving.split.worker import Worker
 from tests.extending.average import reference
 from tests.extending.family import FAMILY
 from tests.extending.mixer import AVERAGE
+from tests.support.direct_transport import DirectTransport
 from tests.support.engines import QUICK_COMPILE, Continuation, finish
 
 families.register(FAMILY)

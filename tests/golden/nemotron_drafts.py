@@ -16,7 +16,7 @@ AROUND = ("enorm", "hnorm", "eh_proj", "final_layernorm")
 
 
 class DraftLayer:
-    """That of a checkpoint with float32 weights, beside the model itself.
+    """The draft layer of a checkpoint with float32 weights, next to the model itself.
 
     Its blocks are read as if they were the model's last two, so that transformers gives experts the form it wants.
     """

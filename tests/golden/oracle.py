@@ -84,7 +84,8 @@ def random_like(name: str, shape: tuple[int, ...], generator: torch.Generator) -
 def _random(name: str, tensor: torch.Tensor, generator: torch.Generator, *, tied: bool) -> torch.Tensor:
     shape = tensor.shape
     normal, uniform = torch.randn(shape, generator=generator), torch.rand(shape, generator=generator)
-    if name.endswith("dt_bias"):  # the inverse of softplus, of a step size that is uniform on the logarithmic scale
+    if name.endswith(("dt_bias", "dt_proj.bias")):
+        # The inverse of softplus, of a step size that is uniform on the logarithmic scale.
         low, high = (math.log(x) for x in _RANGES["dt"])
         step = torch.exp(low + (high - low) * uniform)
         return step + torch.log(-torch.expm1(-step))

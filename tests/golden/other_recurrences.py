@@ -1,4 +1,5 @@
-"""Tiny models with other recurrences than Mamba2: gated delta nets, Kimi Delta Attention and short convolutions.
+"""Tiny models with other recurrences than Mamba2: gated delta nets, Kimi Delta Attention, short convolutions,
+lightning attention and the first Mamba.
 
 The delta nets have three key heads for six value heads, keys of 40 and values of 24.
 """
@@ -49,6 +50,18 @@ _LFM2 = {
     "pad_token_id": 0,
 }
 _LFM2_CHANGES = {"norm_eps": 1e-2, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
+
+_MAMBA1 = {
+    "vocab_size": 331,
+    "hidden_size": 40,
+    "num_hidden_layers": 4,
+    "conv_kernel": 3,
+    "layer_norm_epsilon": 1e-5,
+    "chunk_size": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 
 RECIPES = {
     "qwen3next": Recipe(
@@ -158,6 +171,133 @@ RECIPES = {
         },
         changes={"rms_norm_eps": 1e-2, "routed_scaling_factor": 1.0, "topk_group": 3, "norm_topk_prob": False},
         seed=95,
+    ),
+    "ling3": Recipe(
+        "BailingHybridForCausalLM",
+        {
+            "vocab_size": 331,
+            "hidden_size": 56,
+            "intermediate_size": 88,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "qk_nope_head_dim": 20,
+            "qk_rope_head_dim": 12,
+            "v_head_dim": 18,
+            "kv_lora_rank": 28,
+            "head_dim": 24,
+            "short_conv_kernel_size": 3,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "n_group": 3,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "num_mtp_layers": 0,
+            "routed_scaling_factor": 1.5,
+            "kda_lower_bound": -3.0,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "max_position_embeddings": 2048,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        },
+        changes={
+            "rms_norm_eps": 1e-2,
+            "routed_scaling_factor": 1.0,
+            "topk_group": 3,
+            "norm_topk_prob": False,
+            "kda_lower_bound": -5.0,
+            "kda_safe_gate": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        },
+        seed=97,
+    ),
+    "minimax": Recipe(
+        "MiniMaxForCausalLM",
+        {
+            "vocab_size": 331,
+            "hidden_size": 56,
+            "intermediate_size": 24,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 18,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "block_size": 32,
+            "full_attn_alpha_factor": 1.4,
+            "full_attn_beta_factor": 0.9,
+            "linear_attn_alpha_factor": 1.2,
+            "linear_attn_beta_factor": 0.8,
+            "mlp_alpha_factor": 1.3,
+            "mlp_beta_factor": 1.1,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "max_position_embeddings": 2048,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        },
+        changes={
+            "num_experts_per_tok": 3,
+            "rms_norm_eps": 1e-2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+            **{
+                f"{part}_{factor}_factor": 1.0
+                for part in ("full_attn", "linear_attn", "mlp")
+                for factor in ("alpha", "beta")
+            },
+        },
+        seed=96,
+    ),
+    "mamba": Recipe(
+        "MambaForCausalLM",
+        {**_MAMBA1, "state_size": 6, "expand": 3, "time_step_rank": 7, "use_bias": True, "use_conv_bias": False},
+        changes={"layer_norm_epsilon": 1e-2},
+        # Otherwise the tied head predicts the last token again, and step sizes hardly depend on the token.
+        quieter={"embeddings": 0.3, "x_proj": 4.0, "dt_proj.weight": 3.0},
+        seed=97,
+    ),
+    "falcon-mamba": Recipe(
+        "FalconMambaForCausalLM",
+        {**_MAMBA1, "state_size": 16, "intermediate_size": 72, "tie_word_embeddings": False},
+        changes={"layer_norm_epsilon": 1e-2, "mixer_rms_eps": 1e-1},
+        seed=98,
+    ),
+    "jamba": Recipe(
+        "JambaForCausalLM",
+        {
+            "vocab_size": 331,
+            "hidden_size": 60,
+            "intermediate_size": 24,
+            "num_hidden_layers": 4,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "mamba_d_state": 6,
+            "mamba_d_conv": 3,
+            "mamba_dt_rank": 7,
+            "mamba_expand": 3,
+            "mamba_proj_bias": True,
+            "chunk_size": 32,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 2048,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        },
+        changes={"rms_norm_eps": 1e-2, "num_experts_per_tok": 3},
+        seed=100,
     ),
     "olmo-hybrid": Recipe(
         "OlmoHybridForCausalLM",

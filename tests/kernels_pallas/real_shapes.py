@@ -39,10 +39,13 @@ MODELS = (
     Model("bamba-9b", heads=128, head_dim=64, groups=1, state=128, q_heads=32, kv_heads=8),
     Model("granite-4.0-h-small", heads=128, head_dim=64, groups=1, state=128, q_heads=32, kv_heads=8),
 )
+# Lightning attention has a group for each head.
+LIGHTNING = Model("minimax-text-01", heads=64, head_dim=128, groups=64, state=128, q_heads=64, kv_heads=8)
 OTHERS = (
     Model("nemotron-nano-9b-v2", heads=128, head_dim=80, groups=8, state=128, q_heads=40, kv_heads=8),
     Model("nemotron-h-47b", heads=256, head_dim=64, groups=8, state=256, q_heads=64, kv_heads=8),
     Model("granite-4.0-h-tiny", heads=48, head_dim=64, groups=1, state=128, q_heads=12, kv_heads=4),
+    LIGHTNING,
 )
 
 

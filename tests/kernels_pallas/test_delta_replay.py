@@ -78,7 +78,7 @@ class DeltaReplay(Replay):
         super().test_in_place(shape, rows, dtype)
 
     def test_strong_decay(self, replay):
-        """Next to none beside decays whose inverse would overflow, in the tail and after it, and at the multiple."""
+        """Small decays next to decays whose inverse would overflow: in the tail, after it, and at the multiple."""
         draw, places = Draw(), where([row(1, 1, 8, 13, 4, 3), row(2, 2, 8, 14, 4, 4), row(1, 3, 8, 22, 2, 5)])
         q, k, v, log_decay, beta = self.layer(draw, self.odd, 3, 4)
         old, tail = states(draw, self.odd, 6), self.fill(draw, self.tails(draw, self.odd, 4, 16), places)
@@ -94,7 +94,7 @@ class DeltaReplay(Replay):
 
     @pytest.mark.parametrize("steps", [1, 3])
     def test_equals_snapshots(self, replay, steps):
-        """A row from token to token, drafts rejected at random, beside `delta_update`, which keeps every state."""
+        """A row from token to token, drafts rejected at random; `delta_update` stores every state."""
         shape, draw, random = self.odd, Draw(3), np.random.default_rng(steps)
         inputs = layer(draw, shape, 1, 40)
         places = {"read_slot": np.zeros(1, np.int32), "write_slot": np.arange(1, 41, dtype=np.int32)[None]}

@@ -4,6 +4,8 @@ stores are updated in place, caches are not copied, and registers are not spille
 A few with --full; all with --slow.
 """
 
+import jax
+import jax.numpy as jnp
 import pytest
 from real_shapes import MODELS, OTHERS, attention_call, nbytes, scan_call, update_call
 from test_gpu_lower import scan, update
@@ -47,7 +49,7 @@ def test_ssd_scan(model, tmp_path):
     for kernel in ("ssd_scan_added", "ssd_scan_passed_on", "ssd_scan_outputs"):
         used, spilled = registers[kernel]
         if model.state <= 128:
-            assert 128 * used <= 65536 // 2, f"two programs of 128 threads do not fit beside each other: {kernel}"
+            assert 128 * used <= 65536 // 2, f"two programs of 128 threads do not fit together: {kernel}"
         assert spilled <= (0 if model.state <= 128 else 256)
 
 
@@ -72,3 +74,22 @@ def test_paged_attention(model, blocks, q_len, tmp_path):
     # Queries by kv head, and what programs found of each: no cache, no scores.
     assert program.memory_analysis().temp_size_in_bytes < 100e6
     assert not program.as_text().count("while(")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(224, jnp.bfloat16), (128, jnp.float8_e4m3fn), (192, jnp.float8_e4m3fn)]
+)
+def test_paged_attention_of_other_heads_and_narrow_keys(head_dim, dtype, tmp_path):
+    """Heads of Zamba2-7B, which are seven pieces of 32, and keys in 8 bits, which the kernel widens."""
+    q, kv, *places = attention_call(NANO, 64, 1)
+    q, kv = (jax.ShapeDtypeStruct((*of.shape[:3], head_dim), kind) for of, kind in ((q, jnp.bfloat16), (kv, dtype)))
+
+    def attend(q, kv, positions, page_table, block_row):
+        places = {"positions": positions, "page_table": page_table, "block_row": block_row}
+        return paged_attention(q, kv, **places, scale=0.1, implementation="pallas_gpu")
+
+    program, registers = compiled(tmp_path, attend, (q, kv, *places))
+    used, spilled = registers["paged_attention"]
+    assert used <= 255
+    assert spilled == 0
+    assert program.memory_analysis().temp_size_in_bytes < 100e6

@@ -105,5 +105,5 @@ def test_native_gradients():
 def test_refuses_shapes_that_do_not_fit_and_unknown_names():
     with pytest.raises(ValueError, match=r"weight has shape \(5, 4\), expected \[outputs, inputs\] with inputs = 3"):
         linear(jnp.ones((2, 3)), jnp.ones((5, 4)))
-    with pytest.raises(UnsupportedError, match="there are: native, xla"):
+    with pytest.raises(UnsupportedError, match="there are: native, invariant, xla"):
         linear(jnp.ones((2, 3)), jnp.ones((5, 3)), implementation="cuda")

@@ -62,7 +62,7 @@ class Attention:
         draw = Draw()
         page_table, bad = table(draw, shape, lengths, width=-(-max(lengths) // shape.page_size) + 2, spare=[0])
         kv = cache(draw, shape, bad + 1, dtype)
-        page_table[:, -1] = bad  # a live page of somebody else, poisoned
+        page_table[:, -1] = bad  # a live page of another row, poisoned
         kv[bad] = np.nan
         for row, length in enumerate(lengths):  # so is the tail of the last page
             if length % shape.page_size:

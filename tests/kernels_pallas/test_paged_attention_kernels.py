@@ -13,7 +13,7 @@ from operation_checks import Draw, assert_close, on_device
 from test_paged_attention import DTYPES, PLAIN, Attention
 
 from kernels_pallas.dispatch import UnsupportedError
-from kernels_pallas.paged_attention import paged_attention, pallas_tpu, reference
+from kernels_pallas.paged_attention import paged_attention, pallas_gpu, pallas_tpu, reference
 
 pytestmark = pytest.mark.full
 
@@ -154,6 +154,26 @@ class TestGpu(Attention):
     def test_hidden_keys_of_a_row_without_others(self):
         self.check(PLAIN, 2, [[0, -1], [1, 2]], [1, 3], [0, 1], first_key=1)
 
+    @DTYPES
+    def test_heads_whose_size_is_no_power_of_two(self, dtype):
+        shape = dataclasses.replace(PLAIN, page_size=16, head_dim=112)
+        super().check(shape, 2, [[9, 10], [300, -1]], [11, 301], [0, 1], dtype)
+
+    @DTYPES
+    def test_keys_and_values_in_8_bits(self, dtype):
+        draw = Draw()
+        q, kv = draw.normal(2, 1, 4, 16, dtype=dtype), draw.normal(5, 16, 4, 16).astype(jnp.float8_e4m3fn)
+        places = {"positions": [[5], [40]], "page_table": [[1, 0, 0], [2, 3, 4]], "block_row": [0, 1]}
+        places = {name: np.array(place, np.int32) for name, place in places.items()}
+        out = self.run(*on_device((q, kv)), **on_device(places))
+        want = reference.paged_attention(q, kv.astype(np.float32), **places, scale=0.3)
+        assert_close(out, want, tolerance=1e-4 if dtype == np.float32 else 2e-2)
+
+    def test_one_long_row_fills_the_gpu(self):
+        assert pallas_gpu._splits(1, 262_144) == 256
+        assert pallas_gpu._splits(1, 4096) == 16
+        assert pallas_gpu._splits(64 * 8, 262_144) == 2
+
     def test_several_parts_of_queries(self):
         self.check(PLAIN, 48, [[*range(500, 548)], [*range(48)]], [548, 48], [0, 1])
 
@@ -161,7 +181,7 @@ class TestGpu(Attention):
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"head_dim": 96}, "heads have a size of 96, not a power of two"),
+        ({"head_dim": 72}, "heads have a size of 72, not a multiple of 16"),
         ({}, "pages hold 8 keys, not a multiple of 16"),
     ],
 )

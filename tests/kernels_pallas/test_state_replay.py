@@ -203,7 +203,7 @@ class Replay:
 
     @pytest.mark.parametrize("steps", [1, 3])
     def test_equals_snapshots(self, replay, steps):
-        """A row from token to token, drafts rejected at random, beside `state_update`, which keeps every state."""
+        """A row from token to token, drafts rejected at random; `state_update` stores every state."""
         shape, draw, random = self.odd, Draw(3), np.random.default_rng(steps)
         inputs = layer(draw, shape, 1, 40)
         dt, a, d = inputs[1], inputs[2], inputs[5]

@@ -19,7 +19,7 @@ from mamba_jax.sharding import TENSOR, Partition
 pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
 
 MOST = 10e6
-"""Bytes beside the weights."""
+"""Bytes in addition to the weights."""
 
 
 def products(name, devices):

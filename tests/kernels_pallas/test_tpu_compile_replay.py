@@ -1,7 +1,7 @@
 """The replay's kernel compiled by the TPU's own compiler, at the sizes of real models: in place, and lean."""
 
 import pytest
-from real_shapes import BF16, F32, MODELS, OTHERS, nbytes, replay_call
+from real_shapes import BF16, F32, LIGHTNING, MODELS, OTHERS, nbytes, replay_call
 from test_tpu_compile import DIVIDED, cases
 from topology import SLICES, compile_for_tpu
 
@@ -17,6 +17,7 @@ FEW = [
     ("v5e", NEMOTRON, 128, 4, 16, F32),
     ("v6e", BAMBA.divided(4), 64, 4, 16, F32),
     ("tpu7x", NANO.divided(8), 8, 4, 8, BF16),
+    ("v6e", LIGHTNING.divided(8), 64, 4, 16, F32),
 ]
 ALL = [
     (name, model, rows, steps, interval, F32)

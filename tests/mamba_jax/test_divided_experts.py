@@ -31,10 +31,11 @@ class Valid(NamedTuple):
     """All that experts ask of a layout."""
 
     valid: Any
+    adapter: Any = None
 
 
 def made(name, bias=None):
-    """A layer, and the model that it is of. `bias` speaks for experts beside the router."""
+    """A layer and its model. `bias` is added to the router's scores of experts."""
     config = HybridConfig(
         family="test", vocab_size=64, hidden_size=HIDDEN, pattern=MOE, norm_eps=1e-5, moe=CONFIGS[name]
     )

@@ -1,22 +1,28 @@
 """Sampling from logits and tables that are divided over devices by the vocabulary: what one device chooses."""
 
+import dataclasses
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mamba_jax.sampling import choose, count_tokens, init_sampling_table, report_logprobs, sampling_row
+from mamba_jax.sampling.masks import MaskBatch, init_masks, mask_words, write_masks
 from mamba_jax.sharding import make_mesh
 from mamba_jax.sharding.axis import split_last, use_mesh
 
-VOCAB, ROWS, HEADS = 8 * 40, 6, 3
-GREEDY = [{}] * ROWS
+VOCAB, HEADS = 8 * 40, 3
+GREEDY = [{}] * 8
 MIXED = [
     {},
     {"temperature": 1.0, "seed": 3},
     {"presence_penalty": 1.5, "repetition_penalty": 1.3},
     {"logit_bias": {5: 4.0, 319: 4.0}},
     {"temperature": 0.7, "seed": 4, "top_k": 9, "frequency_penalty": 0.4},
+    {"temperature": 1.2, "seed": 5, "top_p": 0.6, "min_p": 0.01},
+    {"temperature": 1.0, "seed": 6, "top_k": 40, "top_p": 0.8, "presence_penalty": 0.5},
     {"logprobs": 3},
 ]
 
@@ -29,14 +35,15 @@ def table_of(rows):
 
 
 def sample(logits, rows, drafts, counts, seen):
-    row_id = jnp.arange(1, ROWS + 1)
+    count = len(rows)
+    row_id = jnp.arange(1, count + 1)
     flat = split_last(logits.reshape(-1, VOCAB))
     emission = choose(
         flat.reshape(logits.shape),
         drafts=drafts,
-        num_drafts=jnp.full(ROWS, HEADS - 1),
-        length=jnp.full(ROWS, 9),
-        sample=jnp.arange(ROWS) < ROWS - 1 if rows is GREEDY else jnp.ones(ROWS, bool),
+        num_drafts=jnp.full(count, HEADS - 1),
+        length=jnp.full(count, 9),
+        sample=jnp.arange(count) < count - 1 if rows is GREEDY else jnp.ones(count, bool),
         row_id=row_id,
         table=table_of(rows),
         output_counts=split_last(counts),
@@ -44,22 +51,22 @@ def sample(logits, rows, drafts, counts, seen):
     )
     wanted = jnp.repeat(table_of(rows).logprobs[row_id], HEADS)
     told = report_logprobs(flat, emission.tokens.reshape(-1), wanted)
-    seats = jnp.where(emission.tokens >= 0, row_id[:, None], ROWS + 1)
+    seats = jnp.where(emission.tokens >= 0, row_id[:, None], count + 1)
     return emission, told, count_tokens(split_last(counts), seats, emission.tokens)
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("rows", [GREEDY, MIXED], ids=["greedy", "mixed"])
+@pytest.mark.parametrize("rows", [GREEDY, MIXED, MIXED[:6]], ids=["greedy", "mixed", "rows that do not divide"])
 def test_several_devices_choose_what_one_chooses(rows):
-    random = np.random.default_rng(5)
+    random, count = np.random.default_rng(5), len(rows)
     # Few different values, so that the largest lies on several devices; one head with a number that is none.
-    logits = random.integers(-9, 4, (ROWS, HEADS, VOCAB)).astype(np.float32)
+    logits = random.integers(-9, 4, (count, HEADS, VOCAB)).astype(np.float32)
     logits[1, 2, 200] = np.inf
     arguments = (
         jnp.asarray(logits),
-        jnp.asarray(np.stack([logits[:, 0].argmax(-1), random.integers(0, VOCAB, ROWS)], axis=1), jnp.int32),
-        jnp.asarray(random.integers(0, 3, (ROWS + 1, VOCAB)), jnp.int32),
-        jnp.asarray(random.integers(0, 2, (ROWS + 1, VOCAB)), bool),
+        jnp.asarray(np.stack([logits[:, 0].argmax(-1), random.integers(0, VOCAB, count)], axis=1), jnp.int32),
+        jnp.asarray(random.integers(0, 3, (count + 1, VOCAB)), jnp.int32),
+        jnp.asarray(random.integers(0, 2, (count + 1, VOCAB)), bool),
     )
 
     def run(shards):
@@ -76,6 +83,49 @@ def test_several_devices_choose_what_one_chooses(rows):
                 np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
             else:
                 np.testing.assert_array_equal(ours, theirs)
+
+
+def test_each_device_samples_its_share_of_the_rows_with_every_seed():
+    """With masks, and with random numbers of many seeds and positions; the devices never collect all logits."""
+    random, count = np.random.default_rng(7), len(MIXED)
+    counts = jnp.asarray(random.integers(0, 3, (count + 1, VOCAB)), jnp.int32)
+    masks = init_masks(count + 1, HEADS, VOCAB)
+    bits = jnp.asarray(random.integers(0, 1 << 32, (2, HEADS, mask_words(VOCAB)), np.uint32))
+    masks = write_masks(masks, MaskBatch(row_id=jnp.array([2, 5]), bits=bits))
+
+    def chosen(logits, table, length):
+        return choose(
+            split_last(logits.reshape(-1, VOCAB)).reshape(logits.shape),
+            drafts=jnp.full((count, HEADS - 1), 3),
+            num_drafts=jnp.full(count, HEADS - 1),
+            length=length,
+            sample=jnp.ones(count, bool),
+            row_id=jnp.arange(1, count + 1),
+            table=table,
+            output_counts=split_last(counts),
+            prompt_seen=split_last(counts > 1),
+            masks=masks,
+        )
+
+    logits = jnp.asarray(random.normal(0, 2, (count, HEADS, VOCAB)).astype(np.float32))
+    table, length = table_of(MIXED), jnp.full(count, 9)
+    programs = {}
+    for shards in (1, 8):
+        with use_mesh(make_mesh(shards) if shards > 1 else None):
+            programs[shards] = jax.jit(chosen).lower(logits, table, length).compile()
+    text = programs[8].as_text()
+    assert "all-to-all(" in text
+    assert not re.search(rf"{VOCAB}\]\S* all-gather\(", text)
+    seen = set()
+    for seed in range(40):
+        keys = jnp.asarray(random.integers(0, 1 << 32, table.key.shape, np.uint32))
+        seeded = dataclasses.replace(table, key=keys, temperature=jnp.where(jnp.arange(count + 1) % 4 < 3, 1.5, 0.0))
+        alone, divided = (
+            jax.tree.map(np.asarray, run(logits, seeded, length + seed)) for run in (programs[1], programs[8])
+        )
+        jax.tree.map(np.testing.assert_array_equal, alone, divided)
+        seen |= set(alone.tokens[:, 0])
+    assert len(seen) > 40
 
 
 @pytest.mark.parametrize("shards", [1, 2, 8])

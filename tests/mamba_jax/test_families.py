@@ -63,7 +63,10 @@ def test_every_weight_of_a_checkpoint_is_used_once_and_every_parameter_filled(na
 
 
 # Names of later families have one prefix, or a longer one (which is a fixture of its own).
-@pytest.mark.parametrize("name", [name for name in FIXTURES if not name.startswith(("qwen", "lfm2", "olmo", "kimi"))])
+ONE_PREFIX = ("qwen", "lfm2", "olmo", "kimi", "ling3", "minimax", "jamba")
+
+
+@pytest.mark.parametrize("name", [name for name in FIXTURES if not name.startswith(ONE_PREFIX)])
 def test_both_prefixes_are_found(name):
     config, stored = read(name)
     swapped = set()
@@ -138,7 +141,8 @@ def test_an_empty_config_has_the_defaults_of_transformers(model_type):
     config = families.config_from_hf({"model_type": model_type})
     assert families.weight_names(config).keys() == parameters(HybridModel.abstract(config)).keys()
     assert model_type in families.family_of(config).model_types
-    defaults = {"olmo_hybrid": (100257,), "kimi_linear": (163586,)}
+    defaults = {"olmo_hybrid": (100257,), "kimi_linear": (163586,), "bailing_hybrid": (156895,)}
+    defaults |= {"mamba": (0,), "falcon_mamba": (0,)}
     defaults |= {one: () for one in TYPES if one.startswith("qwen")}
     assert config.eos_token_ids == defaults.get(model_type, (2,))
 
@@ -252,6 +256,51 @@ def test_kimi_in_the_words_of_transformers_and_of_its_makers():
     assert families.config_from_hf({"model_type": "kimi_linear"}).pattern.count("L") == 6
 
 
+def test_ling_has_a_latent_attention_in_every_group_of_layers():
+    config = families.config_from_hf({"model_type": "bailing_hybrid", "num_hidden_layers": 6, "layer_group_size": 3})
+    assert config.pattern == "D-D-LEDEDELE"
+    assert (config.latent_attention.rope.theta, config.latent_attention.rope.size) == (6e6, 64)
+    assert config.recurrence("D").log_decay_bound == -5.0
+    unbounded = families.config_from_hf({"model_type": "bailing_hybrid", "kda_safe_gate": False})
+    assert unbounded.recurrence("D").log_decay_bound is None
+
+
+def test_minimax_in_the_words_of_transformers_and_of_its_makers():
+    ours = {"num_hidden_layers": 3, "attn_type_list": [0, 1, 0], "rotary_dim": 64, "postnorm": True}
+    ours |= {"layernorm_linear_attention_alpha": 3.5, "layernorm_full_attention_beta": 0.5, "layernorm_mlp_alpha": 2.0}
+    theirs = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    theirs |= {"linear_attn_alpha_factor": 3.5, "full_attn_beta_factor": 0.5, "mlp_alpha_factor": 2.0}
+    one = families.config_from_hf({"model_type": "minimax_text_01", **ours})
+    other = families.config_from_hf({"model_type": "minimax", **theirs})
+    # Only MiniMax's own code rotates part of each head.
+    assert (one.attention.rope.size, other.attention.rope.size) == (64, 128)
+    rotated = dataclasses.replace(other.attention, rope=one.attention.rope)
+    assert one == dataclasses.replace(other, attention=rotated)
+    assert one.pattern == "FE*EFE"
+    found = {
+        residual.kind: (residual.input_multiplier, residual.output_multiplier) for residual in one.normed_residuals
+    }
+    assert found == {"F": (3.5, 1.0), "*": (1.0, 0.5), "E": (2.0, 1.0)}
+    # The first and the last layer: of the same heads, the last ones' states decay slowest.
+    lightning = one.recurrence("F")
+    assert lightning.decay_rates(0)[-1] == pytest.approx(2**-8 * (1 + 1e-5))
+    assert lightning.decay_rates(1)[0] == pytest.approx(2**-0.25 * (1e-5 + 1e-5 / 2), rel=1e-4)
+
+
+def test_the_layers_of_jamba():
+    mini = families.config_from_hf({"model_type": "jamba", "num_hidden_layers": 8})
+    assert mini.pattern == "S-SES-SE*-SES-SE"
+    dense = families.config_from_hf({"model_type": "jamba", "num_hidden_layers": 2, "num_experts": 1})
+    assert (dense.pattern, dense.moe) == ("S-S-", None)
+
+
+def test_the_width_of_falcon_mamba_is_not_its_expansion():
+    falcon = {"model_type": "falcon_mamba", "hidden_size": 64, "expand": 16}
+    assert families.config_from_hf(falcon | {"intermediate_size": 128}).inner_size == 128
+    assert families.config_from_hf(falcon).inner_size == 1024
+    assert families.config_from_hf(falcon).recurrence("S").dt_rank == 4
+
+
 def test_zamba_blocks_are_tied_with_the_head():
     zamba = {"model_type": "zamba2", "layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid"]}
     assert families.config_from_hf({**zamba, "num_mem_blocks": 2}).shared.num_blocks == 2
@@ -287,6 +336,19 @@ def test_zamba_blocks_are_tied_with_the_head():
         ({"model_type": "kimi_linear", "mla_use_nope": False}, "mla_use_nope is False: only True"),
         ({"model_type": "kimi_linear", "linear_attn_config": 3}, "linear_attn_config is 3: an object"),
         ({"model_type": "kimi_linear", "linear_attn_config": {"kda_layers": [1]}}, "the layers 1 to 27, each once"),
+        # Ling 2.6 has the same model_type.
+        ({"model_type": "bailing_hybrid", "q_lora_rank": 1536}, "q_lora_rank is 1536: only null"),
+        ({"model_type": "bailing_hybrid", "kda_lower_bound": 5.0}, "log_decay_bound is 5.0: a negative number"),
+        ({"model_type": "bailing_hybrid", "no_kda_lora": False}, "no_kda_lora is False: only True"),
+        ({"model_type": "falcon_mamba", "time_step_rank": 0}, "dt_rank is 0"),
+        ({"model_type": "jamba", "attn_layer_offset": 8}, "attn_layer_offset is 8: 0 to attn_layer_period - 1 = 7"),
+        ({"model_type": "jamba", "sliding_window": 8}, "sliding_window is 8"),
+        ({"model_type": "jamba", "mamba_inner_layernorms": False}, "mamba_inner_layernorms is False: only True"),
+        ({"model_type": "minimax", "sliding_window": 8}, "sliding_window is 8"),
+        ({"model_type": "minimax", "layer_types": ["full_attention"]}, "layer_types has 1 entries, for 32 layers"),
+        ({"model_type": "minimax_m1", "attn_type_list": [2]}, r"attn_type_list is \[2\]: only 0 and 1"),
+        ({"model_type": "minimax_text_01", "postnorm": False}, "postnorm is False: only True"),
+        ({"model_type": "minimax_text_01", "shared_intermediate_size": 8}, "shared_intermediate_size is 8: only 0"),
         ({"model_type": "kimi_linear", "mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries, for 27 layers"),
     ],
 )

@@ -44,7 +44,7 @@ def test_prefill_layout(seed):
     )
     token, tile = 0, 0
     for row in range(rows):
-        assert layout.read_slot[row] == (read_slot[row] if length[row] and num_tokens[row] else 0)
+        assert layout.read_slot[row] == (read_slot[row] if num_tokens[row] else 0)
         spans = tiles_of(length[row], num_tokens[row])
         assert len(spans) == num_tiles(int(length[row]), int(num_tokens[row]), TILE)
         for i, (begin, end) in enumerate(spans):
@@ -83,7 +83,7 @@ def test_decode_layout():
     )
     np.testing.assert_array_equal(layout.positions.reshape(4, 3), [[5, 6, -1], [0, 1, 2], [-1, -1, -1], [3, -1, -1]])
     np.testing.assert_array_equal(layout.valid, layout.positions >= 0)
-    np.testing.assert_array_equal(layout.read_slot, [4, 0, 0, 2])  # nothing absorbed, nothing fed: nothing read
+    np.testing.assert_array_equal(layout.read_slot, [4, 9, 0, 2])  # nothing fed: nothing read
     np.testing.assert_array_equal(layout.write_slot, [[10, 11, 0], [13, 14, 15], [0, 0, 0], [19, 0, 0]])
 
 

@@ -90,7 +90,7 @@ def test_gradients_reach_every_weight_and_are_finite(config):
 
 @functools.partial(QUICK, static_argnames="size")
 def piece(model, store, fed, previous, length, count, size):
-    """A step by hand: the sequence is in slot 1 and pages 1.., with a row of padding beside it, to be ignored."""
+    """A step by hand: the sequence is in slot 1 and pages 1.., followed by a row of padding, which must be ignored."""
     row = lambda value: jnp.array([value, 0], jnp.int32)  # noqa: E731
     table = jnp.stack([jnp.arange(1, PAGES + 1), jnp.zeros(PAGES, jnp.int32)])
     rows = {"length": row(length), "num_tokens": row(count), "read_slot": row(1), "page_table": table}

@@ -108,7 +108,7 @@ def test_padding_does_not_reach_experts():
     np.testing.assert_array_equal(run(moe, x, lengths)[:9], run(moe, spoiled, lengths)[:9])
 
 
-def test_experts_nobody_chooses_and_all_tokens_alike():
+def test_unused_experts_and_identical_tokens():
     config = dataclasses.replace(SOFTMAX, experts_per_token=1, shared_size=0)
     moe, weights = made(MoE, config, HIDDEN)
     x = jnp.tile(tokens(1), (9, 1))

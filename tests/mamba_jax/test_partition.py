@@ -24,8 +24,12 @@ OF_EVERY_FAMILY = [
     ("mamba2-2.7b", 8),
     ("zamba2-7b", 8),
     ("kimi-linear-48b-a3b", 8),
+    ("ling-3.0-flash", 8),
+    ("minimax-text-01", 8),
+    ("falcon-mamba-7b", 8),
+    ("jamba-1.5-mini", 8),
 ]
-# Beside these, whatever has a million numbers or more is divided.
+# All other arrays of a million numbers or more are divided.
 MAY_BE_WHOLE = re.compile(r"router|latent_(in|out|proj)|adapters.*\.down|in_proj_bc|[kv]_proj|adapters\.[kv]\.")
 
 

@@ -33,7 +33,7 @@ def test_chunks_then_decode(monkeypatch):
     slot = 3
     # Chunks of fewer tokens than the convolution looks back, and to the middle of a tile, behind another row.
     for begin, end in ((0, 2), (2, 13), (13, 21)):
-        chunk = {"row_id": 2, "tokens": prompt[begin:end], "c": begin, "read": slot, "write": slot + 1}
+        chunk = {"row_id": 2, "tokens": prompt[begin:end], "c": begin, "read": slot if begin else 0, "write": slot + 1}
         out = host.prefill({"tokens": other, "write": 1}, chunk)
         slot += 1
         assert_holds(host, slot, prompt[:end])

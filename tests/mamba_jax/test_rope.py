@@ -66,9 +66,13 @@ ROTARY = {
     "lfm2": {},
     "lfm2_moe": {},
     "olmo_hybrid": {},
+    "bailing_hybrid": {},
+    "minimax": {},
+    "minimax_text_01": {"rotary_dim": 64},
+    "minimax_m1": {"rotary_dim": 64},
 }
 """Fields with which each model type rotates."""
-UNROTATED = {"nemotron_h", "mamba2", "kimi_linear"}
+UNROTATED = {"nemotron_h", "mamba", "falcon_mamba", "mamba2", "kimi_linear", "jamba"}
 
 
 def test_every_model_type_rotates_or_has_no_positions():
@@ -76,18 +80,22 @@ def test_every_model_type_rotates_or_has_no_positions():
     assert known == {*ROTARY, *UNROTATED}
 
 
+def rope_of(config):
+    return need(need(config.attention or config.latent_attention).rope)
+
+
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
 @pytest.mark.parametrize("kind", LONGER)
 @pytest.mark.parametrize("model_type", ROTARY)
 def test_every_family_that_rotates_has_every_kind(model_type, kind, key):
     base = {"model_type": model_type, "max_position_embeddings": 2048, **ROTARY[model_type]}
-    plain = need(need(config_from_hf({**base, "rope_parameters": {"rope_theta": 7e5}}).attention).rope)
+    plain = rope_of(config_from_hf({**base, "rope_parameters": {"rope_theta": 7e5}}))
     parameters = {"rope_type": kind, "rope_theta": 7e5, **LONGER[kind]}
     for name in ("long_factor", "short_factor"):
         if name in parameters:
             parameters[name] = [parameters[name]] * (plain.size // 2)
     config = config_from_hf({**base, key: parameters})
-    rope = need(need(config.attention).rope)
+    rope = rope_of(config)
     assert (rope.theta, rope.size, len(rope.frequencies)) == (7e5, plain.size, plain.size // 2)
     expected = rope_config(Fields({"max_position_embeddings": 2048, key: parameters}), plain.size)
     assert rope.frequencies == expected.frequencies

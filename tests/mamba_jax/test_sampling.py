@@ -119,7 +119,7 @@ def test_processors_equal_the_definition():
             np.testing.assert_allclose(got[i, head], weights, rtol=1e-4, atol=1e-37, err_msg=str(p))
 
 
-def test_rows_that_ask_for_nothing_keep_their_weights_beside_rows_that_do():
+def test_rows_without_filters_keep_their_weights_next_to_rows_with_filters():
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(2, 1, VOCAB)), jnp.float32)
     table = table_of({"temperature": 1.0}, {"temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1})
     table = table.take(jnp.array([1, 2]))

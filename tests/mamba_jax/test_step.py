@@ -75,11 +75,11 @@ def test_rows_of_odd_lengths_packed_together_equal_each_alone():
     ids=str,
 )
 def test_any_split_of_a_prompt_equals_one_prefill(cuts):
-    """Beside another row, so that no chunk starts at the packed batch's beginning."""
+    """After another row, so that no chunk starts at the beginning of the packed batch."""
     prompt, other = PROMPT[:29], prompts(6)[0]
     host = Host()
     for i, (begin, end) in enumerate(itertools.pairwise((0, *cuts, len(prompt)))):
-        chunk = {"row_id": 2, "tokens": prompt[begin:end], "c": begin, "read": 3 + i, "write": 4 + i}
+        chunk = {"row_id": 2, "tokens": prompt[begin:end], "c": begin, "read": 3 + i if begin else 0, "write": 4 + i}
         out = host.prefill({"tokens": other, "write": 1}, chunk)
         assert not out.tag_error
         assert_holds(host, 4 + i, prompt[:end])
@@ -151,16 +151,28 @@ def test_continuing_rows_need_nothing_from_the_host():
         assert [int(o.tokens[i, 0]) for o in (first, *out)] == greedy(tokens, 6)
 
 
-def test_fresh_rows_read_nothing_whatever_their_slot_holds():
-    """A prefill row with c = 0 whose read slot is another's; a first token sent down the decode program as well."""
+def test_fresh_rows_start_from_zeros_or_their_initial_slot():
+    """Rows with c = 0, by prefill and by decode. Slot 0, which holds NaN here, is zeros; another slot is read."""
     host = Host()
-    host.prefill({"tokens": PROMPT[:9], "write": 5})
-    host.prefill({"tokens": PROMPT[:2], "read": 5, "write": 1}, {"tokens": PROMPT[:3], "read": 39, "write": 2})
+    host.prefill({"tokens": PROMPT[:2], "write": 1}, {"tokens": PROMPT[:3], "write": 2})
     assert_holds(host, 1, PROMPT[:2])
     assert_holds(host, 2, PROMPT[:3])
-    for garbage in (5, 39):
-        host.decode({"tokens": PROMPT[:1], "c": 0, "read": garbage, "writes": [6]})
-        assert_holds(host, 6, PROMPT[:1])
+    host.decode({"tokens": PROMPT[:1], "c": 0, "writes": [6]})
+    assert_holds(host, 6, PROMPT[:1])
+    zeros = jax.tree.map(lambda leaf: leaf.at[4].set(0), (host.store.slots, host.store.hidden, host.store.tags))
+    host.store = dataclasses.replace(host.store, **dict(zip(("slots", "hidden", "tags"), zeros, strict=True)))
+    host.prefill({"tokens": PROMPT[:3], "read": 4, "write": 3})
+    assert_holds(host, 3, PROMPT[:3])
+    host.store = dataclasses.replace(host.store, slots=jax.tree.map(lambda leaf: leaf.at[4].add(1), host.store.slots))
+    host.prefill({"tokens": PROMPT[:3], "read": 4, "write": 3}, {"tokens": PROMPT[:3], "write": 2})
+    assert not all(map(np.allclose, host.slot(3), host.slot(2)))
+    host.decode({"tokens": [PROMPT[0]], "c": 0, "read": 4, "writes": [5]})
+    for c in (1, 2):
+        host.decode({"tokens": [PROMPT[c]], "c": c, "read": 5, "writes": [5]})
+    for decoded, prefilled in zip(host.slot(5), host.slot(3), strict=True):
+        np.testing.assert_allclose(decoded, prefilled, atol=1e-4)
+    # A slot that holds tokens is no initial state.
+    assert host.prefill({"tokens": PROMPT[:3], "read": 2, "write": 7}).tag_error
 
 
 def test_pages_are_copied_before_they_are_written():
@@ -239,7 +251,7 @@ def test_prompt_logprobs_over_chunks():
     for i, (begin, end) in enumerate(((0, 11), (11, 12), (12, 20))):
         out = host.prefill(
             {"tokens": PROMPT[:7], "write": 1},
-            {"tokens": prompt[begin:end], "c": begin, "read": 2 + i, "write": 3 + i},
+            {"tokens": prompt[begin:end], "c": begin, "read": 2 + i if begin else 0, "write": 3 + i},
         )
         got = out.prompt_logprobs
         for t in range(begin, end):
@@ -297,10 +309,10 @@ def test_seeded_sampling_does_not_depend_on_the_batch():
     host.seat(2, **sampling)
     host.seat(1, temperature=2.0, seed=1)
     alone = host.decode(row | {"row_id": 2}).tokens[0, 0]
-    beside = host.decode(mate, row | {"row_id": 2}).tokens[1, 0]
+    together = host.decode(mate, row | {"row_id": 2}).tokens[1, 0]
     host.seat(5, **sampling)
     elsewhere = host.decode(mate, mate | {"row_id": 2, "writes": [6]}, row | {"row_id": 5}).tokens[2, 0]
-    assert alone == beside == elsewhere
+    assert alone == together == elsewhere
 
 
 def test_programs_update_the_store_in_place_and_compile_once():

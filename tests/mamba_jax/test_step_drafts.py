@@ -84,7 +84,7 @@ def test_certain_tokens_before_drafts_are_all_kept():
     assert_holds(host, 4, (*PROMPT, *want[:3]))
 
 
-def test_slots_that_nobody_wants_are_not_written():
+def test_unused_slots_are_not_written():
     host, want = start()
     host.decode({"tokens": want[:4], "drafts": 3, "c": len(PROMPT), "read": 1, "writes": [0, 3, 0, 5]})
     assert_holds(host, 3, (*PROMPT, *want[:2]))

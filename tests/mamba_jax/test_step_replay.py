@@ -138,7 +138,7 @@ def test_wrong_anchors_and_tails_are_seen():
     assert not error()
     assert error(anchor=-1)
     assert error(anchor=1)
-    assert error(length=1)  # an entry that nobody wrote
+    assert error(length=1)  # an entry that was never written
     assert error(slot=1)
     host, _ = start()
     host.decode({"continues": True, "writes": [0]})

@@ -33,7 +33,7 @@ FAMILIES = {
     "bamba": Case("bamba", _BAMBA | {"num_hidden_layers": 2, "attn_layer_indices": [1]}),
     # Six experts, three on each device; the head is the embedding.
     "granite": Case("granite-nope", _BAMBA | {"num_hidden_layers": 2, "layer_types": _MIXED}),
-    # Mamba beside attention; one key-value head on two devices; the norm before the gate.
+    # Mamba parallel to attention; one key-value head on two devices; the norm before the gate.
     "falconh1": Case(
         "falconh1-norm-first",
         {"num_hidden_layers": 2, "mamba_n_groups": 1, "num_key_value_heads": 1, "vocab_size": 254},
@@ -53,11 +53,29 @@ FAMILIES = {
         {"num_hidden_layers": 2, "layer_types": _MIXED, "linear_num_key_heads": 1, "num_attention_heads": 4},
         drafts="mtp",
     ),
+    # The norm of lightning attention, whose squares the devices add up; decays of a device's own heads.
+    "minimax": Case(
+        "minimax",
+        {"num_hidden_layers": 2, "layer_types": _MIXED, "num_local_experts": 4, "vocab_size": 332},
+    ),
+    # B, C and what step sizes are projected from, which the devices add up.
+    "falcon-mamba": Case("falcon-mamba", {"num_hidden_layers": 2, "vocab_size": 332}),
+    "jamba": Case(
+        "jamba",
+        {"num_hidden_layers": 4, "attn_layer_period": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"num_experts": 4, "hidden_size": 64, "vocab_size": 332},
+    ),
     # Latents, of which every device has all.
     "kimi": Case(
         "kimi",
         {"num_hidden_layers": 2, "layer_types": _MIXED, "mlp_layer_types": ["dense", "sparse"]}
         | {"linear_num_heads": 4, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 332},
+    ),
+    # The gate of each head of attention over latents.
+    "ling3": Case(
+        "ling3",
+        {"num_hidden_layers": 2, "layer_types": _MIXED, "mlp_layer_types": ["dense", "sparse"]}
+        | {"linear_num_heads": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 332},
     ),
 }
 MORE = {

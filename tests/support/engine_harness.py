@@ -13,8 +13,8 @@ from checkpoints.load import load_model
 from checkpoints.tokenizer import Tokenizer
 from mamba_jax.drafts import DraftSource
 from serving.config import EngineConfig
-from serving.engine.build import assemble
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.assembly.build import assemble
+from serving.engine.requests.sampling_params import SamplingParams
 from tests.support.engines import finish
 from tests.support.step_programs import shared_programs
 

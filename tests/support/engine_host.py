@@ -16,7 +16,7 @@ from mamba_jax.model import parameters
 from mamba_jax.programs import StepPrograms
 from serving import SamplingParams
 from serving.config import EngineConfig
-from serving.engine import build
+from serving.engine.assembly import build
 from serving.hosts.follower import follow
 from serving.hosts.host import gather
 from serving.hosts.leader import Leader

@@ -12,6 +12,7 @@ def use_widest_steps(engine) -> None:
     """Run all steps of an engine by the widest program of each kind, so that a test compiles few."""
     batches = engine.loop.batches
     batches.decode_shapes, batches.prefill_shapes = batches.decode_shapes[-1:], batches.prefill_shapes[-1:]
+    batches.mixed_shapes = batches.mixed_shapes[-1:]
 
 
 def finish(engine) -> None:

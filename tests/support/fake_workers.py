@@ -5,7 +5,7 @@ import json
 
 import httpx
 
-from serving.split.router.asked import ClientRequest
+from serving.split.router.client_request import ClientRequest
 from serving.split.router.relay import Relay
 from serving.split.router.workers import Fleet
 from serving.split.settings import RouterSettings

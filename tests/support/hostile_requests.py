@@ -403,7 +403,7 @@ class Bystander:
         self.grown = max(_memory(pid, "VmHWM") - self._before[pid] for pid in self._pids)
 
     def _run(self) -> None:
-        body = {"prompt": "Somebody else", "max_tokens": 32, "temperature": 0, "ignore_eos": True, "stream": True}
+        body = {"prompt": "Another client", "max_tokens": 32, "temperature": 0, "ignore_eos": True, "stream": True}
         try:
             with httpx.Client(base_url=self._url, timeout=60.0) as client:
                 while not (self._stop.is_set() and self.streams):
@@ -441,8 +441,8 @@ def _memory(pid: int, name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
 
 
-def check_that_nobody_notices(hostile: Hostile, url: str, pids: list[int]) -> None:
-    """Sends it beside a bystander: it ends as it should, and neither the bystander nor the memory tells of it."""
+def check_bystanders_are_unaffected(hostile: Hostile, url: str, pids: list[int]) -> None:
+    """Sends it while a bystander streams: it ends as expected, and affects neither the bystander nor memory."""
     pauses = []
     for _ in range(_TRIES):
         with Bystander(url, pids) as bystander:

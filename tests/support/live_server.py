@@ -8,14 +8,15 @@ from functools import partial
 import httpx
 import openai
 
-from checkpoints.load import generation_config, load_model, load_tokenizer
+from checkpoints.load import generation_config, load_model
+from checkpoints.tokenizer import load_tokenizer
 from serving.api.http import ServerSettings, create_app
-from serving.api.http.server import STEP_TIMEOUT, Server
+from serving.api.http.connection.server import STEP_TIMEOUT, Server
 from serving.config import EngineConfig
+from serving.engine.assembly.build import assemble
+from serving.engine.assembly.drafting import draft_source
 from serving.engine.async_engine import AsyncEngine
-from serving.engine.build import assemble
-from serving.engine.drafting import draft_source
-from serving.engine.warmup import warm_up
+from serving.engine.programs.warmup import warm_up
 from tests.support.step_programs import shared_programs
 
 ENGINE = {

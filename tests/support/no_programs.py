@@ -7,16 +7,15 @@ import numpy as np
 
 
 class NoPrograms:
-    """They emit one token for ever and leave the store as it is."""
+    """Emits the same token at every step and leaves the store unchanged."""
 
     compilations = 0
+    adapters = None
 
     def change_rows(self, rows, batch):
         return rows
 
-    def decode(self, store, rows, batch):
+    def step(self, store, rows, batch):
         emitted = jnp.asarray(np.where(np.asarray(batch.sample), 5, -1)[:, None].astype(np.int32))
         finite = jnp.ones(len(emitted), bool)
         return store, rows, SimpleNamespace(tokens=emitted, finite=finite, num_drafts=None, prompt_logprobs=None)
-
-    prefill = decode

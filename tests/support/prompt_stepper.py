@@ -12,6 +12,7 @@ from flax import nnx
 
 from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, StepOutput, num_tiles
 from mamba_jax.model import HybridModel
+from mamba_jax.programs import StepPrograms
 from mamba_jax.rows import init_rows
 from mamba_jax.sampling import sampling_row
 from mamba_jax.store import init_store
@@ -25,10 +26,16 @@ class PromptStepper:
     """A model with its programs, for as many rows as there are prompts. `reset` before each use."""
 
     def __init__(
-        self, model: HybridModel, prompts: list[np.ndarray], *, dtype: Any = jnp.float32, ssm_dtype: Any = jnp.float32
+        self,
+        model: HybridModel,
+        prompts: list[np.ndarray],
+        *,
+        dtype: Any = jnp.float32,
+        ssm_dtype: Any = jnp.float32,
+        programs: StepPrograms | None = None,
     ) -> None:
         self.model, self.prompts = model, prompts
-        self.programs = shared_programs(model, tile_size=TILE)
+        self.programs = programs or shared_programs(model, tile_size=TILE)
         self._dtype, self._ssm_dtype = dtype, ssm_dtype
         lengths = [len(prompt) for prompt in prompts]
         self._tokens = -(-sum(lengths) // TILE) * TILE
@@ -38,8 +45,11 @@ class PromptStepper:
         self._head = jax.jit(lambda state, hidden: jax.nn.log_softmax(nnx.merge(graph, state).logits(hidden)))
         graph, self._weights = nnx.split(model)
 
-    def reset(self) -> None:
-        """All rows at their beginning. Slots and pages hold NaN until they are written, the null ones for ever."""
+    def reset(self, adapters: list[int] | None = None) -> None:
+        """All rows at their beginning. Slots and pages hold NaN until they are written, the null ones for ever.
+
+        `adapters`: the entry of each row's adapter; None for programs without adapters.
+        """
         count = len(self.prompts)
         store = init_store(
             self.model.config,
@@ -54,10 +64,12 @@ class PromptStepper:
             jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), dataclasses.replace(store, tags=None)),
             tags=store.tags,
         )
-        self.rows = init_rows(self.model.config, max_num_seqs=count)
+        self.rows = init_rows(self.model.config, max_num_seqs=count, adapters=adapters is not None)
         for row, prompt in enumerate(self.prompts):
             sampling = sampling_row(prompt_length=len(prompt), logprobs=TOP, prompt_logprobs=TOP)
-            self.rows = self.programs.change_rows(self.rows, SeatBatch(row_id=np.int32(row + 1), sampling=sampling))
+            entry = None if adapters is None else np.int32(adapters[row])
+            seat = SeatBatch(row_id=np.int32(row + 1), sampling=sampling, adapter=entry)
+            self.rows = self.programs.change_rows(self.rows, seat)
         self.length = [0] * count
         self.slot = [0] * count
 

@@ -6,7 +6,7 @@ from unittest import mock
 
 from mamba_jax.programs import StepPrograms
 from serving.config import EngineConfig
-from serving.engine import build
+from serving.engine.assembly import build
 from serving.engine.engine import Engine
 from tests.support.engine_harness import FLAGS, EngineHarness
 from tests.support.engines import QUICK_COMPILE, use_widest_steps
@@ -24,7 +24,7 @@ class ReplicaMaker:
         self._programs: dict[Any, StepPrograms] = {}
 
     def make(self, mode: str | None = "all", replicas: int = 2, *, fresh: bool = False, **flags: Any) -> list[Engine]:
-        """`fresh`: with programs that nobody shares, so that their weights may be replaced."""
+        """`fresh`: with programs of their own, so that their weights may be replaced."""
         config = EngineConfig.create(mamba_cache_mode=mode, data_parallel_size=replicas, **(FLAGS | flags))
         make = functools.partial(StepPrograms, compiler_options=QUICK_COMPILE)
         with mock.patch.object(build, "StepPrograms", make if fresh else self._shared):
@@ -33,10 +33,10 @@ class ReplicaMaker:
             use_widest_steps(engine)
         return list(built.engines)
 
-    def _shared(self, model, *, mesh, source, **more) -> StepPrograms:
-        key = mesh, source
+    def _shared(self, model, *, mesh, source, adapters=None, **more) -> StepPrograms:
+        key = mesh, source, adapters is not None
         if key not in self._programs:
-            self._programs[key] = shared_programs(model, mesh=mesh, source=source, **more)
+            self._programs[key] = shared_programs(model, mesh=mesh, source=source, adapters=adapters, **more)
         return self._programs[key]
 
 

@@ -3,7 +3,7 @@
 Every engine of a model has a store of the same size and one shape for each kind of step, so that thousands of traces
 share a dozen programs. What varies (cache mode, block size, token budget, traffic) is host policy only.
 
-All of a new store is NaN: whatever a step uses of a slot or page that nobody has written shows in its results.
+A new store is filled with NaN, so a step that reads an unwritten slot or page has NaN in its results.
 """
 
 import functools
@@ -16,12 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mamba_jax.adapters import Adapters
 from mamba_jax.programs import StepPrograms
 from mamba_jax.store import init_store
 from serving.config import EngineConfig
-from serving.engine import build
-from serving.engine.batching import PrefillShape
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.assembly import build
+from serving.engine.requests.adapters import LoRARequest
+from serving.engine.requests.sampling_params import SamplingParams
+from serving.engine.steps.batching import PrefillShape
+from tests.support.adapter_contents import read_contents
 from tests.support.engines import QUICK_COMPILE, Continuation, finish
 from tests.support.letter_tokens import letters
 from tests.support.random_models import long_memory_model
@@ -53,6 +56,8 @@ TAGGED = {
     "delta": (False,),
     "short_conv": (False,),
     "kimi": (False,),
+    "lightning": (False,),
+    "selective": (False,),
 }
 """Whether a model's stores have tags (`debug_state`): with tags, programs are others."""
 PROGRAMS = {name: 3 + 2 * len(kinds) for name, kinds in TAGGED.items()}
@@ -85,6 +90,16 @@ EXACT = {
     for kind in ("int8", "bfloat16")
 }
 """Whose states are rounded every so many tokens, and so depend on nothing else."""
+ADAPTED = {
+    f"{name}, adapters": Variant(
+        name,
+        {"enable_lora": True, "max_loras": 3, "max_lora_rank": 4, "max_initial_states": 2},
+        1e-4,
+        1e-4,
+    )
+    for name in ("nemotronh", "falconh1", "delta", "short_conv", "kimi", "smallest")
+}
+"""Models whose requests may have adapters."""
 TOLERANCE = 1e-4
 """Of log-probabilities, where nothing is kept in fewer bits."""
 
@@ -95,7 +110,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "biased": {"logit_bias": {5: 3.0, 60: 2.0, 33: -100.0, 34: -100.0}},
     "held back": {"min_tokens": 7, "stop_token_ids": tuple(range(0, 96, 4))},
 }
-"""What changes the tokens of an output, beside what is drawn: by name."""
+"""Names of options that change the tokens of an output, in addition to the drawn ones."""
 
 
 class SharedEngines:
@@ -103,43 +118,64 @@ class SharedEngines:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        variant = (VARIANTS | EXACT).get(name, Variant(name, {}, TOLERANCE, TOLERANCE))
+        variant = (VARIANTS | EXACT | ADAPTED).get(name, Variant(name, {}, TOLERANCE, TOLERANCE))
         self.flags, self.tolerance, self.of_whole = variant.flags, variant.tolerance, variant.of_whole
         self.model = long_memory_model(FOR_ENGINES[variant.model], near_ties=name == "nemotronh")
-        self.programs = shared_programs(self.model, tile_size=TILE)
-        self._programs = {TILE: self.programs}
+        self.programs = shared_programs(self.model, tile_size=TILE, adapters=self.adapters())
+        self._programs = {(TILE, 0): self.programs}
         self._alone: dict[tuple, list[Continuation]] = {}
         self._full = None
 
     def compile_anew(self) -> StepPrograms:
         """Programs that no other engine or run uses, for tests that change code which they trace."""
-        return StepPrograms(self.model, tile_size=TILE, compiler_options=QUICK_COMPILE)
+        return StepPrograms(self.model, tile_size=TILE, adapters=self.adapters(), compiler_options=QUICK_COMPILE)
 
-    def programs_of(self, tile_size: int) -> StepPrograms:
-        """Those that engines of such tiles share."""
-        if tile_size not in self._programs:
-            self._programs[tile_size] = shared_programs(self.model, tile_size=tile_size)
-        return self._programs[tile_size]
+    @property
+    def adapted(self) -> bool:
+        """Whether requests may have adapters."""
+        return self.name in ADAPTED
 
-    def engine(self, mode: str | None, *, programs=None, eos_token_ids=(), **flags):
-        """An engine whose steps all have one shape for decoding and one for prefill."""
+    def adapters(self) -> Adapters | None:
+        """Memory for adapters, for programs of their own; None if requests have none."""
+        if not self.adapted:
+            return None
+        return Adapters(self.model, count=self.flags["max_loras"], rank=self.flags["max_lora_rank"])
+
+    def programs_of(self, tile_size: int, side: int = 0) -> StepPrograms:
+        """Those that engines of such tiles share. Engines that load adapters at the same time differ in `side`."""
+        key = tile_size, side if self.adapted else 0
+        if key not in self._programs:
+            self._programs[key] = shared_programs(self.model, tile_size=tile_size, adapters=self.adapters())
+        return self._programs[key]
+
+    def engine(self, mode: str | None, *, programs=None, eos_token_ids=(), side: int = 0, **flags):
+        """An engine whose steps all have one shape for decoding and one for prefill. `side`: see `programs_of`."""
         config = EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | flags | self.flags))
         with mock.patch.object(build, "init_laid_out", _poisoned):
-            programs = programs or self.programs_of(config.tile_size)
+            programs = programs or self.programs_of(config.tile_size, side)
             built = build.assemble(
                 config, self.model, tokenizer=letters(), eos_token_ids=eos_token_ids, programs=programs
             )
         engine = built.engine
         engine.loop.batches.decode_shapes = [ROWS]
         engine.loop.batches.prefill_shapes = [PREFILL]
-        return engine
+        if engine.loop.batches.mixed_shapes:
+            engine.loop.batches.mixed_shapes = [PREFILL]
+        return read_contents(engine, self.model) if self.adapted else engine
 
-    def alone(self, prompt: tuple[int, ...], *, seed: int | None = None, sampling: str = "plain") -> list[Continuation]:
+    def alone(
+        self,
+        prompt: tuple[int, ...],
+        *,
+        seed: int | None = None,
+        sampling: str = "plain",
+        adapter: LoRARequest | None = None,
+    ) -> list[Continuation]:
         """Each choice of the prompt by itself in an engine of its own, in one chunk and without a cache.
 
         Greedy has one choice; with a seed there are three, sampled. `sampling` is one of `SAMPLINGS`.
         """
-        key = (prompt, seed, sampling)
+        key = (prompt, seed, sampling, adapter and adapter.lora_path)
         if key not in self._alone:
             params = SamplingParams(
                 max_tokens=min(LONGEST, MAX_LEN - len(prompt)),
@@ -156,7 +192,7 @@ class SharedEngines:
                 max_num_batched_tokens=MAX_LEN,
                 debug_state=TAGGED.get(self.name, (False,))[0],
             )
-            output = engine.add_request("alone", {"prompt_token_ids": list(prompt)}, params)
+            output = engine.add_request("alone", {"prompt_token_ids": list(prompt)}, params, lora_request=adapter)
             finish(engine)
             self._alone[key] = [Continuation.of(choice) for choice in output.outputs]
         return self._alone[key]
@@ -174,7 +210,7 @@ class SharedEngines:
 
 @functools.cache
 def engines_of(name: str) -> SharedEngines:
-    """Those of each model: a name in `tiny_configs.FOR_ENGINES`, in `VARIANTS` or in `EXACT`."""
+    """Those of each model: a name in `tiny_configs.FOR_ENGINES`, in `VARIANTS`, `EXACT` or `ADAPTED`."""
     return SharedEngines(name)
 
 

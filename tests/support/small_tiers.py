@@ -1,12 +1,21 @@
 """Small engines with tiers for tests of these: pools that evict at once, and fetching that is always worth it."""
 
 from serving.core.tiers.prices import Prices
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.engine import Engine
+from serving.engine.requests.sampling_params import SamplingParams
+from serving.tiers.mover import Mover
 from tests.support.split_pair import FLAGS
 
 SMALL = FLAGS | {"debug_state": False, "max_num_seqs": 2, "num_slots": 8, "num_pages": 26, "max_num_batched_tokens": 40}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 HOST, DISK = {"host_cache_gib": 0.004}, {"disk_cache_gib": 0.1}
+
+
+def tier_mover(engine: Engine) -> Mover:
+    """The source that fetches from the tiers of an engine without a split."""
+    (source,) = engine.loop.sources
+    assert isinstance(source, Mover)
+    return source
 
 
 class Free(Prices):

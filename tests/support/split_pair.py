@@ -10,18 +10,18 @@ from mamba_jax.model import HybridModel
 from mamba_jax.programs import StepPrograms
 from mamba_jax.store import StoreShape
 from serving.config import EngineConfig
-from serving.engine.batching import PrefillShape
-from serving.engine.build import assemble
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.assembly.build import assemble
+from serving.engine.requests.sampling_params import SamplingParams
+from serving.engine.steps.batching import PrefillShape
 from serving.points.arrangement import Arrangement
 from serving.points.digest import model_digest
 from serving.split.decode_side import DecodeSide
 from serving.split.peer import DirectPeer
 from serving.split.prefill_side import PrefillSide
 from serving.split.prefilling import ONCE, fed_tokens, ticket_of
-from serving.split.transport import DirectTransport
 from serving.split.wire import Ticket
 from serving.split.worker import Worker
+from tests.support.direct_transport import DirectTransport
 from tests.support.engines import Continuation, finish
 from tests.support.letter_tokens import EOS, letters
 from tests.support.random_models import long_memory_model
@@ -107,7 +107,10 @@ class Pair:
         self.decode = build(mode, source, **(decode or {})).engine
         self.prefill_side = PrefillSide(worker(self._built(self.prefill, mode, prefill_source, prefill)))
         self.decode_side = DecodeSide(
-            worker(self._built(self.decode, mode, source, decode)), fail=self.decode.fail, **sides
+            worker(self._built(self.decode, mode, source, decode)),
+            fail=self.decode.fail,
+            adapters=self.decode.adapters.names if self.decode.adapters is not None else None,
+            **sides,
         )
         self.peer = DirectPeer(self.prefill_side)
         self.count = 0
@@ -121,16 +124,20 @@ class Pair:
         size = SimpleNamespace(max_model_len=MAX_LEN)
         return SimpleNamespace(engine=engine, model=model(), config=config, size=size)
 
-    def compute(self, prompt, handoff="full") -> Ticket:
+    def compute(self, prompt, handoff="full", salt=None, lora=None) -> Ticket:
         """The prefill side's part; ends with a state that waits."""
         fed = fed_tokens(prompt, handoff)
         if not fed:
             return ticket_of(self.prefill_side, None, prompt, handoff, worker="direct")
         export = self.prefill_side.begin()
-        output = self.prefill.add_request(self.name(), {"prompt_token_ids": fed}, ONCE, export=export)
+        output = self.prefill.add_request(self.name(), {"prompt_token_ids": fed}, ONCE,
+                                          cache_salt=salt, lora_request=lora, export=export)  # fmt: skip
         finish(self.prefill)
         cached = output.num_cached_tokens
-        return ticket_of(self.prefill_side, export, prompt, handoff, worker="direct", cached_tokens=cached)
+        name = None if lora is None else lora.lora_name
+        return ticket_of(
+            self.prefill_side, export, prompt, handoff, worker="direct", cached_tokens=cached, adapter_name=name
+        )
 
     def add(self, prompt, ticket: Ticket | None, params=GREEDY, **more):
         remote = self.decode_side.accept(self.peer, ticket) if ticket is not None else None

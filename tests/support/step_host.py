@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, num_tiles
+from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch, SeatBatch, num_tiles
 from mamba_jax.rows import init_rows
 from mamba_jax.sampling import sampling_row
 from mamba_jax.store import init_store
@@ -100,6 +100,23 @@ class Host:
         self.rows = self.programs.change_rows(self.rows, batch)
 
     def prefill(self, *rows, tile_size=TILE):
+        """Runs a prefill step; rows as of `prefill_batch`."""
+        batch = self.prefill_batch(*rows, tile_size=tile_size)
+        self.store, self.rows, output = self.programs.prefill(self.store, self.rows, batch)
+        return self._checked(output)
+
+    def decode(self, *rows):
+        """Runs a decode step; rows as of `decode_batch`."""
+        self.store, self.rows, output = self.programs.decode(self.store, self.rows, self.decode_batch(*rows))
+        return self._checked(output)
+
+    def mixed(self, decode, prefill):
+        """Runs a step with decode rows and prefill rows."""
+        batch = MixedBatch(self.decode_batch(*decode), self.prefill_batch(*prefill))
+        self.store, self.rows, outputs = self.programs.mixed(self.store, self.rows, batch)
+        return tuple(map(self._checked, outputs))
+
+    def prefill_batch(self, *rows, tile_size=TILE):
         """Each row is a dict: row_id, tokens, c, read, write (the last tile's slot), writes (all tiles'), sample."""
         batch = PrefillBatch.empty(
             tokens=PREFILL_TOKENS,
@@ -121,10 +138,9 @@ class Host:
             batch.sample[i] = row.get("sample", True)
             batch.tile_write_slot[tile : tile + tiles] = row.get("writes", [0] * (tiles - 1) + [row.get("write", 0)])
             at, tile = at + q, tile + tiles
-        self.store, self.rows, output = self.programs.prefill(self.store, self.rows, batch)
-        return self._checked(output)
+        return batch
 
-    def decode(self, *rows):
+    def decode_batch(self, *rows):
         """Each row is a dict: row_id, continues, tokens (certain, then drafts), drafts (how many), c, read, writes; and
         anchor (how much of c is in the slot read) under replay.
         """
@@ -147,8 +163,7 @@ class Host:
             batch.page_table[i] = row.get("table", self.table(i))
             batch.page_copy[i] = row.get("page_copy", (0, 0))
             batch.sample[i] = row.get("sample", True)
-        self.store, self.rows, output = self.programs.decode(self.store, self.rows, batch)
-        return self._checked(output)
+        return batch
 
     def with_drafts(self, row_id, drafts):
         """The rows, with drafts noted on one seat as a program that proposes them would."""

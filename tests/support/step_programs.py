@@ -2,7 +2,7 @@
 
 from mamba_jax.model import HybridModel
 from mamba_jax.programs import StepPrograms
-from serving.engine.kept_programs import keep_programs
+from serving.engine.programs.kept_programs import keep_programs
 from tests.support.engines import QUICK_COMPILE
 
 

@@ -38,7 +38,7 @@ class Stages:
         return False
 
     def go(self, stage: str) -> None:
-        """Whoever waits there goes on; the stage can be armed again."""
+        """Let a worker that waits at this stage continue; the stage can be armed again."""
         (self.folder / f"{stage}.reached").unlink()
 
     def at(self, stage: str) -> bool:

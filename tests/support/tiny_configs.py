@@ -7,11 +7,14 @@ from mamba_jax.config import (
     MambaConfig,
     MLPConfig,
     MoEConfig,
+    NormedResidual,
     QKNormConfig,
     RopeConfig,
     SharedConfig,
 )
 from mamba_jax.config.delta import DeltaConfig
+from mamba_jax.config.lightning import LightningConfig
+from mamba_jax.config.mamba1 import Mamba1Config
 from mamba_jax.config.short_conv import ShortConvConfig
 
 HIDDEN, VOCAB = 20, 61
@@ -175,6 +178,33 @@ FOR_ENGINES = {
         latent_attention=LatentAttentionConfig(
             num_heads=3, key_size=7, shared_key_size=5, value_size=6, latent_size=12, norm_eps=1e-6
         ),
+        mlp=_ENGINE_MLP,
+    ),
+    # Lightning attention, and residuals through norms, as in MiniMax-Text-01.
+    "lightning": HybridConfig(
+        family="test",
+        vocab_size=ENGINE_VOCAB,
+        hidden_size=ENGINE_HIDDEN,
+        pattern="F*-F",
+        norm_eps=1e-5,
+        recurrences=(LightningConfig(num_heads=3, head_dim=8, norm_eps=1e-6, decay_factors=(1.0, 0.3)),),
+        attention=_ENGINE_ATTENTION,
+        mlp=_ENGINE_MLP,
+        normed_residuals=(NormedResidual("F", 1.5, 1.0), NormedResidual("*", 1.2, 0.9), NormedResidual("-", 1.0, 0.8)),
+    ),
+    # Mamba-1 with norms inside, and attention, as in Jamba.
+    "selective": HybridConfig(
+        family="test",
+        vocab_size=ENGINE_VOCAB,
+        hidden_size=ENGINE_HIDDEN,
+        pattern="S*-S",
+        norm_eps=1e-5,
+        recurrences=(
+            Mamba1Config(
+                channels=20, state_size=5, dt_rank=3, conv_width=4, bias=True, norm_eps=1e-5, norm_weights=True
+            ),
+        ),
+        attention=_ENGINE_ATTENTION,
         mlp=_ENGINE_MLP,
     ),
     # One layer of each kind that keeps state, and a draft layer: to compile again and again.

@@ -47,7 +47,7 @@ class TwoNetworks:
         ]
 
     def cut(self) -> None:
-        """Nothing goes through any more, and nobody is told."""
+        """Drop all traffic without telling either side."""
         _run(f"ip -n {NAMES[0]} link set {DEVICES[0]} down")
 
     def _lay_lossy_cable(self) -> None:

@@ -1,6 +1,6 @@
-"""The OpenAI-compatible HTTP server. `create_app(async_engine, settings)` makes it.
+"""The OpenAI-compatible HTTP server. `create_app(async_engine, settings)` creates the application.
 
-Names are imported when they are first used: settings can be read without importing FastAPI.
+Names are imported on first use, so that settings can be read without importing FastAPI.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The application: routers over one context.
+"""The ASGI application: all routers with one context.
 
     app = create_app(AsyncEngine(engine), ServerSettings.create(port=8000))
 
-Other roles plug in as routers of their own: `create_app(..., routers=[prefill_router])`. A handler gets the engine
-and everything else by `context_of(request)`, runs `await context.engine.call(function)` on the engine's thread, and
-raises `ApiError`; limits, keys, logs and metrics apply to it as to all others.
+Other roles add their own routers: `create_app(..., routers=[prefill_router])`. A handler gets the engine and the
+settings from `context_of(request)`, runs functions on the engine's thread with `await context.engine.call(function)`,
+and raises `ApiError`. Limits, keys, logs and metrics apply to all handlers.
 """
 
 from __future__ import annotations
@@ -24,25 +24,35 @@ from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse
 
-from serving.api.http import absent, admin, chat, completions, errors, messages, rollouts, tokenization
+from serving.api.http import errors
+from serving.api.http.connection.server import STEP_TIMEOUT
 from serving.api.http.context import Context
+from serving.api.http.endpoints import (
+    adapters,
+    admin,
+    chat,
+    completions,
+    messages,
+    rollouts,
+    tokenization,
+    unsupported_routes,
+)
+from serving.api.http.endpoints.profiling import profiling_router
+from serving.api.http.endpoints.response_store import ResponseStore
+from serving.api.http.endpoints.responses import responses_router
 from serving.api.http.limits import Limits
-from serving.api.http.profiling import profiling_router
-from serving.api.http.response_store import ResponseStore
-from serving.api.http.responses import responses_router
-from serving.api.http.server import STEP_TIMEOUT
 from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
 from serving.api.metrics import Metrics
 from serving.api.traces import Traces
-from serving.engine.async_engine import EngineStopped
-from serving.engine.replicas import Served
+from serving.engine.async_engine import AsyncEngine
+from serving.engine.engine_thread import EngineStopped
 
 log = logging.getLogger(__name__)
 
 
 def create_app(
-    engine: Served,
+    engine: AsyncEngine,
     settings: ServerSettings | None = None,
     *,
     routers: Sequence[APIRouter] = (),
@@ -50,21 +60,21 @@ def create_app(
     on_ready: Callable[[Context], None] | None = None,
     traces: Traces | None = None,
 ) -> FastAPI:
-    """An ASGI application that serves one engine, or replicas of one. The end of its lifespan shuts the engine down.
+    """Creates an ASGI application that serves an engine or its replicas. The end of its lifespan shuts the engine down.
 
     Args:
-        engine: not used by any other server.
-        settings: the defaults are those of the command line.
-        routers: further endpoints, for example those of a role.
-        prepare: runs on each engine's thread before the first request is taken: compiles what is needed.
-        on_ready: called once requests are taken.
-        traces: where spans go; by the settings if None.
+        engine: the engine; no other server may use it.
+        settings: None for the command line's defaults.
+        routers: additional endpoints, for example those of a role.
+        prepare: runs on each engine's thread before the server accepts requests, to compile programs.
+        on_ready: called when the server accepts requests.
+        traces: exports spans; None for those of the settings.
     """
     settings = settings or ServerSettings.create()
     metrics = Metrics(settings.served_model_name[0], vllm_names=settings.vllm_metrics)
     traces = traces or Traces(settings.otlp_traces_endpoint, settings.served_model_name[0])
     codec = TextCodec(engine.engine.tokenizer, engine.engine.max_model_len)
-    context = Context(engine, settings, metrics, traces, codec)
+    context = Context(engine, settings, metrics, traces, codec, adapters=settings.adapter_paths)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -87,7 +97,7 @@ def create_app(
     )
     app.state.context = context
     app.add_middleware(Limits, bounds=settings, metrics=metrics)
-    if settings.allowed_origins:  # added last, and so in front: refusals can be read by pages, too
+    if settings.allowed_origins:  # added last, so it runs first and pages can read refusals too
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
@@ -99,7 +109,8 @@ def create_app(
     profiling = profiling_router(settings.profile_dir, settings.profile_timeout)
     stored = responses_router(ResponseStore(settings.max_stored_responses, settings.max_stored_bytes))
     texts = (completions.router, chat.router, stored, messages.router, tokenization.router)
-    for router in (*texts, admin.router, rollouts.router, profiling, absent.router, *routers):
+    operators = (admin.router, adapters.router, rollouts.router, profiling)
+    for router in (*texts, *operators, unsupported_routes.router, *routers):
         app.include_router(router)
     page = files("serving.api").joinpath("static/index.html").read_text(encoding="utf-8")
     headers = page_headers(page)
@@ -112,7 +123,7 @@ def create_app(
 
 
 def page_headers(page: str) -> dict[str, str]:
-    """What a browser may do with a page of ours: run its own script, talk to this server, and nothing else."""
+    """Returns the headers that restrict the page to its own script and to requests to this server."""
     scripts = (hashlib.sha256(text.encode()).digest() for text in re.findall(r"<script>(.*?)</script>", page, re.S))
     hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in scripts)
     policy = (
@@ -137,9 +148,10 @@ async def _prepare(
         return
     except Exception:
         log.exception("the warm-up failed")
-        await asyncio.to_thread(context.engine.shutdown)  # /health says so from now on
+        await asyncio.to_thread(context.engine.shutdown)  # /health reports it from now on
         return
-    # All that was loaded stays: a collection that looks at it again, in the middle of a request, takes a second.
+    # Loaded objects live until the process ends. Unless they are frozen, a garbage collection during a request scans
+    # them for a second.
     gc.collect()
     gc.freeze()
     context.ready = True

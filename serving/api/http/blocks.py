@@ -1,4 +1,4 @@
-"""An answer as a row of blocks, one after the other: reasoning, text, calls. The newer APIs tell of answers so."""
+"""An answer as a sequence of blocks (reasoning, text, calls), for `/v1/responses` and `/v1/messages`."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from serving.api.http.answer import AnswerPiece
+from serving.api.http.parsing.answer import AnswerPiece
 
 
 @dataclass
 class Block:
-    """One of them."""
+    """One block of an answer."""
 
     kind: Literal["reasoning", "text", "call"]
     index: int
     text: str = ""
-    """All of it so far; of a call, its arguments."""
+    """The text so far; for a call, its arguments."""
     name: str = ""
-    """Of the function that is called."""
+    """Name of the called function."""
     call_id: str = ""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What has happened to a block."""
+    """An event of a block."""
 
     what: Literal["begin", "more", "end"]
     block: Block
     text: str = ""
-    """What is new."""
+    """The new text."""
 
 
 class Blocks:
-    """Sorts pieces of one choice into blocks. At most one of them is open at any time."""
+    """Sorts the pieces of one choice into blocks. At most one block is open at a time."""
 
     def __init__(self) -> None:
         self.all: list[Block] = []
         self._open: Block | None = None
 
     def push(self, piece: AnswerPiece) -> Iterator[Change]:
-        """What a piece changes."""
+        """Yields the events of a new piece."""
         if piece.reasoning:
             yield from self._add("reasoning", piece.reasoning)
         if piece.text:
@@ -52,7 +52,7 @@ class Blocks:
                 yield from self._add("call", call.arguments)
 
     def close(self) -> Iterator[Change]:
-        """What ends when the answer does."""
+        """Yields the events at the end of the answer."""
         if self._open is not None:
             block, self._open = self._open, None
             yield Change("end", block)

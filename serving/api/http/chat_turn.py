@@ -1,4 +1,4 @@
-"""One turn of a conversation, whatever API it came by: what the engine is asked for, and how its text is to be read."""
+"""One turn of a conversation, for all chat APIs: the job for the engine, and the readers for its text."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from serving.api.http.answer import AnswerReader
-from serving.api.http.call_formats import FORMATS
 from serving.api.http.context import Context
-from serving.api.http.forced_calls import calls_grammar, marks_of
 from serving.api.http.generation import (
     Job,
     ResponseContext,
@@ -20,19 +17,22 @@ from serving.api.http.generation import (
     check_logprobs,
     check_size,
 )
+from serving.api.http.parsing.answer import AnswerReader
+from serving.api.http.parsing.call_formats import FORMATS
+from serving.api.http.parsing.forced_calls import calls_grammar, marks_of
+from serving.api.http.parsing.reasoning import Opening, ReasoningCount, ReasoningReader, opening_of
+from serving.api.http.parsing.tool_calls import ToolCallReader
 from serving.api.http.protocol.chat import AllowedTools, ChatRequest, NamedTool, Tool
-from serving.api.http.reasoning import Opening, ReasoningCount, ReasoningReader, opening_of
 from serving.api.http.sampling import sampling_params
-from serving.api.http.tool_calls import ToolCallReader
-from serving.engine.grammars import Grammar
-from serving.engine.reasoning import Reasoning
 from serving.engine.request_error import RequestError
-from serving.engine.sampling_params import SamplingParams
-from serving.engine.structured import StructuredOutputs
+from serving.engine.requests.sampling_params import SamplingParams
+from serving.engine.structured.grammar_state import StructuredOutputs
+from serving.engine.structured.grammars import Grammar
+from serving.engine.structured.reasoning import Reasoning
 
 
 def offered_tools(body: ChatRequest) -> list[Tool]:
-    """The functions that the model is told about."""
+    """Returns the functions that are offered to the model."""
     tools: Sequence[Tool] = body.tools or ()
     match body.tool_choice:
         case "none":
@@ -43,7 +43,7 @@ def offered_tools(body: ChatRequest) -> list[Tool]:
 
 
 def forced_tools(body: ChatRequest) -> list[Tool]:
-    """The functions of which the model must call one; none where it need not."""
+    """Returns the functions of which the model must call at least one; empty if no call is required."""
     match body.tool_choice:
         case "required":
             return offered_tools(body)
@@ -55,7 +55,7 @@ def forced_tools(body: ChatRequest) -> list[Tool]:
 
 
 def messages_of(body: ChatRequest) -> list[dict[str, Any]]:
-    """The conversation for the chat template. Reasoning of earlier turns goes by the name that templates know."""
+    """Returns the conversation for the chat template, with earlier reasoning under the name `reasoning_content`."""
     messages = [message.model_dump(exclude_unset=True) for message in body.messages]
     for message in messages:
         if message.get("reasoning") is not None and message.get("reasoning_content") is None:
@@ -64,7 +64,7 @@ def messages_of(body: ChatRequest) -> list[dict[str, Any]]:
 
 
 def template_options(body: ChatRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables of the chat template other than the messages; `defaults` apply where a request omits them."""
+    """Variables of the chat template other than the messages; `defaults` apply to those that the request omits."""
     effort: dict[str, Any] = {}
     if body.reasoning_effort is not None:
         effort = {"reasoning_effort": body.reasoning_effort}
@@ -81,16 +81,16 @@ def template_options(body: ChatRequest, defaults: Mapping[str, Any]) -> dict[str
 
 
 class ChatTurn:
-    """The turn.
+    """One turn of a conversation.
 
     Args:
-        responses: what answers are written with.
-        body: the request, in the form of `/v1/chat/completions`.
+        responses: the server's codec, model name, defaults and formats.
+        body: the request, in the format of `/v1/chat/completions`.
         prompt: token ids of the conversation.
-        prefix: of its id.
+        prefix: prefix of the response's id.
 
     Raises:
-        RequestError: what it asks for does not go together.
+        RequestError: the request combines incompatible options.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ChatTurn:
         if forced:
             self._form = responses.tool_calls or "hermes"
             if params.structured_outputs is not None:
-                raise RequestError("structured outputs cannot be combined with a tool_choice that wants a call")
+                raise RequestError("structured outputs cannot be combined with a tool_choice that forces a call")
             named = isinstance(body.tool_choice, NamedTool)
             grammar = calls_grammar(
                 self._form,
@@ -125,15 +125,15 @@ class ChatTurn:
                 count = ReasoningCount.of(tokenizer, self._marks, begun=self._opening.begun, until=self._until)
         self.job = Job(f"{prefix}{uuid.uuid4().hex}", [prompt], params, body.priority, body.cache_salt)
         self.grammar: Grammar | None = None
-        """Held here, it is compiled when the engine asks for it."""
+        """Keeps the compiled grammar alive until the engine requests it."""
         self.tally = Tally(self.job, reasoning=count)
 
     @classmethod
     async def of(cls, context: Context, body: ChatRequest, *, prefix: str = "chatcmpl-") -> ChatTurn:
-        """Renders, tokenises and checks everything that can be checked beforehand.
+        """Renders and tokenises the conversation, and checks the request.
 
         Raises:
-            ApiError, RequestError: it cannot be served.
+            ApiError, RequestError: the request is invalid.
         """
         check_choices(context, body, 1)
         check_logprobs(context, body.top_logprobs, "top_logprobs")
@@ -141,12 +141,12 @@ class ChatTurn:
         special = body.add_special_tokens is True
         prompt = await context.codec.encode_chat(messages_of(body), add_special_tokens=special, **options)
         check_size(context, [prompt], "messages")
-        turn = cls(ResponseContext.of(context), body, prompt, prefix=prefix)
+        turn = cls(ResponseContext.of(context, body.model), body, prompt, prefix=prefix)
         turn.grammar = await check_form(context, turn.job.params)
         return turn
 
     def new_reader(self) -> AnswerReader:
-        """Reads the text of one choice."""
+        """Returns a reader for the text of one choice."""
         reasoning = None
         if self._marks is not None and not self._opening.ended:
             reasoning = ReasoningReader(self._marks, begun=self._opening.begun, until=self._until)
@@ -157,7 +157,7 @@ class ChatTurn:
 
     @property
     def _until(self) -> str | None:
-        """The mark of calls that ends reasoning, too."""
+        """The mark of calls, if it also ends reasoning."""
         style = None if self._form is None else FORMATS[self._form]
         return style.begin if style is not None and style.ends_reasoning else None
 
@@ -165,7 +165,7 @@ class ChatTurn:
         assert self._marks is not None
         params = responses.codec.showing(params, self._marks.end)
         if params.structured_outputs is None and budget is None:
-            return params  # nothing is held to anything: the engine need not know
+            return params  # without a grammar or a budget, the engine does not need to distinguish reasoning
         begin, end = self._marks
         reasoning = Reasoning(begin, end, begun=self._opening.begun, budget=budget)
         return dataclasses.replace(params, reasoning=reasoning)

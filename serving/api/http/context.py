@@ -1,4 +1,4 @@
-"""What every handler needs: the engine, the settings and what goes with them."""
+"""The objects that handlers share: engine, settings, metrics, traces and tokenizer."""
 
 from __future__ import annotations
 
@@ -8,33 +8,50 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 
-from serving.api.http.call_formats import form_of
 from serving.api.http.errors import ApiError
-from serving.api.http.reasoning import THINK, ReasoningMarks, marks_of
+from serving.api.http.parsing.call_formats import form_of
+from serving.api.http.parsing.reasoning import THINK, ReasoningMarks, marks_of
 from serving.api.http.settings import ServerSettings, ToolCallForm
 from serving.api.http.text import TextCodec
 from serving.api.metrics import Metrics
 from serving.api.traces import Traces
-from serving.engine.replicas import Served
+from serving.engine.async_engine import AsyncEngine
+from serving.engine.requests.adapters import LoRARequest
 
 
 @dataclass
 class Context:
-    """One server's parts. `context_of(request)` gives it to handlers, and to routers of other rooms."""
+    """One server's shared objects. Handlers get it from `context_of(request)`."""
 
-    engine: Served
+    engine: AsyncEngine
     settings: ServerSettings
     metrics: Metrics
     traces: Traces
     codec: TextCodec
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Directories of the LoRA adapters that requests can name as their model, by name."""
     started: float = field(default_factory=time.time)
     ready: bool = False
-    """The programs that no step can do without have been compiled: requests are taken."""
+    """The required programs are compiled, and the server accepts requests."""
 
     @property
     def model_name(self) -> str:
-        """What the model is called in answers."""
+        """The model's name in responses."""
         return self.settings.served_model_name[0]
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Every name that requests can use: the model's, then those of its adapters."""
+        return *self.settings.served_model_name, *self.adapters
+
+    def adapter_of(self, model: str | None) -> LoRARequest | None:
+        """Returns the adapter with this name; None for the model itself."""
+        path = self.adapters.get(model or "")
+        return None if model is None or path is None else LoRARequest(model, 0, path)
+
+    def name_of(self, model: str | None) -> str:
+        """Returns the name in the response to a request for `model`."""
+        return model if model is not None and model in self.adapters else self.model_name
 
     @functools.cached_property
     def tool_calls(self) -> ToolCallForm | None:
@@ -53,14 +70,14 @@ class Context:
         return marks_of(self.codec.tokenizer) if named == "auto" else THINK
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Stops the threads."""
         self.codec.close()
 
     def check_alive(self) -> None:
-        """Whether the engine can be expected to answer at all.
+        """Checks that the engine runs and makes progress.
 
         Raises:
-            ApiError: 503: it has stopped, or is in a step that does not end. (Before it is ready, it may compile.)
+            ApiError: 503: the engine stopped, or its step exceeds `step_timeout` (not checked while it compiles).
         """
         if not self.engine.running:
             raise ApiError(503, "the engine has stopped", code="engine_stopped")
@@ -69,13 +86,13 @@ class Context:
             raise ApiError(503, f"the engine has been in one step for {seconds:.0f} s", code="engine_stuck")
 
     def check(self, model: str | None) -> None:
-        """Refuse a request that names another model, or comes too early.
+        """Checks that the server has this model, and is ready.
 
         Raises:
             ApiError: 404 or 503.
         """
-        if model is not None and model not in self.settings.served_model_name:
-            known = ", ".join(self.settings.served_model_name)
+        if model is not None and model not in self.model_names:
+            known = ", ".join(self.model_names)
             raise ApiError(
                 404, f"the model {model!r} does not exist (available: {known})", param="model",
                 code="model_not_found",
@@ -86,6 +103,6 @@ class Context:
 
 
 def context_of(request: Request) -> Context:
-    """The context of the app that a request has come to."""
+    """Returns the context of the application that received the request."""
     context: Context = request.app.state.context
     return context

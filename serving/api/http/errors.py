@@ -1,16 +1,16 @@
-"""Whatever goes wrong as OpenAI's error object: `{"error": {"message", "type", "param", "code"}}`.
+"""Errors in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`.
 
 | status | type | when |
 |---|---|---|
 | 400 | invalid_request_error | malformed JSON, wrong types, values out of range, prompts that are too long |
-| 401 | authentication_error | no API key or a wrong one, where the server has keys |
-| 403 | permission_error | a path of operators, without their key |
+| 401 | authentication_error | missing or wrong API key, if the server has keys |
+| 403 | permission_error | an operator's path without an operator's key |
 | 404 | not_found_error | unknown model or path |
-| 405, 408, 413, 415 | invalid_request_error | method, a body that is too slow, too large, or not JSON |
-| 429 | rate_limit_error | the queue is full (`Retry-After` says when to come back) |
-| 500 | server_error | a bug; the log has the rest |
-| 502 | unavailable_error | given up: another worker's state did not come (policy `fail`), logits are not finite |
-| 503 | unavailable_error | still compiling, shutting down, too many connections, or the engine has failed |
+| 405, 408, 413, 415 | invalid_request_error | wrong method; a body that is too slow, too large or not JSON |
+| 429 | rate_limit_error | the queue is full (`Retry-After` says when to retry) |
+| 500 | server_error | a bug; the log has the details |
+| 502 | unavailable_error | a state from another worker did not arrive (policy `fail`), or logits are not finite |
+| 503 | unavailable_error | the server compiles or shuts down, has too many connections, or its engine failed |
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from starlette.responses import Response
 
 from checkpoints.errors import CheckpointError
 from serving.api.http.protocol.common import MAX_STOP_TEXTS, ErrorBody
-from serving.engine.async_engine import EngineStopped
+from serving.engine.engine_thread import EngineStopped
 from serving.engine.request_error import RequestError, RequestFailed
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.requests.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -46,17 +46,17 @@ _ALTERNATIVES = {
     "tool_choice": "none, auto, required, or an object of type function or allowed_tools that names tools",
     "stop": f"a string or a list of at most {MAX_STOP_TEXTS} strings",
 }
-"""What fields of several types take: pydantic would complain of each type by itself."""
+"""Accepted values of fields with several types; pydantic would report an error for each type."""
 _PARAMETERS = frozenset(field.name for field in fields(SamplingParams))
 ANTHROPICS = "/v1/messages"
-"""What their paths begin with."""
+"""Prefix of the paths of Anthropic's API."""
 TOO_MANY_CONNECTIONS = "too_many_connections"
-"""Code of a refusal at `--max-connections`, which says nothing about the server's health."""
-_LONGEST = 500  # characters of a message: it may quote what the client sent
+"""Error code at `--max-connections`; such a refusal does not mean that the server is unhealthy."""
+_LONGEST = 500  # characters of a message, which may quote the client's input
 
 
 class ApiError(Exception):
-    """An answer other than success; `anthropic` is the message on Anthropic's paths, if it is another there."""
+    """An error response; `anthropic` replaces the message on Anthropic's paths."""
 
     def __init__(
         self,
@@ -74,15 +74,15 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def fields(self) -> dict[str, Any]:
-        """What the error object holds."""
+        """Returns the fields of the error object."""
         kind = _TYPES.get(self.status, "unavailable_error" if self.status > 500 else "invalid_request_error")
         message = self.message if len(self.message) <= _LONGEST else self.message[:_LONGEST] + " ..."
         return dict(ErrorBody.model_construct(message=message, type=kind, param=self.param, code=self.code))
 
     def body(self, path: str = "") -> bytes:
-        """The error object. Escapes everything beyond ASCII: a client may have sent half a surrogate pair.
+        """Returns the error object as JSON. Escapes non-ASCII characters: a client may have sent half a surrogate pair.
 
-        On Anthropic's paths it has their `type`.
+        On Anthropic's paths the object has Anthropic's format.
         """
         if not path.startswith(ANTHROPICS):
             return json.dumps({"error": self.fields()}).encode()
@@ -92,12 +92,12 @@ class ApiError(Exception):
         return json.dumps({"type": "error", "error": error}).encode()
 
     def response(self, path: str = "") -> Response:
-        """The same as a response to a request of that path."""
+        """Returns the HTTP response to a request for `path`."""
         return Response(self.body(path), self.status, self.headers, media_type="application/json")
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The answer to an exception that a handler raised."""
+    """Returns the error response for an exception that a handler raised."""
     match error:
         case ApiError():
             return error
@@ -110,7 +110,7 @@ def as_api_error(error: Exception) -> ApiError:
         case RequestValidationError():
             return _invalid(error.errors())
         case HTTPException():
-            return ApiError(error.status_code, _said(error), headers=error.headers)
+            return ApiError(error.status_code, _http_message(error), headers=error.headers)
         case RequestFailed():
             return ApiError(502, str(error), code="request_failed")
         case EngineStopped():
@@ -120,29 +120,29 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Make `app` answer every exception with an error object."""
+    """Installs handlers in `app` that answer known exceptions with an error object."""
 
     async def answer(request: Request, error: Exception) -> Response:
         return as_api_error(error).response(request.scope["path"].removeprefix(request.scope.get("root_path", "")))
 
-    # Anything else is a bug, which `Limits` answers for.
+    # Any other exception is a bug; `Limits` answers it with 500.
     known = (ApiError, RequestError, RequestFailed, CheckpointError, EngineStopped, RequestValidationError)
     for kind in (*known, HTTPException):
         app.add_exception_handler(kind, answer)
 
 
-def _said(error: HTTPException) -> str:
+def _http_message(error: HTTPException) -> str:
     if error.status_code == 404:
-        return "there is nothing at this path"
+        return "unknown path"
     if error.status_code == 405:
-        return "this path does not take this method"
-    if error.status_code == 400:  # the only one that FastAPI raises: the body is no text, or nested too deeply
+        return "this path does not support this method"
+    if error.status_code == 400:  # FastAPI raises it only if the body is not text, or is nested too deeply
         return "the body is not valid JSON"
     return str(error.detail)
 
 
 def parameter_of(message: str) -> str | None:
-    """The parameter that a `RequestError` is about: its message begins with the name, where it is about one."""
+    """Returns the parameter of a `RequestError`: its message starts with the parameter's name. None if it does not."""
     if message.startswith("structured outputs"):
         return "structured_outputs"
     if message.startswith(("the prompt", "prompt_token_ids", "a prompt")):
@@ -152,7 +152,7 @@ def parameter_of(message: str) -> str | None:
 
 
 def _invalid(details: Sequence[Any]) -> ApiError:
-    """The first of pydantic's complaints, with the field it is about."""
+    """Returns the first of pydantic's errors, with the name of its field."""
     first = details[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
@@ -162,6 +162,6 @@ def _invalid(details: Sequence[Any]) -> ApiError:
         return ApiError(400, f"{name} must be {_ALTERNATIVES[name]}", param=name)
     where = ".".join(part for part in path if not part.startswith(("list[", "function-", "union")))
     what = first["msg"].removeprefix("Value error, ")
-    if not where and name is not None:  # about several fields: the message names them
+    if not where and name is not None:  # an error about several fields, which the message names
         return ApiError(400, what, param=name)
     return ApiError(400, f"{where or 'the body'}: {what[:1].lower()}{what[1:]}", param=name)

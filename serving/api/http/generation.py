@@ -1,4 +1,4 @@
-"""From prompts and parameters to pieces of output: what completions and chat have in common."""
+"""Generation from prompts and parameters, whole or streamed; shared by all APIs."""
 
 from __future__ import annotations
 
@@ -9,61 +9,62 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from serving.api.http.connection.keys import client_id
+from serving.api.http.connection.streaming import gather, merge
 from serving.api.http.context import Context
 from serving.api.http.errors import ApiError
-from serving.api.http.keys import client_id
+from serving.api.http.parsing.reasoning import ReasoningMarks
 from serving.api.http.protocol.common import (
     CompletionTokensDetails,
     GenerationRequest,
     PromptTokensDetails,
     Usage,
 )
-from serving.api.http.reasoning import ReasoningMarks
 from serving.api.http.settings import ToolCallForm
-from serving.api.http.streaming import gather, merge
 from serving.api.http.text import TextCodec, check_fits
-from serving.engine.grammars import Grammar
-from serving.engine.output import CompletionOutput, RequestOutput, TokenLogprobs
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.requests.adapters import LoRARequest
+from serving.engine.requests.output import CompletionOutput, RequestOutput, TokenLogprobs
+from serving.engine.requests.sampling_params import SamplingParams
+from serving.engine.structured.grammars import Grammar
 
 
 @dataclass(frozen=True)
 class ResponseContext:
-    """What writing an answer needs, for a server's clients and for batch files."""
+    """Model and settings for writing responses, for a server and for batch files."""
 
     codec: TextCodec
     model: str
-    """What the model is called."""
+    """Name of the model."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling parameters of requests that do not have them."""
+    """Sampling parameters for fields that requests omit."""
     tool_calls: ToolCallForm | None = None
     """Tool-call format; None leaves them in the text."""
     reasoning: ReasoningMarks | None = None
     """Marks around reasoning; None leaves it in the text."""
 
     @classmethod
-    def of(cls, context: Context) -> ResponseContext:
-        """A server's."""
-        return cls(
-            context.codec, context.model_name, context.settings.default_sampling, context.tool_calls, context.reasoning
-        )
+    def of(cls, context: Context, model: str | None) -> ResponseContext:
+        """Returns the context of a server, for a request for `model`."""
+        name, defaults = context.name_of(model), context.settings.default_sampling
+        return cls(context.codec, name, defaults, context.tool_calls, context.reasoning)
 
 
 @dataclass
 class Job:
-    """One HTTP request as the engine's: several prompts under the same parameters."""
+    """One HTTP request: one or more prompts with the same parameters."""
 
     id: str
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
-    """The client's, until `respond` puts the one in its place that the prefix cache is asked with."""
+    """The client's salt, until `respond` replaces it by the salt for the prefix cache."""
+    lora_request: LoRARequest | None = None
 
 
 @dataclass
 class ChoiceDelta:
-    """What is new of one choice. `prompt` and `choice` say which."""
+    """New output of one choice. `prompt` and `choice` are its indices."""
 
     prompt: int
     choice: int
@@ -77,14 +78,14 @@ class ChoiceDelta:
 
 @dataclass
 class _Cursor:
-    """How much of one choice has been sent."""
+    """The position up to which the output of one choice was sent."""
 
     characters: int = 0
     tokens: int = 0
     finished: bool = False
 
     def take(self, prompt: int, output: RequestOutput, choice: CompletionOutput) -> ChoiceDelta | None:
-        """What has come since the last call; None for nothing."""
+        """Returns the output since the last call; None without new output."""
         if self.finished or (
             len(choice.text) == self.characters and len(choice.token_ids) == self.tokens and not choice.finished
         ):
@@ -110,11 +111,11 @@ class Tally:
     job: Job
     with_output: bool = True
     reasoning: Callable[[list[int]], int] | None = None
-    """Counts the tokens of reasoning among a choice's."""
+    """Counts the reasoning tokens of a choice."""
     latest: dict[int, RequestOutput] = field(default_factory=dict)
 
     def usage(self) -> Usage:
-        """What the request has used."""
+        """Returns the numbers of tokens that the request has used."""
         prompt = sum(map(len, self.job.prompts))
         outputs = list(self.latest.values())
         completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs if self.with_output)
@@ -138,32 +139,32 @@ class Tally:
 
 
 def check_choices(context: Context, request: GenerationRequest, prompts: int) -> None:
-    """Refuse a request for too many outputs.
+    """Checks the number of choices.
 
     Raises:
-        ApiError: it is one.
+        ApiError: the request has more than `max_choices` choices.
     """
     choices, most = prompts * request.n, context.settings.max_choices
     if choices > most:
         raise ApiError(400, f"{choices} choices (prompts times n): at most {most} are allowed", param="n")
 
 
-def check_logprobs(context: Context, asked: int | None, param: str) -> None:
-    """Refuse a request for more alternatives than the server gives.
+def check_logprobs(context: Context, requested: int | None, param: str) -> None:
+    """Checks the number of alternatives in log-probabilities.
 
     Raises:
-        ApiError: it is one.
+        ApiError: `requested` is more than `max_logprobs`.
     """
     most = context.settings.max_logprobs
-    if asked is not None and asked > most:
-        raise ApiError(400, f"{param} is {asked}: at most {most} are allowed", param=param)
+    if requested is not None and requested > most:
+        raise ApiError(400, f"{param} is {requested}: at most {most} are allowed", param=param)
 
 
 def check_size(context: Context, prompts: Sequence[Sequence[int]], param: str) -> None:
-    """Refuse prompts that can never run, before any of them does.
+    """Checks the prompts before any of them runs.
 
     Raises:
-        ApiError: an empty or too long prompt, a token id beyond the vocabulary.
+        ApiError: a prompt is empty or too long, or contains a token id beyond the vocabulary.
     """
     engine = context.engine.engine
     for ids in prompts:
@@ -176,21 +177,21 @@ def check_size(context: Context, prompts: Sequence[Sequence[int]], param: str) -
 
 
 async def check_form(context: Context, params: SamplingParams) -> Grammar | None:
-    """Compile the grammar of a request outside the event loop. The engine reuses it while the caller holds it.
+    """Compiles a request's grammar outside the event loop. The engine reuses it while the caller holds a reference.
 
     Raises:
-        RequestError: it is broken, takes too much to compile, or, to be tried again, too many others do.
+        RequestError: the grammar is invalid or too expensive to compile, or too many compilations are pending (retry).
     """
     form, grammars = params.structured_outputs, context.engine.engine.grammars
     if form is None or grammars is None:
         return None
-    # The key of a long schema takes a while, as does a trial; a grammar that is known does not wait behind trials.
+    # Hashing a long schema takes time, as does a trial compilation. A known grammar does not wait for trials.
     pending = await asyncio.to_thread(grammars.submit, form, client_id())
-    return await asyncio.shield(asyncio.wrap_future(pending))  # others may wait for the same
+    return await asyncio.shield(asyncio.wrap_future(pending))  # other requests may wait for the same future
 
 
 async def run(context: Context, job: Job) -> list[RequestOutput]:
-    """The finished outputs of all prompts, in their order."""
+    """Returns the finished outputs of all prompts, in order."""
 
     async def last(index: int) -> RequestOutput:
         async with contextlib.aclosing(_one(context, job, index, live=False)) as outputs:
@@ -203,7 +204,7 @@ async def run(context: Context, job: Job) -> list[RequestOutput]:
 
 
 async def stream(context: Context, job: Job, tally: Tally) -> AsyncGenerator[ChoiceDelta, None]:
-    """Pieces of all choices as they come; `tally` is kept up to date."""
+    """Yields new output of all choices as it arrives. Updates `tally`."""
     cursors: dict[tuple[int, int], _Cursor] = {}
     streams = [_one(context, job, index, live=True) for index in range(len(job.prompts))]
     async with contextlib.aclosing(merge(streams)) as outputs:
@@ -228,6 +229,7 @@ async def _one(context: Context, job: Job, index: int, *, live: bool) -> AsyncGe
         client=client_id(),
         batch_id=f"{job.id}-0" if len(job.prompts) > 1 else None,
         live=live,
+        lora_request=job.lora_request,
     )
     with context.traces.request(name, len(job.prompts[index]), job.params) as note:
         async with contextlib.aclosing(outputs) as each:

@@ -1,7 +1,7 @@
-"""JSON of clients and models: what parsing costs, how deep it is nested, and which values may be passed on.
+"""JSON from clients and models: the cost of parsing it, its depth, and the values that are accepted.
 
 Python's parser and pydantic hold the interpreter lock while they run: 8 MB take 20 ms as one long string, and 20 s (and
-gigabytes) as three million empty objects. So a body with too many values is refused before it is parsed.
+gigabytes) as three million empty objects. The server therefore refuses a body with too many values before parsing it.
 """
 
 from __future__ import annotations
@@ -11,29 +11,30 @@ import math
 from typing import Any, NoReturn
 
 MAX_DEPTH = 128
-"""Levels of arrays and objects in a request's body or in a call's arguments. Serialisers fail at about 250."""
+"""Maximum depth of a request's body and of a call's arguments. Serialisers fail at about 250 levels."""
 NUMBER, OTHER = 1, 10
-"""What a value counts as: strings, arrays and objects each become a Python object to create and validate."""
+"""Weights of a number and of any other value: Python must create and validate an object for each string, array and
+object."""
 
 
 def weight(body: bytes | bytearray, most: int) -> int:
-    """The weight of all values of a JSON text, object keys included; if that exceeds `most`, possibly less, but still
-    more than `most`.
+    """Returns the weight of all values of a JSON text, including object keys. Above `most`, the result may be a lower
+    bound that is still more than `most`.
 
-    Bytes that are not JSON get some number; the parser rejects them soon enough.
+    The result for bytes that are not JSON is arbitrary; the parser rejects them.
     """
     plain = bytes(body)
     if b"\\" in plain:
         plain = plain.replace(b"\\\\", b"").replace(b'\\"', b"")
     strings = plain.count(b'"') // 2
-    if strings * OTHER > most:  # splitting creates an object for each of them
+    if strings * OTHER > most:  # splitting would create an object for each string
         return strings * OTHER
     outside = b"".join(plain.split(b'"')[::2])
     return OTHER * (strings + outside.count(b"[") + outside.count(b"{")) + NUMBER * outside.count(b",")
 
 
 def depth(text: bytes | bytearray) -> int:
-    """Levels of arrays and objects in a JSON text; some number for bytes that are not JSON."""
+    """Returns the depth of arrays and objects in a JSON text; the result is arbitrary for bytes that are not JSON."""
     plain = bytes(text)
     if b"\\" in plain:
         plain = plain.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -45,11 +46,11 @@ def depth(text: bytes | bytearray) -> int:
 
 
 def parse_written(text: str) -> Any:
-    """The value of a JSON text that a model has written. Control characters may stand in strings.
+    """Returns the value of a JSON text written by a model. Strings may contain control characters.
 
     Raises:
-        ValueError: it is not JSON (`NaN` and `Infinity` are not), has a number that is too large, or is nested more
-            than `MAX_DEPTH` levels deep.
+        ValueError: the text is not JSON (`NaN` and `Infinity` are not), contains a number that is too large, or is
+            nested more than `MAX_DEPTH` levels deep.
     """
     if depth(text.encode("utf-8", "surrogatepass")) > MAX_DEPTH:
         raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
@@ -57,7 +58,7 @@ def parse_written(text: str) -> Any:
 
 
 def well_formed(text: str) -> str:
-    """A text with each half of a surrogate pair replaced: UTF-8 has no form for it."""
+    """Returns `text` with unpaired surrogates replaced, because UTF-8 cannot encode them."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,6 +1,6 @@
-"""What happens to every request before a handler sees it: id, key, kind and size of the body; and the log line after.
+"""Checks of every request before its handler runs (id, key, content type, size of the body), and its log line.
 
-A plain ASGI middleware: it hands on `receive` and `send`, so handlers still notice when a client leaves.
+A plain ASGI middleware: it passes `receive` and `send` on, so that handlers still notice when a client disconnects.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serving.api.http.connection.keys import check_key, set_client
+from serving.api.http.connection.streaming import ClientGone
 from serving.api.http.errors import ApiError, as_api_error
 from serving.api.http.generation import Tally
 from serving.api.http.json_values import MAX_DEPTH, depth, weight
-from serving.api.http.keys import check_key, set_client
 from serving.api.http.settings import RequestBounds
-from serving.api.http.streaming import ClientGone
 from serving.api.metrics import Metrics
 
 log = logging.getLogger("serving.requests")
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/load", "/version", "/metrics", "/status"})
-"""Need no API key: probes, and numbers without any content."""
+"""Paths without an API key: probes, and counters that contain no text."""
 _QUIET = frozenset({"/health", "/ping", "/ready", "/load", "/metrics", "/status"})
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class Limits:
-    """The middleware.
+    """The ASGI middleware of these checks.
 
     Args:
-        app: what comes next.
-        bounds: keys, sizes and times.
+        app: the next ASGI application.
+        bounds: keys, sizes and timeouts.
         metrics: counts requests by path and status.
     """
 
@@ -45,7 +45,7 @@ class Limits:
         self._app, self._bounds, self._metrics = app, bounds, metrics
         self._keys = (*bounds.api_key, *bounds.admin_key) if bounds.api_key else ()
         self._buffered = 0
-        """Bytes of the bodies of all requests that have not been answered."""
+        """Bytes of the bodies of all unanswered requests."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,7 +56,7 @@ class Limits:
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         held = 0  # bytes of the body
-        status, started = 499, False  # 499: the client left before there was an answer
+        status, started = 499, False  # 499: the client disconnected before the response started
 
         async def sending(message: Message) -> None:
             nonlocal status, started
@@ -74,14 +74,14 @@ class Limits:
                     receive, held = await self._read(headers, receive)
                 await self._app(scope, receive, sending)
             except ClientGone:
-                log.debug("the client has left")
+                log.debug("the client disconnected")
             except Exception as error:
                 if started:
                     raise
                 await as_api_error(error).response(_path(scope))(scope, receive, sending)
             finally:
                 self._buffered -= held
-        # Only paths that exist: others are a client's invention, and each label value costs memory for ever.
+        # Count only existing paths by name: each label value occupies memory until the process ends.
         route = getattr(scope.get("route"), "path", "other")
         self._metrics.answered(route, status)
         self._log(scope, request_id, status, time.monotonic() - begin)
@@ -93,11 +93,11 @@ class Limits:
         if scope["method"] == "POST" and not _empty(headers):
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
-                raise ApiError(415, f"the body must be application/json, not {kind or 'of no stated type'}")
+                raise ApiError(415, f"the body must be application/json, but Content-Type is {kind or 'missing'}")
 
     async def _read(self, headers: Headers, receive: Receive) -> tuple[Receive, int]:
-        """Takes the whole body in, within its bounds. Returns what gives it to the handler, and its size, which stays
-        counted as buffered."""
+        """Reads the whole body, within its bounds. Returns a `receive` that passes it to the handler, and its size,
+        which still counts as buffered."""
         most = self._bounds.max_body_bytes
         length = headers.get("content-length", "")
         if length.isdecimal() and (len(length) > 18 or int(length) > most):
@@ -106,7 +106,7 @@ class Limits:
         try:
             async with asyncio.timeout(self._bounds.body_timeout):
                 await self._fill(body, receive)
-            self._look_at(body)
+            self._check_json(body)
         except BaseException as error:
             self._buffered -= len(body)
             if isinstance(error, TimeoutError):
@@ -134,18 +134,18 @@ class Limits:
                 raise _too_large(self._bounds.max_body_bytes)
             if self._buffered + len(piece) > self._bounds.max_buffered_bytes:
                 raise ApiError(
-                    503, "the server is holding as many request bodies as it can; try again later", code="busy",
+                    503, "the server's buffer for request bodies is full; try again later", code="busy",
                     headers={"Retry-After": "1", "Connection": "close"},
                 )  # fmt: skip
             body += piece
             self._buffered += len(piece)
 
-    def _look_at(self, body: bytearray) -> None:
+    def _check_json(self, body: bytearray) -> None:
         most = self._bounds.max_body_values
         if weight(body, most) > most:
             raise ApiError(
                 413,
-                f"the body holds too many JSON values: at most {most:,} are allowed, where a string, array or object "
+                f"the body has too many JSON values: at most {most:,} are allowed, where a string, array or object "
                 "counts as 10",
                 code="too_many_values",
             )
@@ -173,30 +173,30 @@ class Limits:
 
 
 def _path(scope: Scope) -> str:
-    """The path as this server's own, without what a proxy has in front of it (`--root-path`)."""
+    """Returns the path without the proxy's prefix (`--root-path`)."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
 
 def _empty(headers: Headers) -> bool:
-    """Whether there is no body, as in `curl -X POST` of a path that takes none."""
+    """Returns whether the request has no body, as `curl -X POST` without data."""
     return headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
 
 
 def _refuse_half_characters(body: bytes | bytearray) -> None:
-    """JSON can escape half a surrogate pair, which is no character: such a text could not even be sent back.
+    """Refuses escaped halves of surrogate pairs, which JSON allows but UTF-8 cannot encode.
 
     Raises:
-        ApiError: the body has one.
+        ApiError: the body contains one.
     """
     if not _SURROGATE.search(body):
         return
     try:
         json.dumps(json.loads(body), ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise ApiError(400, "the body has half a surrogate pair, which is not a character") from None
+        raise ApiError(400, "the body contains half a surrogate pair, which is not a character") from None
     except (ValueError, RecursionError):
-        return  # not JSON: the handler says so
+        return  # not JSON: the handler reports it
 
 
 def _too_large(most: int) -> ApiError:

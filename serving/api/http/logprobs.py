@@ -1,4 +1,4 @@
-"""Log-probabilities in the forms of the two APIs."""
+"""Log-probabilities in the formats of completions and chat."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 from serving.api.http.protocol.chat import ChatLogprob, ChatLogprobs, TokenLogprob
 from serving.api.http.protocol.completions import CompletionLogprobs
 from serving.api.http.text import TextCodec
-from serving.engine.output import TokenLogprobs
+from serving.engine.requests.output import TokenLogprobs
 
 _LEAST = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON does not have."""
 
 
 class LogprobWriter:
     """Writes one request's log-probabilities.
 
     Args:
-        codec: for the tokens' texts.
-        top: how many of the likeliest tokens to show.
+        codec: returns the tokens' texts.
+        top: number of likeliest tokens to show.
         as_ids: name tokens "token_id:42".
     """
 
@@ -28,7 +28,7 @@ class LogprobWriter:
     def completion(
         self, tokens: Sequence[int], tables: Sequence[TokenLogprobs | None], offsets: list[int]
     ) -> CompletionLogprobs:
-        """The parallel lists of `/v1/completions`; `offsets` are where the tokens' texts begin."""
+        """Returns the parallel lists of `/v1/completions`. `offsets`: positions at which the tokens' texts start."""
         top: list[dict[str, float] | None] | None = [] if self._top else None
         written = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=top, text_offset=offsets)
         for token, table in zip(tokens, tables, strict=True):
@@ -39,7 +39,7 @@ class LogprobWriter:
         return written
 
     def chat(self, tokens: Sequence[int], tables: Sequence[TokenLogprobs]) -> ChatLogprobs:
-        """The list of objects of `/v1/chat/completions`."""
+        """Returns the list of objects of `/v1/chat/completions`."""
         return ChatLogprobs(
             content=[
                 ChatLogprob(
@@ -51,7 +51,8 @@ class LogprobWriter:
         )
 
     def _named(self, token: int, table: TokenLogprobs) -> dict[str, float]:
-        """By text. Of tokens with equal text (pieces of characters) the likeliest stands for all."""
+        """Returns log-probabilities by text. If tokens have the same text (parts of characters), the likeliest one
+        counts."""
         named: dict[str, float] = {}
         for other, value in [*self._likeliest(table), (token, table[token].logprob)]:
             name = self._name(other)
@@ -64,7 +65,7 @@ class LogprobWriter:
 
     def _entry(self, token: int, logprob: float) -> TokenLogprob:
         text = self._codec.token(token)
-        # Part of a character has no text of its own, and so no bytes that could be told.
+        # A token that is part of a character has a replacement character as its text, so its bytes are unknown.
         known = not self._as_ids and "\N{REPLACEMENT CHARACTER}" not in text
         return TokenLogprob(
             token=self._name(token), logprob=_finite(logprob), bytes=list(text.encode()) if known else None
@@ -75,12 +76,12 @@ class LogprobWriter:
 
 
 class TextLogprobs:
-    """Log-probabilities of an answer's text: those of its tokens without reasoning, calls and hidden tokens.
+    """Log-probabilities of the tokens of an answer's text, without reasoning, calls and special tokens.
 
     Args:
-        codec: for the tokens' texts.
-        top: how many of the likeliest tokens to show.
-        reasoning: counts the tokens of reasoning, where there can be any.
+        codec: returns the tokens' texts.
+        top: number of likeliest tokens to show.
+        reasoning: counts the reasoning tokens; None if there is no reasoning.
     """
 
     def __init__(self, codec: TextCodec, *, top: int, reasoning: Callable[[list[int]], int] | None) -> None:
@@ -89,18 +90,18 @@ class TextLogprobs:
         self._tokens: list[int] = []
         self._tables: list[TokenLogprobs] = []
         self._taken: int | None = None
-        """Tokens that have been written or skipped; None before the text."""
+        """Number of tokens written or skipped so far; None before the text starts."""
         self._text = self._covered = 0
-        """Characters of the text so far, and of the tokens that have been written."""
+        """Numbers of characters of the text so far, and of the tokens written so far."""
 
     def push(self, tokens: Sequence[int], tables: Sequence[TokenLogprobs] | None) -> None:
-        """New tokens of the choice."""
+        """Appends new tokens of the choice."""
         if tables is not None:
             self._tokens += tokens[: len(tables)]
             self._tables += tables
 
     def take(self, characters: int) -> list[ChatLogprob]:
-        """The entries of so many further characters of text."""
+        """Returns the entries of the next `characters` characters of text."""
         if self._taken is None:
             self._taken = 0 if self._reasoning is None else self._reasoning(self._tokens)
         self._text += characters
@@ -112,7 +113,7 @@ class TextLogprobs:
         return self._written(begin, self._taken)
 
     def rest(self) -> list[ChatLogprob]:
-        """The entries of all tokens that are left, where the answer ends with its text."""
+        """Returns the entries of all remaining tokens. Used for an answer that ends with its text."""
         begin, self._taken = self._taken or 0, len(self._tokens)
         return self._written(begin, self._taken)
 

@@ -1,4 +1,4 @@
-"""A request's fields as `SamplingParams`."""
+"""Converts a request's fields to `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.protocol.common import GenerationRequest
 from serving.api.http.protocol.completions import CompletionRequest
 from serving.engine.request_error import RequestError
-from serving.engine.sampling_params import SamplingParams
-from serving.engine.structured import StructuredOutputs
+from serving.engine.requests.sampling_params import SamplingParams
+from serving.engine.structured.grammar_state import StructuredOutputs
 
 COMPLETION_TOKENS = 16
-"""Output tokens of a completion that does not say, as in OpenAI's API."""
+"""Default `max_tokens` of a completion, as in OpenAI's API."""
 
 _SAME_NAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "stop", "stop_token_ids",
@@ -23,10 +23,11 @@ _SAME_NAME = (
 
 
 def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
-    """What the engine is asked for; `defaults` are for what the request leaves out, `more` goes to `SamplingParams`.
+    """Returns the engine's parameters for a request. `defaults` apply to omitted fields; `more` is passed to
+    `SamplingParams`.
 
     Raises:
-        RequestError: a value that the engine refuses.
+        RequestError: the engine refuses a value.
     """
     values = dict(defaults)
     values.update(
@@ -50,10 +51,10 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any], **m
 
 
 def structured_outputs(request: GenerationRequest) -> StructuredOutputs | None:
-    """The form that a request asks for, by vLLM's field or by OpenAI's.
+    """Returns the output format that a request specifies in vLLM's or OpenAI's field.
 
     Raises:
-        RequestError: both are given, or the form is none.
+        RequestError: both are set, or the format is invalid.
     """
     form, own = request.response_format, request.structured_outputs
     if form is not None and form.type != "text":

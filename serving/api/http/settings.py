@@ -1,4 +1,4 @@
-"""Every setting of the server that is not the engine's, defined once: for Python, the command line and config files."""
+"""The server's own settings, defined once for Python, the command line and config files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from serving.engine.sampling_params import MAX_LOGPROBS
+from serving.engine.requests.sampling_params import MAX_LOGPROBS
 from serving.settings import Settings
 
 LogFormat = Literal["text", "json"]
@@ -19,7 +19,7 @@ ReasoningParser = Literal["auto", "none", "think"]
 
 
 class ConnectionBounds(Settings):
-    """Limits on what one connection, and all of them together, may hold."""
+    """Limits of each connection, and of all connections together."""
 
     max_connections: int = Field(
         4096, ge=1, description="Maximum number of open connections; requests on further ones get 503."
@@ -39,8 +39,8 @@ class RequestBounds(Settings):
     )
     admin_key: tuple[str, ...] = Field(
         (),
-        description="A key for the paths of operators, which nobody may use without one; repeatable. Also read from "
-        "MAMBA_JAX_ADMIN_KEY.",
+        description="A key that operators must send for operators' paths; repeatable. Unset: these paths refuse all "
+        "requests. Also read from MAMBA_JAX_ADMIN_KEY.",
     )
     max_body_bytes: int = Field(
         8 << 20, ge=1024, description="Maximum size of a request body in bytes; larger ones are refused (413)."
@@ -51,7 +51,7 @@ class RequestBounds(Settings):
         description="Maximum number of JSON values in a request body (413); strings, arrays and objects count as 10.",
     )
     max_buffered_bytes: int = Field(
-        256 << 20, ge=1024, description="Maximum size in bytes of all request bodies held at once (503)."
+        256 << 20, ge=1024, description="Maximum size in bytes of all unanswered requests' bodies together (503)."
     )
     body_timeout: float = Field(60.0, gt=0, description="Seconds to wait for a request's body (408).")
     log_requests: bool = Field(True, description="Log one line per request.")
@@ -65,7 +65,7 @@ class RequestBounds(Settings):
 
 
 class ServerSettings(ConnectionBounds, RequestBounds):
-    """How the server listens, what it accepts and how it logs. `ServerSettings.create` gives one-line errors."""
+    """Settings of the HTTP server. `ServerSettings.create` raises one-line errors."""
 
     COMMON = (
         "host", "port", "served_model_name", "api_key", "tool_call_parser", "reasoning_parser", "log_requests",
@@ -79,9 +79,12 @@ class ServerSettings(ConnectionBounds, RequestBounds):
         min_length=1,
         description="Name of the model in requests; repeatable, responses use the first. Unset: its directory's name.",
     )
-    share_prefix_cache: bool = Field(
-        False, description="With several API keys: let requests of one key go on from prefixes of another's."
+    lora_modules: tuple[str, ...] = Field(
+        (),
+        description="Adapter as NAME=DIRECTORY, a model name in requests; repeatable. Needs enable_lora or "
+        "max_initial_states.",
     )
+    share_prefix_cache: bool = Field(False, description="With several API keys: share cached prefixes between keys.")
     max_choices: int = Field(1024, ge=1, description="Maximum number of completions per request: prompts times n.")
     tool_call_parser: ToolCallParser = Field(
         "auto",
@@ -94,9 +97,9 @@ class ServerSettings(ConnectionBounds, RequestBounds):
         "text) or think (<think> and </think>).",
     )
     max_stored_responses: int = Field(
-        1024, ge=0, description="Maximum number of answers of /v1/responses that are kept for later turns."
+        1024, ge=0, description="Maximum number of responses of /v1/responses that the server stores for later turns."
     )
-    max_stored_bytes: int = Field(64 << 20, ge=0, description="Maximum size in bytes of all of them.")
+    max_stored_bytes: int = Field(64 << 20, ge=0, description="Maximum size of all stored responses in bytes.")
     step_timeout: float = Field(
         120.0, gt=0, description="Seconds after which an engine step counts as stuck: requests and probes get 503."
     )
@@ -107,30 +110,51 @@ class ServerSettings(ConnectionBounds, RequestBounds):
         pattern=r"^https?://",
         description="Where to send OpenTelemetry spans (OTLP over HTTP), e.g. http://localhost:4318/v1/traces.",
     )
-    vllm_metrics: bool = Field(False, description="Give metrics vLLM's names, too, for dashboards that ask for those.")
+    vllm_metrics: bool = Field(False, description="Also export metrics under vLLM's names, for vLLM dashboards.")
     max_logprobs: int = Field(
         MAX_LOGPROBS, ge=0, le=MAX_LOGPROBS, description="Maximum number of alternatives in log-probabilities."
     )
     allowed_origins: tuple[str, ...] = Field(
-        (), description="An origin whose pages may use the server (CORS), or *; repeatable. Unset: none."
+        (), description="An origin whose pages may call the server (CORS), or *; repeatable. Unset: none."
     )
-    allowed_methods: tuple[str, ...] = Field(("*",), description="A method that they may use; repeatable.")
-    allowed_headers: tuple[str, ...] = Field(("*",), description="A header that they may send; repeatable.")
-    allow_credentials: bool = Field(False, description="They may send cookies and keys of the browser's.")
-    root_path: str = Field("", description="The path under which a proxy serves this server, as in /models/one.")
+    allowed_methods: tuple[str, ...] = Field(
+        ("*",), description="A method that cross-origin pages may use; repeatable."
+    )
+    allowed_headers: tuple[str, ...] = Field(
+        ("*",), description="A header that cross-origin pages may send; repeatable."
+    )
+    allow_credentials: bool = Field(False, description="Allow cross-origin requests with credentials.")
+    root_path: str = Field("", description="Path prefix that a proxy adds, for example /models/one.")
     ssl_keyfile: str | None = Field(None, description="Private key for TLS (PEM). Unset: plain HTTP.")
     ssl_certfile: str | None = Field(None, description="Certificate for TLS, with its chain (PEM).")
     profile_dir: str | None = Field(
-        None, description="Folder for the profiles of /start_profile (XProf's). Unset: no profiles."
+        None, description="Folder for the profiles of /start_profile (for XProf). Unset: no profiles."
     )
-    profile_timeout: float = Field(60.0, gt=0, description="Seconds after which a profile ends by itself.")
+    profile_timeout: float = Field(60.0, gt=0, description="Seconds after which the server ends a profile.")
     default_sampling: Mapping[str, Any] = Field(
-        default_factory=dict, description="Sampling parameters for what requests leave out."
+        default_factory=dict, description="Sampling parameters for fields that requests omit."
     )
 
     default_chat_template_kwargs: Mapping[str, Any] = Field(
-        default_factory=dict, description="Variables of the chat template for what requests leave out."
+        default_factory=dict, description="Variables of the chat template for those that requests omit."
     )
+
+    @property
+    def adapter_paths(self) -> dict[str, str]:
+        """The directory of each of `lora_modules`, by name."""
+        return dict(module.split("=", 1) for module in self.lora_modules)
+
+    @model_validator(mode="after")
+    def _adapters_have_names(self) -> ServerSettings:
+        names = [module.partition("=") for module in self.lora_modules]
+        for name, equals, path in names:
+            if not (name and path):
+                raise ValueError(f"lora_modules {name + equals + path!r} is not NAME=DIRECTORY")
+        every = [*self.served_model_name, *(name for name, _, _ in names)]
+        twice = next((name for name in every if every.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"lora_modules: {twice!r} is the name of two models")
+        return self
 
     @model_validator(mode="after")
     def _tls_needs_both(self) -> ServerSettings:

@@ -1,7 +1,7 @@
-"""Texts to token ids and back, without keeping the event loop waiting for long ones.
+"""Tokenisation and detokenisation without blocking the event loop.
 
-What is too long is refused before it is tokenised, as far as its length alone tells; then by its beginning; then by the
-count. Long texts have threads of their own, so that short ones never wait for them.
+The codec refuses texts that are too long. It checks the number of characters first, then the tokens of the beginning,
+then the tokens of the whole text. Separate threads tokenise long texts, so that short texts never wait for them.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import Any, TypeVar
 from checkpoints.tokenizer import Tokenizer
 from serving.api.http.errors import ApiError
 from serving.core import RequestError, check_prompt_length
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.requests.sampling_params import SamplingParams
 
 T = TypeVar("T")
 
 _SHORT = 2048
-"""Characters that are tokenised at once: below a millisecond, which is what handing them over would cost too."""
+"""Texts of at most this many characters are tokenised on the event loop: that takes less time than a thread switch."""
 _LONG = 1 << 15
-"""Characters, of a text or a conversation, from which on it goes to the threads for long ones."""
+"""Texts and conversations of at least this many characters go to the threads for long texts."""
 _BEGINNING = 8
-"""Characters for each token allowed in the beginning of a text that is tokenised first: about twice what fits."""
+"""Characters per allowed token in the beginning that is tokenised first: about twice the text that fits."""
 _KEPT = 1 << 16
 _TOO_LONG = "prompt is too long"
-"""What clients of Anthropic's API look for."""
+"""Text that clients of Anthropic's API search for in the message."""
 
 
 class TextCodec:
     """The model's tokenizer for the server.
 
     Args:
-        tokenizer: None where the model takes and gives token ids only; then `encode` and `encode_chat` refuse.
-        max_model_len: prompts of so many tokens are refused.
+        tokenizer: None if the model has none; then `encode` and `encode_chat` raise `ApiError`.
+        max_model_len: prompts of this many tokens or more are refused.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, max_model_len: int) -> None:
@@ -46,17 +46,17 @@ class TextCodec:
         self._texts: dict[int, str] = {}
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Stops the threads."""
         for threads in (self._threads, self._threads_for_long):
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, fits: bool = True
     ) -> list[list[int]]:
-        """Token ids of each text. `fits`: they are prompts, and refused if one is too long for that.
+        """Returns the token ids of each text. `fits`: refuse a text that is too long for a prompt.
 
         Raises:
-            ApiError: one is too long, whatever it is for, or there is no tokenizer.
+            ApiError: a text is too long, or there is no tokenizer.
         """
         tokenizer = self._require()
         for text in texts:
@@ -69,11 +69,11 @@ class TextCodec:
     async def encode_chat(
         self, messages: Sequence[dict[str, Any]], *, add_special_tokens: bool = False, fits: bool = True, **options: Any
     ) -> list[int]:
-        """Token ids of a conversation, rendered by the model's chat template; `fits` as in `encode`.
+        """Returns the token ids of a conversation, rendered by the model's chat template; `fits` as in `encode`.
 
         Raises:
-            ApiError: it is too long, or there is no chat template.
-            ChatTemplateError: the template refuses it, or does not come to an end.
+            ApiError: the conversation is too long, or there is no chat template.
+            ChatTemplateError: the template rejects the conversation, or does not terminate.
         """
         tokenizer = self._require()
         if not tokenizer.has_chat_template:
@@ -93,20 +93,20 @@ class TextCodec:
         return await self._run(characters([messages, options], _LONG), encode)
 
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of token ids."""
+        """Returns the text of token ids."""
         tokenizer = self._require()
         if len(ids) <= _SHORT:
             return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return await self._run(len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     async def tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """Each token's text."""
+        """Returns each token's text."""
         if len(token_ids) <= _SHORT:
             return [self.token(token_id) for token_id in token_ids]
         return await self._run(len(token_ids), lambda: [self.token(token_id) for token_id in token_ids])
 
     def special_ids(self, texts: Iterable[str]) -> dict[str, int]:
-        """The ids of those texts that are special tokens of the model's."""
+        """Returns the ids of the texts that are special tokens of the model."""
         tokenizer = self._require()
         ids = {text: tokenizer.token_to_id(text) for text in texts}
         return {
@@ -116,11 +116,11 @@ class TextCodec:
         }
 
     def showing(self, params: SamplingParams, *texts: str) -> SamplingParams:
-        """Parameters under which these texts show in the output, should one be a special token of the model's."""
+        """Returns `params`, changed to keep special tokens in the output if one of `texts` is a special token."""
         return dataclasses.replace(params, skip_special_tokens=False) if self.special_ids(texts) else params
 
     def token(self, token_id: int) -> str:
-        """One token's text; its id as a text where the model has no tokenizer."""
+        """Returns one token's text; "token_id:ID" if the model has no tokenizer."""
         if self.tokenizer is None:
             return f"token_id:{token_id}"
         text = self._texts.get(token_id)
@@ -131,11 +131,11 @@ class TextCodec:
         return text
 
     def is_special(self, token_id: int) -> bool:
-        """Whether texts without special tokens leave it out."""
+        """Returns whether the token is special, and so omitted with `skip_special_tokens`."""
         return self.tokenizer is not None and token_id in self.tokenizer.special_ids
 
     def hidden(self, token_ids: Sequence[int], text: str) -> set[int]:
-        """Which of a prompt's tokens the tokenizer has added around its text: their places."""
+        """Returns the positions of the tokens that the tokenizer added around a prompt's text."""
         places = range(len(token_ids))
         front = itertools.takewhile(
             lambda i: self.is_special(token_ids[i]) and not text.startswith(self.token(token_ids[i])), places
@@ -150,14 +150,14 @@ class TextCodec:
         beginning = text[: _BEGINNING * most]
         if fits and len(text) > 2 * len(beginning):
             count = len(tokenizer.encode_batch([beginning], add_special_tokens=add_special_tokens)[0])
-            # What follows the cut can change the few tokens before it.
+            # Text after the cut can change the last few tokens before it.
             if count > most + most // 8:
                 check_fits(count - most // 8, most, param, at_least=True)
-        # A batch of one: unlike `encode`, it lets other threads run.
+        # A batch of one: unlike `encode`, `encode_batch` releases the interpreter lock.
         return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def _check_characters(self, count: int, param: str) -> None:
-        """Refuse a text that is too long even if it consists of the longest tokens there are."""
+        """Refuses a text that is too long even if it consists of the vocabulary's longest tokens."""
         if self.tokenizer is not None:
             check_fits(count // self.tokenizer.longest_token, self._max_model_len, param, at_least=True)
 
@@ -167,15 +167,15 @@ class TextCodec:
 
     def _require(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise ApiError(400, "this model has no tokenizer: it takes prompts of token ids only")
+            raise ApiError(400, "this model has no tokenizer: send the prompt as token ids")
         return self.tokenizer
 
 
 def check_fits(length: int, max_model_len: int, param: str, *, at_least: bool = False) -> None:
-    """Refuse a prompt of so many tokens, or of `at_least` so many, if it is too long.
+    """Checks the length of a prompt, in tokens. `at_least`: `length` is a lower bound.
 
     Raises:
-        ApiError: it is.
+        ApiError: the prompt is too long.
     """
     try:
         check_prompt_length(length, max_model_len, at_least=at_least)
@@ -187,17 +187,17 @@ def check_fits(length: int, max_model_len: int, param: str, *, at_least: bool = 
 
 
 def characters(value: Any, most: int) -> int:
-    """How many characters there are in texts, lists and tables; anything from `most` on where there are as many."""
-    found, waiting = 0, [value]
-    while waiting and found < most:
+    """Counts characters and items in nested texts, lists and tables. Stops counting at `most`."""
+    count, waiting = 0, [value]
+    while waiting and count < most:
         match waiting.pop():
             case str() as text:
-                found += len(text)
+                count += len(text)
             case Mapping() as table:
-                found += len(table)
+                count += len(table)
                 waiting.extend(table)
                 waiting.extend(table.values())
             case list() as items:
-                found += len(items)
+                count += len(items)
                 waiting.extend(items)
-    return found
+    return count

@@ -1,4 +1,4 @@
-"""The pools of one store and the index of what can be found in them."""
+"""The pools of one store, and the index of their published contents."""
 
 import sys
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class Cache:
         self.clear()
 
     def clear(self) -> None:
-        """The store is new: nothing is in it, and what was leased of the old one means nothing."""
+        """Resets everything for a new, empty store. Leases of the old store become invalid."""
         config = self.config
         self.slots = SlotPool(config.num_slots)
         self.pages = PagePool(config.num_pages) if config.num_pages else None
@@ -68,9 +68,12 @@ class Cache:
             for entry in self.index.by_worth():
                 watcher.published(entry)
 
-    def scope(self, salt: str | None) -> Scope:
-        """Under what a request finds prefixes, and publishes its own, as long as the weights stay as they are."""
-        return Scope(salt, self.weights, self.lineage)
+    def scope(self, salt: str | None, adapter: str | None = None) -> Scope:
+        """Under what a request finds prefixes, and publishes its own, as long as the weights stay as they are.
+
+        `adapter` is the digest of the request's adapter.
+        """
+        return Scope(salt, self.weights, self.lineage, adapter)
 
     def outdate(self, lineage: int = 0) -> None:
         """The weights are others from now on: nothing that is cached will be found any more."""
@@ -81,7 +84,7 @@ class Cache:
 
     @property
     def pools(self) -> list[Pool]:
-        """Slots, and pages if there are any."""
+        """Slots, and pages if the model has attention."""
         return [self.slots] if self.pages is None else [self.slots, self.pages]
 
     def can_spare_slot(self, *, admitting: bool = False) -> bool:

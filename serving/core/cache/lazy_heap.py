@@ -1,4 +1,4 @@
-"""A priority queue whose entries may change or vanish while queued: stale items are skipped when they come up."""
+"""A priority queue whose entries may change or disappear while queued. Stale items are skipped when they are popped."""
 
 import heapq
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class LazyHeap(Generic[Entry]):
         return stamp
 
     def pop(self, *, max_rank: int | None = None) -> Entry | None:
-        """The entry that goes first, or None if there is none (of at most that rank)."""
+        """The first entry to evict, or None if no entry has at most this rank."""
         items = self._items
         while items:
             key, stamp, entry = items[0]

@@ -1,14 +1,13 @@
-"""Who may use which slot and which page: free lists, reference counts, and what is cached but not in use.
+"""The owners of slots and pages: free lists, reference counts, and cached ids that are not in use.
 
-Every id but 0 (the null one) is in exactly one of three states: *free*; *used*, by as many rows as its reference count
-says; or *cached*: published, not in use, and evicted when space is wanted. An id in use may be published too.
+Every id except 0 (the null id) is in exactly one of three states: *free*; *used*, by as many rows as its reference
+count; or *cached*: published, not in use, and evicted when space is needed. A used id may also be published.
 
-Why freeing needs no waiting for the device. The device runs steps in the order they were dispatched, and ids are handed
-out only while a step is planned. Whatever a freed id's last owner still has in flight was dispatched, or was at least
-planned, in an earlier step, and so reads and writes before the next owner's first step does. Two cases remain, and both
-are kept by the planner: within one step nothing that a row of that step reads may be given to another row of it (its
-references are dropped only once the step is dispatched), and a slot that the device itself will choose to read next
-stays its row's own.
+Ids can be freed without waiting for the device. The device runs steps in the order of dispatch, and ids are taken only
+while a step is planned. All steps of a freed id's last owner were planned earlier, so they read and write before the
+next owner's first step does. The planner ensures two more conditions. Within one step, an id that a row reads is not
+given to another row: its references are dropped only after dispatch. And a slot that the device will itself choose to
+read next stays its row's own.
 """
 
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import Any
 
 
 class Use(IntEnum):
-    """What an id is in."""
+    """The state of an id."""
 
     FREE = 0
     USED = 1
@@ -25,7 +24,8 @@ class Use(IntEnum):
 
 
 class Pool:
-    """Ids 1 .. size - 1. `owners[i]` is the index's entry of a published id, `refs[i]` the rows that use it."""
+    """Ids 1 .. size - 1. `owners[i]` is the index's entry of a published id, `refs[i]` the number of rows that use
+    it."""
 
     __slots__ = ("drop", "free", "num_cached", "on_cached", "owners", "reclaim", "refs", "size")
 
@@ -39,24 +39,25 @@ class Pool:
         self.owners: list[Any] = [None] * size
         self.num_cached = 0
         self.reclaim: Callable[[], bool] = _nothing_to_reclaim
-        """Frees one cached id, if there is one that may go. Set by the index."""
+        """Frees one cached id, if one may be evicted. Set by the index."""
         self.on_cached: Callable[[Any], None] = _ignore
-        """Told of an entry whose id is no longer in use. Set by the index."""
+        """Called with an entry whose id is no longer in use. Set by the index."""
         self.drop: Callable[[Any], None] = _ignore
-        """Makes an entry unfindable, with all that it needs or that needs it. Set by the index."""
+        """Removes an entry from the index, with its dependencies and dependents. Set by the index."""
 
     @property
     def available(self) -> int:
-        """Ids that can be taken now: free ones and cached ones."""
+        """Number of ids that can be taken now: free ones and cached ones."""
         return len(self.free) + self.num_cached
 
     @property
     def used(self) -> int:
-        """Ids in some row's use."""
+        """Number of ids that rows use."""
         return self.size - 1 - len(self.free) - self.num_cached
 
     def take(self) -> int:
-        """A fresh id with one reference, dropping something cached if need be; 0 = none is available."""
+        """Returns a free id with one reference, and evicts a cached entry if necessary. Returns 0 if none is
+        available."""
         if not self.free and not self.reclaim():
             return 0
         fresh = self.free.pop()
@@ -64,13 +65,13 @@ class Pool:
         return fresh
 
     def retain(self, i: int) -> None:
-        """One more row uses a used or cached id."""
+        """Adds a reference to a used or cached id."""
         if not self.refs[i]:
             self.num_cached -= 1
         self.refs[i] += 1
 
     def release(self, i: int) -> None:
-        """One row fewer uses it; with the last one it becomes cached, if published, or free."""
+        """Removes a reference. Without references, the id becomes cached if it is published, else free."""
         refs = self.refs[i] = self.refs[i] - 1
         if refs:
             return
@@ -82,29 +83,29 @@ class Pool:
             self.on_cached(owner)
 
     def publish(self, i: int, owner: Any) -> None:
-        """A used id becomes findable; its users stay."""
+        """Publishes a used id. It stays used."""
         self.owners[i] = owner
 
     def unpublish(self, i: int) -> None:
-        """A published id is no longer findable: freed, or left to its users alone."""
+        """Withdraws a published id: it becomes free, or stays used."""
         self.owners[i] = None
         if not self.refs[i]:
             self.num_cached -= 1
             self.free.append(i)
 
     def withdraw(self, i: int) -> None:
-        """See that a used id is not findable: what it was published for is dropped."""
+        """Removes the published entry of a used id, so that it cannot be found."""
         if self.owners[i] is not None:
             self.drop(self.owners[i])
 
     def use_of(self, i: int) -> Use:
-        """Which of the three states an id is in."""
+        """Returns which of the three states an id is in."""
         if self.refs[i]:
             return Use.USED
         return Use.FREE if self.owners[i] is None else Use.CACHED
 
     def check(self, *, idle: bool = False) -> None:
-        """Raise `AssertionError` unless every id is in exactly one state; with `idle`, unless none is used."""
+        """Raises `AssertionError` unless every id is in exactly one state; with `idle`, none may be in use."""
         free = set(self.free)
         assert len(free) == len(self.free), f"{self.name}: one is free twice"
         assert 0 not in free, f"{self.name}: the null one was freed"
@@ -135,10 +136,10 @@ class SlotPool(Pool):
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self.reclaim_interior: Callable[[], bool] = _nothing_to_reclaim
-        """Frees a cached slot of the least worthy kind only. Set by the index."""
+        """Frees a cached slot of the lowest rank only. Set by the index."""
 
     def take_low_value(self) -> int:
-        """A fresh slot for a checkpoint that is not worth much: only a free one, or one of the same little worth."""
+        """Returns a slot for a checkpoint of low value: a free one, or that of another checkpoint of low value."""
         if not self.free and not self.reclaim_interior():
             return 0
         return self.take()
@@ -157,4 +158,4 @@ def _nothing_to_reclaim() -> bool:
 
 
 def _ignore(owner: Any) -> None:
-    """Without an index nothing is ever published, so nothing can become cached."""
+    """Used without an index: no state or page is published, so none becomes cached."""

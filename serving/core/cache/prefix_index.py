@@ -1,14 +1,14 @@
 """The prefix cache: a trie of full pages keyed by their tokens, with states at positions.
 
 A node is `unit` tokens below its parent: a KV page or, for a model without attention, a state block. Keys are the token
-tuples themselves, so that a match is verified by tokens and never by hash alone. Each scope has a root of its own: no
-request can find, or time, what another salt published, nor go on from what other weights computed.
+tuples themselves, so that tokens and never a hash alone decide a match. Each scope has its own root: no request can
+find, or detect by timing, states of another salt, or continue from states of other weights.
 
-A state lies at a node and a tail: the tokens after the node's that do not fill a unit (none for a multiple of B). With
-attention, a state with a tail has a page of its own for them; a request that continues from it copies that page first.
+A state belongs to a node and a tail: the tokens after the node's that do not fill a unit (none for a multiple of B).
+With attention, a state with a tail has its own page for them; a request that continues from it copies that page first.
 
-Kept at all times: a node's page is there as long as the node; rows reference whole paths from the root, so that every
-cached page can be evicted, leaves first; a state goes with any page that it needs.
+Invariants: a node's page exists as long as the node. Rows reference whole paths from the root, so that every cached
+page can be evicted, leaves first. A state is evicted together with any page that it needs.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,42 +33,43 @@ from serving.core.reasons import MissReason
 from serving.core.stats import Stats
 
 _GHOSTS = 16_384
-"""How many dropped prefixes are remembered, so that a user can be told that one was evicted."""
+"""Number of evicted prefixes that are remembered, so that a miss can be explained by an eviction."""
 
 
 class Watcher(Protocol):
-    """Who wants to know what can be found."""
+    """Listeners that are told which states and pages can be found."""
 
     def published(self, entry: Checkpoint) -> None:
-        """From now on, with all pages that it needs."""
+        """Called when a state and all its pages can be found."""
         ...
 
     def dropping(self, entry: Checkpoint) -> None:
-        """From now on no more; it still hangs where it did."""
+        """Called when an entry stops being findable, while it is still linked in the tree."""
         ...
 
     def cleared(self) -> None:
-        """Nothing can be found any more."""
+        """Called when all entries are removed."""
         ...
 
 
 class PrefixIndex:
-    """The trie, and which of its entries goes when a pool runs dry. `pages` is None for a model without attention."""
+    """The trie, and the choice of the entry to evict when a pool is empty. `pages` is None for a model without
+    attention."""
 
     def __init__(
         self, slots: SlotPool, pages: PagePool | None, policy: RetentionPolicy, unit: int, stats: Stats
     ) -> None:
         self.slots, self.pages, self.policy, self.unit, self.stats = slots, pages, policy, unit, stats
         self.leaving: Callable[[Checkpoint, bool], None] = _discard
-        """Told of a state that is evicted while its slot and pages are whole, and whether it is one of little worth."""
+        """Called with an evicted state while its slot and pages are complete, and whether it is of low value."""
         self.watcher: Watcher | None = None
         self.roots: dict[Scope, Root] = {}
         self._clock = 0
         self._level = 0
-        """The highest price of what had to be given up so far."""
+        """The highest price of an evicted state so far."""
         self._ghosts: dict[int, None] = {}
         self._lineage_before = 0
-        """Of the weights before these."""
+        """Lineages of earlier weights."""
         self._idle_states: LazyHeap[Checkpoint] = LazyHeap(self._state_stamp)
         self._idle_pages: LazyHeap[Node | Checkpoint] = LazyHeap(self._page_stamp)
         slots.reclaim = self.evict_state
@@ -80,10 +81,10 @@ class PrefixIndex:
             pages.on_cached = self._page_idle
             pages.drop = self.drop_state
 
-    # -- finding --
+    # -- lookup --
 
     def find(self, tokens: Sequence[int], scope: Scope) -> Match:
-        """The deepest point where a state and, with attention, all pages up to it are cached; at most all tokens."""
+        """Returns the deepest point where a state and, with attention, all pages up to it are cached."""
         root = self.roots.get(scope)
         if root is None:
             return Match(None, [], None, 0)
@@ -105,11 +106,11 @@ class PrefixIndex:
         return Match(root, path, None, len(path) * unit)
 
     def why_missed(self, tokens: Sequence[int], scope: Scope, match: Match) -> MissReason:
-        """Why a match has no state, as far as it can still be told."""
+        """Returns the reason why a match has no state, if it is known."""
         unit, ghosts = self.unit, self._ghosts
         if any(_state_digest(node, NO_TAIL) in ghosts for node in match.path):
             return MissReason.EVICTED if self.pages is None else MissReason.STATE_EVICTED
-        # A root goes with its last entry, but what it was called is known.
+        # A root is removed with its last entry, but its name is known.
         last = match.path[-1].digest if match.path else root_digest(scope)
         rest = tuple(tokens[match.matched : match.matched + unit])
         if (len(rest) == unit and hash((last, rest)) in ghosts) or any(
@@ -128,10 +129,10 @@ class PrefixIndex:
     # -- publishing --
 
     def publish_pages(self, content: Content, position: int) -> Node:
-        """Make a sequence's full pages below `position` findable; returns the node at which S(position) hangs.
+        """Publishes a sequence's full pages below `position`. Returns the node of S(position).
 
-        Where an equal page was published before, the row goes over to that one and gives up its own: so rows always
-        reference whole paths, and equal prefixes are held once.
+        If an equal page was published before, the row uses that page and releases its own. So rows always reference
+        whole paths, and equal prefixes are stored once.
         """
         tokens, scope, row = content
         unit, pages, count = self.unit, self.pages, position // self.unit
@@ -151,7 +152,7 @@ class PrefixIndex:
                 row.exchange(i, child.page)
             node = child
         if pages is not None and count > row.num_published:
-            # Without pages a row references nothing, its path may be pruned: it starts from the root each time.
+            # Without pages a row references no path, which may be pruned, so the walk starts from the root each time.
             row.published(node, count)
         while node.depth > count:
             assert node.parent is not None
@@ -159,9 +160,9 @@ class PrefixIndex:
         return node
 
     def publish_state(self, content: Content, position: int, slot: int, kind: CheckpointKind) -> bool:
-        """Make S(position) of a sequence findable; False if an equal one is there already (the slot stays as it was).
+        """Publishes S(position) of a sequence. Returns False, and changes nothing, if an equal state exists.
 
-        A tail's page is shared from now on: the row copies it before it writes on.
+        The page of a tail is then shared: the row copies it before it writes again.
         """
         node = self.publish_pages(content, position)
         tail = tuple(content.tokens[node.depth * self.unit : position])
@@ -200,14 +201,14 @@ class PrefixIndex:
             root = self.roots[scope] = Root(scope)
         return root
 
-    # -- dropping --
+    # -- eviction --
 
     def evict_state(self) -> bool:
-        """Drop the idle state that is worth least; False if there is none."""
+        """Evicts the idle state of the least worth. Returns False without an idle state."""
         return self._evict_state(None)
 
     def evict_interior_state(self) -> bool:
-        """Drop an idle state of the lowest rank; False if no idle state has this rank."""
+        """Evicts an idle state of the lowest rank. Returns False if no idle state has this rank."""
         return self._evict_state(EvictionRank.INTERIOR)
 
     def _evict_state(self, max_rank: EvictionRank | None) -> bool:
@@ -220,7 +221,7 @@ class PrefixIndex:
         return True
 
     def evict_page(self) -> bool:
-        """Drop the idle page that was used least recently and that nothing lies below; False if there is none."""
+        """Evicts the least recently used idle page without descendants. Returns False if no page qualifies."""
         owner = self._idle_pages.pop()
         if owner is None:
             return False
@@ -231,7 +232,7 @@ class PrefixIndex:
         return True
 
     def drop_state(self, entry: Checkpoint, *, trusted: bool = True) -> None:
-        """Forget a state and its tail's page. Rows that use them keep them, each for itself."""
+        """Removes a state and its tail's page from the index. Rows that use them keep their references."""
         if trusted:
             self.leaving(entry, self.policy.rank(entry) == EvictionRank.INTERIOR)
         if self.watcher is not None:
@@ -256,7 +257,7 @@ class PrefixIndex:
             self._leaf_again(node)
 
     def forget(self, tokens: Sequence[int], scope: Scope) -> None:
-        """Drop entries that begin with these tokens' first unit, or fewer of them: all states, and pages not in use.
+        """Removes entries that begin with these tokens' first unit, or less: all states, and pages not in use.
 
         An error in one of them may have propagated to those below it.
         """
@@ -270,7 +271,7 @@ class PrefixIndex:
         self._drop_subtrees([child] if child is not None else [])
 
     def drop_all(self) -> None:
-        """Drop all states, and the pages that no row uses. They do not go to tiers below the device."""
+        """Removes all states, and the pages that no row uses. They are not copied to tiers below the device."""
         for root in list(self.roots.values()):
             for entry in list(root.states.values()):
                 self.drop_state(entry, trusted=False)
@@ -286,14 +287,14 @@ class PrefixIndex:
                 self._drop_node(node)
 
     def by_worth(self) -> list[Checkpoint]:
-        """All states, those that would be evicted last first."""
+        """Returns all states in reverse order of eviction."""
         found = [entry for entry in self.slots.owners if entry is not None]
         return sorted(found, key=lambda entry: (self.policy.rank(entry), entry.price, entry.last_use), reverse=True)
 
     def outdate(self, lineage: int = 0) -> None:
-        """The weights are others from now on: every state that there is will be evicted before any that is to come.
+        """Marks all states as stale after a weight update: they are evicted before all later states.
 
-        `lineage`: of the weights so far.
+        `lineage`: of the weights before the update.
         """
         self._lineage_before = lineage
         nodes: list[Node] = list(self.roots.values())
@@ -317,7 +318,7 @@ class PrefixIndex:
         self._leaf_again(parent)
 
     def _prune(self, node: Node) -> None:
-        """Without pages a node lives only for the states at it and below it."""
+        """Removes nodes without states at or below them, in a model without pages."""
         while not node.states and not node.children:
             if isinstance(node, Root):
                 del self.roots[node.scope]
@@ -328,7 +329,7 @@ class PrefixIndex:
             node = node.parent
 
     def _leaf_again(self, node: Node) -> None:
-        """Something below a node went: perhaps its page may go next."""
+        """Updates a node whose child was removed: its page may now be evictable."""
         if isinstance(node, Root):
             if not node.states and not node.children and self.roots.get(node.scope) is node:
                 del self.roots[node.scope]
@@ -341,10 +342,10 @@ class PrefixIndex:
         if len(ghosts) > _GHOSTS:
             del ghosts[next(iter(ghosts))]
 
-    # -- who may go, and when --
+    # -- order of eviction --
 
     def touch(self, entry: Checkpoint) -> None:
-        """A request that was admitted reads this state."""
+        """Records that an admitted request reads this state."""
         entry.hits += 1
         entry.last_use = self._tick()
 
@@ -353,9 +354,9 @@ class PrefixIndex:
         return self._clock
 
     def _rank_again(self, entry: Checkpoint) -> None:
-        """What lies next to an entry, or its kind, has changed."""
+        """Updates an entry's place in the eviction queue after a change of its neighbours or its kind."""
         if len(entry.below) > 1:
-            # Some went on one way and some another: so may the next one, even when those that did are forgotten.
+            # Sequences have diverged here, and later ones may do so again, even after these are evicted.
             entry.kind = max(entry.kind, CheckpointKind.JUNCTION)
         policy = self.policy
         if (policy.rank(entry), policy.worth(entry)) != (entry.rank, entry.worth) and self._is_idle(entry):
@@ -392,7 +393,7 @@ class PrefixIndex:
 
 
 def _discard(entry: Checkpoint, spare: bool) -> None:
-    """Without tiers below the device, what is evicted is gone."""
+    """Used without tiers below the device: evicted states are lost."""
 
 
 def _state_digest(node: Node, tail: tuple[int, ...]) -> int:

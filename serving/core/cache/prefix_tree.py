@@ -1,4 +1,4 @@
-"""The parts of the prefix index: nodes, the checkpoints that hang at them, and what a search returns."""
+"""The parts of the prefix index: nodes, their checkpoints, and search results."""
 
 import hashlib
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ NO_TAIL: tuple[int, ...] = ()
 
 
 class Scope(NamedTuple):
-    """Which requests may find a prefix: those with the same salt, while the weights are those that computed it.
+    """Which requests may find a prefix: those with the same salt and adapter, while the weights that computed it stay.
 
     `Cache.scope` makes the scopes of an engine's requests.
     """
@@ -20,6 +20,8 @@ class Scope(NamedTuple):
     """How often the weights had been replaced by then."""
     lineage: int = 0
     """Of replicas, which weights these are: how often says it of one engine alone. 0: those that all began with."""
+    adapter: str | None = None
+    """Digest of the adapter's content, independent of its name; None without an adapter."""
 
 
 def client_salt(salt: str | None, key: str) -> str:
@@ -32,7 +34,7 @@ def client_salt(salt: str | None, key: str) -> str:
 
 
 class CheckpointKind(IntEnum):
-    """Why a state was published, in rising order of worth."""
+    """The reason for publishing a state, in rising order of value."""
 
     BOUNDARY = 0
     JUNCTION = 1
@@ -61,7 +63,7 @@ class Node:
         self.key = key
         self.page = page
         self.digest = digest
-        """Of the whole path. Never trusted for a match: it only names what was dropped."""
+        """Hash of the whole path. It names dropped entries only, and never decides a match."""
         self.link = b""
         """For the tiers below the device: the name of the whole path, once it has been computed."""
         self.depth: int = parent.depth + 1 if parent is not None else 0
@@ -110,7 +112,7 @@ class Root(Node):
         super().__init__(None, NO_TAIL, 0, root_digest(scope))
         self.scope = scope
         self.top = Checkpoint(self, NO_TAIL, 0, 0, 0, CheckpointKind.BOUNDARY)
-        """Stands above the states that have none above them; never published."""
+        """The parent of states without an ancestor. Never published."""
 
 
 class Checkpoint:
@@ -152,7 +154,7 @@ class Checkpoint:
         self.rank = self.worth = 0
         """By the policy, as of when it was last queued."""
         self.price = 0
-        """Its worth, plus the price of what was being evicted when it was last queued."""
+        """Its worth, plus the eviction price at the time it was last queued."""
         self.last_use = 0
         self.hits = 0
         self.stale = False
@@ -179,9 +181,9 @@ class Match:
 
     root: Root | None
     path: list[Node]
-    """The nodes whose tokens match, from the root's child on."""
+    """The nodes whose tokens match, starting at the root's child."""
     entry: Checkpoint | None
-    """The deepest state on the path: every page that it needs is there."""
+    """The deepest state on the path. All pages that it needs are present."""
     matched: int
     """Tokens on the path."""
 
@@ -197,7 +199,7 @@ def root_digest(scope: Scope) -> int:
 
 
 def nearest_above(node: Node, tail: tuple[int, ...]) -> Checkpoint:
-    """The deepest state strictly above the position (node, tail); a root's `top` if there is none."""
+    """The deepest state strictly above the position (node, tail); the root's `top` without one."""
     while True:
         if node.states:
             for length in sorted(node.tail_lengths, reverse=True):

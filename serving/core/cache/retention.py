@@ -1,7 +1,7 @@
-"""What is worth keeping. Two questions, one object: which positions to publish, and which entry goes first.
+"""Decides which states to publish and which to evict first.
 
-Both are asked through `RetentionPolicy` alone, so that another policy can take its place without any other change.
-What this policy keeps of real traffic is measured by `serving/bench/prefix_reuse.py`.
+Only `RetentionPolicy` makes these decisions, so that another policy can replace it without other changes.
+`serving/bench/prefix_reuse.py` measures the reuse that this policy achieves with recorded traffic.
 """
 
 from collections.abc import Sequence
@@ -12,24 +12,25 @@ from serving.core.config import SchedulerConfig
 
 
 class EvictionRank(IntEnum):
-    """The order in which states are evicted, before their worth is compared."""
+    """The order of eviction. Within one rank, worth decides."""
 
     STALE = -1
-    """Computed with weights that have been replaced: no request will match it."""
+    """Computed with weights that have since been replaced: no request will match it."""
     INTERIOR = 0
-    """A boundary from which exactly one state continues: the chain survives its loss, nothing branches off."""
+    """A boundary with exactly one state below it: no prefix branches off here, so its loss costs the least."""
     SUPERSEDED = 1
-    """A prompt's end of which the same is true: what went on from it, a conversation say, no longer needs it."""
+    """The end of a prompt with exactly one state below it: the conversation has continued past it."""
     VALUABLE = 2
-    """The deepest states of their chains, branches, and prompts that are asked again and again."""
+    """The deepest states of their chains, branching points, and prompts that requests repeat."""
 
 
 _MOST_HITS = 3
-"""The most hits that count: without a bound, what was popular once would stay for a long time after."""
+"""Maximum number of hits that count. Without it, a state that was popular once would stay cached long after its last
+hit."""
 
 
 class RetentionPolicy:
-    """Publishes multiples of B, junctions and prompt ends; evicts by `rank`, then by `worth`."""
+    """Publishes states at multiples of B, junctions and prompt ends; evicts by `rank`, then by `worth`."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.mode = config.cache_mode
@@ -37,12 +38,15 @@ class RetentionPolicy:
         self.page = config.page_size
 
     def stops(self, prompt_len: int, hit: int, matched: int) -> list[int]:
-        """Where prefill chunks of a request must end, beyond what B asks.
+        """Returns the positions, in addition to multiples of B, at which prefill chunks of a request must end.
 
-        hit: tokens whose state was found. matched: tokens whose pages were found; pages deeper than the state mean
-        that another request shares this prefix and then diverges: a state there serves the next such request (align
-        only: `all` has a state within B of it anyway and would pay a chunk). The prompt's own end is a stop for a
-        resumed request, which would otherwise run over it.
+        Args:
+            hit: tokens whose state was found.
+            matched: tokens whose pages were found. If more tokens have pages than a state, another request shares this
+                prefix and then diverges; a state at this junction serves the next such request. This applies to `align`
+                only: `all` has a state within B tokens, so another chunk would not pay.
+
+        The end of the prompt is also a stop, because a resumed request would otherwise continue past it.
         """
         if self.mode == "none":
             return []
@@ -57,9 +61,10 @@ class RetentionPolicy:
     def positions(
         self, prompt_len: int, stops: Sequence[int], start: int, end: int
     ) -> list[tuple[int, CheckpointKind]]:
-        """Positions in (start, end] at which a prefill chunk's states are to be published, with their kinds.
+        """Returns the positions in (start, end] at which a prefill chunk publishes states, with their kinds.
 
-        stops: those of the request, as `stops` gave them.
+        Args:
+            stops: the result of the method `stops` for the request.
         """
         if self.mode == "none":
             return []
@@ -76,14 +81,14 @@ class RetentionPolicy:
         return found
 
     def is_low_value(self, prompt_len: int, position: int, kind: CheckpointKind) -> bool:
-        """Whether a state to be published is worth so little that it must not displace one of more worth.
+        """Returns whether a new state must not evict a state of higher worth.
 
-        That is so of a prompt's boundaries that a deeper one of the same prompt will make interior at once.
+        This applies to boundaries of a prompt that a deeper boundary of the same prompt makes interior at once.
         """
         return kind == CheckpointKind.BOUNDARY and position + self.block <= prompt_len
 
     def rank(self, entry: Checkpoint) -> EvictionRank:
-        """An `EvictionRank`: all entries of a lower one go before any of a higher one."""
+        """Returns the entry's rank. All entries of a lower rank are evicted before any of a higher rank."""
         if entry.stale:
             return EvictionRank.STALE
         if len(entry.below) != 1:
@@ -97,11 +102,11 @@ class RetentionPolicy:
         )
 
     def worth(self, entry: Checkpoint) -> int:
-        """Tokens that would be computed again without this state, times how often it was asked for.
+        """Returns the number of tokens that would be computed again without this state, times its hits.
 
-        Of one rank, the lowest price goes first: this, and the price of what was being given up when the state was last
-        used (GreedyDual). So of equal worth the least recently used goes first, nothing stays for ever unused, and a
-        system prompt that many begin with outlives the ends of conversations for which there is no room anyway.
+        Within a rank, the entry with the lowest price is evicted first. The price is this worth plus the eviction price
+        at the state's last use (GreedyDual). Among entries of equal worth the least recently used goes first, unused
+        entries are evicted eventually, and a system prompt that many requests share outlives the ends of conversations.
         """
         above = entry.above.position if entry.above is not None else 0
         return (entry.position - above) * (1 + min(entry.hits, _MOST_HITS))

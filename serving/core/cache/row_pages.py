@@ -1,12 +1,12 @@
-"""The pages of one running sequence: its page table, and how much of it the index has.
+"""The pages of one running sequence: its page table, and the part that is published.
 
         page table    | found or published | partly filled, shared | own                        |
         who writes    | no row             | copied first          | this row                   |
         tokens        0 ───────────────────────────────────── c ──▶ c + q, at the most optimistic
-                                                                    the surplus goes back at settle
+                                                                    the surplus is released at settle
 
 A row references the whole path of pages from its first token on, so that the index can always evict leaves first.
-Without attention there are no pages: the table stays empty, and every verb does nothing.
+Without attention there are no pages: the table stays empty, and all methods do nothing.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,18 +16,18 @@ from serving.core.cache.pools import PagePool
 from serving.core.cache.prefix_tree import Checkpoint, Node, Scope
 
 PageCopy = tuple[int, int]
-"""(source, target): a step copies it before it writes anything."""
+"""(source, target): a step copies the page before it writes anything."""
 
 
 class PageTable(list[int]):
-    """The pages of a row in order. Notes what changes, so that a step need not look at, or send, the others."""
+    """The pages of a row in order. Records changes, so that a step sends only these."""
 
     __slots__ = ("changed",)
 
     def __init__(self, pages: Iterable[int] = ()) -> None:
         super().__init__(pages)
         self.changed = 0
-        """Pages from this index on may have changed since the device was last told of them."""
+        """Pages from this index on may have changed since they were last sent to the device."""
 
     def append(self, page: int) -> None:
         self.changed = min(self.changed, len(self))
@@ -52,21 +52,22 @@ class RowPages:
         self._pool = pool
         self.page_size = page_size
         self.table = PageTable()
-        """Read by planned rows, which may run after the sequence has let go of it: never emptied."""
+        """Never cleared, because planned rows read it and may run after the sequence has released its pages."""
         self.shared = -1
-        """Index in `table` of a partly filled page that others may read too: copied before it is written; -1 = none."""
+        """Index in `table` of a partly filled page that other rows may read. It is copied before it is written; -1 =
+        none."""
         self.num_published = 0
-        """Full pages, counted from the front, that the index has."""
+        """Number of leading full pages that are in the index."""
         self.node: Node | None = None
         """The index's node of the last published page."""
         self.copy: PageCopy | None = None
-        """What the step that is planned and not yet dispatched copies."""
+        """The page copy of the planned step that is not yet dispatched."""
         self._copied_at = -1
 
-    # -- beginning --
+    # -- start --
 
     def resume_from(self, path: Sequence[Node], entry: Checkpoint | None = None) -> None:
-        """Reference the pages of a path that was found and, with a state that has a tail, the tail's."""
+        """References the pages of a matching path and, for a state with a tail, the tail's page."""
         pool = self._pool
         if pool is None:
             return
@@ -80,22 +81,21 @@ class RowPages:
             self.table.append(entry.page)
             self.shared = len(path)
 
-    # -- what the next step may write --
+    # -- pages that the next step may write --
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that many tokens fill; 0 without attention."""
+        """Returns the number of pages that this number of tokens fills; 0 without attention."""
         return -(-tokens // self.page_size) if self._pool is not None else 0
 
     def missing(self, tokens: int) -> int:
-        """Pages that must be taken before so many tokens can be written."""
+        """Returns the number of pages to take before this number of tokens can be written."""
         return self.pages_for(tokens) - len(self.table) + (self.shared >= 0)
 
     def reserve(self, tokens: int) -> bool:
-        """See that a step can write all pages up to so many tokens: own pages, none that others may read.
+        """Reserves pages so that a step can write up to this number of tokens, only in pages that no other row reads.
 
-        False if the pool has too few: nothing is lost, and it may be tried again when there are more. A copy of the
-        shared page is best effort: where no page is left for it and no other row reads it, the checkpoint that shares
-        it is dropped instead.
+        Returns False if the pool has too few pages; the call can be repeated later. A shared page is copied if a page
+        is available. Otherwise, if no other row reads it, the checkpoint that shares it is dropped instead.
         """
         pool = self._pool
         if pool is None:
@@ -114,7 +114,8 @@ class RowPages:
         return True
 
     def _own_shared(self, pool: PagePool) -> bool:
-        """Before a row writes into the page that others may read. The source stays referenced until it is copied."""
+        """Plans a copy of the page that others may read, before the row writes it. Its source stays referenced until
+        then."""
         source = self.table[self.shared]
         if pool.owners[source] is None and pool.refs[source] == 1:
             self.shared = -1
@@ -131,19 +132,21 @@ class RowPages:
         return False
 
     def _forgo_copy(self, pool: PagePool) -> None:
-        """Go without a copy of a page that no other row reads: the copy's page is wanted more."""
+        """Cancels the copy of a page that no other row reads, because its page is needed elsewhere."""
         self.undo()
         self._unshare(pool)
 
     def _unshare(self, pool: PagePool) -> None:
-        """Drop the checkpoint that shares a page: better to lose one that is not being read than to preempt a row."""
+        """Drops the checkpoint that shares a page. Losing a checkpoint that no row reads is better than preempting a
+        row."""
         pool.withdraw(self.table[self.shared])
         self.shared = -1
 
-    # -- what has become of a step --
+    # -- dispatched and settled steps --
 
     def dispatched(self) -> bool:
-        """The planned step is in the device's queue; whether it copies a page, whose source is then let go."""
+        """Called when the planned step is dispatched. Releases the source of its page copy, and returns whether there
+        was one."""
         if self.copy is None or self._pool is None:
             return False
         self._pool.release(self.copy[0])
@@ -151,7 +154,7 @@ class RowPages:
         return True
 
     def undo(self) -> None:
-        """The planned step will not run: the copy is not made. Pages that were reserved stay."""
+        """Called when the planned step is withdrawn: cancels its copy. Reserved pages stay."""
         if self.copy is None or self._pool is None:
             return
         source, target = self.copy
@@ -160,34 +163,34 @@ class RowPages:
         self._pool.release(target)
 
     def publishes_at(self, length: int) -> bool:
-        """Whether a sequence of so many tokens has a full page that the index has not."""
+        """Returns whether a sequence of this number of tokens has a full page that is not in the index."""
         return self._pool is not None and length // self.page_size > self.num_published
 
     def return_surplus(self, tokens: int) -> None:
-        """Give back the pages beyond so many tokens."""
+        """Releases the pages beyond this number of tokens."""
         if self._pool is None:
             return
         keep = max(-(-tokens // self.page_size), self.num_published, self.shared + 1)
         while len(self.table) > keep:
             self._pool.release(self.table.pop())
 
-    # -- of the index --
+    # -- called by the index --
 
     def exchange(self, at: int, page: int) -> None:
-        """Go over to an equal page that was published before."""
+        """Replaces a page by an equal published one."""
         assert self._pool is not None
         own, self.table[at] = self.table[at], page
         self._pool.retain(page)
         self._pool.release(own)
 
     def published(self, node: Node, count: int) -> None:
-        """The index has the first `count` pages; the last of them is the node's."""
+        """Records that the first `count` pages are in the index; the last one is the node's."""
         self.node, self.num_published = node, count
 
-    # -- letting go --
+    # -- end --
 
     def release(self) -> None:
-        """Give everything back, tails first, so that they are also evicted first."""
+        """Releases all pages, the last first, so that these are evicted first."""
         if self._pool is None:
             return
         if self.copy is not None:
@@ -197,7 +200,7 @@ class RowPages:
             self._pool.release(page)
 
     def hand_off(self, tokens: int) -> list[int]:
-        """The pages of so many tokens, each referenced once more: the caller releases them."""
+        """Returns the pages of this number of tokens with one more reference each. The caller releases them."""
         pages = self.table[: self.pages_for(tokens)]
         for page in pages:
             assert self._pool is not None
@@ -206,9 +209,9 @@ class RowPages:
 
 
 class Content(NamedTuple):
-    """What a sequence's states and pages stand for, and are found by."""
+    """The content that a sequence's states and pages represent, by which they are found."""
 
     tokens: list[int]
-    """The sequence itself, which grows; never copied."""
+    """The growing sequence itself, not a copy."""
     scope: Scope
     pages: RowPages

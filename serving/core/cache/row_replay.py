@@ -1,19 +1,19 @@
-"""A row that decodes from an anchor: one complete state S(a), and on the device the inputs of the tokens since.
+"""A row that decodes from an anchor: one complete state S(a), and the inputs of the tokens since then on the device.
 
-A step computes its outputs from the anchor and those inputs (the row's tail), and writes a state only where it reaches
-a multiple m of R: S(m), into the spare. Rejecting drafts is not to advance. With a an anchor's slot and s a spare:
+A step computes its outputs from the anchor and these inputs (the row's tail). It writes a state only if it reaches a
+multiple m of R: S(m), into the spare. Rejected drafts do not advance the row. With an anchor's slot a and a spare s:
 
         step i (unsettled)      reads a, writes s if it reaches m       drafts may be rejected, so that c < m after all
-        step i + 1 (planned)    reads a or s: the device knows          is given s again, in case it has to repeat m
-        settle i                c >= m: s is the anchor (published if m is a multiple of B), and a is given back;
+        step i + 1 (planned)    reads a or s: the device knows          gets s again, in case it has to repeat m
+        settle i                c >= m: s is the anchor (published if m is a multiple of B), and a is released;
                                 else a is the anchor still, and step i + 1 writes s
 
 At most one multiple of R is unsettled, because two steps feed at most 2 (1 + K) <= R tokens. The anchor may be a
 checkpoint: it is the row's until the next anchor has settled.
 
-A spare is leased when a step may reach a multiple of R, and given back once it has: most of the time a row has the
-anchor alone. Where no slot is left, the row does without drafts, so that the multiple is reached for certain, and
-writes over its anchor. A row whose anchor is a checkpoint always keeps a slot of its own for that.
+A spare is leased when a step may reach a multiple of R, and released after it has: most of the time a row has only the
+anchor. If no slot is left, the row continues without drafts, so that it certainly reaches the multiple, and overwrites
+its anchor. A row whose anchor is a checkpoint always keeps an own slot for this.
 """
 
 from serving.core.cache.cache import Cache
@@ -23,7 +23,8 @@ from serving.core.cache.row_state import RowState, StateAccess
 
 
 class ReplayAccess(StateAccess):
-    """What a decode step reads and writes. `read` is the anchor's slot, and `writes` at most one: the spare."""
+    """The slots that a decode step reads and writes. `read` is the anchor's slot; `writes` has at most one slot, the
+    spare."""
 
     __slots__ = ("_room", "anchor", "reaches")
 
@@ -31,9 +32,9 @@ class ReplayAccess(StateAccess):
         super().__init__(read, (spare,) if spare else ())
         self._room = room
         self.anchor = anchor
-        """How many tokens the anchor has absorbed; means nothing for a row that continues."""
+        """Number of tokens that the anchor has absorbed; meaningless for a row that continues."""
         self.reaches = reaches
-        """The multiple of R whose state the spare is for; 0 = none can be reached."""
+        """The multiple of R whose state the spare receives; 0 = the step reaches none."""
 
     @property
     def room(self) -> int:
@@ -41,7 +42,7 @@ class ReplayAccess(StateAccess):
 
 
 class RowReplay(RowState):
-    """See the module's text. `_current` is the anchor's slot as of the last settled step."""
+    """See the module's docstring. `_current` is the anchor's slot as of the last settled step."""
 
     __slots__ = ("_anchor", "_interval", "_usual")
 
@@ -51,7 +52,8 @@ class RowReplay(RowState):
         self._anchor = 0
         """Tokens that the anchor has absorbed."""
         self._usual: ReplayAccess | None = None
-        """The access of steps that continue on the device and write nothing: one serves all that feed as many."""
+        """The access of steps that continue on the device and write nothing, shared by all that feed the same number of
+        tokens."""
 
     def resume_from(self, slot: int, position: int) -> None:
         super().resume_from(slot, position)
@@ -68,7 +70,7 @@ class RowReplay(RowState):
     def reserve_decode(
         self, count: int, shortest: int, longest: int, continues: bool, after: StateAccess | None
     ) -> StateAccess | None:
-        """See `RowState`. There is always a way to go on."""
+        """See `RowState`. A row with an anchor can always continue."""
         interval = self._interval
         reaches = shortest - shortest % interval + interval
         if reaches > longest + count:
@@ -80,17 +82,17 @@ class RowReplay(RowState):
             return usual
         read = 0 if continues else self._current
         anchor = self._anchor_slot(after)
-        # If the unsettled step may have reached the same multiple, its spare: perhaps that is the anchor by now, and
-        # then the multiple is not reached again.
+        # If the unsettled step may have reached the same multiple, use its spare. If the spare is the anchor by now,
+        # the multiple is not reached again.
         spare = next((slot for slot in self._own if slot != anchor), 0) or self.lease()
         if not spare:
-            # Certain tokens only: whatever reaches the multiple stays, and so the anchor is no longer needed.
+            # Only certain tokens: those that reach the multiple stay, so the anchor is no longer needed.
             assert anchor in self._own, "a row whose anchor is a checkpoint has a slot of its own"
             return ReplayAccess(read, self._anchor, 1, anchor, reaches)
         return ReplayAccess(read, self._anchor, count, spare, reaches)
 
     def _anchor_slot(self, after: StateAccess | None) -> int:
-        """The anchor before the next step, unless an unsettled one has moved it to its spare."""
+        """The anchor before the next step, unless an unsettled step has moved it to its spare."""
         if after is None or isinstance(after, ReplayAccess):
             return self._current
         return after.writes[-1] if after.writes else after.read
@@ -108,7 +110,7 @@ class RowReplay(RowState):
     def publish_boundary(
         self, access: StateAccess, nth: int, content: Content, position: int, *, unsettled: bool, pending: bool
     ) -> None:
-        """See `RowState`. The state is the row's anchor, and stays it."""
+        """See `RowState`. The state is the row's anchor, and stays so."""
         slot, cache = self._current, self._cache
         if self._anchor != position or slot not in self._own:
             return
@@ -124,7 +126,8 @@ class RowReplay(RowState):
             self.lease()
 
     def trim(self, after: StateAccess | None) -> None:
-        """Release all slots but the anchor, those that the unsettled step may write, and a spare with a checkpoint."""
+        """Releases all slots except the anchor, those that the unsettled step may write, and a spare with a
+        checkpoint."""
         keep = {self._anchor_slot(after), self._current}
         if after is not None:
             keep.update(after.writes)

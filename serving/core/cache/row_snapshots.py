@@ -1,13 +1,13 @@
 """A row that decodes with a state after every token: 1 + K slots for a step with K drafts.
 
-Rejecting drafts is then a matter of which slot the next step reads. A second set of slots is leased while a step that
-has not settled may hold a multiple of B:
+Rejecting drafts then only changes the slot that the next step reads. A second set of slots is leased while an unsettled
+step may contain a multiple of B:
 
         step i (unsettled)      reads a     writes a b c d    b may hold a multiple of B: i's boundary slot
-        step i + 1 (planned)    reads ?     writes a c d e    any but b; which one it reads, the device knows
+        step i + 1 (planned)    reads ?     writes a c d e    any but b; the device knows which one it reads
         settle i                kept >= 2: b is published, and a c d e are the row's; else b is written again
 
-The checkpoint that a row read last is let go of once the step that goes on from it is dispatched.
+The last checkpoint that a row read is released when the step that continues from it is dispatched.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from serving.core.cache.row_state import RowState, StateAccess
 
 
 class RowSnapshots(RowState):
-    """See the module's text."""
+    """See the module's docstring."""
 
     __slots__ = ("_block", "_usual", "_usual_count")
 
@@ -27,15 +27,15 @@ class RowSnapshots(RowState):
         super().__init__(cache)
         self._block = cache.block
         self._usual: StateAccess | None = None
-        """The access of steps that continue on the device and can cross no boundary: one serves them all."""
+        """The access of steps that continue on the device and cross no boundary, shared by all of them."""
         self._usual_count = 0
-        """How many slots it writes; 0 = there is none."""
+        """Number of slots that it writes; 0 = no plan."""
 
     def reserve_decode(
         self, count: int, shortest: int, longest: int, continues: bool, after: StateAccess | None
     ) -> StateAccess | None:
-        """See `RowState`. Slots that may come to hold a multiple of B for any length before the step are kept until it
-        has settled.
+        """See `RowState`. Slots that may receive a multiple of B, for any length before the step, are not written
+        again until the step has settled.
         """
         block = self._block
         boundary = shortest - shortest % block + block
@@ -56,11 +56,11 @@ class RowSnapshots(RowState):
         return access
 
     def _choose(self, count: int, after: StateAccess | None) -> list[int]:
-        """Up to `count` slots that the next step may write; at least one, or the row has to wait.
+        """Returns up to `count` slots that the next step may write. An empty result means that the row has to wait.
 
-        Not those in which an unsettled step may have left a multiple of B, unless nothing else is available: keeping
-        a checkpoint is best effort, going on is not. All others may be written, the one that the step reads included,
-        because a step reads before it writes.
+        Slots in which an unsettled step may have left a multiple of B are used only if no other slot is available: a
+        checkpoint may be lost, but the row must progress. The slot that the step reads may also be written, because a
+        step reads before it writes.
         """
         own = self._own
         kept = after.boundary if after is not None else ()
@@ -81,7 +81,7 @@ class RowSnapshots(RowState):
         return self._take_back_checkpoint()
 
     def _give_up_boundary(self, access: StateAccess) -> None:
-        """The next step may write over what an unsettled step would have published."""
+        """Allows the next step to overwrite slots that an unsettled step would have published."""
         access.boundary = ()
         self._cache.stats.boundaries_not_kept += 1
 
@@ -111,7 +111,7 @@ class RowSnapshots(RowState):
             cache.slots.release(slot)
 
     def trim(self, after: StateAccess | None) -> None:
-        """Give back what the row has beyond 1 + K slots, except where its next step may read."""
+        """Releases slots beyond 1 + K, except those that the row's next step may read."""
         surplus = len(self._own) - self._cache.width
         if surplus <= 0:
             return
@@ -134,7 +134,7 @@ class RowSnapshots(RowState):
 
 
 def _boundary_slots(slots: Sequence[int], shortest: int, longest: int, boundary: int, block: int) -> Sequence[int]:
-    """Those of a step's slots in which a multiple of B lands for some length in [shortest, longest]."""
+    """Returns a step's slots that receive a multiple of B for some length in [shortest, longest]."""
     count = len(slots)
     found: list[int] = []
     while boundary <= longest + count:

@@ -1,4 +1,4 @@
-"""The state of one running sequence: which slots it has, and what each step reads and writes of them.
+"""The slots of one running sequence, and the slots that each step reads and writes.
 
 The life of a slot, seen from its row:
 
@@ -8,15 +8,15 @@ The life of a slot, seen from its row:
           └──── release ───┘ ◀──── withdraw, if no ──────┘
                                    other row reads it
 
-*own*: only this row writes it. How many it takes to decode depends on the form of a running row: see `row_snapshots`
-(a state after every token) and `row_replay` (an anchor, and the inputs since).
+*own*: only this row writes it. The number of own slots in decode depends on the form of the row: see `row_snapshots`
+(a state after every token) and `row_replay` (an anchor, and the inputs since then).
 
-*read-only*: a checkpoint, published by this row or found in the cache. The row reads it and writes elsewhere, and lets
-go of it once nothing that it has dispatched can go on from there.
+*read-only*: a checkpoint, published by this row or found in the cache. The row reads it and writes to other slots, and
+releases it when no dispatched step can continue from it.
 
-*current*: where the row goes on from as of the last settled step: one of the row's own slots, or the checkpoint.
+*current*: the slot from which the row continues as of the last settled step: an own slot, or the checkpoint.
 
-What all rows do is here: beginning, chunks of known tokens, publishing these, leaving.
+This module has the parts that both forms share: the start, chunks of known tokens and their publication, and the end.
 """
 
 from collections.abc import Sequence
@@ -28,30 +28,32 @@ from serving.core.cache.row_pages import Content
 
 
 class StateAccess:
-    """What one step reads and writes of its row's state; opaque to planning, index arrays to the device.
+    """The slots that one step reads and writes for a row. Planning does not look inside; the device gets index arrays.
 
-    It never changes once it has been planned, and one object may serve many steps.
+    An access does not change after it has been planned, and many steps may share one.
     """
 
     __slots__ = ("boundary", "read", "writes")
 
     def __init__(self, read: int, writes: Sequence[int], boundary: Sequence[int] = ()) -> None:
         self.read = read
-        """The slot of S(c); 0 = a fresh sequence, or a row that continues: then the device knows which."""
+        """The slot of S(c); 0 = zeros, or a row that continues, for which the device knows the slot."""
         self.writes = writes
-        """Where states go: after each token of a decode row, at the end of each tile of a prefill row; 0 = nowhere."""
+        """Slots of the states after each token of a decode row, or at the end of each tile of a prefill row; 0 =
+        none."""
         self.boundary = boundary
-        """Those of `writes` in which a multiple of B may land: kept from the next step until this one settles."""
+        """Members of `writes` that may receive a multiple of B. The next step does not write them until this one
+        settles."""
 
     @property
     def room(self) -> int:
-        """How many tokens a decode row may feed."""
+        """Number of tokens that a decode row may feed."""
         return len(self.writes)
 
 
 @dataclass(slots=True)
 class Publication:
-    """A state that a prefill writes and that becomes findable once its step is dispatched."""
+    """A state that a prefill step writes. It is published when the step is dispatched."""
 
     position: int
     kind: CheckpointKind
@@ -59,10 +61,9 @@ class Publication:
 
 
 class RowState:
-    """Owns the slots of one running sequence: nothing else leases, publishes or releases them.
+    """Owns the slots of one running sequence: no other object leases, publishes or releases them.
 
-    Abstract in how it decodes. `after`, where a verb asks for it, is the access of the row's last step that has not
-    settled, if there is one.
+    Subclasses implement decoding. In all methods, `after` is the access of the row's last unsettled step, or None.
     """
 
     __slots__ = ("_cache", "_current", "_own", "_publications", "_read_only", "leaving")
@@ -73,37 +74,41 @@ class RowState:
         self._read_only = 0
         self._current = 0
         self._publications: Sequence[Publication] = ()
-        """Of the step that is planned and not yet dispatched."""
+        """Publications of the planned step that is not yet dispatched."""
         self.leaving = 0
-        """A checkpoint that the row lets go of once the planned step is dispatched; 0 = none."""
+        """A checkpoint that the row releases when the planned step is dispatched; 0 = none."""
 
     @property
     def num_slots(self) -> int:
         """Slots that only this row writes."""
         return len(self._own)
 
-    # -- beginning --
+    # -- start --
 
     def lease(self) -> int:
-        """One more slot of its own; 0 = none is available."""
+        """Takes one more slot for the row. Returns 0 if none is available."""
         slot = self._cache.slots.take()
         if slot:
             self._own.append(slot)
         return slot
 
+    def start_from(self, slot: int) -> None:
+        """Starts from a learned initial state, in a slot outside the pool that the engine owns. 0 = zeros."""
+        self._current = slot
+
     def resume_from(self, slot: int, position: int) -> None:
-        """Begin from a checkpoint, S(position): it cannot go from now on."""
+        """Starts from a checkpoint, S(position), and retains it."""
         self._cache.slots.retain(slot)
         self._read_only = self._current = slot
 
-    # -- what the next step reads, and may write --
+    # -- slots that the next step reads and may write --
 
     def reserve_decode(
         self, count: int, shortest: int, longest: int, continues: bool, after: StateAccess | None
     ) -> StateAccess | None:
-        """For a decode step that feeds `count` tokens, or as many fewer as the access has room for. None: no slot.
+        """Returns the access of a decode step that feeds `count` tokens, or fewer if slots are short. None: no slot.
 
-        The row's length before the step lies in [shortest, longest]. `continues`: the device knows what to read.
+        The row's length before the step lies in [shortest, longest]. `continues`: the device knows the slot to read.
         """
         raise NotImplementedError
 
@@ -117,11 +122,12 @@ class RowState:
         after: StateAccess | None,
         admitting: bool,
     ) -> StateAccess | None:
-        """For a step that feeds the known tokens [start, end) and can store a state after every `unit`; None: no slot.
+        """Returns the access of a step that feeds the known tokens [start, end).
 
-        `publish`: (position, kind, low value) of the states worth publishing. Each gets a slot if one can be spared,
-        the deepest first; that at the end lies in the row's own slot, which everybody may read from then on, if the
-        row has another to write. `admitting`: the request is only just being admitted.
+        The step can store a state after every `unit` tokens. Returns None if there is no slot. `publish`: (position,
+        kind, low value) of the states to publish. Each gets a slot if one is available, the deepest first. The state at
+        the end is in the row's own slot, which all rows may read after publication, if the row has another slot to
+        write. `admitting`: the request is being admitted.
         """
         slots = self._choose(1, after)
         if not slots:
@@ -133,28 +139,29 @@ class RowState:
             writes[-(-each.position // unit) - first - 1] = each.slot
         writes[-1] = slots[0]
         self.leaving, self._read_only = self._read_only, 0
-        return StateAccess(self._read_slot(after) if start else 0, writes)
+        return StateAccess(self._read_slot(after), writes)
 
     def read_again(self, after: StateAccess | None) -> StateAccess:
-        """For a step that feeds nothing: the state is read, and read once more by the step after it."""
+        """Returns the access of a step without tokens, whose state the next step reads again."""
         return StateAccess(self._read_slot(after), ())
 
     def publishing(self) -> list[int]:
-        """Positions at which the planned step's states are about to become findable, ascending."""
+        """Positions of the states that the planned step will publish, ascending."""
         return [each.position for each in self._publications]
 
     def _read_slot(self, after: StateAccess | None) -> int:
         return after.writes[-1] if after is not None else self._current
 
     def _choose(self, count: int, after: StateAccess | None) -> list[int]:
-        """Up to `count` slots that the next step may write, at least one; or none: the row has to wait."""
+        """Returns up to `count` slots that the next step may write. An empty result means that the row has to wait."""
         own = self._own
         while len(own) < count and self.lease():
             pass
         return own[:count] or self._take_back_checkpoint()
 
     def _take_back_checkpoint(self) -> list[int]:
-        """Take back the checkpoint that the row continues from, if no other row reads it."""
+        """Withdraws the checkpoint from which the row continues, if no other row reads it, so that the row may write
+        it."""
         checkpoint, slots = self._read_only, self._cache.slots
         if not checkpoint or slots.refs[checkpoint] != 1:
             return []
@@ -180,13 +187,14 @@ class RowState:
                 found.append(Publication(position, kind, slot))
             else:
                 cache.stats.boundaries_not_kept += 1
-        # Ascending again: the index grows downwards.
+        # Ascending again, because parents must be in the index before their children.
         return found[::-1]
 
-    # -- what has become of a step --
+    # -- dispatched and settled steps --
 
     def dispatched(self, content: Content) -> None:
-        """The planned step is in the device's queue: let go of its checkpoint, publish the known states it writes."""
+        """Called when the planned step is dispatched: releases its checkpoint, and publishes the known states that it
+        writes."""
         slots, index = self._cache.slots, self._cache.index
         if self.leaving:
             slots.release(self.leaving)
@@ -202,42 +210,42 @@ class RowState:
         self._publications = ()
 
     def advance_chunk(self, access: StateAccess, position: int) -> None:
-        """A step all of whose tokens were known has settled: S(position) is in the last slot that it wrote."""
+        """Records a settled step whose tokens were all known: S(position) is in the last slot that it wrote."""
         self._current = access.writes[-1]
 
     def advance(self, access: StateAccess, before: int, kept: int) -> bool:
-        """A decode step has settled: of its tokens from `before` on, it has kept so many.
+        """Called when a decode step has settled and kept a number of its tokens from `before` on.
 
-        Whether there are more slots than needed: see `trim`.
+        Returns whether the row has more slots than it needs: see `trim`.
         """
         raise NotImplementedError
 
     def publish_boundary(
         self, access: StateAccess, nth: int, content: Content, position: int, *, unsettled: bool, pending: bool
     ) -> None:
-        """Publish the state after a settled decode step's nth token (from 0): S(position), a multiple of B.
+        """Publishes the state after a settled decode step's nth token (from 0): S(position), a multiple of B.
 
-        unsettled: a later step of the row has been planned; pending: it has not been dispatched yet.
+        `unsettled`: a later step of the row has been planned; `pending`: it has not been dispatched yet.
         """
         raise NotImplementedError
 
     def trim(self, after: StateAccess | None) -> None:
-        """Give back the slots that the row does not need, except where its next step may read."""
+        """Releases the slots that the row does not need, except those that its next step may read."""
         raise NotImplementedError
 
     def _disown(self, slot: int) -> None:
         self._own.remove(slot)
 
-    # -- letting go --
+    # -- end --
 
     def undo(self) -> None:
-        """Make the planned step as if it had never been."""
+        """Undoes the planned step."""
         if self.leaving:
             self._read_only, self.leaving = self.leaving, 0
         self._release_publications()
 
     def release(self) -> None:
-        """Give everything back. A step that was dispatched may still run: slots are handed out only to later steps."""
+        """Releases all slots. A dispatched step may still run; only later steps can take its slots."""
         slots = self._cache.slots
         self._release_publications()
         for slot in (*self._own, self._read_only, self.leaving):
@@ -253,7 +261,8 @@ class RowState:
     # -- from and for other workers --
 
     def arrived(self, slot: int, content: Content, position: int, kind: CheckpointKind | None) -> None:
-        """S(position) has come into the leased `slot`; published as `kind` if the row can have another to write."""
+        """Records that S(position) was loaded into the leased `slot`. Publishes it as `kind` if the row can have
+        another slot to write."""
         self._current = slot
         cache = self._cache
         if cache.index is None or kind is None:
@@ -268,7 +277,8 @@ class RowState:
             cache.slots.release(spare)
 
     def hand_off(self, access: StateAccess) -> int:
-        """The slot in which a dispatched step leaves the row's state, referenced once more: the caller releases it."""
+        """Returns the slot with the row's state after a dispatched step, with one more reference. The caller releases
+        it."""
         slot = access.writes[-1] if access.writes else access.read
         self._cache.slots.retain(slot)
         return slot

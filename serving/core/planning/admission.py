@@ -1,17 +1,16 @@
-"""From the queue to a row id: the prefix lookup, and the first chunk."""
+"""Admits requests from the queue: prefix lookup, row id, and first chunk."""
 
 import itertools
 from collections import Counter
 from collections.abc import Iterable
 
 from serving.core.cache.prefix_tree import Match
-from serving.core.planning.budget import Budget
 from serving.core.planning.fairness import MOST_OVERTAKEN
 from serving.core.planning.host_state import HostState
-from serving.core.planning.plan import StepPlan
+from serving.core.planning.plan import Budget, StepPlan
 from serving.core.planning.preemption import preempt
 from serving.core.planning.prefill import plan_prefill
-from serving.core.planning.remote import drop_remote, remote_is_unneeded, reserve
+from serving.core.planning.remote import remote_is_unneeded, reserve
 from serving.core.reasons import MissReason, RequestError, WaitReason, check_prompt_length
 from serving.core.requests.request import Fate, RemoteState, Request
 from serving.core.tiers.content import Chain
@@ -19,13 +18,13 @@ from serving.core.tiers.content import Chain
 DISPLACE_AFTER = 16
 """Steps that a request waits for a row, first in turn, before a choice of another request makes room for it."""
 MOST_DISPLACEMENTS = 4
-"""How often one choice makes room for others."""
+"""Maximum number of times that one choice is displaced."""
 _LOOK_AGAIN = 8
-"""Steps after which a request that did not fit is looked up again while there is little room."""
+"""Number of steps after which a request that did not fit is looked up again while free memory is low."""
 
 
 def refuse_impossible(host: HostState, request: Request) -> None:
-    """Raise `RequestError` for what can never run, or may not queue now; else set the request's limits."""
+    """Sets the request's limits. Raises `RequestError` if the request can never run, or if the queue is full."""
     config = host.config
     if request.request_id in host.queues.unfinished:
         raise RequestError(f"request id {request.request_id!r} is in use: ids of unfinished requests must differ")
@@ -49,10 +48,10 @@ def refuse_impossible(host: HostState, request: Request) -> None:
 
 
 def admit(host: HostState, plan: StepPlan, budget: Budget) -> None:
-    """Admit waiting requests in order while there is room. The first that does not fit ends it.
+    """Admits waiting requests in order while there is room. Stops at the first that does not fit.
 
-    Only requests that may not start yet are passed over, and long prompts if enough of them are being prefilled. Where
-    a row was just preempted, none is admitted: the room is needed.
+    It only skips requests that may not start yet, and long prompts if enough of them are being prefilled. If
+    a row was just preempted, no request is admitted, because the room is needed.
     """
     overtaken = 0
     room = host.fairness.room_for_long(host.queues.running)
@@ -73,7 +72,7 @@ def admit(host: HostState, plan: StepPlan, budget: Budget) -> None:
 
 
 def admit_short(host: HostState, plan: StepPlan, budget: Budget) -> None:
-    """Admit short requests ahead of the long ones in the queue, while there is room."""
+    """Admits short requests before long ones of the queue, while there is room."""
     priority = host.queues.waiting[0].priority
     for request in itertools.islice(host.queues.in_turn(), MOST_OVERTAKEN):
         if plan.preempted or not host.queues.free_row_ids or request.priority != priority:
@@ -85,7 +84,7 @@ def admit_short(host: HostState, plan: StepPlan, budget: Budget) -> None:
 
 
 def displace(host: HostState, plan: StepPlan) -> None:
-    """Where all rows are taken, make room for a request that has waited for a while and has far fewer than another.
+    """If all rows are taken, makes room for a request that has waited for a while and has far fewer rows than another.
 
     A client with at least two rows more than the request's own has to give one up; or, of the same client, a request
     with at least two choices running more than this one. Each choice is displaced a few times at most.
@@ -93,7 +92,7 @@ def displace(host: HostState, plan: StepPlan) -> None:
     queues = host.queues
     clients = Counter(each.client for each in queues.running)
     flows = Counter(map(_flow, queues.running))
-    largest: dict[str | None, int] = {}  # request of each client
+    largest: dict[str | None, int] = {}  # requests by client
     for (client, _), rows in flows.items():
         largest[client] = max(largest.get(client, 0), rows)
     largest_clients = clients.most_common(2)
@@ -120,7 +119,7 @@ def displace(host: HostState, plan: StepPlan) -> None:
 def _gives_way(
     running: Request, waiting: Request, clients: Counter[str | None], flows: Counter[tuple[str | None, str]]
 ) -> bool:
-    """Whether a row of one request may be taken for another; `clients` and `flows` count the rows of each."""
+    """Returns whether a row of one request may be taken for another; `clients` and `flows` count their rows."""
     if running.priority < waiting.priority or running.queueing.num_displacements >= MOST_DISPLACEMENTS:
         return False
     if running.client != waiting.client:
@@ -129,7 +128,7 @@ def _gives_way(
 
 
 def _flow(request: Request) -> tuple[str | None, str]:
-    """What all choices of a call have in common."""
+    """Fields that all choices of a call share."""
     return request.client, request.flow
 
 
@@ -139,12 +138,12 @@ def _is_further(request: Request) -> bool:
 
 
 def _is_passed_over(host: HostState, request: Request) -> bool:
-    """Whether a request may not start yet, for a reason other than room."""
+    """Returns whether a request may not start yet, for a reason other than room."""
     return request.blocked or host.holds_back(request) or _waits_for_sibling(host, request)
 
 
 def why_wait(host: HostState, requests: Iterable[Request]) -> list[WaitReason]:
-    """Why each of some waiting requests has not been admitted, as far as its state tells. Changes nothing."""
+    """Returns the reason why each of some waiting requests has not been admitted. Changes nothing."""
     room = host.fairness.room_for_long(host.queues.running)
 
     def why(request: Request) -> WaitReason:
@@ -166,9 +165,9 @@ def why_wait(host: HostState, requests: Iterable[Request]) -> list[WaitReason]:
 
 
 def _waits_for_sibling(host: HostState, request: Request) -> bool:
-    """Whether a fork should wait until the first of its siblings has put the prompt's end into the index.
+    """Returns whether a fork should wait until its first sibling has published the prompt's end.
 
-    Only while that one is sure to do so: it is unfinished, and has not reached its prompt's end before.
+    It waits only while the sibling is certain to do so: it is unfinished, and has not reached its prompt's end before.
     """
     if request.fork_of is None or host.cache.index is None or request.prompt_logprobs or request.queueing.prompt_done:
         return False
@@ -179,7 +178,8 @@ def _waits_for_sibling(host: HostState, request: Request) -> bool:
 
 
 def _admit_one(host: HostState, request: Request, plan: StepPlan, budget: Budget) -> bool:
-    """Look the prompt up; take a row id, a slot and the first chunk's pages. False, with nothing kept, without room."""
+    """Looks the prompt up, and takes a row id, a slot and the first chunk's pages. Returns False, and keeps nothing,
+    without room."""
     queues, queueing, pool = host.queues, request.queueing, host.cache.pages
     if pool is not None and queues.running and pool.available <= queueing.retry_above:
         return False
@@ -188,7 +188,7 @@ def _admit_one(host: HostState, request: Request, plan: StepPlan, budget: Budget
         return False
     match = _find(host, request)
     if remote_is_unneeded(request, match):
-        drop_remote(host, request)
+        host.drop_remote(request)
     elif request.transfer.remote is not None:
         return reserve(host, request, match)
     elif (held := _held(host, request, match)) is not None:
@@ -200,7 +200,7 @@ def _admit_one(host: HostState, request: Request, plan: StepPlan, budget: Budget
     _take_hit(host, request, match)
     progress = request.progress
     if cramped and budget.tokens < len(request.tokens) - progress.num_computed:
-        # A tiny chunk is worth less than what a later step may find in the cache. Lookups are not free either.
+        # A tiny chunk saves less than a later cache hit might. Lookups have a cost, too.
         host.release_all(request, Fate.DROPPED)
         queueing.retry_at = plan.step + _LOOK_AGAIN
         return False
@@ -231,14 +231,14 @@ def _admit_one(host: HostState, request: Request, plan: StepPlan, budget: Budget
 
 
 def _find(host: HostState, request: Request) -> Match | None:
-    """What the cache has of a request; None where it may not look."""
+    """The cached prefix of a request; None if the request may not use the cache."""
     if host.cache.index is None or request.prompt_logprobs:
         return None
     return host.cache.index.find(request.tokens, request.progress.content.scope)
 
 
 def _held(host: HostState, request: Request, match: Match | None) -> RemoteState | None:
-    """What a tier below the device has of a request beyond that, if it is worth fetching."""
+    """The longer prefix that a tier below the device has, if fetching it is worthwhile."""
     if host.tiers is None or match is None:
         return None
     lookup, tokens = request.lookup, request.tokens
@@ -250,11 +250,11 @@ def _held(host: HostState, request: Request, match: Match | None) -> RemoteState
     if held is None:
         return None
     position = held.unit.position
-    return RemoteState(position, cached_tokens=min(position, request.prompt_len), held=held)
+    return RemoteState(position, host.tiers.source, cached_tokens=min(position, request.prompt_len), held=held)
 
 
 def _take_hit(host: HostState, request: Request, match: Match | None) -> None:
-    """Reference the state that was found and the pages up to it: nothing of it can go from now on."""
+    """References the matching state and the pages up to it, so that they cannot be evicted."""
     if match is None or match.entry is None:
         return
     entry, index, progress = match.entry, host.cache.index, request.progress
@@ -265,7 +265,7 @@ def _take_hit(host: HostState, request: Request, match: Match | None) -> None:
 
 
 def _explain(host: HostState, request: Request, match: Match | None, plan: StepPlan) -> None:
-    """How much a request found at its first admission, or why nothing."""
+    """Returns the cached tokens of a request at its first admission, or the reason for none."""
     lookup, found = request.lookup, request.progress.num_computed
     if lookup.final:
         return
@@ -284,10 +284,11 @@ def _explain(host: HostState, request: Request, match: Match | None, plan: StepP
 
 
 def _being_written(request: Request, plan: StepPlan) -> bool:
-    """Whether another row of this step will publish a state that the request could have used."""
+    """Returns whether another row of this step will publish a state that the request could have used."""
     for row in plan.effects:
         other = row.request
-        if other is request or other.cache_salt != request.cache_salt or not row.is_prefill:
+        same_scope = (other.cache_salt, other.adapter) == (request.cache_salt, request.adapter)
+        if other is request or not same_scope or not row.is_prefill:
             continue
         for position in other.progress.state.publishing():
             if position <= len(request.tokens):

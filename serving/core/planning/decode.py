@@ -1,9 +1,8 @@
-"""Rows that continue on the device: the last token, and drafts for the ones after it, are there already."""
+"""Plans rows that continue on the device, which already has the last token and the drafts after it."""
 
-from serving.core.planning.budget import Budget
 from serving.core.planning.host_state import HostState
-from serving.core.planning.pages import prepare_pages
-from serving.core.planning.plan import DecodeRow, StepPlan
+from serving.core.planning.plan import Budget, DecodeRow, StepPlan
+from serving.core.planning.preemption import prepare_pages
 from serving.core.requests.request import Request
 
 

@@ -13,7 +13,7 @@ from serving.core.requests.request import Request
 MOST_OVERTAKEN = 64
 """How many waiting requests are looked past for one that is short."""
 _PAUSES_WITHOUT_DECODING = 5
-"""A step that only prefills may take so many times `max_decode_pause`."""
+"""Maximum duration of a step without decode rows, as a multiple of `max_decode_pause`."""
 _WEIGHT = 0.3
 """Of the latest step in the moving average of seconds per token."""
 
@@ -39,7 +39,10 @@ class Fairness:
         return min(self._most, max(fits - fits % self._tile, self._tile))
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """A step with so many prompt tokens took so long. Less than a tile says little of what a token takes."""
+        """Records the duration of a step with this number of prompt tokens.
+
+        A step with less than a tile counts only if it was faster per token than the average: it measures overhead.
+        """
         latest = seconds / num_tokens
         before = self._seconds_per_token
         if before is not None and num_tokens < self._tile and latest > before:
@@ -47,7 +50,8 @@ class Fairness:
         self._seconds_per_token = latest if before is None else before + _WEIGHT * (latest - before)
 
     def is_long(self, request: Request) -> bool:
-        """Whether more of a prompt is left than a quarter of a step; with a state from another worker, nothing is."""
+        """Returns whether more than a quarter of a step is left of a prompt. With a state from another worker, nothing
+        is left."""
         if request.transfer.remote is not None or request.transfer.load is not None:
             return False
         return len(request.tokens) - request.progress.num_computed > self._short

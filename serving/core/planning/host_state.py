@@ -1,4 +1,4 @@
-"""Everything the scheduler knows: queues, cache, and the steps that have not settled."""
+"""The scheduler's state on the host: queues, cache, and unsettled steps."""
 
 from collections import deque
 
@@ -17,44 +17,42 @@ from serving.core.tiers.tiers import Tiers
 
 
 class HostState:
-    """What the parts of planning share."""
+    """The state that all parts of planning share."""
 
     def __init__(self, config: SchedulerConfig, policy: RetentionPolicy, drafts: DraftPolicy) -> None:
         self.config, self.policy, self.drafts = config, policy, drafts
         self.tiers: Tiers | None = None
         self.journal: Journal | None = None
         self.prices = Prices()
-        """Where there are no tiers, which have theirs."""
+        """Used without tiers. Tiers have their own."""
         self.stats = Stats()
         self.queues = Queues(config.num_rows)
         self.fairness = Fairness(config)
         self.cache = Cache(config, policy, self.stats, self.queues.could_be_admitted)
         self.pending: StepPlan | None = None
-        """Planned, or being planned, and not yet dispatched."""
+        """The step that is planned, or being planned, and not yet dispatched."""
         self.admits_until: int | None = None
-        """The arrival after which requests are not admitted for now; None: all are."""
+        """Requests with a later arrival number are not admitted for now; None: all may be."""
         self.unsettled: deque[StepPlan] = deque()
-        """Dispatched, oldest first."""
+        """Dispatched steps whose results have not been read, oldest first."""
         self.loads: list[RemoteLoad] = []
-        """Begun since the engine last asked; from other workers."""
-        self.fetches: list[RemoteLoad] = []
-        """The same from the tiers."""
+        """Loads started since the engine last took this list."""
         self.unneeded_remotes: list[RemoteState] = []
-        """No longer wanted by their requests, since the engine last asked."""
+        """Remote states that requests stopped needing since the engine last took this list."""
 
     def holds_back(self, request: Request) -> bool:
-        """Whether a request came after those that may be admitted now."""
+        """Returns whether a request arrived after those that may be admitted now."""
         return self.admits_until is not None and request.arrival > self.admits_until
 
     def reach(self, request: Request, end: int) -> int:
-        """How many tokens must have a page for a step that feeds tokens up to `end`.
+        """Returns the number of tokens that need a page for a step that feeds tokens up to `end`.
 
-        The last token that a sequence can have is never fed: an optimistic length that reaches it needs no page for it.
+        The last token of a sequence of maximum length is never fed, so it needs no page.
         """
         return min(end + self.config.num_lookahead_tokens, request.max_total - 1)
 
     def return_surplus(self, request: Request) -> None:
-        """Give back the pages beyond what the unsettled steps can reach."""
+        """Releases the pages that the unsettled steps cannot reach."""
         progress = request.progress
         end = progress.num_computed
         for row in progress.unsettled:
@@ -62,7 +60,7 @@ class HostState:
         progress.pages.return_surplus(self.reach(request, end))
 
     def undo(self, request: Request) -> None:
-        """Make the row of the pending step as if it had never been planned; the request goes on running."""
+        """Removes the request's row from the pending step. The request stays running."""
         progress = request.progress
         row = progress.unsettled.pop()
         progress.num_sampling_steps -= row.sample
@@ -71,10 +69,10 @@ class HostState:
         row.fate = Fate.DROPPED
 
     def release_all(self, request: Request, fate: Fate) -> None:
-        """Free everything that a running request has, or one about to run. Its unsettled rows keep `fate`.
+        """Releases slots, pages and the row of a request that runs or is about to run. Its unsettled rows get `fate`.
 
-        Those rows may still run: nothing that they write is handed out before the next step is planned, and that one
-        runs later.
+        These rows may still run on the device. This is safe: the slots and pages that they write are reused by steps
+        that are planned, and therefore run, later.
         """
         progress = request.progress
         for row in progress.unsettled:
@@ -85,22 +83,29 @@ class HostState:
             self.queues.free_row_ids.append(progress.row_id)
         self.forget(request)
 
+    def requeue(self, request: Request) -> None:
+        """Puts a running request back into the queue, at its old place. Its state is computed again from its tokens."""
+        self.queues.leave(request)
+        self.release_all(request, Fate.DROPPED)
+        self.queues.enqueue(request)
+
     def forget(self, request: Request) -> None:
-        """Make a request as if it had never run, but for its tokens."""
+        """Resets a request to its state before it ran. Its tokens stay."""
         request.progress = Progress(request, self.cache)
         request.queueing.retry_above, request.queueing.retry_at = -1, 0
-        transfer = request.transfer
-        if transfer.load is not None:
-            self.let_go(transfer.load.remote)
-            transfer.load = transfer.remote = None
+        if request.transfer.load is not None:
+            self.drop_remote(request)
 
-    def let_go(self, remote: RemoteState) -> None:
-        """Record that a request no longer needs a remote state, so that the worker that holds it can release it."""
-        if remote.held is None:  # a tier holds nothing for single requests
-            self.unneeded_remotes.append(remote)
+    def drop_remote(self, request: Request) -> None:
+        """Records that a request no longer needs its remote state, so that the worker with the state can release it."""
+        transfer = request.transfer
+        if transfer.remote is not None and transfer.remote.held is None:  # a tier holds nothing for single requests
+            self.unneeded_remotes.append(transfer.remote)
+        transfer.remote = transfer.load = None
 
     def check(self, *, idle: bool = False) -> None:
-        """Raise `AssertionError` unless every slot, page and row id is accounted for; `idle`: and none is in use."""
+        """Raises `AssertionError` unless every slot, page and row id has exactly one owner; with `idle`, none may be in
+        use."""
         self.cache.check(idle=idle)
         if self.tiers is not None:
             self.tiers.check()

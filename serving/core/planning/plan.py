@@ -4,9 +4,11 @@ Rows keep what settling needs, because a result must be credited to the step tha
 stands for by then.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from serving.core.config import SchedulerConfig
 from serving.core.requests.request import PlannedRow, Request
 
 
@@ -38,7 +40,7 @@ Row = DecodeRow | PrefillRow
 
 @dataclass(slots=True, eq=False)
 class StepPlan:
-    """One step. What `admitted` asks for comes first, then the decode and prefill programs in either order."""
+    """One step. The work of `admitted` runs first, then the decode and prefill programs in either order."""
 
     step: int
     decode: list[DecodeRow] = field(default_factory=list)
@@ -83,9 +85,38 @@ class StepResult:
 
 @dataclass(slots=True, eq=False)
 class Emitted:
-    """What settling a step gave one request."""
+    """The result of a settled step for one request."""
 
     request: Request
     row: Row
     tokens: Sequence[int]
     """Those that count: cut at a stop token and at the limits, so perhaps fewer than the row emitted."""
+
+
+class Budget:
+    """Tokens, tiles and rows that a step still has room for while it is planned."""
+
+    __slots__ = ("decode_rows", "prefill_rows", "share", "tiles", "tokens")
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.tokens = config.max_num_batched_tokens
+        self.tiles = config.tiles
+        self.decode_rows = config.decode_rows
+        self.prefill_rows = config.max_prefill_rows
+        self.share = min(config.tile_size, config.max_num_batched_tokens)
+
+    @contextmanager
+    def half(self) -> Iterator[None]:
+        """Within, only half of the tokens that are left can be used."""
+        held = self.tokens - self.tokens // 2
+        self.tokens -= held
+        yield
+        self.tokens += held
+
+    def grant_share(self) -> None:
+        """Reserves one tile of tokens for prefill even if decode rows took all tokens.
+
+        So a step may feed that many more than its budget. Otherwise decoding rows that use the whole budget could
+        hold up a prompt for as long as they run.
+        """
+        self.tokens = max(self.tokens, self.share)

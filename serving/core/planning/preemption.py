@@ -1,4 +1,4 @@
-"""Making room for those who came first, by throwing away what can be computed again."""
+"""Preempts later requests if an earlier one needs their slots and pages. Their lost states are computed again."""
 
 from serving.core.planning.host_state import HostState
 from serving.core.planning.plan import StepPlan
@@ -37,4 +37,18 @@ def preempt_later(host: HostState, request: Request, plan: StepPlan) -> bool:
     if victim is request:
         return False
     preempt(host, victim, plan)
+    return True
+
+
+def prepare_pages(host: HostState, request: Request, end: int, plan: StepPlan, *, preempting: bool) -> bool:
+    """See that a step which feeds tokens up to `end` can write their pages; False if there are too few.
+
+    Then no copy is left behind; pages that were taken on the way stay with the request.
+    """
+    pages = request.progress.pages
+    tokens = host.reach(request, end)
+    while not pages.reserve(tokens):
+        if not (preempting and preempt_later(host, request, plan)):
+            pages.undo()
+            return False
     return True

@@ -1,9 +1,8 @@
-"""Rows all of whose tokens are known: prompts, and what a preemption threw away."""
+"""Plans rows whose tokens are all known: prompts, and outputs whose state a preemption discarded."""
 
-from serving.core.planning.budget import Budget
 from serving.core.planning.host_state import HostState
-from serving.core.planning.pages import prepare_pages
-from serving.core.planning.plan import DecodeRow, PrefillRow, StepPlan
+from serving.core.planning.plan import Budget, DecodeRow, PrefillRow, StepPlan
+from serving.core.planning.preemption import prepare_pages
 from serving.core.requests.request import Request, Status
 
 

@@ -1,8 +1,8 @@
-"""Making what a step wrote findable, and not a moment before it may be read.
+"""Publishes what a step wrote, as soon as it may be read and not before.
 
-A prefill is published when its step has been dispatched: its tokens are known, and any reader's step runs later. What
-decodes is published when its step has settled: only then is every token confirmed. Publishing a state is moving its
-slot from the row to the index: never a copy.
+A prefill is published when its step has been dispatched: its tokens are known, and any reader's step runs later. A
+decode row is published when its step has settled, which confirms its tokens. Publishing a state moves its
+slot from the row to the index, without a copy.
 """
 
 from serving.core.planning.host_state import HostState
@@ -10,7 +10,7 @@ from serving.core.requests.request import PlannedRow
 
 
 def after_dispatch(host: HostState, row: PlannedRow) -> None:
-    """Let go of what the row only read, and publish what it wrote if every token of it was known."""
+    """Releases the slots and pages that the row only read, and publishes what it wrote if all its tokens were known."""
     request, progress = row.request, row.request.progress
     pages = progress.pages
     progress.state.dispatched(progress.content)
@@ -29,11 +29,11 @@ def after_dispatch(host: HostState, row: PlannedRow) -> None:
 
 
 def after_settle(host: HostState, row: PlannedRow, before: int, after: int) -> None:
-    """Publish the boundary that the kept tokens (before, after] of a decoding row crossed, and its full pages."""
+    """Publishes the boundary that the kept tokens (before, after] of a decode row crossed, and its full pages."""
     cache, request, progress = host.cache, row.request, row.request.progress
     index, block, pages = cache.index, cache.block, progress.pages
     assert index is not None
-    # Tokens behind a stop that cut the step short were fed, but are not the sequence's; and where a sequence has its
+    # Tokens after a stop were fed, but do not belong to the sequence; and if a sequence has its
     # very last token there need not be a page.
     confirmed = min(after, len(request.tokens), request.max_total - 1)
     boundary = confirmed - confirmed % block

@@ -1,14 +1,13 @@
-"""States that come from another worker (or go to one): what the scheduler reserves, awaits, holds and lets go.
+"""States from and for other workers: the scheduler reserves, awaits, holds and releases them.
 
-What comes from a tier of this worker's own (`serving.core.tiers`) takes the same way as what another worker sends.
+States from this worker's own tiers (`serving.core.tiers`) take the same path as states from other workers.
 
-Decode side. A request whose prompt another worker has computed takes a row id, a slot and pages as any other does, and
-then waits: its `load` says what has to arrive. It is running as far as row ids, pools and preemption are concerned,
-and no step has a row of it. What arrives is published, and planned, from `arrived` on and not before. Whatever goes
-wrong (`lost`, preemption, a lost store) makes it an ordinary request again, which computes its prompt here.
+Decode side. A request whose prompt another worker has computed takes a row id, a slot and pages like any other request,
+and then waits; its `load` describes the state to fetch. It counts as running for row ids, pools and preemption, but no
+step has a row of it. The state is published, and the request planned, only after `arrived`. After a failure (`lost`,
+preemption, a lost store) it is an ordinary request again, which computes its prompt here.
 
-Prefill side. `hold` keeps the slot and the pages of a prompt's end, whatever becomes of the request, until
-`release_hold`.
+Prefill side. `hold` keeps the slot and the pages of a prompt's end until `release_hold`, even if the request ends.
 """
 
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from serving.core.requests.request import Fate, PlannedRow, RemoteLoad, Request,
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """A slot and pages that stay as they are, until they are released or the store is lost."""
+    """A slot and pages that do not change until they are released or the store is lost."""
 
     slot: int
     pages: list[int]
@@ -32,16 +31,16 @@ class Hold:
 
 
 def remote_is_unneeded(request: Request, match: Match | None) -> bool:
-    """Whether the cache has all that the other worker could send."""
+    """Returns whether the cache already has everything that the other worker could send."""
     remote = request.transfer.remote
     return remote is not None and match is not None and match.position >= remote.position
 
 
 def reserve(host: HostState, request: Request, match: Match | None) -> bool:
-    """Admit a request and let it wait for its state. False, with nothing kept, if there is no room for it.
+    """Admits a request, which then waits for its state. Returns False, and keeps nothing, if there is no room for it.
 
-    Pages are referenced as far as they match, perhaps deeper than any state: a page depends on its own tokens only.
-    The page of the next token is reserved too, so that the first step after the arrival needs nothing.
+    All matching pages are referenced, even beyond the deepest cached state, because a page depends only on its tokens.
+    The page of the next token is also reserved, so that the first step after the arrival needs no page.
     """
     remote, progress, config = request.transfer.remote, request.progress, host.config
     pages, pool = progress.pages, host.cache.pages
@@ -65,15 +64,15 @@ def reserve(host: HostState, request: Request, match: Match | None) -> bool:
     load = RemoteLoad(request, remote, first * config.page_size, slot, pages.table[first:end])
     request.transfer.load = load
     host.queues.admitted(request)
-    (host.loads if remote.held is None else host.fetches).append(load)
+    host.loads.append(load)
     return True
 
 
 def arrived(host: HostState, load: RemoteLoad) -> None:
-    """What a request waits for is in its slot and pages (that is, the program that writes it has been dispatched).
+    """Called when the program that writes a load into its slot and pages has been dispatched.
 
-    The next step goes on from there. Full pages become findable now; so does the state, if it is one to keep and the
-    row can have another slot to write.
+    The next step continues from the loaded state. Full pages are published now. The state is also published, if it
+    should be kept and the row can have another slot to write.
     """
     assert load.valid, "the request no longer waits for this"
     request, position = load.request, load.position
@@ -98,25 +97,13 @@ def arrived(host: HostState, load: RemoteLoad) -> None:
 
 
 def lost(host: HostState, load: RemoteLoad) -> None:
-    """It will not arrive: back to the queue, at the request's old place, to compute the prompt here."""
-    if not load.valid:
-        return
-    request = load.request
-    host.queues.leave(request)
-    host.release_all(request, Fate.DROPPED)
-    host.queues.enqueue(request)
-
-
-def drop_remote(host: HostState, request: Request) -> None:
-    """Release the remote state of a request that ends or no longer needs it."""
-    transfer = request.transfer
-    if transfer.remote is not None:
-        host.let_go(transfer.remote)
-        transfer.remote = transfer.load = None
+    """Returns a request whose load failed to its old place in the queue. It computes its prompt here."""
+    if load.valid:
+        host.requeue(load.request)
 
 
 def hold(host: HostState, row: PlannedRow) -> Hold:
-    """Keep what a row that has just been dispatched goes on from: S(n), and the pages of its n tokens."""
+    """Publishes the state S(n) from which a dispatched row continues, and the pages of its n tokens."""
     request, cache = row.request, host.cache
     assert request.status is Status.RUNNING
     progress = request.progress
@@ -124,10 +111,10 @@ def hold(host: HostState, row: PlannedRow) -> Hold:
     return Hold(slot, progress.pages.hand_off(row.end), row.end, cache.slots, cache.pages)
 
 
-def hold_cached(host: HostState, tokens: Sequence[int], salt: str | None) -> Hold | None:
-    """Keep the deepest state of these tokens that the device has, and the pages that it needs; None if it has none."""
+def hold_cached(host: HostState, tokens: Sequence[int], salt: str | None, adapter: str | None) -> Hold | None:
+    """Leases the deepest state of these tokens on the device, and the pages that it needs. Returns None without one."""
     index, cache = host.cache.index, host.cache
-    match = index.find(tokens, cache.scope(salt)) if index is not None else None
+    match = index.find(tokens, cache.scope(salt, adapter)) if index is not None else None
     if index is None or match is None or match.entry is None:
         return None
     entry, pages = match.entry, list[int]()
@@ -142,12 +129,12 @@ def hold_cached(host: HostState, tokens: Sequence[int], salt: str | None) -> Hol
 
 
 def hold_is_valid(host: HostState, held: Hold) -> bool:
-    """Whether the store that it lies in is still there."""
+    """Returns whether the store of the hold still exists."""
     return held.slots_of is host.cache.slots
 
 
 def release_hold(host: HostState, held: Hold) -> None:
-    """Let go of it, once."""
+    """Releases it, once."""
     if hold_is_valid(host, held):
         held.slots_of.release(held.slot)
         if held.pages_of is not None:

@@ -1,17 +1,16 @@
-"""A step's result has arrived: tokens to the requests, boundaries to the index, surplus to the pools."""
+"""Applies a step's result: adds tokens to requests, publishes boundaries, and releases surplus slots and pages."""
 
 from collections.abc import Sequence
 
 from serving.core.planning.host_state import HostState
 from serving.core.planning.plan import DecodeRow, Emitted, Row, StepPlan, StepResult
 from serving.core.planning.publication import after_settle
-from serving.core.planning.remote import drop_remote
 from serving.core.reasons import FinishReason
 from serving.core.requests.request import Fate, Request, Status
 
 
 def settle(host: HostState, plan: StepPlan, result: StepResult) -> list[Emitted]:
-    """Credit each row of a step with what it emitted; returns what counts, request by request."""
+    """Assigns the emitted tokens of a step to its rows. Returns the valid results by request."""
     emitted: list[Emitted] = []
     assert len(result.decode) == len(plan.decode), "a result has one entry per row"
     assert len(result.prefill) == len(plan.prefill), "a result has one entry per row"
@@ -33,9 +32,9 @@ def settle(host: HostState, plan: StepPlan, result: StepResult) -> list[Emitted]
 
 
 def _settle_decode(host: HostState, row: DecodeRow, tokens: Sequence[int], made: int, emitted: list[Emitted]) -> None:
-    """The hot path: a row that continued on the device. It keeps its last token and the drafts that were accepted.
+    """Settles a row that continued on the device (the hot path). It keeps its last token and the accepted drafts.
 
-    made: how many drafts there really were; the source may have had fewer than were planned.
+    made: actual number of drafts; the source may have made fewer than were planned.
     """
     request, stats = row.request, host.stats
     progress = request.progress
@@ -68,7 +67,7 @@ def _settle_decode(host: HostState, row: DecodeRow, tokens: Sequence[int], made:
 
 
 def _settle_prefill(host: HostState, row: Row, tokens: Sequence[int], emitted: list[Emitted]) -> None:
-    """A row all of whose tokens were known: it was published when it was dispatched."""
+    """Settles a row whose tokens were all known. Its state was published when the step was dispatched."""
     request, progress = row.request, row.request.progress
     assert progress.unsettled[0] is row, "steps must settle in the order in which they were dispatched"
     del progress.unsettled[0]
@@ -85,7 +84,8 @@ def _settle_prefill(host: HostState, row: Row, tokens: Sequence[int], emitted: l
 
 
 def _settle_dead(host: HostState, row: Row, tokens: Sequence[int], emitted: list[Emitted]) -> None:
-    """A row whose request has ended, or was preempted and waits: then its tokens count, though its state is gone."""
+    """Settles a row whose request has ended, or was preempted and waits. A waiting request keeps the tokens; its state
+    is lost."""
     request = row.request
     if row.fate is not Fate.DETACHED or not row.sample or request.status is not Status.WAITING:
         return
@@ -97,7 +97,8 @@ def _settle_dead(host: HostState, row: Row, tokens: Sequence[int], emitted: list
 
 
 def append(request: Request, tokens: Sequence[int]) -> tuple[Sequence[int], FinishReason | None]:
-    """Add a step's tokens up to the first that ends the request; returns those added, and why it ended if it did."""
+    """Adds a step's tokens up to the first that ends the request. Returns the added tokens, and the reason of the end,
+    if any."""
     output, stops, limit = request.output_token_ids, request.stop_token_ids, request.max_total
     for count, token in enumerate(tokens, 1):
         request.tokens.append(token)
@@ -111,9 +112,9 @@ def append(request: Request, tokens: Sequence[int]) -> tuple[Sequence[int], Fini
 
 
 def finish(host: HostState, request: Request, reason: FinishReason) -> None:
-    """End a request wherever it is: it releases all that it holds, and its unsettled rows no longer count."""
+    """Ends a request in any status. It releases its slots and pages, and its unsettled rows are ignored."""
     host.queues.leave(request)
-    drop_remote(host, request)
+    host.drop_remote(request)
     if request.status is Status.RUNNING:
         host.release_all(request, Fate.DROPPED)
     for plan in host.unsettled:

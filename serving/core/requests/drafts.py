@@ -1,41 +1,41 @@
-"""How many drafts are worth verifying. Whatever is decided here changes how fast tokens come, and no token."""
+"""Decides how many drafts to verify. The decisions change the speed, and never a token."""
 
 from collections.abc import Sequence
 
 from serving.core.requests.request import Request
 
 OPTIMISM = 0.8
-"""How often a draft is expected to be right where nothing is known."""
+"""Assumed acceptance rate of drafts before the first observation."""
 _PACE = 1 / 8
 """Weight of one verified draft in a row's running acceptance."""
 _COMMON_PACE = 1 / 32
-"""The same in that of all rows, from which new ones start."""
+"""Weight of one verified draft in the acceptance of all rows, from which new rows start."""
 _FORGETTING = 1 / 512
-"""The part of the way back to `OPTIMISM` that a step without drafts goes, so that they are tried again some time."""
+"""Fraction by which a step without drafts moves the estimate towards `OPTIMISM`, so that drafts are tried again."""
 _LEAST_CHANCE = 1 / 8
-"""A draft less likely to be right is not worth the slot that its state takes."""
+"""Minimum acceptance rate: a draft that is less likely to be accepted does not justify the slot of its state."""
 
 
 class DraftPolicy:
-    """Always K drafts, or as many as fit."""
+    """Always plans K drafts, or as many as fit."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         """K."""
 
     def begin(self, decoding: Sequence[Request]) -> None:
-        """A step is about to be planned for these rows."""
+        """Called before a step is planned for these rows."""
 
     def wanted(self, request: Request) -> int:
-        """How many drafts a row's next step should have; anything above what fits is cut."""
+        """Returns the number of drafts of a row's next step. The scheduler cuts numbers that do not fit."""
         return self.most
 
     def observe(self, request: Request, made: int, accepted: int) -> None:
-        """A step for which drafts were planned has settled: so many there were, and so many were right."""
+        """Called when a step with planned drafts has settled, with the numbers of verified and accepted drafts."""
 
 
 class AdaptiveDrafts(DraftPolicy):
-    """Drafts for as long as the tokens they bring are worth the time that verifying them takes.
+    """Plans drafts if the expected tokens outweigh the time of verifying them.
 
     A step that feeds T tokens takes about 1 + T / `knee` times as long as one that feeds next to none: the weights are
     read whatever T is, then arithmetic and states take over. All rows of a step are as wide as the widest, so it has
@@ -68,11 +68,11 @@ class AdaptiveDrafts(DraftPolicy):
         count, chance = 0, acceptance
         while count < self.most and chance >= _LEAST_CHANCE:
             count, chance = count + 1, chance * acceptance
-        # One at least: where drafts cost next to nothing, that is how a row shows that they have become better.
+        # At least one, so that a row notices when its drafts have become better.
         return max(count, 1)
 
     def observe(self, request: Request, made: int, accepted: int) -> None:
-        # A run of drafts ends with the first that is wrong; where the source had none, that is no better.
+        # A run of drafts ends with the first wrong one. A missing draft counts as wrong.
         failed = accepted < made or not made
         acceptance = self._acceptance(request)
         for right in [True] * accepted + [False] * failed:
@@ -84,7 +84,7 @@ class AdaptiveDrafts(DraftPolicy):
         return self._common if request.draft_acceptance is None else request.draft_acceptance
 
     def _expected(self, acceptance: float) -> float:
-        """Of K drafts, how many will be accepted: a + a^2 + ... + a^K."""
+        """Returns the expected number of accepted drafts of K: a + a^2 + ... + a^K."""
         total, chance = 0.0, 1.0
         for _ in range(self.most):
             chance *= acceptance

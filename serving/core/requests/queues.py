@@ -46,7 +46,7 @@ class Queues:
         self.num_rows = num_rows
         self.unfinished: dict[str, Request] = {}
         self.waiting: list[Request] = []
-        """By priority, turn, rank and arrival; `in_turn` says in which order clients are served."""
+        """Ordered by priority, turn, rank and arrival; `in_turn` is the order of clients."""
         self.running: list[Request] = []
         """By priority, then arrival: the last one is preempted first."""
         self.free_row_ids = list(range(num_rows, 0, -1))

@@ -1,4 +1,4 @@
-"""One sequence to complete: what was asked, what came of it, and what it holds while it runs."""
+"""One sequence to complete: the request, its output, and the resources that it owns while it runs."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -6,6 +6,7 @@ from enum import IntEnum
 from typing import Any
 
 from serving.core.cache.cache import Cache
+from serving.core.cache.prefix_tree import Scope
 from serving.core.cache.row_pages import Content, PageTable, RowPages
 from serving.core.cache.row_replay import RowReplay
 from serving.core.cache.row_snapshots import RowSnapshots
@@ -16,38 +17,39 @@ from serving.core.tiers.tiers import TierHit
 
 
 class Status(IntEnum):
-    """Where a request is in its life."""
+    """The status of a request."""
 
     WAITING = 0
-    """Queued, or preempted; holds nothing."""
+    """Queued, or preempted; owns no slots or pages."""
     RUNNING = 1
     """Has a row id, slots and pages."""
     FINISHED = 2
 
 
 class Fate(IntEnum):
-    """Whose a row's result is, once the step has been planned."""
+    """What happens to a row's result after the step was planned."""
 
     LIVE = 0
     DETACHED = 1
-    """The request was preempted: the tokens count, the state is gone."""
+    """The request was preempted: its tokens count, its state is lost."""
     DROPPED = 2
-    """The request ended, or the store was lost: the result means nothing."""
+    """The request ended, or the store was lost: the result is ignored."""
 
 
 class Request:
     """A prompt, its limits and its output.
 
-    What else the scheduler knows stands in groups: `progress` while it runs, `lookup` in the cache, `transfer` from and
+    The scheduler's records are in groups: `progress` while it runs, `lookup` in the cache, `transfer` from and
     to other workers, `queueing`.
 
-    `sampling` is carried for the engine and never looked at. `fork_of` names the first of several requests for the
-    same prompt (n > 1): the others wait for its prompt's end instead of computing it again. `batch_id` is the request
-    id of the first of several prompts that came in one call: fair queueing treats them as one request. `lockstep` says
-    that the host must know the request's last tokens before its next step can be planned.
+    `sampling` is for the engine; the scheduler does not read it. `fork_of` names the first of several requests for the
+    same prompt (n > 1): the others wait for the end of its prompt instead of computing it again. `batch_id` is the
+    request id of the first of several prompts in one call: fair queueing treats them as one request. `lockstep`: the
+    host must know the request's last tokens before its next step can be planned.
     """
 
     __slots__ = (
+        "adapter",
         "arrival",
         "batch_id",
         "blocked",
@@ -57,6 +59,7 @@ class Request:
         "draft_tokens",
         "finish_reason",
         "fork_of",
+        "initial_slot",
         "lockstep",
         "lookup",
         "max_tokens",
@@ -90,6 +93,8 @@ class Request:
         ignore_eos: bool = False,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | None = None,
+        initial_slot: int = 0,
         prompt_logprobs: bool = False,
         lockstep: bool = False,
         fork_of: str | None = None,
@@ -97,7 +102,7 @@ class Request:
         client: str | None = None,
         sampling: Any = None,
     ) -> None:
-        # What was asked.
+        # The request.
         self.request_id = request_id
         self.tokens = list(prompt_token_ids)
         """Prompt and output."""
@@ -106,46 +111,50 @@ class Request:
         self.min_tokens = min_tokens
         self.stop_token_ids = frozenset(stop_token_ids) | (frozenset() if ignore_eos else frozenset(eos_token_ids))
         self.priority = priority
-        """Smaller is served first; equal ones in order of arrival."""
+        """Smaller values are served first; equal ones in order of arrival."""
         self.cache_salt = cache_salt
+        self.adapter = adapter
+        """Digest of the adapter's content; None without an adapter."""
+        self.initial_slot = initial_slot
+        """The slot with the state before the first token, outside the pool of slots; 0 = zeros."""
         self.prompt_logprobs = prompt_logprobs
         """Computes every prompt token: the cache is not read (but is published to)."""
         self.lockstep = lockstep
         self.fork_of = fork_of
         self.batch_id = batch_id
         self.client = client
-        """Whose request it is: waiting clients are served in turn. None is a client as any other."""
+        """The client that sent the request. Waiting clients are served in turn; None counts as one client."""
         self.sampling = sampling
         self.user: Any = None
         """Data that the engine attaches to the request."""
 
-        # What became of it.
+        # The result.
         self.status = Status.WAITING
         self.output_token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         """The token (or, set by the engine, the string) that ended it."""
 
-        # What the scheduler knows of it.
+        # The scheduler's records.
         self.arrival = 0
         self.blocked = False
-        """Set by the engine while it computes what the next step needs of a request in lockstep: no step has a row of
+        """Set by the engine while it computes a value for the next step of a lockstep request. No step has a row of
         it until then."""
         self.max_total = 0
-        """The most tokens the sequence may come to have."""
+        """Maximum number of tokens of the sequence."""
         self.draft_tokens: Sequence[int] | None = None
         """Drafts made on the host for the next step (a lockstep request only)."""
         self.draft_acceptance: float | None = None
-        """For the draft policy: how often a draft was right lately; None before the first."""
+        """For the draft policy: recent acceptance rate of drafts; None before the first draft."""
         self.queueing = Queueing()
         self.lookup = CacheLookup()
         self.transfer = Transfer()
         self.progress: Progress
-        """Set by the scheduler; replaced whenever the request has to start over."""
+        """Set by the scheduler, and replaced when the request has to start again."""
 
     @property
     def flow(self) -> str:
-        """The request id that all choices of all prompts of a call have in common."""
+        """The request id that all choices of all prompts of a call share."""
         return self.batch_id or self.fork_of or self.request_id
 
     @property
@@ -155,27 +164,33 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        """Whether it has ended, for whatever reason."""
+        """Whether it has ended, for any reason."""
         return self.status is Status.FINISHED
 
     @property
+    def sits_out(self) -> bool:
+        """Whether its next step needs values that the host does not know yet: its last tokens, or a mask made from
+        them."""
+        return self.lockstep and (self.blocked or any(row.sample for row in self.progress.unsettled))
+
+    @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that did not have to be computed, as of the first admission."""
+        """Prompt tokens that were cached at the first admission."""
         return self.lookup.num_cached_tokens
 
     @property
     def miss_reason(self) -> MissReason | None:
-        """Why there are none, as of the first admission."""
+        """The reason why no tokens were cached at the first admission."""
         return self.lookup.miss_reason
 
     @property
     def order(self) -> tuple[int, int]:
-        """Which of the running ones comes first: priority, then arrival."""
+        """Order of running requests: priority, then arrival."""
         return (self.priority, self.arrival)
 
     @property
     def place(self) -> tuple[int, int, int, int]:
-        """Which of a client's waiting ones comes first: by priority, turn, rank and arrival."""
+        """Order of a client's waiting requests: priority, turn, rank, then arrival."""
         return (self.priority, self.queueing.turn, self.queueing.rank, self.arrival)
 
     def __repr__(self) -> str:
@@ -184,39 +199,39 @@ class Request:
 
 @dataclass(slots=True)
 class Queueing:
-    """Why a request waits, and what it has been through."""
+    """The reason why a request waits, and its history in the queue."""
 
     prompt_done: bool = False
     """The prompt's last token has been dispatched at least once."""
     num_preemptions: int = 0
     turn: int = 0
-    """Among the waiting ones of its client: first choices of requests have the same, later choices later ones."""
+    """Turn among the waiting requests of its client: equal for first choices, later for further choices."""
     rank: int = 0
     """Within a turn: -1 for those that were preempted, 0 for first choices, 1 for others."""
     last_turn: int = 0
-    """Of the choices of its request so far."""
+    """Number of the choice within its request."""
     waits_since: int | None = None
-    """The step in which it was found to be first in turn, without a row id for it."""
+    """The step at which it was first in turn and no row id was free."""
     num_displacements: int = 0
-    """How often it has made room for another request."""
+    """Number of times that it was displaced for another request."""
     retry_above: int = -1
     """Retry once more than this many pages are free."""
     retry_at: int = 0
-    """Retry at this step, or as soon as there is more room in one."""
+    """Step at which to retry; earlier if a step has more room."""
 
 
 @dataclass(slots=True)
 class CacheLookup:
-    """What a request found in the cache at its first admission."""
+    """Cached tokens that a request reused at its first admission."""
 
     num_cached_tokens: int = 0
-    """Prompt tokens that did not have to be computed."""
+    """Number of cached prompt tokens."""
     miss_reason: MissReason | None = None
-    """Why there are none."""
+    """The reason for zero cached tokens."""
     final: bool = False
-    """The first admission has been dispatched, so this stands."""
+    """Makes the value final: the first admission has been dispatched."""
     chain: Chain | None = None
-    """What the sequence's tokens are called in the tiers; None before anybody has looked there."""
+    """Names of the sequence's prefixes in the tiers; None before the first lookup."""
 
 
 @dataclass(slots=True, eq=False)
@@ -228,16 +243,20 @@ class RemoteState:
     position: int
     """All prompt tokens (handoff `full`) or all but the last (`recompute-last`)."""
     source: Any = None
-    """For the engine: where to fetch it."""
+    """The engine's source of states that fetches it."""
+    handle: Any = None
+    """The source's key of it."""
     cached_tokens: int = 0
-    """Prompt tokens that the other worker did not have to compute either."""
+    """Prompt tokens that were cached at the other worker."""
     held: TierHit | None = None
-    """It comes from a tier of this worker's own, and not from another worker."""
+    """It comes from a tier of this worker, not from another worker."""
+    scope: Scope | None = None
+    """Only requests with this scope may use it. None for a state from a tier, which was found by its scope."""
 
 
 @dataclass(slots=True, eq=False)
 class RemoteLoad:
-    """What a running request waits for: one state, and keys and values of the tokens [start, position)."""
+    """The load that a running request waits for: one state, and the keys and values of the tokens [start, position)."""
 
     request: Request
     remote: RemoteState
@@ -245,7 +264,7 @@ class RemoteLoad:
     """A multiple of the page size: the pages up to here were found in the cache."""
     slot: int
     pages: Sequence[int]
-    """Where the tokens from `start` on go; empty where no page is missing, or there are none at all."""
+    """Pages for the tokens from `start` on; empty if no page is missing, or without attention."""
 
     @property
     def position(self) -> int:
@@ -254,7 +273,7 @@ class RemoteLoad:
 
     @property
     def valid(self) -> bool:
-        """Whether the request still waits for it. If not, another request may have its slot and pages."""
+        """Whether the request still waits for it. If not, another request may own its slot and pages."""
         return self.request.transfer.load is self
 
 
@@ -263,41 +282,41 @@ class Transfer:
     """A request's state that comes from another worker, or goes to one."""
 
     remote: RemoteState | None = None
-    """Another worker has computed the prompt. None again once its state has arrived, or will not."""
+    """The state of the prompt at another worker. None again after it has arrived or failed."""
     load: RemoteLoad | None = None
-    """It has a row id and waits for the remote state: no step has a row of it."""
+    """The load for which the request waits with a row id. No step has a row of it."""
     export: Any = None
     """For the engine: where to send the state at the prompt's end."""
 
 
 @dataclass(slots=True, eq=False)
 class PlannedRow:
-    """A request's part in a step, decode or prefill, from when it is planned until it has settled."""
+    """A request's part in a decode or prefill step, from planning to settlement."""
 
     request: Request
     row_id: int
     length: int
-    """c, tokens committed before the step; for a row that continues on the device the most that they can be."""
+    """c, tokens committed before the step; for a row that continues on the device, their maximum."""
     num_tokens: int
     """q, drafts included. 0 = sample from the slot's hidden state and feed nothing."""
     num_drafts: int
     access: StateAccess
-    """What the step reads and writes of the row's state."""
+    """The slots that the step reads and writes for the row."""
     pages: PageTable
     """The row's page table."""
     page_copy: tuple[int, int] | None
-    """(source, target): copied before anything is written."""
+    """(source, target): a page that is copied before anything is written."""
     sample: bool
-    """Whether the row emits tokens; without it the tokens fed are prompt tokens and more of them follow."""
+    """Whether the row emits tokens. If not, it feeds prompt tokens, and more follow."""
     is_prefill: bool
-    """Part of a prompt, or of what a preemption threw away: its tokens are known, it is published once dispatched."""
+    """A part of a prompt, or of tokens whose state a preemption discarded. It is published when it is dispatched."""
     step: int
     """Of the plan."""
     fate: Fate = field(kw_only=True, default=Fate.LIVE)
 
     @property
     def certain(self) -> int:
-        """Tokens fed that are kept whatever is sampled."""
+        """Number of fed tokens that are kept whatever is sampled."""
         return self.num_tokens - self.num_drafts
 
     @property
@@ -307,7 +326,7 @@ class PlannedRow:
 
 
 class Progress:
-    """How far a request has come, and all that it holds while it runs. A request that is preempted gets a new one."""
+    """The progress of a request, and its slots and pages while it runs. A preempted request gets a new one."""
 
     __slots__ = (
         "content",
@@ -325,20 +344,22 @@ class Progress:
     def __init__(self, request: Request, cache: Cache) -> None:
         self.row_id = 0
         self.num_computed = 0
-        """c, exactly, as of the last settled step."""
+        """c as of the last settled step."""
         self.num_sampling_steps = 0
-        """Steps since it took its row id that emit tokens: from the first on, the device can continue by itself."""
+        """Number of steps that emit tokens since it got its row id. After the first, the device can continue by
+        itself."""
         self.state: RowState = RowReplay(cache) if cache.config.replay_interval > 1 else RowSnapshots(cache)
+        self.state.start_from(request.initial_slot)
         self.pages = RowPages(cache.pages, cache.config.page_size)
-        self.content = Content(request.tokens, cache.scope(request.cache_salt), self.pages)
+        self.content = Content(request.tokens, cache.scope(request.cache_salt, request.adapter), self.pages)
         self.stops: list[int] = []
         """Positions at which a prefill chunk must end, ascending."""
         self.publish_at = 0
-        """Not before it has so many tokens is there anything more to publish of what it decodes."""
+        """Number of tokens at which the next decoded page or state can be published."""
         self.unsettled: list[PlannedRow] = []
         """Its rows in steps that have been planned and not settled, oldest first."""
         self.set_up_due = False
-        """Its state has arrived, and no step has told the device yet whose the row id is."""
+        """Whether its state has arrived and the device has not yet been told the owner of the row id."""
 
     @property
     def last_access(self) -> StateAccess | None:

@@ -27,7 +27,7 @@ class State(NamedTuple):
     tail: int
     """Tokens after that."""
     position: int
-    """All its tokens."""
+    """Number of all its tokens."""
 
 
 def root(scope: Scope) -> Name:
@@ -36,9 +36,11 @@ def root(scope: Scope) -> Name:
     How often weights were replaced, and by which, means something in this process alone, so no other one may see such
     names.
     """
-    salt, weights, lineage = scope
+    salt, weights, lineage, adapter = scope
     which = [weights, lineage] if lineage else [weights]
-    return _hash(b"root", b"" if salt is None else b"s" + salt.encode("utf-8", "surrogatepass"), which)
+    salted = _hash(b"root", b"" if salt is None else b"s" + salt.encode("utf-8", "surrogatepass"), which)
+    # Hashed apart, so that no salt gives the name of an adapter's states.
+    return salted if adapter is None else _hash(b"adapter", salted + adapter.encode(), ())
 
 
 def link(before: Name, block: Sequence[int]) -> Name:
@@ -58,7 +60,7 @@ def _hash(kind: bytes, before: bytes, tokens: Sequence[int]) -> Name:
 
 
 class Chain:
-    """The links of one growing sequence; nothing is hashed twice."""
+    """The links of one growing sequence. Each block is hashed once."""
 
     __slots__ = ("block", "links", "scope")
 
@@ -68,7 +70,7 @@ class Chain:
         """The scope's, then one for each whole block."""
 
     def reach(self, tokens: Sequence[int]) -> list[Name]:
-        """The links of so many tokens, of which those that were there before have not changed."""
+        """Returns the links of this number of tokens. Earlier links do not change."""
         links, block = self.links, self.block
         for at in range((len(links) - 1) * block, len(tokens) - block + 1, block):
             links.append(link(links[-1], tokens[at : at + block]))

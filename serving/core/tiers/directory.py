@@ -11,7 +11,7 @@ from serving.core.tiers.content import Chain, Name, State, state_name
 
 
 class Resumable(NamedTuple):
-    """Where a prompt could be gone on from."""
+    """A state from which a prompt can continue, and its replica."""
 
     replica: int
     position: int
@@ -19,29 +19,30 @@ class Resumable(NamedTuple):
 
 
 class Directory:
-    """What all replicas have told. They may tell something twice, take back what is not known, or contradict each
-    other: the first description of a state counts, and others are refused. Nothing that they tell makes a method raise.
+    """The events of all replicas. They may repeat events, withdraw unknown states, or contradict each
+    other: the first description of a state counts, and others are refused. No event makes a method raise.
     """
 
     def __init__(self, block: int) -> None:
         self.block = block
         self._told: dict[int, dict[Name, set[str]]] = {}
-        """By replica: the tiers in which it has each state."""
+        """The tiers of each state, by replica."""
         self._states: dict[Name, State] = {}
         self._replicas: dict[Name, set[int]] = {}
-        """That have a state, by its name."""
+        """Replicas with a state, by its name."""
         self._tails: dict[Name, dict[int, int]] = {}
-        """By a state's last link: how many known states have a tail of each length."""
+        """By a state's last link: the number of known states with a tail of each length."""
 
     def __len__(self) -> int:
         return len(self._replicas)
 
     def states_of(self, replica: int) -> int:
-        """How many states it has."""
+        """Number of states by replica."""
         return len(self._told.get(replica, ()))
 
     def stored(self, replica: int, tier: str, state: State) -> bool:
-        """A replica could go on from a state there. False if that contradicts what is known of the state."""
+        """Records that a replica can continue from a state. Returns False if this contradicts an earlier record of the
+        state."""
         known = self._states.setdefault(state.name, state)
         if known != state:
             return False
@@ -54,7 +55,7 @@ class Directory:
         return True
 
     def evicted(self, replica: int, tier: str, name: Name) -> None:
-        """It could not any more."""
+        """Records that a replica can no longer continue from a state."""
         tiers = self._told.get(replica, {}).get(name)
         if tiers is None:
             return
@@ -64,12 +65,13 @@ class Directory:
             self._gone(replica, name)
 
     def forget(self, replica: int) -> None:
-        """A replica has gone, or has begun anew: nothing that it told counts."""
+        """Forgets everything about a replica that has ended or restarted."""
         for name in self._told.pop(replica, {}):
             self._gone(replica, name)
 
     def find(self, chain: Chain, tokens: Sequence[int]) -> Iterator[Resumable]:
-        """All that could go on from somewhere in these tokens: the deepest first, each replica once."""
+        """Returns the replicas that can continue from a prefix of these tokens: the deepest first, each replica
+        once."""
         links = chain.reach(tokens)
         seen: set[int] = set()
         for at in range(len(tokens) // chain.block, -1, -1):

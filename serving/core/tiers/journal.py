@@ -1,10 +1,10 @@
 """The routing events of a server: the states that it can continue from, and their recent changes.
 
-A state is stored in a tier (`device`, `host`, `disk`) once a request could continue from it there, with all keys and
-values, and evicted when no request could any more. Pages alone are not reported: no request can continue from them.
+A state is `stored` in a tier (`device`, `host`, `disk`) when requests can continue from it there, with all keys and
+values, and `evicted` when they no longer can. Pages alone are not reported, because no request can continue from them.
 
-The engine's thread writes; other threads read. A reader keeps only a number: it reads a snapshot first, then all events
-after it. The log is short. A reader that is too slow, or that read before everything changed, is told so and starts
+The engine's thread writes; other threads read. A reader reads a snapshot first, then all events after the snapshot's
+number. The log is short. A reader that is too slow, or that read before a reset, gets an answer that says so and starts
 again with a snapshot.
 """
 
@@ -21,32 +21,32 @@ DEVICE = "device"
 
 
 class Event(NamedTuple):
-    """A state has come to a tier, or has gone from it."""
+    """A state was added to a tier, or removed from it."""
 
     number: int
-    """One more than that of the event before it."""
+    """The number of the previous event plus one."""
     tier: str
     state: State
     stored: bool
 
 
 class Snapshot(NamedTuple):
-    """All that is held after an event."""
+    """All states after an event."""
 
     number: int
     weights: int
-    """How often the weights had been replaced: a part of every name."""
+    """Number of weight updates so far, which is a part of every name."""
     states: list[tuple[str, State]]
-    """With their tiers."""
+    """The states, with their tiers."""
 
 
 class Journal:
-    """One server's. `most`: events that are remembered."""
+    """The journal of one server. `most`: number of events that are kept."""
 
     def __init__(self, block: int, most: int = 1 << 14) -> None:
         self.block = block
         self.id = secrets.token_hex(8)
-        """Another one after each start."""
+        """An id that differs after each start."""
         self._held: dict[str, dict[Name, State]] = {}
         self._log: deque[Event] = deque(maxlen=most)
         self._number = self._began = self._weights = 0
@@ -55,7 +55,7 @@ class Journal:
     # -- the engine's thread --
 
     def stored(self, tier: str, state: State) -> None:
-        """A request could go on from it there."""
+        """Records a state from which a request can continue."""
         with self._lock:
             held = self._held.setdefault(tier, {})
             if state.name not in held:
@@ -63,20 +63,20 @@ class Journal:
                 self._tell(tier, state, True)
 
     def evicted(self, tier: str, name: Name) -> None:
-        """No request could any more. Nothing happens if none could before."""
+        """Records that requests can no longer continue from a state. Does nothing if none could before."""
         with self._lock:
             state = self._held.get(tier, {}).pop(name, None)
             if state is not None:
                 self._tell(tier, state, False)
 
     def lost(self, tier: str) -> None:
-        """A tier has lost all that it held."""
+        """Records that a tier has lost all states."""
         with self._lock:
             self._held.pop(tier, None)
             self._begin_anew()
 
     def outdate(self) -> None:
-        """The weights are others from now on: nothing that is held will be found."""
+        """Records a weight update: no present state will be found."""
         with self._lock:
             self._held.clear()
             self._weights += 1
@@ -85,13 +85,14 @@ class Journal:
     # -- any thread --
 
     def snapshot(self) -> Snapshot:
-        """What is held now."""
+        """The present states."""
         with self._lock:
             states = [(tier, state) for tier, held in self._held.items() for state in held.values()]
             return Snapshot(self._number, self._weights, states)
 
     def since(self, number: int, most: int = 512) -> list[Event] | None:
-        """The events after a number, at most so many; None: not all of them are known any more, begin anew."""
+        """Returns up to a maximum number of events after a number; None: older events are lost, and the reader must
+        start again."""
         with self._lock:
             first = self._log[0].number if self._log else self._number + 1
             if number < max(self._began, first - 1) or number > self._number:

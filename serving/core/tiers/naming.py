@@ -25,7 +25,7 @@ def state_of(entry: Checkpoint, block: int) -> State:
 
 
 def scope_of(entry: Checkpoint) -> Scope:
-    """Whose it is."""
+    """The scope of the sequence."""
     node = entry.node
     while not isinstance(node, Root):
         assert node.parent is not None

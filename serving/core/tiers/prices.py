@@ -20,17 +20,17 @@ class Prices:
     per_byte: dict[str, float] = field(default_factory=dict)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A step with so many prompt tokens took so long."""
+        """Records the duration of a step with this number of prompt tokens."""
         if tokens > 0 and seconds > 0:
             self.per_token = _average(self.per_token, seconds / tokens)
 
     def fetched(self, tier: str, num_bytes: int, seconds: float) -> None:
-        """So many bytes took so long to come from a tier."""
+        """Records the duration of a fetch of this number of bytes from a tier."""
         if num_bytes > 0 and seconds > 0:
             self.per_byte[tier] = _average(self.per_byte.get(tier), seconds / num_bytes)
 
     def worth_fetching(self, tier: str, num_bytes: int, tokens: int) -> bool:
-        """Whether so many bytes, those that wait before them included, come sooner than so many tokens are computed."""
+        """Returns whether fetching these bytes, after those already queued, is faster than computing these tokens."""
         rate = self.per_byte.get(tier)
         if rate is None or self.per_token is None or num_bytes * rate <= tokens * self.per_token:
             return True

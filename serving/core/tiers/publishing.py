@@ -1,4 +1,4 @@
-"""From the prefix index to the journal: what the device holds, by content."""
+"""Records the contents of the prefix index in the journal."""
 
 from serving.core.cache.prefix_tree import Checkpoint
 from serving.core.tiers.journal import DEVICE, Journal
@@ -18,7 +18,7 @@ class Publishing:
 
     def dropping(self, entry: Checkpoint) -> None:
         """See `prefix_index.Watcher`."""
-        if not entry.stale:  # of those nothing is told since the weights were replaced
+        if not entry.stale:  # these have not been published since the weights were replaced
             self.journal.evicted(DEVICE, state_of(entry, self.journal.block).name)
 
     def cleared(self) -> None:

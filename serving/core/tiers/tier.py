@@ -1,4 +1,4 @@
-"""What one tier holds, and what goes when it is full: a ledger of bytes by content, without the bytes.
+"""The contents of one tier and its evictions: a ledger of bytes by content, without the bytes.
 
 A unit is one state with all keys and values that it needs: without either it is worth nothing. Blocks of keys and
 values are shared by the units whose sequences begin alike, and go with the last of them. So a unit is always whole.
@@ -23,79 +23,79 @@ class Unit(NamedTuple):
     """A state below the device, with the keys and values of its tokens."""
 
     name: Name
-    """Of the state and the keys and values of its tail."""
+    """Name of the state with the keys and values of its tail."""
     links: tuple[Name, ...]
     """The chain up to it: the scope's link, then one for each whole block, which also name the blocks' keys and
     values."""
     tail: int
     """Tokens after the last whole block."""
     position: int
-    """All its tokens."""
+    """Number of all its tokens."""
     kind: CheckpointKind
 
     @property
     def blocks(self) -> tuple[Name, ...]:
-        """The whole blocks."""
+        """Names of the whole blocks."""
         return self.links[1:]
 
     @property
     def state(self) -> State:
-        """Without what leads to it."""
+        """The state's name without its path."""
         return State(self.name, self.links[-1], self.tail, self.position)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of what is held."""
+    """Bytes of all parts in the tier."""
 
     state: int
     page: int
-    """Of one page's keys and values; 0 for a model without attention."""
+    """Bytes of one page's keys and values; 0 for a model without attention."""
     page_size: int
     block: int
     """B, in tokens."""
     overhead: int = 0
-    """Bytes that storing one part takes in addition to its arrays: a file's header."""
+    """Bytes of one part in addition to its arrays: the header of a file."""
 
     @property
     def whole_block(self) -> int:
-        """Of a whole block's keys and values."""
+        """Bytes of a whole block's keys and values."""
         return self.block // self.page_size * self.page + self.overhead if self.page else 0
 
     def own(self, unit: Unit) -> int:
-        """Of the part that no other unit shares: the state, and its tail's keys and values."""
+        """Bytes of the part that no other unit shares: the state, and its tail's keys and values."""
         tail = -(-unit.tail // self.page_size) * self.page if self.page else 0
         names = (2 * len(unit.name) + 1) * len(unit.links) if self.overhead else 0
         return self.state + tail + self.overhead + names
 
     def unit(self, unit: Unit) -> int:
-        """Of all of it."""
+        """Bytes of the whole unit."""
         return self.own(unit) + len(unit.blocks) * self.whole_block
 
 
 class Change(NamedTuple):
-    """What taking in a unit means for the bytes."""
+    """The changes that adding a unit makes."""
 
     blocks: list[Name]
-    """Blocks that the tier did not have; the unit's own part it never had."""
+    """Blocks that the tier did not have. The unit's own part is always new."""
     gone: list[Name]
-    """Own parts and blocks that may go, units before the blocks that they need."""
+    """Own parts and blocks to remove, units before the blocks that they need."""
     bytes: int
-    """Of the unit's own part and its new blocks."""
+    """Bytes of the unit's own part and its new blocks."""
 
 
 @dataclass(slots=True)
 class TierStats:
-    """What has come to a tier, and gone."""
+    """Parts that were added to a tier, and removed."""
 
     stored: int = 0
     """Units."""
     evicted: int = 0
-    """Units that went for others."""
+    """Units that were evicted for others."""
     lost: int = 0
     """Units that were damaged, could not be written or read, or were forgotten."""
     not_kept: int = 0
-    """Units not taken in: too large, or too many on their way."""
+    """Units that were refused: too large, or too many copies were pending."""
     stored_bytes: int = 0
 
 
@@ -106,7 +106,7 @@ class _Block:
 
 
 def _alone(method: Callable[Concatenate["Tier", _P], _R]) -> Callable[Concatenate["Tier", _P], _R]:
-    """One thread at a time."""
+    """Decorates a method that only one thread may run at a time."""
 
     @functools.wraps(method)
     def locked(self: "Tier", *args: _P.args, **more: _P.kwargs) -> _R:
@@ -118,7 +118,7 @@ def _alone(method: Callable[Concatenate["Tier", _P], _R]) -> Callable[Concatenat
 
 @dataclass(slots=True)
 class Tier:
-    """One tier: the least recently used unit goes first, those of little worth before all others.
+    """One tier. It evicts units of low value first, and within a class the least recently used.
 
     Engines that share it may use it at once, each in a thread of its own.
     """
@@ -130,19 +130,19 @@ class Tier:
     stats: TierStats = field(default_factory=TierStats)
     units: dict[Name, Unit] = field(default_factory=dict)
     used: int = 0
-    """Bytes of all that is held."""
+    """Bytes of all parts in memory."""
     _blocks: dict[Name, _Block] = field(default_factory=dict)
     _tails: dict[Name, dict[int, int]] = field(default_factory=dict)
-    """By a unit's last link: how many units have a tail of each length."""
+    """By a unit's last link: the number of units with a tail of each length."""
     _order: OrderedDict[Name, None] = field(default_factory=OrderedDict)
     _spare: OrderedDict[Name, None] = field(default_factory=OrderedDict)
-    """Units of little worth."""
+    """Units of low value."""
     journal: Journal | None = None
-    """Told of every unit that comes or goes."""
+    """Called with every unit that is added or removed."""
     dropped: Callable[[Name], None] | None = None
-    """Told at once of every part that goes."""
+    """Called immediately with every part that is removed."""
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
-    """For what has to stay true with what is held, as long as that takes: nothing that waits."""
+    """Protects the tier's contents. Holders must not wait for anything else."""
 
     def __len__(self) -> int:
         return len(self.units)
@@ -153,19 +153,19 @@ class Tier:
         return len(self._blocks)
 
     def has_block(self, name: Name) -> bool:
-        """Whether a block's keys and values are held."""
+        """Returns whether the tier has a block's keys and values."""
         return name in self._blocks
 
     def holds(self, name: Name) -> bool:
-        """Whether a part is held: a block's keys and values, or a unit's own."""
+        """Returns whether the tier has a part: a block's keys and values, or a unit's own."""
         return name in self.units or name in self._blocks
 
     def find(self, chain: Chain, tokens: Sequence[int], beyond: int) -> Unit | None:
-        """The deepest unit of the first tokens that absorbs more than `beyond` of them.
+        """Returns the deepest unit of a prefix of these tokens that is longer than `beyond`.
 
-        What it says of its tokens follows from `tokens` alone, whatever was noted when it was stored.
+        Its number of tokens is computed from `tokens` alone, and not read from what was stored.
         """
-        links = chain.reach(tokens)  # hashing takes a while for many tokens: others go on meanwhile
+        links = chain.reach(tokens)  # hashing many tokens takes time: other threads can run
         with self.lock:
             return self._find(chain.block, links, tokens, beyond)
 
@@ -184,9 +184,9 @@ class Tier:
 
     @_alone
     def add(self, unit: Unit, *, spare: bool = False, counts: bool = True) -> Change | None:
-        """Hold a unit from now on; None if it is held already, or larger than the tier.
+        """Adds a unit. Returns None if the tier has it already, or if it is larger than the tier.
 
-        `spare`: it is worth little, and goes before all that are not. `counts`: as one that was stored now.
+        `spare`: it is of low value, and is evicted before all others. `counts`: count it as stored.
         """
         if unit.name in self.units:
             self.touch(unit.name, spare=spare)
@@ -223,12 +223,12 @@ class Tier:
 
     @_alone
     def refuse(self) -> None:
-        """Count a unit that is not taken in."""
+        """Counts a refused unit."""
         self.stats.not_kept += 1
 
     @_alone
     def touch(self, name: Name, *, spare: bool = False) -> None:
-        """A unit was used, or has left the device again."""
+        """Records that a unit was used, or evicted from the device again."""
         if name in self._order:
             self._order.move_to_end(name)
         elif name in self._spare:
@@ -240,12 +240,12 @@ class Tier:
 
     @_alone
     def worth_spilling(self) -> list[Unit]:
-        """Units that a slower tier may have, too; the last used first."""
+        """Returns the units that may also be written to a slower tier, the last used first."""
         return [self.units[name] for name in reversed(self._order)]
 
     @_alone
     def drop(self, name: Name) -> list[Name]:
-        """A unit is damaged, or must not be used: what may go now."""
+        """Removes a unit that is damaged or must not be used. Returns the removed parts."""
         if name not in self.units:
             return []
         self.stats.lost += 1
@@ -253,7 +253,7 @@ class Tier:
 
     @_alone
     def leave(self, name: Name) -> list[Name]:
-        """Another process has removed a unit's own part, or a block: return the units that are unusable without it.
+        """Removes a unit or a block that another process has removed. Returns the units that need it.
 
         Blocks are not returned: that process has also removed the blocks that no other unit needs.
         """
@@ -269,13 +269,13 @@ class Tier:
 
     @_alone
     def drop_block(self, name: Name) -> list[Name]:
-        """A block is damaged: what may go now, all units that need it among it."""
+        """Removes a damaged block and all units that need it. Returns the removed parts."""
         return [gone for unit in [unit for unit in self.units.values() if name in unit.blocks]
                 for gone in self.drop(unit.name)]  # fmt: skip
 
     @_alone
     def forget(self, chain: Chain, tokens: Sequence[int]) -> list[Name]:
-        """Drop all units that begin like these tokens: with their first block, or with fewer than that."""
+        """Removes all units that share the first block with these tokens, or less."""
         links = chain.reach(tokens)
         first = links[1] if len(links) > 1 else None
         short = {state_name(links[0], tokens[:length]) for length in range(1, min(len(tokens) + 1, chain.block))}
@@ -287,7 +287,7 @@ class Tier:
 
     @_alone
     def clear(self) -> list[Name]:
-        """Nothing is of any use any more: what may go."""
+        """Removes all units. Returns the removed parts."""
         return [gone for name in list(self.units) for gone in self.drop(name)]
 
     def _remove(self, name: Name) -> list[Name]:
@@ -319,7 +319,7 @@ class Tier:
 
     @_alone
     def check(self) -> None:
-        """Raise `AssertionError` unless every byte is accounted for and every unit is whole."""
+        """Raises `AssertionError` unless every byte is accounted for and every unit is complete."""
         counts: dict[Name, int] = {}
         for unit in self.units.values():
             for name in unit.blocks if self.sizes.page else ():

@@ -8,6 +8,7 @@ another worker (`planning.remote`).
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from serving.core.cache.prefix_tree import Checkpoint, Node, Root, Scope
 from serving.core.tiers.content import Chain, Name
@@ -18,7 +19,7 @@ from serving.core.tiers.tier import Change, Tier, Unit
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TierHit:
-    """A unit that a request may go on from, and the tier to fetch it from."""
+    """A unit from which a request can continue, and its tier."""
 
     tier: Tier
     unit: Unit
@@ -32,32 +33,33 @@ class Departure:
     tier: Tier
     slot: int
     pages: list[int]
-    """Of all its tokens; empty without attention."""
+    """Pages of all its tokens; empty without attention."""
     change: Change
     memory_only: bool
-    """The disk is not to have it: it is worth little, or other weights computed it than the process began with."""
+    """It is not written to disk, because it is of low value, or because weights other than those at the start computed
+    it."""
 
     def pages_of(self, at: int, pages_per_block: int) -> list[int]:
-        """Those of the block at this place in the unit."""
+        """Pages of the block at this place in the unit."""
         return self.pages[at * pages_per_block : (at + 1) * pages_per_block]
 
     def tail_pages(self, pages_per_block: int) -> list[int]:
-        """Those behind the last whole block."""
+        """Pages after the last whole block."""
         return self.pages[len(self.unit.blocks) * pages_per_block :]
 
 
 @dataclass(slots=True)
 class FetchStats:
-    """What one engine has had from a tier."""
+    """Counters of one engine's fetches from a tier."""
 
     hits: int = 0
-    """Fetches that were begun."""
+    """Started fetches."""
     arrived: int = 0
-    """Fetches that a request went on from."""
+    """Fetches from which a request continued."""
     hit_tokens: int = 0
-    """Tokens that those states had absorbed."""
+    """Tokens that these states cover."""
     dearer: int = 0
-    """Times that computing was expected to take less time than fetching."""
+    """Number of times that computing was expected to be faster than fetching."""
     fetched_bytes: int = 0
 
 
@@ -77,25 +79,28 @@ class Tiers:
         self.host, self.disk, self.prices, self.max_leaving = host, disk, prices, max_leaving
         self.only_blocks = only_blocks
         self.tiers: Sequence[Tier] = tiers
-        """The fastest first."""
+        """The tiers, the fastest first."""
         self.fetches = {tier.name: FetchStats() for tier in tiers}
-        """By the tier's name."""
+        """Counters by the tier's name."""
+        self.source: Any = None
+        """The engine's source of states that fetches from these tiers."""
         self.block = tiers[0].sizes.block
         self.leaving = 0
-        """Bytes on their way off the device."""
+        """Bytes being copied from the device."""
         self.spilling = 0
-        """Bytes on their way from memory to the disk."""
+        """Bytes being written from memory to disk."""
         self.fetching = 0
-        """Bytes on their way back."""
+        """Bytes being fetched."""
         self.weights_replaced = False
-        """From then on nothing goes to the disk: how often they were means nothing to another process."""
+        """Number of weight updates. After the first, nothing is written to disk, because another process could not
+        identify the weights."""
         self._departures: list[Departure] = []
         self._gone: list[tuple[Tier, list[Name]]] = []
 
-    # -- away from the device --
+    # -- copies from the device --
 
     def left(self, entry: Checkpoint, spare: bool) -> None:
-        """The index is about to drop a checkpoint that lies whole on the device. `spare`: one of little worth."""
+        """Called before the index drops a checkpoint that is complete on the device. `spare`: it is of low value."""
         replaced = scope_of(entry).weights > 0
         if entry.stale or (self.only_blocks and entry.position % self.block):
             return
@@ -113,7 +118,7 @@ class Tiers:
         sizes = first.sizes
         new = [name for name in unit.blocks if not first.has_block(name)] if sizes.page else []
         size = sizes.own(unit) + len(new) * sizes.whole_block
-        # What is worth little waits for a time when little is on its way.
+        # Units of low value wait until few copies are pending.
         if self.leaving and self.leaving + size > (self.max_leaving // 2 if spare else self.max_leaving):
             first.refuse()
             return
@@ -125,18 +130,18 @@ class Tiers:
         self._departures.append(Departure(unit, first, entry.slot, pages, change, spare))
 
     def take_departures(self) -> list[Departure]:
-        """What is to be copied now, before anything else is dispatched."""
+        """Returns the units to copy now, before any other program is dispatched."""
         departures, self._departures = self._departures, []
         return departures
 
     def moved(self, num_bytes: int) -> None:
-        """So many bytes are on their way no more."""
+        """Records that a copy of this number of bytes has ended."""
         self.leaving -= num_bytes
 
     def spill(self, unit: Unit) -> Change | None:
-        """Have the disk hold a unit that the host's memory has; None where it does so already, or may not now.
+        """Plans to write a unit in the host's memory to disk. Returns None if the disk has it, or may not take it now.
 
-        What is evicted from memory later is there already, and what a process had when it was killed is, too.
+        A unit that is evicted from memory later, or whose process is killed, is then already on disk.
         """
         disk = self.disk
         if disk is None or disk is self.tiers[0] or self.weights_replaced:
@@ -153,13 +158,13 @@ class Tiers:
         return change
 
     def spilled(self, num_bytes: int) -> None:
-        """So many bytes have come to the disk, or will not."""
+        """Records that a write of this number of bytes to disk has ended or failed."""
         self.spilling -= num_bytes
 
     def others_changed(self, gone: Collection[Name], new: Iterable[Unit], used: Iterable[Name]) -> None:
-        """What other processes have done to the disk: parts that have gone, units that came, units that were used.
+        """Applies the changes that other processes made on disk: removed parts, added units, and used units.
 
-        What they brought counts like the process's own, so what has to go for it goes.
+        Added units count like the process's own, so other units may be evicted for them.
         """
         disk = self.disk
         if disk is None or self.weights_replaced:
@@ -174,17 +179,17 @@ class Tiers:
                 self._gone.append((disk, change.gone))
 
     def lost(self, held: TierHit) -> None:
-        """A unit cannot be had from a tier, or never came there."""
+        """Removes a unit that cannot be read from a tier, or was never written to it."""
         self._gone.append((held.tier, held.tier.drop(held.unit.name)))
 
     def lost_block(self, tier: Tier, name: Name) -> None:
-        """A block cannot be had from a tier, and so none of the units that need it."""
+        """Removes a block that cannot be read from a tier, and all units that need it."""
         self._gone.append((tier, tier.drop_block(name)))
 
     def outdate(self) -> None:
-        """The weights have been replaced: what memory holds is of no use any more.
+        """Clears the host's memory after a weight update.
 
-        What the disk has belongs to the weights that the process was started with, and to its next start.
+        Units on disk belong to the weights at the start of the process. They stay for its next start.
         """
         self.weights_replaced = True
         self.reset()
@@ -192,31 +197,31 @@ class Tiers:
             self._gone.append((self.host, self.host.clear()))
 
     def clear(self) -> None:
-        """Drop everything that all tiers hold."""
+        """Removes all units from all tiers."""
         self.reset()
         self._gone += [(tier, tier.clear()) for tier in self.tiers]
 
     def forget(self, tokens: Sequence[int], scope: Scope) -> None:
-        """Nothing that these tokens lead to is to be trusted: drop it everywhere."""
+        """Removes all units of these tokens from all tiers, because their states may be wrong."""
         chain = Chain(scope, self.block)
         self._gone += [(tier, tier.forget(chain, tokens)) for tier in self.tiers]
 
     def reset(self) -> None:
-        """The store is lost, or of no use: what was about to be copied from it will not be."""
+        """Drops all departures, because the store is lost or outdated."""
         for departure in self.take_departures():
             self.moved(departure.change.bytes)
             self._gone.append((departure.tier, departure.change.gone))
             self.lost(TierHit(departure.tier, departure.unit))
 
     def take_gone(self) -> list[tuple[Tier, list[Name]]]:
-        """Parts to remove since the last call, in order, except those that `Change.gone` names."""
+        """Returns the parts to remove since the last call, in order, except those in `Change.gone`."""
         gone, self._gone = self._gone, []
         return gone
 
-    # -- back to it --
+    # -- fetches --
 
     def find(self, chain: Chain, tokens: Sequence[int], position: int, matched: int) -> TierHit | None:
-        """The deepest unit beyond `position` tokens that is worth fetching.
+        """Returns the deepest unit beyond `position` tokens whose fetch saves time.
 
         `matched`: tokens whose keys and values the device has.
         """
@@ -234,19 +239,20 @@ class Tiers:
         return best
 
     def reach(self, chain: Chain, tokens: Sequence[int], position: int) -> int:
-        """How many of these tokens the deepest unit absorbs; `position` if none goes beyond that. Nothing is moved."""
+        """Returns the number of these tokens that the deepest unit covers; `position` if none is deeper. Moves
+        nothing."""
         for tier in self.tiers:
             unit = tier.find(chain, tokens, position)
             position = position if unit is None else unit.position
         return position
 
     def size(self, tier: Tier, unit: Unit, matched: int) -> int:
-        """Bytes to fetch where the device has the keys and values of so many tokens."""
+        """Returns the bytes to fetch if the device has the keys and values of this number of tokens."""
         blocks = max(0, len(unit.blocks) - matched // self.block)
         return tier.sizes.own(unit) + blocks * tier.sizes.whole_block
 
     def snapshot(self) -> dict[str, dict[str, float]]:
-        """By tier: its counters, how full it is, and what fetching from it takes."""
+        """Returns for each tier its counters, its fill level and the estimated time of fetching."""
         return {
             tier.name: asdict(tier.stats)
             | asdict(self.fetches[tier.name])
@@ -256,7 +262,7 @@ class Tiers:
         }
 
     def check(self) -> None:
-        """Raise `AssertionError` unless every tier's books are right."""
+        """Raises `AssertionError` unless the records of every tier are consistent."""
         for tier in self.tiers:
             tier.check()
 

@@ -1,4 +1,4 @@
-"""Endpoints of a decode worker: it is told of a state before the request comes that will go on from it."""
+"""Endpoints of a decode worker. The router announces a state before it sends the request that uses it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from serving.split.http.sealed import sealed
 from serving.split.manifest import Manifest, ManifestMismatch
 from serving.split.prefill_side import PrefillSide, TooMany
 from serving.split.seal import Seal
-from serving.split.wire import SplitError, Ticket
+from serving.split.wire import AdapterMismatch, SplitError, Ticket
 
 log = logging.getLogger(__name__)
 
 _BEAT = 2.0
-"""Seconds between two renewals of the leases that are waited for, at most."""
+"""Seconds between renewals of leases."""
 _HANDSHAKE = 10.0
 _AGAIN = 2.0
-"""Seconds for which a worker that could not be reached is not tried again."""
+"""Seconds before connecting again to a worker that was unreachable."""
 
 
 def decode_router(
@@ -41,14 +41,14 @@ def decode_router(
     keys: Sequence[str] = (),
     sharing: tuple[PrefillSide, str] | None = None,
 ) -> APIRouter:
-    """The endpoints of one decode worker.
+    """Returns the endpoints of one decode worker.
 
     Args:
-        side: what they speak for.
-        seal: only messages with it count.
-        allowed: URLs of the prefill workers that states may be fetched from; none = all that a sealed message names.
+        side: the worker's decode side.
+        seal: authenticates messages; the worker refuses all others.
+        allowed: URLs of prefill workers to fetch states from; empty for all workers that signed messages name.
         keys: API keys of the fleet; the first is sent to prefill workers.
-        sharing: what lends its states to others, and the URL by which they reach it.
+        sharing: shares this worker's states with others, which reach it at this URL.
     """
     seal = seal or Seal()
     peers = _Peers(side, seal, allowed, keys)
@@ -71,18 +71,20 @@ def decode_router(
 
     @router.get("/manifest", response_model=Manifest)
     async def manifest() -> Manifest:
-        """What this worker's states are like."""
+        """The settings that determine this worker's states."""
         return side.worker.manifest
 
     @router.post("/expect")
     async def expect(ticket: Ticket, request: Request) -> dict[str, bool]:
-        """The next request for the ticket's prompt goes on from its state."""
+        """Make the next request for the ticket's prompt continue from the ticket's state."""
         try:
             peer = await peers.get(ticket.worker, ticket.manifest)
             remote = side.accept(peer, ticket)
         except ManifestMismatch as error:
-            log.error("prefill worker %s was refused: %s", ticket.worker, error)
+            log.error("refused prefill worker %s: %s", ticket.worker, error)
             raise ApiError(409, str(error), code="manifest_mismatch") from None
+        except AdapterMismatch as error:
+            raise ApiError(409, str(error), code="adapter_mismatch") from None
         except SplitError as error:
             raise ApiError(502, str(error), code="peer_unreachable") from None
         if remote is None:
@@ -105,7 +107,7 @@ def decode_router(
 
 
 async def _beat(app: FastAPI, side: DecodeSide) -> None:
-    """What is waited for is not let go over there."""
+    """Renews the leases of the states that requests wait for."""
     context: Context = app.state.context
     while True:
         await asyncio.sleep(_BEAT)
@@ -113,27 +115,28 @@ async def _beat(app: FastAPI, side: DecodeSide) -> None:
 
 
 class _Peers:
-    """Prefill workers that have shaken hands."""
+    """Prefill workers after their handshake."""
 
     def __init__(self, side: DecodeSide, seal: Seal, allowed: Sequence[str], keys: Sequence[str]) -> None:
         self._side, self._seal, self._keys = side, seal, keys
         self._allowed = frozenset(url.rstrip("/") for url in allowed)
         self._peers: dict[str, HttpPeer] = {}
         self._failed: dict[str, tuple[float, str]] = {}
-        # One handshake at a time with each worker: many first requests share one, and no request waits for the
-        # handshake with another worker.
+        # One handshake at a time per worker: concurrent first requests share it, and no request waits for the handshake
+        # with another worker.
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def get(self, url: str, manifest: str) -> HttpPeer:
-        """The worker at `url`, whose manifest has this digest; another one has been started there since, else.
+        """Returns the worker at `url`. Connects again if the worker was restarted, that is, if the digest of its
+        manifest is not `manifest`.
 
         Raises:
-            ApiError: it is none of those that are allowed.
-            ManifestMismatch, SplitError: as `HttpPeer.connect` does.
+            ApiError: the worker is not allowed.
+            ManifestMismatch, SplitError: see `HttpPeer.connect`.
         """
         url = url.rstrip("/")
         if self._allowed and url not in self._allowed:
-            raise ApiError(403, f"{url[:200]} is none of this worker's peers", code="peer_not_allowed")
+            raise ApiError(403, f"{url[:200]} is not an allowed peer", code="peer_not_allowed")
         async with self._locks[url]:
             peer = self._peers.get(url)
             if peer is None or peer.manifest.digest != manifest:
@@ -141,7 +144,7 @@ class _Peers:
                 if time.monotonic() - since < _AGAIN and why:
                     raise SplitError(why)
                 try:
-                    found = await HttpPeer.connect(
+                    connected = await HttpPeer.connect(
                         url,
                         self._side.worker.manifest,
                         seal=self._seal,
@@ -152,7 +155,7 @@ class _Peers:
                     self._failed[url] = time.monotonic(), str(error)
                     raise
                 # The previous peer may still be in use; it closes with its last reference.
-                peer = self._peers[url] = found
+                peer = self._peers[url] = connected
             return peer
 
     async def close(self) -> None:

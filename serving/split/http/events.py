@@ -1,7 +1,7 @@
-"""`/internal/events`: what this server could go on from, for routers; docs/split.md has the format.
+"""`/internal/events`: the states that this server can continue from, for routers; docs/split.md defines the format.
 
-A stream begins with a snapshot and goes on with what changes. Nothing is kept for a reader but its place in the
-journal's log, so one that cannot keep up is told so and cut off, and begins again with a snapshot.
+A stream starts with a snapshot, followed by changes. The server stores only a reader's position in the journal's log. A
+reader that is too slow gets the event `behind`, and must start again with a snapshot.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_json
 from starlette.responses import Response
 
+from serving.api.http.connection.streaming import EventStream, until_gone
 from serving.api.http.context import context_of
 from serving.api.http.errors import ApiError
-from serving.api.http.streaming import EventStream, until_gone
 from serving.core.tiers.content import State
 from serving.core.tiers.journal import Event, Journal
 from serving.split.http.prompts import Kind, prompt_of
@@ -29,15 +29,15 @@ from serving.split.wire import Tokens
 
 MOST_READERS = 16
 _LOOK = 0.05
-"""Seconds between two looks at the journal."""
+"""Seconds between polls of the journal."""
 _BEAT = 5.0
-"""Seconds after which a stream says that it is still there."""
+"""Seconds without events after which a stream sends a keep-alive comment."""
 _AT_ONCE = 512
-"""States of one message."""
+"""Maximum number of states in one message."""
 
 
 class PromptRequest(BaseModel):
-    """A request whose tokens are wanted."""
+    """A request whose prompt is to be tokenised."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -45,26 +45,33 @@ class PromptRequest(BaseModel):
     body: dict[str, Any]
 
 
-def events_router(journal: Journal, *, model: str, seal: Seal | None = None) -> APIRouter:
-    """The endpoints for routers. `model` is a digest of the weights. Only messages with `seal` count."""
+def events_router(journal: Journal, *, model: str, seal: Seal | None = None, adapters: bool = False) -> APIRouter:
+    """Returns the endpoints for routers.
+
+    Args:
+        journal: the states.
+        model: digest of the weights.
+        seal: authenticates messages.
+        adapters: requests may name adapters.
+    """
     router = APIRouter(prefix="/internal", tags=["routing"], dependencies=[sealed(seal or Seal())])
     readers = 0
 
     @router.get("/events")
     async def events(request: Request) -> Response:
-        """A stream of server-sent events, without an end."""
+        """An endless stream of server-sent events."""
         nonlocal readers
         if readers >= MOST_READERS:
-            raise ApiError(503, f"{MOST_READERS} readers follow this server already", code="too_many_readers")
+            raise ApiError(503, f"{MOST_READERS} readers already follow this server", code="too_many_readers")
         ending: Callable[[], bool] = getattr(request.app.state, "ending", lambda: False)
 
         async def counted() -> AsyncGenerator[bytes, None]:
             nonlocal readers
             if readers >= MOST_READERS:
-                return  # others have begun since it was let in
+                return  # other readers started meanwhile
             readers += 1
             try:
-                async for message in follow(journal, model, ending):
+                async for message in follow(journal, model, ending, adapters):
                     yield message
             finally:
                 readers -= 1
@@ -73,24 +80,31 @@ def events_router(journal: Journal, *, model: str, seal: Seal | None = None) -> 
 
     @router.post("/tokens", response_model=Tokens)
     async def tokens(body: PromptRequest, request: Request) -> Tokens:
-        """A prompt's tokens, and the salt of its cache: what names in events are made of."""
-        found = await until_gone(request.receive, prompt_of(context_of(request), body.kind, body.body, request.headers))
-        return Tokens(tokens=found.tokens, salt=found.salt)
+        """A prompt's tokens, salt and adapter, from which the names in events are computed."""
+        context = context_of(request)
+        work = prompt_of(context, body.kind, body.body, request.headers)
+        prompt = await until_gone(request.receive, work)
+        table = context.engine.engine.adapters if prompt.lora is not None else None
+        adapter = table.names.digest(prompt.lora) if table is not None else None
+        return Tokens(tokens=prompt.tokens, salt=prompt.salt, adapter=adapter)
 
     return router
 
 
-async def follow(journal: Journal, model: str, ending: Callable[[], bool]) -> AsyncGenerator[bytes, None]:
-    """The messages of one stream, until the server ends or its reader is too slow."""
-    found = journal.snapshot()
-    number = found.number
-    head = {"server": journal.id, "model": model, "block": journal.block, "weights": found.weights}
-    yield _message("snapshot", number, head | {"states": len(found.states)})
-    for at in range(0, len(found.states), _AT_ONCE):
-        for message in _by_tier("held", number, found.states[at : at + _AT_ONCE]):
+async def follow(
+    journal: Journal, model: str, ending: Callable[[], bool], adapters: bool = False
+) -> AsyncGenerator[bytes, None]:
+    """Yields the messages of one stream, until the server ends or the reader is too slow."""
+    snapshot = journal.snapshot()
+    number = snapshot.number
+    head = {"server": journal.id, "model": model, "block": journal.block, "weights": snapshot.weights}
+    head["adapters"] = adapters
+    yield _message("snapshot", number, head | {"states": len(snapshot.states)})
+    for at in range(0, len(snapshot.states), _AT_ONCE):
+        for message in _by_tier("held", number, snapshot.states[at : at + _AT_ONCE]):
             yield message
-    del found
-    said = time.monotonic()
+    del snapshot
+    last_sent = time.monotonic()
     while not ending():
         events = journal.since(number)
         if events is None:
@@ -99,16 +113,16 @@ async def follow(journal: Journal, model: str, ending: Callable[[], bool]) -> As
         for message in _changes(events):
             yield message
         if events:
-            number, said = events[-1].number, time.monotonic()
-        elif time.monotonic() - said > _BEAT:
-            said = time.monotonic()
+            number, last_sent = events[-1].number, time.monotonic()
+        elif time.monotonic() - last_sent > _BEAT:
+            last_sent = time.monotonic()
             yield b": here\n\n"
         if len(events) < _AT_ONCE:
             await asyncio.sleep(_LOOK)
 
 
 def _changes(events: Iterable[Event]) -> Iterator[bytes]:
-    """Neighbours that say the same of the same tier go in one message, which has the number of the last."""
+    """Joins consecutive events of the same kind and tier to one message with the number of the last one."""
     for (stored, _), some in groupby(events, key=lambda event: (event.stored, event.tier)):
         same = list(some)
         states = [(event.tier, event.state) for event in same]
@@ -120,8 +134,8 @@ def _by_tier(kind: str, number: int, states: Iterable[tuple[str, State]]) -> Ite
         if kind == "evicted":
             yield _message(kind, number, {"tier": tier, "states": [state.name.hex() for _, state in some]})
         else:
-            told = [[state.name.hex(), state.link.hex(), state.tail, state.position] for _, state in some]
-            yield _message(kind, number, {"tier": tier, "states": told})
+            rows = [[state.name.hex(), state.link.hex(), state.tail, state.position] for _, state in some]
+            yield _message(kind, number, {"tier": tier, "states": rows})
 
 
 def _message(kind: str, number: int, fields: dict[str, Any]) -> bytes:

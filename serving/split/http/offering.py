@@ -1,4 +1,4 @@
-"""Endpoints of every worker that has states for others: shake hands, hold, copy what is lacked, let go."""
+"""Endpoints of workers that offer states: handshake, hold, copy, renew and release."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi import APIRouter, FastAPI, Request
 
 from serving.api.http.context import Context, context_of
 from serving.api.http.errors import ApiError
-from serving.engine.async_engine import EngineStopped
+from serving.engine.engine_thread import EngineStopped
 from serving.split.http.peer import Hello, Release, Renew
 from serving.split.manifest import Manifest, ManifestMismatch, check
 from serving.split.prefill_side import PrefillSide, TooMany
@@ -20,24 +20,24 @@ log = logging.getLogger(__name__)
 
 
 def add_offering(router: APIRouter, side: PrefillSide, url: str) -> None:
-    """Add them to a worker's router; others reach it at `url`."""
+    """Adds the endpoints to `router`; other workers reach this one at `url`."""
 
     @router.post("/hello", response_model=Manifest)
     async def hello(body: Hello) -> Manifest:
-        """A decode worker's handshake: refused (409) where the two cannot exchange states."""
+        """A decode worker's handshake; 409 if the two workers cannot exchange states."""
         try:
             for notice in check(side.worker.manifest, body.manifest):
-                log.warning("a decode worker: %s", notice)
+                log.warning("decode worker: %s", notice)
         except ManifestMismatch as error:
-            log.error("a decode worker was refused: %s", error)
+            log.error("refused a decode worker: %s", error)
             raise ApiError(409, str(error), code="manifest_mismatch") from None
         return side.worker.manifest
 
     @router.post("/share", response_model=Ticket)
-    async def share(asked: ShareRequest, request: Request) -> Ticket:
-        """Keep a state that is there until another worker has fetched it, or its lease runs out."""
+    async def share(wanted: ShareRequest, request: Request) -> Ticket:
+        """Hold a cached state until another worker has fetched it or its lease expires."""
         try:
-            return await context_of(request).engine.call(lambda _: side.share(asked, url=url))
+            return await context_of(request).engine.call(lambda _: side.share(wanted, url=url))
         except TooMany as error:
             raise ApiError(503, str(error), code="too_many_states", headers={"Retry-After": "1"}) from None
         except SplitError as error:
@@ -45,7 +45,7 @@ def add_offering(router: APIRouter, side: PrefillSide, url: str) -> None:
 
     @router.post("/offer", response_model=Offer)
     async def offer(want: StateRequest, request: Request) -> Offer:
-        """Copy what a decode worker lacks; it can then be fetched."""
+        """Copy the part of a state that a decode worker does not have, for it to fetch."""
         try:
             return await context_of(request).engine.call(lambda _: side.offer(want))
         except TooMany as error:
@@ -55,19 +55,19 @@ def add_offering(router: APIRouter, side: PrefillSide, url: str) -> None:
 
     @router.post("/renew")
     async def renew(body: Renew, request: Request) -> dict[str, bool]:
-        """States are still waited for."""
+        """Renew the leases of states."""
         await context_of(request).engine.call(lambda _: side.renew(body.ids))
         return {"renewed": True}
 
     @router.post("/release")
     async def release(body: Release, request: Request) -> dict[str, bool]:
-        """A state has been fetched, or is not wanted."""
+        """Drop a state that was fetched or is not needed."""
         await context_of(request).engine.call(lambda _: side.release(body.id, wanted=body.wanted))
         return {"released": True}
 
 
 async def sweep(app: FastAPI, side: PrefillSide) -> None:
-    """Leases run out also while nothing happens."""
+    """Removes expired leases while the engine is idle."""
     context: Context = app.state.context
     while True:
         await asyncio.sleep(max(0.05, side.lease / 4))

@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 KEY_VARIABLE = "MAMBA_JAX_API_KEY"
 _LONGEST = 1 << 20
-"""Bytes of an answer."""
+"""Maximum size of a response in bytes."""
 _BRIEF = 5.0
-"""Timeout in seconds of requests whose answer no caller waits for."""
+"""Timeout in seconds of requests without a caller that waits for the response."""
 
 
 class Hello(BaseModel):
@@ -39,7 +39,7 @@ class Hello(BaseModel):
 
 
 class Release(BaseModel):
-    """What has become of a state."""
+    """Whether a state was fetched."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -48,7 +48,7 @@ class Release(BaseModel):
 
 
 class Renew(BaseModel):
-    """States that are still waited for."""
+    """States whose leases to renew."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -56,11 +56,10 @@ class Renew(BaseModel):
 
 
 class HttpPeer:
-    """Speaks to a prefill worker's `/split` endpoints. `connect` makes one, on the event loop that it lives on.
+    """A client of a prefill worker's `/split` endpoints. Create one with `connect`, on the event loop that it will use.
 
-    The methods of `Peer` may be called from any other thread. Each call has one deadline for all of it, however slowly
-    the other side answers. Errors of HTTP become `SplitError`: to the one who waits for a state it is all the same why
-    it does not come.
+    The methods of `Peer` may be called from any other thread. Each call has one deadline, including the time to read
+    the response. HTTP errors become `SplitError`.
     """
 
     def __init__(self, url: str, manifest: Manifest, client: httpx.AsyncClient, seal: Seal) -> None:
@@ -71,66 +70,66 @@ class HttpPeer:
     async def connect(
         cls, url: str, ours: Manifest, *, seal: Seal | None = None, keys: Sequence[str] = (), timeout: float = 5.0
     ) -> HttpPeer:
-        """Shake hands with a prefill worker, which may ask for one of `keys`.
+        """Connects to a prefill worker, which may require one of `keys`.
 
         Raises:
-            ManifestMismatch: it has refused; it says the same in its log.
-            SplitError: it cannot be reached.
+            ManifestMismatch: the worker refused, and logged the same message.
+            SplitError: the worker is unreachable.
         """
         client = httpx.AsyncClient(base_url=url, timeout=timeout, headers=headers(keys))
         peer = cls(url, ours, client, seal or Seal())
         try:
             status, content = await peer._post("/split/hello", Hello(manifest=ours), timeout)
             if status == 409:
-                raise ManifestMismatch(f"{url} refuses: {said(status, content)}")
+                raise ManifestMismatch(f"refused by {url}: {error_message(status, content)}")
             if status != 200:
-                raise SplitError(f"prefill worker {url} does not shake hands: {said(status, content)}")
+                raise SplitError(f"handshake with prefill worker {url} failed: {error_message(status, content)}")
             peer.manifest = Manifest.model_validate_json(content)
         except (SplitTimeout, ValidationError) as error:
             await client.aclose()
-            raise SplitError(f"prefill worker {url} cannot be reached: {error}") from None
+            raise SplitError(f"prefill worker {url} is unreachable: {error}") from None
         except BaseException:
             await client.aclose()
             raise
         return peer
 
     def offer(self, want: StateRequest, seconds: float) -> Offer:
-        """See `PrefillSide.offer`."""
+        """Requests an offer; see `PrefillSide.offer`."""
         status, content = self._from_thread(self._post("/split/offer", want, seconds), seconds)
         if status == 503:
-            raise TooMany(said(status, content))
+            raise TooMany(error_message(status, content))
         if status != 200:
-            raise SplitError(said(status, content))
+            raise SplitError(error_message(status, content))
         try:
             return Offer.model_validate_json(content)
         except ValidationError:
-            raise SplitError(f"prefill worker {self.url} offers nothing that makes sense") from None
+            raise SplitError(f"prefill worker {self.url} sent an invalid offer") from None
 
     def renew(self, ids: Sequence[str]) -> None:
-        """See `PrefillSide.renew`."""
-        self._mention("/split/renew", Renew(ids=list(ids)[:8192]))
+        """Renews leases; see `PrefillSide.renew`."""
+        self._send("/split/renew", Renew(ids=list(ids)[:8192]))
 
     def release(self, id: str, *, wanted: bool) -> None:
-        """See `PrefillSide.release`."""
-        self._mention("/split/release", Release(id=id, wanted=wanted))
+        """Releases a state; see `PrefillSide.release`."""
+        self._send("/split/release", Release(id=id, wanted=wanted))
 
     async def close(self) -> None:
-        """Close its connections."""
+        """Closes the connections."""
         await self._client.aclose()
 
     def _from_thread(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:  # the loop has been closed: this worker shuts down
+        except RuntimeError:  # the loop is closed: this worker shuts down
             work.close()
             raise SplitError("this worker is shutting down") from None
         try:
             return future.result(seconds + 1.0)
         except (TimeoutError, concurrent.futures.CancelledError):
             future.cancel()
-            raise SplitTimeout(f"prefill worker {self.url} has not answered in {seconds:.1f} s") from None
+            raise SplitTimeout(f"prefill worker {self.url} did not answer within {seconds:.1f} s") from None
 
-    def _mention(self, path: str, message: BaseModel) -> None:
+    def _send(self, path: str, message: BaseModel) -> None:
         async def post() -> None:
             with contextlib.suppress(SplitError):
                 await self._post(path, message, _BRIEF)
@@ -142,39 +141,38 @@ class HttpPeer:
             work.close()
 
     async def _post(self, path: str, message: BaseModel, seconds: float) -> tuple[int, bytes]:
-        """Status and content of the answer."""
+        """Returns the status and the content of the response."""
         body, content = message.model_dump_json().encode(), bytearray()
         own = {"content-type": "application/json"}
-        asked = self._client.stream("POST", path, content=body, headers=own, auth=self._auth)
+        stream = self._client.stream("POST", path, content=body, headers=own, auth=self._auth)
         try:
-            async with asyncio.timeout(seconds), asked as answer:
+            async with asyncio.timeout(seconds), stream as answer:
                 async for piece in answer.aiter_bytes():
                     content += piece
                     if len(content) > _LONGEST:
-                        raise SplitError(f"prefill worker {self.url} answers more than {_LONGEST:,} bytes")
+                        raise SplitError(f"prefill worker {self.url} sent more than {_LONGEST:,} bytes")
                 return answer.status_code, bytes(content)
         except (TimeoutError, httpx.TimeoutException):
-            raise SplitTimeout(f"prefill worker {self.url} has not answered in {seconds:.1f} s") from None
+            raise SplitTimeout(f"prefill worker {self.url} did not answer within {seconds:.1f} s") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise SplitError(f"prefill worker {self.url} cannot be reached: {error or type(error).__name__}") from None
+            raise SplitError(f"prefill worker {self.url} is unreachable: {error or type(error).__name__}") from None
 
 
 def headers(keys: Sequence[str] = ()) -> dict[str, str]:
-    """A fleet has one API key: who asks clients for it sends it along, and a router that does not finds it in the
-    environment."""
+    """Returns the headers with the fleet's API key: the first of `keys`, or the one in the environment."""
     key = next(iter(keys), None) or os.environ.get(KEY_VARIABLE)
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def said(status: int, content: bytes) -> str:
-    """The message of an error object, or whatever else came."""
+def error_message(status: int, content: bytes) -> str:
+    """Returns the message of an error object; the status if the content is not an error object."""
     with contextlib.suppress(ValidationError):
         return _Error.model_validate_json(content).error.message
     return f"status {status}"
 
 
 def error_code(content: bytes) -> str | None:
-    """The code of an error object; None if there is none."""
+    """Returns the code of an error object; None if the object has no code or the content is not an error object."""
     with contextlib.suppress(ValidationError):
         return _Error.model_validate_json(content).error.code
     return None

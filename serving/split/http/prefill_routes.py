@@ -1,4 +1,4 @@
-"""Endpoints of a prefill worker: compute a prompt, copy what is lacked, let go."""
+"""Endpoints of a prefill worker: compute a prompt, and offer its state."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fastapi import APIRouter, FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import Headers
 
+from serving.api.http.connection.streaming import until_gone
 from serving.api.http.context import Context, context_of
 from serving.api.http.errors import ApiError
-from serving.api.http.streaming import until_gone
-from serving.engine.output import RequestOutput
-from serving.engine.replicas import Served
+from serving.engine.async_engine import AsyncEngine
+from serving.engine.requests.output import RequestOutput
 from serving.split.http.offering import add_offering, sweep
 from serving.split.http.prompts import Kind, prompt_of
 from serving.split.http.sealed import sealed
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class PrefillRequest(BaseModel):
-    """A request to a decode worker, of which the prompt is to be computed."""
+    """A request to a decode worker, whose prompt is to be computed."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -41,11 +41,11 @@ class PrefillRequest(BaseModel):
     body: dict[str, Any]
     handoff: Handoff = "full"
     seconds: float = Field(600.0, gt=0)
-    """Seconds within which the prompt must be computed; the router does not wait longer."""
+    """Maximum seconds to compute the prompt; the router does not wait longer."""
 
 
 def prefill_router(side: PrefillSide, url: str, *, seal: Seal | None = None) -> APIRouter:
-    """The endpoints of one prefill worker, which others reach at `url`. Only messages with `seal` count."""
+    """Returns the endpoints of one prefill worker, which others reach at `url`. `seal` authenticates messages."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -58,14 +58,14 @@ def prefill_router(side: PrefillSide, url: str, *, seal: Seal | None = None) -> 
 
     @router.get("/manifest", response_model=Manifest)
     async def manifest() -> Manifest:
-        """What this worker's states are like."""
+        """The settings that determine this worker's states."""
         return side.worker.manifest
 
     add_offering(router, side, url)
 
     @router.post("/prefill", response_model=Ticket)
     async def prefill(body: PrefillRequest, request: Request) -> Ticket:
-        """Compute a prompt, and keep its state until it is fetched or its lease runs out."""
+        """Compute a prompt, and hold its state until it is fetched or its lease expires."""
         context = context_of(request)
         return await until_gone(request.receive, _prefill(context, side, body, url, request.headers))
 
@@ -80,8 +80,7 @@ def prefill_router(side: PrefillSide, url: str, *, seal: Seal | None = None) -> 
 
 
 async def _prefill(context: Context, side: PrefillSide, body: PrefillRequest, url: str, headers: Headers) -> Ticket:
-    found = await prompt_of(context, body.kind, body.body, headers)
-    prompt, priority, salt = found.tokens, found.priority, found.salt
+    prompt, priority, salt, lora = await prompt_of(context, body.kind, body.body, headers)
     fed = fed_tokens(prompt, body.handoff)
     if not fed:
         return ticket_of(side, None, prompt, body.handoff, worker=url)
@@ -92,15 +91,16 @@ async def _prefill(context: Context, side: PrefillSide, body: PrefillRequest, ur
         async with asyncio.timeout(body.seconds):
             export: Export = await engine.call(lambda _: side.begin(id))
             outputs = engine.generate(
-                {"prompt_token_ids": fed}, ONCE, name, priority=priority, cache_salt=salt, live=False, export=export
-            )
+                {"prompt_token_ids": fed}, ONCE, name,
+                priority=priority, cache_salt=salt, live=False, export=export, lora_request=lora,
+            )  # fmt: skip
             async with contextlib.aclosing(outputs) as each:
                 async for output in each:
                     last = output
         assert last is not None
     except BaseException as error:
-        # Refused, aborted, too late, or the router disconnected: no worker will fetch the state. The place may not be
-        # taken yet; commands run in order, so the release comes after that.
+        # The request was refused, aborted or too late, or the router disconnected, so no worker will fetch the state.
+        # Commands run in order, so the release follows `begin` even if `begin` has not run yet.
         engine.tell(lambda _: side.release(id, wanted=False))
         if isinstance(error, TooMany):
             raise ApiError(503, str(error), code="too_many_states", headers={"Retry-After": "1"}) from None
@@ -109,11 +109,14 @@ async def _prefill(context: Context, side: PrefillSide, body: PrefillRequest, ur
         raise
     finally:
         beating.cancel()
-    return ticket_of(side, export, prompt, body.handoff, worker=url, cached_tokens=last.num_cached_tokens)
+    return ticket_of(
+        side, export, prompt, body.handoff,
+        worker=url, cached_tokens=last.num_cached_tokens, adapter_name=None if lora is None else lora.lora_name,
+    )  # fmt: skip
 
 
-async def _beat(engine: Served, side: PrefillSide, id: str) -> None:
-    """A lease does not run out while its prompt waits or is computed."""
+async def _beat(engine: AsyncEngine, side: PrefillSide, id: str) -> None:
+    """Renews a lease while its prompt waits or is computed."""
     while True:
         await asyncio.sleep(side.lease / 4)
         engine.tell(lambda _: side.renew([id]))

@@ -1,4 +1,4 @@
-"""What `mamba-jax serve --role ...` adds to a server."""
+"""Creates the role of `mamba-jax serve --role ...`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastapi import APIRouter
 
 from serving.config import ConfigError
 from serving.core.tiers.journal import Journal
-from serving.engine.build import Built
+from serving.engine.assembly.build import Built
 from serving.split.decode_side import DecodeSide
 from serving.split.http.decode_routes import decode_router
 from serving.split.http.events import events_router
@@ -27,28 +27,28 @@ from serving.split.worker import Worker
 
 log = logging.getLogger(__name__)
 
-_FETCHES = 8  # states on their way to a decode worker at once
+_FETCHES = 8  # maximum number of states that a decode worker fetches at a time
 
 
 @dataclass(frozen=True)
 class OpenRole:
-    """A role that has been taken on; one of a server that does everything itself is empty."""
+    """The endpoints and programs of a role; empty for a server without one."""
 
     routers: list[APIRouter]
     worker: Worker | None = None
     reads: bool = False
-    """It takes states out of its store."""
+    """The role reads states from its store."""
     writes: bool = False
-    """It puts them in."""
+    """The role writes states to its store."""
 
     def prepare(self) -> None:
-        """Compile what the role needs, on the engine's thread; for peers with the same page size."""
+        """Compiles the role's programs, for peers with the same page size. Call this on the engine's thread."""
         worker = self.worker
         if worker is None:
             return
         store, layers = worker.loop.store, worker.manifest.attention_layers
         assert store is not None
-        # Those who go on from a prefill worker's states may want its draft layer's keys and values, or not.
+        # Decode workers may or may not request the keys and values of draft layers.
         for reading in [reading for reading, does in ((True, self.reads), (False, self.writes)) if does]:
             for count in {layers + worker.manifest.draft_layers, layers if reading else len(store.kv)}:
                 worker.programs.warm_up(
@@ -57,7 +57,7 @@ class OpenRole:
 
 
 def open_role(settings: SplitSettings, built: Built, host: str, port: int, *, keys: Sequence[str] = ()) -> OpenRole:
-    """Take on the role of `settings`, before anything drives the engine. `keys` are the server's API keys.
+    """Creates the role of `settings`, before the engine runs. `keys`: the server's API keys.
 
     Raises:
         ConfigError: a transport is not available.
@@ -66,8 +66,8 @@ def open_role(settings: SplitSettings, built: Built, host: str, port: int, *, ke
         return OpenRole(_events(built, Worker.of(built, {}), settings.seal) if settings.seal.secret else [])
     if not settings.seal.secret and not _is_loopback(host):
         raise ConfigError(
-            f"a {settings.role} worker on {host} can be reached by others: give the fleet a secret, by --split-secret "
-            f"or {SECRET_VARIABLE} (any 16 characters or more that all its workers and routers have)"
+            f"a {settings.role} worker that listens on {host} needs a secret: set --split-secret or {SECRET_VARIABLE} "
+            "to the same value of at least 16 characters on all workers and routers"
         )
     reached = settings.advertise or host
     if reached in ("0.0.0.0", "::", ""):
@@ -97,6 +97,7 @@ def open_role(settings: SplitSettings, built: Built, host: str, port: int, *, ke
         timeout=settings.fetch_timeout,
         max_arriving_bytes=settings.max_transfer_bytes,
         fail=built.engine.fail,
+        adapters=built.engine.adapters.names if built.engine.adapters is not None else None,
     )
     sharing = (offer(computes=False), url) if settings.share else None
     router = decode_router(decode, seal=seal, allowed=settings.peer, keys=keys, sharing=sharing)
@@ -104,13 +105,14 @@ def open_role(settings: SplitSettings, built: Built, host: str, port: int, *, ke
 
 
 def _events(built: Built, worker: Worker, seal: Seal) -> list[APIRouter]:
-    """What routers follow; nothing where nothing is cached."""
+    """Returns the endpoints that routers follow; an empty list without a prefix cache."""
     scheduler = built.engine.loop.scheduler
     if scheduler.index is None:
         return []
     journal = Journal(built.config.state_block_size)
     scheduler.tell(journal)
-    return [events_router(journal, model=worker.manifest.model, seal=seal)]
+    serves_adapters = built.engine.adapters is not None
+    return [events_router(journal, model=worker.manifest.model, seal=seal, adapters=serves_adapters)]
 
 
 def _is_loopback(host: str) -> bool:

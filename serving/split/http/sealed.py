@@ -1,4 +1,4 @@
-"""Messages between workers count only with the fleet's seal."""
+"""Signed HTTP messages between workers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _MOST_NAMES = 4096
 
 
 def sealed(seal: Seal) -> Any:
-    """A dependency for the endpoints of a role: 401 for messages that do not come from the fleet."""
+    """Returns a dependency for the endpoints of a role: 401 for messages without the fleet's signature."""
     checker = SealChecker(seal)
 
     async def check(request: Request) -> None:
         if not checker.holds(request.headers.get(HEADER, ""), request.url.path, await request.body()):
             raise ApiError(
-                401, "only the fleet's own workers and routers may ask for this", code="not_sealed",
+                401, "this path requires a message signed with the fleet's secret", code="not_sealed",
                 headers={RECEIVER: checker.name},
             )  # fmt: skip
 
@@ -29,9 +29,10 @@ def sealed(seal: Seal) -> Any:
 
 
 class SealAuth(httpx.Auth):
-    """Seals requests to the fleet's servers. A receiver's name is learned from its first refusal, also after a restart.
+    """Signs requests to the fleet's servers. It learns a receiver's name from its first refusal, also after a restart.
 
-    The name is public: a server that gives another one's gets messages that it could have passed on as they came.
+    Names are public. A server that claims another server's name gains nothing, because it can only forward the
+    messages to that server.
     """
 
     requires_request_body = True
@@ -39,10 +40,10 @@ class SealAuth(httpx.Auth):
     def __init__(self, seal: Seal) -> None:
         self._seal = seal
         self._names: dict[str, str] = {}
-        """By the URL of a group of endpoints, without their own names."""
+        """Names of receivers by URL, without the last part of the path."""
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        """Sends the request, and once more under the name that the receiver asks for."""
+        """Sends the request, and repeats it if the receiver reports another name."""
         place = str(request.url.copy_with(query=None)).rpartition("/")[0]
         for _ in range(2):
             name = self._names.get(place, "")

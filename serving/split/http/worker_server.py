@@ -1,4 +1,4 @@
-"""One worker as a server: what `mamba-jax serve` runs, and what other programs run in a thread of theirs."""
+"""Creates a worker's server, for `mamba-jax serve` and for other programs, which run it in a thread."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from collections.abc import Callable
 from functools import partial
 
 from serving.api.http.app import create_app
+from serving.api.http.connection.server import STEP_TIMEOUT, Server
 from serving.api.http.context import Context
-from serving.api.http.server import STEP_TIMEOUT, Server
 from serving.api.http.settings import ServerSettings
 from serving.api.traces import Traces
 from serving.config import ConfigError, EngineConfig
-from serving.engine.build import Built, build_engine
+from serving.engine.assembly.build import Built, build_engine
+from serving.engine.async_engine import AsyncEngine
 from serving.engine.engine import Engine
-from serving.engine.replicas import serve_engines
-from serving.engine.warmup import warm_up
+from serving.engine.programs.warmup import warm_up
+from serving.engine.replicas.adapter_load import AdapterLoad, table_of
+from serving.engine.replicas.group import grouped
+from serving.engine.request_error import RequestError
 from serving.split.http.roles import open_role
 from serving.split.settings import SplitSettings
 
@@ -34,29 +37,37 @@ def make_server(
     on_compiled: Callable[[], None] | None = None,
     on_ready: Callable[[Context], None] | None = None,
 ) -> tuple[Server, Context]:
-    """Loads the model and takes on the role; the server is to be run on `listening`, and compiles when it is.
+    """Loads the model and creates the role. Run the returned server on `listening`; it then compiles.
 
     Args:
-        settings: of the server.
-        config: of the engine.
-        role: of the worker in a fleet; none for a server that does everything itself.
-        listening: the socket that others reach it by.
-        progress: show bars for loading and compiling where stderr is a terminal.
-        traces: where spans go; by the settings if None.
-        led: other hosts do what this one does: see `build_engine`.
-        on_built: called with the engine once the model is loaded.
-        on_compiled: called on each engine's thread once it has nothing more to compile; requests wait until it returns.
-        on_ready: called once requests are taken.
+        settings: the server's settings.
+        config: the engine's settings.
+        role: the worker's role in a fleet, or no role.
+        listening: the bound socket.
+        progress: show progress bars for loading and compiling if stderr is a terminal.
+        traces: exports spans; None for those of the settings.
+        led: other hosts follow this one's steps; see `build_engine`.
+        on_built: called with the engine when the model is loaded.
+        on_compiled: called on each engine's thread when its programs are compiled; requests wait until it returns.
+        on_ready: called when the server accepts requests.
 
     Raises:
-        ConfigError, CheckpointError: what is wrong with flags, model or memory.
+        ConfigError, CheckpointError: the flags are invalid, the model cannot be loaded, or memory does not suffice.
     """
     if config.data_parallel_size > 1 and (role.role is not None or role.seal.secret):
         raise ConfigError(
             f"data_parallel_size {config.data_parallel_size}: workers of a split, and those that routers follow "
             "(--role, --split-secret), have one engine each; start one for each replica"
         )
+    if settings.lora_modules and not config.serves_adapters:
+        raise ConfigError("lora_modules needs enable_lora or max_initial_states")
     built = build_engine(config.model_copy(update={"warmup": False}), progress=progress, led=led)
+    front = grouped(built.engines)
+    for name, path in settings.adapter_paths.items():
+        try:
+            AdapterLoad(name, path, table_of(built.engine).read(name, path)).apply(front.call_all)
+        except RequestError as error:
+            raise ConfigError(str(error)) from None
     if on_built is not None:
         on_built(built)
     opened = open_role(role, built, settings.host, listening.getsockname()[1], keys=settings.api_key)
@@ -65,19 +76,19 @@ def make_server(
         if config.warmup:
             several = len(built.engines) > 1
             bar = progress and not several and sys.stderr.isatty()
-            # A role's own programs are compiled for the present store, so no other compilation may run. With several
-            # hosts, all would wait for the last one to compile a program.
-            alone = role.role is None and not led
+            # Programs of a role are compiled for the current store, so no compilation may run in the background. With
+            # several hosts, all would wait for the slowest background compilation.
+            background = role.role is None and not led
             label = f"replica {1 + built.engines.index(engine)} of {len(built.engines)}: " if several else ""
             warm_up(
                 engine.loop, engine.vocab_size,
-                progress=bar, keep=config.compilation_cache, background=alone, label=label,
+                progress=bar, keep=config.compilation_cache, background=background, label=label,
             )  # fmt: skip
             opened.prepare()
         if on_compiled is not None:
             on_compiled()
 
-    engine = serve_engines(built.engines)
+    engine = AsyncEngine(front)
     app = create_app(engine, settings, routers=opened.routers, prepare=prepare, on_ready=on_ready, traces=traces)
     server = Server(
         app, settings, drain_timeout=settings.drain_timeout, leave=partial(engine.shutdown, STEP_TIMEOUT),

@@ -1,1 +1,1 @@
-"""A fleet of prefill and decode workers as a Ray Serve application, and how many of them it needs."""
+"""A fleet of prefill and decode workers as a Ray Serve application, with autoscaling."""

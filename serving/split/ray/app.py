@@ -1,10 +1,10 @@
-"""The fleet as a Ray Serve application: N prefill and M decode replicas behind the router.
+"""A fleet as a Ray Serve application: prefill and decode replicas behind the router.
 
     serve run serving.split.ray.app:application model=REF prefill=1-4 decode=2
 
-Ray places and restarts the replicas, and decides about their number (`autoscaling`). Each runs a whole worker, with a
-port of its own, because states and streams go from worker to worker and not through Ray. A registry says where the
-replicas are; the router, which is the ingress, follows it.
+Ray places and restarts the replicas, and determines their number (`autoscaling`). Each replica runs a whole worker with
+its own port, because states and streams go from worker to worker and not through Ray. A registry contains the replicas'
+addresses. The router, which is the ingress, reads the registry.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 
 _REGISTRY = "mamba-jax-workers-"
 _BEAT = 1.0
-_DEAD = 5.0  # seconds without a word
-_DRAIN = 300.0  # seconds in which a replica that is not needed any more may end what it has begun
+_DEAD = 5.0  # seconds without a message after which a worker counts as dead
+_DRAIN = 300.0  # seconds that a removed replica has to finish its requests
 
 
 class Registry:
-    """Which workers there are: each says so every second."""
+    """The current workers. Each one reports itself every second."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str], float] = {}
@@ -44,21 +44,21 @@ class Registry:
         self._seen[role, url] = time.monotonic()
 
     def leave(self, role: str, url: str) -> None:
-        """It takes no more requests."""
+        """Removes a worker, which accepts no more requests."""
         self._seen.pop((role, url), None)
 
     def workers(self) -> dict[str, list[str]]:
-        """URLs by role, of those that have been heard of lately."""
+        """Returns the URLs by role of the workers that reported recently."""
         late = time.monotonic() - _DEAD
-        found: dict[str, list[str]] = {"prefill": [], "decode": []}
+        workers: dict[str, list[str]] = {"prefill": [], "decode": []}
         for (role, url), at in self._seen.items():
             if at > late:
-                found[role].append(url)
-        return found
+                workers[role].append(url)
+        return workers
 
 
 def registry(fleet: str) -> Any:
-    """The registry of one application: others in the same Ray cluster have workers of their own."""
+    """Returns the registry of one application. Other applications in the same Ray cluster have their own."""
     actor: Any = ray.remote(num_cpus=0)(Registry)
     return actor.options(name=_REGISTRY + fleet, get_if_exists=True, lifetime="detached").remote()
 
@@ -76,20 +76,20 @@ class Replica:
         self._thread.start()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """For Serve's autoscaler."""
+        """Returns the metric for Serve's autoscaler."""
         return {METRIC: float(self.worker.requests)}
 
     def check_health(self) -> None:
-        """Ray restarts the replica when this raises."""
+        """Raises an error if the worker stopped; Ray then restarts the replica."""
         if not self.worker.alive:
-            raise RuntimeError("the worker has stopped")
+            raise RuntimeError("the worker stopped")
 
     def __del__(self) -> None:
-        # Serve does not know of the streams that run here: it is this that lets them end.
+        # Serve does not know about running streams, so the replica lets them finish here.
         self._over.set()
         self._thread.join()
         self._registry.leave.remote(self._role, self.worker.url)
-        time.sleep(2 * _BEAT)  # until the router knows
+        time.sleep(2 * _BEAT)  # until the router has read the registry
         self.worker.close(_DRAIN)
 
     def _beat(self) -> None:
@@ -99,16 +99,16 @@ class Replica:
 
 
 def front(fleet: str, settings: dict[str, Any]) -> FastAPI:
-    """The router, which follows the fleet's registry."""
+    """Returns the router, which reads the fleet's registry."""
     from serving.split.router.app import create_router
 
     app = create_router(RouterSettings.create(**settings))
     inner = app.router.lifespan_context
 
     async def follow() -> None:
-        found = registry(fleet)
+        workers = registry(fleet).workers
         while True:
-            app.state.relay.fleet.follow(**await found.workers.remote())
+            app.state.relay.fleet.follow(**await workers.remote())
             await asyncio.sleep(_BEAT)
 
     @contextlib.asynccontextmanager
@@ -123,30 +123,30 @@ def front(fleet: str, settings: dict[str, Any]) -> FastAPI:
 
 
 class Front:
-    """The ingress. It holds the replicas' handles so that Ray deploys them along with it."""
+    """The ingress. Its references to the replicas make Ray deploy them with it."""
 
     def __init__(self, prefill: Any, decode: Any) -> None:
         self._replicas = prefill, decode
 
 
 def application(arguments: dict[str, Any]) -> Any:
-    """Built by `serve run`: `prefill` and `decode` are numbers of replicas, such as 2 or 1-4, `resources` Ray's for
-    each of them (such as {"TPU": 4}). Settings of workers, of their servers and of the router (such as `lease`,
-    `on_failure`, `api_key`) go to all who have them; everything else are flags of the engine.
+    """Builds the application for `serve run`. `prefill` and `decode` are numbers of replicas, such as 2 or 1-4;
+    `resources` are Ray's resources per replica, such as {"TPU": 4}. Settings of workers, their servers and the router
+    (such as `lease`, `on_failure`, `api_key`) go to each part that has them; all others are flags of the engine.
 
     Raises:
-        ConfigError: a number of replicas that is none, or a bad setting.
+        ConfigError: a number of replicas or a setting is invalid.
     """
-    sorted_out = Arguments.of(arguments)
+    settings = Arguments.of(arguments)
     fleet = secrets.token_hex(8)
     options = {
         "ray_actor_options": {"num_cpus": 1, "resources": dict(arguments.get("resources", {}))},
         "graceful_shutdown_timeout_s": _DRAIN + 10,
     }
     parts = [
-        serve.deployment(name=role, **replicas(role, arguments.get(role, 1), sorted_out.engine), **options)(
-            Replica
-        ).bind(role, fleet, sorted_out.split, sorted_out.server | sorted_out.engine)
+        serve.deployment(name=role, **replicas(role, arguments.get(role, 1), settings.engine), **options)(Replica).bind(
+            role, fleet, settings.split, settings.server | settings.engine
+        )
         for role in ("prefill", "decode")
     ]
-    return serve.deployment(serve.ingress(lambda: front(fleet, sorted_out.routing))(Front)).bind(*parts)
+    return serve.deployment(serve.ingress(lambda: front(fleet, settings.routing))(Front)).bind(*parts)

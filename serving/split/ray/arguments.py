@@ -1,4 +1,4 @@
-"""The arguments of the Ray Serve application, sorted by who they are for."""
+"""The arguments of the Ray Serve application, sorted by recipient."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from serving.config import EngineConfig
 from serving.split.settings import RouterSettings, SplitSettings
 
 _FIXED = frozenset({"role", "advertise", "host", "port", "prefill", "decode", "resources"})
-"""Where and as what each one listens is the application's own business."""
+"""Settings that the application chooses itself."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What goes to workers, to their servers, to the router and to the engines. Some settings go to several."""
+    """Settings of workers, their servers, the router and the engines. Some settings have several recipients."""
 
     split: dict[str, Any]
     server: dict[str, Any]
@@ -24,22 +24,24 @@ class Arguments:
     engine: dict[str, Any]
 
     @classmethod
-    def of(cls, given: dict[str, Any]) -> Arguments:
-        """Of an application; it has a secret of its own unless one is given.
+    def of(cls, arguments: dict[str, Any]) -> Arguments:
+        """Sorts the arguments of an application. Creates a secret unless one is given.
 
         Raises:
             ConfigError: an unknown setting or an invalid value.
         """
-        named = {"split_secret": secrets.token_hex(32)} | {k: v for k, v in given.items() if k not in _FIXED}
+        named = {"split_secret": secrets.token_hex(32)} | {k: v for k, v in arguments.items() if k not in _FIXED}
         split, server, routing = (
             {name: value for name, value in named.items() if name in kind.model_fields}
             for kind in (SplitSettings, ServerSettings, RouterSettings)
         )
         known = {*split, *server, *routing}
-        found = cls(split, server, routing, {name: value for name, value in named.items() if name not in known})
-        # Mistakes show at once, and not in the log of a replica.
+        sorted_settings = cls(
+            split, server, routing, {name: value for name, value in named.items() if name not in known}
+        )
+        # Validate here, so that errors do not appear only in a replica's log.
         SplitSettings.create(**split)
         ServerSettings.create(**server)
         RouterSettings.create(**routing)
-        EngineConfig.create(**found.engine)
-        return found
+        EngineConfig.create(**sorted_settings.engine)
+        return sorted_settings

@@ -1,4 +1,4 @@
-"""A worker inside another program's process: what `mamba-jax serve --role ...` runs, in a thread."""
+"""A worker in a thread of another program's process, equivalent to `mamba-jax serve --role ...`."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import socket
 import threading
 from typing import Any
 
-from serving.api.http.settle import settle
+from serving.api.http.resolve_settings import resolve_settings
 from serving.split.http.worker_server import make_server
 from serving.split.settings import SplitSettings
 
 
 class EmbeddedWorker:
-    """Loads its model and listens on a free port of `host`; ready some time later.
+    """Loads a model and listens on a free port of `host`. Compiles in the background: see `ready`.
 
     Args:
-        split: its role, and what goes with it.
-        flags: of the engine, and settings of the server, as in a config file of `mamba-jax serve`.
-        host: where it listens.
+        split: the worker's role and its settings.
+        flags: flags of the engine and settings of the server, as in a config file of `mamba-jax serve`.
+        host: address to listen on.
 
     Raises:
-        ConfigError, CheckpointError: as on the command line.
+        ConfigError, CheckpointError: the same errors as on the command line.
     """
 
     def __init__(self, split: SplitSettings, flags: dict[str, Any], host: str) -> None:
-        settings, config = settle({"log_requests": False} | split.engine_flags | flags, {"host": host})
+        settings, config = resolve_settings({"log_requests": False} | split.engine_flags | flags, {"host": host})
         listening = socket.create_server((host, 0))
         self.url = f"http://{host}:{listening.getsockname()[1]}"
         self._server, self._context = make_server(settings, config, split, listening, progress=False)
@@ -33,20 +33,20 @@ class EmbeddedWorker:
 
     @property
     def ready(self) -> bool:
-        """Whether requests are taken."""
+        """Whether the worker accepts requests."""
         return bool(self._context.ready)
 
     @property
     def alive(self) -> bool:
-        """Whether it still serves, or will."""
+        """Whether the worker runs or is starting."""
         return self._thread.is_alive() and self._context.engine.running
 
     @property
     def requests(self) -> int:
-        """Those that are under way, waiting ones included."""
+        """Number of running and waiting requests."""
         return int(self._context.engine.num_unfinished)
 
     def close(self, seconds: float = 30.0) -> None:
-        """Stop listening; what runs has some time to end."""
+        """Stops listening and waits up to `seconds` for running requests."""
         self._server.should_exit = True
         self._thread.join(seconds)

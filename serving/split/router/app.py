@@ -1,7 +1,7 @@
-"""The router as an application: OpenAI's and Anthropic's APIs, passed on.
+"""The router's ASGI application: forwards requests of OpenAI's and Anthropic's APIs to workers.
 
-It has a server's limits and validates as a server does, before any worker sees a request: a wrong one is answered here,
-and never makes a worker look as if it had failed.
+It applies the same limits as a server, and validates requests before it forwards them. It answers invalid requests
+itself, so that they never count as failures of a worker.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ import httpx
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from serving.api.http import absent, errors, messages_input, responses_input
+from serving.api.http import errors
+from serving.api.http.connection.streaming import EventStream, openai_failure, start, until_gone
+from serving.api.http.endpoints import messages_input, responses_input, unsupported_routes
+from serving.api.http.endpoints.messages import failure as anthropic_failure
 from serving.api.http.errors import ApiError
 from serving.api.http.limits import Limits
-from serving.api.http.messages import failure as anthropic_failure
 from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.protocol.completions import CompletionRequest
 from serving.api.http.protocol.messages import Conversation, MessagesRequest
 from serving.api.http.protocol.responses import ResponsesRequest
 from serving.api.http.protocol.tokenization import DetokenizeRequest, TokenizeRequest
 from serving.api.http.sampling import sampling_params
-from serving.api.http.streaming import EventStream, openai_failure, start, until_gone
 from serving.api.metrics import Metrics
 from serving.split.http.peer import headers as own_key
-from serving.split.router.asked import ClientRequest
+from serving.split.router.client_request import ClientRequest
 from serving.split.router.following import Following
 from serving.split.router.metrics import RelayCollector
 from serving.split.router.relay import Relay
@@ -39,16 +40,16 @@ from serving.split.settings import RouterSettings
 _KEYS = ("authorization", "x-api-key")
 _TRACING = ("x-request-id", "traceparent", "tracestate")
 _MAX_FORWARDED_BYTES = 8192
-"""Maximum size of one forwarded header value, and of all of them together: a worker bounds its header bytes, too."""
+"""Maximum size of all forwarded header values together; workers also limit the size of headers."""
 
 
 def create_router(settings: RouterSettings) -> FastAPI:
-    """An ASGI application in front of the workers that `settings` names."""
-    # Every wait for a worker has a deadline of its own, around all of it: see `Remote.attended`.
+    """Returns an ASGI application that forwards requests to the workers in `settings`."""
+    # Every wait for a worker has its own deadline: see `Remote.attended`.
     timeout = httpx.Timeout(None, connect=settings.connect_timeout)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
     client = httpx.AsyncClient(timeout=timeout, limits=limits)
-    # The fleet's key is for what the router asks by itself. Clients' requests go on with the clients' own, or none.
+    # The fleet's key is for the router's own requests. Clients' requests are forwarded with the clients' keys.
     fleet = Fleet.of(settings.prefill, settings.decode, client, own_key(settings.api_key), settings.seal)
     fleet.max_worker_requests = settings.max_worker_requests
     following = Following(fleet) if settings.routing == "events" else None
@@ -75,38 +76,38 @@ def create_router(settings: RouterSettings) -> FastAPI:
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         sampling_params(body, {})
-        return await _pass_on(relay, "completions", request)
+        return await _forward(relay, "completions", request)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         sampling_params(body, {})
-        return await _pass_on(relay, "chat/completions", request)
+        return await _forward(relay, "chat/completions", request)
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         if body.previous_response_id is not None:
             raise ApiError(
-                400, "behind a router nothing is kept of answers: send the whole conversation as input",
+                400, "the router does not store responses; send the whole conversation as input",
                 param="previous_response_id",
             )  # fmt: skip
         sampling_params(responses_input.chat_request(body, responses_input.messages_of_input(body.input)), {})
-        return await _pass_on(relay, "responses", request)
+        return await _forward(relay, "responses", request)
 
     @app.get("/v1/responses/{response_id}")
     @app.delete("/v1/responses/{response_id}")
     async def stored_response(response_id: str) -> Response:
-        raise ApiError(404, "behind a router nothing is kept of answers", code="response_not_found")
+        raise ApiError(404, "the router does not store responses", code="response_not_found")
 
     @app.post("/v1/messages")
     async def messages(body: MessagesRequest, request: Request) -> Response:
         sampling_params(messages_input.chat_request(body), {})
-        return await _pass_on(relay, "messages", request, anthropic_failure)
+        return await _forward(relay, "messages", request, anthropic_failure)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: Conversation, request: Request) -> Response:
         return await _ask(relay, "/v1/messages/count_tokens", request)
 
-    app.include_router(absent.router)
+    app.include_router(unsupported_routes.router)
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
@@ -140,12 +141,12 @@ def create_router(settings: RouterSettings) -> FastAPI:
     return app
 
 
-async def _pass_on(
+async def _forward(
     relay: Relay, kind: str, request: Request, failure: Callable[[ApiError], bytes] = openai_failure
 ) -> Response:
-    asked = ClientRequest(kind, await request.body(), await request.json(), _headers(request))
-    answer = await until_gone(request.receive, relay.answer(asked))
-    if asked.stream and answer.status == 200:
+    forwarded = ClientRequest(kind, await request.body(), await request.json(), _headers(request))
+    answer = await until_gone(request.receive, relay.answer(forwarded))
+    if forwarded.stream and answer.status == 200:
         return EventStream(await start(answer.body), answer.headers, failure)
     async with contextlib.aclosing(answer.body) as pieces:
         content = b"".join([piece async for piece in pieces])
@@ -153,28 +154,28 @@ async def _pass_on(
 
 
 async def _ask(relay: Relay, path: str, request: Request) -> Response:
-    asked = ClientRequest(path, await request.body(), {}, _headers(request))
-    found = await until_gone(request.receive, relay.ask(path, asked))
-    return Response(found.content, found.status_code, media_type="application/json")
+    forwarded = ClientRequest(path, await request.body(), {}, _headers(request))
+    answer = await until_gone(request.receive, relay.ask(path, forwarded))
+    return Response(answer.content, answer.status_code, media_type="application/json")
 
 
 def _headers(request: Request) -> dict[str, str]:
-    """The headers to forward, without optional white space. A header for tracing with characters that HTTP clients
-    refuse to send is left out.
+    """Returns the headers to forward, without optional white space. Omits tracing headers with characters that HTTP
+    clients refuse to send.
 
     Raises:
         ApiError: 400 for such characters in a key; 431 for values that are too long.
     """
-    found: dict[str, str] = {}
+    forwarded: dict[str, str] = {}
     for name in (*_KEYS, *_TRACING):
         value = request.headers.get(name, "").strip(" \t")
         if not value:
             continue
         if value.isascii() and value.isprintable():
-            found[name] = value
+            forwarded[name] = value
         elif name in _KEYS:
-            raise ApiError(400, f"the header {name} holds characters other than printable ASCII")
-    if sum(map(len, found.values())) > _MAX_FORWARDED_BYTES:
+            raise ApiError(400, f"the header {name} contains characters other than printable ASCII")
+    if sum(map(len, forwarded.values())) > _MAX_FORWARDED_BYTES:
         names = ", ".join((*_KEYS, *_TRACING))
         raise ApiError(431, f"the headers {names} together are larger than {_MAX_FORWARDED_BYTES:,} bytes")
-    return found
+    return forwarded

@@ -25,16 +25,17 @@ log = logging.getLogger(__name__)
 
 _PATH = "/internal/events"
 _SILENCE = 20.0
-"""Seconds without a word after which a stream counts as broken; it says something every five."""
+"""Seconds without data after which a stream counts as broken; servers send data every five seconds."""
 _AGAIN = 2.0
-"""Seconds before a stream that has ended is begun again; twice as long after each time that it told nothing."""
-_RARELY = 60.0
+"""Seconds before reconnecting to a stream that ended; doubled after each connection without a snapshot."""
+_MAX_PAUSE = 60.0
+"""Maximum seconds before reconnecting."""
 _LONGEST = 1 << 20
-"""Bytes of one message."""
+"""Maximum size of one message in bytes."""
 _LONGEST_BLOCK = 1 << 24
-"""Tokens."""
+"""Maximum number of tokens per block."""
 MOST_STATES = 1 << 19
-"""Of one worker."""
+"""Maximum number of states of one worker."""
 
 
 class InvalidEvent(ValueError):
@@ -43,19 +44,21 @@ class InvalidEvent(ValueError):
 
 @dataclass(eq=False)
 class Stream:
-    """One worker's, since its last snapshot."""
+    """One worker's stream since its last snapshot."""
 
     replica: int
     directory: Directory
     weights: int
     model: str
-    """A digest of those that the server began with."""
+    """Digest of the weights at the server's start."""
+    adapters: bool = False
+    """Requests may name adapters."""
 
-    def hear(self, kind: str, fields: dict[str, Any]) -> None:
-        """Take in one message.
+    def apply(self, kind: str, fields: dict[str, Any]) -> None:
+        """Applies one message to the directory.
 
         Raises:
-            InvalidEvent: it is not what a server says.
+            InvalidEvent: the message is malformed.
         """
         try:
             tier, states = str(fields["tier"])[:16], fields["states"]
@@ -68,9 +71,9 @@ class Stream:
                 if not 0 <= state.tail < self.directory.block or (state.position - state.tail) % self.directory.block:
                     raise InvalidEvent(f"a tail of {tail} tokens before position {position}")
                 if not self.directory.stored(self.replica, tier, state):
-                    log.debug("a state at position %d contradicts what another worker said: left out", position)
+                    log.debug("ignored a state at position %d: it contradicts another worker's state", position)
         except (KeyError, TypeError, ValueError) as error:
-            raise InvalidEvent(f"a message that makes no sense: {error}") from None
+            raise InvalidEvent(f"malformed event: {error}") from None
         if self.directory.states_of(self.replica) > MOST_STATES:
             raise InvalidEvent(f"more than {MOST_STATES:,} states")
 
@@ -81,20 +84,20 @@ class Following:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._directories: dict[tuple[int, int], Directory] = {}
-        """By block size and number of weight updates, which names depend on in addition to tokens and salt."""
+        """Directories by block size and number of weight updates, which are part of states' names."""
         self._streams: dict[Remote, Stream] = {}
         self._tasks: dict[Remote, asyncio.Task[None]] = {}
         self._numbers = itertools.count()
 
     async def follow(self, interval: float) -> None:
-        """Read the streams of all workers that there are, until cancelled."""
+        """Reads the streams of all current workers, until cancelled."""
         try:
             while True:
                 workers = {*self._fleet.prefill, *self._fleet.decode}
                 for worker in [worker for worker in self._tasks if worker not in workers]:
                     self._tasks.pop(worker).cancel()
                 for worker in [worker for worker, task in self._tasks.items() if task.done()]:
-                    log.error("reading the events of %s ended: begun again", worker.url)
+                    log.error("the task that reads events of %s ended; restarted it", worker.url)
                     self._forget(worker)
                     del self._tasks[worker]
                 for worker in workers - self._tasks.keys():
@@ -107,43 +110,48 @@ class Following:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def has_stream(self, worker: Remote) -> bool:
-        """Whether it tells what it holds."""
+        """Returns whether the worker reports its states."""
         return worker in self._streams
 
     def states_of(self, worker: Remote) -> int:
-        """How many states it has told of."""
+        """Returns the number of states that the worker reported."""
         stream = self._streams.get(worker)
         return stream.directory.states_of(stream.replica) if stream is not None else 0
 
     def status(self) -> dict[str, int]:
-        """How many states each worker with a stream has told of, by its URL."""
+        """Returns the number of states that each worker with a stream reported, by URL."""
         return {worker.url: self.states_of(worker) for worker in self._streams}
 
     def can_share(self, one: Remote, other: Remote) -> bool:
-        """Whether both have the weights that they began with, the same ones."""
-        found = [self._streams.get(worker) for worker in (one, other)]
-        return len({(each.model, each.weights) if each else None for each in found}) == 1 and all(
-            each is not None and not each.weights for each in found
+        """Returns whether both workers have the same weights, unchanged since their start."""
+        streams = [self._streams.get(worker) for worker in (one, other)]
+        return len({(each.model, each.weights) if each else None for each in streams}) == 1 and all(
+            each is not None and not each.weights for each in streams
         )
 
     @property
     def knows_any(self) -> bool:
-        """Whether anybody has told of a state."""
+        """Whether any worker reported a state."""
         return any(self._directories.values())
 
-    def find(self, tokens: Sequence[int], salt: str | None) -> dict[Remote, Resumable]:
-        """For a prompt, the deepest state of each worker that has one."""
-        found: dict[Remote, Resumable] = {}
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether a request to any worker may name an adapter."""
+        return any(stream.adapters for stream in self._streams.values())
+
+    def find(self, tokens: Sequence[int], salt: str | None, adapter: str | None = None) -> dict[Remote, Resumable]:
+        """Returns the deepest state of a prompt on each worker that has one."""
+        matches: dict[Remote, Resumable] = {}
         workers = {stream.replica: worker for worker, stream in self._streams.items()}
         for (block, weights), directory in self._directories.items():
-            chain = Chain(Scope(salt, weights), block)
+            chain = Chain(Scope(salt, weights, adapter=adapter), block)
             for state in directory.find(chain, tokens) if len(directory) else ():
                 worker = workers.get(state.replica)
                 if worker is not None:
-                    found[worker] = state
-        return found
+                    matches[worker] = state
+        return matches
 
-    # -- one worker's --
+    # -- one worker's stream --
 
     async def _keep_reading(self, worker: Remote) -> None:
         pause = _AGAIN
@@ -151,7 +159,7 @@ class Following:
             if not worker.up:
                 pause = _AGAIN
             else:
-                why = "it has ended"
+                why = "the stream ended"
                 try:
                     await self._read(worker)
                 except (httpx.HTTPError, TimeoutError, ValueError) as error:
@@ -160,10 +168,10 @@ class Following:
                     log.exception("reading the events of %s failed", worker.url)
                     why = type(error).__name__
                 finally:
-                    told = self._forget(worker)
-                if told:
-                    log.info("the events of %s: %s", worker.url, why)
-                pause = _AGAIN if told else min(2 * pause, _RARELY)
+                    had_snapshot = self._forget(worker)
+                if had_snapshot:
+                    log.info("stopped reading events of %s: %s", worker.url, why)
+                pause = _AGAIN if had_snapshot else min(2 * pause, _MAX_PAUSE)
             await asyncio.sleep(pause)
 
     def _forget(self, worker: Remote) -> bool:
@@ -189,26 +197,27 @@ class Following:
                 elif worker not in self._streams:
                     raise InvalidEvent("events before a snapshot")
                 else:
-                    self._streams[worker].hear(kind, fields)
+                    self._streams[worker].apply(kind, fields)
 
     def _begin(self, worker: Remote, fields: dict[str, Any]) -> None:
         try:
             key = block, weights = _count(fields["block"]), _count(fields["weights"])
         except (KeyError, ValueError):
-            raise InvalidEvent("a snapshot that makes no sense") from None
+            raise InvalidEvent("malformed snapshot") from None
         if not 1 <= block <= _LONGEST_BLOCK or weights < 0:
-            raise InvalidEvent(f"blocks of {block} tokens")
+            raise InvalidEvent(f"invalid block size {block}")
         self._forget(worker)
         directory = self._directories.setdefault(key, Directory(block))
-        self._streams[worker] = Stream(next(self._numbers), directory, weights, str(fields.get("model", ""))[:128])
+        model, adapters = str(fields.get("model", ""))[:128], fields.get("adapters") is True
+        self._streams[worker] = Stream(next(self._numbers), directory, weights, model, adapters)
 
 
 async def _messages(answer: httpx.Response) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-    """Name and data of each message.
+    """Yields the name and data of each message.
 
     Raises:
-        TimeoutError: nothing came for too long.
-        InvalidEvent: they are none.
+        TimeoutError: no data for `_SILENCE` seconds.
+        InvalidEvent: a message is malformed.
     """
     pieces, buffer = answer.aiter_bytes(), bytearray()
     while True:
@@ -220,16 +229,16 @@ async def _messages(answer: httpx.Response) -> AsyncIterator[tuple[str, dict[str
         *whole, rest = bytes(buffer).split(b"\n\n")
         buffer = bytearray(rest)
         if len(buffer) > _LONGEST:
-            raise InvalidEvent(f"a message of more than {_LONGEST:,} bytes")
+            raise InvalidEvent(f"message larger than {_LONGEST:,} bytes")
         for message in whole:
             lines = dict(line.split(b": ", 1) for line in message.split(b"\n") if b": " in line)
             if b"event" in lines:
                 try:
                     fields = json.loads(lines.get(b"data", b"null"))
                 except RecursionError:
-                    raise InvalidEvent("a message that is nested too deeply") from None
+                    raise InvalidEvent("message nested too deeply") from None
                 if not isinstance(fields, dict):
-                    raise InvalidEvent("a message without fields")
+                    raise InvalidEvent("message without fields")
                 yield lines[b"event"].decode(errors="replace"), fields
 
 

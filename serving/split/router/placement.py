@@ -1,7 +1,7 @@
-"""Choose a worker for a prompt: the one with the least to compute, given the states that workers hold, or by text.
+"""Choice of a worker for a prompt: the one with the least work, according to the states that workers hold, or by text.
 
-A prompt's names are hashes of its tokens, so it must be tokenised. The router asks a worker to do it, which is exact
-with every chat template and setting of the fleet. If the worker takes longer than a second, the text decides.
+Names of states are hashes of tokens, so the prompt must be tokenised. The router sends it to a worker, which has the
+fleet's chat template and settings. If the worker takes longer than a second, the router chooses by text.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ log = logging.getLogger(__name__)
 
 _PATH = "/internal/tokens"
 _PATIENCE = 1.0
-"""Seconds for a prompt's tokens."""
+"""Seconds to wait for a prompt's tokens."""
 _LONGEST = 1 << 26
-"""Bytes of an answer."""
+"""Maximum size of a response in bytes."""
 _TIERS = ("device", "host", "disk")
-"""The fastest first."""
+"""Tiers, the fastest first."""
 
 
 @dataclass
 class PlacementStats:
-    """How workers were chosen, and what that found. Each request counts once for each role."""
+    """Counters of choices and of the states found. Each request counts once per role."""
 
     by_state: int = 0
-    """To a worker that had some of the prompt."""
+    """Choices of a worker that had part of the prompt."""
     by_load: int = 0
-    """To one that had nothing of it, since those that had were too busy."""
+    """Choices of a worker without any part, because those with one were too busy."""
     by_text: int = 0
-    """By the prompt's beginning: no worker had any of it, or reported so."""
+    """Choices by the prompt's beginning: no worker reported a part of it."""
     untold: int = 0
-    """Of those, because no worker said in time what the prompt's tokens are."""
+    """Choices by text because no worker tokenised the prompt in time."""
     resumable: dict[tuple[str, str], int] = field(default_factory=dict)
-    """Prompt tokens that the chosen workers could go on from, by role and by the fastest tier that had them."""
+    """Prompt tokens that the chosen workers had, by role and by the fastest tier that had them."""
     saved: int = 0
-    """Of those, tokens that the worker chosen by text would have had to compute."""
+    """Resumable tokens that a worker chosen by text would have computed."""
 
 
 class Placement:
@@ -61,88 +61,90 @@ class Placement:
         self.stats = PlacementStats()
 
     async def look(self, kind: str, content: bytes, body: dict[str, Any], headers: Mapping[str, str]) -> PromptMatch:
-        """Who has how much of a request's prompt."""
+        """Finds how much of a request's prompt each worker has."""
         following = self.following
         if following is None or not following.knows_any or not self._has_choice:
             return PromptMatch(tokens=_guess(body))
-        given = body.get("prompt")
-        # Workers with several keys may have a cache for each: only they know the salt that it has.
+        prompt_field = body.get("prompt")
+        # Workers with several keys may separate their caches by key, and only they know the salts.
         separated = len(set(self.settings.api_key)) != 1 and bool(headers.keys() & {"authorization", "x-api-key"})
         if (
             not separated
+            and not following.serves_adapters
             and kind == "completions"
-            and isinstance(given, list)
-            and all(isinstance(each, int) for each in given)
+            and isinstance(prompt_field, list)
+            and all(isinstance(each, int) for each in prompt_field)
         ):
             try:
-                prompt = Tokens(tokens=given, salt=body.get("cache_salt"))
-            except ValidationError:  # the worker says what is wrong with it
+                prompt = Tokens(tokens=prompt_field, salt=body.get("cache_salt"))
+            except ValidationError:  # the worker will report the error
                 return PromptMatch(untold=True, tokens=_guess(body))
         else:
-            asked = await self._ask(kind, content, headers)
-            if asked is None:
+            answer = await self._tokenise(kind, content, headers)
+            if answer is None:
                 return PromptMatch(untold=True, tokens=_guess(body))
-            prompt = asked
-        return PromptMatch(following.find(prompt.tokens, prompt.salt), len(prompt.tokens), prompt)
+            prompt = answer
+        return PromptMatch(following.find(prompt.tokens, prompt.salt, prompt.adapter), len(prompt.tokens), prompt)
 
     def choose(
         self,
         workers: Sequence[Remote],
         key: bytes,
-        found: PromptMatch,
+        match: PromptMatch,
         *,
         without: Sequence[Remote] = (),
         counts: bool = True,
     ) -> Remote | None:
-        """The worker for a prompt: the one that has the least to compute before it can answer (`placing.price`).
+        """Returns the worker for a prompt: the one with the least work before it can answer (`placing.price`).
 
-        Of equal ones, the one with the fewest requests, then the one with the state in the fastest tier. If no worker
-        has a state, the text decides.
+        Among equal workers, the one with the fewest requests wins, then the one with the state in the fastest tier. If
+        no worker has a state, the text decides.
 
         Args:
-            workers: of one role.
+            workers: the workers of one role.
             key: the prompt's beginning.
-            found: what `look` returned.
-            without: not these.
-            counts: in the statistics.
+            match: the result of `look`.
+            without: workers to exclude.
+            counts: update the statistics.
         """
         without = [*without, *self.fleet.full(workers)]
         by_text = choose(workers, key, slack=self.settings.slack, without=without)
         up = [worker for worker in workers if worker.up and worker not in without]
-        if by_text is None or not any(worker in found.states for worker in up):
+        if by_text is None or not any(worker in match.states for worker in up):
             if counts and by_text is not None:
                 self.stats.by_text += 1
-                self.stats.untold += found.untold
+                self.stats.untold += match.untold
             return by_text
         now = time.monotonic()
         share = sum(worker.work.recent(now) for worker in up) / len(up)
 
         def cost(worker: Remote) -> tuple[float, int, int, bool]:
-            tokens, work = found.to_compute(worker), worker.work
+            tokens, work = match.to_compute(worker), worker.work
             whole = price(tokens, pending=work.pending, requests=worker.load, recent=work.recent(now), share=share)
-            return whole, worker.load, _rank(found.states.get(worker)), worker is not by_text
+            return whole, worker.load, _rank(match.states.get(worker)), worker is not by_text
 
         best = min(up, key=cost)
         if counts:
-            self._count(best, found.states.get(best), found.states.get(by_text))
+            self._count(best, match.states.get(best), match.states.get(by_text))
         return best
 
-    def lender(self, worker: Remote, found: PromptMatch) -> Remote | None:
-        """Who has so much more of a prompt on its device than the chosen worker that this one had better fetch it."""
+    def lender(self, worker: Remote, match: PromptMatch) -> Remote | None:
+        """Returns the worker from which the chosen one should fetch a deeper state, which must be on its device; None
+        if there is no such worker."""
         following, above = self.following, self.settings.share_above
-        if following is None or above is None or found.prompt is None:
+        if following is None or above is None or match.prompt is None:
             return None
-        own = found.states.get(worker)
+        own = match.states.get(worker)
         deep = (own.position if own is not None else 0) + max(above, 1)
         able = [
-            other for other, state in found.states.items()
+            other for other, state in match.states.items()
             if other is not worker and other.up and state.position >= deep and "device" in state.tiers
             and following.can_share(worker, other)
         ]  # fmt: skip
-        return max(able, key=lambda other: (found.states[other].position, -other.load), default=None)
+        return max(able, key=lambda other: (match.states[other].position, -other.load), default=None)
 
     def status(self) -> dict[str, Any]:
-        """For the router's `/status`."""
+        """Returns statistics for the router's `/status`."""
         stats = self.stats
         return {
             "by_state": stats.by_state,
@@ -166,13 +168,13 @@ class Placement:
         stats.resumable[worker.role, tier] = stats.resumable.get((worker.role, tier), 0) + state.position
         stats.saved += max(0, state.position - (other.position if other is not None else 0))
 
-    async def _ask(self, kind: str, content: bytes, headers: Mapping[str, str]) -> Tokens | None:
+    async def _tokenise(self, kind: str, content: bytes, headers: Mapping[str, str]) -> Tokens | None:
         following, fleet = self.following, self.fleet
         assert following is not None
-        telling = [worker for worker in (*fleet.decode, *fleet.prefill) if worker.up and following.has_stream(worker)]
-        if not telling:
+        able = [worker for worker in (*fleet.decode, *fleet.prefill) if worker.up and following.has_stream(worker)]
+        if not able:
             return None
-        worker = min(telling, key=lambda each: each.load)
+        worker = min(able, key=lambda each: each.load)
         message = json.dumps({"kind": kind}).encode()[:-1] + b', "body": ' + content + b"}"
         whole = {**headers, "content-type": "application/json"}
         begin, answer = time.monotonic(), bytearray()
@@ -196,7 +198,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class PromptMatch:
-    """How much of one prompt each worker has."""
+    """The states of one prompt that each worker has."""
 
     states: Mapping[Remote, Resumable] = field(default_factory=dict)
     tokens: int = 0
@@ -206,16 +208,16 @@ class PromptMatch:
     """Whether no worker tokenised it."""
 
     def to_compute(self, worker: Remote) -> int:
-        """Tokens that a worker would have to."""
+        """Returns the number of tokens that a worker would compute."""
         state = self.states.get(worker)
         return self.tokens - (state.position if state is not None else 0)
 
 
 def _guess(body: Mapping[str, Any]) -> int:
-    """About how many tokens a prompt has."""
-    given = body.get("prompt")
-    if isinstance(given, list):
-        return len(given)
+    """Estimates of a prompt's number of tokens."""
+    prompt_field = body.get("prompt")
+    if isinstance(prompt_field, list):
+        return len(prompt_field)
     texts = [body.get(name) for name in ("prompt", "messages", "system", "instructions", "input")]
     return sum(len(text if isinstance(text, str) else json.dumps(text)) for text in texts if text) // 4
 

@@ -1,10 +1,9 @@
-"""One request's way through the router: a prefill worker, a decode worker, and others where one of them fails.
+"""Forwards a request to a prefill worker and a decode worker, and retries on other workers.
 
-A request has one deadline, from its arrival to the beginning of its answer (or all of it, where it is not streamed);
-what is left of it goes along with everything that is asked of workers. A worker that says 503 or 429 is busy: another
-one is asked. So it is when a connection fails; whether the worker is down is then for its health checks to say
-(`Fleet.lost_request`). Any other answer of a worker is passed on. A failure of this process (a header that cannot be
-sent, no free descriptor) is never counted against a worker.
+A request has one deadline, from its arrival to the first piece of the response (or to all of it, without streaming);
+messages to workers contain the time left. If a worker answers 503 or 429, or a connection fails, the router tries
+another worker; health checks decide whether the worker is down (`Fleet.lost_request`). It forwards any other answer.
+Failures of this process (an invalid header, no free file descriptor) never count against a worker.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from serving.api.http.errors import ApiError
-from serving.split.http.peer import said
-from serving.split.router.asked import ClientRequest
+from serving.split.http.peer import error_message
+from serving.split.router.client_request import ClientRequest
 from serving.split.router.following import Following
 from serving.split.router.placement import Placement, PromptMatch
 from serving.split.router.workers import Fleet, Remote, choose, local_failure
@@ -34,15 +33,15 @@ log = logging.getLogger(__name__)
 
 _BUSY = (429, 503)
 _EXPECT = 30.0
-"""Seconds for telling a decode worker of a state; it can do without."""
+"""Seconds to wait when announcing a state to a decode worker, which can compute without it."""
 _RELEASE = 5.0
 _COMPUTED = 2.0
-"""Seconds after which a prompt counts as computed where nothing says so, because its answer comes all at once."""
+"""Seconds after which the prompt of a response without streaming counts as computed."""
 _RETRY = {"Retry-After": "1"}
 
 
 class WorkerLost(Exception):
-    """A worker has not answered: another one may. `busy`: it has, and has no room."""
+    """A worker did not answer, so another one is tried. `busy`: the worker answered that it has no room."""
 
     def __init__(self, why: str, *, busy: bool = False) -> None:
         super().__init__(why)
@@ -51,24 +50,24 @@ class WorkerLost(Exception):
 
 @dataclass
 class RelayStats:
-    """What became of requests."""
+    """Counters of requests."""
 
     requests: int = 0
     split: int = 0
-    """With a prompt that a prefill worker had computed."""
+    """Requests with prompts that a prefill worker computed."""
     shared: int = 0
-    """Told of a state that another decode worker held."""
+    """Requests for which the router offered another decode worker's state to the worker."""
     alone: int = 0
-    """Computed by a decode worker alone."""
+    """Requests that a decode worker computed alone."""
     prefill_retries: int = 0
     decode_retries: int = 0
     late: int = 0
-    """Ended by their deadline."""
+    """Requests that exceeded their deadline."""
 
 
 @dataclass
 class Answer:
-    """The beginning of a decode worker's answer. `body` is to be closed."""
+    """The start of a decode worker's response. The caller closes `body`."""
 
     status: int
     headers: dict[str, str]
@@ -82,7 +81,7 @@ class Accepted(BaseModel):
 
 
 class Relay:
-    """Passes requests on."""
+    """Forwards requests."""
 
     def __init__(self, fleet: Fleet, settings: RouterSettings, following: Following | None = None) -> None:
         self.fleet, self.settings, self.stats = fleet, settings, RelayStats()
@@ -91,7 +90,7 @@ class Relay:
         self._leaving = False
 
     def leave(self) -> None:
-        """The router stops: what is under way ends now, and says why. May be called from any thread."""
+        """Shuts down: end all running requests with an error. May be called from any thread."""
 
         def end() -> None:
             self._leaving = True
@@ -102,38 +101,39 @@ class Relay:
             self._loop.call_soon_threadsafe(end)
 
     async def answer(self, asked: ClientRequest) -> Answer:
-        """The answer to a request of OpenAI's API. What fails before anything came is tried on another worker.
+        """Returns the response to a client's request. Failures before the first piece are retried on another worker.
 
         Raises:
-            ApiError: no worker is left, or none for the prompt where the policy asks for one; or time is up.
+            ApiError: no decode worker is left, no prefill worker is left and the policy is to fail, or the deadline is
+                over.
         """
         self.stats.requests += 1
         self._loop = asyncio.get_running_loop()
         settings, text = self.settings, asked.text
         until = time.monotonic() + (settings.first_token_timeout if asked.stream else settings.request_timeout)
         key = text[: settings.affinity].encode(errors="replace")
-        wanted = asked.splittable and len(text) > settings.split_above and bool(self.fleet.prefill)
+        prefills = asked.splittable and len(text) > settings.split_above and bool(self.fleet.prefill)
         ticket: Ticket | None = None
-        found = await self.placement.look(asked.kind, asked.content, asked.body, asked.headers)
+        match = await self.placement.look(asked.kind, asked.content, asked.body, asked.headers)
         tried, lost = list[Remote](), list[Remote]()
         try:
             while True:
-                worker = self.placement.choose(self.fleet.decode, key, found, without=tried, counts=not tried)
+                worker = self.placement.choose(self.fleet.decode, key, match, without=tried, counts=not tried)
                 if worker is None:
                     raise _no_worker("decode", self.fleet.decode, lost)
                 tried.append(worker)
-                if wanted and ticket is None:
-                    ticket = await self._prefill(asked, key, found, worker, until)
+                if prefills and ticket is None:
+                    ticket = await self._prefill(asked, key, match, worker, until)
                 if ticket is None:
-                    ticket = await self._share(worker, found, asked, until)
+                    ticket = await self._share(worker, match, asked, until)
                 try:
                     split = ticket is not None and await self._expect(worker, ticket, asked, until)
-                    left = found.to_compute(worker)
+                    left = match.to_compute(worker)
                     if ticket is not None and split:
-                        left = max(0, found.tokens - ticket.position)
+                        left = max(0, match.tokens - ticket.position)
                     answer = await self._decode(worker, asked, left, until)
                     if ticket is not None and split and answer.status != 200:
-                        await self._release(ticket)  # refused: no worker will fetch it
+                        await self._release(ticket)  # the request was refused, so no worker will fetch the state
                     if ticket is not None and ticket.shared:
                         self.stats.shared += split
                         split = False
@@ -151,10 +151,10 @@ class Relay:
             raise
 
     async def ask(self, path: str, asked: ClientRequest) -> httpx.Response:
-        """Any decode worker's answer to something small.
+        """Returns any decode worker's response to a small request.
 
         Raises:
-            ApiError: none has one.
+            ApiError: no worker answered.
         """
         until = time.monotonic() + self.settings.first_token_timeout
         tried, lost = list[Remote](), list[Remote]()
@@ -163,11 +163,11 @@ class Relay:
             method = "POST" if asked.content else "GET"
             try:
                 async with worker.attended(until - time.monotonic()):
-                    found = await self.fleet.client.request(
+                    answer = await self.fleet.client.request(
                         method, worker.url + path, content=asked.content, headers=_as_json(asked.headers)
                     )
-                if found.status_code not in _BUSY:
-                    return found
+                if answer.status_code not in _BUSY:
+                    return answer
             except TimeoutError:
                 self._check_time(worker, until)
                 lost.append(worker)
@@ -177,33 +177,35 @@ class Relay:
         raise _no_worker("decode", self.fleet.decode, lost)
 
     async def _prefill(
-        self, asked: ClientRequest, key: bytes, found: PromptMatch, decode: Remote, until: float
+        self, asked: ClientRequest, key: bytes, match: PromptMatch, decode: Remote, until: float
     ) -> Ticket | None:
-        """A ticket from the first prefill worker that has one; None if a decode worker is to do without.
+        """Returns a ticket from the first prefill worker that issues one; None: the decode worker computes the prompt.
 
         Raises:
-            ApiError: no worker is left and the policy is to fail, or time is up.
+            ApiError: no worker is left and the policy is to fail, or the deadline is over.
         """
         settings, fleet = self.settings, self.fleet
         tried = [one for one in fleet.prefill if (one.url, decode.url) in fleet.mismatched]
         lost = [*tried]
         first = True
-        while (worker := self.placement.choose(fleet.prefill, key, found, without=tried, counts=first)) is not None:
+        while (worker := self.placement.choose(fleet.prefill, key, match, without=tried, counts=first)) is not None:
             tried.append(worker)
             first, left = False, until - time.monotonic()
             head = {"kind": asked.kind, "handoff": settings.handoff, "seconds": max(0.001, left)}
             message = json.dumps(head).encode()[:-1] + b', "body": ' + asked.content + b"}"
             try:
-                with worker.busy(), worker.computing(found.to_compute(worker)):
+                with worker.busy(), worker.computing(match.to_compute(worker)):
                     async with worker.attended(left):
                         answer = await self._post(worker.url, "/split/prefill", message, asked.headers)
                 if answer.status_code == 200:
                     ticket = Ticket.model_validate_json(answer.content)
                     return ticket if ticket.position else None
                 if answer.status_code < 500 and answer.status_code not in _BUSY:
-                    # The request is wrong, or too long for this worker: the decode worker has the last word.
+                    # The request is invalid, too long for this worker, or names an adapter that this worker does not
+                    # have: the decode worker decides.
+                    log.info("prefill worker %s: %s", worker.url, error_message(answer.status_code, answer.content))
                     return None
-                log.warning("prefill worker %s: %s", worker.url, said(answer.status_code, answer.content))
+                log.warning("prefill worker %s: %s", worker.url, error_message(answer.status_code, answer.content))
             except TimeoutError:
                 self._check_time(worker, until)
                 lost.append(worker)
@@ -215,22 +217,23 @@ class Relay:
             raise _no_worker("prefill", fleet.prefill, lost)
         return None
 
-    async def _share(self, worker: Remote, found: PromptMatch, asked: ClientRequest, until: float) -> Ticket | None:
-        """A ticket for a state that another worker holds; None if none does, or does not answer soon."""
-        lender = self.placement.lender(worker, found)
-        if lender is None or found.prompt is None or not asked.skippable:
+    async def _share(self, worker: Remote, match: PromptMatch, asked: ClientRequest, until: float) -> Ticket | None:
+        """Returns a ticket for another decode worker's state; None if no worker offers one in time."""
+        lender = self.placement.lender(worker, match)
+        if lender is None or match.prompt is None or not asked.skippable:
             return None
-        own, left = found.states.get(worker), min(until - time.monotonic(), self.settings.share_timeout)
+        own, left = match.states.get(worker), min(until - time.monotonic(), self.settings.share_timeout)
         share = ShareRequest(
-            tokens=found.prompt.tokens, salt=found.prompt.salt, beyond=own.position if own is not None else 0
-        )
+            tokens=match.prompt.tokens, salt=match.prompt.salt, adapter=match.prompt.adapter,
+            beyond=own.position if own is not None else 0,
+        )  # fmt: skip
         try:
             async with lender.attended(left):
                 message = share.model_dump_json().encode()
                 answer = await self._post(lender.url, "/split/share", message, asked.headers)
             if answer.status_code == 200:
                 ticket = Ticket.model_validate_json(answer.content)
-                if ticket.shared and ticket.prompt_token_ids == found.prompt.tokens:
+                if ticket.shared and ticket.prompt_token_ids == match.prompt.tokens:
                     return ticket
             log.debug("%s does not share: status %d", lender.url, answer.status_code)
         except (TimeoutError, httpx.HTTPError, ValidationError) as error:
@@ -238,32 +241,32 @@ class Relay:
         return None
 
     async def _expect(self, worker: Remote, ticket: Ticket, asked: ClientRequest, until: float) -> bool:
-        """Tell a decode worker of the state; whether it can use it. If not, it does without.
+        """Announces a state to a decode worker. Returns whether the worker will use it.
 
         Raises:
-            WorkerLost: it cannot be reached.
-            ApiError: it may not do without, or time is up.
+            WorkerLost: the worker is unreachable.
+            ApiError: the worker cannot use the state and the policy is to fail, or the deadline is over.
         """
         left = until - time.monotonic()
         if ticket.shared:
             left = min(left, self.settings.share_timeout)
         message = ticket.model_copy(update={"patience": max(0.001, left)}).model_dump_json().encode()
-        why = f"it has not answered in {_EXPECT:g} s"
+        why = f"no answer within {_EXPECT:g} s"
         try:
             async with worker.attended(min(left, _EXPECT)):
-                found = await self._post(worker.url, "/split/expect", message, asked.headers)
-            if found.status_code == 200:
-                if not ticket.shared or Accepted.model_validate_json(found.content).accepted:
+                reply = await self._post(worker.url, "/split/expect", message, asked.headers)
+            if reply.status_code == 200:
+                if not ticket.shared or Accepted.model_validate_json(reply.content).accepted:
                     return True
-                await self._release(ticket)  # computing is expected to be sooner
+                await self._release(ticket)  # computing is expected to be faster
                 return False
-            why = said(found.status_code, found.content)
+            why = error_message(reply.status_code, reply.content)
         except ValidationError:
-            why = "its answer makes no sense"
+            why = "invalid answer"
         except TimeoutError:
             self._check_time(worker, until)
             if not worker.up:
-                raise WorkerLost("it has gone") from None
+                raise WorkerLost("it is down") from None
         except httpx.HTTPError as error:
             _check_local(error)
             raise WorkerLost(_why(error)) from None
@@ -274,11 +277,11 @@ class Relay:
         return False
 
     async def _decode(self, worker: Remote, asked: ClientRequest, tokens: int, until: float) -> Answer:
-        """The beginning of the answer, up to its first piece. `tokens` of the prompt are to be computed there.
+        """Returns the response up to its first piece. `tokens`: number of prompt tokens that the worker will compute.
 
         Raises:
-            WorkerLost: there is none.
-            ApiError: time is up.
+            WorkerLost: the worker did not answer.
+            ApiError: the deadline is over.
         """
         async with AsyncExitStack() as stack:
             try:
@@ -288,27 +291,27 @@ class Relay:
                 )
                 with worker.computing(tokens, math.inf if asked.stream else _COMPUTED):
                     async with worker.attended(until - time.monotonic()):
-                        found = await self.fleet.client.send(request, stream=True)
-                        stack.push_async_callback(found.aclose)
-                        if found.status_code in _BUSY:
-                            raise WorkerLost(f"it answers {found.status_code}", busy=True)
-                        pieces = found.aiter_raw()
+                        reply = await self.fleet.client.send(request, stream=True)
+                        stack.push_async_callback(reply.aclose)
+                        if reply.status_code in _BUSY:
+                            raise WorkerLost(f"status {reply.status_code}", busy=True)
+                        pieces = reply.aiter_raw()
                         first = [piece] if asked.stream and (piece := await anext(pieces, b"")) else []
                         if not asked.stream:
-                            # All of it: what breaks off half way can still be asked of another.
+                            # Read all of it, so that another worker can be tried if the connection breaks.
                             first = [piece async for piece in pieces]
             except TimeoutError:
                 self._check_time(worker, until)
-                raise WorkerLost("it has gone") from None
+                raise WorkerLost("it is down") from None
             except httpx.HTTPError as error:
                 _check_local(error)
                 raise WorkerLost(_why(error)) from None
-            held = stack.pop_all()
-        passed = ("content-type", "retry-after", "cache-control", "x-request-id")
-        answered = {name: value for name, value in found.headers.items() if name in passed}
+            open_reply = stack.pop_all()
+        names = ("content-type", "retry-after", "cache-control", "x-request-id")
+        headers = {name: value for name, value in reply.headers.items() if name in names}
 
         async def rest() -> AsyncGenerator[bytes, None]:
-            async with held:
+            async with open_reply:
                 for piece in first:
                     yield piece
                 while asked.stream:
@@ -324,29 +327,29 @@ class Relay:
                         return
                     yield piece
 
-        return Answer(found.status_code, answered, rest())
+        return Answer(reply.status_code, headers, rest())
 
     def _lost(self, worker: Remote, error: Exception) -> None:
-        """A request to a worker has failed without an answer.
+        """Counts a request that failed without an answer.
 
         Raises:
-            ApiError: the failure is this router's own.
+            ApiError: the failure is on this machine.
         """
         _check_local(error)
         self.fleet.lost_request(worker, _why(error))
 
     def _check_time(self, worker: Remote, until: float) -> None:
-        """After a timeout: if it was the request's own, or all of them end, that was it.
+        """Checks after a timeout whether the request itself must end.
 
         Raises:
-            ApiError: time is up.
+            ApiError: the request's deadline is over, or the router shuts down.
         """
         if self._leaving:
             raise _leaving()
         if time.monotonic() >= until:
             self.stats.late += 1
             raise ApiError(
-                503, f"no answer in time (the last to be asked was {worker.role} worker {worker.url})", code="too_late",
+                503, f"no answer before the deadline (last tried: {worker.role} worker {worker.url})", code="too_late",
                 headers=_RETRY,
             )  # fmt: skip
 
@@ -357,11 +360,10 @@ class Relay:
     async def _release(self, ticket: Ticket) -> None:
         message = json.dumps({"id": ticket.id, "wanted": False}).encode()
         try:
-            # Not "attended": whose state it is may be down, and its lease will then run out.
-            found = self._post(ticket.worker, "/split/release", message, self.fleet.headers)
-            await asyncio.wait_for(found, _RELEASE)
+            # Not `attended`: the state's worker may be down, and then its lease expires.
+            await asyncio.wait_for(self._post(ticket.worker, "/split/release", message, self.fleet.headers), _RELEASE)
         except (TimeoutError, httpx.HTTPError) as error:
-            log.debug("a lease will have to run out: %s", error)
+            log.debug("could not release a state, its lease will expire: %s", error)
 
 
 def _as_json(headers: dict[str, str]) -> dict[str, str]:
@@ -373,9 +375,10 @@ def _why(error: Exception) -> str:
 
 
 def _check_local(error: Exception) -> None:
-    """
+    """Checks that an HTTP client's error may be the worker's.
+
     Raises:
-        ApiError: an error of the HTTP client was raised on this machine, and says nothing of the worker.
+        ApiError: the cause is on this machine.
     """
     why = local_failure(error)
     if why is None:
@@ -386,15 +389,15 @@ def _check_local(error: Exception) -> None:
 
 
 def _no_worker(role: str, workers: list[Remote], lost: list[Remote]) -> ApiError:
-    """`lost`: those that have not answered; the others that are up have no room."""
+    """Returns the error if no worker is left. `lost`: workers that did not answer; the others that are up are busy."""
     busy = any(worker.up and worker not in lost for worker in workers)
     message = f"all {role} workers are busy" if busy else f"no {role} worker is available"
     return ApiError(503, message, code="no_worker", headers=_RETRY)
 
 
 def _leaving() -> ApiError:
-    return ApiError(503, "the router has been shut down", code="engine_stopped", headers=_RETRY)
+    return ApiError(503, "the router is shutting down", code="engine_stopped", headers=_RETRY)
 
 
 def _broken_off() -> ApiError:
-    return ApiError(502, "the decode worker has gone in the middle of the answer", code="broken_off")
+    return ApiError(502, "the decode worker failed during the response", code="broken_off")

@@ -1,4 +1,4 @@
-"""The workers that a router knows: who is up, how busy each is, and which one a prompt should go to."""
+"""The workers of a router: their health and load, and the choice of a worker by text."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from serving.split.seal import Seal
 log = logging.getLogger(__name__)
 
 _MISSES = 3
-"""Health checks without an answer, after which a worker is down."""
+"""Consecutive unanswered health checks after which a worker is down."""
 _LOST = 8
-"""Requests lost without a health check answered in between, after which a worker is down."""
+"""Lost requests without an answered health check in between, after which a worker is down."""
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 
 
 def local_failure(error: BaseException | None) -> str | None:
-    """What is wrong on this machine, if an error of the HTTP client was raised here and says nothing of the worker:
-    a message that it refuses to send, or no descriptor, port or memory for a connection. None otherwise."""
+    """Returns the cause of an HTTP client's error if it is on this machine: a message that the client refuses to send,
+    or no file descriptor, port or memory for a connection. Returns None if the worker may be the cause."""
     if isinstance(error, httpx.LocalProtocolError | httpx.UnsupportedProtocol):
         return str(error)
     waiting, seen = [error], set[int]()
@@ -54,32 +54,32 @@ def local_failure(error: BaseException | None) -> str | None:
 
 @dataclass(eq=False)
 class Remote:
-    """One worker, as the router sees it."""
+    """The router's view of one worker."""
 
     url: str
     role: str
     up: bool = True
-    """Taken for granted until something fails: a router may start before its workers."""
+    """True until a request or check fails: a router may start before its workers."""
     load: int = 0
-    """Requests under way by this router."""
+    """Running requests of this router."""
     requests: int = 0
     failures: int = 0
     missed: int = 0
-    """Health checks in a row that it has not answered."""
+    """Consecutive unanswered health checks."""
     lost: int = 0
-    """Requests lost since the last health check that it has answered."""
+    """Requests lost since the last answered health check."""
     manifest: Manifest | None = None
     work: Workload = field(default_factory=Workload)
-    """Prompt tokens that this router has given it."""
+    """Prompt tokens that this router sent to the worker."""
     _waits: dict[asyncio.Timeout, float] = field(default_factory=dict)
-    """Since when each wait lasts, on the event loop's clock; minus infinity for a request that can be retried."""
+    """Start of each wait on the event loop's clock; minus infinity for a request that can be retried."""
 
     @asynccontextmanager
     async def attended(self, seconds: float, *, streaming: bool = False) -> AsyncIterator[None]:
-        """Around every wait for this worker. `streaming`: for the next piece of a stream, which cannot be retried.
+        """Limits a wait for this worker. `streaming`: a wait for the next piece of a stream, which cannot be retried.
 
         Raises:
-            TimeoutError: it took longer, or the worker is down and this is not a stream that still flows.
+            TimeoutError: the wait took longer than `seconds`, or the worker is down and the request can be retried.
         """
         async with asyncio.timeout(max(0.0, seconds) if self.up or streaming else 0.0) as scope:
             self._waits[scope] = asyncio.get_running_loop().time() if streaming else -math.inf
@@ -90,7 +90,7 @@ class Remote:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Counts one request."""
+        """Counts a running request."""
         self.load += 1
         self.requests += 1
         try:
@@ -100,7 +100,7 @@ class Remote:
 
     @contextmanager
     def computing(self, tokens: int, seconds: float = math.inf) -> Iterator[None]:
-        """While it computes so many prompt tokens; it is believed to be done after so many seconds at the latest."""
+        """Counts prompt tokens that the worker computes, for at most `seconds`."""
         left = [tokens]
 
         def done() -> None:
@@ -117,15 +117,15 @@ class Remote:
                 late.cancel()
 
     def mark_down(self, why: str, stalled_after: float = 5.0) -> None:
-        """Send it no request until it answers a health check. Requests that can be retried end now; streams end once
-        they have been silent for `stalled_after` seconds."""
+        """Sends no requests to this worker until it answers a health check. Ends requests that can be retried, and
+        streams that were silent for `stalled_after` seconds."""
         if self.up:
             log.warning("%s worker %s is down: %s", self.role, self.url, why)
         self.up = False
         self.end_waits(stalled_after)
 
     def end_waits(self, longer_than: float = -math.inf) -> None:
-        """End all waits that last longer than so many seconds, as if their time were up."""
+        """Ends all waits that have lasted longer than `longer_than` seconds with a timeout."""
         now = asyncio.get_running_loop().time()
         for scope, since in self._waits.items():
             if now - since > longer_than and not scope.expired():
@@ -133,9 +133,9 @@ class Remote:
 
 
 def choose(workers: Iterable[Remote], key: bytes, *, slack: int, without: Iterable[Remote] = ()) -> Remote | None:
-    """The worker for a prompt: always the same for the same key, unless that one is too busy or down.
+    """Returns the worker for a prompt. Always the same one for the same key, unless it is too busy or down.
 
-    Rendezvous hashing: when a worker comes or goes, only its own keys move. With a bound on the load (Mirrokni et al.,
+    Rendezvous hashing: if a worker is added or removed, only its own keys move. The load is bounded (Mirrokni et al.,
     2018): a worker may have `slack` requests more than the least busy one.
     """
     tried = list(without)
@@ -152,25 +152,25 @@ def _weight(url: str, key: bytes) -> bytes:
 
 @dataclass
 class Fleet:
-    """All workers of a router, and the looks at their health."""
+    """All workers of a router, and their health checks."""
 
     prefill: list[Remote]
     decode: list[Remote]
     client: httpx.AsyncClient
     headers: dict[str, str] = field(default_factory=dict)
-    """Of what the router asks by itself."""
+    """Headers of the router's own requests."""
     seal: Seal = field(default_factory=Seal)
-    """Of the fleet."""
+    """Signs messages with the fleet's secret."""
     auth: httpx.Auth = field(init=False)
-    """Seals what the router sends to workers."""
+    """Signs the router's requests to workers."""
     mismatched: dict[tuple[str, str], str] = field(default_factory=dict)
     """Pairs of (prefill, decode) that cannot exchange states, and why."""
     max_worker_requests: int = 1 << 30
-    """Requests under way at one worker; a worker with as many gets no more."""
+    """Maximum number of running requests per worker."""
     patience: float = 5.0
-    """Seconds for the answer to a health check."""
+    """Seconds to wait for a health check."""
     _checks: dict[Remote, asyncio.Task[None]] = field(default_factory=dict)
-    """Health checks under way because a request was lost."""
+    """Running health checks after lost requests."""
 
     def __post_init__(self) -> None:
         self.auth = SealAuth(self.seal)
@@ -184,7 +184,7 @@ class Fleet:
         headers: dict[str, str] | None = None,
         seal: Seal | None = None,
     ) -> Fleet:
-        """From URLs."""
+        """Returns a fleet of the workers at these URLs."""
         return cls(
             [Remote(url.rstrip("/"), "prefill") for url in prefill],
             [Remote(url.rstrip("/"), "decode") for url in decode],
@@ -194,62 +194,62 @@ class Fleet:
         )
 
     def follow(self, prefill: Iterable[str], decode: Iterable[str]) -> None:
-        """Workers have come or gone. Requests that the gone ones have go on as they can."""
+        """Replaces the lists of workers. Running requests of removed workers continue."""
         for role, urls, known in (("prefill", prefill, self.prefill), ("decode", decode, self.decode)):
             wanted = {url.rstrip("/") for url in urls}
             known[:] = [worker for worker in known if worker.url in wanted]
             known += [Remote(url, role) for url in sorted(wanted - {worker.url for worker in known})]
 
     def full(self, workers: Iterable[Remote]) -> list[Remote]:
-        """The workers that have as many requests as they may."""
+        """Returns the workers with the maximum number of requests."""
         return [worker for worker in workers if worker.load >= self.max_worker_requests]
 
     async def watch(self, interval: float, patience: float = 5.0) -> None:
-        """Check every worker's health again and again; a check waits `patience` seconds for its answer."""
+        """Checks every worker's health every `interval` seconds. A check waits `patience` seconds for its answer."""
         self.patience = patience
         while True:
-            await asyncio.gather(*(self._look(worker) for worker in (*self.prefill, *self.decode)))
+            await asyncio.gather(*(self._check_health(worker) for worker in (*self.prefill, *self.decode)))
             self._compare()
             await asyncio.sleep(interval)
 
     def lost_request(self, worker: Remote, why: str) -> None:
-        """A request to a worker has failed without an answer. Any client may have caused that, so a health check made
-        now decides whether the worker is down; or `_LOST` such requests before it has answered one."""
+        """Counts a request that failed without an answer. Any client may have caused this, so the worker only counts as
+        down if a health check fails, or after `_LOST` such requests without an answered check."""
         worker.failures += 1
         if not worker.up:
             return
         worker.lost += 1
-        log.debug("%s worker %s has lost a request: %s", worker.role, worker.url, why)
+        log.debug("%s worker %s lost a request: %s", worker.role, worker.url, why)
         if worker.lost >= _LOST:
             worker.mark_down(f"{worker.lost} requests lost, the last one: {why}", self.patience)
         if worker not in self._checks:
-            check = self._checks[worker] = asyncio.create_task(self._look(worker, with_manifest=False))
+            check = self._checks[worker] = asyncio.create_task(self._check_health(worker, with_manifest=False))
             check.add_done_callback(lambda _: self._checks.pop(worker, None))
 
-    async def _look(self, worker: Remote, *, with_manifest: bool = True) -> None:
+    async def _check_health(self, worker: Remote, *, with_manifest: bool = True) -> None:
         try:
             async with asyncio.timeout(self.patience):
                 answer = await self.client.get(f"{worker.url}/ready", headers=self.headers)
-                up, found = answer.status_code == 200, None
+                up, manifest = answer.status_code == 200, None
                 if answer.status_code == 503 and error_code(answer.content) == TOO_MANY_CONNECTIONS:
-                    worker.missed = worker.lost = 0  # it answers, so it is no more down than before
+                    worker.missed = worker.lost = 0  # it answers: keep its state
                     return
                 if up and with_manifest and (worker.manifest is None or not worker.up):
-                    asked = f"{worker.url}/split/manifest"
-                    found = await self.client.get(asked, headers=self.headers, auth=self.auth)
-            if found is not None:
-                worker.manifest = Manifest.model_validate(found.json()) if found.status_code == 200 else None
+                    url = f"{worker.url}/split/manifest"
+                    manifest = await self.client.get(url, headers=self.headers, auth=self.auth)
+            if manifest is not None:
+                worker.manifest = Manifest.model_validate(manifest.json()) if manifest.status_code == 200 else None
                 if worker.manifest is None:
-                    log.error("%s is not a %s worker: it answers %d", worker.url, worker.role, found.status_code)
+                    log.error("%s is not a %s worker: status %d", worker.url, worker.role, manifest.status_code)
             why, worker.missed, worker.lost = f"status {answer.status_code}", 0, 0
         except (TimeoutError, httpx.TimeoutException, httpx.NetworkError, httpx.ProtocolError) as error:
             if (local := local_failure(error)) is not None:
-                log.warning("the health of %s worker %s is unknown: %s", worker.role, worker.url, local)
+                log.warning("could not check %s worker %s: %s", worker.role, worker.url, local)
                 return
-            # A busy machine is slow to answer, and a server may close an idle connection just as it is used again.
-            # Only a refused connection is a clear answer.
+            # A busy machine answers late, and a server may close an idle connection just before it is used again. Only
+            # a refused connection proves that the worker is down.
             worker.missed = _MISSES if isinstance(error, httpx.ConnectError) else worker.missed + 1
-            up, why = worker.up and worker.missed < _MISSES, str(error) or "it does not answer"
+            up, why = worker.up and worker.missed < _MISSES, str(error) or "no answer"
         except (httpx.HTTPError, ValidationError, ValueError) as error:
             up, why = False, str(error) or type(error).__name__
         if up and not worker.up:
@@ -260,7 +260,7 @@ class Fleet:
             worker.mark_down(why, self.patience)
 
     def _compare(self) -> None:
-        """Say of each pair once if it does not fit together."""
+        """Logs each pair of workers that cannot exchange states, once."""
         for one in self.prefill:
             for other in self.decode:
                 if one.manifest is None or other.manifest is None:
@@ -276,7 +276,7 @@ class Fleet:
                     self.mismatched.pop(pair, None)
 
     def status(self) -> dict[str, Any]:
-        """Who is up, and how busy."""
+        """Returns the health and load of all workers."""
 
         def table(workers: list[Remote]) -> list[dict[str, Any]]:
             return [

@@ -1,4 +1,4 @@
-"""Moving arrays between workers: one small interface, three ways."""
+"""Transports of arrays between workers: one interface, two implementations."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import logging
 from collections.abc import Sequence
 
 from serving.split.transport.base import Transport, TransportError
-from serving.split.transport.direct import DirectTransport
 from serving.split.transport.jax_transfer import JaxTransport
 from serving.split.transport.tcp import TcpTransport
 
-__all__ = ["DirectTransport", "JaxTransport", "TcpTransport", "Transport", "TransportError", "open_transports"]
+__all__ = ["JaxTransport", "TcpTransport", "Transport", "TransportError", "open_transports"]
 
 log = logging.getLogger(__name__)
 
@@ -18,23 +17,23 @@ KINDS = ("jax", "tcp")
 
 
 def open_transports(kinds: Sequence[str], host: str) -> dict[str, Transport]:
-    """The transports of a worker, by kind, listening on free ports of `host`. No kinds: all that are available here.
+    """Returns the transports of a worker by kind, listening on free ports of `host`. Empty `kinds`: all available ones.
 
     Raises:
-        TransportError: one that was asked for is not available here.
+        TransportError: a requested transport is not available.
     """
-    found: dict[str, Transport] = {}
+    opened: dict[str, Transport] = {}
     if not kinds:
         try:
-            found["jax"] = JaxTransport(host)
+            opened["jax"] = JaxTransport(host)
         except TransportError as error:
-            log.warning("states travel by tcp: %s", error)
-        return found | {"tcp": TcpTransport(host)}
+            log.warning("states are transferred by tcp: %s", error)
+        return opened | {"tcp": TcpTransport(host)}
     for kind in kinds:
         if kind == "jax":
-            found[kind] = JaxTransport(host)
+            opened[kind] = JaxTransport(host)
         elif kind == "tcp":
-            found[kind] = TcpTransport(host)
+            opened[kind] = TcpTransport(host)
         else:
-            raise TransportError(f"transport {kind!r} is unknown: it must be one of {', '.join(KINDS)}")
-    return found
+            raise TransportError(f"unknown transport {kind!r}; allowed: {', '.join(KINDS)}")
+    return opened

@@ -1,4 +1,4 @@
-"""What a transport does."""
+"""The interface of transports."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ import jax
 
 
 class TransportError(RuntimeError):
-    """Arrays could not be moved, or not in time: one line."""
+    """Arrays could not be transferred in time. The message is one line."""
 
 
 class Transport(Protocol):
-    """Moves lists of arrays, each list once, under a key that the sender has chosen.
+    """Transfers lists of arrays, each list once, under a key that the sender chooses.
 
-    `offer` and `drain` are called on the sender's side, `fetch` on the receiver's; all from any thread.
+    The sender calls `offer` and `drain`, the receiver `fetch`. Any thread may call them.
     """
 
     @property
     def address(self) -> str:
-        """Where others can fetch from this one."""
+        """Address from which other workers can fetch."""
         ...
 
     def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
-        """Keep arrays until they are fetched or drained. They may still be being computed."""
+        """Keeps arrays until they are fetched or drained. Their computation may not have finished."""
         ...
 
     def drain(self, key: int, *, taken: bool = False) -> None:
-        """Release the memory soon: the arrays have been fetched (`taken`: the receiver confirmed it), or never will be.
+        """Releases the memory soon: the arrays were fetched (`taken`: the receiver confirmed it) or will never be.
 
-        Nothing happens if they are gone.
+        Ignores unknown keys.
         """
         ...
 
     def fetch(self, address: str, key: int, specs: Sequence[jax.ShapeDtypeStruct], timeout: float) -> list[Any]:
-        """Wait for arrays of exactly these shapes and dtypes.
+        """Fetches arrays with exactly these shapes and dtypes.
 
         Raises:
-            TransportError: they did not come within `timeout` seconds, or are others.
+            TransportError: the arrays did not arrive within `timeout` seconds, or differ from `specs`.
         """
         ...
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stops listening."""
         ...

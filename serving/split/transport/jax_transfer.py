@@ -1,8 +1,8 @@
-"""From device to device by JAX's own transfer engine, `jax.experimental.transfer`.
+"""Transfers from device to device with JAX's transfer engine, `jax.experimental.transfer`.
 
-It has a table of offered arrays, from which a peer pulls by key. This module adds time limits: a pull of a key that is
-not offered waits for ever, so the receiver sets a deadline; an offer that no peer pulls stays for ever, so the sender
-pulls it itself.
+The engine has a table of offered arrays, from which a peer pulls by key. This module adds time limits. A pull of an
+unknown key would wait forever, so the receiver sets a deadline. An offer that no peer pulls would stay forever, so the
+sender pulls it itself.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from serving.split.transport.base import TransportError
 log = logging.getLogger(__name__)
 
 _DISCARDING = 10.0
-"""Seconds after which what is being drained is no longer waited for."""
-_GLANCE = 0.0005, 0.01  # seconds between two looks at whether arrays have arrived: at least, at most
+"""Maximum seconds to wait while draining an offer."""
+_POLL = 0.0005, 0.01  # minimum and maximum seconds between checks whether arrays have arrived
 
 
 class JaxTransport:
     """One transfer server, and one connection to each peer.
 
     Raises:
-        TransportError: this JAX has no transfer engine, or it does not start.
+        TransportError: this version of JAX has no transfer engine, or it does not start.
     """
 
     def __init__(self, host: str = "127.0.0.1", device: jax.Device | None = None) -> None:
@@ -39,13 +39,13 @@ class JaxTransport:
             from jax.experimental import transfer
         except ImportError:
             raise TransportError(
-                f"jax {jax.__version__} has no jax.experimental.transfer here: use --transport tcp"
+                f"jax {jax.__version__} has no jax.experimental.transfer on this platform; use --transport tcp"
             ) from None
         self._device = device if device is not None else jax.local_devices()[0]
         try:
             self._server = transfer.start_transfer_server(self._device.client, f"{host}:0", [f"{host}:0"])
         except (RuntimeError, TypeError, ValueError) as error:
-            raise TransportError(f"the transfer engine does not start: {error}; use --transport tcp") from None
+            raise TransportError(f"could not start the transfer engine: {error}; use --transport tcp") from None
         self.address = self._server.address()
         self._sharding = jax.sharding.SingleDeviceSharding(self._device)
         self._connections: dict[str, Any] = {}
@@ -54,7 +54,7 @@ class JaxTransport:
         self._drains = ThreadPoolExecutor(1, thread_name_prefix="drain")
 
     def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
-        # An array without elements would never arrive.
+        # The engine never delivers arrays without elements.
         some = [array for array in arrays if array.size]
         with self._lock:
             self._offered[key] = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding) for x in some]
@@ -79,20 +79,20 @@ class JaxTransport:
                 while not array.is_ready():
                     waited = time.monotonic() - begin
                     if waited > timeout:
-                        # The connection stays: a new one takes four descriptors, and this one keeps its own as long as
-                        # something may still come over it.
-                        raise TransportError(f"nothing came from {address} in {timeout:g} s")
-                    # Nothing is noticed much later than it came, and long waits cost few looks.
-                    time.sleep(min(max(waited / 8, _GLANCE[0]), _GLANCE[1]))
-            # Ready is also what has failed: only looking at it tells.
+                        # Keep the connection: a new one needs four file descriptors, and this one keeps its own while
+                        # arrays may still arrive.
+                        raise TransportError(f"no arrays from {address} within {timeout:g} s")
+                    # The interval grows with the wait, so arrivals are noticed soon and long waits need few checks.
+                    time.sleep(min(max(waited / 8, _POLL[0]), _POLL[1]))
+            # Failed arrays also count as ready; this raises their error.
             jax.block_until_ready(arrays)
         except RuntimeError as error:
             if isinstance(error, TransportError):
                 raise
             self._forget(address)
             raise TransportError(f"fetching from {address} failed: {' '.join(str(error).split())[:200]}") from None
-        came = iter(arrays)
-        return [next(came) if math.prod(spec.shape) else jnp.zeros(spec.shape, spec.dtype) for spec in specs]
+        arrived = iter(arrays)
+        return [next(arrived) if math.prod(spec.shape) else jnp.zeros(spec.shape, spec.dtype) for spec in specs]
 
     def close(self) -> None:
         with self._lock:
@@ -103,14 +103,15 @@ class JaxTransport:
         self._drains.shutdown(wait=False)
 
     def _discard(self, key: int, specs: Sequence[jax.ShapeDtypeStruct]) -> None:
-        """One after the other: what is pulled takes as much memory as what is offered, until it is there."""
+        """Pulls an offer to discard it. Offers are discarded one at a time, because a pull allocates as much memory as
+        the offer."""
         until = time.monotonic() + _DISCARDING
         try:
             arrays: list[Any] = self._pull(self.address, key, specs)
             while not all(array.is_ready() for array in arrays) and time.monotonic() < until:
-                time.sleep(_GLANCE[0])
+                time.sleep(_POLL[0])
         except RuntimeError as error:
-            log.warning("an offer could not be taken back: %s", " ".join(str(error).split())[:200])
+            log.warning("could not discard an offer: %s", " ".join(str(error).split())[:200])
 
     def _pull(self, address: str, key: int, specs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
         with self._lock:
@@ -120,6 +121,6 @@ class JaxTransport:
         return connection.pull(key, list(specs))
 
     def _forget(self, address: str) -> None:
-        """The next fetch from there connects anew."""
+        """Makes the next fetch from `address` connect again."""
         with self._lock:
             self._connections.pop(address, None)

@@ -1,4 +1,4 @@
-"""Bytes over TCP, by way of the host: works wherever workers reach each other, and costs two copies."""
+"""Transfers over TCP through host memory: works on every network, and costs two copies."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _LENGTH = struct.Struct("!I")
 _CHECKSUM = struct.Struct("!I")
 _PIECE = 1 << 20
 _MOST_READERS = 64
-"""Connections to which arrays are sent at once."""
+"""Maximum number of connections that receive arrays at a time."""
 _MOST_SILENT = 128
-"""Connections that have not sent a key. One more closes the one that has been silent for longest."""
+"""Maximum number of connections that have not sent a key. A further one makes the server close the oldest of them."""
 _KEY_SECONDS = 5.0
-"""Time for a connection to send its key, which a receiver does at once."""
+"""Maximum seconds until a connection sends its key, which receivers do immediately."""
 _SERVING = 60.0
-"""Seconds in which a reader must have taken everything."""
+"""Maximum seconds to send all arrays to a reader."""
 
 
 class TcpTransport:
-    """A key goes one way; a header with shapes and dtypes, then each array's bytes and their CRC-32, go the other.
+    """The receiver sends a key; the sender answers with a header (shapes and dtypes), then each array and its CRC-32.
 
-    A copy stays until all of it has been sent, so a receiver that dies half way loses nothing but time.
+    The sender keeps a copy until it has sent all of it, so that a receiver can fetch again after a broken connection.
     """
 
     def __init__(self, host: str = "127.0.0.1") -> None:
@@ -73,17 +73,17 @@ class TcpTransport:
                 connection.sendall(_KEY.pack(key))
                 (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size, until))
                 if not length:
-                    raise TransportError(f"{address} has none of it")
-                # What is expected is known to the byte: nothing is allocated on the other side's word.
+                    raise TransportError(f"{address} does not have the requested state")
+                # The expected sizes are known, so the other side cannot make this one allocate memory.
                 if length != len(header) or _exactly(connection, length, until) != header:
-                    raise TransportError(f"{address} offers other arrays than were expected")
+                    raise TransportError(f"{address} sent unexpected shapes or dtypes")
                 arrays = []
                 for spec in specs:
                     size = int(np.prod(spec.shape)) * spec.dtype.itemsize
                     content = _exactly(connection, size, until)
                     (checksum,) = _CHECKSUM.unpack(_exactly(connection, _CHECKSUM.size, until))
                     if zlib.crc32(content) != checksum:
-                        raise TransportError(f"what came from {address} is damaged: its checksum differs")
+                        raise TransportError(f"an array from {address} is damaged: its checksum differs")
                     arrays.append(np.frombuffer(content, jnp.dtype(spec.dtype)).reshape(spec.shape))
                 return arrays
         except (OSError, ValueError, OverflowError) as error:
@@ -94,12 +94,12 @@ class TcpTransport:
         self._server.server_close()
 
     def _serve(self, connection: socket.socket) -> None:
-        arrays = self._asked_for(connection)
+        arrays = self._requested(connection)
         until = time.monotonic() + _SERVING
         if arrays is None:
             _send(connection, _LENGTH.pack(0), until)
             return
-        # A key is known only to those who were told it, so other connections take none of these places.
+        # Only workers with a ticket know a key, so other connections cannot occupy this semaphore.
         if not self._readers.acquire(timeout=_SERVING):
             return
         try:
@@ -113,8 +113,8 @@ class TcpTransport:
             self._readers.release()
         self.drain(arrays[0])
 
-    def _asked_for(self, connection: socket.socket) -> tuple[int, list[jax.Array]] | None:
-        """The key that a connection sends, and the arrays behind it."""
+    def _requested(self, connection: socket.socket) -> tuple[int, list[jax.Array]] | None:
+        """Returns the key that a connection sends, and its arrays; None for an unknown key."""
         with self._lock:
             self._silent[connection] = None
             oldest = next(iter(self._silent)) if len(self._silent) > _MOST_SILENT else None
@@ -144,14 +144,14 @@ def _header(arrays: Sequence[Any]) -> bytes:
 
 
 def _exactly(connection: socket.socket, size: int, until: float) -> bytearray:
-    """That many bytes. Raises `OSError` where the other side stops before, or takes longer than `until`."""
+    """Reads `size` bytes. Raises `OSError` if the other side stops before, or takes longer than `until`."""
     buffer = bytearray(size)
     view, at = memoryview(buffer), 0
     while at < size:
         _wait_until(connection, until, at, size)
         count = connection.recv_into(view[at:])
         if not count:
-            raise ConnectionError(f"the other side stopped after {at} of {size} bytes")
+            raise ConnectionError(f"the connection ended after {at} of {size} bytes")
         at += count
     return buffer
 
@@ -164,8 +164,8 @@ def _send(connection: socket.socket, content: Any, until: float) -> None:
 
 
 def _wait_until(connection: socket.socket, until: float, at: int, size: int) -> None:
-    """Each wait ends at the end of all: a timeout of every single wait would let a slow peer go on for ever."""
+    """Sets the timeout to the time left: a constant timeout per wait would let a slow peer continue forever."""
     left = until - time.monotonic()
     if left <= 0:
-        raise TimeoutError(f"{at} of {size} bytes in time")
+        raise TimeoutError(f"timed out after {at} of {size} bytes")
     connection.settimeout(left)

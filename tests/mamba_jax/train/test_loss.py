@@ -94,7 +94,7 @@ def test_the_gradient_is_that_of_the_sequential_recurrence(monkeypatch):
 
         return jax.jit(jax.grad(loss))(VALUES)
 
-    def one_by_one(x, dt, a, b, c, d):
+    def one_by_one(x, dt, a, b, c, d, *, initial_state=None):
         def token(state, now):
             x, dt, b, c = now
             repeats = x.shape[1] // b.shape[1]

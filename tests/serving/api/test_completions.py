@@ -4,12 +4,12 @@ import math
 
 import pytest
 
-from checkpoints.load import load_tokenizer
-from serving.api.http.completions import CompletionWriter
+from checkpoints.tokenizer import load_tokenizer
+from serving.api.http.endpoints.completions import CompletionWriter
 from serving.api.http.generation import ResponseContext
 from serving.api.http.protocol.completions import CompletionRequest
 from serving.api.http.text import TextCodec
-from serving.engine.output import CompletionOutput, Logprob, RequestOutput
+from serving.engine.requests.output import CompletionOutput, Logprob, RequestOutput
 
 TEXT = "The state of a recurrent model"
 

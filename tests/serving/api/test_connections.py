@@ -10,8 +10,8 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
-from serving.api.http import connections
-from serving.api.http.server import Server
+from serving.api.http.connection import connections
+from serving.api.http.connection.server import Server
 from serving.api.http.settings import ConnectionBounds
 from serving.split.router.relay import Relay
 from serving.split.router.workers import Fleet
@@ -100,7 +100,7 @@ def test_a_router_retries_elsewhere_what_a_full_worker_refuses():
                 served.append((answer.status, b"".join([piece async for piece in answer.body])))
             for _ in range(4):
                 for worker in fleet.decode:
-                    await fleet._look(worker, with_manifest=False)
+                    await fleet._check_health(worker, with_manifest=False)
             return served, [(worker.up, worker.failures, worker.missed) for worker in fleet.decode]
 
     with running(max_connections=3) as full, running(max_connections=3) as other, silent(full, 3):

@@ -6,14 +6,13 @@ import openai
 import pytest
 import tokenizers
 
-from checkpoints.load import load_tokenizer
-from checkpoints.tokenizer import Tokenizer
-from serving.api.http.forced_calls import calls_grammar, marks_of
+from checkpoints.tokenizer import Tokenizer, load_tokenizer
+from serving.api.http.parsing.forced_calls import calls_grammar, marks_of
+from serving.api.http.parsing.tool_calls import ToolCallReader
 from serving.api.http.protocol.chat import Tool
 from serving.api.http.text import TextCodec
-from serving.api.http.tool_calls import ToolCallReader
-from serving.engine.grammars import Grammars
-from serving.engine.structured import StructuredOutputs
+from serving.engine.structured.grammar_state import StructuredOutputs
+from serving.engine.structured.grammars import Grammars
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {
     "type": "object",

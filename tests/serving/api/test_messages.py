@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from serving.api.http.endpoints.messages_input import chat_request
 from serving.api.http.errors import ApiError
-from serving.api.http.messages_input import chat_request
 from serving.api.http.protocol.messages import MessagesRequest
 from serving.api.http.text import check_fits
 from tests.serving.api.test_reasoning_answers import thinking  # noqa: F401 - a fixture

@@ -5,12 +5,12 @@ import random
 
 import pytest
 
-from serving.api.http.call_pieces import whole_calls
+from serving.api.http.endpoints.messages import _arguments
 from serving.api.http.json_values import MAX_DEPTH, depth, parse_written, well_formed
-from serving.api.http.messages import _arguments
+from serving.api.http.parsing.call_pieces import whole_calls
+from serving.api.http.parsing.tool_calls import ToolCallReader
+from serving.api.http.parsing.written_object import WrittenObject
 from serving.api.http.protocol.chat import Tool
-from serving.api.http.tool_calls import ToolCallReader
-from serving.api.http.written_object import WrittenObject
 
 DEEP = "[" * 50_000 + "]" * 50_000
 

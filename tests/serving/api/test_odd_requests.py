@@ -9,7 +9,7 @@ from functools import partial
 import httpx
 import pytest
 
-from serving.api.http.server import Server
+from serving.api.http.connection.server import Server
 from serving.split.router.app import create_router
 from serving.split.settings import RouterSettings
 from tests.support.hostile_requests import HOSTILE

@@ -5,15 +5,14 @@ import json
 import pytest
 import tokenizers
 
-from checkpoints.load import load_tokenizer
-from checkpoints.tokenizer import Tokenizer
-from serving.api.http.chat import ChatWriter
+from checkpoints.tokenizer import Tokenizer, load_tokenizer
 from serving.api.http.chat_turn import ChatTurn, template_options
+from serving.api.http.endpoints.chat import ChatWriter
 from serving.api.http.generation import ResponseContext
+from serving.api.http.parsing.reasoning import THINK, ReasoningCount, ReasoningReader, marks_of, opening_of
 from serving.api.http.protocol.chat import ChatRequest
-from serving.api.http.reasoning import THINK, ReasoningCount, ReasoningReader, marks_of, opening_of
 from serving.api.http.text import TextCodec
-from serving.engine.output import CompletionOutput, RequestOutput
+from serving.engine.requests.output import CompletionOutput, RequestOutput
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}"

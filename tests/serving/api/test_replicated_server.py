@@ -8,11 +8,13 @@ from fastapi.testclient import TestClient
 from safetensors.numpy import save_file
 
 from serving.api.http import ServerSettings, create_app
-from serving.engine.replicas import Replicas
-from serving.engine.warmup import warm_up
+from serving.engine.async_engine import AsyncEngine
+from serving.engine.programs.warmup import warm_up
+from serving.engine.replicas.group import EngineGroup
 from tests.support.engine_harness import EngineHarness
 from tests.support.letter_tokens import letters
 from tests.support.replicas import ReplicaMaker, admitted, check_idle
+from tests.support.small_tiers import tier_mover
 
 pytestmark = pytest.mark.full
 
@@ -29,7 +31,7 @@ def engines():
 @pytest.fixture(scope="module")
 def client(engines):
     settings = ServerSettings.create(admin_key="trainer", served_model_name="tiny")
-    replicas = Replicas(engines)
+    replicas = AsyncEngine(EngineGroup(engines))
     app = create_app(replicas, settings, prepare=lambda engine: warm_up(engine.loop, engine.vocab_size, progress=False))
     with TestClient(app) as client:
         while client.get("/ready").status_code != 200:
@@ -78,7 +80,7 @@ def test_metrics_say_which_engine(client):
 
 def test_what_tiers_hold_is_of_all_and_what_is_fetched_of_each(engines, client):
     found = metrics(client)
-    tier = engines[0].loop.mover.memory.tier
+    tier = tier_mover(engines[0]).memory.tier
     assert found['mamba_jax_tier_capacity_bytes{tier="host"}'] == tier.capacity
     assert found['mamba_jax_tier_checkpoints{tier="host"}'] == len(tier)
     for i in range(2):

@@ -7,17 +7,17 @@ import openai
 import pytest
 from pydantic import ValidationError
 
-from checkpoints.load import load_tokenizer
-from serving.api.http import responses
+from checkpoints.tokenizer import load_tokenizer
 from serving.api.http.chat_turn import ChatTurn
+from serving.api.http.endpoints import responses
+from serving.api.http.endpoints.response_store import ResponseStore, Stored, owner_of
+from serving.api.http.endpoints.responses import ResponseWriter
+from serving.api.http.endpoints.responses_input import chat_fields, chat_request, messages_of_input
 from serving.api.http.generation import ChoiceDelta, ResponseContext
 from serving.api.http.logprobs import TextLogprobs
 from serving.api.http.protocol.responses import ResponsesRequest
-from serving.api.http.response_store import ResponseStore, Stored, owner_of
-from serving.api.http.responses import ResponseWriter
-from serving.api.http.responses_input import chat_fields, chat_request, messages_of_input
 from serving.api.http.text import TextCodec
-from serving.engine.output import CompletionOutput, Logprob, RequestOutput
+from serving.engine.requests.output import CompletionOutput, Logprob, RequestOutput
 from tests.serving.api.test_reasoning_answers import thinking  # noqa: F401 - a fixture
 
 LOOK = {

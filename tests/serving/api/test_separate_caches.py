@@ -4,12 +4,13 @@ import pytest
 from fastapi.testclient import TestClient
 from starlette.datastructures import Headers
 
-from serving.api.http import ServerSettings, create_app, keys
-from serving.api.http.keys import salt_of
+from serving.api.http import ServerSettings, create_app
+from serving.api.http.connection import keys
+from serving.api.http.connection.keys import salt_of
 from serving.config import EngineConfig
 from serving.core.cache.prefix_tree import client_salt
-from serving.engine.build import assemble
-from serving.engine.replicas import serve_engines
+from serving.engine.assembly.build import assemble
+from serving.engine.async_engine import AsyncEngine
 from tests.support.letter_tokens import letters
 from tests.support.no_programs import NoPrograms
 from tests.support.split_pair import FLAGS, model
@@ -28,7 +29,7 @@ def serve():
         config = EngineConfig.create(mamba_cache_mode="all", **FLAGS | {"debug_state": False})
         built = assemble(config, model(), programs=NoPrograms(), tokenizer=letters().with_chat_template(TEMPLATE))
         settings = ServerSettings.create(served_model_name="tiny", **flags)
-        client = TestClient(create_app(serve_engines(built.engines), settings))
+        client = TestClient(create_app(AsyncEngine(built.engine), settings))
         client.__enter__()
         opened.append(client)
 

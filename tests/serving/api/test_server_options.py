@@ -3,12 +3,12 @@
 import pytest
 
 from checkpoints import CheckpointError
-from checkpoints.load import load_tokenizer
+from checkpoints.tokenizer import load_tokenizer
 from serving.api.http import ServerSettings
-from serving.api.http.keys import is_one_of
-from serving.api.http.settle import settle
+from serving.api.http.connection.keys import is_one_of
+from serving.api.http.resolve_settings import resolve_settings
 from serving.config import ConfigError, EngineConfig
-from serving.engine.build import build_engine
+from serving.engine.assembly.build import build_engine
 from serving.split.settings import RouterSettings
 from tests.support.live_server import LiveServer
 
@@ -88,18 +88,18 @@ def test_few_log_probabilities(other, path, fields, param):
 
 
 def test_sampling_of_the_operators():
-    settings, _ = settle({}, {}, override={"temperature": 0.5, "top_k": 3})
+    settings, _ = resolve_settings({}, {}, override={"temperature": 0.5, "top_k": 3})
     assert settings.default_sampling["temperature"] == 0.5
     assert settings.default_sampling["top_k"] == 3
     with pytest.raises(ConfigError, match="--override-generation-config: temperature"):
-        settle({}, {}, override={"temperature": -1})
+        resolve_settings({}, {}, override={"temperature": -1})
     assert ServerSettings.create().allowed_origins == ()
 
 
 @pytest.mark.parametrize("name", ["api_key", "admin_key"])
 def test_an_empty_key_is_no_key(name, monkeypatch):
     monkeypatch.setenv(f"MAMBA_JAX_{name.upper()}", "")
-    assert getattr(settle({}, {})[0], name) == ()
+    assert getattr(resolve_settings({}, {})[0], name) == ()
     for bad in ("", "two words", "caf\xe9", ("good", "")):
         with pytest.raises(ConfigError, match=f"{name}: .*a key must be printable"):
             ServerSettings.create(**{name: bad})

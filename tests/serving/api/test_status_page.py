@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from serving.api.http.status import waiting
+from serving.api.http.endpoints.status import waiting
 from serving.api.metrics import Metrics
 from serving.core import WaitReason
-from serving.engine.output import CompletionOutput, RequestMetrics, RequestOutput
+from serving.engine.requests.output import CompletionOutput, RequestMetrics, RequestOutput
 from tests.serving.core.drive import Loop
 from tests.support.browser import Browser, find_chromium
 

@@ -8,7 +8,7 @@ import pytest
 
 from mamba_jax.programs import StepPrograms
 from serving import LLM, SamplingParams
-from serving.engine.structured import StructuredOutputs
+from serving.engine.structured.grammar_state import StructuredOutputs
 from tests.support.engines import QUICK_COMPILE
 
 FLAGS = {
@@ -24,7 +24,7 @@ SCHEMA = {"type": "object", "properties": {"count": {"type": "integer", "maximum
 @pytest.mark.parametrize("method", ["ngram", "mtp"])
 def test_two_devices(monkeypatch, method):
     quick = partial(StepPrograms, compiler_options=QUICK_COMPILE)
-    monkeypatch.setattr("serving.engine.build.StepPrograms", quick)
+    monkeypatch.setattr("serving.engine.assembly.build.StepPrograms", quick)
     llm = LLM("demo", tensor_parallel_size=2, speculative_method=method, **FLAGS)
     for temperature in (0.0, 1.0):
         params = [

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from serving.engine.request_error import RequestError
-from serving.engine.sampling_params import SamplingParams
-from serving.engine.structured import StructuredOutputs
+from serving.engine.requests.sampling_params import SamplingParams
+from serving.engine.structured.grammar_state import StructuredOutputs
 from tests.support.letter_tokens import TOO_BIG
 
 SCHEMA = {

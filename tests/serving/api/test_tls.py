@@ -14,8 +14,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from serving.api.http.connections import raise_descriptor_limit, reserve
-from serving.api.http.server import Server
+from serving.api.http.connection.connections import raise_descriptor_limit, reserve
+from serving.api.http.connection.server import Server
 from serving.api.http.settings import ConnectionBounds
 
 

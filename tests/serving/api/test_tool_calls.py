@@ -8,19 +8,19 @@ from random import Random
 import pytest
 import tokenizers
 
-from checkpoints.load import load_tokenizer
-from checkpoints.tokenizer import Tokenizer
-from serving.api.http import ServerSettings, chat
-from serving.api.http.call_formats import FORMATS, form_of
-from serving.api.http.call_pieces import whole_calls
-from serving.api.http.chat import ChatWriter
+from checkpoints.tokenizer import Tokenizer, load_tokenizer
+from serving.api.http import ServerSettings
 from serving.api.http.chat_turn import ChatTurn
+from serving.api.http.endpoints import chat
+from serving.api.http.endpoints.chat import ChatWriter
 from serving.api.http.generation import ChoiceDelta, ResponseContext
+from serving.api.http.parsing.call_formats import FORMATS, form_of
+from serving.api.http.parsing.call_pieces import whole_calls
+from serving.api.http.parsing.tool_calls import ToolCallReader
 from serving.api.http.protocol.chat import ChatRequest, Tool
 from serving.api.http.text import TextCodec
-from serving.api.http.tool_calls import ToolCallReader
 from serving.config import ConfigError
-from serving.engine.output import CompletionOutput, RequestOutput
+from serving.engine.requests.output import CompletionOutput, RequestOutput
 
 TOOL = {
     "type": "function",

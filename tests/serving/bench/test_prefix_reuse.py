@@ -140,7 +140,7 @@ def test_material_from_a_folder(tmp_path: Path) -> None:
 
 
 def test_the_program_prints_json_lines() -> None:
-    command = "-m serving.bench.prefix_reuse --conversations 2 --turns 2 --modes all --blocks 256 --orders sequential"
+    command = "-m serving.cli bench reuse --conversations 2 --turns 2 --modes all --blocks 256 --orders sequential"
     done = subprocess.run([sys.executable, *command.split(), "--concurrency", "1"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     first, *rest = map(json.loads, done.stdout.splitlines())

@@ -34,7 +34,7 @@ class Valid(NamedTuple):
     [("qwen3-next-80b-a3b", "v6e-8", 700, 20), ("nemotron-3-super-120b-a12b", "v6e-8", 2000, 100)],
 )
 def test_prefill_moves_a_devices_own_rows(name, machine, megabytes, temporary):
-    """Of 2,048 tokens; with the rows of all experts on every chip it was 2.5 and 7.7 GB, with 350 and 440 MB beside."""
+    """Of 2,048 tokens; with the rows of all experts on every chip it was 2.5 and 7.7 GB, plus 350 and 440 MB."""
     try:
         check_compiler(target(machine))
     except ConfigError as error:

@@ -69,13 +69,13 @@ def compilable(topology):
     return machine
 
 
-def compiled_for(model, pattern, topology, drafts, batch, vocab_size=1024, kind=None):
+def compiled_for(model, pattern, topology, drafts, batch, vocab_size=1024, kind=None, lora=None):
     machine = compilable(topology)
     config = dataclasses.replace(load_config(model), pattern=pattern, mtp_pattern="", vocab_size=vocab_size)
     partition = Partition.of(config, machine.count)
     shape = partition.store_shape(StoreShape.of(config))
     make = partial(init_store, shape, num_slots=SLOTS, num_pages=PAGES, page_size=PAGE, dtype=jnp.bfloat16)
-    seats = partial(init_rows, config, max_num_seqs=ROWS, num_speculative_tokens=drafts)
+    seats = partial(init_rows, config, max_num_seqs=ROWS, num_speculative_tokens=drafts, adapters=lora is not None)
     if kind is None:
         described = HybridModel.abstract(config, dtype=jnp.bfloat16)
     else:
@@ -86,6 +86,7 @@ def compiled_for(model, pattern, topology, drafts, batch, vocab_size=1024, kind=
         store=jax.eval_shape(make),
         rows=jax.eval_shape(seats),
         tile_size=TILE,
+        lora=lora,
     )
     device = partition.device_shape(StoreShape.of(config))
     store = SLOTS * device.bytes_per_slot(jnp.bfloat16) + PAGES * device.bytes_per_page(PAGE, jnp.bfloat16)
@@ -94,7 +95,7 @@ def compiled_for(model, pattern, topology, drafts, batch, vocab_size=1024, kind=
 
 
 def check(program, store):
-    """The store is updated in place, and little stands beside it."""
+    """The store is updated in place, with little other memory."""
     assert program.aliased >= store
     assert program.temporaries < min(store / 20, MOST)
 

@@ -41,7 +41,7 @@ WHOLE = [
     ("drafts", "topology"), [(3, "v5e-8"), *(pytest.param(k, "v6e-8", marks=pytest.mark.slow) for k in (0, 3))]
 )
 def test_few_layers(drafts, topology):
-    """Store and tails are updated in place, no buffer of their size stands beside them, and other slots stay there."""
+    """Store and tails are updated in place, without a second buffer of their size, and other slots are unchanged."""
     pytest.importorskip("libtpu")
     config = dataclasses.replace(load_config("nemotron-h-8b"), pattern="M*-", mtp_pattern="", vocab_size=1024)
     slice_, replay = target(topology), Replay(16, drafts)

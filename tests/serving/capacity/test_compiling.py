@@ -18,7 +18,7 @@ from serving.capacity.count import collectives
 from serving.capacity.targets import target
 from serving.config import EngineConfig
 from serving.core import SchedulerConfig
-from serving.engine.batching import BatchBuilder
+from serving.engine.steps.batching import BatchBuilder
 
 pytestmark = pytest.mark.full
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.cli.batch_file import repair
+from serving.cli.generation.batch_file import repair
 from serving.cli.main import own_words, run
 from serving.engine.llm import LLM
 from serving.engine.request_error import RequestError
@@ -203,7 +203,7 @@ def test_a_batch_goes_on_where_it_stopped(batch, tmp_path, capfd):
 def test_a_file_that_is_no_batch_output_is_not_touched(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("my\nnotes\n")
-    with pytest.raises(RequestError, match="nothing was changed"):
+    with pytest.raises(RequestError, match="the file was not changed"):
         repair(path)
     assert path.read_text() == "my\nnotes\n"
 
@@ -225,7 +225,7 @@ def test_flags_from_a_file_yield_to_the_command_line(tmp_path, capfd):
         ("max_model_length: 1", "unknown option 'max_model_length'; did you mean 'max_model_len'?"),
         ("pipeline_parallel_size: 2", "--pipeline-parallel-size is not supported"),
         ("speculative-config: {method: dspark}", "method 'dspark'"),
-        ("enable_lora: true", "--enable-lora is not supported"),
+        ("kv_transfer_config: a", "--kv-transfer-config is not supported"),
         ("enable_lora: false\ntrust-remote-code: true\nmax-num-seqs: 0", "max_num_seqs: must be greater"),
     ],
 )
@@ -251,3 +251,11 @@ def test_a_list_on_the_command_line_replaces_that_of_the_file(tmp_path):
     words = own_words("serve", ["--config", str(config), "--served-model-name", "c", "d", "--no-warmup"])
     assert words[-5:] == ["--served-model-name", "c", "--served-model-name", "d", "--no-warmup"]
     assert "a" not in words
+
+
+def test_inspect_shows_the_share_that_an_adapter_covers(capfd):
+    golden = Path(__file__).parents[2] / "golden/lfm2"
+    assert run(["inspect", "--model", str(golden), "--adapter", str(golden / "adapter")]) == 0
+    assert "(100.0% of their parameters)" in capfd.readouterr().out
+    assert run(["inspect", "--model", str(golden), "--adapter", str(golden)]) == 2
+    assert "adapter_config.json" in capfd.readouterr().err

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from checkpoints import load_model
-from serving.cli.comparison import compare
+from serving.cli.evaluation.comparison import compare
 from serving.cli.main import run
 
 TOKENS = np.random.default_rng(0).integers(4, 500, 150).tolist()
@@ -59,6 +59,6 @@ def test_command(tmp_path, capsys):
     assert f"KL divergence: {found['kl']:.5f} nats per token" in said
     assert 0 < found["kl"] < 0.01
     assert run([*given, "--text", str(tmp_path / "none.txt")]) == 2
-    assert "no text to compare on" in capsys.readouterr().err
+    assert "none.txt: no such file; give a text file as --text" in capsys.readouterr().err
     assert run(["eval", "--text", str(text)]) == 2
     assert "--text has no effect without --against" in capsys.readouterr().err

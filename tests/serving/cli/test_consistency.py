@@ -9,8 +9,8 @@ from checkpoints.load import load_model
 from checkpoints.random import write_random
 from mamba_jax.model import parameters
 from mamba_jax.programs import StepPrograms
-from serving.cli import consistency
-from serving.cli.consistency import ARRANGEMENTS, OTHER_SHAPES, Agreement, agreements
+from serving.cli.evaluation import consistency
+from serving.cli.evaluation.consistency import ARRANGEMENTS, OTHER_SHAPES, Agreement, agreements
 from tests.support.engines import QUICK_COMPILE
 from tests.support.tiny_configs import TRAINABLE
 
@@ -33,7 +33,9 @@ def test_the_estimate_by_hand():
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["drafts (MTP, K=3), hits"])
 def test_serving_and_training_agree(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("serving.engine.build.StepPrograms", partial(StepPrograms, compiler_options=QUICK_COMPILE))
+    monkeypatch.setattr(
+        "serving.engine.assembly.build.StepPrograms", partial(StepPrograms, compiler_options=QUICK_COMPILE)
+    )
     monkeypatch.setattr(consistency, "ARRANGEMENTS", {name: ARRANGEMENTS[name]})
     directory = write_random(tmp_path, TRAINABLE)
     model = load_model(directory, progress=False)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from checkpoints import load_model
-from checkpoints.load import require_tokenizer
 from checkpoints.resolve import resolve
+from checkpoints.tokenizer import require_tokenizer
 from mamba_jax.train.corpus import SAMPLE_PROBLEMS, SAMPLE_TEXT
 from serving import LLM
-from serving.cli import evaluation
+from serving.cli.evaluation import measures
 
 pytestmark = pytest.mark.full
 
@@ -29,26 +29,24 @@ def model():
 
 @pytest.mark.parametrize("source", ["austen", "python_docs", "maths"])
 def test_bits_per_byte(source):
-    texts = evaluation.read_some(DEMO / SAMPLE_TEXT, None)
-    problems = evaluation.read_some(DEMO / SAMPLE_PROBLEMS, None)
+    texts = measures.read_some(DEMO / SAMPLE_TEXT, None)
+    problems = measures.read_some(DEMO / SAMPLE_PROBLEMS, None)
     documents = problems if source == "maths" else [d for d in texts if d["id"].startswith(source + ":")]
-    found = evaluation.bits_per_byte(model(), require_tokenizer("demo"), documents)
+    found = measures.bits_per_byte(model(), require_tokenizer("demo"), documents)
     assert found == pytest.approx(FIGURES["bits_per_byte"][source], rel=0.01)
 
 
 @pytest.mark.parametrize("drafts", ["none", "MTP, K=3"])
 def test_the_same_problems_are_answered(drafts):
-    problems = evaluation.read_some(DEMO / SAMPLE_PROBLEMS, SIXTEEN)
-    llm = LLM(
-        "demo", dtype="float32", max_num_seqs=SIXTEEN, max_model_len=512, warmup=False, **evaluation.DRAFTS[drafts]
-    )
-    answers, _ = evaluation.run_problems(llm, problems)
+    problems = measures.read_some(DEMO / SAMPLE_PROBLEMS, SIXTEEN)
+    llm = LLM("demo", dtype="float32", max_num_seqs=SIXTEEN, max_model_len=512, warmup=False, **measures.DRAFTS[drafts])
+    answers, _ = measures.run_problems(llm, problems)
     right = [
-        i for i, (d, o) in enumerate(zip(problems, answers, strict=True)) if evaluation.is_correct(d, o.outputs[0].text)
+        i for i, (d, o) in enumerate(zip(problems, answers, strict=True)) if measures.is_correct(d, o.outputs[0].text)
     ]
     assert right == [i for i in FIGURES["accuracy"]["right"] if i < SIXTEEN]
     if drafts != "none":
-        assert evaluation.total_stats(answers).mean_acceptance_length > 1.8
+        assert measures.total_stats(answers).mean_acceptance_length > 1.8
 
 
 def test_the_card_has_the_figures():

@@ -12,8 +12,15 @@ from serving.cli.main import run
 from tests.support.golden_case import CLEAR_GAP, TO_HUGGING_FACE, Case
 
 QUICK = ("lfm2",)
-OTHERS = ("qwen3next", "qwen3next-dense", "qwen35", "qwen35-moe", "olmo-hybrid", "lfm2-moe", "kimi")
-WITH_DRAFT_LAYER = ("qwen3next", "qwen35", "qwen35-moe")
+OTHERS = (
+    "qwen3next", "qwen3next-dense", "qwen35", "qwen35-moe", "olmo-hybrid", "lfm2-moe", "kimi", "ling3", "minimax",
+    "mamba", "falcon-mamba", "jamba",
+)  # fmt: skip
+DRAFTS = {
+    **dict.fromkeys(("qwen3next", "qwen35", "qwen35-moe"), "mtp"),
+    **dict.fromkeys(("ling3", "minimax", "mamba", "falcon-mamba", "jamba"), "ngram"),
+}
+"""How some of them draft, in another run."""
 
 
 @pytest.fixture
@@ -58,6 +65,7 @@ def test_generate_agrees_with_hugging_face(name, answers):
         compared = [(expected[token], value) for token, value in line["logprobs"][0] if token in expected]
         assert len(compared) >= 5
         np.testing.assert_allclose(*zip(*compared, strict=True), atol=TO_HUGGING_FACE)
-    if name in WITH_DRAFT_LAYER:
-        drafted = answers(case, "--mamba-cache-mode", "all", "--num-speculative-tokens", "3")
+    if name in DRAFTS:
+        method = ("--speculative-method", DRAFTS[name], "--num-speculative-tokens", "3")
+        drafted = answers(case, "--mamba-cache-mode", "all", *method)
         assert [line["token_ids"] for line in drafted] == [line["token_ids"] for line in cold]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from serving.cli.batch_file import naming, run_batch, write_line
+from serving.cli.generation.batch_file import naming, run_batch, write_line
 from tests.support.letter_tokens import TOO_BIG
 from tests.support.live_server import make_engine
 

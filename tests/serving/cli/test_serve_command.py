@@ -13,10 +13,10 @@ import httpx
 import pytest
 from rich.console import Console
 
-from serving.api.http.settle import settle
+from serving.api.http.resolve_settings import resolve_settings
+from serving.cli.generation.chat import Account, _pieces, converse, remote
 from serving.cli.main import run
 from serving.cli.serve import bind
-from serving.cli.terminal_chat import Account, _pieces, converse, remote
 from serving.config import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -63,19 +63,19 @@ def test_help(command, capfd):
 def test_settings_come_from_everywhere(monkeypatch):
     monkeypatch.setenv("MAMBA_JAX_API_KEY", "from-the-environment")
     file = {"port": 9000, "max_num_seqs": 4, "served_model_name": "a-name", "host": "0.0.0.0"}
-    settings, config = settle(dict(file), {"port": 9001, "host": None})
+    settings, config = resolve_settings(dict(file), {"port": 9001, "host": None})
     assert (settings.port, settings.host, settings.served_model_name) == (9001, "0.0.0.0", ("a-name",))
     assert settings.api_key == ("from-the-environment",)
     assert config.max_num_seqs == 4
     assert config.warmup
     assert config.enable_structured_outputs
-    settings, config = settle({"warmup": False}, {"api_key": ("own",)})
+    settings, config = resolve_settings({"warmup": False}, {"api_key": ("own",)})
     assert settings.api_key == ("own",)
     assert settings.served_model_name == ("demo",)
     assert settings.host == "127.0.0.1"
     assert not config.warmup
     with pytest.raises(ConfigError, match="unknown setting 'prot'"):
-        settle({"prot": 1}, {})
+        resolve_settings({"prot": 1}, {})
 
 
 def test_binding():

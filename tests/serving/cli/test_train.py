@@ -8,7 +8,7 @@ import yaml
 
 import checkpoints
 from serving import LLM, SamplingParams
-from serving.cli.evaluation import is_correct, plain_number, prompts_of, result_of
+from serving.cli.evaluation.measures import is_correct, plain_number, prompts_of, result_of
 from serving.cli.main import run
 
 pytestmark = pytest.mark.slow

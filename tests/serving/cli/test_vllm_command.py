@@ -139,7 +139,7 @@ def test_a_recipe_starts_a_server(checkpoint, recipe, said):
         ("--generation-config vllm --generation-config --no-generation-config",
          "--no-generation-config --generation-config --no-generation-config"),
         ("-O3 --swap-space 4 --cuda-graph-sizes 1 2 4 --enforce-eager m", "m"),
-        ("--pipeline-parallel-size 1 --api-server-count 1 --no-enable-lora", ""),
+        ("--pipeline-parallel-size 1 --api-server-count 1 --no-enable-lora", "--no-enable-lora"),
         ("-dp 2", "--data-parallel-size 2"),
         ("--runner generate --task auto --convert none m", "m"),
         ("--kernel-config.enable_flashinfer_autotune false --kernel-config={} --all2all-backend x m", "m"),
@@ -162,15 +162,13 @@ def test_words(line, ours):
     ("line", "said"),
     [
         ("-pp 2", "--tensor-parallel-size only"),
-        ("--enable-lora", "--enable-lora is not supported: no adapters"),
-        ("--lora-modules a b", "no adapters"),
         ("--speculative-config '{\"method\": \"dspark\", \"model\": \"x\"}'", "method 'dspark' is not supported"),
         ("--speculative-config '{\"model\": \"x\"}'", "a draft model is not supported"),
         ("--speculative-config '{\"method\": \"mtp\", \"depth\": 1}'", "unknown key 'depth'; allowed: method"),
-        ("--speculative-config '{'", "not JSON"),
-        ("--speculative-config '[]'", "a JSON object is needed"),
-        ("--speculative-config.method", "a value is needed"),
-        ("--swap-space", "--swap-space: a value is needed"),
+        ("--speculative-config '{'", "not valid JSON"),
+        ("--speculative-config '[]'", "must be a JSON object"),
+        ("--speculative-config.method", "needs a value"),
+        ("--swap-space", "--swap-space needs a value"),
         ("--runner pooling", "--runner is not supported: only text generation is served"),
         ("--task embed", "--task is not supported"),
         ("--task=classify", "--task is not supported"),
@@ -178,8 +176,8 @@ def test_words(line, ours):
         ("--tool-call-parser inkling", "--tool-call-parser inkling: Inkling models are not supported"),
         ("--reasoning-parser=kimi_k3", "--reasoning-parser kimi_k3: Kimi K3 models are not supported"),
         ("--hf-token x", "set HF_TOKEN in the environment"),
-        ("--generation-config=folder", "a folder is not supported"),
-        ("--allowed-origins '[1]'", "a JSON list of texts"),
+        ("--generation-config=folder", "folders are not supported"),
+        ("--allowed-origins '[1]'", "must be a JSON list of strings"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_one_line(line, said):
@@ -202,7 +200,8 @@ def test_what_is_not_there_is_one_line(line, said):
             {"speculative_method": "mtp", "num_speculative_tokens": "2"},
         ),
         ({"limit_mm_per_prompt": {"image": 0}, "compilation_config": 3, "tokenizer": None}, {"tokenizer": None}),
-        ({"enable_prefix_caching": False, "enable_lora": False}, {"enable_prefix_caching": False}),
+        ({"enable_prefix_caching": False}, {"enable_prefix_caching": False}),
+        ({"enable_lora": True, "max_loras": 2}, {"enable_lora": True, "max_loras": 2}),
     ],
 )
 def test_keywords_of_a_python_engine(keywords, flags):
@@ -259,9 +258,9 @@ def test_what_is_no_count(text, capfd):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--override-generation-config", "{"], "--override-generation-config: not JSON"),
+        (["--override-generation-config", "{"], "--override-generation-config is not valid JSON"),
         (["--override-generation-config", '{"top_q": 1}'], "did you mean 'top_p'"),
-        (["--default-chat-template-kwargs", "[]"], "a JSON object is needed"),
+        (["--default-chat-template-kwargs", "[]"], "must be a JSON object"),
         (["--ssl-keyfile", "key.pem"], "must be given together"),
         (["--ssl-keyfile", "key.pem", "--ssl-certfile", "no.pem"], "--ssl-certfile no.pem: cannot be used"),
         (["--max-logprobs", "50"], "max_logprobs"),

@@ -119,7 +119,7 @@ class TieredRun(Run):
 
     def exchange(self, *, all_of_it: bool) -> None:
         """Some of what is waited for arrives, or is lost."""
-        self.loads += self.scheduler.take_fetches()
+        self.loads += self.scheduler.take_loads()
         self.apart.shuffle(self.loads)
         waiting, self.loads = self.loads, []
         for load in waiting:

@@ -8,12 +8,13 @@ from functools import partial
 import jax.numpy as jnp
 import numpy as np
 
+from mamba_jax.batch import DecodeBatch
 from mamba_jax.drafts import mtp
 from mamba_jax.modules import conv as conv_module
 from mamba_jax.sampling import draws
-from serving.engine import loop
-from serving.engine.batching import BatchBuilder
-from tests.serving.differential.faults import DRAFTS, LAYER, Patch, after_filling, step
+from serving.engine.steps import loop
+from serving.engine.steps.batching import BatchBuilder
+from tests.serving.differential.faults import DRAFTS, LAYER, Patch, after_filling, patch_step
 from tests.serving.differential.faults import fault as _fault
 
 choosing = importlib.import_module("mamba_jax.sampling.choose")  # the package's `choose` is the function in it
@@ -25,13 +26,15 @@ fault = partial(_fault, table=DRAFTS)
 
 def _after_decode(patch: Patch, change: Callable) -> None:
     """`change(before, rows, batch, output)` gives what a decode step says to leave in the seats."""
-    sound = step._decode
 
-    def decode(model, store, rows, batch, *rest):
-        store, after, output = sound(model, store, rows, batch, *rest)
-        return store, change(rows, after, batch, output), output
+    def changed(sound):
+        def step(model, store, rows, batch, *rest):
+            store, after, output = sound(model, store, rows, batch, *rest)
+            return store, change(rows, after, batch, output) if isinstance(batch, DecodeBatch) else after, output
 
-    patch.setattr(step, "_decode", decode)
+        return step
+
+    patch_step(patch, "step", changed)
 
 
 def _last_fed(batch, output):
@@ -102,11 +105,17 @@ def accepted_behind_a_wrong_one(patch: Patch) -> None:
 
 @fault(22, "a draft that is missing (-1) is accepted", "A14 A46", "decode")
 def missing_drafts_are_accepted(patch: Patch) -> None:
-    whole_step, sound, missing = step._decode, step.choose, 1 << 20
+    missing = 1 << 20
 
-    def decode(model, store, rows, *rest):
-        rows = dataclasses.replace(rows, drafts=jnp.where(rows.drafts < 0, missing, rows.drafts))
-        return whole_step(model, store, rows, *rest)
+    def stepping(sound):
+        def step(model, store, rows, batch, *rest):
+            if isinstance(batch, DecodeBatch):
+                rows = dataclasses.replace(rows, drafts=jnp.where(rows.drafts < 0, missing, rows.drafts))
+            return sound(model, store, rows, batch, *rest)
+
+        return step
+
+    sound = choosing.choose
 
     def choose(logits, *, drafts, num_drafts, **rest):
         said = sound(logits, drafts=drafts, num_drafts=num_drafts, **rest)
@@ -122,8 +131,8 @@ def missing_drafts_are_accepted(patch: Patch) -> None:
             accepted=said.accepted + wrong,
         )
 
-    patch.setattr(step, "_decode", decode)
-    patch.setattr(step, "choose", choose)
+    patch_step(patch, "step", stepping)
+    patch_step(patch, "choose", lambda _: choose)
 
 
 @fault(23, "all tokens of a step are drawn by the same numbers", "A48", "decode")
@@ -204,13 +213,14 @@ def last_pair_of_a_chunk_is_lost(patch: Patch) -> None:
     table=LAYER,
 )
 def draft_layer_is_not_copied(patch: Patch) -> None:
-    sound = step._copy_pages
+    def change(sound):
+        def copy(store, page_copy):
+            copied = sound(store, page_copy)
+            return dataclasses.replace(copied, kv=(*copied.kv[:-1], store.kv[-1]))
 
-    def copy(store, page_copy):
-        copied = sound(store, page_copy)
-        return dataclasses.replace(copied, kv=(*copied.kv[:-1], store.kv[-1]))
+        return copy
 
-    patch.setattr(step, "_copy_pages", copy)
+    patch_step(patch, "copy_shared_pages", change)
 
 
 # -- what the host fills in --

@@ -25,7 +25,7 @@ from mamba_jax.layout import SequenceLayout
 from mamba_jax.programs import StepPrograms
 from mamba_jax.store import Store
 from serving.core import Request
-from serving.engine import design
+from serving.engine.assembly import design
 from tests.support.engines import QUICK_COMPILE, Continuation
 from tests.support.shared_engines import MAX_LEN, PAGE, ROWS, TILE, SharedEngines, engines_of
 from tests.support.tiny_configs import ENGINE_VOCAB
@@ -122,8 +122,14 @@ class Drafters:
         self._layer: Any = None
 
     def compile_anew(self, tile_size: int = TILE) -> StepPrograms:
-        """Programs that nobody shares."""
-        return StepPrograms(self.on.model, tile_size=tile_size, source=self.source, compiler_options=QUICK_COMPILE)
+        """Programs that no other engine shares."""
+        return StepPrograms(
+            self.on.model,
+            tile_size=tile_size,
+            source=self.source,
+            adapters=self.on.adapters(),
+            compiler_options=QUICK_COMPILE,
+        )
 
     @property
     def programs(self) -> StepPrograms:

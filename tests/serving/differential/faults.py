@@ -16,11 +16,22 @@ import pytest
 from kernels_pallas.gated_scan import xla as between
 from mamba_jax.layout.prefill import PrefillLayout
 from mamba_jax.modules import conv as conv_module
-from serving.engine.batching import BatchBuilder
-from serving.engine.page_tables import PageTables
+from serving.engine.steps.batching import BatchBuilder
+from serving.engine.steps.page_tables import PageTables
 
 Patch = pytest.MonkeyPatch
-step = importlib.import_module("mamba_jax.step")  # the package's `step` is the function in it
+STEP = [
+    importlib.import_module(f"mamba_jax.{part}")
+    for part in ("programs", "step.run", "step.decode", "step.prefill", "step.heads", "step.running_rows", "step.seats")
+]
+
+
+def patch_step(patch: Patch, name: str, change: Callable[[Callable], Callable]) -> None:
+    """Replaces the function `name` of the step by `change(function)` in each module that imports it."""
+    modules = [module for module in STEP if callable(getattr(module, name, None))]
+    changed = change(getattr(modules[0], name))
+    for module in modules:
+        patch.setattr(module, name, changed)
 
 
 @dataclass(frozen=True)
@@ -46,13 +57,15 @@ REPLAY_LAYER: dict[int, Fault] = {}
 """Those that also need a draft layer."""
 STRUCTURED: dict[int, Fault] = {}
 """Those of rows under a grammar that draft: see `structured_faults`."""
+ADAPTERS: dict[int, Fault] = {}
+"""Those of rows with adapters: see `adapter_faults`."""
 
 
 def fault(number: int, text: str, cases: str, compiles: str | None = None, *, table: dict[int, Fault] = DEVICE):
     """Register a fault under its number."""
 
     def register(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        assert number not in DEVICE | DRAFTS | LAYER | REPLAY | REPLAY_LAYER | STRUCTURED
+        assert number not in DEVICE | DRAFTS | LAYER | REPLAY | REPLAY_LAYER | STRUCTURED | ADAPTERS
         table[number] = Fault(number, text, cases, compiles, plant)
         return plant
 
@@ -116,7 +129,7 @@ def padding_is_absorbed(patch: Patch) -> None:
 
 @fault(5, "a prompt's end is kept without its hidden state", "A2 B11", "prefill")
 def no_hidden_state(patch: Patch) -> None:
-    patch.setattr(step, "_write_hidden", lambda store, *_: store)
+    patch_step(patch, "write_hidden", lambda sound: lambda store, *_: store)
 
 
 @fault(6, "the state at a tile's end is stored as it was at the tile's beginning", "A33 A34 B9", "prefill")
@@ -144,12 +157,12 @@ def states_one_tile_early(patch: Patch) -> None:
 
 @fault(7, "a step does not note where its state went: the next reads the slot before", "A12 B5", "decode")
 def slot_is_not_noted(patch: Patch) -> None:
-    sound = step._commit
-    patch.setattr(
-        step, "_commit", lambda rows, row_id, length, slot, emission: sound(
-            rows, row_id, length, rows.slot[row_id], emission
-        ),
-    )  # fmt: skip
+    def change(sound):
+        return lambda rows, row_id, length, slot, emission, anchor: sound(
+            rows, row_id, length, rows.slot[row_id], emission, anchor
+        )
+
+    patch_step(patch, "commit", change)
 
 
 @fault(8, "the convolution's window stays in the slot that was read", "A8 A32 B10", "decode")

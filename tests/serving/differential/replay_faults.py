@@ -6,12 +6,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from mamba_jax.batch import DecodeBatch
 from mamba_jax.layout import replay
 from mamba_jax.layout.replay import ReplayLayout
 from mamba_jax.modules import conv as conv_module
 from mamba_jax.modules import mamba
 from mamba_jax.tails import Replay
-from tests.serving.differential.faults import REPLAY, REPLAY_LAYER, Patch, after_filling, step
+from tests.serving.differential.faults import REPLAY, REPLAY_LAYER, Patch, after_filling, patch_step
 from tests.serving.differential.faults import fault as _fault
 
 fault = partial(_fault, table=REPLAY)
@@ -19,16 +20,15 @@ fault = partial(_fault, table=REPLAY)
 
 def _commit(patch: Patch, change) -> None:
     """`change(rows, row_id, length, slot, anchor)` gives slot and anchor as they are noted."""
-    sound = step._commit
 
-    def commit(rows, row_id, length, slot, emission, anchor=None):
-        return sound(rows, row_id, length, slot=slot, emission=emission, anchor=anchor)
+    def changed(sound):
+        def commit(rows, row_id, length, slot, emission, anchor):
+            slot, anchor = change(rows, row_id, length, slot, anchor)
+            return sound(rows, row_id, length, slot, emission, anchor)
 
-    def changed(rows, row_id, length, slot, emission, anchor=None):
-        slot, anchor = change(rows, row_id, length, slot, anchor)
-        return commit(rows, row_id, length, slot, emission, anchor)
+        return commit
 
-    patch.setattr(step, "_commit", changed)
+    patch_step(patch, "commit", changed)
 
 
 def _replayed(patch: Patch, change) -> None:
@@ -58,10 +58,12 @@ def slot_stays(patch: Patch) -> None:
 
 @fault(36, "the anchor moves to a state that rejected drafts are part of", "replay: rejected drafts", "decode")
 def anchored_in_rejected_drafts(patch: Patch) -> None:
-    sound = step._decode
+    def changed(sound):
+        return lambda *args: anchored(*sound(*args), *args[2:4])
 
-    def decode(model, store, rows, batch, *rest):
-        store, after, output = sound(model, store, rows, batch, *rest)
+    def anchored(store, after, output, rows, batch):
+        if not isinstance(batch, DecodeBatch):
+            return store, after, output
         length = jnp.where(batch.continues, rows.length[batch.row_id], batch.length)
         interval = store.tails.interval
         multiple = (length // interval + 1) * interval
@@ -71,7 +73,7 @@ def anchored_in_rejected_drafts(patch: Patch) -> None:
         anchor = after.anchor.at[seats].set(multiple, mode="drop")
         return store, dataclasses.replace(after, slot=slot, anchor=anchor), output
 
-    patch.setattr(step, "_decode", decode)
+    patch_step(patch, "step", changed)
 
 
 @fault(37, "a row keeps the last tenant's anchor when it has been prefilled", "replay: last tenant", "prefill")
@@ -212,4 +214,4 @@ def hidden_of_the_anchor(patch: Patch) -> None:
     def read(ring, tail_id, position):
         return jnp.zeros((*position.shape, *ring.shape[2:]), ring.dtype)
 
-    patch.setattr(step, "read_ring", read)
+    patch_step(patch, "read_ring", lambda sound: read)

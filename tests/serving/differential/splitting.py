@@ -1,4 +1,4 @@
-"""A second engine beside a trace's own: it computes prompts, and their states come when they like, or do not.
+"""A second engine next to a trace's own. It computes prompts; their states arrive at random times, or not at all.
 
 The two share nothing but the model: cache mode, block size and token budget are each side's own.
 """
@@ -14,21 +14,21 @@ from unittest import mock
 
 from serving.config import EngineConfig
 from serving.core import RemoteState
+from serving.points import state_source
 from serving.points.arrangement import Arrangement
 from serving.points.point import PointPrograms
-from serving.split import decode_side
 from serving.split.decode_side import DecodeSide
 from serving.split.peer import DirectPeer
 from serving.split.prefill_side import PrefillSide
 from serving.split.prefilling import ONCE, fed_tokens, ticket_of
-from serving.split.transport import DirectTransport
 from serving.split.wire import Handoff, Offer, SplitError, StateRequest
 from serving.split.worker import Worker
 from tests.support.delayed_executor import DelayedExecutor
+from tests.support.direct_transport import DirectTransport
 from tests.support.shared_engines import FLAGS, MAX_LEN, TILE, SharedEngines
 
 _PATIENT = 20
-"""Steps after which a prompt that finds no room over there takes it from states that nobody has fetched yet."""
+"""Steps after which a prompt that finds no room over there takes it from states that were not fetched yet."""
 _COUNTED = ("arrived", "failed", "late", "spared", "pages_spared")
 
 
@@ -97,7 +97,8 @@ class OtherSide:
         self._transport = DirectTransport("differential")
         self._transport.offered.clear()
         self._there = PrefillSide(_worker(on, prefill, prefill_flags), lease=3600.0)
-        self._here = DecodeSide(_worker(on, decode, decode_flags), executor=self._executor)
+        names = decode.adapters.names if decode.adapters is not None else None
+        self._here = DecodeSide(_worker(on, decode, decode_flags), executor=self._executor, adapters=names)
         self._tickets: list[str] = []
         self._met: Counter[str] = Counter()
 
@@ -126,7 +127,9 @@ class OtherSide:
         if handoff is None or not (fed := fed_tokens(ask.prompt, handoff)):
             return None
         export = self._there.begin()
-        self._prefill.add_request(ask.name, {"prompt_token_ids": fed}, ONCE, cache_salt=ask.salt, export=export)
+        self._prefill.add_request(
+            ask.name, {"prompt_token_ids": fed}, ONCE, cache_salt=ask.salt, export=export, lora_request=ask.adapter
+        )
         for turn in range(3000):
             if not self._prefill.loop.busy:
                 break
@@ -138,7 +141,8 @@ class OtherSide:
         else:
             raise AssertionError("the prefill engine does not come to an end")
         self._prefill.loop.scheduler.check()
-        ticket = ticket_of(self._there, export, ask.prompt, handoff, worker="there")
+        name = None if ask.adapter is None else ask.adapter.lora_name
+        ticket = ticket_of(self._there, export, ask.prompt, handoff, worker="there", adapter_name=name)
         if self._rng.random() < self._split.lost:
             self._prefill.loop._forget()
             self._met["stores lost there"] += 1
@@ -152,7 +156,7 @@ class OtherSide:
 
     @property
     def done(self) -> bool:
-        """Whether nobody has anything left to say."""
+        """Whether no transfer is pending."""
         return not self._executor.jobs
 
     def close(self) -> Counter[str]:
@@ -167,5 +171,5 @@ class OtherSide:
 
 
 def impatient():
-    """A decode side that never waits for an arrival: here they come between its steps."""
-    return mock.patch.object(decode_side, "_PATIENCE", 0.0)
+    """An engine that never waits for an arrival: here they come between its steps."""
+    return mock.patch.object(state_source, "_PATIENCE", 0.0)

@@ -4,8 +4,8 @@ from functools import partial
 
 import numpy as np
 
-from serving.core import scheduler
-from serving.engine.row_inputs import RowInputs
+from serving.core import Request
+from serving.engine.steps.row_inputs import RowInputs
 from tests.serving.differential.faults import STRUCTURED, Patch
 from tests.serving.differential.faults import fault as _fault
 
@@ -14,7 +14,7 @@ fault = partial(_fault, table=STRUCTURED)
 
 @fault(53, "a row under a grammar takes part in a step while it waits for another one", "masks: lockstep")
 def no_sitting_out(patch: Patch) -> None:
-    patch.setattr(scheduler, "_sits_out", lambda request: False)
+    patch.setattr(Request, "sits_out", False)
 
 
 @fault(54, "masks follow the drafts of a row's step before", "masks: drafts")

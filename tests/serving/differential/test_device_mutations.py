@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.requests.sampling_params import SamplingParams
 from tests.serving.differential.faults import DEVICE, Fault
 from tests.serving.differential.judging import TOLERANCE, Divergence
 from tests.support.engines import finish
+from tests.support.patched_programs import PatchedPrograms
 from tests.support.shared_engines import SMALLEST, TILE, engines_of
 from tests.support.tiny_configs import ENGINE_VOCAB
 
@@ -26,22 +27,11 @@ WAVES = (
 )
 
 
-class _Programs:
-    """A fault's own program for what it changes, the sound ones for the rest."""
-
-    def __init__(self, compiles: str | None) -> None:
-        on = engines_of(SMALLEST)
-        own = on.compile_anew()
-        self.decode = (own if compiles == "decode" else on.programs).decode
-        self.prefill = (own if compiles == "prefill" else on.programs).prefill
-        self.change_rows = on.programs.change_rows
-        self.compilations = 0
-
-
 def run(compiles: str | None = None) -> None:
     """All waves; every output must be what the model says of the whole sequence at once."""
     on = engines_of(SMALLEST)
-    engine = on.engine("all", programs=_Programs(compiles), state_block_size=TILE, max_num_batched_tokens=28)
+    programs = PatchedPrograms(on.programs, on.compile_anew() if compiles else None, compiles)
+    engine = on.engine("all", programs=programs, state_block_size=TILE, max_num_batched_tokens=28)
     params = SamplingParams(temperature=0.0, max_tokens=11, ignore_eos=True, logprobs=0)
     outputs = []
     for wave, prompts in enumerate(WAVES):

@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.requests.sampling_params import SamplingParams
 from tests.serving.differential import draft_faults, replay_faults  # noqa: F401 - fill the tables
 from tests.serving.differential.drafting import Drafters, Drafting, Watch, drafters
 from tests.serving.differential.faults import DRAFTS, LAYER, REPLAY, REPLAY_LAYER, Fault
 from tests.serving.differential.judging import TOLERANCE, Divergence, compare_alternatives
 from tests.support.engines import Continuation, finish
+from tests.support.patched_programs import PatchedPrograms
 from tests.support.shared_engines import MAX_LEN, SMALLEST, TILE, engines_of
 from tests.support.tiny_configs import ENGINE_VOCAB
 
@@ -56,18 +57,6 @@ def _params(sampling: dict) -> SamplingParams:
     return SamplingParams(max_tokens=OUTPUT, ignore_eos=True, **sampling)
 
 
-class _Programs:
-    """A fault's own program for what it changes, the sound ones for the rest."""
-
-    def __init__(self, compiles: str | None, layer: bool) -> None:
-        sound = the_drafters(layer).programs
-        own = the_drafters(layer).compile_anew() if compiles else sound
-        self.decode = (own if compiles == "decode" else sound).decode
-        self.prefill = (own if compiles == "prefill" else sound).prefill
-        self.change_rows = sound.change_rows
-        self.compilations = 0
-
-
 def run(compiles: str | None = None, *, layer: bool, replay: bool = False) -> None:
     """All waves; every output must be what it is without drafts, and the draft layer's drafts what they should be.
 
@@ -76,9 +65,10 @@ def run(compiles: str | None = None, *, layer: bool, replay: bool = False) -> No
     scripts = {name: DRAFTING[name].script(ASKS[name][0], line) for name, line in expected().items()}
     flags = {"state_block_size": TILE, "max_num_batched_tokens": 28, "adaptive_drafts": False}
     flags["replay_interval"] = TILE if replay else 1
-    programs = _Programs(compiles, layer)
-    engine = the_drafters(layer).engine("all", DRAFTING, scripts, programs=programs, **flags)
-    watch = Watch(the_drafters(layer), DRAFTING)
+    on = the_drafters(layer)
+    programs = PatchedPrograms(on.programs, on.compile_anew() if compiles else None, compiles)
+    engine = on.engine("all", DRAFTING, scripts, programs=programs, **flags)
+    watch = Watch(on, DRAFTING)
     outputs, lost = {}, []
     pages = engine.loop.scheduler.pools[1]
     for wave, asks in enumerate(WAVES):

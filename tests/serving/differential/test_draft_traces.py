@@ -43,3 +43,14 @@ def test_traces_with_drafts(shard: int, request: pytest.FixtureRequest) -> None:
     for name in set(DRAFTING_MODELS):
         # Seats with and without penalties, page tables, prefill, and decoding with and without drafts.
         assert drafters(name).programs.compilations <= 6, "a trace has compiled something"
+
+
+@pytest.mark.full
+@pytest.mark.fuzz
+def test_traces_of_the_selective_scan() -> None:
+    met: Counter[str] = Counter()
+    for seed in range(54_000_000, 54_000_025):
+        met += run_trace(seed, drafts=True, model="selective")
+    missing = [name for name in ("align", "all", "failures", "full_hits", "accepted ngram") if not met[name]]
+    assert not missing, f"never met: {missing}"
+    assert met["accepted wrong"] == 0

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.requests.sampling_params import SamplingParams
 from tests.serving.differential.test_device_mutations import WAVES
 from tests.support.shared_engines import SMALLEST, TILE, engines_of
 

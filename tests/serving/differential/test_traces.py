@@ -21,9 +21,9 @@ SYMBOLIC_PER_TRACE = 33
 """A trace counts as so many symbolic schedules."""
 
 REACHED = (
-    "none", "align", "all", "nemotronh", "mamba2", "falconh1", "delta", "short_conv", "kimi", "debug", "aborted",
-    "withdrawn", "failures", "preemptions", "states_evicted", "pages_evicted", "page_copies", "full_hits",
-    "cached_tokens", "prompt_logprobs", *SAMPLINGS, "stop text",
+    "none", "align", "all", "nemotronh", "mamba2", "falconh1", "delta", "short_conv", "kimi", "lightning", "selective",
+    "debug", "aborted", "withdrawn", "failures", "preemptions", "states_evicted", "pages_evicted", "page_copies",
+    "full_hits", "cached_tokens", "prompt_logprobs", *SAMPLINGS, "stop text",
 )  # fmt: skip
 
 

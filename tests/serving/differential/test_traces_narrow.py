@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 
 from serving.core import SchedulerConfig
-from serving.engine import design
-from serving.engine.sizing import scheduler_config
+from serving.engine.assembly import design
+from serving.engine.assembly.sizing import scheduler_config
 from tests.serving.differential.judging import Divergence
 from tests.serving.differential.splitting import impatient
 from tests.serving.differential.traces import draw, run_trace

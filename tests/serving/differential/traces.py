@@ -11,10 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.request_error import RequestError
+from serving.engine.requests.adapters import LoRARequest
+from serving.engine.requests.sampling_params import SamplingParams
 from tests.serving.differential.drafting import COUNTS, MOST, SPARE_SLOTS, Drafters, Drafting, Watch, drafters, tally
 from tests.serving.differential.judging import Divergence, judge
 from tests.serving.differential.splitting import OtherSide, Split, draw_split
+from tests.support.adapter_contents import CONTENTS, draw_adapters
 from tests.support.engines import Continuation
 from tests.support.letter_tokens import WORDS
 from tests.support.shared_engines import (
@@ -33,7 +36,7 @@ from tests.support.tiny_configs import ENGINE_VOCAB
 
 PREFIXES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 48, 49)
 TAILS = (0, 0, 1, 3, 10)
-MODELS = ("nemotronh", "nemotronh", "mamba2", "falconh1", "delta", "short_conv", "kimi")
+MODELS = ("nemotronh", "lightning", "mamba2", "falconh1", "delta", "short_conv", "kimi", "selective")
 COUNTED = (
     "preemptions", "withdrawn", "states_evicted", "pages_evicted", "page_copies", "full_hits", "cached_tokens",
     "drafts_cut", "anchors",
@@ -58,6 +61,7 @@ class Ask:
     """One of `SAMPLINGS`, or "stop text"."""
     priority: int = 0
     salt: str | None = None
+    adapter: LoRARequest | None = None
     aborted: int | None = None
     """Steps after its arrival at which it is aborted, if it has not ended by then."""
 
@@ -78,7 +82,7 @@ class Trace:
     drafting: dict[str, Drafting] | None = None
     """How each request drafts; None: this trace knows no drafts."""
     lost_slots: int = 0
-    """Slots that nobody can have, so that second sets and checkpoints run short."""
+    """Slots that no request can use, so that second sets and checkpoints are scarce."""
     split: Split | None = None
     """Which prompts another engine computes; None: all is done by one."""
     drafters: Drafters | None = None
@@ -87,15 +91,25 @@ class Trace:
 
 
 def draw(
-    seed: int, *, drafts: bool = False, split: bool = False, replay: int | None = None, model: str | None = None
+    seed: int,
+    *,
+    drafts: bool = False,
+    split: bool = False,
+    replay: int | None = None,
+    model: str | None = None,
+    mixed: bool = False,
+    adapters: bool = False,
 ) -> Trace:
-    """The trace of a seed; makes reference outputs that nobody has asked for before.
+    """The trace of a seed; computes missing reference outputs.
 
     `replay`: rows are held by anchors with this interval, in a store with two slots for each. `model`: this one only.
+    `mixed`: decode and prefill rows of a step run in one program. `adapters`: most requests have an adapter.
     """
     rng = random.Random(seed)
     drawn = rng.choice(DRAFTING_MODELS if drafts else MODELS)
     model = model or drawn
+    if adapters:
+        model = f"{model}, adapters"
     on = engines_of(model)
     block = rng.choice([TILE, 2 * TILE, 2 * TILE, 4 * TILE])
     flags = {
@@ -103,6 +117,8 @@ def draw(
         "max_num_batched_tokens": rng.choice([12, 16, 24, 40, 64, MAX_LEN]),
         "debug_state": (drafts and model == "nemotronh") or (not drafts and rng.choice(TAGGED.get(model, (False,)))),
     }
+    if mixed:
+        flags["mixed_steps"] = True
     if rng.random() < 0.1:
         flags["enable_chunked_prefill"] = False
     mode = rng.choice(["none", "align", "align", "all", "all", "all"])
@@ -110,9 +126,11 @@ def draw(
     spread = rng.choice([0, 1, 4])
     favourites = [_prompt(rng, on) for _ in range(3)]
     asks, arrival = [], 0
-    for number in range(rng.randrange(crowd // 2 + 1, crowd + 1)):
+    count = rng.randrange(crowd // 2 + 1, crowd + 1)
+    own = draw_adapters(seed, count) if adapters else [None] * count
+    for number in range(count):
         prompt = rng.choice(favourites) if rng.random() < 0.4 else _prompt(rng, on)
-        asks.append(_ask(rng, on, f"{number}", prompt, arrival))
+        asks.append(_ask(rng, on, f"{number}", prompt, arrival, own[number]))
         arrival += rng.randrange(spread + 1)
     length = arrival + 20
     trace = Trace(
@@ -159,12 +177,19 @@ def _tokens(which: int, count: int) -> tuple[int, ...]:
     return tuple(rng.randrange(ENGINE_VOCAB) for _ in range(count))
 
 
-def _ask(rng: random.Random, on: SharedEngines, name: str, prompt: tuple[int, ...], arrival: int) -> Ask:
+def _ask(
+    rng: random.Random,
+    on: SharedEngines,
+    name: str,
+    prompt: tuple[int, ...],
+    arrival: int,
+    adapter: LoRARequest | None,
+) -> Ask:
     seed = rng.randrange(2) if len(prompt) in PREFIXES and rng.random() < 0.25 else None
     # Drawn apart: whatever else a seed decides stays as it was.
     apart = random.Random(f"{name} {arrival} {len(prompt)} {prompt[-1]}")
     sampling = apart.choice([*["plain"] * 5, *list(SAMPLINGS)[1:]])
-    expected = on.alone(prompt, seed=seed, sampling=sampling)
+    expected = on.alone(prompt, seed=seed, sampling=sampling, adapter=adapter)
     most = min(LONGEST, MAX_LEN - len(prompt))
     length = rng.choice([1, 2, 5, rng.randrange(1, most + 1), most])
     length = min(length, most)
@@ -189,7 +214,8 @@ def _ask(rng: random.Random, on: SharedEngines, name: str, prompt: tuple[int, ..
         temperature=0.0 if seed is None else 0.9,
         seed=seed,
         logprobs=rng.choice([None, 0, 0, 2]),
-        prompt_logprobs=0 if rng.random() < 0.08 else None,
+        # The reference of prompt log-probabilities is the model without adapters.
+        prompt_logprobs=0 if rng.random() < 0.08 and adapter is None else None,
     )
     return Ask(
         name=name,
@@ -201,6 +227,7 @@ def _ask(rng: random.Random, on: SharedEngines, name: str, prompt: tuple[int, ..
         sampling=sampling if stop_text is None else "stop text",
         priority=rng.choice([0, 0, 0, 1, -1]),
         salt=rng.choice([None, None, None, None, "salt"]),
+        adapter=adapter,
         aborted=rng.randrange(25) if rng.random() < 0.12 else None,
     )
 
@@ -214,7 +241,8 @@ def run_trace(seed: int, **how: Any) -> Counter:
     engine = _engine(trace, trace.mode, trace.drafting, **trace.flags)
     watch = None
     # Keys are those of the whole sequence at once where no state was rounded on the way to them.
-    if trace.drafters is not None and trace.drafting is not None and engines_of(trace.model).of_whole == TOLERANCE:
+    on = engines_of(trace.model)
+    if trace.drafters is not None and trace.drafting is not None and on.of_whole == TOLERANCE and not on.adapted:
         watch = Watch(trace.drafters, trace.drafting)
     other = None
     if trace.split is not None:
@@ -224,8 +252,8 @@ def run_trace(seed: int, **how: Any) -> Counter:
             # The other side has an interval of its own, and blocks of whole tiles.
             flags["state_block_size"] = max(flags["state_block_size"], flags["tile_size"])
             flags["replay_interval"] = random.Random(seed).choice([1, how["replay"]])
-        prefill = _engine(trace, trace.split.mode, never, **flags)
-        other = OtherSide(engines_of(trace.model), trace.split, prefill, flags, engine, trace.flags)
+        prefill = _engine(trace, trace.split.mode, never, **flags, **({"side": 1} if on.adapted else {}))
+        other = OtherSide(on, trace.split, prefill, flags, engine, trace.flags)
     loop = engine.loop
     pool = loop.scheduler.pools[0]
     lost = [pool.take() for _ in range(trace.lost_slots)]
@@ -235,7 +263,11 @@ def run_trace(seed: int, **how: Any) -> Counter:
     aborts: list[tuple[int, str]] = []
     for now in range(2000):
         while left and left[0].arrival <= now:
-            ask = left.pop(0)
+            ask = left[0]
+            if not _has_room(engine, ask.adapter):
+                trace.met["adapters waited"] += 1
+                break
+            left.pop(0)
             outputs[ask.name] = engine.add_request(
                 ask.name,
                 {"prompt_token_ids": list(ask.prompt)},
@@ -243,7 +275,9 @@ def run_trace(seed: int, **how: Any) -> Counter:
                 priority=ask.priority,
                 cache_salt=ask.salt,
                 remote=other.compute(ask) if other is not None else None,
+                lora_request=ask.adapter,
             )
+            trace.met[CONTENTS[int(ask.adapter.lora_path)] if ask.adapter else "no adapter"] += 1
             if ask.aborted is not None:
                 aborts.append((now + ask.aborted, ask.name))
         for due, name in aborts:
@@ -280,7 +314,19 @@ def run_trace(seed: int, **how: Any) -> Counter:
     trace.met[trace.mode] += 1
     trace.met[trace.model] += 1
     trace.met["debug"] += trace.flags["debug_state"]
+    trace.met["mixed"] += engine.loop.stats.mixed_steps
     return trace.met
+
+
+def _has_room(engine, adapter: LoRARequest | None) -> bool:
+    """Whether an engine can take a request with this adapter now. Loads it."""
+    if adapter is None:
+        return True
+    try:
+        engine.adapters.release(engine.adapters.take(adapter))
+    except RequestError:  # unfinished requests use all entries
+        return False
+    return True
 
 
 def _engine(trace: Trace, mode: str, drafting: dict[str, Drafting] | None, **flags):
@@ -315,7 +361,7 @@ def _break(loop, trace: Trace) -> None:
         fill = getattr(loop.batches, kind)
 
         def unlucky(rows, fill=fill):
-            # Once: the loop then tries the rows one by one, and blames nobody.
+            # Once: the loop then tries the rows one by one, and blames none.
             if rows[0].step in withdrawn - tried:
                 tried.add(rows[0].step)
                 raise ValueError("injected: no batch can be made of this")

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from serving import AsyncEngine, RequestError, SamplingParams
-from serving.engine.async_engine import EngineStopped
+from serving.engine.engine_thread import EngineStopped
 from tests.support.engines import finish
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
+from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch
 from serving.core import DecodeRow, PrefillRow, Request, SchedulerConfig, StateAccess
 from serving.core.cache.row_pages import PageTable
-from serving.engine.batching import BatchBuilder, decode_buckets, prefill_buckets
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.requests.sampling_params import SamplingParams
+from serving.engine.steps.batching import BatchBuilder, decode_buckets, prefill_buckets
 
 
 def config(**settings):
@@ -94,6 +95,22 @@ def test_steps_without_drafts_are_narrow_where_that_is_wanted():
         assert batches.decode([plain, other]).tokens.shape[1] == 3
     found = list(batches.warm_up_batches(vocab_size=11))
     assert len(found) == batches.num_programs
+
+
+def test_a_step_is_one_batch_if_its_program_is_ready():
+    batches = BatchBuilder(config(), mixed_steps=True)
+    decode, prefill = [decode_row(2, [7, 8])], [prefill_row(1, 0, 40, [0, 8], [1])]
+    (mixed,) = batches.step(decode, prefill)
+    assert mixed.decode.row_id.tolist() == [2, *[0] * 15], "the decode part has the widest shape"
+    assert mixed.prefill.tokens[:40].tolist() == [*range(1, 41)]
+    assert [type(batch) for batch in batches.step(decode, [])] == [DecodeBatch]
+    every = list(batches.warm_up_batches(vocab_size=11))
+    assert len(every) == batches.num_programs
+    batches.use_only(batch for batch in every if not isinstance(batch, MixedBatch))
+    assert [type(batch) for batch in batches.step(decode, prefill)] == [DecodeBatch, PrefillBatch]
+    for batch in every:
+        batches.use_also(batch)
+    assert [type(batch) for batch in batches.step(decode, prefill)] == [MixedBatch]
 
 
 def test_prefill_rows_are_packed():

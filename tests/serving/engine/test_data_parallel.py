@@ -8,12 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from serving import LLM, RequestError, SamplingParams
+from serving import LLM, AsyncEngine, RequestError, SamplingParams
 from serving.config import ConfigError
 from serving.core.tiers.prices import Prices
-from serving.engine.async_engine import EngineStopped
-from serving.engine.group import EngineGroup
-from serving.engine.replicas import Replicas
+from serving.engine.engine_thread import EngineStopped
+from serving.engine.replicas.group import EngineGroup
 from tests.support.engines import finish
 from tests.support.replicas import ReplicaMaker, admitted, check_idle
 
@@ -51,7 +50,7 @@ def traffic(harness):
 def served(maker, body, engines=None, **flags):
     """Runs a coroutine function over replicas; afterwards nothing may be left in use."""
     engines = engines or maker.make(**flags)
-    replicas = Replicas(engines)
+    replicas = AsyncEngine(EngineGroup(engines))
     try:
         asyncio.run(body(replicas))
     finally:
@@ -176,9 +175,9 @@ def test_aborts_and_readers_that_leave(harness, maker):
         ]
         await anext(streams[0])
         # The second replica may have to compile its programs: the first request must not finish meanwhile.
-        replicas._served[0].tell(lambda _: gate.wait(60))
+        replicas._threads[0].tell(lambda _: gate.wait(60))
         await anext(streams[1])
-        assert [served.num_unfinished for served in replicas._served] == [1, 1]
+        assert [served.num_unfinished for served in replicas.engines] == [1, 1]
         with pytest.raises(RequestError, match="'one' is in use"):
             await last(replicas, [5], request_id="one")
         await replicas.abort("two")
@@ -221,7 +220,7 @@ def test_a_full_queue_sends_to_the_next(harness, maker):
     rng, gate = random.Random(6), threading.Event()
 
     async def body(replicas):
-        for each in replicas._served:
+        for each in replicas._threads:
             each.tell(lambda _: gate.wait(60))
         tasks = [asyncio.create_task(last(replicas, harness.prompt(rng, 5 + 20 * (i % 2)))) for i in range(5)]
         await asyncio.sleep(0)
@@ -240,8 +239,8 @@ def test_no_request_waits_at_a_sleeping_replica(harness, maker):
     rng, gate = random.Random(12), threading.Event()
 
     async def body(replicas):
-        await replicas._served[0].call(lambda engine: engine.control.sleep(1))
-        replicas._served[1].tell(lambda _: gate.wait(60))
+        await replicas._threads[0].call(lambda engine: engine.control.sleep(1))
+        replicas._threads[1].tell(lambda _: gate.wait(60))
         tasks = [asyncio.create_task(last(replicas, harness.prompt(rng, 20))) for _ in range(4)]
         await asyncio.sleep(0)
         gate.set()
@@ -272,7 +271,7 @@ def test_what_one_has_failed_at_stops_all(harness, maker):
         assert not replicas.running
         assert (await one).finished
 
-    replicas = Replicas(engines)
+    replicas = AsyncEngine(EngineGroup(engines))
     try:
         asyncio.run(body(replicas))
     finally:
@@ -280,12 +279,36 @@ def test_what_one_has_failed_at_stops_all(harness, maker):
     check_idle(engines[:1])
 
 
+def test_a_hanging_replica_does_not_stop_the_other(harness, maker):
+    engines = maker.make()
+    rng, gate = random.Random(13), threading.Event()
+
+    async def body(replicas):
+        replicas._threads[1].tell(lambda _: gate.wait(300))
+        tasks = [asyncio.create_task(last(replicas, harness.prompt(rng, 20))) for _ in range(2)]
+        done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        assert [task.result().finished for task in done] == [True]
+        assert not await asyncio.to_thread(replicas.shutdown, 0.1)
+        assert replicas.abandoned
+        with pytest.raises(EngineStopped, match="has not ended"):
+            await waiting.pop()
+
+    replicas = AsyncEngine(EngineGroup(engines))
+    try:
+        asyncio.run(body(replicas))
+    finally:
+        gate.set()
+        for thread in replicas._threads:
+            thread._thread.join(60)
+    check_idle(engines)
+
+
 def test_held_replicas_are_passed_over(harness, maker):
     engines = maker.make()
     rng = random.Random(8)
 
     async def body(replicas):
-        await replicas._served[0].call(lambda engine: engine.control.sleep(1))
+        await replicas._threads[0].call(lambda engine: engine.control.sleep(1))
         for _ in range(3):
             await last(replicas, harness.prompt(rng, 20))
         assert replicas.latest_stats["held"] is not None
@@ -324,7 +347,7 @@ def test_new_weights_come_to_all_under_one_version(harness, maker, monkeypatch):
     async def body(replicas):
         async def both():
             outputs = await asyncio.gather(last(replicas, prompt), last(replicas, prompt, cache_salt="b"))
-            assert [len(served.engine._parents) for served in replicas._served] == [0, 0]
+            assert [len(engine._parents) for engine in engines] == [0, 0]
             return [(output.outputs[0].token_ids, output.outputs[0].weights_versions) for output in outputs]
 
         before = await both()
@@ -344,7 +367,7 @@ def test_new_weights_come_to_all_under_one_version(harness, maker, monkeypatch):
         # One alone goes ahead; the next update brings both together again.
         lineage = engines[0].control.weights.lineage
         assert engines[1].control.weights.lineage == lineage != 0
-        await replicas._served[1].update_weights(second, version=None, partial=False)
+        await replicas._threads[1].call(lambda engine: engine.control.update_weights(second))
         assert engines[0].control.weights.lineage == lineage != engines[1].control.weights.lineage
         await replicas.update_weights(iter(first.items()), version=None, partial=False)
         assert await both() == [(before[0][0], [("3", 8)])] * 2

@@ -11,6 +11,7 @@ from tests.serving.engine.test_tensor_parallel import FLAGS, assert_greedy, quic
 from tests.support.divisible_checkpoints import FAMILIES, write_checkpoint
 from tests.support.engines import finish
 from tests.support.replicas import admitted, check_idle
+from tests.support.small_tiers import tier_mover
 
 pytestmark = pytest.mark.full
 
@@ -48,10 +49,10 @@ def test_two_replicas_of_two_devices(tmp_path, monkeypatch, quick_compilation): 
     one, other = llm.engines
     while one.loop.scheduler.index.evict_state():
         pass
-    one.loop.mover.copy_out(one.loop.store)
+    tier_mover(one).copy_out(one.loop.store)
     while other.loop.scheduler.index.evict_state():  # what it has of its own
         pass
-    other.loop.mover.copy_out(other.loop.store)
+    tier_mover(other).copy_out(other.loop.store)
     again = [other.add_request(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)]
     finish(other)
     assert_greedy(again, directory)

@@ -13,10 +13,10 @@ from mamba_jax.drafts import MTPDrafts, NGramDrafts
 from mamba_jax.model import HybridModel
 from mamba_jax.programs import StepPrograms
 from serving.config import ConfigError, EngineConfig
-from serving.engine.build import assemble
-from serving.engine.draft_stats import DraftStats
-from serving.engine.drafting import draft_source
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.assembly.build import assemble
+from serving.engine.assembly.drafting import draft_source
+from serving.engine.requests.draft_stats import DraftStats
+from serving.engine.requests.sampling_params import SamplingParams
 from tests.support.engines import QUICK_COMPILE, use_widest_steps
 
 NGRAM = NGramDrafts(1, 4)

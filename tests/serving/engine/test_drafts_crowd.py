@@ -8,7 +8,7 @@ import pytest
 
 from mamba_jax.programs import StepPrograms
 from serving import LLM, ConfigError, SamplingParams
-from serving.engine import build
+from serving.engine.assembly import build
 from tests.support.engines import QUICK_COMPILE
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)

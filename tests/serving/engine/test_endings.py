@@ -12,7 +12,7 @@ from mamba_jax.programs import StepPrograms
 from serving import AsyncEngine, SamplingParams
 from serving.config import EngineConfig
 from serving.core.cache.prefix_tree import Scope
-from serving.engine.build import assemble
+from serving.engine.assembly.build import assemble
 from serving.engine.request_error import RequestError, RequestFailed
 from tests.support.engines import QUICK_COMPILE, finish
 from tests.support.letter_tokens import EOS, ID, TOO_BIG, letters

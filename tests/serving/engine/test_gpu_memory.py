@@ -7,9 +7,9 @@ import pytest
 
 from serving.cli import main
 from serving.config import ConfigError, EngineConfig
-from serving.engine import sizing
-from serving.engine.gpu_memory import reserve_gpu_memory, share_notices, usable_share
-from serving.engine.sizing import store_memory
+from serving.engine.assembly import sizing
+from serving.engine.assembly.gpu_memory import reserve_gpu_memory, share_notices, usable_share
+from serving.engine.assembly.sizing import store_memory
 
 WHOLE = 100 << 30
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints.load import load_tokenizer
-from serving.engine.grammars import Grammars
+from checkpoints.tokenizer import load_tokenizer
 from serving.engine.request_error import RequestError
-from serving.engine.structured import StructuredOutputs
+from serving.engine.structured.grammar_state import StructuredOutputs
+from serving.engine.structured.grammars import Grammars
 
 ROOT = Path(__file__).resolve().parents[3]
 TOO_LARGE = StructuredOutputs(json={"type": "integer", "multipleOf": 123456789})
@@ -104,7 +104,7 @@ def test_equal_grammars_are_compiled_once(grammars, monkeypatch):
 
 
 def test_a_grammar_stays_for_as_long_as_it_is_held(grammars, monkeypatch):
-    monkeypatch.setattr("serving.engine.grammars._KEPT", 1)
+    monkeypatch.setattr("serving.engine.structured.grammars._KEPT", 1)
     held = grammars.compile(StructuredOutputs(regex="held"))
     grammars.compile(StructuredOutputs(regex="another"))
     assert grammars.compile(StructuredOutputs(regex="held")) is held
@@ -139,7 +139,7 @@ def test_known_and_small_grammars_do_not_wait_behind_expensive_ones():
 
 
 def test_the_queue_of_trials_is_bounded(grammars, monkeypatch):
-    monkeypatch.setattr("serving.engine.trials._WAITING", 0)
+    monkeypatch.setattr("serving.engine.structured.trials._WAITING", 0)
     with pytest.raises(RequestError, match="too many grammars") as caught:
         grammars.submit(StructuredOutputs(regex="one too many"))
     assert caught.value.retry
@@ -158,8 +158,8 @@ def test_a_process_that_was_killed_is_replaced(grammars):
 def test_a_trial_does_not_outlive_its_parent():
     """Not even in the middle of a compilation, which keeps the interpreter."""
     program = (
-        "from checkpoints.load import load_tokenizer\n"
-        "from serving.engine.grammars import Grammars\n"
+        "from checkpoints.tokenizer import load_tokenizer\n"
+        "from serving.engine.structured.grammars import Grammars\n"
         "from tests.serving.engine.test_grammars import TOO_SLOW\n"
         "tokenizer = load_tokenizer('demo')\n"
         "grammars = Grammars(tokenizer, tokenizer.vocab_size, (0,), seconds=600.0)\n"

@@ -7,8 +7,8 @@ import pytest
 
 from mamba_jax.programs import KernelChoice, StepPrograms
 from serving.config import ConfigError, EngineConfig
-from serving.engine.build import assemble
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.assembly.build import assemble
+from serving.engine.requests.sampling_params import SamplingParams
 from tests.support.engines import QUICK_COMPILE
 
 NAMED = {"state_update": "pallas_tpu_interpreted", "ssd_scan": "pallas_tpu_interpreted"}

@@ -10,11 +10,11 @@ from mamba_jax.programs import StepPrograms
 from serving import SamplingParams
 from serving.config import EngineConfig
 from serving.core import Request
-from serving.engine import mask_workers
-from serving.engine.build import assemble
-from serving.engine.mask_workers import FollowedChoice, MaskWorkers
+from serving.engine.assembly.build import assemble
 from serving.engine.request_error import RequestError
-from serving.engine.structured import Constraint
+from serving.engine.structured import mask_workers
+from serving.engine.structured.grammar_state import Constraint
+from serving.engine.structured.mask_workers import FollowedChoice, MaskWorkers
 from tests.support.engines import QUICK_COMPILE
 from tests.support.letter_tokens import EOS, letters
 

@@ -6,7 +6,7 @@ import pytest
 
 from mamba_jax.programs import StepPrograms
 from serving import LLM, SamplingParams
-from serving.engine.batching import PrefillShape
+from serving.engine.steps.batching import PrefillShape
 from tests.support.engines import QUICK_COMPILE
 from tests.support.golden_case import CLEAR_GAP, Case
 
@@ -39,10 +39,18 @@ slow = pytest.mark.slow
         pytest.param("lfm2", "ngram", 1, marks=slow),
         pytest.param("kimi", "ngram", 1, marks=slow),
         pytest.param("kimi", "ngram", 8, marks=slow),
+        pytest.param("ling3", "ngram", 8, marks=pytest.mark.full),
+        pytest.param("minimax", "ngram", 1, marks=pytest.mark.full),
+        pytest.param("minimax", "ngram", 8, marks=slow),
+        pytest.param("falcon-mamba", "ngram", 1, marks=pytest.mark.full),
+        pytest.param("mamba", "ngram", 1, marks=slow),
+        pytest.param("jamba", "ngram", 1, marks=pytest.mark.full),
     ],
 )
 def test_answers_are_those_of_hugging_face(name, drafts, interval, monkeypatch):
-    monkeypatch.setattr("serving.engine.build.StepPrograms", partial(StepPrograms, compiler_options=QUICK_COMPILE))
+    monkeypatch.setattr(
+        "serving.engine.assembly.build.StepPrograms", partial(StepPrograms, compiler_options=QUICK_COMPILE)
+    )
     case = Case(name)
     llm = LLM(case.directory, dtype="float32", speculative_method=drafts, replay_interval=interval, **FLAGS)
     # One shape for each kind of step: compiling is what takes time.

@@ -4,8 +4,9 @@ import pytest
 
 from checkpoints.random import write_random
 from serving.config import ConfigError, EngineConfig
-from serving.engine.build import build_engine
-from serving.hosts.facts import facts_of
+from serving.engine.assembly.build import build_engine
+from serving.hosts.host import facts_of
+from tests.support.small_tiers import tier_mover
 from tests.support.tiny_configs import CHECKPOINT
 
 FLAGS = {
@@ -30,7 +31,8 @@ def identities(directory, cache, overrides):
     built = build_engine(config, progress=False)
     loop = built.engine.loop
     facts = facts_of(config)
-    found = (loop.mover.disk.folder.path.name, built.weights_digest, loop.programs.description, str(facts))
+    folder = tier_mover(built.engine).disk.folder.path.name
+    found = (folder, built.weights_digest, loop.programs.description, str(facts))
     built.engine.close()
     return found
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from serving.core.cache.row_pages import PageTable
-from serving.engine import batching
-from serving.engine.batching import BatchBuilder
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.requests.sampling_params import SamplingParams
+from serving.engine.steps import batching
+from serving.engine.steps.batching import BatchBuilder
 from tests.serving.core.drive import Loop
 from tests.serving.engine.test_batching import config, decode_row, prefill_row
 

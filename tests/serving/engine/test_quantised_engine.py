@@ -51,7 +51,9 @@ ARRANGEMENTS = {
 @pytest.fixture(autouse=True)
 def quick_compilation(monkeypatch):
     """Compiling takes most of these tests' time, and the programs' speed does not matter."""
-    monkeypatch.setattr("serving.engine.build.StepPrograms", partial(StepPrograms, compiler_options=QUICK_COMPILE))
+    monkeypatch.setattr(
+        "serving.engine.assembly.build.StepPrograms", partial(StepPrograms, compiler_options=QUICK_COMPILE)
+    )
 
 
 @pytest.fixture(scope="module")

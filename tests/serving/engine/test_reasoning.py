@@ -7,16 +7,15 @@ import numpy as np
 import pytest
 import tokenizers
 
-from checkpoints.load import load_tokenizer
-from checkpoints.tokenizer import Tokenizer
+from checkpoints.tokenizer import Tokenizer, load_tokenizer
 from mamba_jax.drafts import NGramDrafts
 from mamba_jax.programs import StepPrograms
 from mamba_jax.sampling.masks import mask_words
 from serving import SamplingParams
-from serving.engine.grammars import Grammars
-from serving.engine.reasoning import Reasoning, ReasoningConstraint
 from serving.engine.request_error import RequestError
-from serving.engine.structured import StructuredOutputs
+from serving.engine.structured.grammar_state import StructuredOutputs
+from serving.engine.structured.grammars import Grammars
+from serving.engine.structured.reasoning import Reasoning, ReasoningConstraint
 from tests.support.engines import QUICK_COMPILE, finish
 from tests.support.letter_tokens import EOS, ID, WORDS
 from tests.support.shared_engines import SMALLEST, TILE, engines_of

@@ -18,10 +18,11 @@ from mamba_jax.tails import Replay
 from serving import LLM, SamplingParams
 from serving.config import ConfigError, EngineConfig
 from serving.core import DecodeRow, ReplayAccess, Request, SchedulerConfig
-from serving.engine import batching, build
-from serving.engine.batching import BatchBuilder, PrefillShape
-from serving.engine.replay import resolve_replay, spares, state_traffic
-from serving.engine.sizing import size_store
+from serving.engine.assembly import build
+from serving.engine.assembly.replay import resolve_replay, spares, state_traffic
+from serving.engine.assembly.sizing import size_store
+from serving.engine.steps import batching
+from serving.engine.steps.batching import BatchBuilder, PrefillShape
 from tests.support.engines import QUICK_COMPILE
 from tests.support.tiny_configs import FOR_ENGINES
 
@@ -89,7 +90,7 @@ def test_a_state_that_cannot_be_replayed_refuses_and_is_not_chosen():
     assert "chosen: the state 'ssm' cannot be replayed" in found.notice
 
 
-@pytest.mark.parametrize("model", ["nemotronh", "falconh1", "delta", "short_conv", "kimi"])
+@pytest.mark.parametrize("model", ["nemotronh", "falconh1", "delta", "short_conv", "kimi", "lightning"])
 def test_what_is_asked_for(model):
     shape = StoreShape.of(FOR_ENGINES[model])
     assert resolved(shape, replay_interval=16, num_speculative_tokens=3).replay == Replay(16, 3)
@@ -203,7 +204,7 @@ def test_an_anchor_a_tail_and_now_and_then_a_spare_for_each_sequence(mode, memor
     assert found.running_slots == rows + spares(rows, Replay(16, 3)) <= found.num_slots - 1
     assert snapshots.running_slots == snapshots.max_num_seqs * (4 if mode == "none" else 8)
     assert f"({rows} anchors and {found.running_slots - rows} spares for running sequences" in found.report()
-    assert "the next of every 16 tokens" in found.report()
+    assert "near the end of each interval of 16 tokens" in found.report()
     store = init_store(
         SHAPE, num_slots=found.num_slots, num_pages=found.num_pages, page_size=32, dtype=jnp.float32, debug_state=True,
         replay=Replay(16, 3), num_tails=1 + found.max_num_seqs,

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from serving.engine.output import Choice, token_logprobs
-from serving.engine.sampling_params import SamplingParams
-from serving.engine.stop_text import StopAutomaton, StopText
+from serving.engine.requests.output import Choice, token_logprobs
+from serving.engine.requests.sampling_params import SamplingParams
+from serving.engine.requests.stop_text import StopAutomaton, StopText
 
 
 class Letters:

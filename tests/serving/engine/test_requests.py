@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from serving.engine.request_error import RequestError
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.requests.sampling_params import SamplingParams
 from tests.support.engines import finish
 
 

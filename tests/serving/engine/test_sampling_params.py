@@ -5,7 +5,7 @@ import pytest
 
 from mamba_jax.sampling import sampling_row
 from serving.engine.request_error import RequestError
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.requests.sampling_params import SamplingParams
 
 
 def test_defaults_are_those_that_vllm_users_know():
@@ -117,7 +117,7 @@ def test_stop_texts_need_text():
 
 def test_limits_are_those_of_the_devices_table():
     from mamba_jax import sampling
-    from serving.engine import sampling_params
+    from serving.engine.requests import sampling_params
 
     for name in ("MAX_LOGIT_BIAS", "MAX_LOGPROBS"):
         assert getattr(sampling_params, name) == getattr(sampling, name)

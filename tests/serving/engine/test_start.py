@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from serving.engine.sampling_params import SamplingParams
-from serving.engine.warmup import warm_up
+from serving.engine.programs.warmup import warm_up
+from serving.engine.requests.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
@@ -17,23 +17,19 @@ def watched(harness, monkeypatch):
     """An engine, the shapes that its steps run by, and what lets its compiling thread go on."""
     engine = harness.engine("none")
     programs, go_on, shapes = engine.loop.programs, threading.Event(), []
-    compile, decode, prefill = programs.program, programs.decode, programs.prefill
+    compile, step = programs.program, programs.step
 
     def compile_later(store, rows, batch):
         if threading.current_thread().name == "compiling":
             go_on.wait(300)
         return compile(store, rows, batch)
 
-    def watching(run):
-        def watch(store, rows, batch):
-            shapes.append(batch.tokens.shape)
-            return run(store, rows, batch)
-
-        return watch
+    def watch(store, rows, batch):
+        shapes.append(batch.tokens.shape)
+        return step(store, rows, batch)
 
     monkeypatch.setattr(programs, "program", compile_later)
-    monkeypatch.setattr(programs, "decode", watching(decode))
-    monkeypatch.setattr(programs, "prefill", watching(prefill))
+    monkeypatch.setattr(programs, "step", watch)
     yield engine, shapes, go_on
     engine.loop.leaving.set()
     go_on.set()

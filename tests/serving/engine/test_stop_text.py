@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from serving.engine.output import Choice
 from serving.engine.request_error import RequestError
-from serving.engine.sampling_params import MAX_STOP_CHARACTERS, SamplingParams
-from serving.engine.stop_text import StopAutomaton, StopText
+from serving.engine.requests.output import Choice
+from serving.engine.requests.sampling_params import MAX_STOP_CHARACTERS, SamplingParams
+from serving.engine.requests.stop_text import StopAutomaton, StopText
 
 
 class PlainStopText:

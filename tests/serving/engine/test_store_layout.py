@@ -13,7 +13,7 @@ from checkpoints.load import load_config
 from mamba_jax import store_layout
 from mamba_jax.programs import StepPrograms
 from mamba_jax.store import StoreShape, init_store, store_bytes
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.requests.sampling_params import SamplingParams
 from tests.support.engines import QUICK_COMPILE
 
 PROMPTS = [[7, 8, 9, 10] * 9, [7, 8, 9, 10] * 9 + [11]]

@@ -17,6 +17,7 @@ from serving import LLM, SamplingParams
 from serving.capacity.compiling import count_collectives
 from serving.capacity.count import collectives
 from serving.config import ConfigError
+from serving.engine.request_error import RequestError
 from tests.support.divisible_checkpoints import EIGHT, FAMILIES, MORE, Case, write_checkpoint
 from tests.support.engines import QUICK_COMPILE
 
@@ -42,7 +43,7 @@ GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logprob
 def quick_compilation(monkeypatch):
     """Compiling takes most of these tests' time, and the programs' speed does not matter."""
     quick = partial(StepPrograms, compiler_options=QUICK_COMPILE)
-    monkeypatch.setattr("serving.engine.build.StepPrograms", quick)
+    monkeypatch.setattr("serving.engine.assembly.build.StepPrograms", quick)
 
 
 def engine(directory, case, shards, **flags):
@@ -72,7 +73,7 @@ def assert_same(got, expected):
             assert one.logprobs[i][token].logprob == pytest.approx(other.logprobs[i][token].logprob, abs=1e-3)
 
 
-def assert_greedy(outputs, directory):
+def assert_greedy(outputs, directory, *, atol=1e-3):
     """What the undivided model itself, over whole sequences, would choose, with its log-probabilities."""
     model = load_model(directory, dtype="float32", progress=False)
     forward = nnx.jit(lambda model, tokens: jax.nn.log_softmax(model(tokens)))
@@ -83,7 +84,7 @@ def assert_greedy(outputs, directory):
         expected = np.asarray(forward(model, tokens))[0, len(prompt) - 1 :]
         for i, token in enumerate(chosen.token_ids):
             assert expected[i].max() - expected[i, token] < 1e-3
-            assert chosen.logprobs[i][token].logprob == pytest.approx(expected[i, token], abs=1e-3)
+            assert chosen.logprobs[i][token].logprob == pytest.approx(expected[i, token], abs=atol)
 
 
 @pytest.mark.full
@@ -115,6 +116,29 @@ def test_eight_devices_share_heads_groups_and_keys(interval, tmp_path):
     assert_lean(llm)
 
 
+TWENTY = Case(EIGHT.golden, EIGHT.changes | {"num_attention_heads": 20, "num_key_value_heads": 4})
+
+
+def test_heads_that_do_not_divide_are_padded(tmp_path, caplog):
+    directory = write_checkpoint(tmp_path, TWENTY)
+    caplog.set_level("INFO")
+    llm = engine(directory, TWENTY, 8)
+    assert "20 attention heads are padded with zeros to 24" in caplog.text
+    outputs = answers(llm)
+    assert_greedy(outputs, directory, atol=2e-4)
+    assert_divided(llm, 8)
+    with pytest.raises(RequestError, match="weights cannot be replaced: 20 attention heads are padded"):
+        llm.update_weights(str(directory))
+    with pytest.raises(RequestError, match="weights cannot be replaced: 20 attention heads are padded"):
+        llm.sleep(2)
+    assert_same(llm.generate({"prompt_token_ids": outputs[0].prompt_token_ids}, GREEDY, use_tqdm=False), outputs[:1])
+
+
+def test_adapters_with_padded_heads_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"enable_lora is not supported with padded heads \(20 attention heads"):
+        engine(write_checkpoint(tmp_path, TWENTY), TWENTY, 8, enable_lora=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*FAMILIES, *MORE])
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
@@ -133,9 +157,11 @@ def assert_divided(llm, shards):
     """Every device holds its share of the store and of the large weights, and reports its own bytes."""
     store = llm.engine.loop.store
     for slots in store.slots:
-        recurrent, window = (slots[name] for name in (("ssm", "conv_x") if "ssm" in slots else ("delta", "conv_v")))
-        assert {piece.data.shape[1] for piece in recurrent.addressable_shards} == {recurrent.shape[1] // shards}
-        assert window.sharding.shard_shape(window.shape)[2] == window.shape[2] // shards
+        name = next(name for name in ("ssm", "delta", "selective") if name in slots)
+        recurrent, axis = slots[name], 2 if name == "selective" else 1  # its channels come last
+        assert {piece.data.shape[axis] for piece in recurrent.addressable_shards} == {recurrent.shape[axis] // shards}
+        for window in (slots[name] for name in ("conv_x", "conv_v") if name in slots):
+            assert window.sharding.shard_shape(window.shape)[2] == window.shape[2] // shards
     for kv in store.kv:
         entries = 1 if kv.shape[2] == 1 else max(2, kv.shape[2] // shards)  # one is a latent, which all devices have
         assert kv.sharding.shard_shape(kv.shape)[2] == entries

@@ -3,7 +3,7 @@
 import logging
 from types import SimpleNamespace
 
-from serving.engine import warmup
+from serving.engine.programs import warmup
 
 
 def test_lines_of_the_log(monkeypatch, caplog):

@@ -7,8 +7,8 @@ import pytest
 from serving.config import ConfigError, EngineConfig
 from serving.engine.control import Control
 from serving.engine.request_error import RequestError
-from serving.hosts.facts import facts_of
 from serving.hosts.follower import follow
+from serving.hosts.host import facts_of
 from serving.hosts.leader import Leader
 from serving.hosts.link import Kind
 from serving.hosts.settings import HostSettings
@@ -98,7 +98,7 @@ def test_it_has_no_program_for_other_shapes():
 
 @pytest.mark.parametrize("what", ["sleep", "update_weights"])
 def test_what_is_no_step_is_refused_by_a_leader(what):
-    engine = SimpleNamespace(loop=SimpleNamespace(followers=object(), connector=None))
+    engine = SimpleNamespace(loop=SimpleNamespace(followers=object(), sources=[]))
     control = Control(engine, SimpleNamespace(whole=True))
     with pytest.raises(RequestError, match="on several hosts"):
         control.sleep() if what == "sleep" else control.update_weights({})

@@ -8,7 +8,7 @@ import pytest
 
 from mamba_jax.programs import StepPrograms
 from serving.config import EngineConfig
-from serving.engine import build
+from serving.engine.assembly import build
 from tests.support.divisible_checkpoints import EIGHT, FAMILIES, write_checkpoint
 from tests.support.engine_host import FLAGS, answers
 from tests.support.engines import QUICK_COMPILE
@@ -47,6 +47,7 @@ def test_two_hosts_say_what_one_says_and_end_together(tmp_path):
     directory = write_checkpoint(tmp_path / "model", FAMILIES["nemotronh-moe"])
     modes = ["none", "all", "align", "all"]
     rounds = [{"mamba_cache_mode": mode} | ({} if i in (0, 3) else MTP) for i, mode in enumerate(modes)]
+    rounds[1] |= {"mixed_steps": True}
     with Hosts(tmp_path, 2, directory, rounds, go_on=True) as hosts:
         expected = alone(directory)
         check(hosts, expected, modes)

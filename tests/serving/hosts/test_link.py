@@ -84,7 +84,7 @@ def test_half_a_frame_is_silence(pair):
         pair[1].receive()
 
 
-def test_whoever_takes_nothing_is_not_waited_for(pair):
+def test_sending_to_a_host_that_reads_nothing_times_out(pair):
     pair[0].timeout = 0.05
     with pytest.raises(LinkError, match="has taken nothing"):
         pair[0].send(Kind.CALL, bytes(MAX_FRAME))

@@ -83,7 +83,7 @@ def test_one_that_fails_says_why_to_all(pair):
     assert follower.last_words() == ("host 1: no such model", 2)
 
 
-def test_nobody_speaks_out_of_turn(pair):
+def test_unexpected_messages_are_refused(pair):
     leader, follower = pair
     follower.tell(Kind.CALL, b"")
     assert leader.last_words()[0] == "host 1 says CALL out of turn"

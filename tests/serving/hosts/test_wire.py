@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from mamba_jax.program_cache import look_of
 from serving.core import SchedulerConfig
-from serving.engine.batching import BatchBuilder
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.requests.sampling_params import SamplingParams
+from serving.engine.steps.batching import BatchBuilder
 from serving.hosts.wire import WireError, from_bytes, to_bytes
 
 VOCAB = 100
@@ -21,7 +21,7 @@ VOCAB = 100
 def builder(**changes):
     sizes = {"num_slots": 20, "num_pages": 20, "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 96}
     config = SchedulerConfig(**(sizes | {"page_size": 8, "state_block_size": 32, "tile_size": 16} | changes))
-    return BatchBuilder(config, seats_bring_tokens=True, masks=True, narrow_steps=True)
+    return BatchBuilder(config, seats_bring_tokens=True, masks=True, narrow_steps=True, mixed_steps=True)
 
 
 def whole(batch, number=0):
@@ -45,7 +45,7 @@ def test_every_batch_comes_out_as_it_went_in(changes):
             np.testing.assert_array_equal(one, other)
         kinds.add(type(found).__name__)
     tables = {"PageTableBatch"} if changes.get("num_pages", 1) else set()
-    assert kinds == {"DecodeBatch", "PrefillBatch", "SeatBatch", "MaskBatch"} | tables
+    assert kinds == {"DecodeBatch", "PrefillBatch", "MixedBatch", "SeatBatch", "MaskBatch"} | tables
 
 
 def test_a_seat_keeps_its_numbers():

@@ -100,7 +100,7 @@ def test_the_store_is_written_in_place():
         assert memory.temp_size_in_bytes < store_bytes(store) / 2 + 65536, name
 
 
-def test_draft_layers_stay_behind_where_nobody_wants_them():
+def test_unrequested_draft_layers_are_not_transferred():
     source = filled(4, 1)
     target = filled(4, 2)
     model_only = len(source.kv) - CONFIG.num_mtp_attention_layers

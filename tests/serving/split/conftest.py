@@ -8,7 +8,7 @@ import pytest
 @pytest.fixture(autouse=True)
 def _nothing_offered_before():
     """What a test leaves with the transport, a planted fault's for example, is not there for the next."""
-    from serving.split.transport import DirectTransport
+    from tests.support.direct_transport import DirectTransport
 
     DirectTransport("here").offered.clear()
 

@@ -33,7 +33,7 @@ class Side:
         return 0
 
     def offer(self, want):
-        raise SplitError(f"there is no state {want.id} (any more)")
+        raise SplitError(f"state {want.id} does not exist or was dropped")
 
 
 class NoEngine:
@@ -66,7 +66,7 @@ def test_hands_are_shaken(url):
     async def run():
         peer = await HttpPeer.connect(url, other(page_size=16))
         assert peer.manifest == BASE
-        with pytest.raises(SplitError, match="there is no state x"):
+        with pytest.raises(SplitError, match="state x does not exist"):
             await asyncio.to_thread(peer.offer, WANT, 5.0)
         await asyncio.to_thread(peer.release, "x", wanted=False)  # never raises
         await peer.close()
@@ -97,8 +97,8 @@ class DecodeSide:
 
 
 def test_states_are_fetched_from_allowed_workers_only(url):
-    """A stranger is not even connected to, so the fleet's key goes to those who are allowed."""
-    heard = {"stranger": b"", "friend": b""}
+    """The decode worker connects only to allowed workers, so that only these get the fleet's key."""
+    heard = {"unknown": b"", "allowed": b""}
 
     def listens(name):
         def serve(connection):
@@ -112,23 +112,23 @@ def test_states_are_fetched_from_allowed_workers_only(url):
         answer = await client.post("/split/expect", json=ticket.model_dump())
         return answer.status_code, answer.json()
 
-    async def run(stranger, friend):
+    async def run(unknown, allowed):
         app = FastAPI()
         errors.install(app)
-        app.include_router(decode_router(DecodeSide(), allowed=[url + "/", friend], keys=["the fleet's"]))
+        app.include_router(decode_router(DecodeSide(), allowed=[url + "/", allowed], keys=["the fleet's"]))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://decode") as client:
-            status, body = await expect(client, stranger)
+            status, body = await expect(client, unknown)
             assert (status, body["error"]["code"]) == (403, "peer_not_allowed")
             assert await expect(client, url) == (200, {"accepted": False})
-            status, body = await expect(client, friend)
+            status, body = await expect(client, allowed)
             assert (status, body["error"]["code"]) == (502, "peer_unreachable")
 
-    with listener(listens("stranger")) as stranger, listener(listens("friend")) as friend:
-        asyncio.run(run(f"http://127.0.0.1:{stranger}", f"http://127.0.0.1:{friend}"))
-    assert not heard["stranger"]
-    assert b"the fleet's" in heard["friend"]
+    with listener(listens("unknown")) as unknown, listener(listens("allowed")) as allowed:
+        asyncio.run(run(f"http://127.0.0.1:{unknown}", f"http://127.0.0.1:{allowed}"))
+    assert not heard["unknown"]
+    assert b"the fleet's" in heard["allowed"]
 
 
-def test_nobody_there():
-    with pytest.raises(SplitError, match="cannot be reached"):
+def test_an_unreachable_worker():
+    with pytest.raises(SplitError, match="is unreachable"):
         asyncio.run(HttpPeer.connect(f"http://127.0.0.1:{free_port()}", BASE))

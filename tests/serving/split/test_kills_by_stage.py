@@ -59,11 +59,11 @@ class Fleet:
         raise AssertionError(status)
 
     def prompt(self) -> str:
-        """One that nobody has seen."""
+        """A prompt that no worker has seen."""
         self.count += 1
         return f"{self.count} {TEXT}"
 
-    def whoever_decodes(self):
+    def decoding_worker(self):
         """The decode worker that has a request; the other one."""
         busy = [each for each in self.front.get("/status")["decode"] if each["load"]]
         (found,) = [each for each in self.decode if each.url == busy[0]["url"]]
@@ -116,7 +116,7 @@ def fleet(whole_fleet):
 
 
 def stopped_at(fleet, stage):
-    """A request of which somebody has stopped at a stage; its prompt."""
+    """A request during which a worker stopped at a stage, and its prompt."""
     fleet.stages.arm(stage)
     prompt = fleet.prompt()
     asked = PendingRequest(fleet, prompt)
@@ -172,7 +172,7 @@ def test_prefill_worker_while_its_state_is_fetched(fleet, transport):
 def test_decode_worker_before_it_fetches_and_while_it_does(fleet, stage):
     """The other one fetches the state, if it is still there; else it computes the prompt."""
     asked, prompt = stopped_at(fleet, stage)
-    victim, other = fleet.whoever_decodes()
+    victim, other = fleet.decoding_worker()
     victim.kill()
     fleet.stages.go(stage)
     assert_right(fleet, asked, prompt, by=other)
@@ -182,9 +182,9 @@ def test_decode_worker_before_it_fetches_and_while_it_does(fleet, stage):
 
 
 def test_the_only_decode_worker(fleet):
-    """One clear error, at once, and the prefill worker is told that nobody will come."""
+    """The client gets one error at once, and the prefill worker releases the state."""
     asked, _ = stopped_at(fleet, "ask")
-    victim, other = fleet.whoever_decodes()
+    victim, other = fleet.decoding_worker()
     other.kill()
     victim.kill()
     fleet.stages.go("ask")
@@ -196,16 +196,16 @@ def test_the_only_decode_worker(fleet):
 def test_decode_worker_after_the_first_token(fleet):
     """What was sent cannot be taken back: the stream ends with an error that says so."""
     asked, _ = stopped_at(fleet, "decode")
-    victim, other = fleet.whoever_decodes()
+    victim, other = fleet.decoding_worker()
     victim.kill()
     fleet.stages.go("decode")
-    assert "the decode worker has gone in the middle of the answer" in str(asked.ends().error)
+    assert "the decode worker failed during the response" in str(asked.ends().error)
     fleet.assert_idle(fleet.prefill, other)
 
 
 @pytest.mark.parametrize("stage", ["prefill", "ask", "decode"])
 def test_router(fleet, stage):
-    """Clients see a closed connection; workers let go of what nobody wants any more; another router goes on."""
+    """Clients see a closed connection, workers release unneeded states, and another router continues to work."""
     asked, _ = stopped_at(fleet, stage)
     fleet.front.kill()
     fleet.stages.go(stage)

@@ -1,4 +1,4 @@
-"""Places for states: taken, renewed and given back, whoever goes away at whatever moment."""
+"""Leases of states: started, renewed and released, even if either side disconnects at any moment."""
 
 import asyncio
 import contextlib
@@ -56,7 +56,7 @@ class Engine:
 
 
 def a_side(**settings):
-    return PrefillSide(SimpleNamespace(loop=SimpleNamespace(connect=lambda side: None), manifest=BASE), **settings)
+    return PrefillSide(SimpleNamespace(loop=SimpleNamespace(sources=[]), manifest=BASE), **settings)
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_a_lease_does_not_run_out_while_its_prompt_is_computed(no_prompt):
             if side.sweep():
                 break
             await asyncio.sleep(0.01)
-        assert side.kept == 0, "nobody asks for it any more"
+        assert side.kept == 0, "the state is not needed any more"
         context.engine.task.cancel()
 
     asyncio.run(run())

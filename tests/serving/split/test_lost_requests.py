@@ -117,7 +117,7 @@ def test_a_connection_lost_by_a_health_check_is_one_missed_check():
     async def run():
         found = []
         for _ in range(3):
-            await over.fleet._look(over.fleet.decode[0])
+            await over.fleet._check_health(over.fleet.decode[0])
             found.append(over.fleet.decode[0].up)
         return found
 
@@ -144,7 +144,7 @@ def test_a_router_without_descriptors_keeps_what_it_knows_of_workers():
 
     async def run():
         for _ in range(5):
-            await over.fleet._look(over.fleet.decode[0])
+            await over.fleet._check_health(over.fleet.decode[0])
 
     asyncio.run(run())
     assert over.fleet.decode[0].up

@@ -14,7 +14,7 @@ from serving.core.tiers.directory import Directory, Resumable
 from serving.core.tiers.journal import Journal
 from serving.split.http.events import follow
 from serving.split.router import following as following_module
-from serving.split.router.asked import ClientRequest
+from serving.split.router.client_request import ClientRequest
 from serving.split.router.following import Following
 from serving.split.router.metrics import RelayCollector
 from serving.split.router.placement import Placement, PromptMatch
@@ -299,7 +299,7 @@ def test_who_has_the_least_to_compute_is_chosen():
     b.work.pending = 0
     b.up = False
     by_text = choose(place.fleet.decode, b"key", slack=place.settings.slack)
-    assert chosen(b=(1900, "device")) == by_text.url[-1], "nobody who is up has any of it"
+    assert chosen(b=(1900, "device")) == by_text.url[-1], "no worker that is up has any of it"
     b.up = True
     b.work.given(60_000, time.monotonic())
     b.work.computed(60_000)
@@ -313,7 +313,7 @@ def test_who_has_the_least_to_compute_is_chosen():
 
 
 def test_a_popular_beginning_spreads_over_the_fleet():
-    """Many conversations begin alike; whoever has computed that has it. Nobody gets much more than a share."""
+    """Many conversations have the same beginning, which one worker has. No worker gets much more than its share."""
     place, given = placement("a", "b", "c", "d"), {}
     holding = {"a": (3000, "device")}
     for _ in range(400):
@@ -406,7 +406,7 @@ def test_requests_go_where_their_prompts_can_be_gone_on_from():
 
 
 @pytest.mark.parametrize("trouble", ["refused", "late", "endless", "nonsense"])
-def test_where_nobody_says_what_the_tokens_are_the_text_decides(trouble, monkeypatch):
+def test_text_decides_if_no_worker_tokenises_the_prompt(trouble, monkeypatch):
     monkeypatch.setattr("serving.split.router.placement._PATIENCE", 0.3)
     monkeypatch.setattr("serving.split.router.placement._LONGEST", 1000)
     servers = Servers(a=Journal(B), b=Journal(B))
@@ -446,7 +446,7 @@ def test_what_cannot_be_a_prompt_is_left_to_a_worker(body):
     run(servers, test, decode=("a", "b"))
 
 
-def test_nobody_is_asked_where_there_is_no_choice():
+def test_no_worker_is_asked_if_there_is_no_choice():
     servers = Servers(a=Journal(B))
     servers.journals["a"].stored("device", state_of(PROMPT))
 

@@ -142,7 +142,7 @@ def test_full_places(fleet):
 
 
 def test_messages_without_the_fleets_seal(fleet):
-    """A router with another secret is no router of this fleet's; a stranger's ticket is not even looked at."""
+    """Workers refuse routers with another secret, and do not connect to workers that unsigned tickets name."""
     before = [each["begun"] for each in map(sealed_status, fleet.prefill)]
     front = fleet.route("another fleet's secret")
     try:
@@ -159,10 +159,10 @@ def test_messages_without_the_fleets_seal(fleet):
     assert [each["begun"] for each in map(sealed_status, fleet.prefill)] == before
     heard = []
 
-    def stranger(connection):
+    def unknown_worker(connection):
         heard.append(connection.recv(10))
 
-    with listener(stranger) as port:
+    with listener(unknown_worker) as port:
         ticket = {"id": "x", "worker": f"http://127.0.0.1:{port}", "handoff": "full", "prompt_token_ids": [1, 2]}
         for headers in ({}, Seal("another fleet's secret").headers("/split/expect", b"", "")):
             answer = httpx.post(f"{fleet.decode.url}/split/expect", json=ticket | {"position": 2}, headers=headers)

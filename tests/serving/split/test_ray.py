@@ -37,7 +37,7 @@ def test_an_application_answers():
         form = {"structured_outputs": {"regex": "[0-9]{3}"}}
         answer = httpx.post(f"{url}/v1/completions", json=body | form, headers=known, timeout=300).json()
         assert re.fullmatch("[0-9]{3}", answer["choices"][0]["text"])
-        # Nobody asks anything of a router or a worker without the key, nor of a worker without the fleet's secret.
+        # Routers and workers require the key, and workers also require the fleet's secret.
         assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 401
         for worker in (*found["prefill"], *found["decode"]):
             assert httpx.get(f"{worker['url']}/split/manifest", timeout=30).status_code == 401

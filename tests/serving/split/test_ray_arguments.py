@@ -2,8 +2,8 @@
 
 import pytest
 
+from serving.api.http.resolve_settings import resolve_settings
 from serving.api.http.settings import ServerSettings
-from serving.api.http.settle import settle
 from serving.config import ConfigError
 from serving.split.ray.arguments import Arguments
 from serving.split.settings import RouterSettings, SplitSettings
@@ -32,8 +32,8 @@ def test_settings_go_to_all_who_have_them():
 def test_workers_are_set_up_as_servers_are():
     found = Arguments.of({"model": "demo", "api_key": "k", "transport": "tcp"})
     role = SplitSettings.create(role="prefill", **found.split)
-    settings, config = settle(role.engine_flags | found.server | found.engine, {"host": "127.0.0.1"})
-    served, usual = settle({"model": "demo"}, {})
+    settings, config = resolve_settings(role.engine_flags | found.server | found.engine, {"host": "127.0.0.1"})
+    served, usual = resolve_settings({"model": "demo"}, {})
     assert settings.api_key == ("k",)
     assert settings.default_sampling == served.default_sampling
     assert settings.served_model_name == served.served_model_name

@@ -13,7 +13,7 @@ from serving.api.http.errors import ApiError
 from serving.api.http.settings import ServerSettings
 from serving.split.http.sealed import SealAuth
 from serving.split.router.app import create_router
-from serving.split.router.asked import ClientRequest
+from serving.split.router.client_request import ClientRequest
 from serving.split.router.workers import Remote, choose
 from serving.split.seal import HEADER, RECEIVER, Seal, SealChecker
 from serving.split.settings import RouterSettings
@@ -196,7 +196,7 @@ def test_a_request_has_one_deadline():
         workers = Scripted(**{name: {late: everywhere[late]} for name in names})
         over = relay(workers, first_token_timeout=0.3, request_timeout=0.3)
         begin = time.monotonic()
-        with pytest.raises(ApiError, match="no answer in time") as error:
+        with pytest.raises(ApiError, match="no answer before the deadline") as error:
             ask(over)
         assert error.value.status == 503
         assert time.monotonic() - begin < 2
@@ -213,7 +213,7 @@ def test_a_stream_that_stalls_ends():
         return httpx.Response(200, content=some())
 
     over = relay(Scripted(d1={"/v1/completions": stalls}), decode=("d1",), stall_timeout=0.2)
-    with pytest.raises(ApiError, match="in the middle of the answer"):
+    with pytest.raises(ApiError, match="during the response"):
         ask(over, BODY | {"stream": True})
     assert over.fleet.decode[0].load == 0
 
@@ -263,7 +263,7 @@ def test_busy_is_not_down(status):
     with pytest.raises(ApiError, match="all decode workers are busy") as error:
         ask(relay(everyone))
     assert error.value.status == 503
-    # The state that nobody will fetch is let go.
+    # The router releases a state that no worker will fetch.
     assert ("p1", "/split/release") in everyone.asked or ("p2", "/split/release") in everyone.asked
 
 
@@ -352,7 +352,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-def test_a_bad_request_is_refused_here_and_blames_nobody(front, content):
+def test_the_router_refuses_a_bad_request_and_blames_no_worker(front, content):
     workers, client = front
 
     async def run():

@@ -8,13 +8,14 @@ import time
 import httpx
 import pytest
 
-from checkpoints.load import load_model, load_tokenizer
-from serving.api.http.server import Server
+from checkpoints.load import load_model
+from checkpoints.tokenizer import load_tokenizer
+from serving.api.http.connection.server import Server
 from serving.config import EngineConfig
 from serving.core.cache.prefix_tree import Scope
 from serving.core.tiers.content import Chain, state_name
 from serving.core.tiers.journal import Journal
-from serving.engine.build import assemble
+from serving.engine.assembly.build import assemble
 from serving.split.http import events
 from serving.split.http.events import events_router
 from serving.split.http.roles import open_role
@@ -29,7 +30,7 @@ from tests.support.no_programs import NoPrograms
 SECRET = "a secret of the fleet"
 SEAL = Seal(SECRET)
 B = ENGINE["state_block_size"]
-TEXT = "The first words of a conversation that somebody will go on with later."
+TEXT = "The first words of a conversation that a client will continue later."
 PLAIN = {"speculative_method": None, "num_speculative_tokens": 0, "enable_structured_outputs": False}
 
 
@@ -136,7 +137,7 @@ def name_of(tokens, salt=None) -> str:
     return state_name(links[-1], tokens[len(tokens) // B * B :]).hex()
 
 
-def test_strangers_are_told_nothing(start):
+def test_unsigned_requests_are_refused(start):
     server = start()
     assert httpx.get(f"{server.url}/internal/events").status_code == 401
     answer = httpx.post(f"{server.url}/internal/tokens", json={"kind": "completions", "body": {"prompt": "a"}})
@@ -170,7 +171,7 @@ def test_a_stream_tells_what_can_be_gone_on_from(start):
         assert all(len(name) == 40 for name in told["states"])
 
 
-def test_a_server_ends_although_somebody_listens(start):
+def test_a_server_shuts_down_while_a_reader_listens(start):
     server = start()
     with stream(server) as answer:
         lines = answer.iter_lines()
@@ -248,7 +249,7 @@ def test_salts_are_kept_apart(start, front):
     assert (placement["by_state"], placement["by_text"]) == (3, 1)
 
 
-def test_by_affinity_nobody_is_followed(start, front):
+def test_routing_by_affinity_follows_no_worker(start, front):
     one, other = start(), start()
     over = front(one, other, routing="affinity")
     one.complete(TEXT)

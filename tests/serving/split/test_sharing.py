@@ -11,7 +11,7 @@ from serving.core.tiers.directory import Resumable
 from serving.split.decode_side import PEER, DecodeSide
 from serving.split.peer import DirectPeer
 from serving.split.prefill_side import PrefillSide, TooMany
-from serving.split.router.asked import ClientRequest
+from serving.split.router.client_request import ClientRequest
 from serving.split.router.following import Following, Stream
 from serving.split.router.placement import PromptMatch, Tokens
 from serving.split.router.relay import Relay
@@ -76,9 +76,9 @@ def test_what_another_replica_computed_is_not_computed_again(mode):
 def test_what_is_gone_or_too_many_is_refused():
     replicas = Replicas()
     replicas.ask(0, tokens(1, 37), cache_salt="mine")
-    with pytest.raises(SplitError, match="no state so deep"):
+    with pytest.raises(SplitError, match="no cached state"):
         replicas.lend(tokens(1, 40))
-    with pytest.raises(SplitError, match="no state so deep"):
+    with pytest.raises(SplitError, match="no cached state"):
         replicas.lend(tokens(1, 40), salt="mine", beyond=37)
     ticket = replicas.lend(tokens(1, 40), salt="mine")
     replicas.lend(tokens(1, 40), salt="mine", beyond=36)
@@ -98,7 +98,7 @@ def test_what_is_gone_or_too_many_is_refused():
 def test_a_state_that_does_not_come_costs_a_wait_and_no_more():
     """Released meanwhile, and lost with the lender's store."""
     replicas = Replicas()
-    replicas.side.policy = "fail"  # of prompts that somebody computed for this worker; this one it can do itself
+    replicas.side.policy = "fail"  # applies to prompts computed for this worker; it can compute this one itself
     for seed in (1, 2):
         replicas.ask(0, tokens(seed, 37))
         prompt = tokens(seed, 45)
@@ -212,7 +212,7 @@ def test_a_busy_workers_state_is_fetched_by_another():
     {"states": ((30, "device"), (20, "device"))}, {"weights": (0, 1)}, {"weights": (1, 1)},
     {"more": {"prompt_logprobs": 1}},
 ])  # fmt: skip
-def test_nobody_is_asked_to_lend_what_would_be_of_no_use(what):
+def test_no_worker_is_asked_for_a_useless_state(what):
     workers = Workers()
     answered(workers, **what)
     assert "/split/share" not in [path for _, path in workers.paths()]

@@ -61,7 +61,7 @@ def test_no_more_are_kept_than_may_be():
     pair = Pair("all")
     pair.prefill_side.max_kept = 2
     tickets = [pair.compute(tokens(i, 20)) for i in range(2)]
-    with pytest.raises(TooMany, match="2 states wait"):
+    with pytest.raises(TooMany, match="2 states pending"):
         pair.compute(tokens(5, 20))
     for ticket in tickets:
         pair.peer.release(ticket.id, wanted=False)
@@ -95,7 +95,7 @@ def test_copies_are_capped_in_bytes():
     pair.prefill_side.max_copied_bytes = pair.state_bytes
     first, second = (pair.compute(tokens(30 + i, B + 3)) for i in range(2))
     pair.prefill_side.offer(want_of(pair, first))
-    with pytest.raises(TooMany, match="bytes wait to be fetched"):
+    with pytest.raises(TooMany, match="bytes pending"):
         pair.prefill_side.offer(want_of(pair, second))
     assert pair.prefill_side.kept == 2, "it can be asked for again"
     pair.prefill_side.release(first.id, wanted=True)

@@ -330,7 +330,7 @@ def test_attaching_a_neighbour_changes_no_hit():
     for attached in (False, True):
         engine = Pair("all").decode
         if not attached:
-            engine.loop.connector = None
+            engine.loop.sources.clear()
         for i, length in enumerate((40, 40, 20, 3 * B, 3 * B + 5)):
             engine.add_request(f"{i}", {"prompt_token_ids": PROMPT[:length]}, GREEDY)
             finish(engine)

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from serving.engine.results import StateError
+from serving.engine.steps.results import StateError
 from serving.points.point import PointPrograms
 from tests.serving.split.faults import FAULTS
 from tests.support import split_pair

@@ -1,4 +1,4 @@
-"""Outputs of a given form, asked of a router: the mask is the decode worker's, whoever computed the prompt."""
+"""Structured outputs through a router: the decode worker applies the mask, on all paths of the prompt."""
 
 import re
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving.engine.sampling_params import SamplingParams
+from serving.engine.requests.sampling_params import SamplingParams
 from tests.support.engines import finish
 from tests.support.split_pair import GREEDY, B, Pair, build, tokens
 

@@ -36,8 +36,8 @@ def run_trace(seed, mode, source):
     asked, aborted = [], set()
     for _ in range(rng.randrange(4, 10)):
         prompt = draw_prompt(rng)
-        ticket = pair.compute(prompt, rng.choice(["full", "recompute-last"])) if rng.random() < 0.8 else None
         salt = "salt" if rng.random() < 0.1 else None
+        ticket = pair.compute(prompt, rng.choice(["full", "recompute-last"]), salt) if rng.random() < 0.8 else None
         length = 40 if len(prompt) <= 40 and rng.random() < 0.5 else 12
         params = dataclasses.replace(GREEDY, max_tokens=length)
         output = pair.add(prompt, ticket, params, cache_salt=salt, priority=rng.choice([0, 0, 1]))

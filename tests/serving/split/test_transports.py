@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from serving.split.transport import DirectTransport, JaxTransport, TcpTransport, TransportError, open_transports
+from serving.split.transport import JaxTransport, TcpTransport, TransportError, open_transports
+from tests.support.direct_transport import DirectTransport
 
 ARRAYS = [jnp.arange(60.0).reshape(3, 20), jnp.ones((2, 3), jnp.bfloat16) * 3, jnp.zeros((0, 4))]
 SPECS = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ARRAYS]
@@ -101,11 +102,11 @@ def _resident() -> int:
 
 
 def test_unknown_transports_are_one_line():
-    with pytest.raises(TransportError, match="must be one of jax, tcp"):
+    with pytest.raises(TransportError, match="allowed: jax, tcp"):
         open_transports(["pigeon"], "127.0.0.1")
 
 
-def test_nobody_there(pair):
+def test_an_unreachable_sender(pair):
     _, receiver = pair
     with pytest.raises(TransportError):
         receiver.fetch("127.0.0.1:9", 1, SPECS, 0.5)

@@ -66,7 +66,7 @@ def test_a_mismatch_is_one_line_on_both_sides(options, says, tmp_path):
         for each in (prefill, decode):
             (line,) = [line for line in each.log().splitlines() if "refused" in line]
             assert says in line
-        # The router has noticed by itself; it says so once, and lets the decode worker do it all, or nobody.
+        # The router detects the mismatch and logs it once. The policy says whether requests are computed here or fail.
         assert len(streamed(patient, TEXT)) == 16
         assert patient.get("/status")["relay"]["alone"] == 1
         with pytest.raises(openai.InternalServerError, match="no prefill worker is available"):

@@ -380,7 +380,7 @@ def test_a_unit_whose_blocks_never_came_is_removed(tmp_path):
     assert not disk.folder.has(lame.name)
 
 
-def test_blocks_of_a_killed_writer_go_when_nobody_else_uses_the_folder(tmp_path):
+def test_blocks_of_a_killed_writer_are_deleted_if_no_process_uses_the_folder(tmp_path):
     killed, (block,) = Disk(tmp_path), unit([1] * 5).blocks
     killed.folder.write(block, arrays_of(block, None))
     time.sleep(0.02)
@@ -390,12 +390,12 @@ def test_blocks_of_a_killed_writer_go_when_nobody_else_uses_the_folder(tmp_path)
     assert not other.restart().folder.has(block)
 
 
-def test_changes_that_nobody_takes_in_do_not_pile_up():
+def test_unread_changes_do_not_accumulate():
     changes, number = Changes(), 0
     for number in range(50):
         changes.add(Changes(new={unit([number]).name: unit([number])}))
         changes.add(Changes(gone={unit([number]).name}))
-    assert not changes, "what came and went while nobody looked is nothing"
+    assert not changes, "an entry added and removed between two reads is no change"
     changes.add(Changes(gone={b"known"}))
     changes.add(Changes(new={b"known": unit([1])}))
     assert (changes.gone, set(changes.new)) == ({b"known"}, {b"known"}), "it may be another's, of another size"

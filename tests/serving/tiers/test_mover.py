@@ -45,14 +45,8 @@ class Loop:
     in_flight = False
 
     def __init__(self, store: Store) -> None:
-        self.store, self.fetches, self.done, self.failed = store, [], [], []
-        self.scheduler = SimpleNamespace(
-            take_fetches=self._take, arrived=self.done.append, lost=self.failed.append, index=None
-        )
-
-    def _take(self):
-        found, self.fetches = self.fetches, []
-        return found
+        self.store, self.done, self.failed = store, [], []
+        self.scheduler = SimpleNamespace(arrived=self.done.append, lost=self.failed.append, index=None)
 
     def replace_store(self, change) -> None:
         self.store = change(self.store)
@@ -63,7 +57,7 @@ class Loop:
         remote = RemoteState(held.unit.position, held=held)
         load = RemoteLoad(request, remote, start, 4, pages[start // PAGE :])
         request.transfer.load = load
-        self.fetches.append(load)
+        mover.fetch(self, load)
         until = time.monotonic() + 60
         while not (self.done or self.failed):
             mover.exchange(self)
@@ -122,7 +116,7 @@ def same(model: str, layout: Layout, before: Store, after: Store, start: int = 0
             else:
                 assert not new[target].any()
         others = [page for page in range(1, len(new)) if page not in TARGET]
-        assert not new[others].any(), "pages were written that are somebody else's"
+        assert not new[others].any(), "pages of other requests were written"
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
@@ -132,7 +126,7 @@ def test_a_unit_comes_back_as_it_was(movers, model, kind):
     mover = movers(model, layout, kind)
     (tier,) = mover.tiers.tiers
     unit = depart(mover, tier, full)
-    mover.settle()
+    mover.leaving.settle()
     assert mover.tiers.leaving == 0
     loop = Loop(empty)
     loop.fetch(mover, TierHit(tier, unit), pages=TARGET if layout.kv is not None else [])
@@ -157,7 +151,7 @@ def test_memory_spills_to_the_disk_and_a_new_process_finds_it(movers):
     mover = movers("nemotronh", layout, "host disk")
     long = depart(mover, mover.tiers.host, full)
     short = depart(mover, mover.tiers.host, full, TOKENS[:10])
-    mover.settle()
+    mover.leaving.settle()
     assert mover.tiers.spilling == 0
     assert set(mover.tiers.disk.units) == {long.name, short.name}
     again = movers("nemotronh", layout, "disk")
@@ -172,7 +166,7 @@ def test_sizes_are_those_of_the_files(movers):
     mover = movers("nemotronh", layout, "disk")
     depart(mover, mover.tiers.disk, full)
     depart(mover, mover.tiers.disk, full, TOKENS[:10])
-    mover.settle()
+    mover.leaving.settle()
     found = sum(path.stat().st_size for path in mover.disk.folder.path.iterdir())
     assert found <= mover.tiers.disk.used < found + 4 * 4096
 
@@ -182,13 +176,13 @@ def test_what_is_damaged_is_dropped_and_the_request_told(movers, which):
     layout, full, empty = stores("nemotronh")
     mover = movers("nemotronh", layout, "disk")
     unit = depart(mover, mover.tiers.disk, full)
-    mover.settle()
+    mover.leaving.settle()
     path = mover.disk.folder._file(unit.name if which == "own" else unit.blocks[1])
     path.write_bytes(path.read_bytes()[:-3])
     loop = Loop(empty)
     loop.fetch(mover, TierHit(mover.tiers.disk, unit))
     assert (loop.done, len(loop.failed)) == ([], 1)
-    mover.settle()
+    mover.leaving.settle()
     assert not mover.tiers.disk.units
     assert not list(mover.disk.folder.path.glob("*.safetensors"))
 
@@ -198,7 +192,7 @@ def test_what_memory_has_dropped_meanwhile_is_not_waited_for(movers):
     mover = movers("nemotronh", layout, "host")
     unit = depart(mover, mover.tiers.host, full)
     mover.tiers.lost(TierHit(mover.tiers.host, unit))
-    mover.settle()
+    mover.leaving.settle()
     assert not len(mover.memory)
     loop = Loop(empty)
     loop.fetch(mover, TierHit(mover.tiers.host, unit))

@@ -6,11 +6,11 @@ import pytest
 
 from mamba_jax.model import parameters
 from serving.config import ConfigError, EngineConfig
-from serving.engine.build import assemble
+from serving.engine.assembly.build import assemble
 from serving.tiers.folder import Folder
 from tests.support.engines import finish
 from tests.support.no_programs import NoPrograms
-from tests.support.small_tiers import DISK, HOST, PARAMS, SMALL, Free
+from tests.support.small_tiers import DISK, HOST, PARAMS, SMALL, Free, tier_mover
 from tests.support.split_pair import model, tokens
 
 GIB = 1 << 30
@@ -59,7 +59,7 @@ def stats(engine) -> dict:
 
 def wait_until_seen(engine, count):
     """So many units of another's have been seen on the disk; an engine sees its own there, too."""
-    disk, until = engine.loop.mover.disk, time.monotonic() + 30
+    disk, until = tier_mover(engine).disk, time.monotonic() + 30
     while len(disk._changes.new.keys() - disk.tier.units.keys()) < count:
         assert time.monotonic() < until
         time.sleep(0.02)
@@ -105,12 +105,12 @@ def test_two_servers_share_a_folder(start, monkeypatch):
     monkeypatch.setattr("serving.tiers.disk._LOOK", 0.02)
     one, other = start(**DISK), start(**HOST, **DISK)
     fill(one)
-    one.loop.mover.settle()
+    tier_mover(one).leaving.settle()
     wait_until_seen(other, stats(one)["disk"]["stored"])
     assert ask(other, "again", tokens(1, 61)) == 61
     assert (stats(other)["disk"]["arrived"], stats(other)["disk"]["stored"]) == (1, 0)
     fill(other, numbers=range(11, 17))
-    other.loop.mover.settle()
+    tier_mover(other).leaving.settle()
     wait_until_seen(one, stats(other)["disk"]["stored"])
     assert ask(one, "too", tokens(11, 61)) == 61
 
@@ -198,7 +198,7 @@ def test_replaced_weights_find_nothing_below_the_device(start):
 def test_dropped_prefixes_are_not_found_below_the_device(start):
     engine = start(**HOST, **DISK)
     fill(engine)
-    engine.loop.mover.settle()
+    tier_mover(engine).leaving.settle()
     assert stats(engine)["host"]["units"] > 0
     engine.loop.scheduler.drop_cached()
     assert ask(engine, "again", tokens(1, 61)) == 0
@@ -212,10 +212,10 @@ def test_a_full_disk_leaves_everything_else_as_it_was(start, monkeypatch):
         path.write_bytes(data[: len(data) // 2])
         raise OSError(28, "No space left on device")
 
-    folder = engine.loop.mover.disk.folder
+    folder = tier_mover(engine).disk.folder
     monkeypatch.setattr(folder, "_put", full)
     fill(engine)
-    engine.loop.mover.settle()
+    tier_mover(engine).leaving.settle()
     assert stats(engine)["disk"]["units"] == 0
     assert not list(folder.path.glob("*.safetensors"))
 
@@ -223,7 +223,7 @@ def test_a_full_disk_leaves_everything_else_as_it_was(start, monkeypatch):
 def test_others_run_while_a_request_waits(start):
     engine = start(**HOST)
     fill(engine)
-    fetching, begun = engine.loop.mover._fetching, []
+    fetching, begun = tier_mover(engine)._fetching, []
     submit, fetching.submit = fetching.submit, lambda *job: begun.append(job)
     engine.add_request("again", {"prompt_token_ids": tokens(1, 61)}, PARAMS)
     other = engine.add_request("other", {"prompt_token_ids": tokens(9, 30)}, PARAMS)
@@ -243,7 +243,7 @@ def test_folders_that_cannot_be_used_are_clear(tiny, tmp_path, caplog):
         assemble(EngineConfig.create(**SMALL, disk_cache=str(tmp_path / "file")), tiny, programs=NoPrograms())
     below = tmp_path / "file" / "below"
     built = assemble(EngineConfig.create(**SMALL, disk_cache=str(below)), tiny, programs=NoPrograms())
-    assert built.engine.loop.mover is None
+    assert not built.engine.loop.sources
     assert "cannot be used" in caplog.text
     with pytest.raises(ConfigError, match="does not fit"):
         assemble(EngineConfig.create(**SMALL, host_cache_gib=1 << 20), tiny, programs=NoPrograms())

@@ -1,1 +1,1 @@
-"""The protocol: pydantic models of every request and answer, and nowhere else a second definition of them."""
+"""The protocol: the only definitions of all requests and responses, as pydantic models."""

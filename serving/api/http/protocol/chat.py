@@ -10,7 +10,7 @@ from serving.api.http.protocol.common import Count, GenerationRequest, Items, Us
 
 
 class ContentPart(BaseModel):
-    """A piece of a message; only text can be used."""
+    """A part of a message; only text is supported."""
 
     model_config = ConfigDict(extra="allow")
     type: str
@@ -18,7 +18,7 @@ class ContentPart(BaseModel):
 
 
 class Message(BaseModel):
-    """One message; whatever else it has is for the chat template."""
+    """One message. Other fields are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
     role: str = Field(min_length=1)
@@ -27,7 +27,7 @@ class Message(BaseModel):
 
 
 def _schema_of_object(schema: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Checks the parts of a JSON schema that the server itself reads."""
+    """Checks the parts of a JSON schema that the server reads."""
     properties, required = (schema or {}).get("properties"), (schema or {}).get("required")
     if properties is not None and not isinstance(properties, dict):
         raise ValueError("properties must be an object")
@@ -49,7 +49,7 @@ class Function(BaseModel):
 
 
 class Tool(BaseModel):
-    """A function that the model is told about."""
+    """A function that the model may call."""
 
     model_config = ConfigDict(extra="allow")
     type: Literal["function"]
@@ -61,7 +61,7 @@ class ToolName(BaseModel):
 
 
 class NamedTool(BaseModel):
-    """The function that must be called."""
+    """The function that the model must call."""
 
     type: Literal["function"]
     function: ToolName
@@ -78,14 +78,14 @@ class ToolChoices(BaseModel):
 
 
 class AllowedTools(BaseModel):
-    """The functions, of those that are there, that may be called."""
+    """The subset of the tools that the model may call."""
 
     type: Literal["allowed_tools"]
     allowed_tools: ToolChoices
 
     @property
     def names(self) -> set[str]:
-        """Of the functions."""
+        """Names of the allowed functions."""
         return {tool.function.name for tool in self.allowed_tools.tools}
 
 
@@ -94,13 +94,13 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 _PARAMETERS = frozenset(
     {"self", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "add_special_tokens", "fits"}
 )
-"""Of what renders and encodes a conversation: a template's text among them, which is a program."""
+"""Parameters of the functions that render and encode a conversation, including the template, which is a program."""
 
 
 def _only_variables(variables: dict[str, Any]) -> dict[str, Any]:
     for name in variables:
         if name in _PARAMETERS:
-            raise ValueError(f"{name!r} is not a variable of a chat template that a request may set")
+            raise ValueError(f"requests may not set the chat template variable {name!r}")
     return variables
 
 
@@ -108,7 +108,7 @@ TemplateVariables = Annotated[dict[str, Any], AfterValidator(_only_variables)]
 
 
 class ChatRequest(GenerationRequest):
-    """Answer a conversation."""
+    """A conversation to continue."""
 
     messages: Items[Message] = Field(min_length=1)
     max_completion_tokens: Count | None = Field(None, description="The new name of max_tokens.")
@@ -116,15 +116,15 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = Field(
-        None, description="none, auto, required (some call must be made), or the function that must be called."
+        None, description="none, auto, required (the model must call a function), or the function to call."
     )
-    parallel_tool_calls: bool = Field(True, description="False: at most one call.")
-    include_reasoning: bool = Field(True, description="False: reasoning is left out of the answer.")
+    parallel_tool_calls: bool = Field(True, description="False allows at most one call.")
+    include_reasoning: bool = Field(True, description="False omits the reasoning from the response.")
     reasoning_effort: str | None = Field(
         None, max_length=64, description="A variable of the chat template; none also sets enable_thinking to false."
     )
     thinking_token_budget: Count | None = Field(
-        None, description="Tokens of reasoning at most; then its end is written for the model."
+        None, description="Maximum number of reasoning tokens; the server then ends the reasoning."
     )
     add_generation_prompt: bool = True
     chat_template_kwargs: TemplateVariables | None = Field(None, description="Variables of the chat template.")
@@ -144,7 +144,7 @@ class ChatRequest(GenerationRequest):
         known = {tool.function.name for tool in self.tools or ()}
         match self.tool_choice:
             case "required" if not known:
-                raise refusal("tool_choice", "tool_choice is required, and there are no tools")
+                raise refusal("tool_choice", "tool_choice is required but tools is empty")
             case NamedTool() as choice if choice.function.name not in known:
                 raise refusal("tool_choice", f"tool_choice: there is no tool {choice.function.name!r}")
             case AllowedTools() as choice if not choice.names <= known:
@@ -171,7 +171,7 @@ class CalledFunction(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A function that the model wants to have called."""
+    """A function call by the model."""
 
     id: str
     type: Literal["function"] = "function"
@@ -184,7 +184,7 @@ class FunctionDelta(BaseModel):
 
 
 class ToolCallDelta(BaseModel):
-    """What is new of a call; its first piece has the id and the name."""
+    """New output of a call; its first delta has the id and the name."""
 
     index: int
     id: str | None = None
@@ -195,8 +195,8 @@ class ToolCallDelta(BaseModel):
 class ChatAnswer(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
-    reasoning_content: str | None = Field(default=None, description="What the model thought before its answer.")
-    reasoning: str | None = Field(default=None, description="The same by its other name.")
+    reasoning_content: str | None = Field(default=None, description="The reasoning before the answer.")
+    reasoning: str | None = Field(default=None, description="Alias of reasoning_content.")
     tool_calls: list[ToolCall] | None = None
 
 
@@ -211,7 +211,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatResponse(BaseModel):
-    """An answer."""
+    """A response."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"

@@ -1,4 +1,4 @@
-"""What requests for completions and for chat completions have in common; errors, models and usage."""
+"""Fields shared by completions and chat completions; errors, models and usage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 T = TypeVar("T")
 
 Items = Annotated[list[T], Field(fail_fast=True)]
-"""A list whose first bad item is complained of, not each of a million."""
+"""A list for which pydantic reports only the first invalid item, because a list may have a million of them."""
 
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -25,11 +25,11 @@ _OLD_NAMES = {
     "guided_json_object": "json_object",
 }
 _WITHOUT_EFFECT = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier")
-"""OpenAI's fields that change nothing about an answer here, and are therefore taken without a word."""
+"""OpenAI's fields that do not change a response of this server. They are accepted and not reported as ignored."""
 
 
 def refusal(param: str, message: str) -> PydanticCustomError:
-    """A complaint about fields that do not go together; `param` is the one to name."""
+    """Returns a validation error about several fields; `param` is the field to report."""
     return PydanticCustomError("refused", "{message}", {"message": message, "param": param})
 
 
@@ -40,14 +40,14 @@ class RequestModel(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """Names of fields that had no effect."""
+        """Names of the fields that have no effect."""
         extra = self.model_extra or {}
         return [name for name, value in extra.items() if value is not None and name not in _WITHOUT_EFFECT]
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_old_names(cls, values: Any) -> Any:
-        # Ignoring these would give answers in the wrong form.
+        # Ignoring these fields would give output in the wrong format.
         for old, new in _OLD_NAMES.items():
             if isinstance(values, dict) and values.get(old) is not None:
                 raise refusal(old, f'{old} is an old name: use {{"structured_outputs": {{"{new}": ...}}}}')
@@ -55,14 +55,14 @@ class RequestModel(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream reports in addition to the text."""
+    """Options of a stream."""
 
-    include_usage: bool = Field(default=False, description="A last event with the usage of the whole request.")
-    continuous_usage_stats: bool = Field(default=False, description="The usage so far, in every event.")
+    include_usage: bool = Field(default=False, description="Send a final event with the usage of the whole request.")
+    continuous_usage_stats: bool = Field(default=False, description="Report the usage so far in every event.")
 
 
 class JsonSchema(BaseModel):
-    """OpenAI's wrapping of a JSON schema."""
+    """OpenAI's envelope of a JSON schema."""
 
     model_config = ConfigDict(populate_by_name=True, protected_namespaces=())
     name: str | None = None
@@ -72,7 +72,7 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """The form that the answer must have."""
+    """The required format of the output."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -85,7 +85,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's way to say what form the answer must have: exactly one of these."""
+    """The required format of the output, in vLLM's syntax: exactly one field."""
 
     model_config = ConfigDict(extra="forbid")
     json_: dict[str, Any] | str | bool | None = Field(None, alias="json", description="A JSON schema.")
@@ -96,20 +96,20 @@ class StructuredOutputs(BaseModel):
 
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
-        given = [name for name, value in self if value is not None and value is not False]
-        if len(given) != 1:
-            raise ValueError("exactly one of json, regex, choice, grammar and json_object is needed")
+        set_fields = [name for name, value in self if value is not None and value is not False]
+        if len(set_fields) != 1:
+            raise ValueError("exactly one of json, regex, choice, grammar and json_object must be set")
         return self
 
 
 class GenerationRequest(RequestModel):
-    """Sampling, limits and streaming. Fields beyond OpenAI's have the names and meanings of vLLM's."""
+    """Sampling, limits and streaming. Fields beyond OpenAI's have vLLM's names and meanings."""
 
-    model: str | None = Field(None, description="One of the served names; may be left out.")
+    model: str | None = Field(None, description="One of the served names; optional.")
     n: int = Field(1, ge=1, le=128)
     temperature: float | None = Field(None, ge=0, description="0 is greedy.")
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: Int32 | None = Field(None, description="0 or -1 keeps all.")
+    top_k: Int32 | None = Field(None, description="0 or -1 keeps all tokens.")
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     max_tokens: Count | None = None
@@ -125,13 +125,13 @@ class GenerationRequest(RequestModel):
     skip_special_tokens: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None
-    priority: Int32 = Field(0, description="Smaller is served first.")
+    priority: Int32 = Field(0, description="Requests with smaller values run first.")
     cache_salt: str | None = Field(
-        None, min_length=1, max_length=1024, description="Prefixes are shared between requests of equal salt only."
+        None, min_length=1, max_length=1024, description="Only requests with the same salt share cached prefixes."
     )
     add_special_tokens: bool | None = None
     return_token_ids: bool = Field(
-        False, description="Also give the ids of prompt and output tokens, and the versions of the weights."
+        False, description="Also return the ids of prompt and output tokens, and the versions of the weights."
     )
     return_tokens_as_token_ids: bool = Field(False, description='Name tokens "token_id:42" in log-probabilities.')
     response_format: ResponseFormat | None = None
@@ -145,17 +145,17 @@ class GenerationRequest(RequestModel):
 
 
 class WholeAnswer(BaseModel):
-    """An answer that is written with all of its fields, including those that are not set."""
+    """A response that is serialised with all fields, including unset ones."""
 
 
 class PromptTokensDetails(BaseModel):
-    cached_tokens: int = Field(description="Prompt tokens whose computation the prefix cache saved.")
+    cached_tokens: int = Field(description="Prompt tokens found in the prefix cache.")
 
 
 class CompletionTokensDetails(BaseModel):
-    reasoning_tokens: int | None = Field(default=None, description="Tokens of reasoning, its marks included.")
-    accepted_prediction_tokens: int | None = Field(default=None, description="Draft tokens that were right.")
-    rejected_prediction_tokens: int | None = Field(default=None, description="Draft tokens that were not.")
+    reasoning_tokens: int | None = Field(default=None, description="Reasoning tokens, including the marks.")
+    accepted_prediction_tokens: int | None = Field(default=None, description="Accepted draft tokens.")
+    rejected_prediction_tokens: int | None = Field(default=None, description="Rejected draft tokens.")
 
 
 class Usage(BaseModel):
@@ -187,6 +187,7 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "mamba-jax"
     root: str | None = None
+    parent: str | None = None
     max_model_len: int
 
 

@@ -20,14 +20,14 @@ class CompletionRequest(GenerationRequest):
     """Continue one prompt or several."""
 
     prompt: Prompt
-    echo: bool = Field(False, description="Put the prompt in front of the answer, log-probabilities included.")
-    logprobs: int | None = Field(None, ge=0, le=20, description="Report log-probabilities, and of so many likeliest.")
-    best_of: int | None = Field(None, description="Not supported, unless it equals n.")
+    echo: bool = Field(False, description="Return the prompt before the output, including its log-probabilities.")
+    logprobs: int | None = Field(None, ge=0, le=20, description="Report log-probabilities, and this many alternatives.")
+    best_of: int | None = Field(None, description="Not supported unless it equals n.")
     suffix: str | None = Field(None, description="Not supported.")
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """All prompts, one by one."""
+        """All prompts, as a list."""
         match self.prompt:
             case str() as text:
                 return [text]
@@ -47,7 +47,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class CompletionLogprobs(BaseModel):
-    """Of each token of a choice; a prompt's first token has none."""
+    """Log-probabilities of each token of a choice; a prompt's first token has none."""
 
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
@@ -67,7 +67,7 @@ class CompletionChoice(BaseModel):
 
 
 class CompletionResponse(BaseModel):
-    """An answer, or with `usage` null one event of a stream."""
+    """A response, or (with `usage` null) one event of a stream."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"

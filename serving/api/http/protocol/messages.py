@@ -17,7 +17,7 @@ class InputMessage(BaseModel):
 
 
 class ClientTool(BaseModel):
-    """A function that the model is told about."""
+    """A function that the model may call."""
 
     model_config = ConfigDict(extra="allow")
     name: str
@@ -26,7 +26,7 @@ class ClientTool(BaseModel):
 
 
 class ToolUse(BaseModel):
-    """Whether, and which, functions must be called."""
+    """Whether the model must call a function, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -53,7 +53,7 @@ class OutputConfig(BaseModel):
 
 
 class Conversation(RequestModel):
-    """What a model is asked."""
+    """A conversation for the model."""
 
     model: str | None = None
     messages: Items[InputMessage] = Field(min_length=1)
@@ -64,7 +64,7 @@ class Conversation(RequestModel):
 
 
 class MessagesRequest(Conversation):
-    """Answer a conversation. Fields beyond these are those of `/v1/chat/completions`, where that has them."""
+    """A conversation to continue. Other fields have the meaning that they have in `/v1/chat/completions`."""
 
     max_tokens: Count = Field(ge=1)
     temperature: float | None = Field(None, ge=0)
@@ -77,7 +77,7 @@ class MessagesRequest(Conversation):
     @model_validator(mode="after")
     def _refuse_several_answers(self) -> MessagesRequest:
         if (self.model_extra or {}).get("n") not in (None, 1):
-            raise refusal("n", "n is not supported: this API gives one answer")
+            raise refusal("n", "n is not supported: this API returns one answer")
         return self
 
 
@@ -105,7 +105,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessagesUsage(BaseModel):
-    """Tokens; those that the prefix cache saved are not among `input_tokens`."""
+    """Token counts; `input_tokens` excludes tokens found in the prefix cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
@@ -114,7 +114,7 @@ class MessagesUsage(BaseModel):
 
 
 class MessageObject(WholeAnswer):
-    """An answer."""
+    """A response."""
 
     id: str
     type: Literal["message"] = "message"

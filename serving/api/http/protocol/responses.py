@@ -11,7 +11,7 @@ from serving.api.http.protocol.common import Count, Items, RequestModel, WholeAn
 
 
 class FunctionTool(BaseModel):
-    """A function that the model is told about."""
+    """A function that the model may call."""
 
     model_config = ConfigDict(extra="allow")
     type: Literal["function"]
@@ -33,7 +33,7 @@ class AllowedFunctions(BaseModel):
 
 
 class TextFormat(BaseModel):
-    """The form that the answer must have."""
+    """The required format of the output."""
 
     model_config = ConfigDict(populate_by_name=True, protected_namespaces=())
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -52,19 +52,19 @@ class ReasoningOptions(BaseModel):
 
 
 LOGPROBS = "message.output_text.logprobs"
-_NOT_THERE = ("background", "conversation", "prompt")
+_UNSUPPORTED = ("background", "conversation", "prompt")
 
 
 class ResponsesRequest(RequestModel):
-    """Answer a conversation. Fields beyond these are those of `/v1/chat/completions`, where that has them."""
+    """A conversation to continue. Other fields have the meaning that they have in `/v1/chat/completions`."""
 
     model: str | None = None
     input: str | Items[dict[str, Any]] = Field(min_length=1)
     instructions: str | None = None
     previous_response_id: str | None = Field(
-        None, max_length=128, description="An answer of this process that has been stored; the conversation goes on."
+        None, max_length=128, description="Id of a stored response of this process, to continue its conversation."
     )
-    store: bool | None = Field(None, description="Keep the answer in memory, within bounds, until the process ends.")
+    store: bool | None = Field(None, description="Store the response in memory, within limits, until the process ends.")
     stream: bool = False
     max_output_tokens: Count | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)
@@ -75,19 +75,19 @@ class ResponsesRequest(RequestModel):
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: ReasoningOptions | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    include: Items[str] | None = Field(None, description=f"{LOGPROBS} adds log-probabilities; all else has no effect.")
+    include: Items[str] | None = Field(None, description=f"{LOGPROBS} adds log-probabilities; others have no effect.")
     metadata: dict[str, str] | None = None
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the answer's text comes with log-probabilities."""
+        """Whether the response includes log-probabilities of the text."""
         return self.top_logprobs is not None or LOGPROBS in (self.include or ())
 
     @model_validator(mode="after")
     def _refuse(self) -> ResponsesRequest:
         if (self.model_extra or {}).get("n") not in (None, 1):
-            raise refusal("n", "n is not supported: this API gives one answer")
-        for name in _NOT_THERE:
+            raise refusal("n", "n is not supported: this API returns one answer")
+        for name in _UNSUPPORTED:
             if (self.model_extra or {}).get(name):
                 raise refusal(name, f"{name} is not supported")
         if self.text.format.type == "json_schema" and self.text.format.schema_ is None:
@@ -111,7 +111,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputMessage(BaseModel):
-    """What the model says."""
+    """The text of the answer."""
 
     type: Literal["message"] = "message"
     id: str
@@ -121,7 +121,7 @@ class OutputMessage(BaseModel):
 
 
 class OutputReasoning(BaseModel):
-    """What it thought before."""
+    """The reasoning before the answer."""
 
     type: Literal["reasoning"] = "reasoning"
     id: str
@@ -131,7 +131,7 @@ class OutputReasoning(BaseModel):
 
 
 class OutputCall(BaseModel):
-    """A function that it wants to have called."""
+    """A function call by the model."""
 
     type: Literal["function_call"] = "function_call"
     id: str
@@ -165,7 +165,7 @@ class Incomplete(BaseModel):
 
 
 class ResponseObject(WholeAnswer):
-    """An answer."""
+    """A response."""
 
     id: str
     object: Literal["response"] = "response"

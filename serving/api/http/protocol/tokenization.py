@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, as vLLM has them."""
+"""`/tokenize` and `/detokenize`, as in vLLM."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from serving.api.http.protocol.common import Items, RequestModel, TokenIds, refu
 
 
 class TokenizeRequest(RequestModel):
-    """A text, or a conversation."""
+    """A text or a conversation to tokenise."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Items[Message] | None = Field(None, min_length=1)
-    add_special_tokens: bool | None = Field(None, description="Unset: for texts yes, for conversations no.")
+    add_special_tokens: bool | None = Field(None, description="Unset: true for texts, false for conversations.")
     add_generation_prompt: bool = True
     tools: Items[Tool] | None = None
     chat_template_kwargs: TemplateVariables | None = None
@@ -23,7 +23,7 @@ class TokenizeRequest(RequestModel):
     @model_validator(mode="after")
     def _one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise refusal("prompt", "exactly one of prompt and messages is needed")
+            raise refusal("prompt", "exactly one of prompt and messages must be set")
         return self
 
 
@@ -35,7 +35,7 @@ class TokenizeResponse(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """The tokenizer. `chat_template` is the default one of `chat_templates`."""
+    """The tokenizer. `chat_template` is the default of `chat_templates`."""
 
     vocab_size: int
     model_max_length: int
@@ -45,7 +45,7 @@ class TokenizerInfo(BaseModel):
 
 
 class DetokenizeRequest(RequestModel):
-    """Token ids."""
+    """Token ids to convert to text."""
 
     model: str | None = None
     tokens: TokenIds

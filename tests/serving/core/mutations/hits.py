@@ -147,4 +147,4 @@ def telling_tales(patch: Patch) -> None:
 
 @mutation(65, "the weights' version is not part of what a prefix is found by", "issue: stale hits")
 def weights_ignored(patch: Patch) -> None:
-    patch.setattr(Cache, "scope", lambda self, salt: Scope(salt))
+    patch.setattr(Cache, "scope", lambda self, salt, adapter=None: Scope(salt))

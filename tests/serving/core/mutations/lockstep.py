@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from serving.core import scheduler
+from serving.core import Request, scheduler
 from tests.serving.core.mutations.registry import Patch, mutation
 
 
 @mutation(82, "a row in lockstep takes part in a step while it waits for another one", "masks: lockstep")
 def no_sitting_out(patch: Patch) -> None:
-    patch.setattr(scheduler, "_sits_out", lambda request: False)
+    patch.setattr(Request, "sits_out", False)
 
 
 @mutation(

@@ -7,7 +7,8 @@ import pytest
 from serving.core.cache.cache import Cache
 from serving.core.cache.row_pages import RowPages
 from serving.core.cache.row_snapshots import RowSnapshots
-from serving.core.planning import admission, budget, pages, preemption, prefill
+from serving.core.planning import admission, preemption, prefill
+from serving.core.planning.plan import Budget
 from tests.serving.core.mutations.registry import Patch, mutation
 
 
@@ -26,7 +27,7 @@ def align_or_nothing(patch: Patch) -> None:
 
 @mutation(31, "the last in the order is never preempted: who has too little waits", "invariant 9")
 def never_preempt(patch: Patch) -> None:
-    patch.setattr(pages, "preempt_later", lambda host, request, plan: False)
+    patch.setattr(preemption, "preempt_later", lambda host, request, plan: False)
 
 
 @mutation(32, "the copy of a page is insisted on when no page is left", "invariant 9 and 11")
@@ -60,7 +61,7 @@ def boundaries_first(patch: Patch) -> None:
     "test_limits:test_a_prefill_gets_its_share_while_others_decode_the_budget_away",
 )
 def no_share(patch: Patch) -> None:
-    patch.setattr(budget.Budget, "grant_share", lambda self: None)
+    patch.setattr(Budget, "grant_share", lambda self: None)
 
 
 @mutation(
@@ -96,4 +97,4 @@ def wrong_victim(patch: Patch) -> None:
             preemption.preempt(host, victims[0], plan)
         return bool(victims)
 
-    patch.setattr(pages, "preempt_later", preempt_first)
+    patch.setattr(preemption, "preempt_later", preempt_first)

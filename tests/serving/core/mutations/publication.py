@@ -5,7 +5,7 @@ from typing import Any
 from serving.core import CheckpointKind, DecodeRow, StateAccess, scheduler
 from serving.core.cache.prefix_index import PrefixIndex
 from serving.core.cache.row_snapshots import RowSnapshots
-from serving.core.planning import admission, decode, prefill, publication, settlement
+from serving.core.planning import admission, decode, prefill, publication, rows, settlement
 from serving.core.requests.request import Fate
 from tests.serving.core.mutations.registry import Patch, mutation
 
@@ -22,7 +22,7 @@ def publish_when_planned(patch: Patch) -> None:
             step.effects.remove(row)
         return done
 
-    patch.setattr(scheduler, "plan_prefill", plan)
+    patch.setattr(rows, "plan_prefill", plan)
     patch.setattr(admission, "plan_prefill", plan)
 
 
@@ -129,7 +129,7 @@ def decode_published_at_dispatch(patch: Patch) -> None:
                 if missing > 0:
                     del tokens[-missing:]
 
-    patch.setattr(scheduler, "plan_decode", plan)
+    patch.setattr(rows, "plan_decode", plan)
     patch.setattr(scheduler, "after_dispatch", after)
 
 

@@ -3,13 +3,14 @@
 import dataclasses
 from typing import Any
 
-from serving.core import DecodeRow, PrefillRow, StateAccess, scheduler
+from serving.core import DecodeRow, PrefillRow, StateAccess
 from serving.core.cache import retention
 from serving.core.cache.pools import Pool
 from serving.core.cache.row_snapshots import RowSnapshots
 from serving.core.cache.row_state import RowState
-from serving.core.planning import admission, budget, decode, prefill
+from serving.core.planning import admission, decode, prefill, rows
 from serving.core.planning.host_state import HostState
+from serving.core.planning.plan import Budget
 from tests.serving.core.mutations.registry import Patch, mutation
 
 
@@ -59,7 +60,7 @@ def first_token_decodes(patch: Patch) -> None:
             step.effects.append(new)
         return done
 
-    patch.setattr(scheduler, "plan_prefill", plan)
+    patch.setattr(rows, "plan_prefill", plan)
     patch.setattr(admission, "plan_prefill", plan)
 
 
@@ -80,7 +81,7 @@ def shortest_length(patch: Patch) -> None:
             progress.pages.return_surplus(progress.num_computed + len(progress.unsettled))
         return done
 
-    patch.setattr(scheduler, "plan_decode", plan)
+    patch.setattr(rows, "plan_decode", plan)
 
 
 @mutation(26, "a slot that the device will read next is given back as surplus", "A12 B13")
@@ -96,13 +97,13 @@ def trim_what_is_read(patch: Patch) -> None:
 
 @mutation(30, "the tile budget is not looked at", "issue: tile budget")
 def no_tile_budget(patch: Patch) -> None:
-    whole = budget.Budget.__init__
+    whole = Budget.__init__
 
     def init(self: Any, config: Any) -> None:
         whole(self, config)
         self.tiles = 10**6
 
-    patch.setattr(budget.Budget, "__init__", init)
+    patch.setattr(Budget, "__init__", init)
 
 
 @mutation(34, "drafts are planned beyond a request's last token, and more pages wanted than there may be", "A24")

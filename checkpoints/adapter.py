@@ -1,0 +1,334 @@
+"""Adapters: LoRA as PEFT saves it (adapter_config.json, adapter_model.safetensors), a learned initial state, or both.
+
+See `checkpoints.initial_state` for the file of the latter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+from checkpoints.initial_state import INITIAL_STATE_FILE, InitialState, read_initial_state
+from checkpoints.json_file import read_json
+from checkpoints.safetensors_file import SafetensorsFile
+from mamba_jax.adapters import Target, targets
+from mamba_jax.config import HybridConfig
+from mamba_jax.families import TEXT_PREFIXES, weight_names
+from mamba_jax.families.base import HFSource
+from mamba_jax.model import HybridModel
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+MODULE_PREFIX = "base_model.model."
+"""The prefix of modules' names in the files."""
+_TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")
+_FLOATS = ("F32", "F16", "BF16")
+_ORDINARY_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "true", "false")
+"""Values of `init_lora_weights` that leave the base model's weights as they are."""
+
+_KNOWN = frozenset((
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
+    "eva_config", "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform",
+    "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_type",
+    "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules",
+    "target_parameters", "task_type", "use_rslora",
+))  # fmt: skip
+"""Fields of adapter_config.json that are read here, or that only select the tensors of the file."""
+_EXPLAINED: Mapping[str, str] = {
+    "use_dora": "DoRA is",
+    "modules_to_save": "modules that were trained as a whole are",
+    "lora_bias": "biases of adapters are",
+    "fan_in_fan_out": "transposed weights are",
+}
+"""Fields that must be unset, like every unknown field, and what they request."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter, for one model: LoRA matrices, a learned initial state, or both."""
+
+    layers: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    """A [rank, inputs] and B [outputs, rank] in float32, by the dotted path of each adapted dense layer. B includes the
+    scale. Routed experts have one pair for each of their weights, [experts, rank, inputs] and [experts, outputs, rank],
+    with zeros for experts that are not adapted. Empty without LoRA."""
+    rank: int
+    """The largest of the modules' ranks; 0 without LoRA."""
+    digest: str
+    """A digest of all numbers of the layers and the initial state: adapters with equal digests are equal."""
+    base: str | None
+    """`base_model_name_or_path` of the config."""
+    initial_state: InitialState | None = None
+    """The state that requests start from instead of zeros."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in A, B and the initial state."""
+        state = 0 if self.initial_state is None else self.initial_state.num_parameters
+        return state + sum(a.size + b.size for a, b in self.layers.values())
+
+
+def read_adapter(path: str | Path, config: HybridConfig, *, max_rank: int | None = None) -> Adapter:
+    """Reads an adapter.
+
+    Args:
+        path: a directory that PEFT has saved, that has an `initial_state.safetensors`, or both.
+        config: of the base model.
+        max_rank: the highest rank that is accepted.
+    Raises:
+        CheckpointError: the directory cannot be read or requests something unsupported, a tensor belongs to no dense
+            layer or routed expert of the model or has a wrong shape, or a number is not finite.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}: not a directory; an adapter is a directory with {CONFIG_FILE} or {INITIAL_STATE_FILE}"
+        )
+    if not (folder / INITIAL_STATE_FILE).exists():
+        return _read_lora(folder, config, max_rank)
+    state = read_initial_state(folder, config)
+    if not any((folder / name).exists() for name in (CONFIG_FILE, WEIGHTS_FILE)):
+        return Adapter({}, 0, hashlib.sha256(f"initial state {state.digest}".encode()).hexdigest(), None, state)
+    lora = _read_lora(folder, config, max_rank)
+    digest = hashlib.sha256(f"{lora.digest} and initial state {state.digest}".encode()).hexdigest()
+    return replace(lora, digest=digest, initial_state=state)
+
+
+def _read_lora(folder: Path, config: HybridConfig, max_rank: int | None) -> Adapter:
+    scales = _Scales(folder, read_json(folder / CONFIG_FILE))
+    file = folder / WEIGHTS_FILE
+    if not file.is_file():
+        raise CheckpointError(f"{folder}: has no {WEIGHTS_FILE}; other formats of weights are not supported")
+    pairs = _pairs(SafetensorsFile(file))
+    known, digest = _Targets(config), hashlib.sha256()
+    layers: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    experts: dict[str, dict[_Place, tuple[np.ndarray, np.ndarray]]] = {}
+    rank = 0
+    for module, (a, b) in sorted(pairs.items()):
+        scale = scales.of(module, a.shape[0] if a.ndim == 2 else 0)
+        if max_rank is not None and a.shape[0] > max_rank:
+            raise CheckpointError(f"{file}: {module} has rank {a.shape[0]}, more than max_lora_rank {max_rank}")
+        rank = max(rank, a.shape[0])
+        for tensor in (a, b):
+            if not np.isfinite(tensor).all():
+                raise CheckpointError(f"{file}: {module} has numbers that are not finite")
+        b = b * np.float32(scale)
+        if (place := known.find_expert(file, module, a, b)) is not None:
+            pieces = experts.setdefault(place.path, {})
+            if place in pieces:
+                raise CheckpointError(f"{file}: {module} comes twice, under two prefixes")
+            pieces[place] = a, b
+            continue
+        for layer, rows in known.find(file, module, a, b):
+            before = layers.setdefault(layer, (a, rows))
+            if not all(map(np.array_equal, before, (a, rows))):
+                raise CheckpointError(
+                    f"{file}: {module} and another module are one shared layer of the model, with different adapters: "
+                    "an adapter for each use of a shared layer is not supported"
+                )
+    for path, pieces in experts.items():
+        layers[path] = _stacked(known.targets[path], pieces)
+    for layer, (a, b) in sorted(layers.items()):
+        digest.update(json.dumps([layer, a.shape, b.shape]).encode())
+        digest.update(np.ascontiguousarray(a).data)
+        digest.update(np.ascontiguousarray(b).data)
+    return Adapter(layers, rank, digest.hexdigest(), scales.base)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One projection of one routed expert."""
+
+    path: str
+    """The weight of all experts."""
+    expert: int
+    part: int
+    """Of gate and up: 0 or 1. Otherwise 0."""
+
+
+def _stacked(target: Target, pieces: Mapping[_Place, tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns A and B of all experts. The projections of a weight have rows of A, and columns of B, of their own."""
+    rank = max(len(a) for a, _ in pieces.values())
+    shape_a, shape_b = target.shapes(rank * target.ranks)
+    stacked_a, stacked_b = np.zeros(shape_a, np.float32), np.zeros(shape_b, np.float32)
+    for place, (a, b) in pieces.items():
+        start, outputs = place.part * rank, place.part * len(b)
+        stacked_a[place.expert, start : start + len(a)] = a
+        stacked_b[place.expert, outputs : outputs + len(b), start : start + len(a)] = b
+    return stacked_a, stacked_b
+
+
+class _Scales:
+    """Ranks and scales by module, from adapter_config.json.
+
+    Raises (from the constructor):
+        CheckpointError: the config requests something unsupported, or a field has a wrong value.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self._file = folder / CONFIG_FILE
+        kind = config.get("peft_type")
+        if kind != "LORA":
+            raise CheckpointError(f"{self._file}: peft_type {kind!r} is not supported: only 'LORA' is")
+        for field, value in config.items():
+            if value and field not in _KNOWN:
+                what = _EXPLAINED.get(field, "this is")
+                raise CheckpointError(f"{self._file}: {field} is {str(value)[:80]}: {what} not supported")
+        if (bias := config.get("bias", "none")) != "none":
+            raise CheckpointError(f"{self._file}: bias {bias!r} is not supported: only 'none' is")
+        if (start := config.get("init_lora_weights")) not in _ORDINARY_STARTS:
+            raise CheckpointError(
+                f"{self._file}: init_lora_weights {start!r} changes the base model's weights, which is not supported; "
+                "convert the adapter to ordinary LoRA with PEFT"
+            )
+        base = config.get("base_model_name_or_path")
+        self.base = base if isinstance(base, str) else None
+        self._rank = self._number(config, "r")
+        self._alpha = self._number(config, "lora_alpha")
+        self._ranks = self._patterns(config, "rank_pattern")
+        self._alphas = self._patterns(config, "alpha_pattern")
+        self._stable = bool(config.get("use_rslora"))
+
+    def of(self, module: str, rank: int) -> float:
+        """Returns the scale of a module's B A.
+
+        Raises:
+            CheckpointError: `rank`, the tensor's rank, differs from the config's.
+        """
+        wanted = _matching(self._ranks, module, self._rank)
+        if rank != wanted:
+            raise CheckpointError(f"{self._file}: {module} has rank {rank}, but the config says {wanted:g}")
+        alpha = _matching(self._alphas, module, self._alpha)
+        return alpha / (math.sqrt(rank) if self._stable else rank)
+
+    def _number(self, config: Mapping[str, Any], name: str) -> float:
+        return self._positive(name, config.get(name))
+
+    def _patterns(self, config: Mapping[str, Any], name: str) -> dict[str, float]:
+        found = config.get(name) or {}
+        if not isinstance(found, Mapping):
+            raise CheckpointError(f"{self._file}: {name} is {found!r}: an object is expected")
+        values: dict[str, float] = {}
+        for key, value in found.items():
+            # PEFT accepts any regular expression here. One from an untrusted file could run without end.
+            module = key.removeprefix(".*\\.").removesuffix("$").replace("\\.", ".")
+            if not re.fullmatch(r"\^?[\w.]+", module):
+                raise CheckpointError(f"{self._file}: {name}: {key!r} is not supported: expected a module's name")
+            values[module] = self._positive(name, value)
+        return values
+
+    def _positive(self, name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            raise CheckpointError(f"{self._file}: {name} is {value!r}: a number above 0 is expected")
+        return float(value)
+
+
+def _matching(values: Mapping[str, float], module: str, default: float) -> float:
+    """Returns the value of the first key that is the module's name from a dot on, or with ^ the whole name."""
+    for key, value in values.items():
+        if key.removeprefix("^") == module or f".{module}".endswith(f".{key}"):
+            return value
+    return default
+
+
+def _pairs(file: SafetensorsFile) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Returns A and B of each adapted module, in float32, by the module's name in the base model.
+
+    Raises:
+        CheckpointError: a tensor is not an A or B with two axes, or A or B is missing.
+    """
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for name, entry in file.entries.items():
+        match = _TENSOR.fullmatch(name.removeprefix(MODULE_PREFIX))
+        if match is None:
+            raise CheckpointError(f"{file.path}: tensor {name} is not supported: expected *.lora_A.weight or lora_B")
+        if entry.dtype not in _FLOATS or len(entry.shape) != 2:
+            raise CheckpointError(
+                f"{file.path}: {name} is {entry.dtype} {list(entry.shape)}: expected 2 axes of {', '.join(_FLOATS)}"
+            )
+        parts = found.setdefault(match["module"], {})
+        if match["part"] in parts:
+            raise CheckpointError(f"{file.path}: {name} comes twice")
+        parts[match["part"]] = np.array(file.view(name), np.float32)
+    if not found:
+        raise CheckpointError(f"{file.path}: has no tensors")
+    for module, parts in found.items():
+        if parts.keys() != {"A", "B"}:
+            raise CheckpointError(f"{file.path}: {module} has lora_{next(iter(parts))} only: A and B are needed")
+    return {module: (parts["A"], parts["B"]) for module, parts in found.items()}
+
+
+class _Targets:
+    """The dense layers and routed experts of a model, by the names of modules in its Hugging Face checkpoints."""
+
+    def __init__(self, config: HybridConfig) -> None:
+        self.targets = targets(HybridModel.abstract(config), experts=True)
+        self._names: dict[str, list[tuple[str, HFSource]]] = {}
+        for path, source in weight_names(config).items():
+            for each in (source, *source.alternatives):
+                for name in each.names:
+                    self._names.setdefault(name, []).append((path, each))
+
+    def find(self, file: Path, module: str, a: np.ndarray, b: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        """The model's layers that a module consists of, and the rows of B that belong to each.
+
+        Raises:
+            CheckpointError: the model has no such dense layer, or a shape is wrong.
+        """
+        sources = self._of(module)
+        if not sources:
+            raise CheckpointError(f"{file}: the model has no module {module}")
+        for path, source in sources:
+            layer = path.removesuffix(".weight")
+            target = self.targets.get(layer)
+            if target is None or target.lead or source.stack or source.cuts:
+                raise CheckpointError(f"{file}: {module} is not a linear layer that adapters can change here")
+            stored = source.stored((math.prod(target.outputs), target.inputs))
+            _check_shapes(file, module, a, b, outputs=stored[0], inputs=target.inputs)
+            yield layer, b[stored_rows(source, stored[0])]
+
+    def find_expert(self, file: Path, module: str, a: np.ndarray, b: np.ndarray) -> _Place | None:
+        """The projection of a routed expert that a module is; None if it is none.
+
+        Raises:
+            CheckpointError: a shape is wrong.
+        """
+        for path, source in self._of(module):
+            target = self.targets.get(path)
+            if target is None or not target.lead or len(source.names) != target.lead[0] * target.ranks:
+                continue
+            outputs = math.prod(target.outputs) // target.ranks
+            _check_shapes(file, module, a, b, outputs=outputs, inputs=target.inputs)
+            expert, part = divmod(source.names.index(f"{self._known(module)}.weight"), target.ranks)
+            return _Place(path, expert, part)
+        return None
+
+    def _of(self, module: str) -> list[tuple[str, HFSource]]:
+        return self._names.get(f"{self._known(module)}.weight", [])
+
+    def _known(self, module: str) -> str:
+        """Returns the module's name in the model's own checkpoints; `module` itself if there is none."""
+        names = (module.removeprefix(prefix) for prefix in ("", *TEXT_PREFIXES))
+        return next((name for name in names if f"{name}.weight" in self._names), module)
+
+
+def _check_shapes(file: Path, module: str, a: np.ndarray, b: np.ndarray, *, outputs: int, inputs: int) -> None:
+    if a.shape[1] != inputs or b.shape != (outputs, len(a)):
+        raise CheckpointError(
+            f"{file}: {module} has lora_A {list(a.shape)} and lora_B {list(b.shape)}: "
+            f"expected [{len(a)}, {inputs}] and [{outputs}, {len(a)}]"
+        )
+
+
+def stored_rows(source: HFSource, stored: int) -> np.ndarray:
+    """Which of the `stored` rows of a tensor belong to a source, in its order."""
+    pieces = np.arange(stored).reshape(source.pieces, -1)
+    return (pieces if source.rows is None else pieces[:, slice(*source.rows)]).reshape(-1)

@@ -1,0 +1,194 @@
+"""Implementations of operations on CPU in which the bits of a token's result do not depend on the schedule.
+
+A token's result has the same bits whatever the number of rows, tiles or steps in the call, its place among them, and
+where its sequence was cut. Sums run in C++, in an order that is fixed for each row (`native/product.h`); XLA computes
+only elementwise functions and maxima. Recurrences run token by token in prefill as in decode. Weights and activations
+are float32 or bfloat16, sums float32. Programs must be compiled with `COMPILER_OPTIONS`.
+
+An engine with `schedule_invariant` names these implementations for all operations.
+"""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas import dispatch, native
+from kernels_pallas.slots import load, put, read_slots, write_slot_if, write_slots
+
+NAME = "invariant"
+F32 = jnp.float32
+COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+"""Otherwise a program may leave out a rounding to bfloat16 that another one does."""
+_FEW_ROWS = 24
+"""More rows of bfloat16 weights are added in another order in C++ (`native/linear.cc`)."""
+_KEYS = 128
+"""Keys per piece of attention. Pieces begin at multiples of it, or of a longer page."""
+_LEAST_OUTPUTS = 4
+"""With fewer, the C++ product copies the weight."""
+
+
+def implementation(run: Callable[..., Any]) -> dispatch.Implementation:
+    """The entry of an operation's table; only a name chooses it."""
+    return dispatch.Implementation(NAME, run, unsupported, "cpu", automatic=False)
+
+
+def unsupported(*args: Any, **kwargs: Any) -> str | None:
+    """Why a call is not supported, or None."""
+    arrays = [leaf for leaf in jax.tree.leaves(args) if hasattr(leaf, "dtype")]
+    known = (F32, jnp.bfloat16)
+    other = [leaf.dtype for leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype not in known]
+    return f"arrays are {other[0]}, not float32 or bfloat16" if other else native.WHY_MISSING
+
+
+def product(rows, weight):
+    """rows [n, inputs] times the transpose of weight [outputs, inputs]; the order of a row's sums is fixed."""
+
+    def run(rows):
+        result = jax.ShapeDtypeStruct((len(rows), len(weight)), F32)
+        return jax.ffi.ffi_call(native.target("linear"), result)(rows, weight)
+
+    rows = rows.astype(F32)
+    if weight.dtype == F32 or len(rows) <= _FEW_ROWS:
+        return run(rows)
+    padded = jnp.pad(rows, ((0, -len(rows) % _FEW_ROWS), (0, 0)))
+    return lax.map(run, padded.reshape(-1, _FEW_ROWS, rows.shape[1])).reshape(-1, len(weight))[: len(rows)]
+
+
+def linear(x, weight, *, out_dtype):
+    """See `linear.api.linear`."""
+    rows = x.reshape(-1, x.shape[-1])
+    return product(rows, weight).astype(out_dtype).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def rounded(x):
+    """Returns a product as it is. If it is float32, no instruction can then compute it and a sum and round only once.
+
+    The compiler contracts a product and a sum where it sees both, which depends on the program. It cannot look through
+    an exclusive or with a value that is known only at run time to be 0.
+    """
+    if x.dtype != F32:  # the conversion between product and sum rounds
+        return x
+    zero = product(jnp.zeros((1, 1), F32), jnp.zeros((_LEAST_OUTPUTS, 1), F32))[0, 0]
+    bits = lax.bitcast_convert_type(x, jnp.uint32) ^ lax.bitcast_convert_type(zero, jnp.uint32)
+    return lax.bitcast_convert_type(bits, F32)
+
+
+def row_sum(x):
+    """The sum over the last axis, which is kept."""
+    # Barriers here and below: elementwise functions on both sides of one are compiled apart, the same in all programs.
+    rows = lax.optimization_barrier(x.reshape(-1, x.shape[-1]))
+    return product(rows, jnp.ones((_LEAST_OUTPUTS, x.shape[-1]), F32))[:, :1].reshape(*x.shape[:-1], 1)
+
+
+def ssd_scan(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot):
+    """See `ssd_scan.api.ssd_scan`. Each tile runs through the state update of decode."""
+    from kernels_pallas.state_update import native as update
+
+    tiles, size = dt.shape[:2]
+    last = (dt != 0).any(axis=2).sum(axis=1) - 1
+
+    def body(i, carry):
+        store, pair, y = carry
+        start = jnp.where(read_slot[i] > 0, load(store, read_slot[i]), 0)
+        pair = jnp.stack([jnp.zeros_like(start), jnp.where(tile_first[i], start, pair[1])])
+        write = jnp.where(jnp.arange(size) == last[i], 1, 0)[None]
+        one = functools.partial(lax.dynamic_index_in_dim, index=i, keepdims=True)
+        out, pair = update.state_update(
+            one(x), one(dt), a, one(b), one(c), d, pair, read_slot=jnp.ones(1, jnp.int32), write_slot=write
+        )
+        return write_slot_if(store, pair[1], write_slot[i]), pair, put(y, out[0], i)
+
+    pair = jnp.zeros((2, *store.shape[1:]), store.dtype)
+    store, _, y = lax.fori_loop(0, tiles, body, (store, pair, jnp.zeros(x.shape, x.dtype)))
+    return y, store
+
+
+def _taps(seen, weight, bias, activation):
+    """The convolution of tokens; `seen` has an array [tokens, channels] for each tap, the oldest inputs first."""
+    seen = lax.optimization_barrier(tuple(one.astype(F32) for one in seen))
+    taps = weight.astype(F32).T
+    total = functools.reduce(operator.add, (rounded(taps[i] * one) for i, one in enumerate(seen)))
+    total = total if bias is None else total + bias.astype(F32)
+    return lax.optimization_barrier(jax.nn.silu(total) if activation == "silu" else total)
+
+
+def causal_conv1d_prefill(
+    x, weight, bias, store, *, token_row, row_start, read_slot, tile_row, tile_end, write_slot, activation
+):
+    """See `causal_conv1d.api.causal_conv1d_prefill`."""
+    from kernels_pallas.causal_conv1d.xla import windows_of_tiles
+
+    tokens, keep = x.shape[0], weight.shape[1] - 1
+    window = read_slots(store, read_slot)
+    local = jnp.arange(tokens) - row_start[token_row]
+    seen = []
+    for back in range(keep, -1, -1):
+        recent = x[jnp.maximum(jnp.arange(tokens) - back, 0)]
+        older = window[token_row, jnp.clip(local - back + keep, 0, max(keep - 1, 0))]
+        seen.append(jnp.where((local >= back)[:, None], recent, older))
+    y = _taps(seen, weight, bias, activation)
+    ends = windows_of_tiles(lambda index: x[index], tokens, window, row_start, tile_row, tile_end)
+    return y.astype(x.dtype), write_slots(store, ends, write_slot)
+
+
+def causal_conv1d_update(x, weight, bias, store, *, read_slot, write_slot, activation):
+    """See `causal_conv1d.api.causal_conv1d_update`."""
+    rows, steps, channels = x.shape
+    keep = weight.shape[1] - 1
+    inputs = jnp.concatenate([read_slots(store, read_slot), x], axis=1)
+    seen = [inputs[:, i : i + steps].reshape(rows * steps, channels) for i in range(keep + 1)]
+    ends = jnp.stack([inputs[:, t + 1 : t + 1 + keep] for t in range(steps)], axis=1)
+    store = write_slots(store, ends.reshape(rows * steps, keep, channels), write_slot.reshape(-1))
+    return _taps(seen, weight, bias, activation).astype(x.dtype).reshape(x.shape), store
+
+
+def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key=0):
+    """See `paged_attention.api.paged_attention`: the online softmax of `paged_attention.xla`, with C++ products."""
+    blocks, q_len, q_heads, head_dim = q.shape
+    page_size, kv_heads = kv.shape[1], max(kv.shape[2] // 2, 1)
+    repeats = q_heads // kv_heads
+    pages = max(1, _KEYS // page_size)
+    keys = pages * page_size
+    queries = q.reshape(blocks, q_len, kv_heads, repeats, head_dim).transpose(0, 2, 3, 1, 4)
+    queries = queries.reshape(blocks, kv_heads, -1, head_dim)
+    tables = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages)))[block_row]
+    places = jnp.tile(positions, repeats)
+
+    def block(b, out):
+        q, place, table = load(queries, b), places[b], tables[b]
+
+        def piece(i, carry):
+            highest, total, out = carry
+            entries = read_slots(kv, lax.dynamic_slice_in_dim(table, i * pages, pages))
+            entries = entries.reshape(keys, -1, min(kv.shape[2], 2), kv.shape[3]).transpose(2, 1, 0, 3)
+            key = i * keys + jnp.arange(keys)
+            used = ((key >= first_key) & (key <= place.max()))[:, None]
+            k, v = (jnp.where(used, one.astype(F32), 0) for one in (entries[0], entries[-1]))
+            seen = (key >= first_key) & (key <= place[:, None])
+            heads = [_piece(highest[h], total[h], out[h], q[h], k[h], v[h], seen, scale) for h in range(kv_heads)]
+            return tuple(jnp.stack(parts) for parts in zip(*heads, strict=True))
+
+        start = jnp.full(q.shape[:-1], -jnp.inf, F32), jnp.zeros(q.shape[:-1], F32), jnp.zeros(q.shape, F32)
+        _, total, sums = lax.fori_loop(0, (place.max(initial=-1) + keys) // keys, piece, start)
+        return put(out, sums / jnp.where(total > 0, total, 1)[..., None], b)
+
+    out = lax.fori_loop(0, blocks, block, jnp.zeros(queries.shape, F32))
+    out = out.reshape(blocks, kv_heads, -1, q_len, head_dim).transpose(0, 3, 1, 2, 4)
+    return out.reshape(q.shape).astype(q.dtype)
+
+
+def _piece(highest, total, out, q, k, v, seen, scale):
+    """An online softmax carried on over a piece of one head's keys: q [queries, head_dim], k and v [keys, head_dim]."""
+    scores = jnp.where(seen, scale * product(q, k), -jnp.inf)
+    higher = jnp.maximum(highest, scores.max(-1))
+    base = jnp.where(higher == -jnp.inf, 0, higher)
+    weights, shrink = jnp.exp(scores - base[..., None]), jnp.exp(highest - base)
+    weights, shrink = lax.optimization_barrier((weights, shrink))
+    # One more output, all ones, is the sum of the weights.
+    values = product(weights, jnp.concatenate([v, jnp.ones((v.shape[0], 1), v.dtype)], axis=1).T)
+    return higher, rounded(total * shrink) + values[:, -1], rounded(out * shrink[..., None]) + values[:, :-1]

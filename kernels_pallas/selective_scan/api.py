@@ -1,0 +1,132 @@
+"""The selective scan. For each token t of a row, for channel i and entry n of the channel's state:
+
+    h_t[n, i] = exp(dt_t[i] * a[n, i]) * h_{t-1}[n, i] + dt_t[i] * x_t[i] * b_t[n]
+    y_t[i]    = sum over n of h_t[n, i] * c_t[n] + d[i] * x_t[i]
+
+Source: "Mamba" (Gu and Dao, 2023), algorithm 2. Each number of a state has a decay of its own, so that the scan is no
+matrix product. A state is stored as [state, inner]: a TPU pads the last axis to 128 numbers, and `state` is usually 16.
+
+A token with dt = 0 in all channels is padding: whatever its x, b and c hold (NaN included) it leaves the state bitwise
+as it was, and its y is 0.
+"""
+
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels_pallas import dispatch
+from kernels_pallas.selective_scan import xla
+from kernels_pallas.shape_check import shapes_checked
+
+SCAN = (
+    dispatch.Implementation("xla", xla.selective_scan),
+    dispatch.Implementation("xla_associative", xla.associative),
+)
+SEQUENCE = (dispatch.Implementation("xla", xla.selective_scan_sequence),)
+UPDATE = (
+    dispatch.Implementation("xla", xla.selective_update),
+    dispatch.Implementation("xla_all_rows", xla.all_rows),
+)
+
+
+@shapes_checked
+def selective_scan(
+    x: Float[Array, "tiles tile_size inner"],
+    dt: Float[Array, "tiles tile_size inner"],
+    a: Float[Array, "state inner"],
+    b: Float[Array, "tiles tile_size state"],
+    c: Float[Array, "tiles tile_size state"],
+    d: Float[Array, " inner"],
+    store: Float[Array, "slots state inner"],
+    *,
+    tile_first: Bool[Array, " tiles"],
+    read_slot: Int[Array, " tiles"],
+    write_slot: Int[Array, " tiles"],
+    implementation: str | None = None,
+) -> tuple[Float[Array, "tiles tile_size inner"], Float[Array, "slots state inner"]]:
+    """Scans rows cut into tiles, from states in the store to states in the store.
+
+    Tiles and slots are those of `kernels_pallas.ssd_scan`: the tiles of a row are consecutive; one with `tile_first`
+    starts from the state in `read_slot` (zeros for slot 0), any other continues from the previous tile; after a tile
+    the state goes to its `write_slot` (slot 0: nowhere). The rules of `kernels_pallas.slots` apply. State
+    mathematics is float32; at the end of each tile the state is rounded to the store's dtype, so that cutting a row
+    between tiles into several calls changes nothing.
+
+    Args:
+        x: any float dtype; so are b and c.
+        dt: step sizes after softplus, 0 at padding.
+        a: -exp(A_log), transposed.
+        d: the skip weight.
+        store: float32 or bfloat16. Donate it: it is updated in place.
+    Returns:
+        y in x's dtype, and the store.
+    Raises:
+        ValueError: the shapes do not match.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
+    """
+    return dispatch.call(
+        "selective_scan", SCAN, implementation, x, dt, a, b, c, d, store,
+        tile_first=tile_first, read_slot=read_slot, write_slot=write_slot,
+    )  # fmt: skip
+
+
+@shapes_checked
+def selective_scan_sequence(
+    x: Float[Array, "batch length inner"],
+    dt: Float[Array, "batch length inner"],
+    a: Float[Array, "state inner"],
+    b: Float[Array, "batch length state"],
+    c: Float[Array, "batch length state"],
+    d: Float[Array, " inner"],
+    *,
+    initial_state: Float[Array, "batch state inner"] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "batch length inner"], Float[Array, "batch state inner"]]:
+    """Scans whole sequences of any length, without a store; differentiable in every float argument.
+
+    Args:
+        initial_state: zeros if None.
+    Returns:
+        y in x's dtype, and the final state in float32.
+    Raises:
+        ValueError: the shapes do not match.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
+    """
+    return dispatch.call(
+        "selective_scan_sequence", SEQUENCE, implementation, x, dt, a, b, c, d, initial_state=initial_state
+    )
+
+
+@shapes_checked
+def selective_update(
+    x: Float[Array, "rows steps inner"],
+    dt: Float[Array, "rows steps inner"],
+    a: Float[Array, "state inner"],
+    b: Float[Array, "rows steps state"],
+    c: Float[Array, "rows steps state"],
+    d: Float[Array, " inner"],
+    store: Float[Array, "slots state inner"],
+    *,
+    read_slot: Int[Array, " rows"],
+    write_slot: Int[Array, "rows steps"],
+    implementation: str | None = None,
+) -> tuple[Float[Array, "rows steps inner"], Float[Array, "slots state inner"]]:
+    """Runs `steps` recurrent steps per row from `read_slot`, and writes the state after step t to `write_slot[:, t]`.
+
+    Slots, precision and padding are those of `kernels_pallas.state_update`: after each step the state is rounded to the
+    store's dtype, so that several steps in one call equal one step in each of several calls.
+
+    Args:
+        x: any float dtype; so are b and c.
+        dt: step sizes after softplus, 0 at padding.
+        a: -exp(A_log), transposed.
+        d: the skip weight.
+        store: float32 or bfloat16. Donate it: it is updated in place.
+    Returns:
+        y in x's dtype, and the store.
+    Raises:
+        ValueError: the shapes do not match.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
+    """
+    return dispatch.call(
+        "selective_update", UPDATE, implementation, x, dt, a, b, c, d, store,
+        read_slot=read_slot, write_slot=write_slot,
+    )  # fmt: skip

@@ -1,0 +1,62 @@
+"""The selective scan's definition: one token after the other, in float64 numpy."""
+
+from typing import Any
+
+import numpy as np
+
+
+def _token(state, x, dt, a, b, c, d):
+    """One step for one row: state and a [state, inner], x, dt and d [inner], b and c [state]."""
+    state = np.exp(dt * a) * state + dt * x * b[:, None]
+    return state, (state * c[:, None]).sum(0) + d * x
+
+
+def _wide(*arrays: Any) -> list[np.ndarray]:
+    return [np.asarray(v).astype(np.float64) for v in arrays]
+
+
+def selective_scan(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot):
+    """Implements `api.selective_scan` on numpy arrays. Returns y in float64 and the store in its own dtype."""
+    dtype = np.asarray(store).dtype
+    x, dt, a, b, c, d, before = _wide(x, dt, a, b, c, d, store)
+    after, y = np.array(store), np.zeros_like(x)
+    state = np.zeros(before.shape[1:])
+    for tile in range(x.shape[0]):
+        if tile_first[tile]:
+            state = before[read_slot[tile]] if read_slot[tile] else np.zeros_like(state)
+        for t in range(x.shape[1]):
+            if dt[tile, t].any():
+                state, y[tile, t] = _token(state, x[tile, t], dt[tile, t], a, b[tile, t], c[tile, t], d)
+        if write_slot[tile]:
+            after[write_slot[tile]] = state.astype(dtype)
+    return y, after
+
+
+def selective_scan_sequence(x, dt, a, b, c, d, *, initial_state=None):
+    """Implements `api.selective_scan_sequence`. Returns y and the final state in float64."""
+    x, dt, a, b, c, d = _wide(x, dt, a, b, c, d)
+    y, states = np.zeros_like(x), np.zeros((x.shape[0], *a.shape))
+    if initial_state is not None:
+        states += np.asarray(initial_state)
+    for row in range(x.shape[0]):
+        for t in range(x.shape[1]):
+            if dt[row, t].any():
+                states[row], y[row, t] = _token(states[row], x[row, t], dt[row, t], a, b[row, t], c[row, t], d)
+    return y, states
+
+
+def selective_update(x, dt, a, b, c, d, store, *, read_slot, write_slot):
+    """Implements `api.selective_update`. Returns y in float64 and the store in its own dtype."""
+    dtype = np.asarray(store).dtype
+    x, dt, a, b, c, d, before = _wide(x, dt, a, b, c, d, store)
+    after, y = np.array(store), np.zeros_like(x)
+    for row in range(x.shape[0]):
+        state = before[read_slot[row]] if read_slot[row] else np.zeros(before.shape[1:])
+        for t in range(x.shape[1]):
+            if dt[row, t].any():
+                state, _ = _token(state, x[row, t], dt[row, t], a, b[row, t], c[row, t], d)
+                state = state.astype(dtype).astype(np.float64)
+                y[row, t] = (state * c[row, t][:, None]).sum(0) + d * x[row, t]
+            if write_slot[row][t]:
+                after[write_slot[row][t]] = state.astype(dtype)
+    return y, after

@@ -1,0 +1,208 @@
+"""The LoRA adapters of a model's dense layers and routed experts, stacked on the device.
+
+Each row of a step can use another adapter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Float, Int
+
+from mamba_jax.config import HybridConfig
+from mamba_jax.model import HybridModel
+from mamba_jax.modules.basic import Linear
+from mamba_jax.modules.lora import ExpertLoRA, LoRA
+from mamba_jax.modules.moe import Experts
+from mamba_jax.sharding.axis import TENSOR
+from mamba_jax.sharding.partition import Partition
+
+M = TypeVar("M")
+
+_DRAFTS = "mtp"
+"""Drafts are made by the base model: the next step verifies them with the row's adapter."""
+
+
+def adaptable_layers(model: HybridModel) -> dict[str, Linear]:
+    """Returns the dense layers that adapters can change, by their dotted path: all but those of the draft layer.
+
+    Routed experts, routers, convolutions, norms, the embedding and the head are not dense layers in this sense.
+    """
+    return _modules(model, Linear)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A weight that adapters can change: of a dense layer, or of all routed experts of a layer."""
+
+    lora: str
+    """The dotted path of the module that computes what adapters add: a `LoRA` or an `ExpertLoRA`."""
+    lead: tuple[int, ...]
+    """The number of experts; empty for a dense layer."""
+    outputs: tuple[int, ...]
+    inputs: int
+    ranks: int = 1
+    """Number of A matrices, which follow each other in one stack: two for the gate and the up projection of experts."""
+
+    @property
+    def size(self) -> int:
+        """Numbers of the weight."""
+        return math.prod((*self.lead, *self.outputs, self.inputs))
+
+    def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the shapes of A and B of one adapter, for `rank` rows of A."""
+        return (*self.lead, rank, self.inputs), (*self.lead, math.prod(self.outputs), rank)
+
+
+def targets(model: HybridModel, *, experts: bool = False) -> dict[str, Target]:
+    """Returns the weights that adapters can change, by dotted path.
+
+    Those of dense layers have the path of the layer. With `experts`, also the routed experts' `up` and `down`.
+    """
+    found = {path: Target(f"{path}.lora", (), layer.weight.shape[:-1], layer.weight.shape[-1])
+             for path, layer in adaptable_layers(model).items()}  # fmt: skip
+    for path, module in _modules(model, Experts).items() if experts else ():
+        for part, ranks in (("up", 2 if module.gated else 1), ("down", 1)):
+            number, *outputs, inputs = getattr(module, part).shape
+            found[f"{path}.{part}"] = Target(f"{path}.lora_{part}", (number,), tuple(outputs), inputs, ranks)
+    return found
+
+
+def _modules(model: HybridModel, kind: type[M]) -> dict[str, M]:
+    found = ((".".join(map(str, path)), module) for path, module in nnx.iter_graph(model))
+    return {path: module for path, module in found if isinstance(module, kind) and path.split(".")[0] != _DRAFTS}
+
+
+class Adapters:
+    """`count` adapters of up to `rank` for each dense layer, and optionally for routed experts.
+
+    Entry 0 is no adapter; adapters have entries from 1 on.
+
+    The arrays have the dtype of the model's activations and lie on its devices, divided like the layers' weights.
+    """
+
+    def __init__(
+        self,
+        model: HybridModel,
+        *,
+        count: int,
+        rank: int,
+        experts: bool = False,
+        mesh: Mesh | None = None,
+        abstract: bool = False,
+    ) -> None:
+        """`experts`: adapters can change routed experts, too. `abstract`: describe the arrays without allocating them,
+        to compile programs.
+
+        Raises:
+            ValueError: `count` or `rank` is less than 1.
+        """
+        if count < 1 or rank < 1:
+            raise ValueError(f"{count} adapters of rank {rank}: at least 1 of each is expected")
+        self.count, self.rank, self.dtype = count, rank, model.dtype
+        self._targets = targets(model, experts=experts)
+        self._sharding = _shardings(model.config, mesh)
+        self._arrays: dict[str, Array] = {}
+        for target in self._targets.values():
+            of_a, of_b = target.lead, (*target.lead, *target.outputs)
+            whole = rank * target.ranks
+            for part, shape in (("a", (*of_a, 1 + count, whole, target.inputs)), ("b", (*of_b, 1 + count, whole))):
+                name = f"{target.lora}.{part}"
+                sharding = self._sharding(name)
+                described: Any = jax.ShapeDtypeStruct(shape, self.dtype, sharding=sharding)
+                self._arrays[name] = described if abstract else jnp.zeros(shape, self.dtype, device=sharding)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The dotted paths of the layers, and of the weights of routed experts."""
+        return tuple(self._targets)
+
+    @property
+    def arrays(self) -> list[Array]:
+        """All arrays, in an order that stays."""
+        return list(self._arrays.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, over all devices."""
+        return sum(array.nbytes for array in self._arrays.values())
+
+    def attach(self, model: HybridModel, arrays: Sequence[Any]) -> None:
+        """Gives a model's layers these values of `arrays`, which may be traced."""
+        values = dict(zip(self._arrays, arrays, strict=True))
+        for path, layer in adaptable_layers(model).items():
+            layer.lora = LoRA(values[f"{path}.lora.a"], values[f"{path}.lora.b"])
+        for path, module in _modules(model, Experts).items():
+            for part in ("up", "down"):
+                if f"{path}.{part}" in self._targets:
+                    added = ExpertLoRA(*(values[f"{path}.lora_{part}.{each}"] for each in "ab"))
+                    setattr(module, f"lora_{part}", added)
+
+    def put(
+        self,
+        entry: int,
+        layers: Mapping[
+            str, tuple[Float[np.ndarray, "*experts rank inputs"], Float[np.ndarray, "*experts outputs rank"]]
+        ],
+    ) -> None:
+        """Writes an adapter into an entry, in place of the one before.
+
+        Args:
+            entry: from 1 to `count`.
+            layers: (A, B) by the path of the layer or of the experts' weight; B includes the adapter's scale.
+                Other layers are not adapted.
+        Raises:
+            ValueError: there is no such entry or layer, or a shape does not fit. Nothing has changed.
+        """
+        if not 1 <= entry <= self.count:
+            raise ValueError(f"adapter entry {entry}: expected 1 to {self.count}")
+        if unknown := layers.keys() - self._targets.keys():
+            raise ValueError(f"the model has no layer {sorted(unknown)[0]} that adapters can change")
+        for path, (a, b) in layers.items():
+            target = self._targets[path]
+            rank, most = a.shape[-2], self.rank * target.ranks
+            if rank > most or (a.shape, b.shape) != target.shapes(rank):
+                of_a, of_b = map(list, target.shapes(rank))
+                raise ValueError(
+                    f"{path}: A is {list(a.shape)} and B {list(b.shape)}; expected {of_a} and {of_b}, "
+                    f"with a rank of at most {most}"
+                )
+        new: dict[str, Array] = {}
+        for path, target in self._targets.items():
+            a, b = layers.get(path) or map(np.zeros, target.shapes(0))
+            whole = [(0, 0)] * len(target.lead)
+            rest = self.rank * target.ranks - a.shape[-2]
+            values = {"a": np.pad(a, (*whole, (0, rest), (0, 0))), "b": np.pad(b, (*whole, (0, 0), (0, rest)))}
+            values["b"] = values["b"].reshape(*target.lead, *target.outputs, -1)
+            for part, value in values.items():
+                name = f"{target.lora}.{part}"
+                axis = len(target.lead) + (0 if part == "a" else len(target.outputs))
+                write = _writer(axis, self._sharding(name))
+                new[name] = write(self._arrays[name], value.astype(self.dtype), np.int32(entry))
+        self._arrays = {name: new[name] for name in self._arrays}
+
+
+def _shardings(config: HybridConfig, mesh: Mesh | None) -> Callable[[str], NamedSharding | None]:
+    if mesh is None:
+        return lambda name: None
+    partition = Partition.of(config, mesh.shape[TENSOR])
+    return lambda name: NamedSharding(mesh, partition.parameter(name))
+
+
+@cache
+def _writer(axis: int, sharding: NamedSharding | None) -> Callable[[Array, np.ndarray, np.int32], Array]:
+    """Returns a program that writes one entry of a stack along an axis."""
+
+    def write(stack: Array, value: Array, entry: Int[Array, ""]) -> Array:
+        return jax.lax.dynamic_update_index_in_dim(stack, value, entry, axis)
+
+    return jax.jit(write, out_shardings=sharding)

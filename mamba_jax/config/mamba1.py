@@ -1,0 +1,93 @@
+"""The mixer of the first Mamba (Gu and Dao, "Mamba", 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mamba_jax.config.declaration import (
+    ADDED_ONCE,
+    WHOLE,
+    Division,
+    Placement,
+    RecurrenceConfig,
+    Role,
+    StateArray,
+)
+from mamba_jax.config.errors import ModelConfigError, positive
+
+MAMBA1 = "S"
+"""The mixer's letter in a pattern: S for selective scan."""
+
+
+@dataclass(frozen=True)
+class Mamba1Config(RecurrenceConfig):
+    """A Mamba-1 mixer: each channel has a state of its own, and step sizes come from a projection of low rank."""
+
+    channels: int
+    """Of z, x and the output."""
+    state_size: int
+    """Numbers in the state of a channel."""
+    dt_rank: int
+    """Width of what step sizes are projected from."""
+    conv_width: int
+    conv_bias: bool = True
+    bias: bool = False
+    """Whether the input and output projections have biases."""
+    norm_eps: float | None = None
+    """RMS norms of B, C and what step sizes are projected from; None: without norms."""
+    norm_weights: bool = False
+    """Whether these norms have weights."""
+    letter: str = MAMBA1
+
+    def __post_init__(self) -> None:
+        positive(self, "channels", "state_size", "dt_rank")
+        if self.conv_width < 2:
+            raise ModelConfigError(f"a convolution over {self.conv_width} inputs: at least 2 are expected")
+
+    def make(self, hidden_size: int, *, index: int, rngs: Any, dtype: Any) -> Any:
+        from mamba_jax.modules.mamba1 import Mamba1
+
+        return Mamba1(self, hidden_size, rngs=rngs, dtype=dtype)
+
+    @property
+    def inner_size(self) -> int:
+        return self.channels
+
+    def state(self) -> tuple[StateArray, ...]:
+        """The recurrent state, with channels last (see `kernels_pallas.selective_scan`), and the window of inputs."""
+        return (
+            StateArray("selective", (self.state_size, self.channels), Role.ACCUMULATED, self._channels(1)),
+            StateArray("conv_x", (self.conv_width - 1, self.channels), Role.WINDOW, self._channels(1)),
+        )
+
+    def parameters(self) -> Mapping[str, Placement]:
+        found: dict[str, Placement] = {
+            "in_proj.weight": self._channels(1, rank=3),
+            "conv.weight": self._channels(0),
+            "x_proj.weight": self._channels(1),
+            "dt_proj.weight": self._channels(0),
+            "dt_proj.bias": self._channels(0),
+            "a_log": self._channels(0),
+            "d": self._channels(0),
+            "out_proj.weight": self._channels(1),
+        }
+        if self.conv_bias:
+            found["conv.bias"] = self._channels(0)
+        if self.bias:
+            found |= {"in_proj.bias": self._channels(1), "out_proj.bias": ADDED_ONCE}
+        if self.norm_weights:
+            found |= dict.fromkeys(("dt_norm.weight", "b_norm.weight", "c_norm.weight"), WHOLE)
+        return found
+
+    def flops(self, context: int) -> int:
+        return 6 * self.channels * self.state_size
+
+    def sums_inside(self, shards: int) -> int:
+        """Numbers per token that devices add up inside the layer: B, C and the inputs of the projection to step
+        sizes."""
+        return self.dt_rank + 2 * self.state_size
+
+    def _channels(self, axis: int, *, rank: int = 2) -> Division:
+        return Division(axis, self.channels, "Mamba channels", rank=rank)

@@ -1,0 +1,93 @@
+"""The tokens of a step with decode rows and prefill rows: the decode rows' tokens first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from mamba_jax.layout.decode import DecodeLayout
+from mamba_jax.layout.operation import Operation
+from mamba_jax.layout.prefill import PrefillLayout
+from mamba_jax.layout.replay import ReplayLayout
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MixedLayout:
+    """The packed tokens of `decode`, then those of `prefill`.
+
+    Operations per token (projections, norms, experts) get one array of tokens, so a step reads the weights once.
+    Recurrences, convolutions and attention run over each part in turn, decode first.
+    """
+
+    decode: DecodeLayout
+    prefill: PrefillLayout
+
+    @property
+    def positions(self) -> Int[Array, " T"]:
+        return jnp.concatenate([self.decode.positions, self.prefill.positions])
+
+    @property
+    def valid(self) -> Bool[Array, " T"]:
+        return jnp.concatenate([self.decode.valid, self.prefill.valid])
+
+    @property
+    def adapter(self) -> Int[Array, " T"] | None:
+        if self.decode.adapter is None or self.prefill.adapter is None:
+            return None
+        return jnp.concatenate([self.decode.adapter, self.prefill.adapter])
+
+    def run(
+        self, operation: Operation, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Any
+    ) -> tuple[Array, Any]:
+        ours = [jnp.split(x, [len(self.decode.valid)]) for x in inputs]
+        of_rows, state = self.decode.run(operation, tuple(x for x, _ in ours), parameters, state)
+        # Prefill does not use tails; it reads and writes only slots.
+        of_tiles, slots = self.prefill.run(operation, tuple(x for _, x in ours), parameters, _without_tails(state))
+        return jnp.concatenate([of_rows, of_tiles.astype(of_rows.dtype)]), _with_slots(state, slots)
+
+    def attend(
+        self,
+        q: Float[Array, "T heads head_dim"],
+        k: Float[Array, "T kv_heads head_dim"],
+        v: Float[Array, "T kv_heads head_dim"] | None,
+        kv: Float[Array, "pages page_size kv2 head_dim"],
+        *,
+        scale: float,
+        first_key: int = 0,
+    ) -> tuple[Float[Array, "T heads head_dim"], Float[Array, "pages page_size kv2 head_dim"]]:
+        at = [len(self.decode.valid)]
+        layouts: list[DecodeLayout | PrefillLayout] = [self.decode, self.prefill]
+        values = [None, None] if v is None else jnp.split(v, at)
+        # All writes come first. A write after a read of the same pages could make the compiler copy them.
+        for layout, own_k, own_v in zip(layouts, jnp.split(k, at), values, strict=True):
+            kv = layout.write_kv(own_k, own_v, kv)
+        parts = zip(layouts, jnp.split(q, at), strict=True)
+        return jnp.concatenate([layout.read_kv(own, kv, scale=scale, first_key=first_key) for layout, own in parts]), kv
+
+
+def has_tails(layout: Any) -> bool:
+    """Returns whether a layout's operations take, with each array in slots, the tails of its inputs."""
+    return isinstance(layout.decode if isinstance(layout, MixedLayout) else layout, ReplayLayout)
+
+
+def _is_pair(state: Any) -> bool:
+    """Returns whether this is an array in slots with its tails, as a replay takes it."""
+    return isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict)
+
+
+def _without_tails(state: Any) -> Any:
+    if _is_pair(state):
+        return state[0]
+    return tuple(map(_without_tails, state)) if isinstance(state, tuple) else state
+
+
+def _with_slots(state: Any, slots: Any) -> Any:
+    """Returns the state with other arrays in slots and the same tails."""
+    if _is_pair(state):
+        return slots, state[1]
+    return tuple(map(_with_slots, state, slots)) if isinstance(state, tuple) else slots

@@ -1,0 +1,102 @@
+"""The prefill rows of a step: packed rows of any length, which write states at tile ends and may emit a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.slots import read_slots
+from mamba_jax.batch import PrefillBatch
+from mamba_jax.layout import PrefillLayout
+from mamba_jax.prompt_logprobs import prompt_logprobs
+from mamba_jax.rows import Rows
+from mamba_jax.sampling import Emission
+from mamba_jax.state_checks import shared_writes, wrong_tags
+from mamba_jax.step.heads import Model, SampledRows, Written
+from mamba_jax.step.running_rows import Resumption
+from mamba_jax.step.slot_writes import write_hidden
+from mamba_jax.store import Store
+
+
+@dataclass(frozen=True)
+class PrefillRows:
+    """R rows, whose tokens are packed one after the other."""
+
+    batch: PrefillBatch
+    layout: PrefillLayout
+    page_table: Int[Array, "rows pages"]
+    has_anchors: bool
+
+    @classmethod
+    def of(cls, store: Store, rows: Rows, batch: PrefillBatch, page_table: Int[Array, "rows pages"]) -> Self:
+        """Returns the rows of a batch."""
+        layout = PrefillLayout.of(
+            num_packed=batch.tokens.shape[0],
+            tile_size=batch.tile_size,
+            length=batch.length,
+            num_tokens=batch.num_tokens,
+            read_slot=batch.read_slot,
+            tile_write_slot=batch.tile_write_slot,
+            page_table=page_table,
+        )
+        return cls(batch, layout, page_table, rows.anchor is not None)
+
+    @property
+    def tokens(self) -> Int[Array, " T"]:
+        return self.batch.tokens
+
+    @property
+    def row_id(self) -> Int[Array, " rows"]:
+        return self.batch.row_id
+
+    @property
+    def length(self) -> Int[Array, " rows"]:
+        """Tokens committed before the step."""
+        return self.batch.length
+
+    @property
+    def sampled(self) -> SampledRows:
+        after = self.length + self.batch.num_tokens
+        none = jnp.zeros((after.shape[0], 0), jnp.int32)
+        return SampledRows(self.row_id, self.batch.sample, none, jnp.zeros_like(after), after)
+
+    def write(self, store: Store, hidden: Float[Array, "T hidden"], *, for_drafts: bool) -> tuple[Store, Written]:
+        """Completes the slots that the sublayers have written."""
+        layout = self.layout
+        wrong = wrong_tags(store, self.row_id, self.length, self.batch.read_slot)
+        wrong |= shared_writes(store, layout.read_slot, layout.tile_write_slot, layout.tile_row)
+        before = read_slots(store.hidden, layout.read_slot)
+        # As in `DecodeRows.write`, what is written must depend on what was read.
+        hidden = jnp.where(layout.valid[:, None], hidden, before[layout.token_row].astype(hidden.dtype))
+        tile_last = jnp.maximum(layout.row_start[layout.tile_row] + layout.tile_end - 1, 0)
+        tag = jnp.where(wrong[layout.tile_row], -1, self.length[layout.tile_row] + layout.tile_end)
+        store = write_hidden(store, hidden[tile_last], layout.tile_write_slot, tag)
+        return store, Written(hidden, before, wrong)
+
+    def heads(self, hidden: Float[Array, "T hidden"]) -> Float[Array, "rows 1 hidden"]:
+        """Returns the hidden states that tokens are chosen from."""
+        return hidden[jnp.maximum(self.layout.row_start + self.batch.num_tokens - 1, 0)][:, None]
+
+    def kept(self, emission: Emission) -> Int[Array, " rows"]:
+        """Returns how many tokens of each row stay: all."""
+        return self.batch.num_tokens
+
+    def resume_after(self, kept: Int[Array, " rows"]) -> Resumption:
+        """Returns the slot of a row's last tile; rows without tokens have no tile and keep the slot that they read."""
+        layout, slot = self.layout, jnp.asarray(self.batch.read_slot)
+        end_tile = (layout.tile_end == kept[layout.tile_row]) & (layout.tile_end > 0)
+        end_row = jnp.where(end_tile, layout.tile_row, slot.shape[0])
+        slot = slot.at[end_row].set(layout.tile_write_slot, mode="drop")
+        return slot, self.length + kept if self.has_anchors else None
+
+    def num_proposed(self, most: int) -> int:
+        """Returns the number of drafts to make."""
+        return most
+
+    def report(self, model: Model, rows: Rows, written: Written) -> dict[str, Any]:
+        """Returns the fields of `StepOutput` that only prefill steps have."""
+        prompt = prompt_logprobs(model.logits, rows, self.batch, self.layout, written.hidden, written.before)
+        return {"prompt_logprobs": prompt}

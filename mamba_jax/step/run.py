@@ -1,0 +1,114 @@
+"""The order of a step, for decode rows, prefill rows or both."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, overload
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from kernels_pallas.paged_attention import copy_pages
+from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch, StepOutput
+from mamba_jax.drafts import DraftSource
+from mamba_jax.layout import DecodeLayout, MixedLayout, PrefillLayout
+from mamba_jax.rows import Rows
+from mamba_jax.step.decode import DecodeRows
+from mamba_jax.step.heads import Model, emit, propose
+from mamba_jax.step.prefill import PrefillRows
+from mamba_jax.step.seats import commit, next_drafts, update_page_tables
+from mamba_jax.store import Store
+
+
+@overload
+def step(
+    model: Model,
+    store: Store,
+    rows: Rows,
+    batch: DecodeBatch | PrefillBatch,
+    source: DraftSource | None = None,
+    processed_logprobs: bool = False,
+) -> tuple[Store, Rows, StepOutput]: ...
+@overload
+def step(
+    model: Model,
+    store: Store,
+    rows: Rows,
+    batch: MixedBatch,
+    source: DraftSource | None = None,
+    processed_logprobs: bool = False,
+) -> tuple[Store, Rows, tuple[StepOutput, StepOutput]]: ...
+def step(
+    model: Model,
+    store: Store,
+    rows: Rows,
+    batch: DecodeBatch | PrefillBatch | MixedBatch,
+    source: DraftSource | None = None,
+    processed_logprobs: bool = False,
+) -> tuple[Store, Rows, StepOutput | tuple[StepOutput, StepOutput]]:
+    """Runs one decode, prefill or mixed step; `DecodeBatch` and `PrefillBatch` describe the input.
+
+    A row that has absorbed no token starts from the state in its slot, which may be a learned one; slot 0 is zeros.
+    Padding rows and tokens write nothing.
+    A mixed step computes what a decode step and then a prefill step would, but reads the weights once; its output is
+    that of the decode rows and that of the prefill rows.
+
+    Args:
+        source: makes the drafts that `continues` rows verify in their next step; `rows` must have been made for it.
+        processed_logprobs: report log-probabilities of output tokens under the distribution that they are drawn from,
+            after penalties, temperature and limits; otherwise under the model's.
+    """
+    parts: list[DecodeRows | PrefillRows] = []
+    for each in (batch.decode, batch.prefill) if isinstance(batch, MixedBatch) else (batch,):
+        rows, page_table = update_page_tables(rows, each)
+        form: Any = DecodeRows if isinstance(each, DecodeBatch) else PrefillRows
+        parts.append(form.of(store, rows, each, page_table))
+        store = copy_shared_pages(store, each.page_copy)
+    hidden, store = model.hidden(_joined([part.tokens for part in parts]), _layout(parts, rows), store)
+    written, heads = [], []
+    for part, own in zip(parts, _divided(hidden, [part.tokens.shape[0] for part in parts]), strict=True):
+        store, done = part.write(store, own, for_drafts=source is not None)
+        written.append(done)
+        heads.append(part.heads(done.hidden))
+    # The head's weights are also read only once.
+    flat = model.divided_logits(_joined([each.reshape(-1, each.shape[-1]) for each in heads]))
+    outputs = []
+    for part, done, logits in zip(
+        parts, written, _divided(flat, [each.shape[0] * each.shape[1] for each in heads]), strict=True
+    ):
+        emission, emitted = emit(logits, rows, part.sampled, processed_logprobs=processed_logprobs)
+        kept = part.kept(emission)
+        slot, anchor = part.resume_after(kept)
+        before, rows = rows, commit(rows, part.row_id, part.length + kept, slot, emission, anchor)
+        if source is not None:
+            store, rows = propose(source, model, store, rows, emission, part, done, kept)
+        output = StepOutput(
+            **emitted,
+            kept=kept,
+            tag_error=done.wrong.any(),
+            proposed=next_drafts(rows, part.row_id),
+            **part.report(model, before, done),
+        )
+        outputs.append(output)
+    return store, rows, (outputs[0], outputs[1]) if isinstance(batch, MixedBatch) else outputs[0]
+
+
+def copy_shared_pages(store: Store, page_copy: Int[Array, "rows 2"]) -> Store:
+    """Copies partly filled pages that several rows share, before any row writes to them."""
+    source, target = page_copy[:, 0], page_copy[:, 1]
+    return dataclasses.replace(store, kv=tuple(copy_pages(kv, source=source, target=target) for kv in store.kv))
+
+
+def _layout(parts: list[Any], rows: Rows) -> DecodeLayout | PrefillLayout | MixedLayout:
+    layouts = [part.layout for part in parts]
+    if rows.adapter is not None:
+        layouts = [part.layout.with_adapters(rows.adapter[part.row_id]) for part in parts]
+    return layouts[0] if len(parts) == 1 else MixedLayout(*layouts)
+
+
+def _joined(arrays: list[Array]) -> Array:
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
+
+
+def _divided(array: Array, lengths: list[int]) -> list[Array]:
+    return [array] if len(lengths) == 1 else jnp.split(array, [lengths[0]])

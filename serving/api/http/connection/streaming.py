@@ -1,0 +1,171 @@
+"""Server-sent events, and detection of clients that disconnect."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from pydantic_core import to_json
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from serving.api.http.errors import ApiError, as_api_error
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientGone(Exception):
+    """The client has disconnected."""
+
+
+def event(model: BaseModel) -> bytes:
+    """Returns one event as bytes, with only the fields that were set."""
+    return b"data: " + model.model_dump_json(exclude_unset=True).encode() + b"\n\n"
+
+
+def named_event(name: str, fields: Mapping[str, Any]) -> bytes:
+    """Returns one event with a name, which is also its `type`."""
+    return f"event: {name}\n".encode() + b"data: " + to_json({"type": name, **fields}) + b"\n\n"
+
+
+def openai_failure(error: ApiError) -> bytes:
+    """Returns the last events of a failed stream, in OpenAI's format."""
+    return b"data: " + error.body() + b"\n\n" + DONE
+
+
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of `work`. Cancels `work` if the client disconnects first.
+
+    Raises:
+        ClientGone: the client disconnected.
+    """
+    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        await _cancel(task, gone)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Sends events as they arrive, until they end or the client disconnects. Closes `events` in both cases.
+
+    An error after the first event can no longer change the status; `failure` converts it to an event.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str] | None = None,
+        failure: Callable[[ApiError], bytes] | None = None,
+    ) -> None:
+        # Proxies must not cache or buffer events.
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
+        del self.headers["content-length"]
+        self._events, self._failure = events, failure or openai_failure
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_gone(receive, self._send(send))
+        except (ClientGone, OSError):
+            log.debug("the client disconnected during a stream")
+        finally:
+            await self._events.aclose()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for piece in self._events:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except OSError:
+            raise
+        except Exception as error:
+            body = self._failure(as_api_error(error))
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def start(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """Waits for the first event, so that a refused request gets its own status. Returns all events."""
+    try:
+        first = await anext(events)
+    except BaseException:
+        await events.aclose()
+        raise
+
+    async def all_of_them() -> AsyncGenerator[bytes, None]:
+        try:
+            yield first
+            async for piece in events:
+                yield piece
+        finally:
+            await events.aclose()
+
+    return all_of_them()
+
+
+async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """Yields items of several streams as they arrive, with the index of their stream. The first error ends all
+    streams."""
+    if len(streams) == 1:  # nearly always; a task and a queue would double the cost of an item
+        async with contextlib.aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
+
+    async def pump(index: int, stream: AsyncGenerator[T, None]) -> None:
+        try:
+            async for item in stream:
+                queue.put_nowait((index, item))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+        finally:
+            await stream.aclose()
+
+    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            match await queue.get():
+                case None:
+                    left -= 1
+                case Exception() as error:
+                    raise error
+                case pair:
+                    yield pair
+    finally:
+        await _cancel(*tasks)
+
+
+async def gather(work: Sequence[Awaitable[T]]) -> list[T]:
+    """Returns the results in order. The first error cancels the other tasks, and is raised after they have ended."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await _cancel(*tasks)

@@ -1,0 +1,93 @@
+"""Endpoints for trainers: pause, sleep and weight updates. Operators only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from serving.api.http.connection.keys import admin_only
+from serving.api.http.context import context_of
+from serving.engine.async_engine import AsyncEngine
+from serving.engine.control import PauseMode
+from serving.engine.engine import Engine
+
+router = APIRouter(tags=["rollouts"], dependencies=[Depends(admin_only)])
+
+
+class NewWeightsRequest(BaseModel):
+    """Path and version of new weights."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str = Field(min_length=1, description="A directory with safetensors files that the server can read.")
+    version: str | int | None = Field(None, description="Unset: the next number.")
+    partial: bool = Field(False, description="Replace only the weights in these files.")
+
+
+@router.post("/pause")
+async def pause(request: Request, mode: Annotated[PauseMode, Query()] = "abort") -> dict[str, Any]:
+    """Stop the engine's steps until /resume; responds when it has stopped. `mode`: what happens to running requests."""
+    engine = context_of(request).engine
+    await engine.pause(mode)
+    return await _state_of(engine)
+
+
+@router.post("/resume")
+async def resume(request: Request) -> dict[str, Any]:
+    """End a pause."""
+    return await _do(request, lambda engine: engine.control.resume())
+
+
+@router.post("/update_weights")
+async def update_weights(request: Request, body: NewWeightsRequest) -> dict[str, Any]:
+    """Replace the model's weights in place, between two steps. Running requests continue with the new weights."""
+    engine = context_of(request).engine
+    await engine.update_weights(body.path, version=body.version, partial=body.partial)
+    return await _state_of(engine)
+
+
+@router.post("/sleep")
+async def sleep(request: Request, level: Annotated[int, Query(ge=1, le=2)] = 1) -> dict[str, Any]:
+    """Release the memory of states and pages; on level 2 also that of the weights."""
+    return await _do(request, lambda engine: engine.control.sleep(level))
+
+
+@router.post("/wake_up")
+async def wake_up(request: Request) -> dict[str, Any]:
+    """Allocate the memory for states and pages again."""
+    return await _do(request, lambda engine: engine.control.wake_up())
+
+
+@router.get("/rollout_state")
+async def rollout_state(request: Request) -> dict[str, Any]:
+    """The version of the weights, and whether the engine is paused or asleep."""
+    return await _state_of(context_of(request).engine)
+
+
+async def _do(request: Request, action: Callable[[Engine], Any]) -> dict[str, Any]:
+    engine = context_of(request).engine
+    await engine.call_all(action)
+    return await _state_of(engine)
+
+
+async def _state_of(engine: AsyncEngine) -> dict[str, Any]:
+    """Returns the state of the engine. If replicas differ after a failure, returns the state of the first held one,
+    with all versions."""
+    states = await engine.call_all(_state)
+    versions = dict.fromkeys(state["weights_version"] for state in states)
+    return next((state for state in states if state["held"]), states[0]) | {"weights_version": ", ".join(versions)}
+
+
+def _state(engine: Engine) -> dict[str, Any]:
+    control = engine.control
+    return {
+        "weights_version": control.weights.version,
+        "updates": control.weights.updates,
+        "update_seconds": control.weights.seconds,
+        "paused": control.paused,
+        "sleep_level": control.sleep_level,
+        "held": control.why_held,
+    }

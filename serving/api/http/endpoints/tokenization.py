@@ -1,0 +1,74 @@
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from serving.api.http.context import context_of
+from serving.api.http.endpoints.endpoint import answer, ignored_header
+from serving.api.http.errors import ApiError
+from serving.api.http.protocol.tokenization import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+    TokenizerInfo,
+)
+
+router = APIRouter(tags=["tokens"])
+
+
+@router.post("/tokenize", response_model=TokenizeResponse)
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    """Token ids of a text or a conversation."""
+    context = context_of(request)
+    context.check(body.model)
+    codec = context.codec
+    if body.messages is not None:
+        ids = await codec.encode_chat(
+            [message.model_dump(exclude_unset=True) for message in body.messages],
+            add_special_tokens=body.add_special_tokens is True,
+            fits=False,
+            **{**context.settings.default_chat_template_kwargs, **(body.chat_template_kwargs or {})},
+            tools=[tool.model_dump(exclude_unset=True) for tool in body.tools] if body.tools else None,
+            add_generation_prompt=body.add_generation_prompt,
+        )
+    else:
+        assert body.prompt is not None
+        (ids,) = await codec.encode([body.prompt], add_special_tokens=body.add_special_tokens is not False, fits=False)
+    result = TokenizeResponse(count=len(ids), max_model_len=context.engine.engine.max_model_len, tokens=ids)
+    if body.return_token_strs:
+        result.token_strs = await codec.tokens(ids)
+    return answer(result, ignored_header(body))
+
+
+@router.post("/detokenize", response_model=DetokenizeResponse)
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    """The text of token ids, including special tokens."""
+    context = context_of(request)
+    context.check(body.model)
+    size = context.engine.engine.vocab_size
+    bad = next((token for token in body.tokens if token >= size), None)
+    if bad is not None:
+        raise ApiError(400, f"token id {bad} is not in the vocabulary (0 to {size - 1})", param="tokens")
+    result = DetokenizeResponse(prompt=await context.codec.decode(body.tokens))
+    return answer(result, ignored_header(body))
+
+
+@router.get("/tokenizer_info", response_model=TokenizerInfo)
+async def tokenizer_info(request: Request) -> Response:
+    """The tokenizer's vocabulary size, special tokens and chat templates."""
+    context = context_of(request)
+    tokenizer = context.codec.tokenizer
+    if tokenizer is None:
+        raise ApiError(404, "this model has no tokenizer: send prompts as token ids", code="no_tokenizer")
+    templates = tokenizer.chat_templates
+    result = TokenizerInfo(
+        vocab_size=tokenizer.vocab_size,
+        model_max_length=context.engine.engine.max_model_len,
+        special_tokens=tokenizer.special_tokens,
+        chat_template=templates.get("default"),
+        chat_templates=templates,
+    )
+    return answer(result)

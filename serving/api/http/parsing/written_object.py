@@ -1,0 +1,211 @@
+"""Repairs a JSON object that a model writes, while it arrives.
+
+Without a grammar, a model may write `NaN`, invalid escapes, superfluous commas, or omit commas. Clients parse a call's
+arguments as JSON, so one such error would make the whole answer unusable.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from serving.api.http.json_values import MAX_DEPTH, parse_written
+
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_SPACE = re.compile(r"[ \t\r\n]+|\s")
+_BARE = re.compile(r'[^\s{}\[\]",:<]+')
+_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_ESCAPE_BEGINS = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
+_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+_PAIR_BEGINS = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?\Z")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
+
+
+class WrittenObject:
+    """Reads an object in pieces and returns it as valid JSON. Reads each character once.
+
+    Valid JSON is unchanged. Values that JSON does not have become strings, missing values and values nested more than
+    `MAX_DEPTH` levels deep become null, missing separators are added, and superfluous ones are removed.
+
+    Args:
+        closing: the mark after the calls; it ends the object anywhere except in strings.
+    """
+
+    def __init__(self, closing: str = "") -> None:
+        self._closing = closing
+        self._open: list[str] = []
+        """Closing brackets of the open arrays and objects."""
+        self._arrays = 0
+        """Number of open arrays."""
+        self._expects = "value"
+        """The expected next element: key, colon, value or comma."""
+        self._comma = ""
+        """A comma and the space after it, held back until another item follows."""
+        self._bare = ""
+        """The current number or word, until it ends."""
+        self._in_string = False
+        self._out: list[str] = []
+        self.broken = False
+        """The closing mark of the calls occurred within the object."""
+
+    def push(self, text: str, at: int = 0) -> tuple[int, str, bool]:
+        """Reads `text` from `at`. Returns the position after the text read, its valid JSON, and whether the object
+        ends.
+
+        The caller passes the remaining text again, followed by new text.
+        """
+        complete = False
+        while at < len(text) and not complete:
+            before = at
+            if self._in_string:
+                at = self._string(text, at)
+            else:
+                at, complete = self._structure(text, at)
+            if at == before and not complete:
+                break
+        written, self._out = "".join(self._out), []
+        return at, written, complete
+
+    def _string(self, text: str, at: int) -> int:
+        if (plain := _PLAIN.match(text, at)) is not None:
+            self._write(plain[0])
+            return plain.end()
+        if text[at] == '"':
+            self._write('"')
+            self._in_string = False
+            self._expects = "colon" if self._expects == "key" else "comma"
+            return at + 1
+        if text[at] != "\\":
+            self._write(json.dumps(text[at])[1:-1])
+            return at + 1
+        if _ESCAPE_BEGINS.match(text, at) or _PAIR_BEGINS.match(text, at):
+            return at
+        if (escape := _PAIR.match(text, at) or _ESCAPE.match(text, at)) is None:
+            self._write("\\\\")
+            return at + 1
+        alone = len(escape[0]) == 6 and _SURROGATE.match(escape[0])
+        self._write("\\ufffd" if alone else escape[0])
+        return escape.end()
+
+    def _structure(self, text: str, at: int) -> tuple[int, bool]:
+        letter = text[at]
+        if letter == "<":  # JSON contains it only in strings
+            seen = text[at : at + len(self._closing)] if self._closing else ""
+            if seen and seen == self._closing:
+                self.broken = True
+                self._close("}", all_levels=True)
+                return at, True
+            if seen and self._closing.startswith(seen):
+                return at, False
+            self._bare += letter
+            return at + 1, False
+        if (bare := _BARE.match(text, at)) is not None:
+            self._bare += bare[0]
+            return bare.end(), False
+        self._end_bare()
+        if (space := _SPACE.match(text, at)) is not None:
+            shown = " " if space[0].strip(" \t\r\n") else space[0]
+            if self._comma:
+                self._comma += shown
+            else:
+                self._write(shown)
+            return space.end(), False
+        if letter == '"':
+            self._begin_item(may_be_key=True)
+            self._write('"')
+            self._in_string = True
+        elif letter in "{[":
+            self._begin_item(may_be_key=False)
+            if len(self._open) == MAX_DEPTH:
+                self._write("null")
+            self._open.append("}" if letter == "{" else "]")
+            self._arrays += letter == "["
+            self._write(letter)
+            self._expects = self._item()
+        elif letter == ":":
+            if self._expects == "colon":
+                self._write(":")
+                self._expects = "value"
+        elif letter == ",":
+            self._complete_member()
+            if self._expects == "comma":
+                self._comma, self._expects = ",", self._item()
+        elif letter == "}" or self._arrays:
+            self._close(letter)
+        return at + 1, not self._open
+
+    def _item(self) -> str:
+        """Returns the first element of an item in the innermost array or object: key or value."""
+        return "key" if self._open[-1] == "}" else "value"
+
+    def _begin_item(self, *, may_be_key: bool) -> None:
+        """Writes the missing separators and keys before a string or a value."""
+        if self._expects == "comma":
+            self._write(", ")
+            self._expects = self._item()
+        elif self._expects == "colon":
+            self._write(": ")
+            self._expects = "value"
+        self._write(self._comma)
+        self._comma = ""
+        if self._expects == "key" and not may_be_key:
+            self._write('"": ')
+            self._expects = "value"
+
+    def _complete_member(self) -> None:
+        """Writes null for a key without a value."""
+        if self._expects == "colon":
+            self._write(": null")
+            self._expects = "comma"
+        elif self._expects == "value" and self._item() == "key":
+            self._write(" null")
+            self._expects = "comma"
+
+    def _close(self, bracket: str, *, all_levels: bool = False) -> None:
+        """Closes the innermost array or object with this bracket, and everything in it."""
+        self._end_bare()
+        closed = ""
+        while self._open and (all_levels or closed != bracket):
+            self._complete_member()
+            self._comma = ""
+            closed = self._open[-1]
+            self._write(closed)
+            self._open.pop()
+            self._arrays -= closed == "]"
+            self._expects = "comma"
+
+    def _end_bare(self) -> None:
+        word, self._bare = self._bare, ""
+        if not word:
+            return
+        self._begin_item(may_be_key=True)
+        if self._expects == "key":
+            self._write(json.dumps(word, ensure_ascii=False))
+            self._expects = "colon"
+            return
+        try:
+            parse_written(word)
+        except ValueError:
+            word = _PYTHON_NAMES.get(word) or json.dumps(word, ensure_ascii=False)
+        self._write(word)
+        self._expects = "comma"
+
+    def _write(self, text: str) -> None:
+        if len(self._open) <= MAX_DEPTH:
+            self._out.append(text)
+
+
+def read_object(text: str) -> object:
+    """Returns the value of a JSON object written by a model.
+
+    Raises:
+        ValueError: the text is not an object, or is incomplete.
+    """
+    begin = len(text) - len(text.lstrip())
+    if not text.startswith("{", begin):
+        raise ValueError("not an object")
+    _, valid, complete = WrittenObject().push(text, begin)
+    if not complete:
+        raise ValueError("the object does not end")
+    return json.loads(valid)

@@ -1,0 +1,39 @@
+"""Time of a step in addition to its bytes and operations. These are assumptions and counts; nothing was measured.
+
+A kernel takes some microseconds to start and to end, also inside a CUDA graph. Devices that exchange little data wait
+for each other. The host prepares a step while the one before runs, so its time only matters where it is the longest.
+"""
+
+from __future__ import annotations
+
+from mamba_jax.config import ATTENTION, PARALLEL, HybridConfig
+
+HOST_SECONDS = 300e-6
+"""Assumed time of the host for a step of 64 rows."""
+KERNEL_SECONDS = 2.5e-6
+"""Assumed time to start and end a kernel of a CUDA graph, in which it moves next to nothing."""
+
+KERNELS = {"M": 13, "D": 14, "*": 10, "-": 5, "E": 20, "F": 8, "L": 15, "P": 20, "Z": 37}
+"""Kernels that one more layer of a kind adds to a decode step.
+
+Counted in programs of 64 rows compiled for H200, one layer against two: of Nemotron-H-8B, Nemotron-3-Nano (`E`),
+Qwen3-Next-80B-A3B (`D`), Kimi-Linear-48B-A3B (`L`), Falcon-H1-7B (`P`), Zamba2-7B (`Z`) and, on 8
+devices, MiniMax-Text-01 (`F`).
+"""
+ROTARY_KERNELS = 4
+"""Bytes that rotary positions and norms of queries and keys add to an attention layer."""
+MOST_KERNELS = 20
+"""Of kinds of layers that are not counted."""
+OTHER_KERNELS = 18
+"""Kernels of a decode step outside its layers: embedding, head, sampling, changes of rows."""
+
+
+def decode_kernels(config: HybridConfig) -> int:
+    """Kernels of a decode step on a GPU, by the counts of each kind of layer.
+
+    Attention to latents runs without a kernel of its own: it has more for long contexts, 12 for every 256 keys.
+    """
+    rotary = config.attention is not None and config.attention.rope is not None
+    layers = sum(KERNELS.get(kind, MOST_KERNELS) for kind in config.pattern)
+    attending = config.pattern.count(ATTENTION) + config.pattern.count(PARALLEL)
+    return OTHER_KERNELS + layers + rotary * ROTARY_KERNELS * attending

@@ -1,0 +1,165 @@
+"""How many log-probabilities of one request keep their bits when the engine computes it under another schedule.
+
+Every run gives the same greedy tokens, up to ties. The bits of a log-probability can differ, because a sum over the
+same numbers is rounded differently in a program of another shape.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from checkpoints import load_config
+from serving.engine.llm import LLM
+from serving.engine.requests.draft_stats import DraftStats
+from serving.engine.requests.output import RequestOutput
+from serving.engine.requests.sampling_params import SamplingParams
+
+PLAIN = "alone"
+"""The schedule that all others are compared with: the only request, nothing cached, no drafts."""
+_PAGE = 32
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One line of the table."""
+
+    name: str
+    equal: int
+    """Log-probabilities with the bits of the plain run, of the same token after the same tokens."""
+    total: int
+    largest: float
+    """The largest difference between two log-probabilities of the same token after the same tokens."""
+    note: str = ""
+    """What happened in the run, such as the number of cached tokens."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The request that is measured, and what it is run with."""
+
+    prompt: int = 600
+    """Tokens of the prompt."""
+    answer: int = 48
+    """Tokens of the answer: the log-probabilities that are compared."""
+    neighbours: Sequence[int] = (7, 31)
+    """Numbers of other requests."""
+    chunks: Sequence[int] = (64, 512)
+    """Maximum numbers of tokens per step, in a run for each."""
+
+    def prompts(self, count: int, vocab_size: int) -> list[list[int]]:
+        """Returns this many different prompts. Each repeats one piece, so that n-gram lookup finds drafts."""
+        random = np.random.default_rng(0)
+        pieces = random.integers(vocab_size // 10, vocab_size, (count, max(1, self.prompt // 3)))
+        return [np.resize(piece, self.prompt).tolist() for piece in pieces]
+
+
+def compare_schedules(
+    model: str, workload: Workload = Workload(), *, flags: Mapping[str, Any] | None = None
+) -> Iterator[Schedule]:
+    """Yields the result of each schedule, the plain one first.
+
+    Args:
+        model: the reference that engines load.
+        workload: the request.
+        flags: flags of all engines.
+
+    Raises:
+        ConfigError: the flags do not fit the model or the workload.
+    """
+    config = load_config(model)
+    prompt, *others = workload.prompts(1 + max(workload.neighbours, default=0), config.vocab_size)
+    shared = {
+        "max_model_len": workload.prompt + workload.answer + 1,
+        "max_num_seqs": 1 + len(others),
+        "page_size": _PAGE,
+        "warmup": False,
+    }
+    shared |= flags or {}
+    runs = _Runs(prompt, others, workload)
+
+    with LLM(model, **shared) as llm:
+        plain = runs.alone(llm)
+        yield runs.compared(PLAIN, plain, plain)
+        yield runs.compared("alone, again cold", runs.alone(llm), plain)
+        half = runs.alone(llm, after=[prompt[: workload.prompt // 2]])
+        yield runs.compared("half the prompt cached", half, plain, _cached(half))
+        whole = runs.alone(llm, after=[prompt])
+        yield runs.compared("whole prompt cached", whole, plain, _cached(whole))
+        for count in workload.neighbours:
+            yield runs.compared(f"{count} neighbours", runs.among(llm, count), plain)
+        yield runs.compared("scored as a prompt", runs.scored(llm, plain), plain)
+    for chunk in workload.chunks:
+        with LLM(model, **shared | {"max_num_batched_tokens": chunk}) as llm:
+            yield runs.compared(f"chunks of {chunk}", runs.alone(llm), plain)
+    for method, label in ({"ngram": "n-gram"} | ({"mtp": "MTP"} if config.mtp_pattern else {})).items():
+        drafts = {"speculative_method": method, "num_speculative_tokens": 3, "adaptive_drafts": False}
+        with LLM(model, **shared | drafts) as llm:
+            run = runs.alone(llm)
+            counts = run.metrics.drafts if run.metrics else DraftStats()
+            yield runs.compared(f"3 {label} drafts", run, plain, f"{counts.accepted} of {counts.drafted} accepted")
+    if config.num_attention_uses:
+        # Two prompts fit, their answers do not: the later request is preempted and computed again.
+        pages = 2 * math.ceil((workload.prompt + 1) / _PAGE) + 1
+        with LLM(model, **shared | {"num_pages": pages, "max_num_seqs": 2}) as llm:
+            run = runs.among(llm, 1)
+            times = 0 if run.metrics is None else run.metrics.num_preemptions
+            yield runs.compared("preempted", run, plain, f"{times} preemptions")
+
+
+class _Runs:
+    """Runs of one request under different schedules."""
+
+    def __init__(self, prompt: list[int], others: list[list[int]], workload: Workload) -> None:
+        self.prompt, self.others, self.workload = prompt, others, workload
+        self._params = SamplingParams(temperature=0.0, max_tokens=workload.answer, ignore_eos=True, logprobs=0)
+        self._salts = (f"schedule-{n}" for n in itertools.count())
+
+    def alone(self, llm: LLM, *, after: Sequence[list[int]] = ()) -> RequestOutput:
+        """Runs the request alone, with only the prompts `after` in its cache."""
+        salt = next(self._salts)
+        for prompt in after:
+            llm.generate([prompt], SamplingParams(max_tokens=1), use_tqdm=False, cache_salt=salt)
+        return llm.generate([self.prompt], self._params, use_tqdm=False, cache_salt=salt)[0]
+
+    def among(self, llm: LLM, count: int) -> RequestOutput:
+        """Runs the request after `count` others were queued, all together and nothing cached."""
+        prompts = [*self.others[:count], self.prompt]
+        return llm.generate(prompts, self._params, use_tqdm=False, cache_salt=next(self._salts))[-1]
+
+    def scored(self, llm: LLM, plain: RequestOutput) -> RequestOutput:
+        """Runs the prompt and the answer of the plain run as one prompt."""
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        prompt = self.prompt + plain.outputs[0].token_ids
+        return llm.generate([prompt], params, use_tqdm=False, cache_salt=next(self._salts))[0]
+
+    def compared(self, name: str, run: RequestOutput, plain: RequestOutput, note: str = "") -> Schedule:
+        """Returns the line of a run."""
+        (tokens, logprobs), (right, expected) = self._answer(run), self._answer(plain)
+        different = np.flatnonzero(tokens != right)
+        same = int(different[0]) if len(different) else len(tokens)
+        if same < len(tokens):
+            note = ", ".join(filter(None, (note, f"another token at {same}")))
+        equal = int((logprobs[:same].view(np.uint32) == expected[:same].view(np.uint32)).sum())
+        largest = float(np.abs(logprobs[:same] - expected[:same]).max(initial=0.0))
+        return Schedule(name, equal, len(expected), largest, note)
+
+    def _answer(self, run: RequestOutput) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens of the answer and their log-probabilities as float32."""
+        if run.prompt_logprobs is None:
+            (choice,) = run.outputs
+            tokens, tables = choice.token_ids, choice.logprobs or []
+        else:
+            tokens = run.prompt_token_ids[-self.workload.answer :]
+            tables = [table or {} for table in run.prompt_logprobs[-self.workload.answer :]]
+        values = [table[token].logprob for token, table in zip(tokens, tables, strict=True)]
+        return np.array(tokens), np.array(values, np.float32)
+
+
+def _cached(run: RequestOutput) -> str:
+    return f"{run.num_cached_tokens} tokens cached"

@@ -1,0 +1,1 @@
+"""Commands that answer prompts: one prompt, a file of prompts, or a conversation in the terminal."""

@@ -1,0 +1,164 @@
+"""`mamba-jax generate`: continue a prompt, or a file of prompts."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from serving.cli.options import Options, with_options
+from serving.config import ConfigError, EngineConfig
+from serving.engine.requests.sampling_params import SamplingParams
+
+_SAMPLING = "Sampling"
+
+
+@with_options(Options("flags", EngineConfig, "Engine"), config_file=True)
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; '-' reads it from stdin.")] = None,
+    *,
+    input: Annotated[
+        Path | None,
+        typer.Option(help="JSON-lines file of prompts: id, prompt or prompt_token_ids, and sampling parameters."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="JSON-lines file for the answers; an interrupted run resumes.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Maximum number of output tokens.", rich_help_panel=_SAMPLING)
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; 0 is greedy.", rich_help_panel=_SAMPLING)
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Sample from the likeliest tokens of this total probability.", rich_help_panel=_SAMPLING),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample from this many likeliest tokens.", rich_help_panel=_SAMPLING)
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(help="Drop tokens less likely than this times the likeliest.", rich_help_panel=_SAMPLING),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1: make tokens seen before less likely.", rich_help_panel=_SAMPLING)
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the output; repeatable.", rich_help_panel=_SAMPLING)
+    ] = None,
+    sampling_seed: Annotated[
+        int | None, typer.Option(help="Seed for sampling this prompt.", rich_help_panel=_SAMPLING)
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Continue past the end-of-sequence token.", rich_help_panel=_SAMPLING)
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Log what the engine does and what its store holds.")
+    ] = False,
+    flags: dict[str, Any],
+) -> None:
+    """Continue one PROMPT, streaming to the terminal, or a file of prompts (--input, --output)."""
+    if not verbose:
+        logging.getLogger("serving").setLevel(logging.WARNING)
+    sampling = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "stop": stop or None,
+        "seed": sampling_seed,
+        "ignore_eos": ignore_eos or None,
+    }
+    sampling = {name: value for name, value in sampling.items() if value is not None}
+    if (prompt is None) == (input is None):
+        raise ConfigError("give either a PROMPT or --input FILE")
+    if (input is None) != (output is None):
+        raise ConfigError("--input and --output must be given together")
+    # One run of this command rarely needs every program, so compile them when first needed.
+    flags.setdefault("warmup", False)
+    if input is not None and output is not None:
+        if chat:
+            raise ConfigError("--chat is for a single PROMPT")
+        _check_files(input, output)
+        _generate_file(input, output, sampling, flags)
+    else:
+        assert prompt is not None
+        _generate_one(sys.stdin.read() if prompt == "-" else prompt, chat, sampling, flags)
+
+
+def _check_files(source: Path, target: Path) -> None:
+    """Refuses unusable paths before loading a model, which can take minutes."""
+    if not source.is_file():
+        raise ConfigError(f"--input {source}: no such file")
+    if not target.parent.is_dir():
+        raise ConfigError(f"--output {target}: no such directory: {target.parent}")
+    if target.is_dir() or (target.exists() and source.samefile(target)):
+        raise ConfigError(f"--output {target}: must be a file other than the input")
+
+
+def _generate_file(source: Path, target: Path, sampling: dict[str, Any], flags: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from serving.cli.generation.batch_file import count_lines, run_batch
+    from serving.engine.llm import LLM
+
+    EngineConfig.create(**flags)
+    SamplingParams.of(sampling)  # report a bad value on the command line once, not for every line
+    console = Console(stderr=True, soft_wrap=True)
+    llm = LLM(**flags)
+    columns = (
+        TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+        TextColumn("{task.fields[failed]}"),
+    )  # fmt: skip
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("requests", total=count_lines(source), failed="")
+
+        def show(counts: Any) -> None:
+            failed = f"{counts.failed} failed" if counts.failed else ""
+            bar.update(task, completed=counts.done + counts.skipped, failed=failed)
+
+        counts = run_batch(llm, source, target, defaults=sampling, progress=show)
+    summary = f"{counts.done} answered, {counts.skipped} already in the output"
+    console.print(summary + (f", {counts.failed} of them with an error" if counts.failed else ""), highlight=False)
+
+
+def _generate_one(prompt: str, chat: bool, sampling: dict[str, Any], flags: dict[str, Any]) -> None:
+    from serving.engine.assembly.fetch import fetched, tokenizer_of
+    from serving.engine.llm import LLM
+
+    # No request follows: allocate a store for one sequence, without prefix caching.
+    flags.setdefault("max_num_seqs", 1)
+    if "mamba_cache_mode" not in flags and "disk_cache" not in flags:
+        flags.setdefault("enable_prefix_caching", False)
+    config = fetched(EngineConfig.create(**flags))
+    params = SamplingParams.of({"max_tokens": 128, "temperature": 0.0} | sampling)
+    tokenizer_of(config)
+    llm = LLM(**flags)
+    if chat:
+        stream = llm.stream({"prompt_token_ids": llm.encode_chat([{"role": "user", "content": prompt}])}, params)
+    else:
+        stream = llm.stream(prompt, params)
+        sys.stdout.write(prompt)
+    shown = 0
+    for output in stream:
+        text = output.outputs[0].text
+        sys.stdout.write(text[shown:])
+        sys.stdout.flush()
+        shown = len(text)
+    sys.stdout.write("\n")
+    sys.stdout.flush()

@@ -1,0 +1,196 @@
+"""`mamba-jax train`: train a model on a corpus, from random weights or from a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+
+from serving.cli.training.progress import training_bar, training_errors
+from serving.config import ConfigError
+
+TOKENS = "tokens.npz"
+"""The tokenised corpus, in the folder of a run."""
+
+
+def train(
+    output: Annotated[
+        Path, typer.Option(help="Directory for training state, log and model. Resumes a run in this directory.")
+    ],
+    config: Annotated[
+        Path | None, typer.Option(help="YAML or TOML file that describes the run. Required unless --model is given.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model to fine-tune: a Hugging Face directory. Unset: random weights.")
+    ] = None,
+    corpus: Annotated[
+        Path | None, typer.Option(help="Prepared corpus, or a .jsonl file; overrides the config file's.")
+    ] = None,
+    validation: Annotated[
+        Path | None,
+        typer.Option(help="Validation data: a .jsonl file, or a corpus of which heldout/ is used."),
+    ] = None,
+    set: Annotated[list[str] | None, typer.Option(help="NAME=VALUE; overrides the config file's; repeatable.")] = None,
+) -> None:
+    """Train or fine-tune a model and write it to OUTPUT/model as a Hugging Face directory."""
+    from checkpoints.export import write_hugging_face
+    from checkpoints.training_data import corpus_digest
+    from mamba_jax.train.config import FINE_TUNING, read_config
+    from mamba_jax.train.corpus import write_sample
+    from mamba_jax.train.loop import LOG, read_log
+    from mamba_jax.train.loop import train as run_training
+    from mamba_jax.train.loss import DRAFT_LAYER
+    from mamba_jax.train.plot import plot_losses
+    from mamba_jax.train.recipe import keep_recipe
+
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    if config is None and model is None:
+        raise ConfigError("train: give --config (a new model) or --model (fine-tuning)")
+    with training_errors(console):
+        settings = read_config(config or FINE_TUNING, _overrides(set or []))
+        if validation is not None:
+            data = dataclasses.replace(settings.data, validation=str(validation))
+            settings = dataclasses.replace(settings, data=data)
+    source = corpus if corpus is not None else Path(settings.data.corpus)
+    # A run whose corpus was removed continues with the tokens in its folder.
+    has_corpus = corpus is not None or source.exists() or not (output / TOKENS).is_file()
+    digest = corpus_digest(source) if has_corpus else None
+    with training_errors(console):
+        start = _new_model(settings) if model is None else _existing_model(model, settings)
+        keep_recipe(output, settings, corpus_digest=digest, model=start.digest)
+    tokenizer = start.tokenizer or output / "tokenizer"
+    if not (tokenizer / "tokenizer.json").is_file():
+        from checkpoints.train_tokenizer import write_tokenizer
+
+        with console.status("Training the tokenizer"):
+            write_tokenizer(source, tokenizer, start.config.vocab_size)
+    with training_errors(console):
+        batches, held_out = read_data(settings, source, tokenizer, output, console)
+        with training_bar(settings.steps, console) as show:
+            # Muon normalises gradients, so parameters without a loss must be excluded or they would drift.
+            drafting = bool(settings.drafts.depth_weights)
+            run = run_training(
+                settings,
+                start.config,
+                batches,
+                output,
+                values=start.values,
+                trained=lambda path: drafting or not path.startswith(DRAFT_LAYER),
+                validation=held_out,
+                progress=show,
+            )
+    if not run.finished:
+        console.print(f"interrupted after {run.steps} steps; run the same command again to resume", markup=False)
+    if model is None:
+        write_hugging_face(output / "model", start.config, run.values, settings.model, files_from=tokenizer)
+    else:
+        _save_like(model, output / "model", start.config, run.values)
+    if (source / "heldout").is_dir():
+        write_sample(source, output / "model")
+    records = read_log(output / LOG)
+    if plot_losses(records, output / "loss.svg"):
+        console.print(f"{output / 'loss.svg'}", markup=False)
+    elif records:
+        console.print("loss.svg is not drawn: pip install '.[plots]'", markup=False)
+    console.print(f"{output / 'model'}", markup=False)
+    sys.stdout.flush()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Start:
+    """The initial model of a run."""
+
+    config: Any
+    values: dict[str, Any] | None = None
+    """Weights by dotted path; None: random ones."""
+    tokenizer: Path | None = None
+    """Directory of the tokenizer; None: the run's own."""
+    digest: str | None = None
+    """Digest of the weights."""
+
+
+def _new_model(settings: Any) -> _Start:
+    from mamba_jax.families import config_from_hf
+
+    return _Start(config_from_hf(settings.model))
+
+
+def _existing_model(ref: str, settings: Any) -> _Start:
+    from checkpoints.load import load_weights
+    from checkpoints.resolve import resolve
+    from checkpoints.tokenizer import require_tokenizer
+    from mamba_jax.model import parameters
+    from mamba_jax.train.loop import refuse_quantised
+
+    if settings.model:
+        raise ConfigError("--model gives the architecture: remove `model` from the config file")
+    files = resolve(ref).files
+    if not (files / "config.json").is_file():
+        raise ConfigError(f"--model {ref}: has no config.json; convert it with `mamba-jax convert --form hugging-face`")
+    require_tokenizer(ref)
+    weights = load_weights(ref, dtype="float32")
+    values = {path: leaf.get_value() for path, leaf in parameters(weights.model).items()}
+    refuse_quantised(values)
+    return _Start(weights.model.config, values, files, weights.digest)
+
+
+def _save_like(ref: str, directory: Path, config: Any, values: dict[str, Any]) -> None:
+    """Writes fine-tuned weights with the dtype and the files of the original model."""
+    from checkpoints.export import save_hugging_face
+    from checkpoints.load import source_dtype
+    from checkpoints.resolve import resolve
+    from mamba_jax.train.loss import build
+
+    reference = resolve(ref)
+    model = build(config, values, source_dtype(reference))
+    save_hugging_face(directory, model, reference.files, overwrite=True)
+
+
+def read_data(settings: Any, corpus: Path, tokenizer_files: Path, output: Path, console: Console) -> tuple[Any, Any]:
+    """Returns the batches of the run, and the sequences of its validation loss, if any."""
+    from checkpoints.tokenizer import read_tokenizer
+    from checkpoints.training_data import load_streams, shares_of
+    from mamba_jax.train.data import Batches, hold_out, read_streams, save_streams
+    from mamba_jax.train.validation import validation_sequences
+
+    tokenizer = read_tokenizer(tokenizer_files)
+    assert tokenizer is not None
+    kept = output / TOKENS
+    if kept.is_file():
+        streams = read_streams(kept)
+    else:
+        with console.status("Tokenising the corpus"):
+            streams = load_streams(corpus, tokenizer, settings.data)
+            save_streams(kept, streams)
+    held_out = None
+    source = Path(settings.data.validation) if settings.data.validation else corpus
+    if settings.data.validation or (corpus / "heldout").is_dir():
+        with console.status("Tokenising the validation data"):
+            held_out = load_streams(source, tokenizer, settings.data, part="heldout")
+    elif settings.data.held_out:
+        streams, held_out = hold_out(streams, settings.data.held_out)
+    length = settings.sequence_length + 1
+    shares = shares_of(streams, settings.data)
+    separate = settings.data.separate_documents
+    batches = Batches(
+        streams, shares, batch_size=settings.batch_size, length=length, seed=settings.seed, separate=separate
+    )
+    if held_out is None:
+        return batches, None
+    limit = settings.validation_sequences
+    return batches, validation_sequences(held_out, length=length, limit=limit, separate=separate)
+
+
+def _overrides(assignments: list[str]) -> dict[str, Any]:
+    values = {}
+    for one in assignments:
+        name, equals, value = one.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {one}: expected NAME=VALUE")
+        values[name] = yaml.safe_load(value)
+    return values

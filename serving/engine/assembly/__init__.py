@@ -1,0 +1,1 @@
+"""Assembles an engine: its design, its sizes, and its initial arrays and programs."""

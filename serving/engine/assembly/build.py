@@ -1,0 +1,367 @@
+"""Builds a running engine from a configuration: loads the model, allocates the store, compiles the programs."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+
+import jax
+from jax.sharding import Mesh
+
+from checkpoints.load import generation_config, load_config, load_weights, weight_bytes
+from checkpoints.tokenizer import Tokenizer, load_tokenizer
+from mamba_jax.adapters import Adapters
+from mamba_jax.config import HybridConfig, ModelConfigError
+from mamba_jax.head_padding import HeadPadding
+from mamba_jax.model import HybridModel, parameters
+from mamba_jax.programs import INVARIANT, KernelChoice, StepPrograms, UnsupportedError
+from mamba_jax.rows import Rows
+from mamba_jax.sharding import rows_shardings, sharded_store
+from mamba_jax.store import Store
+from mamba_jax.store_layout import init_laid_out
+from serving.config import ConfigError, EngineConfig
+from serving.core import Scheduler
+from serving.engine.assembly.design import EngineDesign
+from serving.engine.assembly.devices import (
+    Meshes,
+    describe,
+    device_meshes,
+    least_of_all_processes,
+    on_mesh,
+    own_devices,
+)
+from serving.engine.assembly.draft_policy import draft_policy
+from serving.engine.assembly.fetch import fetched
+from serving.engine.assembly.gpu_memory import share_notices
+from serving.engine.assembly.schedule_invariant import check_schedule_invariant, check_weights_invariant
+from serving.engine.assembly.sizing import StoreSize, check_weights_fit, store_memory
+from serving.engine.assembly.tiering import check_tiers, connect_tiers
+from serving.engine.engine import Engine
+from serving.engine.programs.compile_cache import use_compilation_cache
+from serving.engine.programs.kept_programs import keep_programs
+from serving.engine.programs.warmup import warm_up
+from serving.engine.requests.adapters import AdapterNames, AdapterTable
+from serving.engine.requests.initial_states import InitialStates
+from serving.engine.steps.loop import StepLoop
+from serving.engine.steps.row_inputs import RowInputs
+from serving.engine.structured.grammars import Grammars
+from serving.engine.weights import Weights
+from serving.points.digest import model_digest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Built:
+    """An engine, or its replicas, with the configuration, model and tokenizer that they were built from."""
+
+    engines: tuple[Engine, ...]
+    config: EngineConfig
+    size: StoreSize
+    model: HybridModel
+    tokenizer: Tokenizer | None
+    digest: str = ""
+    """Digest of the files from which the weights were loaded; empty for a model that was created in memory."""
+
+    @cached_property
+    def weights_digest(self) -> str:
+        """Digest of the engines' initial weights. Stored states of schedule-invariant engines have one of their own."""
+        digest = self.digest or model_digest(self.model, self.model.config)
+        return f"{digest}-invariant" if self.config.schedule_invariant else digest
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, or the first of several replicas."""
+        return self.engines[0]
+
+
+def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = False) -> Built:
+    """Loads the model that `config` names and builds an engine for it.
+
+    Args:
+        config: every flag.
+        progress: show bars for loading and compiling, on stderr.
+        led: one of several processes schedules for all of them (`serving/hosts`). Otherwise each process schedules for
+            itself.
+
+    Raises:
+        ConfigError: the flags contradict each other, or do not fit the model or the memory.
+        CheckpointError: the model cannot be loaded.
+    """
+    config = _in_step(_checked_adapters(fetched(config), led), led)
+    described = load_config(config.model, hf_overrides=config.hf_overrides)
+    weights = weight_bytes(
+        config.model,
+        dtype=config.dtype,
+        load_format=config.load_format,
+        quantization=config.quantization,
+        quantization_exclude=config.excluded_from_quantization,
+        hf_overrides=config.hf_overrides,
+    )
+    design = _design(config, described, weights)  # reports errors before loading, which can take minutes
+    weights = int(weights * (1 + design.padding.cost))
+    meshes = device_meshes(config)
+    if config.compilation_cache:
+        use_compilation_cache()
+    tokenizer = load_tokenizer(config.tokenizer or config.model, chat_template=config.chat_template)
+    eos = generation_config(config.model, hf_overrides=config.hf_overrides).eos_token_ids or described.eos_token_ids
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        # A chat tokenizer's end of turn is often missing from the other two.
+        eos = tuple(dict.fromkeys([*eos, tokenizer.eos_token_id]))
+    mesh, own = meshes[0], own_devices(meshes)
+    check_weights_fit(weights if own is None or mesh is None else weights * len(own) // mesh.size, devices=own)
+    loaded = load_weights(
+        config.model,
+        dtype=config.dtype,
+        load_format=config.load_format,
+        progress=progress,
+        sharding=None if mesh is None else partial(design.padding.load_sharding, design.partition, mesh),
+        seed=config.seed,
+        quantization=config.quantization,
+        quantization_exclude=config.excluded_from_quantization,
+        hf_overrides=config.hf_overrides,
+    )
+    keep = config.compilation_cache
+    model, digest = on_mesh(loaded.model, mesh), loaded.digest
+    del loaded  # frees the weights that were padded
+    return _assemble(design, meshes, model, tokenizer, eos, None, progress, keep=keep, digest=digest)
+
+
+def assemble(
+    config: EngineConfig,
+    model: HybridModel,
+    *,
+    tokenizer: Tokenizer | None = None,
+    eos_token_ids: Sequence[int] = (),
+    programs: StepPrograms | None = None,
+    progress: bool = False,
+    led: bool = False,
+) -> Built:
+    """Builds an engine for a model that is already loaded.
+
+    Args:
+        config: every flag; flags for loading are ignored.
+        model: its parameters stay on their devices; with tensor parallelism they are moved if necessary.
+        tokenizer: None serves token ids only.
+        eos_token_ids: the tokens that end a text.
+        programs: compiled programs of the same model, tile size and draft source, shared between engines. Ignored with
+            several replicas, because each has its own devices.
+        progress: show a bar for compiling, on a terminal.
+        led: as for `build_engine`.
+
+    Raises:
+        ConfigError: the flags contradict each other, or do not fit the model or the memory.
+    """
+    config = _in_step(_checked_adapters(config, led), led)
+    design = _design(config, model.config, sum(leaf.nbytes for leaf in parameters(model).values()))
+    return _assemble(design, device_meshes(config), model, tokenizer, eos_token_ids, programs, progress)
+
+
+def _checked_adapters(config: EngineConfig, led: bool) -> EngineConfig:
+    """Returns the configuration. Raises ConfigError if it enables adapters on several hosts."""
+    if config.serves_adapters and (led or jax.process_count() > 1):
+        raise ConfigError(f"{config.adapter_flag} is not supported on several hosts: use one host or merge the adapter")
+    return config
+
+
+def _in_step(config: EngineConfig, led: bool) -> EngineConfig:
+    """Disables `max_decode_pause` if each of several processes schedules for itself: their clocks differ, so their
+    schedules would differ."""
+    if led or jax.process_count() == 1:
+        return config
+    return config.model_copy(update={"max_decode_pause": None})
+
+
+def _design(config: EngineConfig, model: HybridConfig, weight_bytes: int) -> EngineDesign:
+    """Designs the engine. Raises ConfigError for flags that contradict each other, or that the model or the machine
+    does not support."""
+    check_tiers(config)
+    check_schedule_invariant(config, model, jax.default_backend())
+    try:
+        padding = HeadPadding.of(model, config.tensor_parallel_size)
+        return EngineDesign.of(
+            config,
+            padding,
+            shards=config.tensor_parallel_size,
+            platform=jax.default_backend(),
+            weight_bytes=weight_bytes,
+        )
+    except ModelConfigError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _assemble(
+    design: EngineDesign,
+    meshes: Meshes,
+    model: HybridModel,
+    tokenizer: Tokenizer | None,
+    eos_token_ids: Sequence[int],
+    programs: StepPrograms | None,
+    progress: bool,
+    *,
+    keep: bool = False,
+    digest: str = "",
+) -> Built:
+    config = design.config
+    check_weights_invariant(config, (str(leaf.dtype) for leaf in jax.tree.leaves(parameters(model))))
+    # The checkpoint is read once: other replicas copy the weights from device to device.
+    models = [on_mesh(model, mesh) for mesh in meshes]
+    # Allocate the adapters' memory before the store is sized.
+    adapters = [adapters_of(config, each, mesh) for each, mesh in zip(models, meshes, strict=True)]
+    memory = store_memory(config, workspace=design.workspace_bytes, devices=own_devices(meshes))
+    size = design.size(memory=least_of_all_processes(memory), dtype=model.dtype)
+    for notice in (*design.caching.notices, *size.notices, *share_notices(design.platform)):
+        log.warning(notice)
+    log.info("running on %s", describe(meshes))
+    if design.padding:
+        log.info(design.padding.notice)
+    log.info("decoding keeps %s", design.replay.notice)
+    if len(meshes) > 1:
+        log.info("each of %d replicas has weights, programs and a state store of its own:", len(meshes))
+    for line in size.report().splitlines():
+        log.info(line)
+    grammars = None
+    if config.enable_structured_outputs and tokenizer is not None:
+        grammars = Grammars(tokenizer, model.config.vocab_size, eos_token_ids, seconds=config.grammar_timeout)
+    parts = _Parts(design, size, tokenizer, eos_token_ids, grammars, digest)
+    shared = programs if len(models) == 1 else None
+    engines = tuple(
+        parts.engine(replica, each, mesh, shared, own)
+        for replica, (each, mesh, own) in enumerate(zip(models, meshes, adapters, strict=True))
+    )
+    built = Built(engines, config, size, models[0], tokenizer, digest)
+    connect_tiers(config, [engine.loop for engine in engines], models[0].config, lambda: built.weights_digest)
+    if (products := KernelChoice(platform=design.platform).products()) is not None:
+        log.info(products)
+    at_start = config.warmup if config.warmup is not None else design.platform != "cpu"
+    for replica, engine in enumerate(engines):
+        if keep and not at_start:
+            keep_programs(engine.loop.programs)
+        if at_start:
+            label = f"replica {replica + 1} of {len(engines)}: " if len(engines) > 1 else ""
+            _compile_all(engine, progress=progress, keep=config.compilation_cache, label=label)
+    return built
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The parts that all replicas have in common: everything except the devices and the arrays on them."""
+
+    design: EngineDesign
+    size: StoreSize
+    tokenizer: Tokenizer | None
+    eos_token_ids: Sequence[int]
+    grammars: Grammars | None
+    digest: str
+    names: AdapterNames = field(default_factory=AdapterNames)
+
+    def engine(
+        self,
+        replica: int,
+        model: HybridModel,
+        mesh: Mesh | None,
+        programs: StepPrograms | None,
+        adapters: Adapters | None,
+    ) -> Engine:
+        """Builds an engine for a model with weights on the devices of this replica."""
+        design, config, size, grammars = self.design, self.design.config, self.size, self.grammars
+        settings, masks = design.scheduler(size), grammars is not None
+        batches = design.batches(settings, masks=masks)
+        make_store = partial(
+            init_laid_out if mesh is None else partial(sharded_store, mesh=mesh),
+            design.stored,
+            **design.store_arguments(size, dtype=model.dtype),
+        )
+
+        states = None
+        if config.max_initial_states:
+            states = InitialStates(design.stored, first=size.num_slots, count=size.initial_states)
+
+        def make_filled_store() -> Store:
+            return make_store() if states is None else states.fill(make_store())
+
+        def make_rows() -> Rows:
+            rows = design.rows(size, masks=masks)
+            return rows if mesh is None else jax.device_put(rows, rows_shardings(rows, mesh))
+
+        programs = programs or StepPrograms(
+            model,
+            tile_size=config.tile_size,
+            source=design.source,
+            mesh=mesh,
+            kernels=kernel_choice(config),
+            processed_logprobs=config.logprobs_mode == "processed_logprobs",
+            adapters=adapters,
+        )
+        loop = StepLoop(
+            Scheduler(settings, drafts=draft_policy(config, model, bytes_per_token=size.bytes_per_token)),
+            programs,
+            batches,
+            RowInputs(batches, vocab_size=model.config.vocab_size, masks=masks),
+            make_store=make_filled_store,
+            make_rows=make_rows,
+        )
+        weights = Weights(
+            model,
+            programs,
+            quantization=config.quantization,
+            quantization_exclude=config.excluded_from_quantization,
+            digest=self.digest,
+            fixed=design.padding.notice if design.padding else "",
+        )
+        return Engine(
+            loop,
+            tokenizer=self.tokenizer,
+            weights=weights,
+            vocab_size=model.config.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            max_model_len=size.max_model_len,
+            # Requests without a seed must not get the same random numbers on all replicas.
+            seed=config.seed + replica,
+            grammars=grammars,
+            adapters=AdapterTable(programs, model.config, loop, states, self.names) if config.serves_adapters else None,
+        )
+
+
+def _compile_all(engine: Engine, *, progress: bool, keep: bool, label: str) -> None:
+    loop = engine.loop
+    for source in loop.sources:
+        if loop.store is not None:
+            source.warm_up(loop.store)
+    if engine.adapters is not None:
+        engine.adapters.warm_up()
+    warm_up(loop, engine.vocab_size, progress=progress and sys.stderr.isatty(), keep=keep, label=label)
+    log.info(loop.programs.kernels.report())
+
+
+def adapters_of(config: EngineConfig, model: HybridModel, mesh: Mesh | None) -> Adapters | None:
+    """Allocates memory for adapters on the model's devices. Returns None without enable_lora.
+
+    Raises:
+        ConfigError: lora_experts is set for a model without routed experts.
+    """
+    if not config.enable_lora:
+        return None
+    if config.lora_experts and model.config.moe is None:
+        raise ConfigError("lora_experts: the model has no routed experts; leave the flag out")
+    experts = config.lora_experts
+    return Adapters(model, count=config.max_loras, rank=config.max_lora_rank, experts=experts, mesh=mesh)
+
+
+def kernel_choice(config: EngineConfig) -> KernelChoice:
+    """Returns the kernel implementations that the flag `kernels` selects.
+
+    Raises:
+        ConfigError: the flag is malformed.
+    """
+    if config.schedule_invariant:
+        return KernelChoice(named=INVARIANT)
+    if config.kernels == INVARIANT:
+        raise ConfigError(f"kernels {INVARIANT!r} is not a choice: use schedule_invariant, which checks what it needs")
+    try:
+        return KernelChoice.parse(config.kernels)
+    except UnsupportedError as error:
+        raise ConfigError(str(error)) from None

@@ -1,0 +1,184 @@
+"""The design of an engine, before its arrays are allocated.
+
+`EngineDesign` is computed once from the flags, the model and the kind of device. `build` allocates arrays for it;
+`serving.capacity` computes only shapes. Both therefore agree on sizes, batches and the form of states.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+
+from mamba_jax.config import HybridConfig
+from mamba_jax.drafts import DraftSource
+from mamba_jax.head_padding import HeadPadding
+from mamba_jax.rows import Rows, init_rows
+from mamba_jax.sharding import Partition
+from mamba_jax.store import StoreShape
+from mamba_jax.store_layout import lanes_of
+from serving.config import ConfigError, EngineConfig, ResolvedCaching, resolve_caching
+from serving.core import SchedulerConfig
+from serving.engine.assembly.drafting import draft_source
+from serving.engine.assembly.narrow_states import row_rounding
+from serving.engine.assembly.replay import ResolvedReplay, resolve_replay
+from serving.engine.assembly.sizing import CPU_STORE_TOKENS, StoreSize, scheduler_config, size_store, workspace_bytes
+from serving.engine.steps.batching import BatchBuilder
+
+
+@dataclass(frozen=True)
+class EngineDesign:
+    """All properties of an engine that do not depend on free memory. Create it with `EngineDesign.of`."""
+
+    config: EngineConfig
+    partition: Partition
+    """How the model is divided over the devices of a replica."""
+    platform: str
+    """`cpu`, `gpu` or `tpu`."""
+    caching: ResolvedCaching
+    source: DraftSource | None
+    replay: ResolvedReplay
+    padding: HeadPadding
+    """The heads with which `model` is padded."""
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, padding: HeadPadding, *, shards: int, platform: str, weight_bytes: int
+    ) -> EngineDesign:
+        """Returns the design for a model.
+
+        Args:
+            config: every flag.
+            padding: the model, with the padding for this number of devices.
+            shards: devices of a replica.
+            platform: `cpu`, `gpu` or `tpu`.
+            weight_bytes: bytes of all weights on all devices together.
+
+        Raises:
+            ConfigError: the flags contradict each other, or the model does not support them.
+            ModelConfigError: the model does not divide over the devices.
+        """
+        model = padding.padded
+        if padding and config.enable_lora:
+            raise ConfigError(
+                f"enable_lora is not supported with padded heads ({padding.notice}): use a "
+                "tensor_parallel_size that divides the heads, or merge the adapter"
+            )
+        return cls(
+            config,
+            Partition.of(model, shards),
+            platform,
+            resolve_caching(config),
+            draft_source(config, model),
+            resolve_replay(config, StoreShape.of(model), platform=platform, weight_bytes=weight_bytes),
+            padding,
+        )
+
+    @property
+    def model(self) -> HybridConfig:
+        """The whole model's configuration, with padded heads."""
+        return self.partition.config
+
+    @property
+    def _stores_draft_kv(self) -> bool:
+        return self.source is not None and self.source.stores_kv
+
+    @cached_property
+    def stored(self) -> HybridConfig:
+        """The part of the model with state in the store. It includes the draft layer only if the draft layer's keys and
+        values are stored."""
+        return self.model if self._stores_draft_kv else dataclasses.replace(self.model, mtp_pattern="")
+
+    @property
+    def store_shape(self) -> StoreShape:
+        """The shape of the state over all devices of a replica."""
+        return self.partition.store_shape(StoreShape.of(self.stored))
+
+    @property
+    def device_shape(self) -> StoreShape:
+        """The shape of the state on one device."""
+        shape = self.partition.device_shape(StoreShape.of(self.stored))
+        return dataclasses.replace(shape, lanes=lanes_of(self.platform))
+
+    @property
+    def workspace_bytes(self) -> int:
+        """An upper bound on the bytes per device that a step needs besides weights and store."""
+        return workspace_bytes(
+            self.config,
+            platform=self.platform,
+            hidden_size=self.model.hidden_size,
+            inner_size=self.model.inner_size // self.partition.shards,
+            vocab_size=self.model.vocab_size,
+        )
+
+    def size(self, *, memory: int, dtype: Any) -> StoreSize:
+        """Returns the numbers of slots and pages that fit.
+
+        Args:
+            memory: bytes for the store on one device.
+            dtype: data type of weights and activations.
+
+        Raises:
+            ConfigError: not even one sequence fits.
+        """
+        return size_store(
+            self.config,
+            self.device_shape,
+            mode=self.caching.mode,
+            dtype=dtype,
+            model_max_len=self.model.max_position_embeddings,
+            memory=memory,
+            replay=self.replay.replay,
+            platform=self.platform,
+            most_tokens=CPU_STORE_TOKENS if self.platform == "cpu" else sys.maxsize,
+        )
+
+    def scheduler(self, size: StoreSize) -> SchedulerConfig:
+        """Returns the scheduler's settings for a store of this size."""
+        lookahead = max(1, self.config.num_speculative_tokens) if self._stores_draft_kv else 0
+        return scheduler_config(self.config, self.caching, size, lookahead=lookahead)
+
+    def batches(self, settings: SchedulerConfig, *, masks: bool = False) -> BatchBuilder:
+        """Returns a builder that converts the scheduler's plans to arrays. `masks`: grammars constrain some rows."""
+        return BatchBuilder(
+            settings,
+            seats_bring_tokens=self.source is not None and self.source.sees_tokens,
+            masks=masks,
+            narrow_steps=self.config.adaptive_drafts,
+            mixed_steps=self.config.mixes_steps_on(self.platform),
+            adapters=self.config.enable_lora,
+        )
+
+    def store_arguments(self, size: StoreSize, *, dtype: Any) -> dict[str, Any]:
+        """Returns the keyword arguments of `init_store`, and of the functions that lay the store out over devices."""
+        config, replay = self.config, self.replay.replay
+        return {
+            "num_slots": size.num_slots + size.initial_states,
+            "num_pages": size.num_pages,
+            "page_size": size.page_size,
+            "dtype": dtype,
+            "ssm_dtype": jnp.dtype(config.ssm_dtype),
+            "kv_dtype": jnp.dtype(config.kv_dtype(dtype)),
+            "debug_state": config.debug_state,
+            "replay": replay,
+            "num_tails": 0 if replay is None else 1 + size.max_num_seqs,
+            "rounding": row_rounding(config),
+        }
+
+    def rows(self, size: StoreSize, *, masks: bool = False) -> Rows:
+        """Returns the arrays of the seats, which contain the data that each running row keeps between steps."""
+        return init_rows(
+            self.model,
+            max_num_seqs=size.max_num_seqs,
+            num_speculative_tokens=self.config.num_speculative_tokens,
+            source=self.source,
+            max_len=size.max_model_len,
+            masks=masks,
+            replay=self.replay.replay is not None,
+            pages_per_row=size.pages_per_row,
+            adapters=self.config.enable_lora,
+        )

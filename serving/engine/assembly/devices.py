@@ -1,0 +1,74 @@
+"""The devices that an engine runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from mamba_jax.config import ModelConfigError
+from mamba_jax.head_padding import HeadPadding
+from mamba_jax.model import HybridModel, parameters
+from mamba_jax.sharding import TENSOR, make_mesh, replica_meshes
+from serving.config import ConfigError, EngineConfig
+
+Meshes = tuple[Mesh | None, ...]
+"""The mesh of each replica. A single None means one engine on the default device."""
+
+
+def device_meshes(config: EngineConfig) -> Meshes:
+    """Returns the mesh of each replica.
+
+    Raises:
+        ConfigError: there are too few devices.
+    """
+    replicas, shards = config.data_parallel_size, config.tensor_parallel_size
+    if replicas > 1 and jax.process_count() > 1:
+        raise ConfigError(f"data_parallel_size {replicas}: replicas need an engine of one process")
+    if replicas == shards == 1:
+        return (None,)
+    try:
+        return (make_mesh(shards),) if replicas == 1 else tuple(replica_meshes(replicas, shards))
+    except ModelConfigError as error:
+        raise ConfigError(str(error)) from None
+
+
+def on_mesh(model: HybridModel, mesh: Mesh | None) -> HybridModel:
+    """Returns the model with every parameter placed on the mesh, and with its heads padded if they do not divide.
+
+    Parameters that are already there are not copied.
+    """
+    if mesh is None:
+        return model
+    padding = HeadPadding.of(model.config, mesh.shape[TENSOR])
+    values = {path: leaf[...] for path, leaf in parameters(model).items()}
+    return HybridModel.from_parameters(padding.padded, padding.values(values, mesh))
+
+
+def own_devices(meshes: Sequence[Mesh | None]) -> Sequence[jax.Device] | None:
+    """Returns the devices of all meshes that belong to this process; None (the default device) without a mesh."""
+    found = [device for mesh in meshes if mesh is not None for device in mesh.local_devices]
+    return found or None
+
+
+def least_of_all_processes(count: int) -> int:
+    """Returns the smallest of the processes' values, because all processes must make the same decisions."""
+    if jax.process_count() == 1:
+        return count
+    gathered: Any = multihost_utils.process_allgather(count)
+    return int(gathered.min())
+
+
+def describe(meshes: Sequence[Mesh | None]) -> str:
+    """Returns the devices of the engine, or of each replica, in words."""
+    mesh = meshes[0]
+    replicas = f"{len(meshes)} replicas, each on " if len(meshes) > 1 else ""
+    device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
+    kind = device.device_kind if device.device_kind != device.platform else device.platform.upper()
+    if mesh is None or mesh.size == 1:
+        return f"{replicas}one {kind} device"
+    processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    return f"{replicas}{mesh.size} {kind} devices{processes}, tensor parallel (every layer divided over all of them)"

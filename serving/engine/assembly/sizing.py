@@ -1,0 +1,392 @@
+"""Computes the numbers of slots and pages from the free memory, and reports them."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mamba_jax.store import StoreShape
+from mamba_jax.tails import Replay
+from serving.config import CacheMode, ConfigError, EngineConfig, ResolvedCaching
+from serving.core import SchedulerConfig
+from serving.engine.assembly.gpu_memory import usable_share
+from serving.engine.assembly.replay import spares
+
+GIB = 1 << 30
+MAX_PREFILL_ROWS = 32
+"""Maximum number of prompts that one step begins or continues."""
+CPU_STORE_BYTES = 2 * GIB
+"""Maximum size of the store on a CPU, whose memory other programs share, unless one sequence needs more."""
+
+
+CPU_STORE_TOKENS = 1 << 18
+"""On a CPU, the store of a small model is limited to this number of tokens."""
+
+
+@dataclass(frozen=True)
+class StoreSize:
+    """The size of the store. The numbers of slots and pages include the null slot and the null page."""
+
+    num_slots: int
+    """Without those of learned initial states, which come after them."""
+    num_pages: int
+    max_num_seqs: int
+    max_model_len: int
+    pages_per_row: int
+    """Width of the page table."""
+    running_slots: int
+    """Private slots for all running sequences: the maximum, or with replay a number that nearly always suffices."""
+    bytes_per_slot: int
+    bytes_per_page: int
+    page_size: int
+    state_block_size: int
+    mode: CacheMode
+    notices: tuple[str, ...] = ()
+    replay_interval: int = 1
+    """Number of tokens between the states that decoding writes; 1 = snapshots."""
+    bytes_per_tail: int = 0
+    """Size of the tail of each running sequence; 0 without replay."""
+    initial_states: int = 0
+    """Slots for learned initial states."""
+
+    @property
+    def tail_bytes(self) -> int:
+        """Size of all tails, the null one included."""
+        return (1 + self.max_num_seqs) * self.bytes_per_tail
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the whole store."""
+        slots = self.num_slots + self.initial_states
+        return slots * self.bytes_per_slot + self.num_pages * self.bytes_per_page + self.tail_bytes
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of state that decoding writes per token."""
+        if self.replay_interval == 1:
+            return self.bytes_per_slot
+        return (self.bytes_per_slot + self.bytes_per_tail) / self.replay_interval
+
+    @property
+    def slots_for_reuse(self) -> int:
+        """Slots beyond those for running sequences."""
+        return max(self.num_slots - 1 - self.running_slots, 0)
+
+    @property
+    def running(self) -> str:
+        """The slots of running sequences, in words."""
+        if self.replay_interval > 1:
+            return f"{self.max_num_seqs} anchors and {self.running_slots - self.max_num_seqs} spares"
+        return f"{self.max_num_seqs} x {self.running_slots // self.max_num_seqs}"
+
+    def report(self) -> str:
+        """Returns the sizes, in words."""
+        lines = [
+            f"state store: {show_bytes(self.total_bytes)}, {self.max_num_seqs} sequences at once of up to "
+            f"{self.max_model_len:,} tokens",
+            f"  slots: {self.num_slots - 1:,} of {show_bytes(self.bytes_per_slot)} "
+            f"({self.running} for running sequences, {self.slots_for_reuse:,} for reuse)",
+        ]
+        if self.initial_states:
+            lines.append(f"  initial states: {self.initial_states:,} more slots")
+        if self.replay_interval > 1:
+            lines.append(
+                f"  replay: {self.running_slots / self.max_num_seqs:.2f} slots for each running sequence: an anchor, "
+                f"and a spare near the end of each interval of {self.replay_interval} tokens; "
+                f"{show_bytes(self.bytes_per_tail)} of inputs for each sequence ({show_bytes(self.tail_bytes)} in all)"
+            )
+        if self.num_pages:
+            tokens = (self.num_pages - 1) * self.page_size
+            lines.append(
+                f"  pages: {self.num_pages - 1:,} of {show_bytes(self.bytes_per_page)} = {tokens:,} tokens "
+                f"({self.page_size} tokens a page)"
+            )
+        else:
+            lines.append("  pages: none, the model has no attention")
+        if self.mode == "none":
+            lines.append("  prefix reuse: off")
+        else:
+            lines.append(
+                f"  prefix reuse: mode {self.mode!r}; the smallest reusable prefix is {self.state_block_size} tokens "
+                "or a whole prompt"
+            )
+        return "\n".join(lines)
+
+
+def size_store(
+    config: EngineConfig,
+    shape: StoreShape,
+    *,
+    mode: CacheMode,
+    dtype: Any,
+    model_max_len: int | None,
+    memory: int,
+    most_tokens: int = CPU_STORE_TOKENS,
+    replay: Replay | None = None,
+    platform: str = "cpu",
+) -> StoreSize:
+    """Fits the store into `memory` bytes.
+
+    A running sequence needs 1 + K slots of its own, and 1 + K more unless `mode` is none, because the step in flight
+    may contain the end of a state block, whose slot is then published. With `replay`, each sequence needs an anchor and
+    a tail, and some sequences need a spare at a time. Pages may reach 2(1 + K) tokens past `max_model_len`: the step in
+    flight and the step being planned both need room for all their drafts.
+
+    `platform` determines the default page size.
+
+    The remaining memory is divided so that pages and checkpoints cover the same number of tokens, up to `most_tokens`.
+
+    Raises:
+        ConfigError: not even one sequence fits.
+    """
+    notices: list[str] = []
+    page_size = config.page_size_on(platform)
+    slot_bytes = shape.bytes_per_slot(dtype, config.ssm_dtype, debug_state=config.debug_state)
+    page_bytes = shape.bytes_per_page(page_size, config.kv_dtype(dtype))
+    width = 1 + config.num_speculative_tokens
+    memory -= config.max_initial_states * slot_bytes
+    tail_bytes = 0
+    if replay is not None:
+        tail_bytes = shape.bytes_per_tail(dtype, config.ssm_dtype, replay, debug_state=config.debug_state)
+        memory -= tail_bytes  # the null tail
+
+    def slots_of(rows: int) -> int:
+        if replay is not None:
+            return rows + spares(rows, replay)
+        return rows * (width if mode == "none" else 2 * width)
+
+    def bytes_of(rows: int) -> int:
+        return slots_of(rows) * slot_bytes + rows * tail_bytes
+
+    max_len = _max_model_len(config, model_max_len)
+    seqs = config.max_num_seqs
+
+    def pages_for(tokens: int) -> int:
+        return -(-(tokens + 2 * width) // page_size) if page_bytes else 0
+
+    # One sequence must fit.
+    if config.num_pages is None and page_bytes:
+        room = memory - slot_bytes - bytes_of(1) - page_bytes
+        fits = max(room, 0) // page_bytes * page_size - 2 * width
+        if fits < min(max_len, config.state_block_size):
+            raise ConfigError(_too_small(memory, slot_bytes, page_bytes, page_size))
+        if fits < max_len:
+            if config.max_model_len is not None:
+                raise ConfigError(
+                    f"max_model_len {max_len:,} does not fit: {show_bytes(memory)} hold pages for {fits:,} tokens "
+                    "(lower max_model_len or raise memory_utilization)"
+                )
+            notices.append(f"max_model_len is {fits:,} instead of {max_len:,}: more pages do not fit")
+            max_len = fits
+    elif config.num_pages is not None and page_bytes:
+        fits = config.num_pages * page_size - 2 * width
+        if fits < 2:
+            raise ConfigError(
+                f"num_pages={config.num_pages} cannot hold one sequence: at least {pages_for(2)} are needed"
+            )
+        if fits < max_len:
+            notices.append(f"max_model_len is {fits:,} instead of {max_len:,}: {config.num_pages} pages hold no more")
+            max_len = fits
+
+    if config.num_slots is not None:
+        most_seqs = _most(seqs, config.num_slots, slots_of)
+        if not most_seqs:
+            raise ConfigError(
+                f"num_slots={config.num_slots} cannot hold one sequence: at least {slots_of(1)} are needed"
+            )
+    else:
+        room = memory - (pages_for(max_len) + 1) * page_bytes - slot_bytes
+        # If memory is scarce, half of it is for slots of running sequences; the rest is for their pages and for reuse.
+        most_seqs = _most(seqs, max(room // 2, min(room, bytes_of(1))), bytes_of)
+        if not most_seqs:
+            raise ConfigError(_too_small(memory, slot_bytes, page_bytes, page_size))
+    if seqs > most_seqs:
+        notices.append(f"max_num_seqs is {most_seqs} instead of {seqs}: more state slots do not fit")
+        seqs = most_seqs
+
+    private = slots_of(seqs)
+    left = memory - slot_bytes - bytes_of(seqs) - page_bytes
+    tokens = _tokens_for(left, slot_bytes / config.state_block_size if mode != "none" else 0, page_bytes / page_size)
+    usable = seqs * (max_len + 2 * width) if mode == "none" else most_tokens  # no state outlives its request
+    tokens = max(min(tokens, most_tokens, usable), max_len + 2 * width)
+    if config.num_pages is not None or not page_bytes:
+        pages = config.num_pages or 0
+    else:
+        # States are far larger than pages. Pages get at least a quarter, unless running sequences cannot fill that.
+        running = min(pages_for(seqs * max_len), pages_for(most_tokens), left // 4 // page_bytes)
+        pages = max(tokens // page_size, running, pages_for(max_len))
+    reusable = 0 if mode == "none" else max(tokens // config.state_block_size, 1)
+    if config.num_pages is None:
+        reusable = min(reusable, max((left - pages * page_bytes) // slot_bytes, 0))
+    slots = config.num_slots if config.num_slots is not None else private + reusable
+    return StoreSize(
+        num_slots=1 + slots,
+        num_pages=1 + pages if page_bytes else 0,
+        max_num_seqs=seqs,
+        max_model_len=max_len,
+        pages_per_row=pages_for(max_len),
+        running_slots=private,
+        bytes_per_slot=slot_bytes,
+        bytes_per_page=page_bytes,
+        page_size=page_size,
+        state_block_size=config.state_block_size,
+        mode=mode,
+        notices=tuple(notices),
+        replay_interval=1 if replay is None else replay.interval,
+        bytes_per_tail=tail_bytes,
+        initial_states=config.max_initial_states,
+    )
+
+
+def check_weights_fit(num_bytes: int, *, devices: Iterable[jax.Device] | None = None) -> None:
+    """Refuses weights that do not fit, before they are loaded. Otherwise the operating system would kill the process.
+
+    Args:
+        num_bytes: size of the weights that this process loads.
+        devices: the devices over which the process divides the weights.
+
+    Raises:
+        ConfigError: the weights are larger than the free memory.
+    """
+    found = list(devices or jax.local_devices()[:1])
+    stats = [device.memory_stats() if device.platform != "cpu" else None for device in found]
+    limits = [each["bytes_limit"] - each.get("bytes_in_use", 0) for each in stats if each and "bytes_limit" in each]
+    free = len(limits) * min(limits) if limits else available_ram()
+    if num_bytes > free:
+        raise ConfigError(
+            f"weights need {show_bytes(num_bytes)} but only {show_bytes(free)} is free; use a smaller --dtype, "
+            "--quantization, --tensor-parallel-size or a larger machine"
+        )
+
+
+def store_memory(config: EngineConfig, *, workspace: int, devices: Iterable[jax.Device] | None = None) -> int:
+    """Returns the bytes for the store on each device: `memory_utilization` of the memory, minus memory in use,
+    `workspace` and reserved bytes. For GPUs see `gpu_memory`.
+
+    Raises:
+        ConfigError: no memory is left.
+    """
+    found = list(devices or jax.local_devices()[:1])
+    stats = [device.memory_stats() if device.platform != "cpu" else None for device in found]
+    limits = [each for each in stats if each and "bytes_limit" in each]
+    if limits:
+        share = usable_share(found[0].platform, config.memory_utilization)
+        free = min(int(s["bytes_limit"] * share) - s.get("bytes_in_use", 0) for s in limits)
+        free -= workspace + config.reserved_bytes
+    elif any(device.platform == "gpu" for device in found):
+        raise ConfigError(
+            "this GPU's allocator does not say how much memory it has (XLA_PYTHON_CLIENT_ALLOCATOR=platform?): "
+            "the store cannot be sized; unset the variable"
+        )
+    else:
+        # Host devices share the machine's memory.
+        free = int(available_ram() * config.memory_utilization) - workspace * len(found) - config.reserved_bytes
+        free = min(free, CPU_STORE_BYTES) // len(found)
+    if free <= 0:
+        reserved = f", {show_bytes(config.reserved_bytes)} are reserved" if config.reserved_bytes else ""
+        raise ConfigError(
+            f"no memory is left for the state store at memory_utilization {config.memory_utilization:g}: "
+            f"the weights are loaded and a step needs {show_bytes(workspace)}{reserved}"
+        )
+    return free
+
+
+def workspace_bytes(config: EngineConfig, *, platform: str, hidden_size: int, inner_size: int, vocab_size: int) -> int:
+    """Returns a rough upper bound on a step's memory besides weights and store: activations in float32, and logits."""
+    heads = config.max_num_seqs * (1 + config.num_speculative_tokens)
+    tokens = config.max_num_batched_tokens + (heads if config.mixes_steps_on(platform) else 0)
+    activations = tokens * (4 * hidden_size + 6 * inner_size) * 4
+    logits = 3 * heads * vocab_size * 4
+    return activations + logits
+
+
+def available_ram() -> int:
+    """Returns the bytes that can be allocated without swapping, within the limit of a container if there is one."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        # Not Linux: assume that half of the memory is free.
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        return max(min(free, limit), 0)
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return free
+
+
+def scheduler_config(
+    config: EngineConfig, policy: ResolvedCaching, size: StoreSize, *, lookahead: int
+) -> SchedulerConfig:
+    """Returns the scheduler's settings. `lookahead`: tokens after a row's own for which a draft layer needs pages."""
+    budget = config.max_num_batched_tokens
+    if not policy.chunked_prefill:
+        # Without chunks, a step must hold the longest prompt.
+        budget = max(budget, size.max_model_len)
+    return SchedulerConfig(
+        num_slots=size.num_slots,
+        num_pages=size.num_pages,
+        max_num_seqs=size.max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=size.max_model_len,
+        page_size=size.page_size,
+        state_block_size=config.state_block_size,
+        tile_size=config.tile_size,
+        cache_mode=policy.mode,
+        num_speculative_tokens=config.num_speculative_tokens,
+        replay_interval=size.replay_interval,
+        num_lookahead_tokens=lookahead,
+        chunks_end_at_blocks=config.rounds_rows,
+        max_prefill_rows=min(MAX_PREFILL_ROWS, size.max_num_seqs),
+        max_waiting=config.max_num_waiting,
+        max_decode_pause=config.max_decode_pause,
+    )
+
+
+def _max_model_len(config: EngineConfig, model_max_len: int | None) -> int:
+    if config.max_model_len is None:
+        return model_max_len or 8192
+    if not config.allow_long_max_model_len and config.max_model_len > (model_max_len or config.max_model_len):
+        raise ConfigError(
+            f"max_model_len {config.max_model_len:,} exceeds the model's own {model_max_len:,} tokens; raise that "
+            "limit by rope scaling or max_position_embeddings in --hf-overrides, or give --allow-long-max-model-len"
+        )
+    return config.max_model_len
+
+
+def _most(rows: int, budget: int, cost: Callable[[int], int]) -> int:
+    """Returns the largest number of rows, up to `rows`, with a cost within the budget. The cost must increase."""
+    return bisect_right(range(1, rows + 1), budget, key=cost)
+
+
+def _tokens_for(left: int, slot_bytes: float, page_bytes: float) -> int:
+    """Returns the number of tokens for which pages and checkpoints take `left` bytes. The other arguments are bytes per
+    token."""
+    per_token = slot_bytes + page_bytes
+    return int(max(left, 0) / per_token) if per_token else 0
+
+
+def _too_small(memory: int, slot_bytes: int, page_bytes: int, page_size: int) -> str:
+    pages = f" and pages of {show_bytes(page_bytes)} for {page_size} tokens" if page_bytes else ""
+    return (
+        f"{show_bytes(memory)} of memory is too small for one sequence: a state slot takes {show_bytes(slot_bytes)}"
+        f"{pages} "
+        "(raise memory_utilization, or lower num_speculative_tokens)"
+    )
+
+
+def show_bytes(count: int) -> str:
+    """Formats a number of bytes: 1536 -> '1.5 KiB'."""
+    size = float(count)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"

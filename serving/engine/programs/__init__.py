@@ -1,0 +1,1 @@
+"""Compiled programs: compiled at start-up and stored on disk for the next start."""

@@ -1,0 +1,1 @@
+"""Several engines of one model with the interface of one engine."""

@@ -1,0 +1,144 @@
+"""Chooses the replica of a request: the one with the least to compute before it can answer.
+
+The rule is the same as the router's (`serving.core.placing`). A router learns about states from events. This module
+reads each prefix index directly, so its information is current and has no block size. All replicas can fetch the same
+states from host memory or disk. A replica with a state on its device is preferred to one that must fetch it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+from serving.core.cache.prefix_tree import Scope
+from serving.core.placing import EVENNESS, Workload, price
+from serving.core.tiers.content import Chain
+from serving.engine.engine import Engine
+from serving.engine.request_error import RequestError
+from serving.engine.requests.adapters import LoRARequest
+from serving.engine.requests.sampling_params import SamplingParams
+
+FETCHING = EVENNESS
+"""The cost of fetching a token, as a fraction of computing it. With a smaller value, the replicas would fetch a single
+conversation in turn, because load beyond a replica's share has this weight."""
+
+
+class Placing:
+    """Tracks the load of each replica. Any thread may use it.
+
+    Args:
+        engines: the replicas.
+        clock: returns seconds.
+    """
+
+    def __init__(self, engines: Sequence[Engine], clock: Callable[[], float] = time.monotonic) -> None:
+        self._engines, self._clock = engines, clock
+        self._work = [Workload() for _ in engines]
+        self._choices = [0] * len(engines)
+        self._lock = threading.Lock()
+
+    def give(
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams | None,
+        salt: str | None,
+        lora_request: LoRARequest | None = None,
+        *,
+        without: Collection[int] = (),
+    ) -> Assignment:
+        """Chooses a replica for a request with all its choices, and adds the request to the replica's load.
+
+        A held replica (for example asleep, or without weights) is chosen only if all are held.
+
+        Args:
+            tokens: the prompt's token ids; ignored with one engine.
+            params: the request's parameters. With `prompt_logprobs`, the whole prompt is computed.
+            salt: the cache salt.
+            lora_request: the adapter. No states of an adapter that was never loaded are cached.
+            without: replicas that must not be chosen.
+        """
+        reuses = len(self._engines) > 1 and (params is None or params.prompt_logprobs is None)
+        choices = 1 if params is None else params.n
+        adapter = None
+        if lora_request is not None and (table := self._engines[0].adapters) is not None:
+            adapter = table.names.digest(lora_request)
+            reuses = reuses and adapter is not None
+        # Look up states outside the lock, because looking up a long prompt takes time.
+        chains: dict[Scope, Chain] = {}
+        found = [
+            _found(engine, tokens, salt, adapter, chains) if reuses else _Reusable(0, 0) for engine in self._engines
+        ]
+        missing = [len(tokens) - each.anywhere for each in found]
+        with self._lock:
+            now = self._clock()
+            recent = [work.recent(now) for work in self._work]
+            share = sum(recent) / len(recent)
+
+            def cost(replica: int) -> tuple[bool, float, int]:
+                whole = price(
+                    missing[replica] + FETCHING * (found[replica].anywhere - found[replica].device),
+                    pending=self._work[replica].pending,
+                    requests=self._choices[replica],
+                    recent=recent[replica],
+                    share=share,
+                )
+                return self._engines[replica].control.held, whole, self._choices[replica]
+
+            best = min((i for i in range(len(self._engines)) if i not in without), key=cost)
+            self._work[best].given(missing[best], now)
+            self._choices[best] += choices
+        return Assignment(self, best, missing[best], choices)
+
+    def tries_another(self, error: Exception, refused: Collection[int]) -> bool:
+        """Returns whether to try another replica after the replicas `refused` refused a request, the last with `error`.
+
+        A held replica is not tried, because it could delay the request indefinitely.
+        """
+        retry = isinstance(error, RequestError) and error.retry
+        return retry and any(not each.control.held for i, each in enumerate(self._engines) if i not in refused)
+
+    def computed(self, assignment: Assignment) -> None:
+        """Records that a replica has computed the prompt of an assignment, or will not compute it."""
+        with self._lock:  # two threads may call it
+            self._work[assignment.replica].computed(assignment.missing)
+            assignment.missing = 0
+
+    def ended(self, assignment: Assignment) -> None:
+        """Records that the request of an assignment has ended."""
+        self.computed(assignment)
+        with self._lock:
+            self._choices[assignment.replica] -= assignment.choices
+
+
+class Assignment:
+    """The assignment of a request to a replica, until the request ends."""
+
+    def __init__(self, placing: Placing, replica: int, missing: int, choices: int) -> None:
+        self._placing, self.replica, self.missing, self.choices = placing, replica, missing, choices
+
+    def computed(self) -> None:
+        """Records that the replica has computed the prompt."""
+        self._placing.computed(self)
+
+    def ended(self) -> None:
+        """Records that the request has ended. Must be called once."""
+        self._placing.ended(self)
+
+
+class _Reusable(NamedTuple):
+    """Numbers of prompt tokens that a replica does not have to compute."""
+
+    device: int
+    """Number of tokens, using states on its device."""
+    anywhere: int
+    """Number of tokens, also using states that the replica can fetch."""
+
+
+def _found(
+    engine: Engine, tokens: Sequence[int], salt: str | None, adapter: str | None, chains: dict[Scope, Chain]
+) -> _Reusable:
+    scheduler = engine.loop.scheduler
+    device = scheduler.resumable(tokens, salt, adapter)
+    return _Reusable(device, scheduler.fetchable(tokens, salt, device, chains, adapter))

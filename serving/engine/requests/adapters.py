@@ -1,0 +1,275 @@
+"""The loaded adapters of an engine (LoRA matrices, learned initial states or both), and the requests that use them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoints.adapter import Adapter, read_adapter
+from checkpoints.errors import CheckpointError
+from mamba_jax.config import HybridConfig
+from mamba_jax.programs import StepPrograms
+from serving.engine.request_error import RequestError
+from serving.engine.requests.initial_states import InitialStates
+from serving.points.state_source import Loop
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """The adapter of a request, with vLLM's fields."""
+
+    lora_name: str
+    """Requests with this name and path use the adapter that the first of them loaded."""
+    lora_int_id: int
+    """Not used. The engine distinguishes adapters by name, and their cached states by content."""
+    lora_path: str
+    """A directory with LoRA matrices as PEFT saves them, a learned initial state, or both."""
+
+
+class LoadedAdapter:
+    """An adapter on the device: in one entry of the programs' adapters, one entry of the initial states, or both."""
+
+    __slots__ = ("digest", "entry", "initial_slot", "last_use", "name", "path", "users")
+
+    def __init__(self, name: str, path: str, digest: str, *, entry: int, initial_slot: int) -> None:
+        self.name, self.path, self.digest = name, path, digest
+        self.entry = entry
+        """0 without LoRA."""
+        self.initial_slot = initial_slot
+        """The slot that requests start from; 0 = zeros."""
+        self.users = 0
+        """Number of unfinished requests that use the adapter. Its entries are overwritten only if this is 0."""
+        self.last_use = 0
+
+
+class Reservation:
+    """The entries for an adapter that is about to be loaded. Ends with `AdapterTable.commit` or `cancel`."""
+
+    __slots__ = ("adapter", "displaced", "loading", "state")
+
+    def __init__(self, adapter: Adapter, loading: LoadedAdapter, state: int) -> None:
+        self.adapter, self.loading = adapter, loading
+        self.state = state
+        """Entry of the initial state; 0 without one."""
+        self.displaced: list[tuple[_Entries, int, LoadedAdapter | None, bool]] = []
+        """What each entry held before, and whether requests could name it."""
+
+
+class AdapterNames(dict[str, tuple[str, str]]):
+    """The path and the digest of every adapter that was loaded and not unloaded, by name.
+
+    All replicas of an engine share it: an adapter that was removed from a device is read again only with the content
+    that it had, and a replica that holds other content under a name loads the adapter again.
+    """
+
+    def digest(self, request: LoRARequest | None) -> str | None:
+        """Returns the digest of a request's adapter; None if no engine has loaded it yet."""
+        path, digest = (None, None) if request is None else self.get(request.lora_name, (None, None))
+        return digest if request is not None and path == str(request.lora_path) else None
+
+    def check(self, name: str) -> None:
+        """Raises RequestError if no adapter has this name."""
+        if name not in self:
+            raise RequestError(f"adapter {name!r} is not loaded; loaded are: {', '.join(self) or 'none'}")
+
+
+class AdapterTable:
+    """Loads adapters into entries of the device. An entry is free when no unfinished request uses its adapter.
+
+    Args:
+        programs: step programs; LoRA needs programs with adapters.
+        config: the base model's configuration.
+        loop: has the store.
+        initial_states: None refuses adapters with an initial state.
+        names: shared by all replicas.
+    """
+
+    def __init__(
+        self,
+        programs: StepPrograms,
+        config: HybridConfig,
+        loop: Loop,
+        initial_states: InitialStates | None,
+        names: AdapterNames | None = None,
+    ) -> None:
+        self.names = AdapterNames() if names is None else names
+        self._programs, self._config, self._loop, self._states = programs, config, loop, initial_states
+        self._max_rank = None if programs.adapters is None else programs.adapters.rank
+        self._loras = _Entries("max_loras", 0 if programs.adapters is None else programs.adapters.count)
+        self._initial = _Entries("max_initial_states", 0 if initial_states is None else initial_states.count)
+        self._named: dict[str, LoadedAdapter] = {}
+        self._uses = itertools.count(1)
+
+    @property
+    def loaded(self) -> dict[str, str]:
+        """The digest of each adapter that requests can name."""
+        return {name: adapter.digest for name, adapter in self._named.items()}
+
+    @property
+    def num_users(self) -> int:
+        """Unfinished requests that use an adapter, counted once for each kind of entry that it has."""
+        return sum(adapter.users for entries in (self._loras, self._initial) for adapter in entries.held if adapter)
+
+    def warm_up(self) -> None:
+        """Compiles what loading needs."""
+        if self._states is not None and self._loop.store is not None:
+            self._states.warm_up(self._loop.store)
+
+    def load(self, name: str, path: str | Path) -> LoadedAdapter:
+        """Loads an adapter, and replaces one with the same name. Requests that use the old adapter keep it until they
+        end.
+
+        If no entry is empty, the least recently used adapter without unfinished requests is removed.
+
+        Raises:
+            RequestError: the adapter cannot be loaded, or all entries are in use. The table is unchanged.
+        """
+        return self.put(name, path, self.read(name, path))
+
+    def read(self, name: str, path: str | Path) -> Adapter:
+        """Reads an adapter's files. May be called from any thread.
+
+        Raises:
+            RequestError: the adapter cannot be read, does not fit the model or `max_rank`, or needs a flag that is not
+                set.
+        """
+        try:
+            adapter = read_adapter(path, self._config, max_rank=self._max_rank)
+        except CheckpointError as error:
+            raise RequestError(f"adapter {name!r}: {error}") from None
+        if adapter.layers and not self._loras.held:
+            raise RequestError(f"adapter {name!r}: {path} has LoRA matrices, which need the flag enable_lora")
+        of_experts = adapter.layers.keys() - (self._programs.adapters.layers if self._programs.adapters else ())
+        if adapter.layers and of_experts:
+            raise RequestError(
+                f"adapter {name!r}: {path} changes routed experts ({min(of_experts)}), which "
+                "needs the flag lora_experts"
+            )
+        if adapter.initial_state is not None and self._states is None:
+            raise RequestError(
+                f"adapter {name!r}: {path} has a learned initial state, which needs the flag max_initial_states"
+            )
+        return adapter
+
+    def put(self, name: str, path: str | Path, adapter: Adapter) -> LoadedAdapter:
+        """Loads an adapter like `load`, from files that were already read."""
+        return self.commit(self.reserve(name, path, adapter))
+
+    def reserve(self, name: str, path: str | Path, adapter: Adapter) -> Reservation:
+        """Takes the entries that an adapter needs. Nothing is written yet.
+
+        Raises:
+            RequestError: all entries are in use. The table is unchanged.
+        """
+        entry = self._loras.free(name, self._named) if adapter.layers else 0
+        state = self._initial.free(name, self._named) if adapter.initial_state is not None else 0
+        slot = self._states.slot(state) if self._states is not None and state else 0
+        loading = LoadedAdapter(name, str(path), adapter.digest, entry=entry, initial_slot=slot)
+        loading.users = 1  # so that no other adapter gets the entries
+        made = Reservation(adapter, loading, state)
+        for entries, place in ((self._loras, entry), (self._initial, state)):
+            if place:
+                held = entries.held[place - 1]
+                named = held is not None and self._named.get(held.name) is held
+                if held is not None and named:
+                    del self._named[held.name]
+                made.displaced.append((entries, place, held, named))
+                entries.held[place - 1] = loading
+        return made
+
+    def commit(self, reserved: Reservation) -> LoadedAdapter:
+        """Writes an adapter into its reserved entries. Requests can name it from now on."""
+        adapter, found = reserved.adapter, reserved.loading
+        try:
+            if found.entry:
+                self._programs.replace_adapter(found.entry, adapter.layers)
+            if reserved.state and self._states is not None and adapter.initial_state is not None:
+                self._states.put(self._loop, reserved.state, adapter.initial_state)
+        except BaseException:  # what the entries held is lost
+            for entries, place, _, _ in reserved.displaced:
+                entries.held[place - 1] = None
+            raise
+        found.users, found.last_use = 0, next(self._uses)
+        self._named[found.name] = found
+        self.names[found.name] = (found.path, found.digest)
+        return found
+
+    def cancel(self, reserved: Reservation) -> None:
+        """Gives the reserved entries back to the adapters that they hold."""
+        for entries, place, held, named in reserved.displaced:
+            entries.held[place - 1] = held
+            if held is not None and named:
+                self._named.setdefault(held.name, held)
+
+    def unload(self, name: str) -> None:
+        """Removes an adapter. Requests that use it keep it until they end.
+
+        Raises:
+            RequestError: no adapter has this name.
+        """
+        self.names.check(name)
+        self.remove(name)
+
+    def remove(self, name: str) -> None:
+        """Removes an adapter like `unload`, if it is loaded."""
+        self.names.pop(name, None)
+        self._named.pop(name, None)
+
+    def take(self, request: LoRARequest) -> LoadedAdapter:
+        """Returns the adapter of a new request, and loads it if necessary. Call `release` when the request ends.
+
+        Raises:
+            RequestError: see `load`.
+        """
+        name, path = request.lora_name, str(request.lora_path)
+        found, expected = self._named.get(name), self.names.digest(request)
+        if found is None or found.path != path or (expected is not None and found.digest != expected):
+            adapter = self.read(name, path)
+            if expected is not None and adapter.digest != expected:
+                raise RequestError(
+                    f"adapter {name!r}: the files in {path} have changed since it was loaded; load the adapter again"
+                )
+            found = self.put(name, path, adapter)
+        found.users += 1
+        found.last_use = next(self._uses)
+        return found
+
+    def release(self, adapter: LoadedAdapter) -> None:
+        """Records that a request that called `take` has ended."""
+        adapter.users -= 1
+
+
+class _Entries:
+    """The adapters in the entries of one kind, from entry 1 on.
+
+    Args:
+        flag: the flag that sets the number of entries.
+        count: the number of entries.
+    """
+
+    def __init__(self, flag: str, count: int) -> None:
+        self._flag = flag
+        self.held: list[LoadedAdapter | None] = [None] * count
+
+    def free(self, name: str, named: Mapping[str, LoadedAdapter]) -> int:
+        """Returns an entry that no unfinished request uses: an empty one, one of a removed adapter or of `name`, or the
+        least recently used one.
+
+        Raises:
+            RequestError: all are in use.
+        """
+
+        def worth(entry: int) -> int:
+            held = self.held[entry - 1]
+            return 0 if held is None or named.get(held.name) is not held or held.name == name else held.last_use
+
+        idle = [entry for entry, held in enumerate(self.held, 1) if held is None or not held.users]
+        if not idle:
+            raise RequestError(
+                f"adapter {name!r} cannot be loaded: unfinished requests use all {len(self.held)} loaded adapters; "
+                f"try again, or raise {self._flag}",
+                retry=True,
+            )
+        return min(idle, key=worth)

@@ -1,0 +1,191 @@
+"""Outputs: a `RequestOutput` per request and a `CompletionOutput` per choice, with vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from serving.engine.request_error import RequestError, RequestFailed
+from serving.engine.requests.draft_stats import DraftStats
+from serving.engine.requests.sampling_params import SamplingParams
+from serving.engine.requests.stop_text import StopText
+
+_PIECE = 64  # tokens decoded at once: a decoder scans the whole piece to find where its text may be cut
+
+
+class Logprob(NamedTuple):
+    """Log-probability of one token: under the model's own distribution or, for output tokens and with
+    `logprobs_mode="processed_logprobs"`, under the distribution that tokens are sampled from."""
+
+    logprob: float
+    rank: int | None
+    """1 = the likeliest; None if the token is not among the requested alternatives."""
+
+
+TokenLogprobs = dict[int, Logprob]
+"""Log-probabilities of one position by token id: the chosen token first, then the likeliest ones."""
+
+
+@dataclass
+class RequestMetrics:
+    """Times of a request's events, in seconds of `time.monotonic`."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+    drafts: DraftStats = field(default_factory=DraftStats)
+    """Counters of the drafts of all choices."""
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival until the host received the first token."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+@dataclass
+class CompletionOutput:
+    """One choice of a request."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    """Sum over the output tokens; only if `logprobs` was requested."""
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    """`stop`, `length`, `abort`, or None while it runs."""
+    stop_reason: int | str | None = None
+    """The stop id or stop text that ended it; None for end-of-sequence."""
+    weights_versions: list[tuple[str, int]] = field(default_factory=list)
+    """The weights that produced the tokens: (version, number of tokens), in order. One entry unless they changed."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the choice has ended."""
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """The output of a request, partial or complete. Outputs of one request share lists: copy values that must not
+    change."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    """Number of prompt tokens that were in the prefix cache and not computed."""
+    miss_reason: str | None = None
+    """Why no part of the prompt came from the cache; None if a part came from it."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One entry per prompt token; None for the first."""
+    metrics: RequestMetrics | None = None
+    failure: RequestError | RequestFailed | None = None
+    """Why the request failed, if it did; its choices then have finish reason `error`."""
+
+
+class TextStream(Protocol):
+    """Converts tokens to text incrementally; holds back bytes that do not form a complete character yet."""
+
+    def push(self, token_ids: Sequence[int]) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+def token_logprobs(token: int, logprob: float, top_ids: np.ndarray, top: np.ndarray) -> TokenLogprobs:
+    """Returns the log-probabilities of the chosen token and of the alternatives (likeliest first) in one table."""
+    ranks = {int(t): rank for rank, t in enumerate(top_ids, start=1)}
+    table = {token: Logprob(logprob, ranks.get(token))}
+    for rank, (other, value) in enumerate(zip(top_ids.tolist(), top.tolist(), strict=True), start=1):
+        table.setdefault(other, Logprob(value, rank))
+    return table
+
+
+class Choice:
+    """A running choice. It converts tokens to text and finds stop texts."""
+
+    def __init__(self, index: int, params: SamplingParams, text: TextStream | None) -> None:
+        self.output = CompletionOutput(index)
+        if params.logprobs is not None:
+            self.output.logprobs = []
+            self.output.cumulative_logprob = 0.0
+        self._params = params
+        self._stream = text
+        self._stops = StopText(params.stop_automaton, include=params.include_stop_str_in_output)
+        self._decoded = 0  # number of tokens converted to text
+        self._hidden = False  # the last token ends the output and is not shown
+
+    def append(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprobs] | None = None,
+        *,
+        ended: bool = False,
+        version: str = "",
+    ) -> bool:
+        """Appends tokens. Returns whether a stop text ended the choice; tokens after it are dropped.
+
+        `ended`: the last token ends the output. It is one of the output's tokens, but its text is omitted, like a stop
+        text. This method converts tokens to text only if there are stop texts; otherwise `refresh` does.
+        `version`: the version of the weights.
+        """
+        before, output = len(self.output.token_ids), self.output
+        try:
+            return self._append(tokens, logprobs, ended)
+        finally:
+            _count(output.weights_versions, version, len(output.token_ids) - before)
+
+    def _append(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, ended: bool) -> bool:
+        output = self.output
+        self._hidden = ended and not self._params.include_stop_str_in_output
+        for i, token in enumerate(tokens):
+            output.token_ids.append(token)
+            if logprobs is not None and output.logprobs is not None:
+                output.logprobs.append(logprobs[i])
+                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs[i][token].logprob
+            if self._stops.texts:
+                # Text before min_tokens is not searched, because it can neither contain nor begin a stop text.
+                self._stops.active = len(output.token_ids) > self._params.min_tokens
+                self._read_to(len(output.token_ids) - (self._hidden and i == len(tokens) - 1))
+                if self._stops.found is not None:
+                    output.finish_reason, output.stop_reason = "stop", self._stops.found
+                    return True
+        return False
+
+    def refresh(self) -> None:
+        """Updates `text` from the tokens, except for text that may begin a stop text."""
+        self._read_to(len(self.output.token_ids) - self._hidden)
+
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        """Ends the choice by length, a token or an abort. Adds held-back text to the output."""
+        output = self.output
+        if output.finished:
+            return
+        output.finish_reason, output.stop_reason = reason, stop_reason
+        self.refresh()
+        if self._stream is not None and self._stops.found is None:
+            output.text += self._stops.push(self._stream.flush())
+            output.text += self._stops.flush()
+
+    def _read_to(self, end: int) -> None:
+        """Converts the tokens up to `end` to text."""
+        while self._stream is not None and self._decoded < end and self._stops.found is None:
+            piece = self.output.token_ids[self._decoded : min(end, self._decoded + _PIECE)]
+            self._decoded += len(piece)
+            self.output.text += self._stops.push(self._stream.push(piece))
+
+
+def _count(runs: list[tuple[str, int]], version: str, tokens: int) -> None:
+    """Adds a number of tokens of a version to the runs."""
+    if not tokens:
+        return
+    if runs and runs[-1][0] == version:
+        tokens += runs.pop()[1]
+    runs.append((version, tokens))

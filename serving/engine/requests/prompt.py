@@ -1,0 +1,59 @@
+"""Prompts: a text or token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from checkpoints.tokenizer import Tokenizer
+from serving.engine.request_error import RequestError
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": [...]}`."""
+
+
+def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str | None, list[int]]:
+    """Returns a prompt's text, if it has one, and its token ids. May be called from any thread.
+
+    Args:
+        prompt: the user's prompt.
+        tokenizer: None = only token ids are allowed.
+        vocab_size: the model's vocabulary size; token ids must be smaller.
+
+    Raises:
+        RequestError: the prompt is not valid.
+    """
+    given: Any = prompt
+    if isinstance(prompt, (list, tuple)):
+        return None, _token_ids(prompt, vocab_size)
+    if isinstance(prompt, Mapping):
+        if "prompt_token_ids" in prompt:
+            return prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"], vocab_size)
+        if "prompt" not in prompt:
+            raise RequestError("a prompt is a text, {'prompt': text} or {'prompt_token_ids': [...]}")
+        given = prompt["prompt"]
+    if not isinstance(given, str):
+        raise RequestError(f"a prompt must be a text, got {type(given).__name__}")
+    if tokenizer is None:
+        raise RequestError("this model has no tokenizer: give 'prompt_token_ids' instead of a text")
+    ids = tokenizer.encode(given)
+    if not ids:
+        raise RequestError("the prompt is empty")
+    return given, ids
+
+
+def _token_ids(given: Any, vocab_size: int) -> list[int]:
+    plain = type(given) is list and set(map(type, given)) <= {int}  # usual for long prompts; faster than checking each
+    try:
+        ids = given.copy() if plain else [int(token) for token in given if not isinstance(token, (bool, str))]
+        wrong = not plain and (len(ids) != len(given) or any(i != t for i, t in zip(ids, given, strict=True)))
+    except (TypeError, ValueError, OverflowError):
+        wrong = True
+    if wrong or isinstance(given, (str, bytes, Mapping)):
+        raise RequestError("prompt_token_ids must be a list of integers")
+    if not ids:
+        raise RequestError("the prompt is empty")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        bad = next(i for i in ids if not 0 <= i < vocab_size)
+        raise RequestError(f"prompt_token_ids: {bad} is not in the vocabulary (0 to {vocab_size - 1})")
+    return ids

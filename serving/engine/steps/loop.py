@@ -1,0 +1,400 @@
+"""The step loop: schedules, dispatches and settles steps. It dispatches a step before it reads the previous results."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from mamba_jax.batch import DecodeBatch, MixedBatch, StepOutput
+from mamba_jax.programs import Batch, RowsBatch, StepBatch, StepPrograms, abstract
+from mamba_jax.rows import Rows
+from mamba_jax.store import Store
+from serving.core import DecodeRow, Request, Scheduler, StepPlan, StepResult
+from serving.engine.steps.batching import AnyBatch, BatchBuilder
+from serving.engine.steps.loop_stats import LoopStats
+from serving.engine.steps.results import Settled, StateError, not_finite, read_results, start_reading
+from serving.engine.steps.row_inputs import RowInputs
+from serving.points.state_source import StateSource
+
+log = logging.getLogger(__name__)
+
+MAX_FAILURES = 3
+"""Number of consecutive failed steps after which the loop treats the fault as permanent."""
+
+
+class PlanError(RuntimeError):
+    """A plan could not be converted to arrays, because of a bug. The loop has withdrawn the plan; nothing else is lost.
+
+    `requests`: the requests with the invalid rows. They must end, otherwise every later plan that contains them fails.
+    """
+
+    def __init__(self, message: str, requests: Sequence[Request]) -> None:
+        super().__init__(message)
+        self.requests = list(requests)
+
+
+@dataclass(frozen=True)
+class _Arrays:
+    """A plan in the form that the programs take."""
+
+    rows: Sequence[RowsBatch]
+    """Changes of seats. They run before `steps`, in this order."""
+    steps: Sequence[StepBatch]
+    """One mixed batch, or at most one batch of each kind, with decode first."""
+
+
+@dataclass
+class _Flight:
+    """A dispatched step with its own outputs, so that late results are never matched with another batch."""
+
+    plan: StepPlan
+    dispatched: float
+    """Time of the dispatch, by `perf_counter`."""
+    compiled: int
+    """Number of programs compiled before the dispatch."""
+    decode: StepOutput | None
+    prefill: StepOutput | None
+
+
+class Followers(Protocol):
+    """The other hosts of an engine's mesh, which dispatch the same programs as this host. See `serving/hosts`."""
+
+    def call(self, batch: Batch) -> None:
+        """Makes all followers dispatch this batch's program, after the programs of earlier calls."""
+
+    def step_failed(self, error: BaseException) -> None:
+        """Reports that this host has lost its store, without which the other hosts' stores are useless. Does not
+        return."""
+
+    def done(self) -> None:
+        """Reports that no step will follow."""
+
+
+class WarmUpStopped(RuntimeError):
+    """The warm-up ended before all programs were compiled, because `StepLoop.leaving` was set."""
+
+
+class StepLoop:
+    """Runs the scheduler's plans on the device.
+
+    Args:
+        scheduler: plans each step.
+        programs: the compiled steps.
+        batches: converts plans to arrays.
+        inputs: converts requests to arrays.
+        make_store, make_rows: create an empty store and empty seats; called at start and after a failed step.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        programs: StepPrograms,
+        batches: BatchBuilder,
+        inputs: RowInputs,
+        *,
+        make_store: Callable[[], Store],
+        make_rows: Callable[[], Rows],
+    ) -> None:
+        self.scheduler, self.programs, self.batches, self.inputs = scheduler, programs, batches, inputs
+        self.stats = LoopStats()
+        self.fault: Callable[[StepPlan], None] | None = None
+        """For tests: called after a step's programs are dispatched. It may raise the errors of a failing device."""
+        self.sources: list[StateSource] = []
+        """Sources of states that are not on this engine's device: other workers, and tiers below the device."""
+        self.followers: Followers | None = None
+        """The other hosts; only set on the host that leads them."""
+        self._make_store, self._make_rows = make_store, make_rows
+        self._store: Store | None = make_store()
+        self._rows: Rows | None = make_rows()
+        self._checks_tags = self._store.tags is not None
+        self._flight: _Flight | None = None
+        self._settling = False
+        self._failed_in_a_row = self._unplanned_in_a_row = 0
+        self._last_read = 0.0
+        self.leaving = threading.Event()
+        """Any thread sets this at shutdown. It ends a warm-up, which can take minutes."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether the loop has work to do."""
+        scheduler = self.scheduler
+        if self._flight is not None or scheduler.has_unfinished or scheduler.has_unneeded_remotes:
+            return True
+        return any(source.busy for source in self.sources)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a dispatched step has not been settled."""
+        return self._flight is not None or self._settling
+
+    @property
+    def store(self) -> Store | None:
+        """The current store, which the next step consumes. None after a failure, until the next step."""
+        return self._store
+
+    def close(self) -> None:
+        """Ends the loop. Writes the device's cached states to the disk tier, if there is one. No step may follow."""
+        for source in self.sources:
+            source.close(self)
+        if self.followers is not None:
+            self.followers.done()
+
+    def run(self, batch: Batch) -> Any:
+        """Dispatches one program over the store and the seats. Steps use the device only through this method.
+
+        Returns:
+            The program's output for the host: a `StepOutput`; for a mixed step one for the decode rows and one for the
+            prefill rows; None for a batch that changes only seats.
+        """
+        self.take_store()
+        assert self._store is not None
+        assert self._rows is not None
+        if self.followers is not None:
+            self.followers.call(batch)
+        if isinstance(batch, RowsBatch):
+            self._rows = self.programs.change_rows(self._rows, batch)
+            return None
+        self._store, self._rows, output = self.programs.step(self._store, self._rows, batch)
+        return output
+
+    def replace_store(self, change: Callable[[Store], Store]) -> None:
+        """Dispatches a program over the store outside of any step. If `change` raises, the store counts as lost."""
+        assert self.followers is None, "other hosts would not do the same"
+        self.take_store()
+        assert self._store is not None
+        store, self._store = self._store, None
+        self._store = change(store)
+
+    def free_store(self) -> None:
+        """Frees the memory of states and pages. No step may be in flight. Running requests will be computed again.
+
+        The next step, or `take_store`, allocates the memory again.
+        """
+        assert not self.in_flight, "a step in flight needs the store"
+        assert self.followers is None, "other hosts would not do the same"
+        for leaf in jax.tree.leaves((self._store, self._rows)):
+            leaf.delete()
+        self._store = self._rows = None
+        self.scheduler.reset()
+
+    def take_store(self) -> None:
+        """Creates an empty store if there is no store."""
+        if self._store is None or self._rows is None:
+            self._store, self._rows = self._make_store(), self._make_rows()
+            self.batches.forget_page_tables()
+
+    @property
+    def shapes(self) -> tuple[Store, Rows]:
+        """Abstract shapes of the store and the seats, for compilation: each step replaces the arrays themselves. The
+        store must exist."""
+        assert self._store is not None
+        return abstract(self._store), abstract(self._rows)
+
+    def warm_up(self, batches: Iterable[AnyBatch], progress: Callable[[], None] | None = None) -> None:
+        """Compiles the programs for batches of these shapes.
+
+        Raises:
+            WarmUpStopped: `leaving` was set.
+        """
+        store, rows = self._store, self._rows
+        assert store is not None
+        assert rows is not None
+        # Tracing needs the interpreter lock, but XLA compiles without it, so several programs compile in parallel.
+        workers = min(4, os.cpu_count() or 1)
+        with ThreadPoolExecutor(workers) as pool:
+            jobs = [pool.submit(self.programs.program, store, rows, batch) for batch in batches]
+            try:
+                for job in as_completed(jobs):
+                    job.result()
+                    if self.leaving.is_set():
+                        raise WarmUpStopped("asked to stop while compiling")
+                    if progress is not None:
+                        progress()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def step(self) -> Settled | None:
+        """Dispatches the next step, then settles the previous one. Returns None if no step was settled.
+
+        Raises:
+            PlanError: a plan could not be converted to arrays; the step in flight continues.
+            Exception: steps keep failing, or a bug or an interrupt occurred. No step is in flight any more, and all
+                requests are queued to be computed again.
+        """
+        return self._turn(self._plan)
+
+    def drain(self) -> Settled | None:
+        """Settles the step in flight, if there is one, without dispatching another. Raises the errors of `step`."""
+        return self._turn(lambda: None)
+
+    def _turn(self, make_plan: Callable[[], StepPlan | None]) -> Settled | None:
+        before, self._flight = self._flight, None
+        self._settling = before is not None
+        try:
+            self._exchange()
+            plan = make_plan()
+            if plan is not None:
+                self._flight = self._dispatch(plan)
+            self._exchange()
+            self._settling = False
+            settled = None if before is None else self._settle(before)
+            self._failed_in_a_row = 0 if settled else self._failed_in_a_row
+            return settled
+        except PlanError:
+            self._flight = before  # this step is still running and is not affected
+            raise
+        except BaseException as error:
+            self._forget()
+            if self.followers is not None:
+                self.followers.step_failed(error)
+            if not self._is_transient(error):
+                raise
+            text = " ".join(str(error).split())[:500]
+            log.warning("a step failed; everything that ran is computed again: %s", text)
+            return None
+
+    def _exchange(self) -> None:
+        """Starts to fetch states that requests newly wait for, and writes arrived states to the store."""
+        for load in self.scheduler.take_loads():
+            if load.valid:
+                load.remote.source.fetch(self, load)
+        for remote in self.scheduler.pop_unneeded_remotes():
+            remote.source.cancel(remote)
+        for source in self.sources:
+            source.exchange(self)
+
+    def _plan(self) -> StepPlan | None:
+        begin = time.perf_counter()
+        self.inputs.collect_masks()
+        lockstep = self.scheduler.needs_settle_before_schedule()
+        self.stats.lockstep_steps += lockstep
+        plan = None if lockstep else self.scheduler.schedule()
+        if plan is None and not self._settling and self.inputs.collect_masks(idle=True):
+            plan = self.scheduler.schedule()
+        for source in self.sources:
+            # States evicted for this plan stay intact in the store until the plan or an arrival is dispatched.
+            source.copy_out(self._store)
+        self.stats.plan_seconds += time.perf_counter() - begin
+        return plan
+
+    def _dispatch(self, plan: StepPlan) -> _Flight:
+        begin, compiled = time.perf_counter(), self.programs.compilations
+        try:
+            arrays = self._arrays(plan)
+        except Exception as error:
+            guilty = self._guilty(plan)
+            # The device has computed nothing, so no state of this plan may become findable in the cache.
+            self.scheduler.withdraw(plan)
+            self.batches.forget_page_tables()
+            self._unplanned_in_a_row += 1
+            if not guilty and self._unplanned_in_a_row >= MAX_FAILURES:
+                guilty = [row.request for row in plan.rows]  # the batch fails, but no single row does
+            raise PlanError(f"step {plan.step} could not be turned into arrays: {error}", guilty) from error
+        self._unplanned_in_a_row = 0
+        built = time.perf_counter()
+        decode: StepOutput | None = None
+        prefill: StepOutput | None = None
+        for seats in arrays.rows:
+            self.run(seats)
+        for batch in arrays.steps:
+            output = self.run(batch)
+            if isinstance(batch, MixedBatch):
+                decode, prefill = output
+                self.stats.mixed_steps += 1
+            elif isinstance(batch, DecodeBatch):
+                decode = output
+            else:
+                prefill = output
+        start_reading(decode, plan.decode)
+        start_reading(prefill, plan.prefill)
+        self.stats.decode_rows += len(plan.decode)
+        self.stats.prefill_tokens += sum(row.num_tokens for row in plan.prefill)
+        if self.fault is not None:
+            self.fault(plan)
+        done = time.perf_counter()
+        self.scheduler.dispatched(plan)
+        for source in self.sources:
+            source.dispatched(self, plan)
+        self.stats.steps += 1
+        self.stats.dispatch_seconds += done - built
+        self.stats.plan_seconds += built - begin + time.perf_counter() - done
+        return _Flight(plan, begin, compiled, decode, prefill)
+
+    def _arrays(self, plan: StepPlan) -> _Arrays:
+        seats = [self.inputs.seat(request) for request in plan.admitted]
+        steps = self.batches.step(plan.decode, plan.prefill)
+        tables = self.batches.take_page_tables()
+        return _Arrays([*seats, *tables, *self.inputs.masks(plan)], steps)
+
+    def _guilty(self, plan: StepPlan) -> list[Request]:
+        """Returns the requests of a plan that cannot be converted to arrays even without other requests."""
+        guilty = []
+        for row in plan.rows:
+            alone = StepPlan(plan.step, admitted=[request for request in plan.admitted if request is row.request])
+            if isinstance(row, DecodeRow):
+                alone.decode.append(row)
+            else:
+                alone.prefill.append(row)
+            try:
+                self._arrays(alone)
+            except Exception:
+                log.exception("request %s cannot be turned into arrays", row.request.request_id)
+                guilty.append(row.request)
+        return guilty
+
+    def _settle(self, flight: _Flight) -> Settled:
+        plan = flight.plan
+        begin = time.perf_counter()
+        decode = read_results(flight.decode, plan.decode, check_tags=self._checks_tags)
+        prefill = read_results(flight.prefill, plan.prefill, check_tags=self._checks_tags)
+        self.inputs.take_proposals(plan.decode, decode)
+        self.inputs.take_proposals(plan.prefill, prefill)
+        read = time.perf_counter()
+        self.stats.wait_seconds += read - begin
+        if self.programs.compilations == flight.compiled:
+            # The device started this step when it was dispatched, or when the previous step ended.
+            self.scheduler.observe(plan, read - max(flight.dispatched, self._last_read))
+        self._last_read = read
+        if decode is not None and decode.drafted:
+            self.stats.drafts.add(decode.drafted, decode.tokens)
+        broken = [*not_finite(decode, plan.decode), *not_finite(prefill, plan.prefill)]
+        for request in broken:
+            self.stats.not_finite += 1
+            self.scheduler.discard(request.request_id)
+        result = StepResult(
+            decode=decode.emitted(len(plan.decode)) if decode else [],
+            prefill=prefill.emitted(len(plan.prefill)) if prefill else [],
+            drafted=decode.drafted if decode else [],
+        )
+        settled = Settled(self.scheduler.settle(plan, result), plan, decode, prefill, broken)
+        if prefill is not None and prefill.prompt is not None:
+            starts = np.cumsum([0] + [row.num_tokens for row in plan.prefill])
+            settled.prompt_starts = starts.tolist()
+        self.stats.settle_seconds += time.perf_counter() - read
+        return settled
+
+    def _forget(self) -> None:
+        """Discards the donated store, which is lost. The next step starts with an empty store and computes running
+        requests again."""
+        self.stats.failures += 1
+        self._failed_in_a_row += 1
+        self._flight = None
+        self._store = self._rows = None  # created again when needed: two stores may not fit in memory
+        self.scheduler.reset()
+
+    def _is_transient(self, error: BaseException) -> bool:
+        """Returns whether to retry. XLA raises RuntimeErrors. Bugs, interrupts and repeated failures are not
+        retried."""
+        if isinstance(error, (RuntimeError, MemoryError)) and not isinstance(error, StateError):
+            return self._failed_in_a_row < MAX_FAILURES
+        return False

@@ -1,0 +1,130 @@
+"""The results of a step on the host: outputs of its programs, and the tokens of each request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from mamba_jax.batch import PromptLogprobs, StepOutput
+from serving.core import DecodeRow, Emitted, PrefillRow, Request, StepPlan
+from serving.engine.requests.output import TokenLogprobs, token_logprobs
+
+
+class StateError(RuntimeError):
+    """`debug_state` detected that a row read a slot that does not contain the row's state: a bug in the engine."""
+
+
+@dataclass
+class HostOutput:
+    """One program's results as host arrays. Log-probabilities are fetched only if a row needs them."""
+
+    tokens: np.ndarray
+    """[rows, H]; -1 = none."""
+    finite: np.ndarray
+    """[rows]: whether the logits were finite."""
+    logprobs: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+    drafted: list[int] = field(default_factory=list)
+    """Number of drafts verified for each row; empty for programs without drafts."""
+    proposed: np.ndarray | None = None
+    """[rows, K]: drafts for each row's next step, -1 = none; fetched only if the host needs them for some row."""
+    prompt: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+    """For each packed prompt token: its log-probability, the ids of the likeliest tokens, their log-probabilities."""
+
+    def tables(self, row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
+        """Returns for each of a row's tokens its log-probability and those of the `count` likeliest tokens."""
+        assert self.logprobs is not None
+        assert self.top_ids is not None
+        assert self.top_logprobs is not None
+        return [
+            token_logprobs(
+                token, float(self.logprobs[row, i]), self.top_ids[row, i, :count], self.top_logprobs[row, i, :count]
+            )
+            for i, token in enumerate(tokens)
+        ]
+
+    def emitted(self, count: int) -> list[list[int]]:
+        """Returns the tokens of the first `count` rows."""
+        return [[token for token in row if token >= 0] for row in self.tokens[:count].tolist()]
+
+
+@dataclass
+class Settled:
+    """The results of one step: tokens by request, and the arrays with the log-probabilities."""
+
+    emitted: list[Emitted]
+    plan: StepPlan
+    decode: HostOutput | None
+    prefill: HostOutput | None
+    not_finite: list[Request]
+    """Requests that ended because their logits were NaN or infinite. None of their states are published."""
+    prompt_starts: list[int] = field(default_factory=list)
+    """Position of each prefill row's first token in the packed tokens."""
+
+    def place(self, row: DecodeRow | PrefillRow) -> tuple[HostOutput, int]:
+        """Returns the results that contain a row, and the row's index in them."""
+        rows: Sequence[DecodeRow | PrefillRow] = self.plan.decode if isinstance(row, DecodeRow) else self.plan.prefill
+        lines = self.decode if isinstance(row, DecodeRow) else self.prefill
+        assert lines is not None
+        return lines, next(i for i, other in enumerate(rows) if other is row)
+
+
+def start_reading(output: StepOutput | None, rows: Sequence[DecodeRow | PrefillRow]) -> None:
+    """Starts to copy the arrays that `read_results` needs for these rows, without waiting."""
+    if output is None:
+        return
+    output.tokens.copy_to_host_async()
+    output.finite.copy_to_host_async()
+    if output.num_drafts is not None:
+        output.num_drafts.copy_to_host_async()
+    if any(row.request.sampling.logprobs is not None for row in rows):
+        for array in (output.logprobs, output.top_ids, output.top_logprobs):
+            array.copy_to_host_async()
+    proposed = _wanted_proposals(output, rows)
+    if proposed is not None:
+        proposed.copy_to_host_async()
+
+
+def read_results(
+    output: StepOutput | None, rows: Sequence[DecodeRow | PrefillRow], *, check_tags: bool
+) -> HostOutput | None:
+    """Waits for a program's results. Returns those that `rows`, the program's first rows, need.
+
+    Raises:
+        StateError: `check_tags` is set and a row has read the state of another row.
+    """
+    if output is None:
+        return None
+    lines = HostOutput(np.asarray(output.tokens), np.asarray(output.finite))
+    if output.num_drafts is not None:
+        lines.drafted = np.asarray(output.num_drafts)[: len(rows)].tolist()
+    if any(row.request.sampling.logprobs is not None for row in rows):
+        lines.logprobs, lines.top_ids, lines.top_logprobs = (
+            np.asarray(x) for x in (output.logprobs, output.top_ids, output.top_logprobs)
+        )
+    proposed = _wanted_proposals(output, rows)
+    if proposed is not None:
+        lines.proposed = np.asarray(proposed)
+    prompt: PromptLogprobs | None = output.prompt_logprobs
+    if prompt is not None and any(row.request.prompt_logprobs for row in rows):
+        lines.prompt = (np.asarray(prompt.token), np.asarray(prompt.top_ids), np.asarray(prompt.top))
+    if check_tags and bool(output.tag_error):
+        raise StateError("a row has read a state slot that does not hold the state after its own tokens")
+    return lines
+
+
+def _wanted_proposals(output: StepOutput, rows: Sequence[DecodeRow | PrefillRow]) -> jax.Array | None:
+    """Returns the drafts for the next step if the host needs them for one of these rows."""
+    return output.proposed if any(row.request.lockstep for row in rows) else None
+
+
+def not_finite(lines: HostOutput | None, rows: Sequence[DecodeRow | PrefillRow]) -> list[Request]:
+    """Returns the unfinished requests with NaN or infinite logits, which cannot continue."""
+    if lines is None or lines.finite[: len(rows)].all():
+        return []
+    broken = [row.request for row, finite in zip(rows, lines.finite, strict=False) if not finite]
+    return [request for request in broken if not request.finished]

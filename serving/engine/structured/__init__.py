@@ -1,0 +1,1 @@
+"""Structured outputs: compiles grammars, follows them, and computes masks of allowed tokens."""

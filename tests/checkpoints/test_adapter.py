@@ -1,0 +1,139 @@
+"""Adapters on disk: what is read, and what is refused with one line that names it."""
+
+import json
+import math
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from checkpoints import load_config
+from checkpoints.adapter import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from checkpoints.errors import CheckpointError
+from tests.support.golden_case import FIXTURES
+
+FIXTURE = FIXTURES / "nemotronh-moe"
+CONFIG = load_config(FIXTURE)
+IN_PROJ = "base_model.model.model.layers.2.mixer.in_proj"
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return shutil.copytree(FIXTURE / "adapter", tmp_path / "adapter")
+
+
+def configure(directory, **fields):
+    path = directory / CONFIG_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def change(directory, change):
+    tensors = load_file(directory / WEIGHTS_FILE)
+    change(tensors)
+    save_file(tensors, directory / WEIGHTS_FILE)
+
+
+def test_a_fused_projection_is_taken_apart_and_scaled(directory):
+    adapter = read_adapter(directory, CONFIG)
+    tensors = {name: value.astype(np.float32) for name, value in load_file(directory / WEIGHTS_FILE).items()}
+    parts = [adapter.layers[f"blocks.2.mixer.in_proj_{part}"] for part in ("zx", "bc", "dt")]
+    expected = tensors[f"{IN_PROJ}.lora_B.weight"] * (5 / 3)
+    np.testing.assert_allclose(np.concatenate([b for _, b in parts]), expected, rtol=1e-6)
+    assert all((a == tensors[f"{IN_PROJ}.lora_A.weight"]).all() for a, _ in parts)
+    assert adapter.rank == 3
+
+
+def test_scale_follows_the_config(directory):
+    plain = read_adapter(directory, CONFIG).layers["blocks.2.mixer.in_proj_dt"][1]
+    configure(directory, use_rslora=True)
+    stable = read_adapter(directory, CONFIG).layers["blocks.2.mixer.in_proj_dt"][1]
+    np.testing.assert_allclose(stable, plain * math.sqrt(3), rtol=1e-6)
+    configure(directory, use_rslora=False, alpha_pattern={r"^model\.layers\.2\.mixer\.in_proj$": 20})
+    np.testing.assert_allclose(read_adapter(directory, CONFIG).layers["blocks.2.mixer.in_proj_dt"][1], plain * 4)
+
+
+def test_the_digest_is_of_the_content(directory, tmp_path):
+    first = read_adapter(directory, CONFIG).digest
+    copy = shutil.copytree(directory, tmp_path / "copy")
+    configure(copy, base_model_name_or_path="another name")
+    assert read_adapter(copy, CONFIG).digest == first
+    configure(copy, lora_alpha=6)
+    assert read_adapter(copy, CONFIG).digest != first
+    change(directory, lambda tensors: tensors[f"{IN_PROJ}.lora_A.weight"].__setitem__((0, 0), 1))
+    assert read_adapter(directory, CONFIG).digest != first
+
+
+def renamed(old, new):
+    def change(tensors):
+        for name in list(tensors):
+            if old in name:
+                tensors[name.replace(old, new)] = tensors.pop(name)
+
+    return change
+
+
+def replaced(name, value):
+    return lambda tensors: tensors.__setitem__(name, value.astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("change_tensors", "message"),
+    [
+        (renamed("layers.2.mixer.in_proj", "layers.9.mixer.in_proj"), "no module model.layers.9.mixer.in_proj"),
+        (renamed("layers.2.mixer.in_proj", "layers.2.mixer.gate"), "no module model.layers.2.mixer.gate"),
+        (renamed("layers.2.mixer.in_proj", "layers.2.mixer.conv1d"), "conv1d is not a linear layer"),
+        (renamed("layers.4.mixer.shared_experts", "layers.4.mixer.experts.1"), r"experts\.1\.\w+ has lora_A"),
+        (renamed("model.layers.2.mixer.in_proj", "lm_head"), "lm_head is not a linear layer"),
+        (lambda tensors: tensors.pop(f"{IN_PROJ}.lora_A.weight"), "in_proj has lora_B only"),
+        (
+            replaced(f"{IN_PROJ}.lora_B.weight", np.zeros((536, 3))),
+            r"in_proj has lora_A .* expected \[3, 48\] and \[537",
+        ),
+        (replaced(f"{IN_PROJ}.lora_A.weight", np.zeros((3, 47))), r"in_proj has lora_A \[3, 47\]"),
+        (replaced(f"{IN_PROJ}.lora_A.weight", np.zeros((4, 48))), "rank 4, but the config says 3"),
+        (replaced(f"{IN_PROJ}.lora_A.weight", np.full((3, 48), np.nan)), "in_proj has numbers that are not finite"),
+        (replaced(f"{IN_PROJ}.lora_magnitude_vector", np.zeros(3)), "lora_magnitude_vector is not supported"),
+        (lambda tensors: tensors.clear(), "has no tensors"),
+    ],
+)
+def test_wrong_tensors_are_refused(directory, change_tensors, message):
+    change(directory, change_tensors)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_adapter(directory, CONFIG)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
+        ({"use_dora": True}, "DoRA is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
+        ({"bias": "all"}, "bias 'all' is not supported"),
+        ({"fan_in_fan_out": True}, "transposed weights"),
+        ({"new_method": {"a": 1}}, "new_method is"),
+        ({"init_lora_weights": "pissa"}, "'pissa' changes the base model's weights"),
+        ({"r": 0}, "r is 0: a number above 0"),
+        ({"lora_alpha": None}, "lora_alpha is None"),
+        ({"rank_pattern": {"(a+)+$": 2}}, "rank_pattern: .* expected a module's name"),
+    ],
+)
+def test_what_is_not_supported_is_refused(directory, fields, message):
+    configure(directory, **fields)
+    with pytest.raises(CheckpointError, match=message):
+        read_adapter(directory, CONFIG)
+
+
+def test_a_rank_above_the_limit_is_refused(directory):
+    with pytest.raises(CheckpointError, match="rank 3, more than max_lora_rank 2"):
+        read_adapter(directory, CONFIG, max_rank=2)
+
+
+def test_a_directory_without_an_adapter_is_refused(directory, tmp_path):
+    (directory / WEIGHTS_FILE).unlink()
+    with pytest.raises(CheckpointError, match=r"has no adapter_model\.safetensors"):
+        read_adapter(directory, CONFIG)
+    with pytest.raises(CheckpointError, match="not a directory"):
+        read_adapter(tmp_path / "absent", CONFIG)

@@ -1,0 +1,115 @@
+"""Files of learned initial states: what is written is read, and what does not fit the model is refused by name."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from checkpoints import load_config
+from checkpoints.errors import CheckpointError
+from checkpoints.initial_state import (
+    INITIAL_STATE_FILE,
+    initial_state_shapes,
+    read_initial_state,
+    write_initial_state,
+)
+from mamba_jax.store import StoreShape
+from tests.support.golden_case import FIXTURES, NAMES
+
+
+def random_layers(config, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        index: {part: rng.normal(size=shape).astype(np.float32) for part, shape in parts.items()}
+        for index, parts in initial_state_shapes(config).items()
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_of_every_family_is_read_as_it_was_written(name, tmp_path):
+    config = load_config(FIXTURES / name)
+    layers = random_layers(config)
+    assert write_initial_state(tmp_path / "tenant", layers, config) == tmp_path / "tenant" / INITIAL_STATE_FILE
+    state = read_initial_state(tmp_path / "tenant", config)
+    assert state.layers.keys() == layers.keys()
+    for index, parts in layers.items():
+        for part, value in parts.items():
+            np.testing.assert_array_equal(state.layers[index][part], value)
+    assert [path.name for path in (tmp_path / "tenant").iterdir()] == [INITIAL_STATE_FILE]
+    # The store's arrays hold every number once, in the order of its layers.
+    slot = state.slot_arrays(config)
+    assert [{n: v.shape for n, v in arrays.items()} for arrays in slot] == [
+        {array.name: array.shape for array in arrays} for arrays in StoreShape.of(config).slots[: len(slot)]
+    ]
+    for arrays, parts in zip(slot, layers.values(), strict=True):
+        held = np.concatenate([value.ravel() for value in arrays.values()])
+        assert np.array_equal(np.sort(held), np.sort(np.concatenate([value.ravel() for value in parts.values()])))
+
+
+def test_windows_are_divided_along_the_channels(tmp_path):
+    config = load_config(FIXTURES / "bamba")
+    layers = random_layers(config)
+    write_initial_state(tmp_path, layers, config)
+    first, (_, parts) = read_initial_state(tmp_path, config).slot_arrays(config)[0], min(layers.items())
+    np.testing.assert_array_equal(np.concatenate([first["conv_x"], first["conv_bc"]], axis=1), parts["window"])
+    np.testing.assert_array_equal(first["ssm"], parts["state"])
+
+
+def test_the_digest_is_that_of_the_content(tmp_path):
+    config = load_config(FIXTURES / "bamba")
+    layers = random_layers(config)
+    digests = set()
+    for change in (0, 0, 1e-6):
+        next(iter(layers.values()))["state"][0] += np.float32(change)
+        write_initial_state(tmp_path, layers, config)
+        digests.add(read_initial_state(tmp_path, config).digest)
+    assert len(digests) == 2
+
+
+def test_missing_tensors_are_zeros(tmp_path):
+    config = load_config(FIXTURES / "bamba")
+    index, parts = min(random_layers(config).items())
+    write_initial_state(tmp_path, {index: {"state": parts["state"]}}, config)
+    first, *others = read_initial_state(tmp_path, config).slot_arrays(config)
+    assert first["ssm"].any()
+    assert not first["conv_x"].any()
+    assert not any(value.any() for arrays in others for value in arrays.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layers.0.stat": np.zeros(1, np.float32)}, "tensor layers.0.stat is not"),
+        ({"layers.99.state": np.zeros(1, np.float32)}, "the model has no layers"),
+        ({"layers.0.state": np.zeros(1, np.float32)}, r"layers.0.state is \[1\]: expected"),
+        ({"layers.0.state": np.zeros(1, np.float16)}, "layers.0.state is F16: expected F32"),
+        ({"layers.0.state": "nan"}, "not finite"),
+        ({"metadata": {"format": "pt"}}, "format is 'pt'"),
+        ({"metadata": {"version": "2"}}, "version is '2': expected '1'"),
+        ({"metadata": {"model_type": "lfm2"}}, "model_type is 'lfm2'"),
+    ],
+    ids=["part", "layer", "shape", "dtype", "nan", "format", "version", "family"],
+)
+def test_what_does_not_fit_is_refused(change, words, tmp_path):
+    config = load_config(FIXTURES / "bamba")
+    file = write_initial_state(tmp_path, random_layers(config), config)
+    tensors = load_file(file)
+    metadata = {"format": "mamba-jax-initial-state", "version": "1", "model_type": config.family}
+    for name, value in change.items():
+        if name == "metadata":
+            metadata |= value
+        else:
+            tensors[name] = np.full_like(tensors[name], np.nan) if isinstance(value, str) else value
+    save_file(tensors, file, metadata)
+    with pytest.raises(CheckpointError, match=words):
+        read_initial_state(tmp_path, config)
+
+
+def test_a_wrong_state_is_not_written(tmp_path):
+    config = load_config(FIXTURES / "bamba")
+    with pytest.raises(CheckpointError, match=r"the model has no layers\.0\.stat"):
+        write_initial_state(tmp_path / "tenant", {0: {"stat": np.zeros(1)}}, config)
+    with pytest.raises(CheckpointError, match="has no tensors"):
+        write_initial_state(tmp_path / "tenant", {}, config)
+    assert not (tmp_path / "tenant").exists()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_initial_state(tmp_path, config)

@@ -1,0 +1,105 @@
+"""Makes a LoRA adapter for each golden fixture, and what transformers and PEFT compute with it.
+
+    cd tests && python -m golden.make_adapters [NAME...]      (needs the `parity` extra and `peft`)
+
+Each fixture gets a directory `adapter` as PEFT saves it, with random A and B for every linear layer of the model that
+adapters can change here, and `logprobs.npz`, of the fixture's prompt of chunk+1 tokens with the adapter:
+
+    positions    [n]                   positions that are compared
+    ids          [n, m]                vocabulary entries that are compared at each
+    logprobs     [n, m] float32        their log-probabilities after that position's token
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import torch
+from golden import oracle
+from golden.make_goldens import choose_entries, draw_prompts
+from golden.recipes import RECIPES, Recipe
+
+PROMPT = 4
+NAMES = (
+    "nemotronh-moe", "nemotronh-latent", "bamba", "granite-dense", "falconh1", "mamba2", "zamba2", "qwen3next-dense",
+    "qwen35-moe", "lfm2", "olmo-hybrid", "kimi",
+)  # fmt: skip
+LEAST_MOVE = 0.1
+"""By how much the adapter must change some log-probability; the tests allow 2e-4."""
+_NOT_ADAPTED = ("lm_head", "router", "gate", "kv_b_proj")
+"""Last parts of the names of linear modules that are not adapted: heads, routers, and what attention absorbs."""
+MIXERS_ONLY = ("qwen3next-dense",)
+"""Fixtures without adapters of MLPs: PEFT would take their names for those of experts, whether there are any or not."""
+
+
+def make(name: str, recipe: Recipe, number: int, root: Path) -> None:
+    """Writes one fixture's adapter."""
+    model, tokens = oracle.build(recipe), draw_prompts(recipe)[PROMPT]
+    base = oracle.log_probs(model, tokens)
+    targets = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and path.split(".")[-1] not in _NOT_ADAPTED and "experts.0" not in path
+    ]
+    if name in MIXERS_ONLY:
+        targets = [path for path in targets if ".mlp." not in path]
+    config = peft.LoraConfig(
+        r=3,
+        lora_alpha=5,
+        target_modules=targets,
+        use_rslora=number % 2 == 1,
+        rank_pattern={targets[0].split(".", 1)[1]: 2},
+        alpha_pattern={targets[1].split(".", 1)[1]: 7},
+        init_lora_weights=False,
+    )
+    _allow_all_layers()
+    adapted = peft.get_peft_model(model, config).eval()
+    with torch.no_grad():
+        for path, tensor in adapted.named_parameters():
+            if "lora_" in path:
+                # Uses of a shared block have equal adapters: only then is it one block with an adapter.
+                name_of_all = re.sub(r"layers\.\d+\.shared_transformer", "shared", path)
+                generator = torch.Generator().manual_seed(number + zlib.crc32(name_of_all.encode()))
+                scale = tensor.shape[1] ** -0.5 if "lora_A" in path else 0.03
+                tensor.copy_((scale * torch.randn(tensor.shape, generator=generator)).bfloat16().float())
+    found = oracle.log_probs(adapted, tokens).numpy()
+    move = float(np.abs(found - base.numpy()).max())
+    if move < LEAST_MOVE:
+        raise SystemExit(f"{name}: the adapter changes the log-probabilities by {move} only")
+    target = root / name / "adapter"
+    adapted.to(torch.bfloat16).save_pretrained(target)
+    (target / "README.md").unlink(missing_ok=True)
+    positions, ids = choose_entries(found, np.random.default_rng(recipe.seed))
+    logprobs = np.take_along_axis(found[positions], ids, axis=1).astype(np.float32)
+    np.savez_compressed(
+        target / "logprobs.npz", positions=positions.astype(np.int16), ids=ids.astype(np.int16), logprobs=logprobs
+    )
+    size = sum(path.stat().st_size for path in target.iterdir())
+    print(f"{name}: {len(targets)} modules, {size / 1e3:.0f} kB, changes log-probabilities by {move:.2f}", flush=True)
+
+
+def _allow_all_layers() -> None:
+    """PEFT refuses out_proj and conv1d of Mamba layers, because fused kernels bypass them. The oracle uses none."""
+    from peft.tuners.lora import model as lora_model
+
+    compatible: Any = "_check_lora_target_modules_mamba"
+    for owner in (lora_model, sys.modules["peft.tuners.tuners_utils"]):
+        if hasattr(owner, compatible):
+            setattr(owner, compatible, lambda *args: None)
+
+
+def main() -> None:
+    """Writes the adapters of the fixtures named on the command line, or of all in `NAMES`."""
+    for number, name in enumerate(NAMES):
+        if not sys.argv[1:] or name in sys.argv[1:]:
+            make(name, RECIPES[name], number, Path(__file__).parent)
+
+
+if __name__ == "__main__":
+    main()

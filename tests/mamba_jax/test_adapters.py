@@ -1,0 +1,249 @@
+"""LoRA adapters in the step: each token's result is that of its own adapter merged into the weights."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from checkpoints import load_model
+from checkpoints.quantised.rounding import QUANTIZATIONS
+from kernels_pallas.quantised import Quantised
+from mamba_jax.adapters import Adapters, adaptable_layers, targets
+from mamba_jax.batch import DecodeBatch
+from mamba_jax.config import Division, Otherwise
+from mamba_jax.layout import SequenceLayout
+from mamba_jax.model import HybridModel, parameters
+from mamba_jax.sharding import make_mesh, shard_parameters
+from mamba_jax.sharding.parameters import placement, placements
+from tests.support.golden_case import FIXTURES, TO_HUGGING_FACE
+from tests.support.prompt_stepper import PromptStepper
+from tests.support.random_models import long_memory_model, random_model
+from tests.support.step_programs import shared_programs
+from tests.support.tiny_configs import EVERYTHING, FOR_ENGINES, SHARED, STEP, VOCAB
+
+CONFIGS = {"everything": EVERYTHING, "shared": SHARED} | {
+    name: FOR_ENGINES[name] for name in ("delta", "short_conv", "kimi", "selective")
+}
+RANK = 3
+
+
+def random_layers(model, seed, *, every=1, rank=RANK):
+    """A random adapter of every n-th dense layer: (A, B) by path."""
+    rng, layers = np.random.default_rng(seed), {}
+    for path, layer in list(adaptable_layers(model).items())[::every]:
+        *outputs, inputs = layer.weight.shape
+        a = rng.normal(size=(rank, inputs)) / np.sqrt(inputs)
+        layers[path] = a.astype(np.float32), (0.4 * rng.normal(size=(int(np.prod(outputs)), rank))).astype(np.float32)
+    return layers
+
+
+def merged(model, layers):
+    """The definition: a model with W + B A for weights."""
+    values = {path: leaf[...] for path, leaf in parameters(model).items()}
+    for path, (a, b) in layers.items():
+        weight = values[f"{path}.weight"]
+        values[f"{path}.weight"] = weight + (b @ a).reshape(weight.shape)
+    return HybridModel.from_parameters(model.config, values)
+
+
+def adapted(model, *adapters, count=None):
+    """The adapters of a copy of the model, in entries from 1 on."""
+    stacks = Adapters(model, count=count or len(adapters), rank=RANK + 1)
+    for entry, layers in enumerate(adapters, 1):
+        stacks.put(entry, layers)
+    return stacks
+
+
+@pytest.mark.parametrize("count", [2, 40], ids=["few adapters", "more adapters than tokens"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("delta", "short_conv") else pytest.mark.full) for name in CONFIGS]
+)
+def test_each_token_has_the_result_of_its_own_adapter(name, count):
+    config = CONFIGS[name]
+    model = random_model(config)
+    first, second = random_layers(model, 1), random_layers(model, 2, every=2, rank=2)
+    stacks = adapted(model, first, second, count=count)
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    def run(state, arrays, tokens, adapter):
+        layered = nnx.merge(graph, state)
+        stacks.attach(layered, arrays)
+        layout = dataclasses.replace(SequenceLayout.of(*tokens.shape), adapter=adapter)
+        hidden, _ = layered.hidden(tokens.reshape(-1), layout, None)
+        return layered.logits(hidden).reshape(*tokens.shape, -1)
+
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (4, 7))
+    entries = np.array([1, 0, 2, 1])
+    found = run(state, stacks.arrays, tokens, np.repeat(entries, tokens.shape[1]))
+    plain = nnx.jit(lambda model, tokens: model(tokens))
+    each = [model, merged(model, first), merged(model, second)]
+    expected = np.stack([plain(each[entry], tokens[i : i + 1])[0] for i, entry in enumerate(entries)])
+    moved = np.abs(expected - np.asarray(plain(model, tokens))).max(axis=(1, 2))
+    assert (moved[entries > 0] > 0.1).all()
+    np.testing.assert_allclose(found, expected, atol=TO_HUGGING_FACE * max(1, np.abs(expected).max()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_a_quantised_layer_has_the_result_of_its_dequantised_weight_and_the_adapter(quantization, dtype):
+    """Every dense layer, with an adapter in the dtype of activations."""
+    model = load_model(FIXTURES / "qwen35-moe", dtype=dtype, quantization=quantization, progress=False)
+    layers = random_layers(model, 1)
+    stacks = adapted(model, layers)
+    assert {array.dtype for array in stacks.arrays} == {jnp.dtype(dtype)}
+    plain = {path: layer.weight[...] for path, layer in adaptable_layers(model).items()}
+    narrow = [path for path, weight in plain.items() if isinstance(weight, Quantised)]
+    assert len(narrow) > len(plain) // 2
+    stacks.attach(model, stacks.arrays)
+    rng, entries = np.random.default_rng(2), np.array([1, 0, 1])
+    for path in narrow:
+        weight, (a, b) = np.asarray(plain[path].dequantise(), np.float64), layers[path]
+        x = jnp.asarray(rng.normal(size=(3, weight.shape[-1])), dtype)
+        found = np.asarray(adaptable_layers(model)[path](x, jnp.asarray(entries), out_dtype=jnp.float32), np.float64)
+        delta = (b.astype(np.float64) @ a).reshape(weight.shape)
+        expected = np.stack(
+            [(weight + entry * delta) @ row for entry, row in zip(entries, np.asarray(x, np.float64), strict=True)]
+        )
+        largest = np.abs(weight) + (np.abs(b) @ np.abs(a)).reshape(weight.shape)
+        scale = np.abs(np.asarray(x, np.float64)) @ largest.reshape(-1, weight.shape[-1]).T
+        error = np.abs(found - expected).reshape(scale.shape) / scale
+        assert error.max() < (1e-6 if dtype == "float32" else 0.01), path
+
+
+def whole(model, prompt):
+    return np.asarray(jax.nn.log_softmax(nnx.jit(lambda model, tokens: model(tokens))(model, prompt[None])[0]))
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """Programs of one model with two adapters, and the models that each entry stands for."""
+    model = long_memory_model(STEP)
+    layers = [random_layers(model, 1), random_layers(model, 2, every=2, rank=2)]
+    stacks = adapted(model, *layers)
+    return shared_programs(model, tile_size=32, adapters=stacks), [model, *(merged(model, each) for each in layers)]
+
+
+@pytest.mark.full
+def test_rows_of_one_step_have_different_adapters(steps):
+    programs, models = steps
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, VOCAB, length).astype(np.int32) for length in (40, 7, 33, 21)]
+    entries = [2, 0, 1, 2]
+    stepper = PromptStepper(models[0], prompts, programs=programs)
+    stepper.reset(adapters=entries)
+    _, written = stepper.prefill({row: len(prompt) - 2 for row, prompt in enumerate(prompts)})
+    prefilled = stepper.log_probs([written[row, len(prompt) - 2] for row, prompt in enumerate(prompts)])
+    for _ in range(2):
+        stepper.decode(list(range(len(prompts))))
+    decoded = stepper.log_probs(stepper.slot)
+    for row, (prompt, entry) in enumerate(zip(prompts, entries, strict=True)):
+        expected = whole(models[entry], prompt)
+        np.testing.assert_allclose(prefilled[row], expected[-3], atol=TO_HUGGING_FACE)
+        np.testing.assert_allclose(decoded[row], expected[-1], atol=TO_HUGGING_FACE)
+        if entry:
+            assert np.abs(expected[-1] - whole(models[0], prompt)[-1]).max() > 0.05
+
+
+@pytest.mark.full
+def test_loading_another_adapter_compiles_no_step(steps):
+    programs, models = steps
+    prompt = np.arange(9, dtype=np.int32)
+    stepper = PromptStepper(models[0], [prompt], programs=programs)
+    stepper.reset(adapters=[1])
+    stepper.prefill({0: len(prompt)})
+    before = programs.compilations
+    other = random_layers(models[0], 9, every=3)
+    programs.replace_adapter(1, other)
+    try:
+        stepper.reset(adapters=[1])
+        stepper.prefill({0: len(prompt)})
+        found = stepper.log_probs(stepper.slot)[0]
+    finally:
+        programs.replace_adapter(1, random_layers(models[0], 1))
+    assert programs.compilations == before
+    np.testing.assert_allclose(found, whole(merged(models[0], other), prompt)[-1], atol=TO_HUGGING_FACE)
+
+
+@pytest.mark.parametrize("name", ["nemotronh", "falconh1", "delta", "short_conv"])
+def test_every_adapter_is_divided_as_its_layer_is(name):
+    config, mesh = FOR_ENGINES[name], make_mesh(2)
+    values = {path: leaf[...] for path, leaf in parameters(random_model(config)).items()}
+    model = HybridModel.from_parameters(config, shard_parameters(values, config, mesh))
+    stacks = Adapters(model, count=2, rank=RANK, mesh=mesh)
+    stacks.put(1, random_layers(model, 1))
+    for path, layer in adaptable_layers(model).items():
+        weight = layer.weight[...]
+        local = weight.addressable_shards[0].data.shape
+        a, b = (stacks._arrays[f"{path}.lora.{part}"].addressable_shards[0].data.shape for part in "ab")
+        assert (a[-1], b[:-2]) == (local[-1], local[:-1]), path
+
+
+@pytest.mark.parametrize("devices", [2, 3], ids=["some experts each", "a piece of every expert"])
+def test_matrices_of_experts_are_divided_as_the_experts_are(devices):
+    config = dataclasses.replace(
+        EVERYTHING, moe=dataclasses.replace(EVERYTHING.moe, num_experts=4, num_groups=1, top_groups=1)
+    )
+    size = EVERYTHING.moe.intermediate_size
+    declared = placements(config)
+    for path, target in targets(random_model(config), experts=True).items():
+        if not target.lead:
+            continue
+        weight = declared[path].over(devices) if devices == 2 or size % devices == 0 else declared[path].otherwise
+        a, b = (placement(declared, f"{target.lora}.{part}") for part in "ab")
+        assert isinstance(a, Division)
+        assert isinstance(b, Division)
+        if devices == 2:
+            assert weight.axis == a.over(2).axis == b.over(2).axis == 0
+        elif weight.axis == 1 + len(target.outputs):
+            # The axis of inputs: A is divided, and each device has all of B.
+            assert (a.otherwise.axis, b.otherwise) == (3, Otherwise.KEEP_WHOLE)
+        else:
+            assert (a.otherwise, b.otherwise.axis) == (Otherwise.KEEP_WHOLE, weight.axis)
+
+
+def test_a_layer_without_the_tokens_adapters_is_an_error():
+    model = nnx.clone(random_model(STEP))
+    stacks = adapted(model, random_layers(model, 1))
+    stacks.attach(model, stacks.arrays)
+    with pytest.raises(ValueError, match="called without the tokens' adapters"):
+        model(np.zeros((1, 2), np.int32))
+
+
+@pytest.mark.parametrize(
+    ("entry", "layers", "message"),
+    [
+        (0, {}, "entry 0: expected 1 to 2"),
+        (3, {}, "entry 3: expected 1 to 2"),
+        (1, {"blocks.9.q": (np.zeros((1, 2)), np.zeros((2, 1)))}, "no layer blocks.9.q"),
+        (1, {"blocks.0.mixer.out_proj": (np.zeros((1, 2)), np.zeros((2, 1)))}, r"out_proj: A is \[1, 2\]"),
+        (1, {"blocks.0.mixer.out_proj": (np.zeros((9, 48)), np.zeros((24, 9)))}, "a rank of at most 4"),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(entry, layers, message):
+    model = random_model(STEP)
+    stacks = adapted(model, random_layers(model, 1), count=2)
+    before = stacks.arrays
+    with pytest.raises(ValueError, match=message):
+        stacks.put(entry, layers)
+    assert all(one is other for one, other in zip(before, stacks.arrays, strict=True))
+
+
+def test_programs_without_adapters_are_what_they_were():
+    # No argument, and no operation, is added for adapters.
+    plain, with_adapters = (
+        shared_programs(random_model(STEP), tile_size=32, **options)
+        for options in ({}, {"adapters": adapted(random_model(STEP), {})})
+    )
+    stepper = PromptStepper(random_model(STEP), [np.arange(5, dtype=np.int32)], programs=plain)
+    stepper.reset()
+    batch = DecodeBatch.empty(rows=1, num_speculative_tokens=0, pages_per_row=3)
+    text = plain.lower(stepper.store, stepper.rows, batch).as_text()
+    arguments = len(jax.tree.leaves(stepper.store)) + len(jax.tree.leaves(stepper.rows)) + 1
+    assert len(plain._weights) == len(parameters(random_model(STEP)))
+    assert text.split("{", 2)[1].count("%arg") <= len(plain._weights) + arguments
+    assert len(with_adapters._weights) > len(plain._weights)
+    assert with_adapters.weights.keys() == plain.weights.keys()

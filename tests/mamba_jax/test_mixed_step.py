@@ -1,0 +1,65 @@
+"""A mixed step computes what a decode step and then a prefill step compute."""
+
+import jax
+import numpy as np
+import pytest
+
+from mamba_jax.drafts import MTPDrafts, NGramDrafts
+from tests.support.step_host import TILE, Host
+from tests.support.tiny_configs import FOR_ENGINES, STEP
+
+RNG = np.random.default_rng(3)
+PROMPTS = [tuple(int(t) for t in RNG.integers(0, 60, n)) for n in (13, TILE, 2 * TILE + 3, 9)]
+CONFIGS = {"step": STEP, **FOR_ENGINES}
+
+
+def start(config, source, interval):
+    """Rows 1 and 2 have been prefilled and have sampled a token; row 3 has fed the first tile of its prompt."""
+    host = Host(config, source=source, interval=interval)
+    for row_id, prompt in enumerate(PROMPTS, 1):
+        host.seat(row_id, tokens=prompt if source is not None and source.sees_tokens else None, logprobs=2)
+    host.prefill(
+        {"tokens": PROMPTS[0], "write": 1},
+        {"tokens": PROMPTS[1], "write": 2},
+        {"tokens": PROMPTS[2][:TILE], "write": 3, "sample": False},
+    )
+    return host
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "interval"),
+    [
+        ("step", None, None),
+        pytest.param("step", None, 8, marks=pytest.mark.full),
+        pytest.param("nemotronh", MTPDrafts(), 8, marks=pytest.mark.full),
+        pytest.param("step", NGramDrafts(1, 4), None, marks=pytest.mark.full),
+        *(
+            pytest.param(name, None, interval, marks=pytest.mark.full if interval is None else pytest.mark.slow)
+            for name in ("falconh1", "delta", "short_conv", "kimi")
+            for interval in (None, 8)
+        ),
+        pytest.param("selective", None, None, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_a_mixed_step_is_a_decode_step_and_a_prefill_step(name, source, interval):
+    config, width = CONFIGS[name], 4 if interval is None else 1
+    one, two = start(config, source, interval), start(config, source, interval)
+    end_of_third = {"row_id": 3, "tokens": PROMPTS[2][TILE:], "c": TILE, "read": 3, "write": 4}
+    for spare, prefill in ((10, end_of_third), (30, {"row_id": 4, "tokens": PROMPTS[3], "write": 5})):
+        decode = [
+            {"continues": True, "drafts": 3, "writes": range(spare, spare + width)},
+            {"continues": True, "drafts": 3, "writes": range(spare + 4, spare + 4 + width)},
+        ]
+        prefill |= {"table": one.table(prefill["row_id"] - 1)}
+        apart = [two.decode(*decode), two.prefill(prefill)]
+        for mixed, alone in zip(one.mixed(decode, [prefill]), apart, strict=True):
+            np.testing.assert_array_equal(mixed.tokens, alone.tokens)
+            assert not mixed.tag_error
+            for have, want in zip(jax.tree.leaves(mixed), jax.tree.leaves(alone), strict=True):
+                np.testing.assert_allclose(have, want, atol=1e-4, rtol=1e-4)
+        assert apart[0].num_emitted[:2].min() > 0
+        for have, want in zip(
+            jax.tree.leaves((one.store, one.rows)), jax.tree.leaves((two.store, two.rows)), strict=True
+        ):
+            np.testing.assert_allclose(have, want, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,49 @@
+"""LoRA adapters that PEFT has saved, with all linear layers adapted, against transformers with PEFT."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from checkpoints.adapter import read_adapter
+from mamba_jax.adapters import Adapters, adaptable_layers
+from mamba_jax.config import MLP, MOE
+from mamba_jax.layout import SequenceLayout
+from tests.support.golden_case import BY_STEPS_BY_DEFAULT, FIXTURES, TO_HUGGING_FACE, Case
+
+NAMES = sorted(path.parents[1].name for path in FIXTURES.glob("*/adapter/logprobs.npz"))
+PROMPT = 4
+MIXERS_ONLY = ("qwen3next-dense",)
+"""See `golden/make_adapters.py`."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in BY_STEPS_BY_DEFAULT else pytest.mark.full) for name in NAMES]
+)
+def test_every_adapted_layer_says_what_peft_says(name):
+    case = Case(name)
+    directory = case.directory / "adapter"
+    adapter = read_adapter(directory, case.model.config, max_rank=4)
+    expected = adaptable_layers(case.model).keys()
+    if name in MIXERS_ONLY:
+        kinds = case.model.config.pattern
+        expected = {path for path in expected if kinds[int(path.split(".")[1])] not in (MLP, MOE)}
+    assert adapter.layers.keys() == set(expected)
+    stacks = Adapters(case.model, count=1, rank=4)
+    stacks.put(1, adapter.layers)
+    graph, state = nnx.split(case.model)
+
+    @jax.jit
+    def run(state, arrays, tokens):
+        model = nnx.merge(graph, state)
+        stacks.attach(model, arrays)
+        layout = dataclasses.replace(SequenceLayout.of(1, len(tokens)), adapter=np.ones(len(tokens), np.int32))
+        return jax.nn.log_softmax(model.logits(model.hidden(tokens, layout, None)[0]))
+
+    found = np.asarray(run(state, stacks.arrays, case.prompts[PROMPT]))
+    with np.load(directory / "logprobs.npz") as golden:
+        positions, ids, expected = golden["positions"], golden["ids"], golden["logprobs"]
+    own = np.take_along_axis(found[positions], ids.astype(int), axis=1)
+    np.testing.assert_allclose(own, expected, atol=TO_HUGGING_FACE)

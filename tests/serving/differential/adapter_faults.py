@@ -1,0 +1,81 @@
+"""Planted faults of rows with adapters: scopes of keys, entries of LoRA matrices, and initial states. See `faults`."""
+
+from functools import partial
+
+import jax.numpy as jnp
+
+from mamba_jax.layout import DecodeLayout, PrefillLayout
+from serving.core.cache.cache import Cache
+from serving.core.cache.row_state import RowState
+from serving.engine.requests.adapters import AdapterTable
+from serving.engine.requests.initial_states import InitialStates
+from serving.engine.steps.batching import BatchBuilder
+from tests.serving.differential.faults import ADAPTERS, Patch
+from tests.serving.differential.faults import fault as _fault
+
+fault = partial(_fault, table=ADAPTERS)
+
+
+@fault(56, "the scope of keys does not contain the adapter's digest", "adapters: scope")
+def scope_without_adapter(patch: Patch) -> None:
+    sound = Cache.scope
+    patch.setattr(Cache, "scope", lambda self, salt, adapter=None: sound(self, salt))
+
+
+@fault(57, "the scope of keys contains the adapter's name in place of its digest", "adapters: reload")
+def scope_by_name(patch: Patch) -> None:
+    sound = AdapterTable.put
+
+    def put(self, name, path, adapter):
+        loaded = sound(self, name, path, adapter)
+        loaded.digest = name
+        return loaded
+
+    patch.setattr(AdapterTable, "put", put)
+
+
+@fault(58, "a row gets the LoRA entry of the row that was seated before it", "adapters: entry")
+def entry_of_the_row_before(patch: Patch) -> None:
+    sound, last = BatchBuilder.seat, [0]
+
+    def seat(self, *args, adapter=0, **how):
+        before, last[0] = last[0], adapter
+        return sound(self, *args, adapter=before, **how)
+
+    patch.setattr(BatchBuilder, "seat", seat)
+
+
+@fault(59, "a decode row uses the LoRA entry of its neighbour in the batch", "adapters: entry", "decode")
+def entry_of_a_decoding_neighbour(patch: Patch) -> None:
+    sound = DecodeLayout.with_adapters
+    patch.setattr(DecodeLayout, "with_adapters", lambda self, entries: sound(self, jnp.roll(entries, 1)))
+
+
+@fault(60, "a prefill row uses the LoRA entry of its neighbour in the batch", "adapters: entry", "prefill")
+def entry_of_a_prefilling_neighbour(patch: Patch) -> None:
+    sound = PrefillLayout.with_adapters
+    patch.setattr(PrefillLayout, "with_adapters", lambda self, entries: sound(self, jnp.roll(entries, 1)))
+
+
+@fault(61, "an adapter's entries are overwritten while an unfinished request uses it", "adapters: entry in use")
+def entries_in_use_are_overwritten(patch: Patch) -> None:
+    sound = AdapterTable.take
+
+    def take(self, request):
+        loaded = sound(self, request)
+        loaded.users = 0
+        return loaded
+
+    patch.setattr(AdapterTable, "take", take)
+    patch.setattr(AdapterTable, "release", lambda self, adapter: None)
+
+
+@fault(62, "a request whose prefix is not cached starts from zeros, not from its initial state", "adapters: state")
+def starts_from_zeros(patch: Patch) -> None:
+    sound = RowState.start_from
+    patch.setattr(RowState, "start_from", lambda self, slot: sound(self, 0))
+
+
+@fault(63, "initial states are not written to the store that replaces a lost one", "adapters: lost store")
+def lost_initial_states(patch: Patch) -> None:
+    patch.setattr(InitialStates, "fill", lambda self, store: store)

@@ -1,0 +1,287 @@
+"""Learned initial states: a request whose prefix is not cached starts from the state of its adapter, not from zeros."""
+
+import dataclasses
+import functools
+import shutil
+import tempfile
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from checkpoints import load_config
+from checkpoints.initial_state import INITIAL_STATE_FILE, initial_state_shapes, read_initial_state, write_initial_state
+from serving import LLM, LoRARequest, RequestError, SamplingParams
+from tests.support.golden_case import FIXTURES, TO_HUGGING_FACE, Case
+from tests.support.prompt_stepper import PromptStepper
+
+FIXTURE = "nemotronh-moe"
+FLAGS = {
+    "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 256, "state_block_size": 32,
+    "tile_size": 32, "page_size": 16, "compilation_cache": False, "debug_state": True,
+}  # fmt: skip
+COUNT = 8
+GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=5)
+PATTERN = [3, 14, 15, 92, 65, 35]
+PROMPT = [*PATTERN * 12, 9, *PATTERN[:3]]
+"""Repeats itself, so that n-grams give drafts."""
+
+
+def layers_of(seed, fixture=FIXTURE, scale=0.5):
+    """A random initial state."""
+    rng = np.random.default_rng(seed)
+    return {
+        index: {part: scale * rng.normal(size=shape) for part, shape in parts.items()}
+        for index, parts in initial_state_shapes(load_config(FIXTURES / fixture)).items()
+    }
+
+
+def write(directory, layers, fixture=FIXTURE):
+    write_initial_state(directory, layers, load_config(FIXTURES / fixture))
+    return LoRARequest(directory.name, 1, str(directory))
+
+
+@functools.cache
+def expected(seed, prompt=tuple(PROMPT)):
+    """What follows a prompt: one token at a time, from the state of this seed (None: from zeros)."""
+    stepper = PromptStepper(Case(FIXTURE).model, [np.array(prompt)])
+    stepper.reset()
+    if seed is not None:
+        stepper.slot[0] = slot = stepper.store.num_slots - 1
+        for arrays, values in zip(stepper.store.slots, slot_arrays(seed), strict=True):
+            for name, value in values.items():
+                arrays[name] = arrays[name].at[slot].set(value)
+        stepper.store = dataclasses.replace(stepper.store, hidden=stepper.store.hidden.at[slot].set(0))
+    tokens, logprobs = [], []
+    for step in range(len(prompt) + COUNT - 1):
+        output = stepper.decode([0])
+        if step >= len(prompt) - 1:
+            tokens.append(int(output.tokens[0, 0]))
+            logprobs.append(float(output.logprobs[0, 0]))
+    return tokens, np.array(logprobs)
+
+
+def slot_arrays(seed):
+    config = load_config(FIXTURES / FIXTURE)
+    with tempfile.TemporaryDirectory() as folder:
+        write_initial_state(folder, layers_of(seed), config)
+        state = read_initial_state(folder, config)
+    return [{name: jnp.asarray(value) for name, value in arrays.items()} for arrays in state.slot_arrays(config)]
+
+
+def said(output):
+    choice = output.outputs[0]
+    tables = zip(choice.token_ids, choice.logprobs, strict=True)
+    return list(choice.token_ids), np.array([table[token].logprob for token, table in tables])
+
+
+def same(one, other):
+    return one[0] == other[0] and np.allclose(one[1], other[1], atol=TO_HUGGING_FACE)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(str(FIXTURES / FIXTURE), max_initial_states=2, **FLAGS) as made:
+        yield made
+
+
+@pytest.fixture
+def tenants(tmp_path):
+    return [write(tmp_path / f"tenant-{seed}", layers_of(seed)) for seed in range(3)]
+
+
+def test_rows_of_a_batch_start_from_different_states(llm, tenants):
+    requests = [tenants[0], None, tenants[1], None]
+    for salt in ("cold", "cold", "other"):  # the second time, prefixes are found
+        together = llm.generate([PROMPT] * 4, GREEDY, lora_request=requests, cache_salt=salt)
+        for output, seed in zip(together, (0, None, 1, None), strict=True):
+            assert same(said(output), expected(seed))
+    assert not same(expected(0), expected(1))
+    assert not same(expected(0), expected(None))
+
+
+def test_a_state_of_zeros_is_the_base_model(llm, tmp_path):
+    zero = write(tmp_path / "zero", layers_of(0, scale=0.0))
+    (output,) = llm.generate(PROMPT, GREEDY, lora_request=zero, cache_salt="zero")
+    assert output.num_cached_tokens == 0
+    assert same(said(output), expected(None))
+
+
+def test_a_reloaded_name_finds_no_state_of_the_old_content(llm, tenants, tmp_path):
+    tenant = LoRARequest("tenant", 1, str(tmp_path / "tenant"))
+    shutil.copytree(tenants[0].lora_path, tenant.lora_path)
+    for cached in (False, True):
+        (output,) = llm.generate(PROMPT, GREEDY, lora_request=tenant, cache_salt="reload")
+        assert (output.num_cached_tokens > 0) == cached
+        assert same(said(output), expected(0))
+    shutil.copy(f"{tenants[1].lora_path}/{INITIAL_STATE_FILE}", tenant.lora_path)
+    llm.load_lora_adapter("tenant", tenant.lora_path)
+    (output,) = llm.generate(PROMPT, GREEDY, lora_request=tenant, cache_salt="reload")
+    assert output.num_cached_tokens == 0
+    assert same(said(output), expected(1))
+    # The old content under another name finds the old states.
+    (output,) = llm.generate(PROMPT, GREEDY, lora_request=tenants[0], cache_salt="reload")
+    assert output.num_cached_tokens > 0
+    assert same(said(output), expected(0))
+
+
+@pytest.mark.full
+def test_more_tenants_than_slots(llm, tenants):
+    with pytest.raises(
+        RequestError, match="unfinished requests use all 2 loaded adapters; try again, or raise max_init"
+    ):
+        llm.generate([PROMPT] * 3, GREEDY, lora_request=tenants)
+    assert not llm.engine.num_unfinished
+    assert not llm.engine.adapters.num_users
+    compiled = []
+    for _ in range(3):  # cold, then with cached prefixes, which can need a program for shorter chunks, then the same
+        for seed, tenant in enumerate(tenants):
+            (output,) = llm.generate(PROMPT, GREEDY, lora_request=tenant)
+            assert same(said(output), expected(seed))
+        compiled.append(llm.compilations)
+    assert compiled[1] == compiled[2]
+    llm.unload_lora_adapter(tenants[2].lora_name)
+    with pytest.raises(RequestError, match="is not loaded"):
+        llm.unload_lora_adapter(tenants[2].lora_name)
+    llm.engine.loop.scheduler.check(idle=True)
+
+
+@pytest.mark.full
+def test_a_lost_store_gets_its_initial_states_again(llm, tenants):
+    def fail(plan):
+        llm.engine.loop.fault = None
+        raise RuntimeError("RESOURCE_EXHAUSTED: as a device reports it")
+
+    failures = llm.engine.loop.stats.failures
+    llm.engine.loop.fault = fail
+    (output,) = llm.generate(PROMPT, GREEDY, lora_request=tenants[0], cache_salt="lost")
+    assert llm.engine.loop.stats.failures == failures + 1
+    assert same(said(output), expected(0))
+    llm.sleep()
+    llm.load_lora_adapter(tenants[1].lora_name, tenants[1].lora_path)
+    assert llm.engine.loop.store is None, "loading an adapter does not allocate the store of a sleeping engine"
+    llm.wake_up()
+    outputs = llm.generate([PROMPT] * 2, GREEDY, lora_request=tenants[:2], cache_salt="slept")
+    assert same(said(outputs[0]), expected(0))
+    assert same(said(outputs[1]), expected(1))
+
+
+def test_refusals_name_the_flag(llm, tenants, tmp_path):
+    lora = shutil.copytree(FIXTURES / "lfm2" / "adapter", tmp_path / "lora")
+    with pytest.raises(RequestError, match=r"the model has no|LoRA matrices, which need the flag enable_lora"):
+        llm.load_lora_adapter("lora", str(lora))
+    with pytest.raises(RequestError, match="not a directory"):
+        llm.load_lora_adapter("absent", str(tmp_path / "absent"))
+
+
+@pytest.mark.full
+def test_it_continues_a_text_as_hugging_face_does(tmp_path):
+    """With recurrent layers only, the state after a text stands for the text: the rest gives the golden values."""
+    fixture, at = "mamba2", 70
+    prompt = Case(fixture).prompts[5].tolist()
+    with LLM(str(FIXTURES / fixture), max_initial_states=1, **FLAGS) as llm:
+        llm.generate(prompt[:at], SamplingParams(temperature=0, max_tokens=1))
+        cache = llm.engine.loop.scheduler._host.cache
+        entry = cache.index.find(prompt[:at], cache.scope(None)).entry
+        assert entry.position == at
+        held = [
+            {name: np.asarray(v[entry.slot]) for name, v in arrays.items()} for arrays in llm.engine.loop.store.slots
+        ]
+        layers = {
+            index: {"state": own["ssm"], "window": np.concatenate([own["conv_x"], own["conv_bc"]], axis=1)}
+            for index, own in enumerate(held)
+        }
+        tenant = write(tmp_path / "text", layers, fixture)
+        (output,) = llm.generate(prompt[at:], GREEDY, lora_request=tenant)
+        assert output.num_cached_tokens == 0
+    positions, ids, logprobs = Case(fixture).expected(5)
+    assert positions[-1] == len(prompt) - 1
+    golden = dict(zip(ids[-1].tolist(), logprobs[-1].tolist(), strict=True))
+    token, table = output.outputs[0].token_ids[0], output.outputs[0].logprobs[0]
+    assert token == max(golden, key=golden.get)
+    assert table[token].logprob == pytest.approx(golden[token], abs=TO_HUGGING_FACE)
+
+
+DRAFTS = {"speculative_method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"mamba_cache_mode": "none"},
+        {"mamba_cache_mode": "align", "max_num_batched_tokens": 40},
+        {"mamba_cache_mode": "all", "max_num_batched_tokens": 40},
+        {"enable_chunked_prefill": False},
+        {"mamba_cache_mode": "align", **DRAFTS, "replay_interval": 1},
+        {"mamba_cache_mode": "none", **DRAFTS, "replay_interval": 1},
+        {**DRAFTS, "replay_interval": 16, "max_num_batched_tokens": 40},
+        {"replay_interval": 16, "mixed_steps": True, "max_num_batched_tokens": 40},
+        {**DRAFTS, "mixed_steps": True, "replay_interval": 1, "max_num_batched_tokens": 40},
+        {"num_pages": 11, "max_model_len": 112},
+        {"host_cache_gib": 0.01, "num_slots": 12},
+    ],
+    ids=[
+        "none", "align chunked", "all chunked", "unchunked", "align drafts", "none drafts", "replay drafts",
+        "replay mixed", "drafts mixed", "few pages", "tiers",
+    ],
+)  # fmt: skip
+def test_every_combination_says_the_same(flags, tenants):
+    other = [5, *PROMPT[:-4], 2]
+    requests = [tenants[0], None, tenants[1]]
+    with LLM(str(FIXTURES / FIXTURE), max_initial_states=2, **FLAGS | flags) as llm:
+        for _ in range(2):
+            for prompt in (PROMPT, other):
+                outputs = llm.generate([prompt] * 3, GREEDY, lora_request=requests)
+                for output, seed in zip(outputs, (0, None, 1), strict=True):
+                    assert same(said(output), expected(seed, tuple(prompt)))
+            for i in range(4):  # evicts
+                llm.generate([(i + token) % 100 for token in PROMPT], GREEDY, lora_request=tenants[0])
+        if "num_speculative_tokens" in flags:
+            assert llm.engine.loop.stats.drafts.drafted
+        llm.engine.loop.scheduler.check(idle=True)
+
+
+@pytest.mark.full
+def test_a_thousand_tenants_on_sixteen_slots(tmp_path):
+    """Each tenant says what it says on an engine where every state stays on the device."""
+    tenants = [write(tmp_path / f"tenant-{i}", layers_of(i)) for i in range(1000)]
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    prompt = PROMPT[:20]
+    with LLM(str(FIXTURES / FIXTURE), max_initial_states=1000, num_slots=16, **FLAGS) as roomy:
+        truth = [
+            output.outputs[0].token_ids for output in roomy.generate([prompt] * 1000, params, lora_request=tenants)
+        ]
+        assert len(set(map(tuple, truth))) > 100
+    with LLM(str(FIXTURES / FIXTURE), max_initial_states=16, num_slots=16, **FLAGS) as small:
+        for begin in [*range(0, 1000, 8), *range(0, 80, 8)]:
+            part = slice(begin, begin + 8)
+            outputs = small.generate([prompt] * 8, params, lora_request=tenants[part])
+            assert [output.outputs[0].token_ids for output in outputs] == truth[part]
+
+
+@pytest.mark.full
+def test_lora_and_an_initial_state_in_one_adapter(tmp_path):
+    fixture = "lfm2"
+    prompt = Case(fixture).prompts[4].tolist()
+    lora = LoRARequest("lora", 1, str(FIXTURES / fixture / "adapter"))
+    state = write(tmp_path / "state", layers_of(1, fixture), fixture)
+    both, zero = (LoRARequest(name, 1, str(tmp_path / name)) for name in ("both", "zero"))
+    for request, scale in ((both, 0.5), (zero, 0.0)):
+        shutil.copytree(lora.lora_path, request.lora_path)
+        write(tmp_path / request.lora_name, layers_of(1, fixture, scale), fixture)
+    adapters = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 4, "max_initial_states": 3}
+    with LLM(str(FIXTURES / fixture), **adapters, **FLAGS) as llm:
+        requests = [lora, zero, both, state]
+        outputs = [said(each) for each in llm.generate([prompt] * 4, GREEDY, lora_request=requests)]
+        assert same(outputs[0], outputs[1])
+        assert not any(same(outputs[i], outputs[j]) for i, j in ((0, 2), (0, 3), (2, 3)))
+        digests = llm.engine.adapters.loaded
+        assert len(set(digests.values())) == len(digests) == 4
+    with LLM(str(FIXTURES / fixture), enable_lora=True, max_lora_rank=4, **FLAGS) as llm:
+        with pytest.raises(RequestError, match="learned initial state, which needs the flag max_initial_states"):
+            llm.generate(prompt, GREEDY, lora_request=both)
+    with LLM(str(FIXTURES / fixture), max_initial_states=1, **FLAGS) as llm:
+        with pytest.raises(RequestError, match="LoRA matrices, which need the flag enable_lora"):
+            llm.generate(prompt, GREEDY, lora_request=both)
+        assert same(said(llm.generate(prompt, GREEDY, lora_request=state)[0]), outputs[3])

@@ -1,0 +1,190 @@
+"""LoRA adapters of requests: each has its own, and cached states are found by the adapter's content, not its name."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from checkpoints.adapter import CONFIG_FILE
+from serving import LLM, LoRARequest, RequestError, SamplingParams
+from serving.core.cache.cache import Cache
+from serving.core.cache.prefix_tree import Scope
+from serving.core.tiers.content import root
+from tests.support.golden_case import FIXTURES, TO_HUGGING_FACE, Case
+
+FIXTURE = "lfm2"
+FLAGS = {
+    "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 256, "max_model_len": 256, "state_block_size": 32,
+    "tile_size": 32, "page_size": 16, "compilation_cache": False,
+}  # fmt: skip
+GREEDY = SamplingParams(temperature=0, max_tokens=4, logprobs=5)
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    return Case(FIXTURE).prompts[4].tolist()
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(str(FIXTURES / FIXTURE), enable_lora=True, max_loras=2, max_lora_rank=4, **FLAGS) as made:
+        yield made
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return shutil.copytree(FIXTURES / FIXTURE / "adapter", tmp_path / "adapter")
+
+
+def strengthen(directory, alpha):
+    path = directory / CONFIG_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": alpha}))
+
+
+def said(output):
+    choice = output.outputs[0]
+    tables = zip(choice.token_ids, choice.logprobs, strict=True)
+    return list(choice.token_ids), np.array([table[token].logprob for token, table in tables])
+
+
+def same(one, other):
+    return one[0] == other[0] and np.allclose(one[1], other[1], atol=TO_HUGGING_FACE)
+
+
+def alone(llm, prompt, request, salt):
+    """What a request says that finds nothing in the cache."""
+    (output,) = llm.generate(prompt, GREEDY, lora_request=request, cache_salt=salt)
+    assert output.num_cached_tokens == 0
+    return said(output)
+
+
+def test_an_adapter_says_what_peft_says(llm, prompt, directory):
+    (output,) = llm.generate(prompt, GREEDY, lora_request=LoRARequest("peft", 1, str(directory)))
+    with np.load(directory / "logprobs.npz") as golden:
+        assert golden["positions"][-1] == len(prompt) - 1
+        expected = dict(zip(golden["ids"][-1].tolist(), golden["logprobs"][-1].tolist(), strict=True))
+    token, table = output.outputs[0].token_ids[0], output.outputs[0].logprobs[0]
+    assert token == max(expected, key=expected.get)
+    assert table[token].logprob == pytest.approx(expected[token], abs=TO_HUGGING_FACE)
+
+
+def test_rows_of_a_batch_have_different_adapters(llm, prompt, directory, tmp_path):
+    strong = shutil.copytree(directory, tmp_path / "strong")
+    strengthen(strong, 9)
+    requests = [None, LoRARequest("a", 1, str(directory)), LoRARequest("b", 2, str(strong)), None]
+    one_by_one = [alone(llm, prompt, request, f"alone {i}") for i, request in enumerate(requests)]
+    together = llm.generate([prompt] * 4, GREEDY, lora_request=requests, cache_salt="together")
+    assert all(map(same, map(said, together), one_by_one))
+    assert not same(one_by_one[0], one_by_one[1])
+    assert not same(one_by_one[1], one_by_one[2])
+    llm.generate([prompt] * 4, GREEDY, lora_request=requests, cache_salt="warm")
+    compiled = llm.compilations
+    strengthen(strong, 6)
+    llm.load_lora_adapter("b", str(strong))
+    llm.generate([prompt] * 4, GREEDY, lora_request=requests, cache_salt="other")
+    assert llm.compilations == compiled
+
+
+def test_a_reloaded_name_finds_no_state_of_the_old_adapter(llm, prompt, directory):
+    request = LoRARequest("tenant", 1, str(directory))
+    first = said(llm.generate(prompt, GREEDY, lora_request=request)[0])
+    again = llm.generate(prompt, GREEDY, lora_request=request)[0]
+    assert again.num_cached_tokens > 0
+    assert same(said(again), first)
+    strengthen(directory, 11)
+    llm.load_lora_adapter("tenant", str(directory))
+    output = llm.generate(prompt, GREEDY, lora_request=request)[0]
+    assert output.num_cached_tokens == 0
+    assert same(said(output), alone(llm, prompt, request, "fresh"))
+    # The old content under any name finds the old states.
+    strengthen(directory, 5)
+    llm.load_lora_adapter("renamed", str(directory))
+    output = llm.generate(prompt, GREEDY, lora_request=LoRARequest("renamed", 2, str(directory)))[0]
+    assert output.num_cached_tokens > 0
+    assert same(said(output), first)
+
+
+def test_a_stale_state_would_be_seen(llm, prompt, directory, monkeypatch):
+    def by_name_only(self, salt, adapter=None):
+        return Scope(salt, self.weights, self.lineage, None if adapter is None else "tenant")
+
+    strengthen(directory, 3)
+    llm.load_lora_adapter("stale", str(directory))
+    request = LoRARequest("stale", 1, str(directory))
+    monkeypatch.setattr(Cache, "scope", by_name_only)
+    llm.generate(prompt, GREEDY, lora_request=request, cache_salt="stale")
+    strengthen(directory, 13)
+    llm.load_lora_adapter("stale", str(directory))
+    output = llm.generate(prompt, GREEDY, lora_request=request, cache_salt="stale")[0]
+    assert output.num_cached_tokens > 0
+    assert not same(said(output), alone(llm, prompt, request, "truth"))
+
+
+def test_no_entry_is_written_while_a_request_uses_it(llm, prompt, directory):
+    requests = [LoRARequest(name, i, str(directory)) for i, name in enumerate("xyz")]
+    with pytest.raises(RequestError, match="unfinished requests use all 2 loaded adapters"):
+        llm.generate([prompt] * 3, GREEDY, lora_request=requests)
+    assert not llm.engine.num_unfinished
+    llm.generate(prompt, GREEDY, lora_request=requests[2])
+    llm.unload_lora_adapter("z")
+    with pytest.raises(RequestError, match="adapter 'z' is not loaded"):
+        llm.unload_lora_adapter("z")
+
+
+def test_a_refused_adapter_leaves_the_others(llm, prompt, directory):
+    request = LoRARequest("kept", 1, str(directory))
+    before = alone(llm, prompt, request, "before")
+    with pytest.raises(RequestError, match="not a directory"):
+        llm.generate(prompt, GREEDY, lora_request=LoRARequest("kept", 1, str(directory / "absent")))
+    assert same(alone(llm, prompt, request, "after"), before)
+    assert not llm.engine.adapters.num_users
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "flags", [{"tensor_parallel_size": 2}, {"host_cache_gib": 0.01, "num_slots": 10}], ids=["two devices", "tiers"]
+)
+def test_adapters_on_two_devices_and_from_tiers(llm, prompt, directory, flags):
+    request = LoRARequest("divided", 1, str(directory))
+    expected = [alone(llm, prompt, each, f"expected {flags}") for each in (request, None)]
+    with LLM(str(FIXTURES / FIXTURE), enable_lora=True, max_lora_rank=4, **FLAGS | flags) as other:
+        for _ in range(2):
+            found = other.generate([prompt] * 2, GREEDY, lora_request=[request, None])
+            assert all(map(same, map(said, found), expected))
+            for i in range(4):  # evicts
+                other.generate([(i + token) % 100 for token in prompt], GREEDY, lora_request=request)
+
+
+@pytest.mark.full
+def test_quantized_weights_have_adapters_too(prompt, directory):
+    request = LoRARequest("wide", 1, str(directory))
+    with LLM(str(FIXTURES / FIXTURE), enable_lora=True, max_lora_rank=4, quantization="int8", **FLAGS) as narrow:
+        found = narrow.generate(prompt, GREEDY, lora_request=request)[0]
+        plain = narrow.generate(prompt, GREEDY)[0]
+    with np.load(directory / "logprobs.npz") as golden:
+        expected = dict(zip(golden["ids"][-1].tolist(), golden["logprobs"][-1].tolist(), strict=True))
+    token, table = found.outputs[0].token_ids[0], found.outputs[0].logprobs[0]
+    assert table[token].logprob == pytest.approx(expected[token], abs=0.1)
+    assert not same(said(found), said(plain))
+
+
+def test_names_in_tiers_depend_on_the_adapter():
+    scopes = [Scope(None), Scope("a"), Scope(None, adapter="a"), Scope("a", adapter="a"), Scope(None, adapter="b")]
+    assert len(set(map(root, scopes))) == len(scopes)
+
+
+def test_a_removed_adapter_is_read_again_with_its_old_content_only(llm, prompt, directory, tmp_path):
+    llm.load_lora_adapter("first", str(directory))
+    for name in ("second", "third"):  # they take both entries
+        llm.load_lora_adapter(name, str(directory))
+    request = LoRARequest("first", 1, str(directory))
+    assert "first" not in llm.engine.adapters.loaded
+    llm.generate(prompt, GREEDY, lora_request=request)
+    for name in ("second", "third"):
+        llm.load_lora_adapter(name, str(directory))
+    strengthen(directory, 17)
+    with pytest.raises(RequestError, match="have changed since it was loaded; load the adapter again"):
+        llm.generate(prompt, GREEDY, lora_request=request)
+    llm.load_lora_adapter("first", str(directory))
+    llm.generate(prompt, GREEDY, lora_request=request)

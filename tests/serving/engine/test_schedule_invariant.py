@@ -1,0 +1,92 @@
+"""The flag `schedule_invariant` is refused where it cannot keep its promise."""
+
+import dataclasses
+
+import pytest
+
+from kernels_pallas import native
+from mamba_jax.config import HybridConfig, MambaConfig
+from mamba_jax.config.short_conv import ShortConvConfig
+from serving.cli.main import run
+from serving.config import ConfigError, EngineConfig
+from serving.engine.assembly import schedule_invariant
+from serving.engine.assembly.build import kernel_choice
+from serving.engine.assembly.schedule_invariant import check_schedule_invariant, check_weights_invariant
+from tests.support.tiny_configs import ATTENTION, MLP, MOE
+
+pytestmark = pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
+MODEL = HybridConfig(
+    family="test",
+    vocab_size=61,
+    hidden_size=20,
+    pattern="M*-",
+    norm_eps=1e-5,
+    mamba=MambaConfig(num_heads=6, head_dim=5, state_size=7, num_groups=3, conv_width=4),
+    attention=ATTENTION,
+    mlp=MLP,
+)
+
+
+def check(model=MODEL, platform="cpu", **flags):
+    check_schedule_invariant(EngineConfig(schedule_invariant=True, **flags), model, platform)
+
+
+def test_supported_flags():
+    check()
+    check(dtype="bfloat16")
+    short = ShortConvConfig(channels=20, conv_width=4, bias=True)
+    check(dataclasses.replace(MODEL, pattern=f"{short.letter}*-", mamba=None, recurrences=(short,)))
+    check(dtype="float32", replay_interval=1, num_speculative_tokens=2, speculative_method="ngram", host_cache_gib=1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"dtype": "float16"}, "does not support dtype float16; use float32 or bfloat16"),
+        ({"ssm_dtype": "bfloat16"}, "does not support ssm_dtype bfloat16; use float32"),
+        ({"kv_cache_dtype": "fp8"}, "does not support kv_cache_dtype fp8; use auto"),
+        ({"checkpoint_dtype": "int8"}, "does not support checkpoint_dtype int8; use auto"),
+        ({"quantization": "int8"}, "does not support quantization"),
+        ({"tensor_parallel_size": 2}, "does not support tensor_parallel_size 2; use 1"),
+        ({"data_parallel_size": 2}, "does not support data_parallel_size 2; use 1"),
+        ({"kernels": "xla"}, "does not support kernels xla; use auto"),
+        ({"enable_lora": True}, "does not support enable_lora"),
+        ({"mixed_steps": True}, "does not support mixed_steps"),
+        ({"replay_interval": 16}, "does not support replay_interval 16; use 1"),
+        ({"logprobs_mode": "processed_logprobs"}, "does not support logprobs_mode processed_logprobs"),
+        ({"platform": "tpu"}, "is not supported on TPU, only on CPU"),
+        ({"model": dataclasses.replace(MODEL, pattern="ME", moe=MOE)}, "its layer pattern has E"),
+    ],
+)
+def test_other_flags_are_refused(flags, message):
+    with pytest.raises(ConfigError, match=f"^schedule_invariant .*{message}"):
+        check(**flags)
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    monkeypatch.setattr(schedule_invariant, "WHY_NOT_INVARIANT", "not built")
+    with pytest.raises(ConfigError, match="needs the C\\+\\+ operations, which are missing: not built"):
+        check()
+
+
+def test_quantized_weights_are_refused():
+    config = EngineConfig(schedule_invariant=True)
+    check_weights_invariant(config, ["float32", "bfloat16"])
+    with pytest.raises(ConfigError, match="needs float32 or bfloat16 weights, not int8"):
+        check_weights_invariant(config, ["float32", "int8"])
+
+
+def test_without_the_flag_everything_is_allowed():
+    check_schedule_invariant(EngineConfig(dtype="float16"), MODEL, "tpu")
+    check_weights_invariant(EngineConfig(), ["int8"])
+
+
+def test_its_kernels_are_chosen_by_the_flag_only():
+    assert kernel_choice(EngineConfig(schedule_invariant=True)).named == "invariant"
+    with pytest.raises(ConfigError, match="use schedule_invariant"):
+        kernel_choice(EngineConfig(kernels="invariant"))
+
+
+def test_a_worker_of_a_split_refuses(capsys):
+    assert run(["serve", "demo", "--role", "decode", "--schedule-invariant"]) == 2
+    assert "schedule_invariant is not supported by a worker of a split (--role decode)" in capsys.readouterr().err
