@@ -37,6 +37,7 @@ KEPT_BYTES, MOST_KEPT_BYTES, FILE_BYTES = 1 << 30, 2 << 30, 5 << 29
 """What a worker may carry from one file to the next and from one test to the next, and what a file may add to that."""
 CACHE_BYTES = 3 << 30
 """Above this, the compiled programs whose last use is longest ago are deleted."""
+LOGGERS = ("serving", "checkpoints", "uvicorn")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -121,11 +122,19 @@ def _bounded_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _loggers_left_as_they_were_by_a_file() -> Iterator[None]:
+    """Fixtures of a whole file that start a server or a command change the loggers outside of any test."""
+    yield
+    for logger in map(logging.getLogger, LOGGERS):
+        logger.handlers, logger.propagate = [], True
+        logger.setLevel(logging.NOTSET)
+
+
 @pytest.fixture(autouse=True)
 def _loggers_left_as_they_were() -> Iterator[None]:
     """The command line sends its loggers to the stderr of that moment, which a test's capture closes at its end."""
-    loggers = [logging.getLogger(name) for name in ("serving", "checkpoints", "uvicorn")]
-    before = [(logger, logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    before = [(logger, logger.handlers, logger.propagate, logger.level) for logger in map(logging.getLogger, LOGGERS)]
     yield
     for logger, handlers, propagate, level in before:
         logger.handlers, logger.propagate = handlers, propagate
