@@ -4,6 +4,7 @@ import json
 import re
 from functools import partial
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -94,7 +95,8 @@ def test_an_adapter_is_trained_while_the_engine_serves_it(tmp_path):
 
     def trained_logprobs(answers):
         added = {name: value for name, value in trainer.values.items() if name not in base}
-        found = sequence_logprobs(build(config, base, np.float32), answers.tokens, answers.lengths, added)
+        model = build(config, {name: jnp.asarray(value) for name, value in base.items()}, np.float32)
+        found = sequence_logprobs(model, answers.tokens, answers.lengths, added)
         return np.asarray(found)[answers.answered]
 
     np.testing.assert_allclose(after.logprobs[after.answered], trained_logprobs(after), atol=1e-4)
