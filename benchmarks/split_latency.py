@@ -19,7 +19,7 @@ from flax import nnx
 from mamba_jax.config import AttentionConfig, HybridConfig, MambaConfig, MLPConfig
 from mamba_jax.model import HybridModel
 from serving.config import EngineConfig
-from serving.engine.assembly.build import Built, assemble
+from serving.engine.assembly.build import AssembledEngine, assemble
 from serving.engine.engine import Engine
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.split.decode_side import DecodeSide
@@ -41,7 +41,7 @@ MODEL = HybridConfig(
 )
 
 
-def build(longest: int) -> Built:
+def build(longest: int) -> AssembledEngine:
     """An engine of one seat."""
     config = EngineConfig.create(
         max_model_len=longest, max_num_seqs=1, max_num_batched_tokens=512, num_slots=24, num_pages=longest // 32 * 3

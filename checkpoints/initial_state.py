@@ -28,7 +28,7 @@ from safetensors.numpy import save_file
 
 from checkpoints.errors import CheckpointError
 from checkpoints.safetensors_file import SafetensorsFile
-from mamba_jax.config import HybridConfig, Per, Role, StateArray
+from mamba_jax.config import HybridConfig, Role, StateArray, StateUnit
 
 INITIAL_STATE_FILE = "initial_state.safetensors"
 
@@ -58,7 +58,7 @@ class InitialState:
         store. Missing tensors are zeros."""
         found = []
         for index, kind in enumerate(config.pattern):
-            arrays, layer = config.state(kind, Per.SLOT), self.layers.get(index, {})
+            arrays, layer = config.state(kind, StateUnit.SLOT), self.layers.get(index, {})
             if not arrays:
                 continue
             own = {array.name: np.zeros(array.shape, np.float32) for array in arrays}
@@ -73,7 +73,7 @@ class InitialState:
 
 def initial_state_shapes(config: HybridConfig) -> dict[int, dict[str, tuple[int, ...]]]:
     """Returns the shapes of `state` and `window` of every recurrent layer, by its index among the model's blocks."""
-    shapes = {index: _shapes(config.state(kind, Per.SLOT)) for index, kind in enumerate(config.pattern)}
+    shapes = {index: _shapes(config.state(kind, StateUnit.SLOT)) for index, kind in enumerate(config.pattern)}
     return {index: found for index, found in shapes.items() if found}
 
 
@@ -141,7 +141,7 @@ def parts_of(config: HybridConfig, index: int, arrays: Mapping[str, np.ndarray])
         index: of the block.
         arrays: by name. A part without arrays is left out; otherwise all its arrays are needed.
     """
-    members = _members(config.state(config.pattern[index], Per.SLOT))
+    members = _members(config.state(config.pattern[index], StateUnit.SLOT))
     return {
         part: np.concatenate([arrays[array.name] for array in found], axis=-1)
         for part, found in members.items()

@@ -14,7 +14,7 @@ import numpy as np
 from checkpoints.errors import CheckpointError, listing
 from checkpoints.placing import abstract_parameters
 from checkpoints.quantised.rounding import Rounding, Selection
-from checkpoints.quantised.stored import Wrong
+from checkpoints.quantised.stored import InvalidTensor
 from checkpoints.quantised.writing import description_of, tensors_of
 from checkpoints.tensor_files import TensorFiles
 from checkpoints.tensor_set import INDEX_FILE, TensorSet
@@ -64,7 +64,7 @@ def rewrite_hugging_face(
         else:
             try:
                 parts = tensors_of(rounding, value)
-            except Wrong as error:
+            except InvalidTensor as error:
                 raise CheckpointError(f"{name}: {error}; exclude it, or write Orbax") from None
             for suffix, part in parts.items():
                 files.add(f"{_module(name)}.{suffix}", part)

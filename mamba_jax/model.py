@@ -15,7 +15,7 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
-from mamba_jax.config import SHARED, HybridConfig, Per
+from mamba_jax.config import SHARED, HybridConfig, StateUnit
 from mamba_jax.layout import Layout, SequenceLayout, has_tails
 from mamba_jax.modules.basic import Table, normal, scaled
 from mamba_jax.modules.blocks import Block, model_norm
@@ -324,4 +324,4 @@ class _Pieces:
 
     def _keeps(self, kind: str) -> tuple[bool, bool]:
         """Returns whether such a sublayer keeps something in slots, and in pages."""
-        return bool(self._config.state(kind, Per.SLOT)), bool(self._config.state(kind, Per.TOKEN))
+        return bool(self._config.state(kind, StateUnit.SLOT)), bool(self._config.state(kind, StateUnit.TOKEN))

@@ -21,7 +21,7 @@ _SCALE = "_scale"
 
 
 @dataclass(frozen=True)
-class Narrow:
+class NarrowDtype:
     """A dtype for states that wait: bfloat16, float16, or int8 with scales."""
 
     dtype: str
@@ -60,7 +60,7 @@ class Narrow:
 class RoundedRows:
     """Running rows round their states at every multiple of this number of tokens, where a checkpoint can be taken."""
 
-    narrow: Narrow
+    narrow: NarrowDtype
     every: int
     names: tuple[str, ...]
     """The arrays of a slot that are rounded."""

@@ -20,8 +20,8 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kernels_pallas import native
 from kernels_pallas.slots import load, put, read_slots, take, write_slots
-from mamba_jax.config import HybridConfig, ModelConfigError, Per, Role, StateArray
-from mamba_jax.rounding import Narrow, RoundedRows
+from mamba_jax.config import HybridConfig, ModelConfigError, Role, StateArray, StateUnit
+from mamba_jax.rounding import NarrowDtype, RoundedRows
 from mamba_jax.tails import Replay, Tails
 
 __all__ = [
@@ -90,10 +90,10 @@ class StoreShape:
         """
         kinds = config.pattern + config.mtp_pattern
         shape = cls(
-            slots=tuple(arrays for kind in kinds if (arrays := config.state(kind, Per.SLOT))),
-            pages=tuple(array for kind in kinds for array in config.state(kind, Per.TOKEN)),
+            slots=tuple(arrays for kind in kinds if (arrays := config.state(kind, StateUnit.SLOT))),
+            pages=tuple(array for kind in kinds for array in config.state(kind, StateUnit.TOKEN)),
             hidden=StateArray("hidden", (config.hidden_size,), Role.ACTIVATION, None),
-            tails=tuple(_tails(config, kind) for kind in kinds if config.state(kind, Per.SLOT)),
+            tails=tuple(_tails(config, kind) for kind in kinds if config.state(kind, StateUnit.SLOT)),
         )
         for array in (*(array for arrays in (*shape.slots, *shape.tails) for array in arrays), *shape.pages):
             if shape.arrays_and_tails[array.name] != array:
@@ -127,7 +127,7 @@ class StoreShape:
     @property
     def last_hidden(self) -> StateArray:
         """The array of hidden states in tails."""
-        return replace(self.hidden, per=Per.TAIL, of=self.hidden.name, last=1)
+        return replace(self.hidden, per=StateUnit.TAIL, of=self.hidden.name, last=1)
 
     @property
     def without_replay(self) -> str | None:
@@ -162,7 +162,7 @@ class StoreShape:
         names = [array.name for arrays in self.slots for array in arrays if array.role is Role.ACCUMULATED]
         return tuple(dict.fromkeys(names))
 
-    def bytes_per_waiting_state(self, dtype: Any, ssm_dtype: Any, narrow: Narrow | None) -> int:
+    def bytes_per_waiting_state(self, dtype: Any, ssm_dtype: Any, narrow: NarrowDtype | None) -> int:
         """Returns bytes of one state that is kept elsewhere than in a slot: without padding, and in the narrow form."""
         arrays = (*(array for arrays in self.slots for array in arrays), self.hidden)
 
@@ -193,7 +193,7 @@ def init_store(
     debug_state: bool = False,
     replay: Replay | None = None,
     num_tails: int = 0,
-    rounding: tuple[Narrow, int] | None = None,
+    rounding: tuple[NarrowDtype, int] | None = None,
 ) -> Store:
     """Returns a store of zeros.
 
@@ -223,10 +223,10 @@ def init_store(
 
     # Every array is its own allocation: donation cannot alias two outputs to one buffer.
     def zeros(array: StateArray) -> Array:
-        if array.per is Per.TAIL:
+        if array.per is StateUnit.TAIL:
             assert replay is not None
             return jnp.zeros((num_tails, replay.entries(array), *array.shape), array.dtype(dtype, ssm_dtype))
-        if array.per is Per.SLOT:
+        if array.per is StateUnit.SLOT:
             return jnp.zeros((num_slots, *array.shape), array.dtype(dtype, ssm_dtype))
         return jnp.zeros((num_pages, page_size, *array.shape), dtype if kv_dtype is None else kv_dtype)
 
@@ -249,8 +249,8 @@ def init_store(
 
 def _tails(config: HybridConfig, kind: str) -> tuple[StateArray, ...]:
     """What replay keeps of each token of such a sublayer: what its mixer declares, and its windows' inputs."""
-    windows = [array for array in config.state(kind, Per.SLOT) if array.role is Role.WINDOW]
-    return (*config.state(kind, Per.TAIL), *(window.inputs() for window in windows))
+    windows = [array for array in config.state(kind, StateUnit.SLOT) if array.role is Role.WINDOW]
+    return (*config.state(kind, StateUnit.TAIL), *(window.inputs() for window in windows))
 
 
 def store_bytes(store: Store) -> int:

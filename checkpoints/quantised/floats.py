@@ -15,7 +15,17 @@ import numpy as np
 
 from checkpoints.quantised.description import Quantisation
 from checkpoints.quantised.packing import unpack_fp4
-from checkpoints.quantised.stored import BF16, F32, FP4, FP8, INPUT_SCALE, Module, Part, StoredWeight, Wrong
+from checkpoints.quantised.stored import (
+    BF16,
+    F32,
+    FP4,
+    FP8,
+    INPUT_SCALE,
+    InvalidTensor,
+    Module,
+    Part,
+    StoredWeight,
+)
 
 NVFP4_GROUP, MXFP8_GROUP = 16, 32
 
@@ -24,7 +34,7 @@ def fp8(module: Module, how: Quantisation) -> StoredWeight:
     """Returns a weight in e4m3, with its scale.
 
     Raises:
-        Wrong: the scale is missing, or of the wrong shape.
+        InvalidTensor: the scale is missing, or of the wrong shape.
     """
     shape = module.shape("weight")
     values = Part(FP8, lambda: module.view("weight"))
@@ -82,14 +92,16 @@ def nvfp4(module: Module, how: Quantisation) -> StoredWeight:
     """Returns a weight in e2m1.
 
     Raises:
-        Wrong: a scale is missing, or of the wrong shape.
+        InvalidTensor: a scale is missing, or of the wrong shape.
     """
     compressed = module.has("weight_packed")
     packed, whole = ("weight_packed", "weight_global_scale") if compressed else ("weight", "weight_scale_2")
     *lead, outputs, pairs = module.shape(packed)
     shape = (*lead, outputs, 2 * pairs)
     if shape[-1] % NVFP4_GROUP:
-        raise Wrong(f"{module.name}.{packed} has {shape[-1]} inputs, which groups of {NVFP4_GROUP} do not divide")
+        raise InvalidTensor(
+            f"{module.name}.{packed} has {shape[-1]} inputs, which groups of {NVFP4_GROUP} do not divide"
+        )
     module.expect("weight_scale", (*lead, outputs, shape[-1] // NVFP4_GROUP), "F8_E4M3")
     module.allow("input_scale", "input_global_scale")
     parts = {

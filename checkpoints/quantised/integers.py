@@ -18,14 +18,24 @@ import numpy as np
 
 from checkpoints.quantised.description import Quantisation
 from checkpoints.quantised.packing import unpack, unpack_awq
-from checkpoints.quantised.stored import BF16, F32, INPUT_SCALE, INT4, INT8, Module, Part, StoredWeight, Wrong
+from checkpoints.quantised.stored import (
+    BF16,
+    F32,
+    INPUT_SCALE,
+    INT4,
+    INT8,
+    InvalidTensor,
+    Module,
+    Part,
+    StoredWeight,
+)
 
 
 def int8(module: Module, how: Quantisation) -> StoredWeight:
     """Returns a weight in int8 as it is.
 
     Raises:
-        Wrong: a tensor is missing, or of the wrong shape.
+        InvalidTensor: a tensor is missing, or of the wrong shape.
     """
     shape = module.shape("weight")
     values = Part(INT8, lambda: module.view("weight"))
@@ -52,17 +62,21 @@ def pack_quantized(module: Module, how: Quantisation) -> StoredWeight:
     """compressed-tensors' packed integers.
 
     Raises:
-        Wrong: a tensor is missing, or of the wrong shape.
+        InvalidTensor: a tensor is missing, or of the wrong shape.
     """
     *lead, outputs, words = module.shape("weight_packed")
     module.expect("weight_shape", (2,))
     logical = tuple(int(n) for n in module.view("weight_shape"))
     if len(logical) != 2 or logical[0] != outputs or lead:
-        raise Wrong(f"{module.name}.weight_packed is {[*lead, outputs, words]}, its weight_shape {list(logical)}")
+        raise InvalidTensor(
+            f"{module.name}.weight_packed is {[*lead, outputs, words]}, its weight_shape {list(logical)}"
+        )
     inputs = logical[1]
     bits = next((bits for bits in (4, 8) if -(-inputs * bits // 32) == words), None)
     if bits is None:
-        raise Wrong(f"{module.name}.weight_packed has {words} words for {inputs} inputs: neither 4 nor 8 bits each")
+        raise InvalidTensor(
+            f"{module.name}.weight_packed has {words} words for {inputs} inputs: neither 4 nor 8 bits each"
+        )
     groups = module.shape("weight_scale")[-1]
     _divides(module, "weight_scale", inputs, groups)
     offset, dtype = 2 ** (bits - 1), INT4 if bits == 4 else INT8
@@ -92,7 +106,7 @@ def gptq(module: Module, how: Quantisation) -> StoredWeight:
     """GPTQ's packed integers.
 
     Raises:
-        Wrong: a tensor is missing, or of the wrong shape.
+        InvalidTensor: a tensor is missing, or of the wrong shape.
     """
     bits, each = how.bits, 32 // how.bits
     words, outputs = module.shape("qweight")
@@ -129,7 +143,7 @@ def awq(module: Module, how: Quantisation) -> StoredWeight:
     """AWQ's packed integers.
 
     Raises:
-        Wrong: a tensor is missing, or of the wrong shape.
+        InvalidTensor: a tensor is missing, or of the wrong shape.
     """
     inputs, words = module.shape("qweight")
     outputs = 8 * words
@@ -153,7 +167,7 @@ def _less(unsigned: np.ndarray, offset: int) -> np.ndarray:
 
 def _divides(module: Module, suffix: str, inputs: int, groups: int) -> None:
     if groups < 1 or inputs % groups:
-        raise Wrong(f"{module.name}.{suffix} has {groups} groups, which do not divide {inputs} inputs")
+        raise InvalidTensor(f"{module.name}.{suffix} has {groups} groups, which do not divide {inputs} inputs")
 
 
 def _in_order(
@@ -163,7 +177,7 @@ def _in_order(
     module.expect(suffix, (inputs,), "I32", "I64")
     group = np.asarray(module.view(suffix))
     if (group < 0).any() or (group >= groups).any():
-        raise Wrong(f"{module.name}.{suffix} names groups beyond the {groups} that have scales")
+        raise InvalidTensor(f"{module.name}.{suffix} names groups beyond the {groups} that have scales")
     if np.array_equal(group, np.arange(inputs) // (inputs // groups)):
         return label, parts, True
 

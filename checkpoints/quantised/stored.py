@@ -20,7 +20,7 @@ INPUT_SCALE = "input_scale"
 """The part that describes the rounding of inputs. It is not a part of the weight."""
 
 
-class Wrong(Exception):
+class InvalidTensor(Exception):
     """A tensor is missing or does not match its format; the message names it."""
 
 
@@ -109,13 +109,13 @@ class Module:
         """Checks a required tensor.
 
         Raises:
-            Wrong: it is missing, or has another shape or dtype.
+            InvalidTensor: it is missing, or has another shape or dtype.
         """
         found = self.shape(suffix)
         if found != shape:
-            raise Wrong(f"{self.name}.{suffix} is {list(found)}, expected {list(shape)}")
+            raise InvalidTensor(f"{self.name}.{suffix} is {list(found)}, expected {list(shape)}")
         if dtypes and self.dtype(suffix) not in dtypes:
-            raise Wrong(f"{self.name}.{suffix} is {self.dtype(suffix)}, expected {' or '.join(dtypes)}")
+            raise InvalidTensor(f"{self.name}.{suffix} is {self.dtype(suffix)}, expected {' or '.join(dtypes)}")
 
     def allow(self, *suffixes: str) -> None:
         """Allows tensors that may be present but are not used."""
@@ -124,7 +124,7 @@ class Module:
     def _full(self, suffix: str) -> str:
         full = f"{self.name}.{suffix}"
         if full not in self.tensors.names:
-            raise Wrong(f"{full} is missing")
+            raise InvalidTensor(f"{full} is missing")
         if full not in self.uses:
             self.uses.append(full)
         return full
@@ -137,7 +137,7 @@ class Module:
         each = found in (channels, (*channels, 1))
         of_each_expert = len(lead) == 1 and found in ((*lead,), (*lead, 1), (*lead, 1, 1))
         if not each and math.prod(found) != 1 and not of_each_expert:
-            raise Wrong(f"{self.name}.{suffix} is {list(found)}, expected one number or {list(channels)}")
+            raise InvalidTensor(f"{self.name}.{suffix} is {list(found)}, expected one number or {list(channels)}")
 
         def read() -> np.ndarray:
             scale: np.ndarray = self.view(suffix).astype(np.float32)

@@ -11,7 +11,7 @@ import numpy as np
 from checkpoints.errors import CheckpointError, listing
 from checkpoints.quantised import floats, integers
 from checkpoints.quantised.description import AWQ, GPTQ, Quantisation
-from checkpoints.quantised.stored import Module, StoredWeight, Tensors, Wrong
+from checkpoints.quantised.stored import InvalidTensor, Module, StoredWeight, Tensors
 
 _NARROW = {"F8_E4M3": floats.fp8, "I8": integers.int8, "U8": floats.nvfp4}
 _PACKED = {"U8": floats.nvfp4, "I32": integers.pack_quantized}
@@ -35,7 +35,7 @@ class LogicalTensors:
         for name in sorted(tensors.names):
             try:
                 found = _read(tensors, name, how)
-            except Wrong as error:
+            except InvalidTensor as error:
                 wrong.append(str(error))
                 continue
             if found is not None:
@@ -104,5 +104,5 @@ def _read(tensors: Tensors, name: str, how: Quantisation | None) -> tuple[str, S
     if read is None:
         return None
     if how is None:
-        raise Wrong(f"{name} is {kind}, but config.json describes no quantization")
+        raise InvalidTensor(f"{name} is {kind}, but config.json describes no quantization")
     return module_name, read(Module(tensors, module_name), how)

@@ -10,7 +10,7 @@ import numpy as np
 from checkpoints.quantised.description import COMPRESSED
 from checkpoints.quantised.packing import pack, pack_fp4
 from checkpoints.quantised.rounding import Rounding
-from checkpoints.quantised.stored import F32, Wrong
+from checkpoints.quantised.stored import F32, InvalidTensor
 
 _FORMATS = {
     "int8": "int-quantized",
@@ -25,10 +25,12 @@ def tensors_of(rounding: Rounding, wide: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the tensors of a module, by suffix, that stand for a weight [*lead, outputs, inputs].
 
     Raises:
-        Wrong: the format has no such weights.
+        InvalidTensor: the format has no such weights.
     """
     if rounding.kind == "int4" and (wide.ndim != 2 or wide.shape[-1] % _PACKED_AT_ONCE):
-        raise Wrong(f"int4 in compressed-tensors' form is for matrices of whole words, and this is {list(wide.shape)}")
+        raise InvalidTensor(
+            f"int4 in compressed-tensors' form is for matrices of whole words, and this is {list(wide.shape)}"
+        )
     parts = rounding.round(wide)
     values = parts["values"]
     by_output = np.swapaxes(parts["group_scale"], -1, -2) if "group_scale" in parts else None

@@ -6,12 +6,12 @@ from mamba_jax.config.declaration import (
     WHOLE,
     Division,
     MixerConfig,
-    Otherwise,
-    Per,
     Placement,
     RecurrenceConfig,
     Role,
     StateArray,
+    StateUnit,
+    UnevenDivision,
 )
 from mamba_jax.config.errors import ModelConfigError, need
 from mamba_jax.config.feed_forward import ACTIVATIONS, MLPConfig, MoEConfig
@@ -51,8 +51,6 @@ __all__ = [
     "MoEConfig",
     "ModelConfigError",
     "NormedResidual",
-    "Otherwise",
-    "Per",
     "Placement",
     "QKNormConfig",
     "RecurrenceConfig",
@@ -60,5 +58,7 @@ __all__ = [
     "RopeConfig",
     "SharedConfig",
     "StateArray",
+    "StateUnit",
+    "UnevenDivision",
     "need",
 ]

@@ -10,11 +10,11 @@ from mamba_jax.config.declaration import (
     WHOLE,
     Division,
     MixerConfig,
-    Otherwise,
-    Per,
     Placement,
     Role,
     StateArray,
+    StateUnit,
+    UnevenDivision,
 )
 from mamba_jax.config.errors import ModelConfigError, positive
 
@@ -83,10 +83,10 @@ class AttentionConfig(MixerConfig):
     def state(self) -> tuple[StateArray, ...]:
         """Keys (even) and values (odd) of each token's heads."""
         shape = (2 * self.num_kv_heads, self.head_dim)
-        return (StateArray("kv", shape, Role.ACTIVATION, self.kv_heads(0, Otherwise.REPEAT), Per.TOKEN),)
+        return (StateArray("kv", shape, Role.ACTIVATION, self.kv_heads(0, UnevenDivision.REPEAT), StateUnit.TOKEN),)
 
     def parameters(self) -> Mapping[str, Placement]:
-        heads, kv_heads = self.heads(0), self.kv_heads(0, Otherwise.SHARE)
+        heads, kv_heads = self.heads(0), self.kv_heads(0, UnevenDivision.SHARE)
         found: dict[str, Placement] = {
             "q_proj.weight": heads,
             "k_proj.weight": kv_heads,
@@ -115,6 +115,6 @@ class AttentionConfig(MixerConfig):
         """Returns the division of heads of queries."""
         return Division(axis, self.num_heads, "attention heads")
 
-    def kv_heads(self, axis: int, otherwise: Otherwise) -> Division:
+    def kv_heads(self, axis: int, otherwise: UnevenDivision) -> Division:
         """Returns the division of heads of keys and values."""
         return Division(axis, self.num_kv_heads, "key-value heads", otherwise=otherwise)

@@ -14,7 +14,7 @@ from typing import Any
 from mamba_jax.config.errors import ModelConfigError
 
 
-class Otherwise(enum.Enum):
+class UnevenDivision(enum.Enum):
     """How to handle an axis whose units do not divide evenly over the devices."""
 
     REFUSE = "refuse"
@@ -40,7 +40,7 @@ class Division:
     parts: int = 1
     """The axis concatenates this many arrays, each with all units. Each device has its units of the first array, then
     its units of the second, and so on."""
-    otherwise: Otherwise | Division = Otherwise.REFUSE
+    otherwise: UnevenDivision | Division = UnevenDivision.REFUSE
     repeat: int = 1
     """Number of devices that have the same unit."""
     rank: int = 2
@@ -61,9 +61,9 @@ class Division:
             return self
         if isinstance(self.otherwise, Division):
             return self.otherwise.over(shards)
-        if self.otherwise is Otherwise.KEEP_WHOLE:
+        if self.otherwise is UnevenDivision.KEEP_WHOLE:
             return None
-        if self.otherwise is Otherwise.REFUSE:
+        if self.otherwise is UnevenDivision.REFUSE:
             raise ModelConfigError(
                 f"tensor_parallel_size {shards} does not divide this model's {self.units} {self.what}"
             )
@@ -72,10 +72,10 @@ class Division:
                 f"tensor_parallel_size {shards} neither divides this model's {self.units} {self.what} "
                 "nor is a multiple of them"
             )
-        return None if self.otherwise is Otherwise.SHARE else replace(self, repeat=shards // self.units)
+        return None if self.otherwise is UnevenDivision.SHARE else replace(self, repeat=shards // self.units)
 
 
-class Undivided(enum.Enum):
+class Replication(enum.Enum):
     """A parameter that every device has completely."""
 
     WHOLE = "whole"
@@ -83,8 +83,8 @@ class Undivided(enum.Enum):
     """The parameter is added to a partial sum, which only one device may do."""
 
 
-WHOLE, ADDED_ONCE = Undivided.WHOLE, Undivided.ADDED_ONCE
-Placement = Division | Undivided
+WHOLE, ADDED_ONCE = Replication.WHOLE, Replication.ADDED_ONCE
+Placement = Division | Replication
 """Of a parameter."""
 
 
@@ -101,7 +101,7 @@ class Role(enum.Enum):
     """Parameters of a recurrence, or what is added to its state: always float32."""
 
 
-class Per(enum.Enum):
+class StateUnit(enum.Enum):
     """The unit that an array belongs to."""
 
     SLOT = "slot"
@@ -122,7 +122,7 @@ class StateArray:
     role: Role
     division: Division | None
     """The division over devices; None if every device has the whole array."""
-    per: Per = Per.SLOT
+    per: StateUnit = StateUnit.SLOT
     of: str = ""
     """For a tail: the name of the array in slots whose inputs it holds."""
     last: int | None = None
@@ -138,7 +138,7 @@ class StateArray:
             self.shape[1:],
             Role.WINDOW,
             self.division and self.division.moved(-1),
-            Per.TAIL,
+            StateUnit.TAIL,
             of=self.name,
             last=self.shape[0],
         )
@@ -146,15 +146,15 @@ class StateArray:
     @property
     def padded(self) -> bool:
         """Whether the last axis is padded to the device's lanes; see `mamba_jax.store_layout`."""
-        steers_replay = self.per is Per.TAIL and self.role is Role.STEERING
-        return self.per is Per.TOKEN or self.role is Role.ACCUMULATED or steers_replay
+        steers_replay = self.per is StateUnit.TAIL and self.role is Role.STEERING
+        return self.per is StateUnit.TOKEN or self.role is Role.ACCUMULATED or steers_replay
 
     def copied_by_slots(self, lanes: int) -> bool:
         """Returns whether a device with this many lanes copies a slot as contiguous memory.
 
         This holds for windows (see `kernels_pallas.windows`); `shape` is then one device's part of a slot.
         """
-        return lanes > 1 and self.per is Per.SLOT and self.role is Role.WINDOW and self.shape[-1] % lanes == 0
+        return lanes > 1 and self.per is StateUnit.SLOT and self.role is Role.WINDOW and self.shape[-1] % lanes == 0
 
     def size(self, lanes: int = 1) -> int:
         """Returns the number of elements, padding included."""

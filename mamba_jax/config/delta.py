@@ -12,12 +12,12 @@ from typing import Any, Literal
 from mamba_jax.config.declaration import (
     WHOLE,
     Division,
-    Otherwise,
-    Per,
     Placement,
     RecurrenceConfig,
     Role,
     StateArray,
+    StateUnit,
+    UnevenDivision,
 )
 from mamba_jax.config.errors import ModelConfigError, positive
 
@@ -92,10 +92,10 @@ class DeltaConfig(RecurrenceConfig):
             StateArray("delta", recurrent, Role.ACCUMULATED, self._heads(0)),
             StateArray("conv_v", (window, self.inner_size), Role.WINDOW, self._heads(1)),
             StateArray("conv_qk", (window, 2 * self.key_size), Role.WINDOW, self._groups(1, parts=2)),
-            StateArray("delta_u", (self.inner_size,), Role.STEERING, self._heads(0), Per.TAIL, of="delta"),
+            StateArray("delta_u", (self.inner_size,), Role.STEERING, self._heads(0), StateUnit.TAIL, of="delta"),
             # A device keeps the keys that its heads need, though it has computed all.
-            StateArray("delta_k", (self.key_size,), Role.ACTIVATION, self._own_groups(), Per.TAIL, of="delta"),
-            StateArray("delta_decay", (self.num_decays,), Role.STEERING, self._heads(0), Per.TAIL, of="delta"),
+            StateArray("delta_k", (self.key_size,), Role.ACTIVATION, self._own_groups(), StateUnit.TAIL, of="delta"),
+            StateArray("delta_decay", (self.num_decays,), Role.STEERING, self._heads(0), StateUnit.TAIL, of="delta"),
         )
 
     def parameters(self) -> Mapping[str, Placement]:
@@ -127,7 +127,7 @@ class DeltaConfig(RecurrenceConfig):
         return Division(axis, self.num_heads, "value heads")
 
     def _own_groups(self) -> Division:
-        return Division(0, self.num_groups, "key heads", otherwise=Otherwise.REPEAT)
+        return Division(0, self.num_groups, "key heads", otherwise=UnevenDivision.REPEAT)
 
     def _groups(self, axis: int, *, parts: int = 1) -> Division:
-        return Division(axis, self.num_groups, "key heads", parts=parts, otherwise=Otherwise.SHARE)
+        return Division(axis, self.num_groups, "key heads", parts=parts, otherwise=UnevenDivision.SHARE)

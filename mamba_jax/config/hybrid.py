@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mamba_jax.config.attention import AttentionConfig
-from mamba_jax.config.declaration import BothMixers, MixerConfig, Per, RecurrenceConfig, StateArray
+from mamba_jax.config.declaration import BothMixers, MixerConfig, RecurrenceConfig, StateArray, StateUnit
 from mamba_jax.config.errors import ModelConfigError, need, positive
 from mamba_jax.config.feed_forward import MLPConfig, MoEConfig
 from mamba_jax.config.latent_attention import LatentAttentionConfig
@@ -133,7 +133,7 @@ class HybridConfig:
         """Returns the residual of sublayers of this kind; None if they add to x itself."""
         return next((residual for residual in self.normed_residuals if residual.kind == kind), None)
 
-    def state(self, kind: str, per: Per) -> tuple[StateArray, ...]:
+    def state(self, kind: str, per: StateUnit) -> tuple[StateArray, ...]:
         """Returns the state arrays of a sublayer of this kind, in slots or in pages."""
         return tuple(array for array in self.mixer(kind).state() if array.per is per)
 
@@ -145,12 +145,12 @@ class HybridConfig:
     @property
     def num_recurrent_layers(self) -> int:
         """Sublayers with a part in every slot."""
-        return sum(bool(self.state(kind, Per.SLOT)) for kind in self.pattern)
+        return sum(bool(self.state(kind, StateUnit.SLOT)) for kind in self.pattern)
 
     @property
     def num_attention_uses(self) -> int:
         """Attentions of the model proper, each with its own keys and values (each use of a shared block too)."""
-        return sum(bool(self.state(kind, Per.TOKEN)) for kind in self.pattern)
+        return sum(bool(self.state(kind, StateUnit.TOKEN)) for kind in self.pattern)
 
     @property
     def num_mtp_attention_layers(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mamba_jax.config.attention import RopeConfig
-from mamba_jax.config.declaration import WHOLE, Division, MixerConfig, Per, Placement, Role, StateArray
+from mamba_jax.config.declaration import WHOLE, Division, MixerConfig, Placement, Role, StateArray, StateUnit
 from mamba_jax.config.errors import positive
 
 
@@ -45,7 +45,7 @@ class LatentAttentionConfig(MixerConfig):
 
     def state(self) -> tuple[StateArray, ...]:
         """The latent and the shared key of each token. There is one for all heads: every device has all of them."""
-        return (StateArray("latent", (1, self.entry_size), Role.ACTIVATION, None, Per.TOKEN),)
+        return (StateArray("latent", (1, self.entry_size), Role.ACTIVATION, None, StateUnit.TOKEN),)
 
     def parameters(self) -> Mapping[str, Placement]:
         gate = {"gate_proj.weight": self._heads(0)} if self.head_gate else {}

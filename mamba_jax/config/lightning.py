@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mamba_jax.config.declaration import Division, Per, Placement, RecurrenceConfig, Role, StateArray
+from mamba_jax.config.declaration import Division, Placement, RecurrenceConfig, Role, StateArray, StateUnit
 from mamba_jax.config.errors import positive
 
 LIGHTNING = "F"
@@ -53,9 +53,9 @@ class LightningConfig(RecurrenceConfig):
         recurrent, heads = (self.num_heads, self.head_dim, self.head_dim), self._heads(0)
         return (
             StateArray("ssm", recurrent, Role.ACCUMULATED, heads, replay_kernels=("tpu", "gpu", "cpu")),
-            StateArray("ssm_x", (self.inner_size,), Role.ACTIVATION, heads, Per.TAIL, of="ssm"),
-            StateArray("ssm_b", (self.inner_size,), Role.ACTIVATION, heads, Per.TAIL, of="ssm"),
-            StateArray("ssm_dt", (self.num_heads,), Role.STEERING, heads, Per.TAIL, of="ssm"),
+            StateArray("ssm_x", (self.inner_size,), Role.ACTIVATION, heads, StateUnit.TAIL, of="ssm"),
+            StateArray("ssm_b", (self.inner_size,), Role.ACTIVATION, heads, StateUnit.TAIL, of="ssm"),
+            StateArray("ssm_dt", (self.num_heads,), Role.STEERING, heads, StateUnit.TAIL, of="ssm"),
         )
 
     def parameters(self) -> Mapping[str, Placement]:

@@ -11,11 +11,11 @@ from mamba_jax.config.declaration import (
     WHOLE,
     Division,
     MixerConfig,
-    Otherwise,
-    Per,
     Placement,
     Role,
     StateArray,
+    StateUnit,
+    UnevenDivision,
 )
 from mamba_jax.config.errors import ModelConfigError, positive
 
@@ -74,10 +74,10 @@ class MambaConfig(MixerConfig):
             StateArray("ssm", recurrent, Role.ACCUMULATED, self._heads(0), replay_kernels=("tpu", "gpu", "cpu")),
             StateArray("conv_x", (window, self.inner_size), Role.WINDOW, self._heads(1)),
             StateArray("conv_bc", (window, 2 * self.group_size), Role.WINDOW, self._groups(1, parts=2)),
-            StateArray("ssm_x", (self.inner_size,), Role.ACTIVATION, self._heads(0), Per.TAIL, of="ssm"),
+            StateArray("ssm_x", (self.inner_size,), Role.ACTIVATION, self._heads(0), StateUnit.TAIL, of="ssm"),
             # A device keeps the group that its heads need, though it has computed all.
-            StateArray("ssm_b", (self.group_size,), Role.ACTIVATION, self._own_groups(), Per.TAIL, of="ssm"),
-            StateArray("ssm_dt", (self.num_heads,), Role.STEERING, self._heads(0), Per.TAIL, of="ssm"),
+            StateArray("ssm_b", (self.group_size,), Role.ACTIVATION, self._own_groups(), StateUnit.TAIL, of="ssm"),
+            StateArray("ssm_dt", (self.num_heads,), Role.STEERING, self._heads(0), StateUnit.TAIL, of="ssm"),
         )
 
     def parameters(self) -> Mapping[str, Placement]:
@@ -118,7 +118,7 @@ class MambaConfig(MixerConfig):
         return Division(axis, self.num_heads, "Mamba heads", rank=rank)
 
     def _own_groups(self) -> Division:
-        return Division(0, self.num_groups, "Mamba groups", otherwise=Otherwise.REPEAT)
+        return Division(0, self.num_groups, "Mamba groups", otherwise=UnevenDivision.REPEAT)
 
     def _groups(self, axis: int, *, parts: int = 1, rank: int = 2) -> Division:
-        return Division(axis, self.num_groups, "Mamba groups", parts=parts, otherwise=Otherwise.SHARE, rank=rank)
+        return Division(axis, self.num_groups, "Mamba groups", parts=parts, otherwise=UnevenDivision.SHARE, rank=rank)

@@ -16,7 +16,7 @@ from mamba_jax.modules.latent_attention import LatentAttention
 from mamba_jax.modules.mamba import Mamba
 from mamba_jax.modules.mlp import MLP as MLPModule
 from mamba_jax.modules.moe import MoE
-from mamba_jax.sharding.across import Divided, across
+from mamba_jax.sharding.across import ShardedModule, across
 from mamba_jax.sharding.parameters import mixer_placements
 from mamba_jax.store import SlotArrays
 
@@ -88,7 +88,7 @@ class Block(nnx.Module):
         def run(modules: Any, layout: Layout, state: Any, x: Array) -> tuple[Array, Any]:
             return modules["mixer"](x, layout, state, **options)
 
-        mixer = Divided(self.mixer, mixer_placements(self.config, self.kind, self.index))
+        mixer = ShardedModule(self.mixer, mixer_placements(self.config, self.kind, self.index))
         taken = x if self.norm_after else self.norm(x)
         y, state = across(self.config, {"mixer": mixer}, run, layout, state, taken)
         if (residual := self.config.normed_residual(self.kind)) is not None:

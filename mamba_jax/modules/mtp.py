@@ -13,7 +13,7 @@ from mamba_jax.config import ATTENTION, HybridConfig
 from mamba_jax.layout import Layout
 from mamba_jax.modules.basic import Linear, Table, normal
 from mamba_jax.modules.blocks import Block, model_norm
-from mamba_jax.sharding.across import Divided, across, own_columns
+from mamba_jax.sharding.across import ShardedModule, across, own_columns
 from mamba_jax.sharding.parameters import of_whole_input
 
 
@@ -60,7 +60,7 @@ class MTP(nnx.Module):
             hidden states for the head (`HybridModel.draft_logits`), and the keys and values.
         """
         pair = jnp.concatenate([self.enorm(embedded), self.hnorm(hidden)], axis=-1)
-        eh_proj = Divided(self.eh_proj, of_whole_input(self.config))
+        eh_proj = ShardedModule(self.eh_proj, of_whole_input(self.config))
         x, _ = across(self.config, {"eh_proj": eh_proj}, _fuse, layout, None, pair)
         kept: list[Array] = []
         for kind, block in zip(self.kinds, self.blocks, strict=True):

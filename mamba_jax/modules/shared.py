@@ -15,7 +15,7 @@ from mamba_jax.modules.attention import Attention
 from mamba_jax.modules.basic import Linear, RMSNorm
 from mamba_jax.modules.mamba import Mamba
 from mamba_jax.modules.mlp import MLP
-from mamba_jax.sharding.across import Divided, across, own_columns
+from mamba_jax.sharding.across import ShardedModule, across, own_columns
 from mamba_jax.sharding.parameters import adapter_placements, of_whole_input
 from mamba_jax.store import SlotArrays
 
@@ -80,10 +80,10 @@ class SharedBlock(nnx.Module):
     ) -> tuple[Float[Array, "T hidden"], Array | None]:
         y = self.attention_norm(jnp.concatenate([x, embedded], axis=-1))
         config, attention, mlp = self.config, need(self.config.attention), need(self.config.mlp)
-        added = Divided(adapters, adapter_placements(need(config.shared), attention, mlp))
-        heard = {"attention": Divided(self.attention, attention.parameters()), "adapters": added}
+        added = ShardedModule(adapters, adapter_placements(need(config.shared), attention, mlp))
+        heard = {"attention": ShardedModule(self.attention, attention.parameters()), "adapters": added}
         y, kv = across(config, heard, _attend, layout, kv, y)
-        fed = {"mlp": Divided(self.mlp, mlp.parameters()), "adapters": added}
+        fed = {"mlp": ShardedModule(self.mlp, mlp.parameters()), "adapters": added}
         y, _ = across(config, fed, _feed, layout, None, self.mlp_norm(y))
         return y, kv
 
@@ -126,9 +126,9 @@ class SharedUse(nnx.Module):
     ) -> tuple[Float[Array, "T hidden"], tuple[SlotArrays | None, Array | None]]:
         slots, kv = state
         heard, kv = block(x, embedded, layout, kv, self.adapters)
-        linear = Divided(self.linear, of_whole_input(self.config))
+        linear = ShardedModule(self.linear, of_whole_input(self.config))
         heard, _ = across(self.config, {"linear": linear}, _project, layout, None, heard)
         mixed = self.norm(x + heard.astype(x.dtype))
-        mixer = Divided(self.mixer, need(self.config.mamba).parameters())
+        mixer = ShardedModule(self.mixer, need(self.config.mamba).parameters())
         y, slots = across(self.config, {"mixer": mixer}, _mix, layout, slots, mixed)
         return x + y.astype(x.dtype), (slots, kv)

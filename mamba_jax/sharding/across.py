@@ -23,7 +23,7 @@ Run = Callable[..., tuple[Array, Any]]
 
 
 @dataclass(frozen=True)
-class Divided:
+class ShardedModule:
     """A module, and how each of its parameters is divided, by its dotted path from the module on."""
 
     module: nnx.Module
@@ -44,7 +44,7 @@ class Divided:
 
 
 def across(
-    config: HybridConfig, modules: Mapping[str, Divided], run: Run, layout: Any, state: Any, *inputs: Any
+    config: HybridConfig, modules: Mapping[str, ShardedModule], run: Run, layout: Any, state: Any, *inputs: Any
 ) -> tuple[Array, Any]:
     """Calls `run(modules, layout, state, *inputs) -> (y, state)`, divided over the mesh's devices if there is a mesh.
 

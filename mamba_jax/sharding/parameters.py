@@ -13,16 +13,16 @@ from mamba_jax.config import (
     Division,
     HybridConfig,
     MLPConfig,
-    Otherwise,
     Placement,
     SharedConfig,
+    UnevenDivision,
     need,
 )
 
 
 def placements(config: HybridConfig) -> dict[str, Placement]:
     """Returns every parameter of a model (see `mamba_jax.model.parameters`), by its dotted path."""
-    table = Division(0, config.vocab_size, "words", otherwise=Otherwise.KEEP_WHOLE)
+    table = Division(0, config.vocab_size, "words", otherwise=UnevenDivision.KEEP_WHOLE)
     found: dict[str, Placement] = {"embed.weight": table, "final_norm.weight": WHOLE}
     if not config.tie_word_embeddings:
         found["lm_head.weight"] = table
@@ -61,7 +61,7 @@ def _of_expert_lora(weight: Placement, part: str) -> Placement:
     otherwise = weight.otherwise
     if isinstance(otherwise, Division):
         found = _of_lora(otherwise, part, inputs=3)
-        otherwise = found if isinstance(found, Division) else Otherwise.KEEP_WHOLE
+        otherwise = found if isinstance(found, Division) else UnevenDivision.KEEP_WHOLE
     return replace(weight, otherwise=otherwise)
 
 
@@ -85,7 +85,7 @@ def _of_part(weight: Placement, part: str) -> Placement:
     otherwise = weight.otherwise
     if isinstance(otherwise, Division):
         found = _of_part(otherwise, part)
-        otherwise = found if isinstance(found, Division) else Otherwise.KEEP_WHOLE
+        otherwise = found if isinstance(found, Division) else UnevenDivision.KEEP_WHOLE
     outputs, inputs = weight.rank - 2, weight.rank - 1
     if part in ("channel_scale", "input_scale"):  # [*lead, outputs]
         return WHOLE if weight.axis == inputs else replace(weight, otherwise=otherwise)
@@ -113,7 +113,7 @@ def adapter_placements(shared: SharedConfig, attention: AttentionConfig, mlp: ML
         "gate_up.up.weight": Division(1, mlp.size(0), "MLP channels", rank=3),
     }
     if shared.attention_adapters:
-        kv_heads = attention.kv_heads(0, Otherwise.SHARE)
+        kv_heads = attention.kv_heads(0, UnevenDivision.SHARE)
         for name, division in (("q", attention.heads(0)), ("k", kv_heads), ("v", kv_heads)):
             found |= {f"{name}.down.weight": WHOLE, f"{name}.up.weight": division}
     return found

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from mamba_jax.config import Division, HybridConfig, ModelConfigError, Per, Placement, StateArray
+from mamba_jax.config import Division, HybridConfig, ModelConfigError, Placement, StateArray, StateUnit
 from mamba_jax.sharding.axis import TENSOR
 from mamba_jax.sharding.parameters import placement, placements
 from mamba_jax.store import Store, StoreShape
@@ -116,7 +116,7 @@ def _states(partition: Partition) -> Mapping[str, P]:
 
 
 def _state_spec(array: StateArray) -> P:
-    return _spec(array.division, leading=1 if array.per is Per.SLOT else 2)
+    return _spec(array.division, leading=1 if array.per is StateUnit.SLOT else 2)
 
 
 def _spec(division: Division | None, *, leading: int = 0) -> P:

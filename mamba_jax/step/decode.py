@@ -12,7 +12,7 @@ from mamba_jax.batch import DecodeBatch
 from mamba_jax.layout import DecodeLayout
 from mamba_jax.rows import Rows
 from mamba_jax.sampling import Emission
-from mamba_jax.step.heads import Model, SampledRows, Written
+from mamba_jax.step.heads import Model, SampledRows, StepHidden
 from mamba_jax.step.running_rows import ReplayRows, Resumption, SnapshotRows, running_rows
 from mamba_jax.store import Store
 
@@ -73,7 +73,7 @@ class DecodeRows:
         """Tokens committed before the step."""
         return self.running.length
 
-    def write(self, store: Store, hidden: Float[Array, "T hidden"], *, for_drafts: bool) -> tuple[Store, Written]:
+    def write(self, store: Store, hidden: Float[Array, "T hidden"], *, for_drafts: bool) -> tuple[Store, StepHidden]:
         """Completes the slots that the sublayers have written."""
         wrong = self.running.wrong(store, self.row_id)
         # A draft source reads the hidden state before every row's first token.
@@ -82,7 +82,7 @@ class DecodeRows:
         # that what is written depends on what was read. Without an order the compiler would copy the store.)
         read = jnp.repeat(before, self.by_row.shape[1], axis=0).astype(hidden.dtype)
         hidden = jnp.where(self.layout.valid[:, None], hidden, read)
-        return self.running.write(store, hidden, wrong, for_drafts=for_drafts), Written(hidden, before, wrong)
+        return self.running.write(store, hidden, wrong, for_drafts=for_drafts), StepHidden(hidden, before, wrong)
 
     def heads(self, hidden: Float[Array, "T hidden"]) -> Float[Array, "rows H hidden"]:
         """Returns the hidden states that tokens are chosen from."""
@@ -106,6 +106,6 @@ class DecodeRows:
         """
         return min(most, max(self.by_row.shape[1] - 1, 1))
 
-    def report(self, model: Model, rows: Rows, written: Written) -> dict[str, Any]:
+    def report(self, model: Model, rows: Rows, written: StepHidden) -> dict[str, Any]:
         """Returns the fields of `StepOutput` that only decode steps have."""
         return {"num_drafts": self.sampled.num_drafts if self.by_row.shape[1] > 1 else None, "prompt_logprobs": None}

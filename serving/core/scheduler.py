@@ -20,14 +20,14 @@ from serving.core.cache.retention import RetentionPolicy
 from serving.core.config import SchedulerConfig
 from serving.core.planning.admission import refuse_impossible, why_wait
 from serving.core.planning.host_state import HostState
-from serving.core.planning.plan import Emitted, StepPlan, StepResult
+from serving.core.planning.plan import RowResult, StepPlan, StepResult
 from serving.core.planning.publication import after_dispatch
-from serving.core.planning.remote import Hold, arrived, hold, hold_cached, hold_is_valid, lost, release_hold
+from serving.core.planning.remote import StateLease, arrived, hold, hold_cached, hold_is_valid, lost, release_hold
 from serving.core.planning.rows import plan_rows
 from serving.core.planning.settlement import finish, settle
 from serving.core.reasons import FinishReason, RequestError, WaitReason
 from serving.core.requests.drafts import DraftPolicy
-from serving.core.requests.request import Fate, PlannedRow, RemoteLoad, RemoteState, Request, Status
+from serving.core.requests.request import PlannedRow, RemoteLoad, RemoteState, Request, ResultDisposition, Status
 from serving.core.tiers.content import Chain
 from serving.core.tiers.journal import Journal
 from serving.core.tiers.prices import Prices
@@ -193,7 +193,7 @@ class Scheduler:
         host.pending = None
         plan.dispatched = True
         for row in plan.effects:
-            if row.fate is Fate.LIVE:
+            if row.fate is ResultDisposition.LIVE:
                 after_dispatch(host, row)
         for request in plan.admitted:
             if not request.lookup.final and not request.finished:
@@ -220,7 +220,7 @@ class Scheduler:
         host.pending = None
         host.stats.withdrawn += 1
         for row in plan.rows:
-            if row.fate is Fate.LIVE:
+            if row.fate is ResultDisposition.LIVE:
                 request = row.request
                 host.undo(request)
                 if request not in plan.admitted:
@@ -230,14 +230,14 @@ class Scheduler:
             if request.status is Status.RUNNING:
                 host.requeue(request)
 
-    def settle(self, plan: StepPlan, result: StepResult) -> list[Emitted]:
+    def settle(self, plan: StepPlan, result: StepResult) -> list[RowResult]:
         """Takes a step's result, in the order of dispatch. Returns the valid tokens by request.
 
         Results of a step that a `reset` wrote off are ignored.
         """
         host = self._host
         if not host.unsettled or plan is not host.unsettled[0]:
-            assert all(row.fate is Fate.DROPPED for row in plan.rows), "steps settle in order"
+            assert all(row.fate is ResultDisposition.DROPPED for row in plan.rows), "steps settle in order"
             return []
         host.unsettled.popleft()
         return settle(host, plan, result)
@@ -251,7 +251,7 @@ class Scheduler:
         plans = [*host.unsettled, *([host.pending] if host.pending is not None else [])]
         for plan in plans:
             for row in plan.rows:
-                row.fate = Fate.DROPPED
+                row.fate = ResultDisposition.DROPPED
         host.unsettled.clear()
         host.pending = None
         host.cache.clear()
@@ -318,19 +318,19 @@ class Scheduler:
         """Called when a load has failed: the request computes its prompt here. Does nothing if it no longer waits."""
         lost(self._host, load)
 
-    def hold(self, row: PlannedRow) -> Hold:
+    def hold(self, row: PlannedRow) -> StateLease:
         """Holds the state and the pages at the end of a row whose step was just dispatched, until `release_hold`."""
         return hold(self._host, row)
 
-    def hold_cached(self, tokens: Sequence[int], salt: str | None, adapter: str | None = None) -> Hold | None:
+    def hold_cached(self, tokens: Sequence[int], salt: str | None, adapter: str | None = None) -> StateLease | None:
         """Holds the deepest state of these tokens on the device until `release_hold`. Returns None without one."""
         return hold_cached(self._host, tokens, salt, adapter)
 
-    def hold_is_valid(self, held: Hold) -> bool:
+    def hold_is_valid(self, held: StateLease) -> bool:
         """Whether the held state still exists. It is lost with the store."""
         return hold_is_valid(self._host, held)
 
-    def release_hold(self, held: Hold) -> None:
+    def release_hold(self, held: StateLease) -> None:
         """Releases it, once."""
         release_hold(self._host, held)
 

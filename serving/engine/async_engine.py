@@ -14,7 +14,7 @@ from serving.engine.engine import Engine
 from serving.engine.engine_thread import EngineThread, Stream
 from serving.engine.replicas.adapter_load import AdapterLoad, table_of
 from serving.engine.replicas.group import EngineGroup
-from serving.engine.replicas.placing import Placing
+from serving.engine.replicas.replica_loads import ReplicaLoads
 from serving.engine.replicas.replica_stats import merged
 from serving.engine.replicas.update import Update
 from serving.engine.request_error import RequestError
@@ -38,7 +38,7 @@ class AsyncEngine:
         """All engines, for properties that never change while they run. Use `call_all` for others."""
         names = ["engine"] if len(self.engines) == 1 else [f"engine {i}" for i in range(len(self.engines))]
         self._threads = [EngineThread(each, name) for each, name in zip(self.engines, names, strict=True)]
-        self._placing = Placing(self.engines)
+        self._placing = ReplicaLoads(self.engines)
         self._ids = itertools.count()
         self._ids_in_use: set[str] = set()
         self._loading = asyncio.Lock()

@@ -12,7 +12,7 @@ from serving.engine.weights import Weights
 PauseMode = Literal["wait", "abort", "keep"]
 
 
-class Controlled(Protocol):
+class ControlledEngine(Protocol):
     """The part of `Engine` that `Control` uses."""
 
     loop: StepLoop
@@ -28,7 +28,7 @@ class Control:
     An engine is held while it is paused, while it sleeps, and while its weights are incomplete.
     """
 
-    def __init__(self, engine: Controlled, weights: Weights) -> None:
+    def __init__(self, engine: ControlledEngine, weights: Weights) -> None:
         self._engine, self.weights = engine, weights
         self.paused = False
         self._pausing = False

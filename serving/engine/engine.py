@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from checkpoints.tokenizer import Tokenizer
-from serving.core import Emitted, FinishReason, RemoteState, Request, StepPlan, check_prompt_length
+from serving.core import FinishReason, RemoteState, Request, RowResult, StepPlan, check_prompt_length
 from serving.engine.control import Control
 from serving.engine.request_error import RequestError, RequestFailed
 from serving.engine.requests.adapters import AdapterTable, LoadedAdapter, LoRARequest
@@ -19,8 +19,8 @@ from serving.engine.requests.prompt import Prompt, read_prompt
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps.loop import PlanError, StepLoop
 from serving.engine.steps.prompt_logprobs import add_prompt_logprobs
-from serving.engine.steps.results import HostOutput, Settled
-from serving.engine.steps.user_request import Member, UserRequest
+from serving.engine.steps.results import HostOutput, StepTokens
+from serving.engine.steps.user_request import ChoiceState, UserRequest
 from serving.engine.structured.grammars import Grammars
 from serving.engine.structured.mask_workers import FollowedChoice
 from serving.engine.structured.reasoning import constraint_of
@@ -244,7 +244,7 @@ class Engine:
         if settled is not None:
             self._settle(settled)
 
-    def _settle(self, settled: Settled) -> None:
+    def _settle(self, settled: StepTokens) -> None:
         begin = time.perf_counter()
         now = time.monotonic()
         for request in settled.not_finite:
@@ -324,7 +324,7 @@ class Engine:
             sampling=params if index == 0 else replace(params, prompt_logprobs=None),
         )
         followed = None if constraint is None else FollowedChoice(constraint)
-        request.user = Member(parent, Choice(index, params, stream), seed, followed)
+        request.user = ChoiceState(parent, Choice(index, params, stream), seed, followed)
         self.loop.scheduler.add(request)
         if followed is not None and self.loop.inputs.mask_workers is not None:
             self.loop.inputs.mask_workers.submit(request, followed, ())
@@ -333,9 +333,9 @@ class Engine:
 
     # -- taking results --
 
-    def _take(self, settled: Settled, emitted: Emitted, now: float) -> UserRequest | None:
+    def _take(self, settled: StepTokens, emitted: RowResult, now: float) -> UserRequest | None:
         request = emitted.request
-        member: Member = request.user
+        member: ChoiceState = request.user
         parent = member.parent
         output, choice = parent.output, member.choice
         if choice.output.finished:

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 
 from mamba_jax.program_cache import look_of
-from serving.engine.assembly.build import Built
+from serving.engine.assembly.build import AssembledEngine
+from serving.hosts.host_group import HostGroup
 from serving.hosts.link import Kind
-from serving.hosts.party import Party
 from serving.hosts.wire import WireError, from_bytes
 
 
-def follow(built: Built, party: Party) -> None:
+def follow(built: AssembledEngine, party: HostGroup) -> None:
     """Does what the leader does, until it is done; a call that cannot be followed ends all hosts.
 
     Args:

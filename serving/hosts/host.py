@@ -14,8 +14,8 @@ from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.build import build_engine
 from serving.engine.programs.warmup import warm_up
 from serving.hosts.follower import follow
+from serving.hosts.host_group import HostGroup
 from serving.hosts.meeting import join, meet, meeting_time
-from serving.hosts.party import Party
 from serving.hosts.settings import HostSettings
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 
 def gather(
     settings: HostSettings, config: EngineConfig, *, all_devices: bool = True
-) -> tuple[Party | None, EngineConfig]:
+) -> tuple[HostGroup | None, EngineConfig]:
     """Waits for the other hosts. The engine's flags come back, for all devices of all hosts.
 
     None: the environment knows of no other host.
@@ -59,7 +59,7 @@ def gather(
     return party, config
 
 
-def run_follower(config: EngineConfig, party: Party) -> None:
+def run_follower(config: EngineConfig, party: HostGroup) -> None:
     """Loads this host's part of the model, and repeats the calls of host 0 until it ends. Runs on the main thread."""
     with party.ending_together((ConfigError, CheckpointError)):
         built = build_engine(config.model_copy(update={"warmup": False}), progress=False, led=True)

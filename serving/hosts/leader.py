@@ -6,8 +6,8 @@ from typing import NoReturn
 
 from mamba_jax.programs import Batch
 from serving.engine.steps.loop import StepLoop
+from serving.hosts.host_group import HostGroup
 from serving.hosts.link import Kind
-from serving.hosts.party import Party
 from serving.hosts.wire import to_bytes
 
 
@@ -20,7 +20,7 @@ class Leader:
         digest: of the weights that this host has loaded; those of all hosts must be equal.
     """
 
-    def __init__(self, loop: StepLoop, party: Party, digest: str) -> None:
+    def __init__(self, loop: StepLoop, party: HostGroup, digest: str) -> None:
         self._party, self._digest, self._number = party, digest, 0
         loop.followers = self
 

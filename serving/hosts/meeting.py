@@ -20,8 +20,8 @@ from jax.experimental import multihost_utils
 
 from checkpoints.errors import CheckpointError
 from serving.config import ConfigError
+from serving.hosts.host_group import HostGroup
 from serving.hosts.link import Kind, Link, LinkError
-from serving.hosts.party import Party
 from serving.hosts.settings import HostSettings
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def join(settings: HostSettings) -> None:
         raise ConfigError(f"hosts have {np.ravel(counts).tolist()} devices: all must have as many")
 
 
-def meet(settings: HostSettings, facts: Mapping[str, str], end: float) -> Party:
+def meet(settings: HostSettings, facts: Mapping[str, str], end: float) -> HostGroup:
     """Connects the hosts, which have joined, to their leader.
 
     Args:
@@ -126,7 +126,7 @@ def meet(settings: HostSettings, facts: Mapping[str, str], end: float) -> Party:
             links = {0: _come(settings, host, facts, end)}
     except LinkError as error:
         raise ConfigError(f"the hosts have not met: {error}") from None
-    return Party(host, links, host_timeout=settings.host_timeout)
+    return HostGroup(host, links, host_timeout=settings.host_timeout)
 
 
 def _invite(settings: HostSettings, facts: Mapping[str, str], end: float) -> dict[int, Link]:

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Shaped
 
 from mamba_jax.config import Division, HybridConfig, StateArray
-from mamba_jax.rounding import Narrow
+from mamba_jax.rounding import NarrowDtype
 from mamba_jax.store import Store, StoreShape
 
 
@@ -27,11 +27,11 @@ class Arrangement:
     """Of the logical arrays."""
     shards: int = 1
     """Devices that share each layer."""
-    narrow: Narrow | None = None
+    narrow: NarrowDtype | None = None
     """The form in which accumulated states are transferred; None: the form of the slots."""
 
     @classmethod
-    def of(cls, config: HybridConfig, store: Store, narrow: Narrow | None = None) -> Arrangement:
+    def of(cls, config: HybridConfig, store: Store, narrow: NarrowDtype | None = None) -> Arrangement:
         """That of a store, wherever it lies."""
         sharding = store.hidden.sharding
         return cls(StoreShape.of(config), sharding.mesh.size if isinstance(sharding, NamedSharding) else 1, narrow)
@@ -58,7 +58,7 @@ class Arrangement:
         form = self._form(name)
         return state[name] if form is None else form.widened(name, state)
 
-    def _form(self, name: str) -> Narrow | None:
+    def _form(self, name: str) -> NarrowDtype | None:
         """The narrow form of an array, if it travels in one."""
         return self.narrow if name in self.shape.accumulated else None
 

@@ -45,7 +45,7 @@ MAX_EXPECTED = 4096
 
 
 @dataclass(frozen=True)
-class Origin:
+class RemoteTicket:
     """The peer and the ticket of a remote state: the handle of `RemoteState`."""
 
     peer: Peer
@@ -175,7 +175,7 @@ class DecodeSide(StateSource):
         until = time.monotonic() + ticket.patience if ticket.patience else math.inf
         # Workers of a split never replace their weights, and the manifest contains the weights' digest.
         scope = Scope(ticket.salt, adapter=ticket.adapter)
-        return RemoteState(ticket.position, self, Origin(peer, ticket, until), ticket.cached_tokens, scope=scope)
+        return RemoteState(ticket.position, self, RemoteTicket(peer, ticket, until), ticket.cached_tokens, scope=scope)
 
     def _check_adapter(self, name: str, digest: str | None) -> None:
         _, own = self._adapters.get(name, (None, None))
@@ -236,7 +236,7 @@ class DecodeSide(StateSource):
     # -- called in fetching threads --
 
     def _fetch(self, load: RemoteLoad, begin: float) -> None:
-        source: Origin = load.remote.handle
+        source: RemoteTicket = load.remote.handle
         until = min(source.until, begin + self.timeout)
         fetched, arrival = False, Arrival(load)
         try:
@@ -277,7 +277,9 @@ class DecodeSide(StateSource):
             self._arriving += size
         return size
 
-    def _wanted(self, load: RemoteLoad, source: Origin) -> tuple[StateRequest, list[jax.ShapeDtypeStruct], list[Piece]]:
+    def _wanted(
+        self, load: RemoteLoad, source: RemoteTicket
+    ) -> tuple[StateRequest, list[jax.ShapeDtypeStruct], list[Piece]]:
         """Returns the request for the missing part of a state, and the expected arrays and pieces."""
         worker, theirs = self.worker, source.peer.manifest
         ours = worker.manifest
@@ -295,7 +297,12 @@ class DecodeSide(StateSource):
         return want, specs, cut
 
     def _ask(
-        self, load: RemoteLoad, source: Origin, want: StateRequest, specs: list[jax.ShapeDtypeStruct], until: float
+        self,
+        load: RemoteLoad,
+        source: RemoteTicket,
+        want: StateRequest,
+        specs: list[jax.ShapeDtypeStruct],
+        until: float,
     ) -> Offer:
         """Returns the other worker's offer. Retries while it has no room."""
         while True:
@@ -341,7 +348,7 @@ class DecodeSide(StateSource):
         self.stats.pages_spared += load.start // page_size if page_size else 0
 
 
-def _release(source: Origin, wanted: bool) -> None:
+def _release(source: RemoteTicket, wanted: bool) -> None:
     source.peer.release(source.ticket.id, wanted=wanted)
 
 

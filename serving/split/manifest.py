@@ -10,7 +10,7 @@ import jax
 from pydantic import BaseModel, ConfigDict
 
 from mamba_jax.config import HybridConfig, Role
-from mamba_jax.rounding import Narrow
+from mamba_jax.rounding import NarrowDtype
 from mamba_jax.store import Store
 from serving.points.arrangement import Arrangement
 
@@ -34,7 +34,7 @@ class Manifest(BaseModel):
     layout: str
     """*"""
     model: str
-    """* Digest of configuration and weights (`Built.weights_digest`)."""
+    """* Digest of configuration and weights (`AssembledEngine.weights_digest`)."""
     dtype: str
     """* Dtype of states, except accumulated ones."""
     kv_dtype: str
@@ -78,7 +78,7 @@ def describe(
     state_block_size: int,
     max_model_len: int,
     transports: dict[str, str],
-    exact_reuse: tuple[Narrow, int] | None = None,
+    exact_reuse: tuple[NarrowDtype, int] | None = None,
 ) -> Manifest:
     """Returns the manifest of a worker. `state`: arrays of a state; `model`: digest of the weights."""
     layers, declared = config.num_attention_uses, arrangement.shape.arrays

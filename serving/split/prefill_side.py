@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from serving.core import Hold, StepPlan
+from serving.core import StateLease, StepPlan
 from serving.points.point import common_unit
 from serving.points.state_source import Loop, StateSource
 from serving.split.wire import Offer, ShareRequest, SplitError, StateRequest, Ticket
@@ -61,7 +61,7 @@ class Export:
     """End of the lease, unless it is renewed."""
     last_deadline: float
     """The latest time to which the lease can be renewed."""
-    hold: Hold | None = None
+    hold: StateLease | None = None
     salt: str | None = None
     """The salt of the request for which the state was computed."""
     adapter: str | None = None

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from serving.core import Scheduler
-from serving.engine.assembly.build import Built
+from serving.engine.assembly.build import AssembledEngine
 from serving.engine.assembly.narrow_states import handoff_form, row_rounding
 from serving.engine.steps.loop import StepLoop
 from serving.points.arrangement import Arrangement
@@ -42,7 +42,7 @@ class Worker:
         self.programs = PointPrograms(self.arrangement)
 
     @classmethod
-    def of(cls, built: Built, transports: dict[str, Transport], *, model: str = "") -> Worker:
+    def of(cls, built: AssembledEngine, transports: dict[str, Transport], *, model: str = "") -> Worker:
         """Creates a worker for an engine before its loop runs. `model`: digest of its weights, if already computed."""
         loop, config = built.engine.loop, built.model.config
         store = loop.store

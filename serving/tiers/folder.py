@@ -43,7 +43,7 @@ UNFINISHED_NAME = re.compile(rf".+-\d+-\d+{re.escape(UNFINISHED)}")
 _MOST_HEADER = 1 << 24
 
 
-class Damaged(RuntimeError):
+class DamagedFile(RuntimeError):
     """The content of a file is damaged. The file has been removed."""
 
 
@@ -111,7 +111,7 @@ class Folder:
 
         Raises:
             OSError: it is not there, or cannot be read.
-            Damaged: it is not what was written, or not what is expected.
+            DamagedFile: it is not what was written, or not what is expected.
         """
         path = self._file(name)
         with open_regular(path) as file:
@@ -128,7 +128,7 @@ class Folder:
             whole = False
         if not whole:
             self.remove([name])
-            raise Damaged(f"{path} is damaged: removed")
+            raise DamagedFile(f"{path} is damaged: removed")
         return typed
 
     def used(self, name: Name) -> None:

@@ -23,10 +23,10 @@ from serving.core.tiers.tiers import Tiers
 from serving.points.point import PointPrograms, whole
 from serving.points.state_source import Arrival, Arrivals, Loop, StateSource
 from serving.tiers.disk import Disk
-from serving.tiers.folder import Arrays, Damaged
+from serving.tiers.folder import Arrays, DamagedFile
 from serving.tiers.layout import Layout
-from serving.tiers.leaving import KV, Leaving
 from serving.tiers.memory import PATIENCE, Memory, Part
+from serving.tiers.tier_writer import KV, TierWriter
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Mover(StateSource):
         self, tiers: Tiers, layout: Layout, programs: PointPrograms, memory: Memory | None, disk: Disk | None
     ) -> None:
         self.tiers, self.layout, self.programs, self.memory, self.disk = tiers, layout, programs, memory, disk
-        self.leaving = Leaving(tiers, layout, programs, memory, disk)
+        self.leaving = TierWriter(tiers, layout, programs, memory, disk)
         self._fetching = ThreadPoolExecutor(2, thread_name_prefix="tier-fetch")
         self._arrivals = Arrivals()
         tiers.source = self
@@ -144,7 +144,7 @@ class Mover(StateSource):
         except Exception as error:  # any failure: a request waits for the answer
             arrival.state = None
             arrival.error = f"{type(error).__name__}: {error}"
-            arrival.damaged = name if name != unit.name and isinstance(error, Damaged | OSError) else None
+            arrival.damaged = name if name != unit.name and isinstance(error, DamagedFile | OSError) else None
         arrival.seconds = time.perf_counter() - begin
         self._arrivals.put(arrival)
 

@@ -16,7 +16,7 @@ from serving.config import ConfigError
 Words = list[str]
 
 
-class Takes(Enum):
+class Arity(Enum):
     """Number of values of a flag."""
 
     NOTHING = 0
@@ -29,7 +29,7 @@ class Flag:
     """One flag of vLLM. Exactly one of `becomes`, `unnecessary` and `missing` is set."""
 
     name: str
-    takes: Takes
+    takes: Arity
     short: tuple[str, ...] = ()
     ours: str = ""
     """This project's flags, for the table."""
@@ -51,25 +51,25 @@ def renamed(name: str, ours: str, *short: str, values: dict[str, str] | None = N
     """Returns a flag that has another name here; `values` are values that have other names here."""
     known = values or {}
     return Flag(
-        name, Takes.A_VALUE, short, ours=ours, becomes=lambda value: [ours, known.get(value.lower(), value)]
+        name, Arity.A_VALUE, short, ours=ours, becomes=lambda value: [ours, known.get(value.lower(), value)]
     )  # fmt: skip
 
 
 def repeated(name: str) -> Flag:
     """Returns a flag that takes several values in vLLM, as words or as a JSON list, and is repeatable here."""
-    return Flag(name, Takes.VALUES, ours=f"`{name}` for each value", becomes=lambda value: _each(name, value))
+    return Flag(name, Arity.VALUES, ours=f"`{name}` for each value", becomes=lambda value: _each(name, value))
 
 
 def switch(name: str, on: str, off: str) -> Flag:
     """Returns a flag without a value that has another name here."""
-    return Flag(name, Takes.NOTHING, ours=on, becomes=lambda _: [on], off=[off])
+    return Flag(name, Arity.NOTHING, ours=on, becomes=lambda _: [on], off=[off])
 
 
-def unnecessary(name: str, why: str, takes: Takes = Takes.A_VALUE, *short: str) -> Flag:
+def unnecessary(name: str, why: str, takes: Arity = Arity.A_VALUE, *short: str) -> Flag:
     return Flag(name, takes, short, unnecessary=why)
 
 
-def missing(name: str, why: str, *short: str, takes: Takes = Takes.A_VALUE, harmless: tuple[str, ...] = ()) -> Flag:
+def missing(name: str, why: str, *short: str, takes: Arity = Arity.A_VALUE, harmless: tuple[str, ...] = ()) -> Flag:
     return Flag(name, takes, short, missing=why, harmless=harmless)
 
 
@@ -171,7 +171,7 @@ def parser(name: str, values: dict[str, str]) -> Flag:
             raise ConfigError(f"{name} {value}: {family} models are not supported; README.md lists all families")
         return [name, values.get(value, value)]
 
-    return Flag(name, Takes.A_VALUE, ours=name, becomes=becomes)
+    return Flag(name, Arity.A_VALUE, ours=name, becomes=becomes)
 
 
 _TEXT_ONLY = "text only"
@@ -195,21 +195,21 @@ FLAGS: tuple[Flag, ...] = (
     renamed("--block-size", "--page-size"),
     renamed("--mamba-block-size", "--state-block-size"),
     Flag(
-        "--mamba-ssm-cache-dtype", Takes.A_VALUE, ours="--ssm-dtype",
+        "--mamba-ssm-cache-dtype", Arity.A_VALUE, ours="--ssm-dtype",
         becomes=lambda value: [] if value == "auto" else ["--ssm-dtype", value],
     ),
     Flag(
-        "--speculative-config", Takes.A_VALUE, ("-sc",),
+        "--speculative-config", Arity.A_VALUE, ("-sc",),
         ours="--speculative-method, --num-speculative-tokens, --prompt-lookup-min, --prompt-lookup-max", becomes=drafts,
     ),
     renamed("--dtype", "--dtype", values={"half": "float16", "float": "float32"}),
-    Flag("--max-model-len", Takes.A_VALUE, ours="--max-model-len", becomes=_model_length),
+    Flag("--max-model-len", Arity.A_VALUE, ours="--max-model-len", becomes=_model_length),
     renamed(
         "--load-format", "--load-format",
         values=dict.fromkeys(("safetensors", "fastsafetensors", "instanttensor", "hf", "runai_streamer"), "auto"),
     ),
     renamed("--kv-cache-dtype", "--kv-cache-dtype", values={"fp8_e4m3": "fp8"}),
-    Flag("--quantization", Takes.A_VALUE, ("-q",), ours="--quantization", becomes=_quantization),
+    Flag("--quantization", Arity.A_VALUE, ("-q",), ours="--quantization", becomes=_quantization),
     repeated("--served-model-name"),
     repeated("--lora-modules"),
     repeated("--api-key"),
@@ -234,27 +234,27 @@ FLAGS: tuple[Flag, ...] = (
         ),
     ),
     Flag(
-        "--generation-config", Takes.A_VALUE, ours="--generation-config, --no-generation-config",
+        "--generation-config", Arity.A_VALUE, ours="--generation-config, --no-generation-config",
         becomes=_generation_config, only_before=("auto", "vllm"),
     ),
     switch("--enable-log-requests", "--log-requests", "--no-log-requests"),
     switch("--disable-log-requests", "--no-log-requests", "--log-requests"),
-    unnecessary("--enable-auto-tool-choice", "calls are parsed in every request with tools", Takes.NOTHING),
+    unnecessary("--enable-auto-tool-choice", "calls are parsed in every request with tools", Arity.NOTHING),
     unnecessary("--tool-parser-plugin", _BUILT_IN),
     unnecessary("--tool-call-parser-plugin", _BUILT_IN),
     unnecessary("--reasoning-parser-plugin", _BUILT_IN),
-    unnecessary("--trust-remote-code", "families are built in; no code of a checkpoint is run", Takes.NOTHING),
-    unnecessary("--enforce-eager", _ONE_PROGRAM, Takes.NOTHING),
-    unnecessary("--compilation-config", _ONE_PROGRAM, Takes.A_VALUE, "-cc"),
-    unnecessary("--optimization-level", _ONE_PROGRAM, Takes.A_VALUE, "-O"),
+    unnecessary("--trust-remote-code", "families are built in; no code of a checkpoint is run", Arity.NOTHING),
+    unnecessary("--enforce-eager", _ONE_PROGRAM, Arity.NOTHING),
+    unnecessary("--compilation-config", _ONE_PROGRAM, Arity.A_VALUE, "-cc"),
+    unnecessary("--optimization-level", _ONE_PROGRAM, Arity.A_VALUE, "-O"),
     unnecessary("--max-seq-len-to-capture", _ONE_PROGRAM),
-    unnecessary("--cuda-graph-sizes", _ONE_PROGRAM, Takes.VALUES),
-    unnecessary("--cudagraph-capture-sizes", _ONE_PROGRAM, Takes.VALUES),
+    unnecessary("--cuda-graph-sizes", _ONE_PROGRAM, Arity.VALUES),
+    unnecessary("--cudagraph-capture-sizes", _ONE_PROGRAM, Arity.VALUES),
     unnecessary("--max-cudagraph-capture-size", _ONE_PROGRAM),
     unnecessary("--swap-space", _MEMORY),
     unnecessary("--preemption-mode", _MEMORY),
-    unnecessary("--async-scheduling", "a step is dispatched before the last one's results are read", Takes.NOTHING),
-    unnecessary("--calculate-kv-scales", "scales of keys and values are the checkpoint's, or 1", Takes.NOTHING),
+    unnecessary("--async-scheduling", "a step is dispatched before the last one's results are read", Arity.NOTHING),
+    unnecessary("--calculate-kv-scales", "scales of keys and values are the checkpoint's, or 1", Arity.NOTHING),
     unnecessary("--mamba-cache-dtype", "convolution windows have the model's data type"),
     unnecessary("--attention-backend", _KERNELS),
     unnecessary("--mamba-backend", _KERNELS),
@@ -262,18 +262,18 @@ FLAGS: tuple[Flag, ...] = (
     unnecessary("--linear-backend", _KERNELS),
     unnecessary("--attention-config", _KERNELS),
     unnecessary("--mamba-ssu-algorithm", _KERNELS),
-    unnecessary("--enable-flashinfer-autotune", _KERNELS, Takes.NOTHING),
+    unnecessary("--enable-flashinfer-autotune", _KERNELS, Arity.NOTHING),
     unnecessary("--kernel-config", _KERNELS),
-    unnecessary("--disable-cascade-attn", _KERNELS, Takes.NOTHING),
+    unnecessary("--disable-cascade-attn", _KERNELS, Arity.NOTHING),
     unnecessary("--additional-config", "settings of vLLM's platform plugins"),
-    unnecessary("--disable-hybrid-kv-cache-manager", "states and pages have one manager", Takes.NOTHING),
-    unnecessary("--enable-mamba-cache-stochastic-rounding", "states are rounded to the nearest value", Takes.NOTHING),
+    unnecessary("--disable-hybrid-kv-cache-manager", "states and pages have one manager", Arity.NOTHING),
+    unnecessary("--enable-mamba-cache-stochastic-rounding", "states are rounded to the nearest value", Arity.NOTHING),
     unnecessary("--mamba-cache-philox-rounds", "states are rounded to the nearest value"),
-    unnecessary("--enable-mamba-shared-prefix-checkpoint", _REUSE_PLACES, Takes.NOTHING),
+    unnecessary("--enable-mamba-shared-prefix-checkpoint", _REUSE_PLACES, Arity.NOTHING),
     unnecessary("--prefix-match-unit", _REUSE_PLACES),
     unnecessary("--kv-events-config", "`mamba-jax router` reads the workers' events at /internal/events"),
     unnecessary("--weight-transfer-config", "weights are replaced over HTTP or in Python: docs/rollouts.md"),
-    unnecessary("--enable-sleep-mode", "sleep and wake-up are always available", Takes.NOTHING),
+    unnecessary("--enable-sleep-mode", "sleep and wake-up are always available", Arity.NOTHING),
     unnecessary("--scheduling-policy", "requests may have a priority; equal ones are served in order"),
     unnecessary("--stream-interval", "tokens are sent when they are ready"),
     renamed("--kv-offloading-size", "--host-cache-gib"),
@@ -281,18 +281,18 @@ FLAGS: tuple[Flag, ...] = (
     unnecessary("--safetensors-load-strategy", "weights are read tensor by tensor, straight to their devices"),
     unnecessary("--device", "JAX uses the available accelerator; set JAX_PLATFORMS to choose another"),
     unnecessary("--distributed-executor-backend", "one process drives all local devices"),
-    unnecessary("--headless", "only the first host accepts requests", Takes.NOTHING),
+    unnecessary("--headless", "only the first host accepts requests", Arity.NOTHING),
     unnecessary("--master-port", "hosts connect at port 8476; `--coordinator HOST:PORT` sets another"),
     unnecessary(
         "--enable-expert-parallel", "--tensor-parallel-size puts whole experts on devices where their number divides",
-        Takes.NOTHING,
+        Arity.NOTHING,
     ),
-    unnecessary("--disable-custom-all-reduce", "sums over devices are XLA's", Takes.NOTHING),
+    unnecessary("--disable-custom-all-reduce", "sums over devices are XLA's", Arity.NOTHING),
     unnecessary("--all2all-backend", "exchanges between devices are XLA's"),
-    unnecessary("--enable-eplb", "experts are divided evenly and stay where they are", Takes.NOTHING),
+    unnecessary("--enable-eplb", "experts are divided evenly and stay where they are", Arity.NOTHING),
     unnecessary("--eplb-config", "experts are divided evenly and stay where they are"),
-    unnecessary("--data-parallel-hybrid-lb", _BALANCE, Takes.NOTHING),
-    unnecessary("--data-parallel-external-lb", _BALANCE, Takes.NOTHING),
+    unnecessary("--data-parallel-hybrid-lb", _BALANCE, Arity.NOTHING),
+    unnecessary("--data-parallel-external-lb", _BALANCE, Arity.NOTHING),
     unnecessary("--data-parallel-backend", "one process drives all replicas"),
     unnecessary("--data-parallel-rpc-port", "one process drives all replicas"),
     unnecessary("--structured-outputs-config", "grammars are llguidance's"),
@@ -301,7 +301,7 @@ FLAGS: tuple[Flag, ...] = (
     unnecessary("--tokenizer-mode", "tokenizer.json is read by the tokenizers library"),
     unnecessary("--chat-template-content-format", "lists of text parts become one text"),
     unnecessary("--limit-mm-per-prompt", _TEXT_ONLY),
-    unnecessary("--language-model-only", _TEXT_ONLY, Takes.NOTHING),
+    unnecessary("--language-model-only", _TEXT_ONLY, Arity.NOTHING),
     unnecessary("--mm-encoder-tp-mode", _TEXT_ONLY),
     unnecessary("--mm-encoder-attn-backend", _TEXT_ONLY),
     unnecessary("--mm-processor-cache-type", _TEXT_ONLY),
@@ -310,21 +310,21 @@ FLAGS: tuple[Flag, ...] = (
     unnecessary("--media-io-kwargs", _TEXT_ONLY),
     unnecessary("--video-pruning-rate", _TEXT_ONLY),
     unnecessary("--allowed-local-media-path", _TEXT_ONLY),
-    unnecessary("--skip-mm-profiling", _TEXT_ONLY, Takes.NOTHING),
+    unnecessary("--skip-mm-profiling", _TEXT_ONLY, Arity.NOTHING),
     missing("--runner", _GENERATE_ONLY, harmless=("auto", "generate")),
     missing("--task", _GENERATE_ONLY, harmless=("auto", "generate")),
     missing("--convert", _GENERATE_ONLY, harmless=("auto", "none")),
-    unnecessary("--disable-log-stats", "statistics are at /metrics, not in the log", Takes.NOTHING),
-    unnecessary("--enable-server-load-tracking", "statistics are at /metrics", Takes.NOTHING),
-    unnecessary("--enable-prompt-tokens-details", "usage always has them", Takes.NOTHING),
+    unnecessary("--disable-log-stats", "statistics are at /metrics, not in the log", Arity.NOTHING),
+    unnecessary("--enable-server-load-tracking", "statistics are at /metrics", Arity.NOTHING),
+    unnecessary("--enable-prompt-tokens-details", "usage always has them", Arity.NOTHING),
     unnecessary("--uvicorn-log-level", "there is one log; see --log-format"),
-    unnecessary("--disable-uvicorn-access-log", "each request is logged once; see --no-log-requests", Takes.NOTHING),
-    unnecessary("--disable-fastapi-docs", "/docs shows only the API's description", Takes.NOTHING),
+    unnecessary("--disable-uvicorn-access-log", "each request is logged once; see --no-log-requests", Arity.NOTHING),
+    unnecessary("--disable-fastapi-docs", "/docs shows only the API's description", Arity.NOTHING),
     missing("--pipeline-parallel-size", "layers are divided by --tensor-parallel-size only", "-pp", harmless=("1",)),
     missing("--api-server-count", "one process serves HTTP", harmless=("1",)),
     unnecessary(
         "--decode-context-parallel-size", "keys and values are divided by heads; the number of devices is the same",
-        Takes.A_VALUE, "-dcp",
+        Arity.A_VALUE, "-dcp",
     ),
     unnecessary("--dcp-comm-backend", "exchanges between devices are XLA's"),
     missing("--prefill-context-parallel-size", _ALL_DEVICES, "-pcp", harmless=("1",)),
@@ -335,7 +335,7 @@ FLAGS: tuple[Flag, ...] = (
     missing("--hf-token", "set HF_TOKEN in the environment: other users of this machine can read a command line"),
     missing("--cpu-offload-gb", "weights stay on the device; `mamba-jax plan` reports what fits", harmless=("0",)),
     missing("--kv-transfer-config", "see --role and docs/split.md"),
-    missing("--enable-force-include-usage", "clients use stream_options", takes=Takes.NOTHING),
+    missing("--enable-force-include-usage", "clients use stream_options", takes=Arity.NOTHING),
     missing("--middleware", "put a proxy in front"),
 )  # fmt: skip
 """All flags, in the order of docs/vllm.md."""

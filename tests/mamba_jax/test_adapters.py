@@ -13,7 +13,7 @@ from checkpoints.quantised.rounding import QUANTIZATIONS
 from kernels_pallas.quantised import Quantised
 from mamba_jax.adapters import Adapters, adaptable_layers, targets
 from mamba_jax.batch import DecodeBatch
-from mamba_jax.config import Division, Otherwise
+from mamba_jax.config import Division, UnevenDivision
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.sharding import make_mesh, shard_parameters
@@ -200,9 +200,9 @@ def test_matrices_of_experts_are_divided_as_the_experts_are(devices):
             assert weight.axis == a.over(2).axis == b.over(2).axis == 0
         elif weight.axis == 1 + len(target.outputs):
             # The axis of inputs: A is divided, and each device has all of B.
-            assert (a.otherwise.axis, b.otherwise) == (3, Otherwise.KEEP_WHOLE)
+            assert (a.otherwise.axis, b.otherwise) == (3, UnevenDivision.KEEP_WHOLE)
         else:
-            assert (a.otherwise, b.otherwise.axis) == (Otherwise.KEEP_WHOLE, weight.axis)
+            assert (a.otherwise, b.otherwise.axis) == (UnevenDivision.KEEP_WHOLE, weight.axis)
 
 
 def test_a_layer_without_the_tokens_adapters_is_an_error():

@@ -12,7 +12,7 @@ from flax import nnx
 from mamba_jax.config import MOE, HybridConfig
 from mamba_jax.modules.moe import MoE, rows_at_once
 from mamba_jax.sharding import make_mesh, use_mesh
-from mamba_jax.sharding.across import Divided, across
+from mamba_jax.sharding.across import ShardedModule, across
 from mamba_jax.sharding.parameters import mixer_placements
 from tests.support.random_models import random_module
 from tests.support.tiny_configs import MOE as TINY
@@ -46,7 +46,7 @@ def made(name, bias=None):
 
 
 def run(moe, config, x, valid, mesh):
-    divided = Divided(moe, mixer_placements(config, MOE, 0))
+    divided = ShardedModule(moe, mixer_placements(config, MOE, 0))
     graph, state = nnx.split(moe)
 
     def layer(state, x, valid):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mamba_jax.rounding import Narrow
+from mamba_jax.rounding import NarrowDtype
 
 KINDS = ("bfloat16", "float16", "int8")
 GENERATOR = np.random.default_rng(0)
@@ -15,14 +15,14 @@ STATE = (GENERATOR.normal(size=(2, 5, 7, 16)) * SIZES).astype(np.float32)
 
 
 def there_and_back(kind, state):
-    narrow = Narrow(kind)
+    narrow = NarrowDtype(kind)
     return np.asarray(jax.jit(lambda x: narrow.widened("ssm", narrow.parts("ssm", x)))(state))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_running_row_rounds_to_what_comes_back(kind):
     """Compiled as one program too, where a compiler may leave out conversions there and back."""
-    rounded = np.asarray(jax.jit(Narrow(kind).rounded)(STATE))
+    rounded = np.asarray(jax.jit(NarrowDtype(kind).rounded)(STATE))
     np.testing.assert_array_equal(rounded, there_and_back(kind, STATE))
     assert (rounded != STATE).mean() > 0.9
 
@@ -42,18 +42,18 @@ def test_int8_is_as_fine_as_each_channel_asks():
     largest = np.abs(STATE).max(axis=-1, keepdims=True)
     # Half a step; and the largest number may be cut by what its scale was rounded down by.
     assert np.all(np.abs(there_and_back("int8", STATE) - STATE) <= largest * (0.5 / 127 + 2**-8))
-    parts = Narrow("int8").parts("ssm", STATE)
+    parts = NarrowDtype("int8").parts("ssm", STATE)
     assert {name: (part.shape, str(part.dtype)) for name, part in parts.items()} == {
         "ssm": (STATE.shape, "int8"),
         "ssm_scale": (STATE.shape[:-1], "bfloat16"),
     }
-    assert tuple(parts) == Narrow("int8").names("ssm")
+    assert tuple(parts) == NarrowDtype("int8").names("ssm")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_are_those_of_the_arrays(kind):
-    parts = Narrow(kind).parts("ssm", STATE)
-    assert sum(part.nbytes for part in parts.values()) == Narrow(kind).bytes(STATE.shape)
+    parts = NarrowDtype(kind).parts("ssm", STATE)
+    assert sum(part.nbytes for part in parts.values()) == NarrowDtype(kind).bytes(STATE.shape)
 
 
 @pytest.mark.parametrize("kind", KINDS)

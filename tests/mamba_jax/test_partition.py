@@ -11,7 +11,7 @@ from mamba_jax.config import WHOLE, ModelConfigError
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.modules.basic import RMSNorm
 from mamba_jax.sharding import TENSOR, Partition, make_mesh
-from mamba_jax.sharding.across import Divided
+from mamba_jax.sharding.across import ShardedModule
 from mamba_jax.sharding.parameters import placements
 from mamba_jax.store import StoreShape
 
@@ -74,7 +74,7 @@ def test_what_nothing_declares_is_refused():
         partition.parameter("blocks.0.mixer.beta")
     with pytest.raises(ModelConfigError, match="no mixer declares the state delta"):
         partition.state({"ssm": None, "delta": None})
-    layer = Divided(RMSNorm(4, 1e-5, dtype=jnp.float32), {"bias": WHOLE})
+    layer = ShardedModule(RMSNorm(4, 1e-5, dtype=jnp.float32), {"bias": WHOLE})
     with pytest.raises(ModelConfigError, match="RMSNorm does not declare how its weight is divided over devices"):
         layer.placement("weight")
 

@@ -21,7 +21,7 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 E4M3, E2M1, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn, ml_dtypes.bfloat16
 F32 = np.float32
 Tensors = dict[str, np.ndarray]
-Written = tuple[Tensors, np.ndarray]
+StepHidden = tuple[Tensors, np.ndarray]
 """A module's tensors by suffix, and the weight [*lead, out, in] that they stand for."""
 
 _MAMBA = {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 32}
@@ -56,7 +56,7 @@ def _groups(w: np.ndarray, size: int) -> np.ndarray:
     return w.reshape(*w.shape[:-1], -1, size)
 
 
-def fp8(w: np.ndarray, *, per: str = "tensor", activations: bool = True) -> Written:
+def fp8(w: np.ndarray, *, per: str = "tensor", activations: bool = True) -> StepHidden:
     """e4m3 with a factor for the tensor or for each output."""
     axes = (-1,) if per == "channel" else tuple(range(w.ndim))
     scale = (np.abs(w).max(axes, keepdims=True) / 448).astype(F32)
@@ -67,7 +67,7 @@ def fp8(w: np.ndarray, *, per: str = "tensor", activations: bool = True) -> Writ
     return stored, values.astype(F32) * scale
 
 
-def fp8_blocks(w: np.ndarray, *, block: tuple[int, int] = (48, 48), name: str = "weight_scale_inv") -> Written:
+def fp8_blocks(w: np.ndarray, *, block: tuple[int, int] = (48, 48), name: str = "weight_scale_inv") -> StepHidden:
     """e4m3 with a factor for each block; those at the edges are smaller."""
     rows, columns = block
     scale = np.empty((*w.shape[:-2], -(-w.shape[-2] // rows), -(-w.shape[-1] // columns)), F32)
@@ -82,7 +82,7 @@ def fp8_blocks(w: np.ndarray, *, block: tuple[int, int] = (48, 48), name: str = 
     return {"weight": values, name: scale}, wide
 
 
-def mxfp8(w: np.ndarray) -> Written:
+def mxfp8(w: np.ndarray) -> StepHidden:
     """e4m3 with a power of two, as a byte, for each 32 inputs."""
     grouped = _groups(w, 32)
     exponent = np.floor(np.log2(np.abs(grouped).max(-1))) - 8
@@ -92,7 +92,7 @@ def mxfp8(w: np.ndarray) -> Written:
     return stored, (values.astype(F32) * factor).reshape(w.shape).astype(F32)
 
 
-def nvfp4(w: np.ndarray, *, compressed: bool = False, activations: bool = True) -> Written:
+def nvfp4(w: np.ndarray, *, compressed: bool = False, activations: bool = True) -> StepHidden:
     """Pairs of e2m1, the first in the lower four bits; e4m3 for each 16 inputs; one float32 for the tensor."""
     grouped = _groups(w, 16)
     whole = F32(np.abs(w).max() / (6 * 448))
@@ -111,7 +111,7 @@ def nvfp4(w: np.ndarray, *, compressed: bool = False, activations: bool = True) 
     return stored | ({"input_scale": np.asarray(0.01, F32)} if activations else {}), wide
 
 
-def int8(w: np.ndarray) -> Written:
+def int8(w: np.ndarray) -> StepHidden:
     """int8 with a factor for each output."""
     scale = (np.abs(w).max(-1, keepdims=True) / 127).astype(BF16)
     values = np.clip(np.rint(w / scale.astype(F32)), -128, 127).astype(np.int8)
@@ -141,7 +141,7 @@ def _asymmetric(w: np.ndarray, size: int, bits: int) -> tuple[np.ndarray, np.nda
     return codes.reshape(w.shape), zero, scale, wide.reshape(w.shape).astype(F32)
 
 
-def packed_int4(w: np.ndarray, *, size: int = 16, symmetric: bool = True) -> Written:
+def packed_int4(w: np.ndarray, *, size: int = 16, symmetric: bool = True) -> StepHidden:
     """compressed-tensors' pack-quantized."""
     if symmetric:
         grouped = _groups(w, size)
@@ -156,7 +156,7 @@ def packed_int4(w: np.ndarray, *, size: int = 16, symmetric: bool = True) -> Wri
     return stored | more, wide
 
 
-def gptq(w: np.ndarray, *, size: int = 16, bits: int = 4, in_order: bool = True, offset: int = 1) -> Written:
+def gptq(w: np.ndarray, *, size: int = 16, bits: int = 4, in_order: bool = True, offset: int = 1) -> StepHidden:
     """GPTQ's words; with `in_order` False, inputs belong to groups in a random order."""
     order = np.arange(w.shape[1]) if in_order else np.random.default_rng(0).permutation(w.shape[1])
     codes, zero, scale, wide = _asymmetric(w[:, order], size, bits)
@@ -170,7 +170,7 @@ def gptq(w: np.ndarray, *, size: int = 16, bits: int = 4, in_order: bool = True,
     return stored, wide[:, back]
 
 
-def awq(w: np.ndarray, *, size: int = 16) -> Written:
+def awq(w: np.ndarray, *, size: int = 16) -> StepHidden:
     """AWQ's words: eight columns in the order 0, 2, 4, 6, 1, 3, 5, 7."""
     codes, zero, scale, wide = _asymmetric(w, size, 4)
 
@@ -180,7 +180,7 @@ def awq(w: np.ndarray, *, size: int = 16) -> Written:
     return {"qweight": words(codes.T), "qzeros": words(zero.T), "scales": scale.T.astype(np.float16)}, wide
 
 
-Format = Callable[[np.ndarray], Written]
+Format = Callable[[np.ndarray], StepHidden]
 _MODULES = (
     r".*\.(in_proj|out_proj|[qkvo]_proj|up_proj|down_proj|gate_proj|eh_proj|fc[12]_latent_proj|(in|out)put_linear)"
 )

@@ -11,7 +11,7 @@ from serving.api.http.context import Context
 from serving.api.http.generation import (
     Job,
     ResponseContext,
-    Tally,
+    UsageCounter,
     check_choices,
     check_form,
     check_logprobs,
@@ -20,7 +20,7 @@ from serving.api.http.generation import (
 from serving.api.http.parsing.answer import AnswerReader
 from serving.api.http.parsing.call_formats import FORMATS
 from serving.api.http.parsing.forced_calls import calls_grammar, marks_of
-from serving.api.http.parsing.reasoning import Opening, ReasoningCount, ReasoningReader, opening_of
+from serving.api.http.parsing.reasoning import ReasoningCount, ReasoningReader, ReasoningStart, opening_of
 from serving.api.http.parsing.tool_calls import ToolCallReader
 from serving.api.http.protocol.chat import AllowedTools, ChatRequest, NamedTool, Tool
 from serving.api.http.sampling import sampling_params
@@ -116,7 +116,11 @@ class ChatTurn:
             params = dataclasses.replace(params, structured_outputs=StructuredOutputs(grammar=grammar))
         if self._form is not None:
             params = responses.codec.showing(params, *marks_of(self._form))
-        tokenizer, self._marks, self._opening = responses.codec.tokenizer, responses.reasoning, Opening(False, False)
+        tokenizer, self._marks, self._opening = (
+            responses.codec.tokenizer,
+            responses.reasoning,
+            ReasoningStart(False, False),
+        )
         count: ReasoningCount | None = None
         if self._marks is not None and tokenizer is not None:
             self._opening = opening_of(tokenizer, prompt, self._marks)
@@ -126,7 +130,7 @@ class ChatTurn:
         self.job = Job(f"{prefix}{uuid.uuid4().hex}", [prompt], params, body.priority, body.cache_salt)
         self.grammar: Grammar | None = None
         """Keeps the compiled grammar alive until the engine requests it."""
-        self.tally = Tally(self.job, reasoning=count)
+        self.tally = UsageCounter(self.job, reasoning=count)
 
     @classmethod
     async def of(cls, context: Context, body: ChatRequest, *, prefix: str = "chatcmpl-") -> ChatTurn:

@@ -105,7 +105,7 @@ class _Cursor:
 
 
 @dataclass
-class Tally:
+class UsageCounter:
     """Usage so far, from the latest output of each prompt."""
 
     job: Job
@@ -203,7 +203,7 @@ async def run(context: Context, job: Job) -> list[RequestOutput]:
     return await gather([last(index) for index in range(len(job.prompts))])
 
 
-async def stream(context: Context, job: Job, tally: Tally) -> AsyncGenerator[ChoiceDelta, None]:
+async def stream(context: Context, job: Job, tally: UsageCounter) -> AsyncGenerator[ChoiceDelta, None]:
     """Yields new output of all choices as it arrives. Updates `tally`."""
     cursors: dict[tuple[int, int], _Cursor] = {}
     streams = [_one(context, job, index, live=True) for index in range(len(job.prompts))]

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serving.api.http.connection.keys import check_key, set_client
 from serving.api.http.connection.streaming import ClientGone
 from serving.api.http.errors import ApiError, as_api_error
-from serving.api.http.generation import Tally
+from serving.api.http.generation import UsageCounter
 from serving.api.http.json_values import MAX_DEPTH, depth, weight
 from serving.api.http.settings import RequestBounds
 from serving.api.metrics import Metrics
@@ -163,7 +163,7 @@ class Limits:
             "status": status,
             "seconds": round(seconds, 4),
         }
-        tally: Tally | None = scope["state"].get("tally")
+        tally: UsageCounter | None = scope["state"].get("tally")
         if tally is not None:
             usage = tally.usage()
             fields["prompt_tokens"] = usage.prompt_tokens

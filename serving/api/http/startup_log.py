@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import jax
 
 from serving.api.http.settings import ServerSettings
-from serving.engine.assembly.build import Built
+from serving.engine.assembly.build import AssembledEngine
 from serving.engine.assembly.devices import describe
 
 
-def startup_lines(built: Built, settings: ServerSettings, url: str) -> Iterator[str]:
+def startup_lines(built: AssembledEngine, settings: ServerSettings, url: str) -> Iterator[str]:
     """Yields one line per topic: model, devices, kernels, sizes, cache, drafts and addresses."""
     config, model = built.config, built.model.config
     device = jax.devices()[0]

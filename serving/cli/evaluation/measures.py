@@ -37,7 +37,7 @@ TIE = 1e-3
 
 
 @dataclass(frozen=True)
-class Cell:
+class FeatureCell:
     """One combination of features, run over all problems."""
 
     cache: str
@@ -147,12 +147,12 @@ def run_problems(
 
 def run_cell(
     model: str, cache: str, drafts: str, problems: Sequence[Document], *, shots: int, flags: Mapping[str, Any]
-) -> Cell:
+) -> FeatureCell:
     """Runs the problems with one cache mode and one source of drafts."""
     llm = LLM(model, **{**flags, "mamba_cache_mode": cache, **DRAFTS[drafts]})
     outputs, seconds = run_problems(llm, problems, shots=shots)
     answers = [o.outputs[0].text for o in outputs]
-    return Cell(
+    return FeatureCell(
         cache=cache,
         drafts=drafts,
         right=[i for i, p in enumerate(problems[shots:]) if is_correct(p, answers[i])],
@@ -164,7 +164,7 @@ def run_cell(
     )
 
 
-def disagreements(model: HybridModel, one: Cell, other: Cell) -> tuple[int, int]:
+def disagreements(model: HybridModel, one: FeatureCell, other: FeatureCell) -> tuple[int, int]:
     """Returns how many greedy outputs of two cells differ, and how many of these do not differ at a tie.
 
     Products of different shapes round differently. If two tokens' logits differ by less than `TIE`, both are right.

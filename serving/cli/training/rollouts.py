@@ -29,7 +29,7 @@ LEAST_PROMPT, MOST_PROMPT, CONTINUATION = 16, 128, 128
 
 
 @dataclass(frozen=True)
-class Round:
+class TrainingRound:
     """The result of one step of a run."""
 
     step: int
@@ -136,8 +136,8 @@ def improve(
     steps: int,
     prompts_per_step: int,
     seed: int = 0,
-    progress: Callable[[Round], None] = lambda _: None,
-) -> list[Round]:
+    progress: Callable[[TrainingRound], None] = lambda _: None,
+) -> list[TrainingRound]:
     """Trains with GRPO: each step samples answers to some prompts, trains on them, and updates the engine.
 
     `update` gets all of `trainer`'s weights. Their versions have the names of the steps.
@@ -148,7 +148,7 @@ def improve(
         answers, reward = rollouts.sample([prompts[i] for i in chosen], seed=int(rng.integers(2**31)))
         figures = trainer.step(answers)
         update(trainer.values, f"step {step + 1}")
-        rounds.append(Round(step, reward, figures))
+        rounds.append(TrainingRound(step, reward, figures))
         progress(rounds[-1])
     return rounds
 

@@ -57,7 +57,7 @@ def train_grpo(
     from mamba_jax.train.corpus import SAMPLE_PROBLEMS, problem_prompt, read_documents
     from mamba_jax.train.loop import refuse_quantised
     from mamba_jax.train.policy import PolicyTrainer
-    from serving.cli.training.rollouts import Prompt, Rollouts, Round, ServedAdapter, improve
+    from serving.cli.training.rollouts import Prompt, Rollouts, ServedAdapter, TrainingRound, improve
     from serving.engine.llm import LLM
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -97,7 +97,7 @@ def train_grpo(
         else:
             adapter.update(values)
 
-    def show(done: Round) -> None:
+    def show(done: TrainingRound) -> None:
         seconds = time.monotonic() - begin
         figures = ", ".join(f"{name} {value:.2g}" for name, value in done.figures.items())
         console.print(f"step {done.step + 1}: reward {done.reward:.3f}, {figures}, {seconds:.0f} s")

@@ -15,7 +15,7 @@ from enum import IntEnum
 from typing import Any
 
 
-class Use(IntEnum):
+class PoolUse(IntEnum):
     """The state of an id."""
 
     FREE = 0
@@ -98,11 +98,11 @@ class Pool:
         if self.owners[i] is not None:
             self.drop(self.owners[i])
 
-    def use_of(self, i: int) -> Use:
+    def use_of(self, i: int) -> PoolUse:
         """Returns which of the three states an id is in."""
         if self.refs[i]:
-            return Use.USED
-        return Use.FREE if self.owners[i] is None else Use.CACHED
+            return PoolUse.USED
+        return PoolUse.FREE if self.owners[i] is None else PoolUse.CACHED
 
     def check(self, *, idle: bool = False) -> None:
         """Raises `AssertionError` unless every id is in exactly one state; with `idle`, none may be in use."""

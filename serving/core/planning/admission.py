@@ -12,7 +12,7 @@ from serving.core.planning.preemption import preempt
 from serving.core.planning.prefill import plan_prefill
 from serving.core.planning.remote import remote_is_unneeded, reserve
 from serving.core.reasons import MissReason, RequestError, WaitReason, check_prompt_length
-from serving.core.requests.request import Fate, RemoteState, Request
+from serving.core.requests.request import RemoteState, Request, ResultDisposition
 from serving.core.tiers.content import Chain
 
 DISPLACE_AFTER = 16
@@ -201,25 +201,25 @@ def _admit_one(host: HostState, request: Request, plan: StepPlan, budget: Budget
     progress = request.progress
     if cramped and budget.tokens < len(request.tokens) - progress.num_computed:
         # A tiny chunk saves less than a later cache hit might. Lookups have a cost, too.
-        host.release_all(request, Fate.DROPPED)
+        host.release_all(request, ResultDisposition.DROPPED)
         queueing.retry_at = plan.step + _LOOK_AGAIN
         return False
     # All of the prompt, though the first chunk needs less, and a page for each row that runs already to grow by:
     # a request that is admitted only to be preempted has gained nothing.
     growth = len(queues.running)
     if pool is not None and growth and progress.pages.missing(len(request.tokens)) + growth > pool.available:
-        host.release_all(request, Fate.DROPPED)
+        host.release_all(request, ResultDisposition.DROPPED)
         queueing.retry_above = pool.available
         return False
     if not progress.state.lease():
         # Only while other rows run: a pool of one slot publishes nothing, a larger one has a slot besides the hit's.
-        host.release_all(request, Fate.DROPPED)
+        host.release_all(request, ResultDisposition.DROPPED)
         return False
     progress.row_id = queues.free_row_ids.pop()
     matched = match.matched if match is not None else 0
     progress.stops = host.policy.stops(request.prompt_len, progress.num_computed, matched)
     if not plan_prefill(host, request, plan, budget, preempting=False):
-        host.release_all(request, Fate.DROPPED)
+        host.release_all(request, ResultDisposition.DROPPED)
         return False
     if match is not None and match.entry is not None and host.cache.index is not None:
         host.cache.index.touch(match.entry)

@@ -9,7 +9,7 @@ from serving.core.planning.fairness import Fairness
 from serving.core.planning.plan import StepPlan
 from serving.core.requests.drafts import DraftPolicy
 from serving.core.requests.queues import Queues
-from serving.core.requests.request import Fate, Progress, RemoteLoad, RemoteState, Request
+from serving.core.requests.request import Progress, RemoteLoad, RemoteState, Request, ResultDisposition
 from serving.core.stats import Stats
 from serving.core.tiers.journal import Journal
 from serving.core.tiers.prices import Prices
@@ -66,9 +66,9 @@ class HostState:
         progress.num_sampling_steps -= row.sample
         progress.state.undo()
         progress.pages.undo()
-        row.fate = Fate.DROPPED
+        row.fate = ResultDisposition.DROPPED
 
-    def release_all(self, request: Request, fate: Fate) -> None:
+    def release_all(self, request: Request, fate: ResultDisposition) -> None:
         """Releases slots, pages and the row of a request that runs or is about to run. Its unsettled rows get `fate`.
 
         These rows may still run on the device. This is safe: the slots and pages that they write are reused by steps
@@ -86,7 +86,7 @@ class HostState:
     def requeue(self, request: Request) -> None:
         """Puts a running request back into the queue, at its old place. Its state is computed again from its tokens."""
         self.queues.leave(request)
-        self.release_all(request, Fate.DROPPED)
+        self.release_all(request, ResultDisposition.DROPPED)
         self.queues.enqueue(request)
 
     def forget(self, request: Request) -> None:

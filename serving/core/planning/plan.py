@@ -84,7 +84,7 @@ class StepResult:
 
 
 @dataclass(slots=True, eq=False)
-class Emitted:
+class RowResult:
     """The result of a settled step for one request."""
 
     request: Request

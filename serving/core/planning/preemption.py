@@ -2,7 +2,7 @@
 
 from serving.core.planning.host_state import HostState
 from serving.core.planning.plan import StepPlan
-from serving.core.requests.request import Fate, Request
+from serving.core.requests.request import Request, ResultDisposition
 
 
 def preempt(host: HostState, victim: Request, plan: StepPlan, *, behind: Request | None = None) -> None:
@@ -15,9 +15,9 @@ def preempt(host: HostState, victim: Request, plan: StepPlan, *, behind: Request
     unsettled = victim.progress.unsettled
     if unsettled and unsettled[-1].step == plan.step:
         row = unsettled.pop()
-        row.fate = Fate.DROPPED
+        row.fate = ResultDisposition.DROPPED
         plan.remove(row)
-    host.release_all(victim, Fate.DETACHED)
+    host.release_all(victim, ResultDisposition.DETACHED)
     victim.queueing.num_preemptions += 1
     host.stats.preemptions += 1
     plan.preempted.append(victim)

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from serving.core.cache.pools import PagePool, SlotPool
 from serving.core.cache.prefix_tree import CheckpointKind, Match
 from serving.core.planning.host_state import HostState
-from serving.core.requests.request import Fate, PlannedRow, RemoteLoad, Request, Status
+from serving.core.requests.request import PlannedRow, RemoteLoad, Request, ResultDisposition, Status
 
 
 @dataclass(slots=True, eq=False)
-class Hold:
+class StateLease:
     """A slot and pages that do not change until they are released or the store is lost."""
 
     slot: int
@@ -49,15 +49,15 @@ def reserve(host: HostState, request: Request, match: Match | None) -> bool:
         pages.resume_from(match.path[: remote.position // config.page_size] if match is not None else [])
         reach = host.reach(request, max(len(request.tokens), remote.position + 1))
         if host.queues.running and pages.missing(reach) + len(host.queues.running) > pool.available:
-            host.release_all(request, Fate.DROPPED)
+            host.release_all(request, ResultDisposition.DROPPED)
             request.queueing.retry_above = pool.available
             return False
         if not pages.reserve(reach):
-            host.release_all(request, Fate.DROPPED)
+            host.release_all(request, ResultDisposition.DROPPED)
             return False
     slot = progress.state.lease()
     if not slot:
-        host.release_all(request, Fate.DROPPED)
+        host.release_all(request, ResultDisposition.DROPPED)
         return False
     progress.row_id = host.queues.free_row_ids.pop()
     first, end = pages.num_published, pages.pages_for(remote.position)
@@ -102,16 +102,16 @@ def lost(host: HostState, load: RemoteLoad) -> None:
         host.requeue(load.request)
 
 
-def hold(host: HostState, row: PlannedRow) -> Hold:
+def hold(host: HostState, row: PlannedRow) -> StateLease:
     """Publishes the state S(n) from which a dispatched row continues, and the pages of its n tokens."""
     request, cache = row.request, host.cache
     assert request.status is Status.RUNNING
     progress = request.progress
     slot = progress.state.hand_off(row.access)
-    return Hold(slot, progress.pages.hand_off(row.end), row.end, cache.slots, cache.pages)
+    return StateLease(slot, progress.pages.hand_off(row.end), row.end, cache.slots, cache.pages)
 
 
-def hold_cached(host: HostState, tokens: Sequence[int], salt: str | None, adapter: str | None) -> Hold | None:
+def hold_cached(host: HostState, tokens: Sequence[int], salt: str | None, adapter: str | None) -> StateLease | None:
     """Leases the deepest state of these tokens on the device, and the pages that it needs. Returns None without one."""
     index, cache = host.cache.index, host.cache
     match = index.find(tokens, cache.scope(salt, adapter)) if index is not None else None
@@ -125,15 +125,15 @@ def hold_cached(host: HostState, tokens: Sequence[int], salt: str | None, adapte
         for page in pages:
             cache.pages.retain(page)
     index.touch(entry)
-    return Hold(entry.slot, pages, entry.position, cache.slots, cache.pages)
+    return StateLease(entry.slot, pages, entry.position, cache.slots, cache.pages)
 
 
-def hold_is_valid(host: HostState, held: Hold) -> bool:
+def hold_is_valid(host: HostState, held: StateLease) -> bool:
     """Returns whether the store of the hold still exists."""
     return held.slots_of is host.cache.slots
 
 
-def release_hold(host: HostState, held: Hold) -> None:
+def release_hold(host: HostState, held: StateLease) -> None:
     """Releases it, once."""
     if hold_is_valid(host, held):
         held.slots_of.release(held.slot)

@@ -3,35 +3,35 @@
 from collections.abc import Sequence
 
 from serving.core.planning.host_state import HostState
-from serving.core.planning.plan import DecodeRow, Emitted, Row, StepPlan, StepResult
+from serving.core.planning.plan import DecodeRow, Row, RowResult, StepPlan, StepResult
 from serving.core.planning.publication import after_settle
 from serving.core.reasons import FinishReason
-from serving.core.requests.request import Fate, Request, Status
+from serving.core.requests.request import Request, ResultDisposition, Status
 
 
-def settle(host: HostState, plan: StepPlan, result: StepResult) -> list[Emitted]:
+def settle(host: HostState, plan: StepPlan, result: StepResult) -> list[RowResult]:
     """Assigns the emitted tokens of a step to its rows. Returns the valid results by request."""
-    emitted: list[Emitted] = []
+    emitted: list[RowResult] = []
     assert len(result.decode) == len(plan.decode), "a result has one entry per row"
     assert len(result.prefill) == len(plan.prefill), "a result has one entry per row"
     drafted = result.drafted or [row.num_drafts for row in plan.decode]
     host.stats.drafted_tokens += sum(drafted)
     for row, tokens, made in zip(plan.decode, result.decode, drafted, strict=True):
-        if row.fate is not Fate.LIVE:
+        if row.fate is not ResultDisposition.LIVE:
             _settle_dead(host, row, tokens, emitted)
         elif row.is_prefill:
             _settle_prefill(host, row, tokens, emitted)
         else:
             _settle_decode(host, row, tokens, made, emitted)
     for prefill_row, tokens in zip(plan.prefill, result.prefill, strict=True):
-        if prefill_row.fate is not Fate.LIVE:
+        if prefill_row.fate is not ResultDisposition.LIVE:
             _settle_dead(host, prefill_row, tokens, emitted)
         else:
             _settle_prefill(host, prefill_row, tokens, emitted)
     return emitted
 
 
-def _settle_decode(host: HostState, row: DecodeRow, tokens: Sequence[int], made: int, emitted: list[Emitted]) -> None:
+def _settle_decode(host: HostState, row: DecodeRow, tokens: Sequence[int], made: int, emitted: list[RowResult]) -> None:
     """Settles a row that continued on the device (the hot path). It keeps its last token and the accepted drafts.
 
     made: actual number of drafts; the source may have made fewer than were planned.
@@ -46,7 +46,7 @@ def _settle_decode(host: HostState, row: DecodeRow, tokens: Sequence[int], made:
     progress.num_computed = after = before + kept
     surplus = state.advance(row.access, before, kept)
     accepted, finished = append(request, tokens)
-    emitted.append(Emitted(request, row, accepted))
+    emitted.append(RowResult(request, row, accepted))
     stats.output_tokens += len(accepted)
     stats.decode_tokens += 1
     if row.num_drafts:
@@ -66,7 +66,7 @@ def _settle_decode(host: HostState, row: DecodeRow, tokens: Sequence[int], made:
         state.trim(progress.last_access)
 
 
-def _settle_prefill(host: HostState, row: Row, tokens: Sequence[int], emitted: list[Emitted]) -> None:
+def _settle_prefill(host: HostState, row: Row, tokens: Sequence[int], emitted: list[RowResult]) -> None:
     """Settles a row whose tokens were all known. Its state was published when the step was dispatched."""
     request, progress = row.request, row.request.progress
     assert progress.unsettled[0] is row, "steps must settle in the order in which they were dispatched"
@@ -77,21 +77,21 @@ def _settle_prefill(host: HostState, row: Row, tokens: Sequence[int], emitted: l
     if not row.sample:
         return
     accepted, finished = append(request, tokens)
-    emitted.append(Emitted(request, row, accepted))
+    emitted.append(RowResult(request, row, accepted))
     host.stats.output_tokens += len(accepted)
     if finished is not None:
         finish(host, request, finished)
 
 
-def _settle_dead(host: HostState, row: Row, tokens: Sequence[int], emitted: list[Emitted]) -> None:
+def _settle_dead(host: HostState, row: Row, tokens: Sequence[int], emitted: list[RowResult]) -> None:
     """Settles a row whose request has ended, or was preempted and waits. A waiting request keeps the tokens; its state
     is lost."""
     request = row.request
-    if row.fate is not Fate.DETACHED or not row.sample or request.status is not Status.WAITING:
+    if row.fate is not ResultDisposition.DETACHED or not row.sample or request.status is not Status.WAITING:
         return
     accepted, finished = append(request, tokens)
     host.stats.output_tokens += len(accepted)
-    emitted.append(Emitted(request, row, accepted))
+    emitted.append(RowResult(request, row, accepted))
     if finished is not None:
         finish(host, request, finished)
 
@@ -116,11 +116,11 @@ def finish(host: HostState, request: Request, reason: FinishReason) -> None:
     host.queues.leave(request)
     host.drop_remote(request)
     if request.status is Status.RUNNING:
-        host.release_all(request, Fate.DROPPED)
+        host.release_all(request, ResultDisposition.DROPPED)
     for plan in host.unsettled:
         for row in plan.rows:
             if row.request is request:
-                row.fate = Fate.DROPPED
+                row.fate = ResultDisposition.DROPPED
     request.status = Status.FINISHED
     request.finish_reason = reason
     del host.queues.unfinished[request.request_id]

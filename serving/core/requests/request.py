@@ -26,7 +26,7 @@ class Status(IntEnum):
     FINISHED = 2
 
 
-class Fate(IntEnum):
+class ResultDisposition(IntEnum):
     """What happens to a row's result after the step was planned."""
 
     LIVE = 0
@@ -312,7 +312,7 @@ class PlannedRow:
     """A part of a prompt, or of tokens whose state a preemption discarded. It is published when it is dispatched."""
     step: int
     """Of the plan."""
-    fate: Fate = field(kw_only=True, default=Fate.LIVE)
+    fate: ResultDisposition = field(kw_only=True, default=ResultDisposition.LIVE)
 
     @property
     def certain(self) -> int:

@@ -26,7 +26,7 @@ class TierHit:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Departure:
+class TierCopy:
     """A unit to copy from the device before the next step, which may overwrite its slot and pages."""
 
     unit: Unit
@@ -94,7 +94,7 @@ class Tiers:
         self.weights_replaced = False
         """Number of weight updates. After the first, nothing is written to disk, because another process could not
         identify the weights."""
-        self._departures: list[Departure] = []
+        self._departures: list[TierCopy] = []
         self._gone: list[tuple[Tier, list[Name]]] = []
 
     # -- copies from the device --
@@ -127,9 +127,9 @@ class Tiers:
             return
         self.leaving += change.bytes
         pages = _pages(entry) if sizes.page else []
-        self._departures.append(Departure(unit, first, entry.slot, pages, change, spare))
+        self._departures.append(TierCopy(unit, first, entry.slot, pages, change, spare))
 
-    def take_departures(self) -> list[Departure]:
+    def take_departures(self) -> list[TierCopy]:
         """Returns the units to copy now, before any other program is dispatched."""
         departures, self._departures = self._departures, []
         return departures

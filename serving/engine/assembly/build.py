@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Built:
+class AssembledEngine:
     """An engine, or its replicas, with the configuration, model and tokenizer that they were built from."""
 
     engines: tuple[Engine, ...]
@@ -78,7 +78,7 @@ class Built:
         return self.engines[0]
 
 
-def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = False) -> Built:
+def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = False) -> AssembledEngine:
     """Loads the model that `config` names and builds an engine for it.
 
     Args:
@@ -139,7 +139,7 @@ def assemble(
     programs: StepPrograms | None = None,
     progress: bool = False,
     led: bool = False,
-) -> Built:
+) -> AssembledEngine:
     """Builds an engine for a model that is already loaded.
 
     Args:
@@ -204,7 +204,7 @@ def _assemble(
     *,
     keep: bool = False,
     digest: str = "",
-) -> Built:
+) -> AssembledEngine:
     config = design.config
     check_weights_invariant(config, (str(leaf.dtype) for leaf in jax.tree.leaves(parameters(model))))
     # The checkpoint is read once: other replicas copy the weights from device to device.
@@ -232,7 +232,7 @@ def _assemble(
         parts.engine(replica, each, mesh, shared, own)
         for replica, (each, mesh, own) in enumerate(zip(models, meshes, adapters, strict=True))
     )
-    built = Built(engines, config, size, models[0], tokenizer, digest)
+    built = AssembledEngine(engines, config, size, models[0], tokenizer, digest)
     connect_tiers(config, [engine.loop for engine in engines], models[0].config, lambda: built.weights_digest)
     if (products := KernelChoice(platform=design.platform).products()) is not None:
         log.info(products)

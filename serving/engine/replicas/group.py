@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from serving.engine.engine import Engine
-from serving.engine.replicas.placing import Assignment, Placing
+from serving.engine.replicas.replica_loads import Assignment, ReplicaLoads
 from serving.engine.request_error import RequestError
 from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.output import RequestOutput
@@ -23,7 +23,7 @@ class EngineGroup:
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = tuple(engines)
-        self._placing = Placing(engines)
+        self._placing = ReplicaLoads(engines)
         self._pool = ThreadPoolExecutor(len(engines), thread_name_prefix="engine")
         self._steps: dict[int, Future[list[RequestOutput]]] = {}
         self._given: dict[str, Assignment] = {}

@@ -21,7 +21,7 @@ from mamba_jax.store import Store
 from serving.core import DecodeRow, Request, Scheduler, StepPlan, StepResult
 from serving.engine.steps.batching import AnyBatch, BatchBuilder
 from serving.engine.steps.loop_stats import LoopStats
-from serving.engine.steps.results import Settled, StateError, not_finite, read_results, start_reading
+from serving.engine.steps.results import StateError, StepTokens, not_finite, read_results, start_reading
 from serving.engine.steps.row_inputs import RowInputs
 from serving.points.state_source import StateSource
 
@@ -223,7 +223,7 @@ class StepLoop:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def step(self) -> Settled | None:
+    def step(self) -> StepTokens | None:
         """Dispatches the next step, then settles the previous one. Returns None if no step was settled.
 
         Raises:
@@ -233,11 +233,11 @@ class StepLoop:
         """
         return self._turn(self._plan)
 
-    def drain(self) -> Settled | None:
+    def drain(self) -> StepTokens | None:
         """Settles the step in flight, if there is one, without dispatching another. Raises the errors of `step`."""
         return self._turn(lambda: None)
 
-    def _turn(self, make_plan: Callable[[], StepPlan | None]) -> Settled | None:
+    def _turn(self, make_plan: Callable[[], StepPlan | None]) -> StepTokens | None:
         before, self._flight = self._flight, None
         self._settling = before is not None
         try:
@@ -352,7 +352,7 @@ class StepLoop:
                 guilty.append(row.request)
         return guilty
 
-    def _settle(self, flight: _Flight) -> Settled:
+    def _settle(self, flight: _Flight) -> StepTokens:
         plan = flight.plan
         begin = time.perf_counter()
         decode = read_results(flight.decode, plan.decode, check_tags=self._checks_tags)
@@ -376,7 +376,7 @@ class StepLoop:
             prefill=prefill.emitted(len(plan.prefill)) if prefill else [],
             drafted=decode.drafted if decode else [],
         )
-        settled = Settled(self.scheduler.settle(plan, result), plan, decode, prefill, broken)
+        settled = StepTokens(self.scheduler.settle(plan, result), plan, decode, prefill, broken)
         if prefill is not None and prefill.prompt is not None:
             starts = np.cumsum([0] + [row.num_tokens for row in plan.prefill])
             settled.prompt_starts = starts.tolist()

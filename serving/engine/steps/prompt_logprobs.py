@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from serving.engine.requests.output import token_logprobs
-from serving.engine.steps.results import Settled
-from serving.engine.steps.user_request import Member
+from serving.engine.steps.results import StepTokens
+from serving.engine.steps.user_request import ChoiceState
 
 
-def add_prompt_logprobs(settled: Settled) -> None:
+def add_prompt_logprobs(settled: StepTokens) -> None:
     """Adds a step's log-probabilities of prompt tokens to the outputs that request them."""
     if settled.prefill is None or settled.prefill.prompt is None:
         return
     token, top_ids, top = settled.prefill.prompt
     for row, begin in zip(settled.plan.prefill, settled.prompt_starts, strict=False):
-        member: Member = row.request.user
+        member: ChoiceState = row.request.user
         tables = member.parent.output.prompt_logprobs
         if not row.request.prompt_logprobs or tables is None:
             continue

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from mamba_jax.batch import PromptLogprobs, StepOutput
-from serving.core import DecodeRow, Emitted, PrefillRow, Request, StepPlan
+from serving.core import DecodeRow, PrefillRow, Request, RowResult, StepPlan
 from serving.engine.requests.output import TokenLogprobs, token_logprobs
 
 
@@ -53,10 +53,10 @@ class HostOutput:
 
 
 @dataclass
-class Settled:
+class StepTokens:
     """The results of one step: tokens by request, and the arrays with the log-probabilities."""
 
-    emitted: list[Emitted]
+    emitted: list[RowResult]
     plan: StepPlan
     decode: HostOutput | None
     prefill: HostOutput | None

@@ -12,7 +12,7 @@ from mamba_jax.sampling.masks import MaskBatch
 from serving.core import DecodeRow, PrefillRow, Request, StepPlan
 from serving.engine.steps.batching import BatchBuilder
 from serving.engine.steps.results import HostOutput
-from serving.engine.steps.user_request import Member
+from serving.engine.steps.user_request import ChoiceState
 from serving.engine.structured.mask_workers import MaskWorkers
 
 
@@ -32,7 +32,7 @@ class RowInputs:
 
     def seat(self, request: Request) -> SeatBatch:
         """Returns the sampling parameters of a request that takes a seat."""
-        member: Member = request.user
+        member: ChoiceState = request.user
         metrics = member.parent.output.metrics
         if metrics is not None and metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = time.monotonic()
@@ -70,7 +70,7 @@ class RowInputs:
             return ()
         masks: dict[int, np.ndarray] = {}
         for row in plan.rows:
-            member: Member = row.request.user
+            member: ChoiceState = row.request.user
             if member.followed is not None and row.sample:
                 assert member.followed.masks is not None, "a row whose mask is not ready has been planned"
                 masks[row.row_id] = member.followed.masks

@@ -23,7 +23,7 @@ class UserRequest:
         self.members: list[Request] = []
 
 
-class Member:
+class ChoiceState:
     """One choice of a user's request; the scheduler's request carries it as `user`."""
 
     __slots__ = ("choice", "followed", "parent", "proposed", "seed")

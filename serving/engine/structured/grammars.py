@@ -21,7 +21,7 @@ from mamba_jax.sampling.masks import mask_words
 from serving.engine.request_error import RequestError
 from serving.engine.structured import grammar_trial
 from serving.engine.structured.grammar_state import Constraint, StructuredOutputs
-from serving.engine.structured.trials import Trials
+from serving.engine.structured.trials import GrammarTrials
 
 _KEPT, _KEPT_BYTES = 128, 256 << 20
 """Maximum number of cached compiled grammars, and maximum bytes of all of them."""
@@ -56,7 +56,7 @@ class Grammars:
         self._held: weakref.WeakValueDictionary[str, Grammar] = weakref.WeakValueDictionary()
         self._refused: OrderedDict[str, str] = OrderedDict()
         self._pending: dict[str, Future[Grammar]] = {}
-        self._trials = Trials(self._settings, seconds)
+        self._trials = GrammarTrials(self._settings, seconds)
 
     def start(self, outputs: StructuredOutputs) -> Constraint:
         """Returns a constraint at the beginning of an output. Waits for the trial of a new grammar.

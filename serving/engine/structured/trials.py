@@ -43,7 +43,7 @@ class _Trial:
     until: float = field(default_factory=lambda: time.monotonic() + _PATIENCE)
 
 
-class Trials:
+class GrammarTrials:
     """Tries grammars. Several threads may use it.
 
     Args:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, FastAPI, Request
 from serving.api.http.context import Context, context_of
 from serving.api.http.errors import ApiError
 from serving.engine.engine_thread import EngineStopped
-from serving.split.http.peer import Hello, Release, Renew
+from serving.split.http.peer import HandshakeRequest, Release, RenewRequest
 from serving.split.manifest import Manifest, ManifestMismatch, check
 from serving.split.prefill_side import PrefillSide, TooMany
 from serving.split.wire import Offer, ShareRequest, SplitError, StateRequest, Ticket
@@ -23,7 +23,7 @@ def add_offering(router: APIRouter, side: PrefillSide, url: str) -> None:
     """Adds the endpoints to `router`; other workers reach this one at `url`."""
 
     @router.post("/hello", response_model=Manifest)
-    async def hello(body: Hello) -> Manifest:
+    async def hello(body: HandshakeRequest) -> Manifest:
         """A decode worker's handshake; 409 if the two workers cannot exchange states."""
         try:
             for notice in check(side.worker.manifest, body.manifest):
@@ -54,7 +54,7 @@ def add_offering(router: APIRouter, side: PrefillSide, url: str) -> None:
             raise ApiError(410, str(error), code="state_gone") from None
 
     @router.post("/renew")
-    async def renew(body: Renew, request: Request) -> dict[str, bool]:
+    async def renew(body: RenewRequest, request: Request) -> dict[str, bool]:
         """Renew the leases of states."""
         await context_of(request).engine.call(lambda _: side.renew(body.ids))
         return {"renewed": True}

@@ -30,7 +30,7 @@ _BRIEF = 5.0
 """Timeout in seconds of requests without a caller that waits for the response."""
 
 
-class Hello(BaseModel):
+class HandshakeRequest(BaseModel):
     """A decode worker's side of the handshake."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -47,7 +47,7 @@ class Release(BaseModel):
     wanted: bool
 
 
-class Renew(BaseModel):
+class RenewRequest(BaseModel):
     """States whose leases to renew."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -79,7 +79,7 @@ class HttpPeer:
         client = httpx.AsyncClient(base_url=url, timeout=timeout, headers=headers(keys))
         peer = cls(url, ours, client, seal or Seal())
         try:
-            status, content = await peer._post("/split/hello", Hello(manifest=ours), timeout)
+            status, content = await peer._post("/split/hello", HandshakeRequest(manifest=ours), timeout)
             if status == 409:
                 raise ManifestMismatch(f"refused by {url}: {error_message(status, content)}")
             if status != 200:
@@ -107,7 +107,7 @@ class HttpPeer:
 
     def renew(self, ids: Sequence[str]) -> None:
         """Renews leases; see `PrefillSide.renew`."""
-        self._send("/split/renew", Renew(ids=list(ids)[:8192]))
+        self._send("/split/renew", RenewRequest(ids=list(ids)[:8192]))
 
     def release(self, id: str, *, wanted: bool) -> None:
         """Releases a state; see `PrefillSide.release`."""

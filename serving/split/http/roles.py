@@ -14,7 +14,7 @@ from fastapi import APIRouter
 
 from serving.config import ConfigError
 from serving.core.tiers.journal import Journal
-from serving.engine.assembly.build import Built
+from serving.engine.assembly.build import AssembledEngine
 from serving.split.decode_side import DecodeSide
 from serving.split.http.decode_routes import decode_router
 from serving.split.http.events import events_router
@@ -56,7 +56,9 @@ class OpenRole:
                 )
 
 
-def open_role(settings: SplitSettings, built: Built, host: str, port: int, *, keys: Sequence[str] = ()) -> OpenRole:
+def open_role(
+    settings: SplitSettings, built: AssembledEngine, host: str, port: int, *, keys: Sequence[str] = ()
+) -> OpenRole:
     """Creates the role of `settings`, before the engine runs. `keys`: the server's API keys.
 
     Raises:
@@ -104,7 +106,7 @@ def open_role(settings: SplitSettings, built: Built, host: str, port: int, *, ke
     return OpenRole([router, *events], worker, reads=sharing is not None, writes=True)
 
 
-def _events(built: Built, worker: Worker, seal: Seal) -> list[APIRouter]:
+def _events(built: AssembledEngine, worker: Worker, seal: Seal) -> list[APIRouter]:
     """Returns the endpoints that routers follow; an empty list without a prefix cache."""
     scheduler = built.engine.loop.scheduler
     if scheduler.index is None:

@@ -13,7 +13,7 @@ from serving.api.http.context import Context
 from serving.api.http.settings import ServerSettings
 from serving.api.traces import Traces
 from serving.config import ConfigError, EngineConfig
-from serving.engine.assembly.build import Built, build_engine
+from serving.engine.assembly.build import AssembledEngine, build_engine
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.engine import Engine
 from serving.engine.programs.warmup import warm_up
@@ -33,7 +33,7 @@ def make_server(
     progress: bool = True,
     traces: Traces | None = None,
     led: bool = False,
-    on_built: Callable[[Built], None] | None = None,
+    on_built: Callable[[AssembledEngine], None] | None = None,
     on_compiled: Callable[[], None] | None = None,
     on_ready: Callable[[Context], None] | None = None,
 ) -> tuple[Server, Context]:

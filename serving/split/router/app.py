@@ -31,7 +31,7 @@ from serving.api.http.sampling import sampling_params
 from serving.api.metrics import Metrics
 from serving.split.http.peer import headers as own_key
 from serving.split.router.client_request import ClientRequest
-from serving.split.router.following import Following
+from serving.split.router.event_followers import EventFollowers
 from serving.split.router.metrics import RelayCollector
 from serving.split.router.relay import Relay
 from serving.split.router.workers import Fleet
@@ -52,7 +52,7 @@ def create_router(settings: RouterSettings) -> FastAPI:
     # The fleet's key is for the router's own requests. Clients' requests are forwarded with the clients' keys.
     fleet = Fleet.of(settings.prefill, settings.decode, client, own_key(settings.api_key), settings.seal)
     fleet.max_worker_requests = settings.max_worker_requests
-    following = Following(fleet) if settings.routing == "events" else None
+    following = EventFollowers(fleet) if settings.routing == "events" else None
     relay = Relay(fleet, settings, following)
     metrics = Metrics("router")
     metrics.registry.register(RelayCollector(relay))

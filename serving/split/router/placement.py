@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from serving.core.placing import price
 from serving.core.tiers.directory import Resumable
-from serving.split.router.following import Following
+from serving.split.router.event_followers import EventFollowers
 from serving.split.router.workers import Fleet, Remote, choose
 from serving.split.settings import RouterSettings
 from serving.split.wire import Tokens
@@ -56,7 +56,7 @@ class PlacementStats:
 class Placement:
     """Chooses workers."""
 
-    def __init__(self, fleet: Fleet, settings: RouterSettings, following: Following | None) -> None:
+    def __init__(self, fleet: Fleet, settings: RouterSettings, following: EventFollowers | None) -> None:
         self.fleet, self.settings, self.following = fleet, settings, following
         self.stats = PlacementStats()
 

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ValidationError
 from serving.api.http.errors import ApiError
 from serving.split.http.peer import error_message
 from serving.split.router.client_request import ClientRequest
-from serving.split.router.following import Following
+from serving.split.router.event_followers import EventFollowers
 from serving.split.router.placement import Placement, PromptMatch
 from serving.split.router.workers import Fleet, Remote, choose, local_failure
 from serving.split.settings import RouterSettings
@@ -83,7 +83,7 @@ class Accepted(BaseModel):
 class Relay:
     """Forwards requests."""
 
-    def __init__(self, fleet: Fleet, settings: RouterSettings, following: Following | None = None) -> None:
+    def __init__(self, fleet: Fleet, settings: RouterSettings, following: EventFollowers | None = None) -> None:
         self.fleet, self.settings, self.stats = fleet, settings, RelayStats()
         self.placement = Placement(fleet, settings, following)
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -13,7 +13,7 @@ from kernels_pallas.dispatch import KernelChoice
 from mamba_jax.config import MOE
 from mamba_jax.modules.moe import MoE
 from mamba_jax.sharding import Partition, replicated, use_mesh
-from mamba_jax.sharding.across import Divided, across
+from mamba_jax.sharding.across import ShardedModule, across
 from mamba_jax.sharding.parameters import mixer_placements
 from serving.capacity.compiling import check_compiler, slice_mesh
 from serving.capacity.targets import target
@@ -42,7 +42,7 @@ def test_prefill_moves_a_devices_own_rows(name, machine, megabytes, temporary):
     config, mesh = preset(name), slice_mesh(target(machine))
     moe = nnx.eval_shape(lambda: MoE(config.moe, config.hidden_size, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
     placements, partition = mixer_placements(config, MOE, 0), Partition.of(config, mesh.size)
-    divided = Divided(moe, placements)
+    divided = ShardedModule(moe, placements)
     graph, state = nnx.split(moe)
     flat = nnx.to_flat_state(state)
 
@@ -52,7 +52,7 @@ def test_prefill_moves_a_devices_own_rows(name, machine, megabytes, temporary):
 
     def layer(weights, x, valid):
         filled = [(path, leaf.replace(weight)) for (path, leaf), weight in zip(flat, weights, strict=True)]
-        modules = {"moe": Divided(nnx.merge(graph, nnx.from_flat_state(filled)), placements)}
+        modules = {"moe": ShardedModule(nnx.merge(graph, nnx.from_flat_state(filled)), placements)}
         return across(config, modules, lambda m, layout, s, x: m["moe"](x, layout, s), Valid(valid), None, x)[0]
 
     whole = replicated(mesh)

@@ -16,7 +16,7 @@ from checkpoints.placing import abstract_parameters
 from mamba_jax.batch import DecodeBatch
 from mamba_jax.model import HybridModel
 from mamba_jax.modules.quantised import weight_of
-from mamba_jax.rounding import Narrow
+from mamba_jax.rounding import NarrowDtype
 from mamba_jax.rows import init_rows
 from mamba_jax.sharding import Partition
 from mamba_jax.store import StoreShape, init_store
@@ -88,7 +88,7 @@ def test_states_are_rounded_where_they_lie(machine):
     pytest.importorskip("libtpu")
     config = dataclasses.replace(load_config("nemotron-h-8b"), pattern="MM", mtp_pattern="", vocab_size=1024)
     wide = abstract_parameters(config, jnp.bfloat16)
-    program = decode_program(config, machine, wide, rounding=(Narrow("int8"), 256))
+    program = decode_program(config, machine, wide, rounding=(NarrowDtype("int8"), 256))
     slice_ = target(machine)
     shape = Partition.of(config, slice_.count).store_shape(StoreShape.of(config))
     slots = SLOTS * shape.bytes_per_slot(jnp.bfloat16) // slice_.count

@@ -7,7 +7,7 @@ import pytest
 from serving import AsyncEngine, LoRARequest, RequestError, SamplingParams
 from serving.engine.replicas.adapter_load import AdapterLoad
 from serving.engine.replicas.group import EngineGroup
-from serving.engine.replicas.placing import Placing
+from serving.engine.replicas.replica_loads import ReplicaLoads
 from tests.support.adapter_contents import content, read_contents
 from tests.support.replicas import ReplicaMaker, admitted, check_idle
 
@@ -133,7 +133,7 @@ def test_concurrent_loads_have_the_same_order_on_all_replicas(harness, engines):
 
 
 def test_a_prompt_goes_where_the_states_of_its_adapter_are(harness, engines):
-    group, placing = EngineGroup(engines), Placing(engines)
+    group, placing = EngineGroup(engines), ReplicaLoads(engines)
     for number in (0, 1):
         load(group, harness, f"tenant {number}", number)
     engines[1].add_request("first", {"prompt_token_ids": PROMPT}, GREEDY, lora_request=REQUESTS[1])

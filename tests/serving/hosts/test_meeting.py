@@ -31,7 +31,7 @@ def invitations(monkeypatch):
 
     monkeypatch.setattr(meeting, "_tell_all", tell_all)
     monkeypatch.setattr(jax, "process_count", lambda: 3)
-    monkeypatch.setattr(meeting, "Party", lambda host, links, host_timeout: (host, links))
+    monkeypatch.setattr(meeting, "HostGroup", lambda host, links, host_timeout: (host, links))
     return told
 
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mamba_jax.config import Division, Otherwise, Per, Role, StateArray, need
-from mamba_jax.rounding import Narrow
+from mamba_jax.config import Division, Role, StateArray, StateUnit, UnevenDivision, need
+from mamba_jax.rounding import NarrowDtype
 from mamba_jax.sharding import sharded_store
 from mamba_jax.store import StoreShape, init_store, store_bytes
 from serving.points.arrangement import Arrangement
@@ -130,7 +130,9 @@ def test_channels_are_moved_by_name_and_not_by_bytes():
     np.testing.assert_array_equal(two.stored(bc, jnp.asarray(logical)), divided.astype(np.float32))
     assert not np.array_equal(divided, logical)
     kv = rng.standard_normal((5, 4, 8)).astype(np.float32)  # 2 heads: K0 V0 K1 V1
-    heads = StateArray("kv", (4, 8), Role.ACTIVATION, Division(0, 2, "heads", otherwise=Otherwise.REPEAT), Per.TOKEN)
+    heads = StateArray(
+        "kv", (4, 8), Role.ACTIVATION, Division(0, 2, "heads", otherwise=UnevenDivision.REPEAT), StateUnit.TOKEN
+    )
     shared = Arrangement(ONE.shape, 4)
     stored = np.concatenate([kv[:, :2], kv[:, :2], kv[:, 2:], kv[:, 2:]], 1)
     np.testing.assert_array_equal(shared.stored(heads, jnp.asarray(kv)), stored)
@@ -174,7 +176,7 @@ def test_numbers_of_devices_may_differ(shards):
 
 @pytest.mark.parametrize("kind", ["int8", "bfloat16"])
 def test_states_may_travel_in_fewer_bits(kind):
-    narrow = Narrow(kind)
+    narrow = NarrowDtype(kind)
     arrangement = Arrangement(ONE.shape, narrow=narrow)
     programs, source = PointPrograms(arrangement), filled(4, 1)
     expected = narrow.rounded(source.slots[1]["ssm"][2])

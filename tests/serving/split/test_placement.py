@@ -13,9 +13,9 @@ from serving.core.tiers.content import Chain, State, state_name
 from serving.core.tiers.directory import Directory, Resumable
 from serving.core.tiers.journal import Journal
 from serving.split.http.events import follow
-from serving.split.router import following as following_module
+from serving.split.router import event_followers as following_module
 from serving.split.router.client_request import ClientRequest
-from serving.split.router.following import Following
+from serving.split.router.event_followers import EventFollowers
 from serving.split.router.metrics import RelayCollector
 from serving.split.router.placement import Placement, PromptMatch
 from serving.split.router.relay import Relay
@@ -79,7 +79,7 @@ def run(servers, test, **options):
 
     async def all_of_it():
         fleet = fleet_of(servers, **options)
-        following = Following(fleet)
+        following = EventFollowers(fleet)
         task = asyncio.create_task(following.follow(0.05))
         try:
             await test(fleet, following)

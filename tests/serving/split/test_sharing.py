@@ -12,7 +12,7 @@ from serving.split.decode_side import PEER, DecodeSide
 from serving.split.peer import DirectPeer
 from serving.split.prefill_side import PrefillSide, TooMany
 from serving.split.router.client_request import ClientRequest
-from serving.split.router.following import Following, Stream
+from serving.split.router.event_followers import EventFollowers, Stream
 from serving.split.router.placement import PromptMatch, Tokens
 from serving.split.router.relay import Relay
 from serving.split.router.workers import Fleet
@@ -175,7 +175,7 @@ def answered(workers, busy=9, states=((30, "device"), None), weights=(0, 0), mor
     async def run():
         client = httpx.AsyncClient(transport=httpx.MockTransport(workers))
         fleet = Fleet.of([], ["http://a", "http://b"], client)
-        following = Following(fleet)
+        following = EventFollowers(fleet)
         for number, each in enumerate(fleet.decode):
             following._streams[each] = Stream(number, None, weights[number], "same")
         relay = Relay(fleet, RouterSettings.create(**chosen), following)

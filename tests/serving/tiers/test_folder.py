@@ -17,7 +17,7 @@ from serving.core import CheckpointKind
 from serving.core.cache.prefix_tree import Scope
 from serving.core.tiers.content import Chain, state_name
 from serving.core.tiers.tier import Sizes, Tier, Unit
-from serving.tiers.folder import ENDING, Damaged, Folder, unit_of
+from serving.tiers.folder import ENDING, DamagedFile, Folder, unit_of
 from serving.tiers.listing import Changes, Listing, make_room
 
 B, PAGE = 4, 2
@@ -97,7 +97,7 @@ class Disk:
             want = arrays_of(name, tail)
             try:
                 got = self.folder.read(name, specs_of(want))
-            except (OSError, Damaged):
+            except (OSError, DamagedFile):
                 gone = self.tier.drop_block(name) if tail is None else self.tier.drop(name)
                 self.folder.remove(gone)
                 return "dropped"

@@ -14,7 +14,7 @@ from serving.core.cache.prefix_tree import Scope
 from serving.core.tiers.content import Chain, state_name
 from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Tier, Unit
-from serving.core.tiers.tiers import Departure, TierHit, Tiers
+from serving.core.tiers.tiers import TierCopy, TierHit, Tiers
 from serving.points.arrangement import Arrangement
 from serving.points.point import PointPrograms
 from serving.tiers.disk import Disk
@@ -73,8 +73,8 @@ def depart(mover: Mover, tier: Tier, store: Store, tokens=TOKENS) -> Unit:
     change = tier.add(unit)
     assert change is not None
     pages = SOURCE[: -(-len(tokens) // PAGE)] if mover.layout.kv is not None else []
-    mover.tiers._departures.append(Departure(unit, tier, 2, pages, change, False))
-    mover.tiers.leaving += change.bytes
+    mover.tiers._departures.append(TierCopy(unit, tier, 2, pages, change, False))
+    mover.tiers.tier_writer += change.bytes
     mover.copy_out(store)
     return unit
 
@@ -127,7 +127,7 @@ def test_a_unit_comes_back_as_it_was(movers, model, kind):
     (tier,) = mover.tiers.tiers
     unit = depart(mover, tier, full)
     mover.leaving.settle()
-    assert mover.tiers.leaving == 0
+    assert mover.tiers.tier_writer == 0
     loop = Loop(empty)
     loop.fetch(mover, TierHit(tier, unit), pages=TARGET if layout.kv is not None else [])
     assert len(loop.done) == 1

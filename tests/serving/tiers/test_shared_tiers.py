@@ -13,7 +13,7 @@ import pytest
 from serving.config import EngineConfig
 from serving.core.tiers import content, naming
 from serving.engine.assembly import build
-from serving.engine.replicas.placing import Placing
+from serving.engine.replicas.replica_loads import ReplicaLoads
 from serving.engine.replicas.replica_stats import merged
 from serving.engine.requests.adapters import LoRARequest
 from serving.tiers.memory import Memory
@@ -214,7 +214,7 @@ def test_only_those_that_were_given_the_same_weights_share(start):
 
 def test_a_device_that_has_a_state_is_preferred_to_those_that_would_fetch_it(start):
     engines = start(**HOST)
-    placing = Placing(engines)
+    placing = ReplicaLoads(engines)
     fill(engines[1])
     prompt = tokens(1, 61)
     assert [engine.loop.scheduler.fetchable(prompt, None, 0, {}) for engine in engines] == [61, 61]

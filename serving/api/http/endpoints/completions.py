@@ -17,7 +17,7 @@ from serving.api.http.generation import (
     ChoiceDelta,
     Job,
     ResponseContext,
-    Tally,
+    UsageCounter,
     check_choices,
     check_form,
     check_logprobs,
@@ -69,7 +69,7 @@ class CompletionWriter:
         # With max_tokens = 0 the engine still generates one token, which is not reported.
         self.grammar: Grammar | None = None
         """Keeps the compiled grammar alive until the engine requests it."""
-        self.tally = Tally(self.job, with_output=body.max_tokens != 0)
+        self.tally = UsageCounter(self.job, with_output=body.max_tokens != 0)
         self._created = int(time.time())
         self._logprobs = LogprobWriter(responses.codec, top=body.logprobs or 0, as_ids=body.return_tokens_as_token_ids)
         self._offsets: dict[int, int] = {}

@@ -14,7 +14,7 @@ from serving.api.http.connection.keys import salt_of
 from serving.api.http.connection.streaming import EventStream, openai_failure, start, until_gone
 from serving.api.http.context import Context, context_of
 from serving.api.http.errors import ApiError
-from serving.api.http.generation import Job, Tally, run
+from serving.api.http.generation import Job, UsageCounter, run
 from serving.api.http.protocol.common import WholeAnswer
 from serving.engine.requests.output import RequestOutput
 
@@ -46,7 +46,7 @@ class Writer(Protocol):
     """Writes the response to one request, whole or as events."""
 
     job: Job
-    tally: Tally
+    tally: UsageCounter
 
     def events(self, context: Context) -> AsyncGenerator[bytes, None]: ...
 

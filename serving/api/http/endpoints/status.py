@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from serving.api.http.context import Context
-from serving.core import Pool, Use
+from serving.core import Pool, PoolUse
 from serving.engine.assembly.devices import describe, own_devices
 from serving.engine.engine import Engine
 
@@ -19,7 +19,7 @@ _CELLS = 1024
 _QUEUE, _ROWS = 1024, 16
 """Maximum number of waiting requests examined per engine, and of rows in the table of waiting requests."""
 
-_LETTERS = {Use.FREE: "f", Use.USED: "u", Use.CACHED: "c"}
+_LETTERS = {PoolUse.FREE: "f", PoolUse.USED: "u", PoolUse.CACHED: "c"}
 
 
 def status_of(context: Context) -> dict[str, Any]:

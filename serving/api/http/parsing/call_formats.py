@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from checkpoints.tokenizer import Tokenizer
-from serving.api.http.parsing.marked_calls import ARGUMENT_MARKUP, FUNCTION_MARKUP, Markup
+from serving.api.http.parsing.marked_calls import ARGUMENT_MARKUP, FUNCTION_MARKUP, CallMarkup
 from serving.api.http.settings import ToolCallForm
 
 
@@ -34,7 +34,7 @@ class CallFormat:
     """The mark after calls."""
     syntax: Literal["json", "marked", "pythonic", "tagged"] = "json"
     """Syntax of the text between the marks."""
-    markup: Markup | None = None
+    markup: CallMarkup | None = None
     """Marks of the syntax `marked`."""
     sign: str = ""
     """Text that identifies the format in a chat template; `begin` if empty."""

@@ -39,7 +39,7 @@ class CallParser(Protocol):
         ...
 
 
-class Numbering:
+class CallNumbering:
     """Assigns numbers and ids to calls, and makes all text of calls well-formed."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serving.api.http.parsing.call_formats import FORMATS
-from serving.api.http.parsing.marked_calls import Markup
+from serving.api.http.parsing.marked_calls import CallMarkup
 from serving.api.http.parsing.tagged_calls import ARGUMENTS, CALL, CALL_END
 from serving.api.http.protocol.chat import Tool
 from serving.api.http.settings import ToolCallForm
@@ -77,7 +77,7 @@ def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
     ]
 
 
-def _marked(rule: str, name: str, schema: Mapping[str, Any], markup: Markup) -> list[str]:
+def _marked(rule: str, name: str, schema: Mapping[str, Any], markup: CallMarkup) -> list[str]:
     parts, rules, padding = [], list[str](), markup.padding
     for i, (key, value, required) in enumerate(_properties(schema)):
         parts.append(f"{rule}_{i}" + ("" if required else "?"))

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from serving.api.http.json_values import parse_written
-from serving.api.http.parsing.call_pieces import CallPiece, Numbering, skip_to
+from serving.api.http.parsing.call_pieces import CallNumbering, CallPiece, skip_to
 from serving.api.http.parsing.written_object import WrittenObject, read_object
 
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
@@ -22,7 +22,7 @@ class JsonCalls:
     JSON. Otherwise it returns them when the object is complete.
     """
 
-    def __init__(self, closing: str, numbering: Numbering) -> None:
+    def __init__(self, closing: str, numbering: CallNumbering) -> None:
         self._closing, self._numbering = closing, numbering
         self._text = ""
         """Text that has not been consumed."""

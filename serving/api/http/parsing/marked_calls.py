@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from serving.api.http.parsing.call_pieces import CallPiece, Head, Numbering, may_begin, skip_to
+from serving.api.http.parsing.call_pieces import CallNumbering, CallPiece, Head, may_begin, skip_to
 from serving.api.http.parsing.written_values import read_untyped, schema_types
 
 
 @dataclass(frozen=True)
-class Markup:
+class CallMarkup:
     """The marks of one format."""
 
     function: Head
@@ -24,11 +24,11 @@ class Markup:
     """Text before and after each value."""
 
 
-FUNCTION_MARKUP = Markup(
+FUNCTION_MARKUP = CallMarkup(
     Head("<function=", ">"), "</function>", Head("<parameter=", ">"), "</parameter>", padding="\n"
 )  # fmt: skip
 """`<function=name>`, then `<parameter=key>`, a value and `</parameter>` on separate lines, then `</function>`."""
-ARGUMENT_MARKUP = Markup(
+ARGUMENT_MARKUP = CallMarkup(
     Head("", " ", name=r"[\w.\-]{1,256}", ahead="(?=<)"),
     "",
     Head("<arg_key>", "</arg_key> <arg_value>"),
@@ -48,7 +48,7 @@ class MarkedCalls:
     """
 
     def __init__(
-        self, closing: str, numbering: Numbering, parameters: Mapping[str, Mapping[str, Any]], markup: Markup
+        self, closing: str, numbering: CallNumbering, parameters: Mapping[str, Mapping[str, Any]], markup: CallMarkup
     ) -> None:
         self._closing, self._numbering, self._parameters, self._markup = closing, numbering, parameters, markup
         self._text = ""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from serving.api.http.parsing.call_pieces import CallPiece, Head, Numbering
+from serving.api.http.parsing.call_pieces import CallNumbering, CallPiece, Head
 from serving.api.http.parsing.json_calls import JsonCalls
 from serving.api.http.parsing.written_values import ESCAPE, ESCAPE_PART, read_literal, unescaped
 
@@ -33,7 +33,7 @@ class PythonicCalls:
         parameters: JSON schemas of the tools' parameters.
     """
 
-    def __init__(self, closing: str, numbering: Numbering, parameters: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, closing: str, numbering: CallNumbering, parameters: Mapping[str, Mapping[str, Any]]) -> None:
         self._closing, self._numbering, self._parameters = closing, numbering, parameters
         self._text = ""
         """Text that has not been consumed."""

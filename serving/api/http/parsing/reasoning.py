@@ -34,7 +34,7 @@ def marks_of(tokenizer: Tokenizer | None) -> ReasoningMarks | None:
     return THINK
 
 
-class Opening(NamedTuple):
+class ReasoningStart(NamedTuple):
     """The state of reasoning at the end of a prompt."""
 
     begun: bool
@@ -43,10 +43,10 @@ class Opening(NamedTuple):
     """The prompt ends with the end mark of reasoning: reasoning is disabled."""
 
 
-def opening_of(tokenizer: Tokenizer, prompt: list[int], marks: ReasoningMarks) -> Opening:
+def opening_of(tokenizer: Tokenizer, prompt: list[int], marks: ReasoningMarks) -> ReasoningStart:
     """Returns the state of reasoning after a conversation's last tokens."""
     text = tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
-    return Opening(text.endswith(marks.begin), text.endswith(marks.end))
+    return ReasoningStart(text.endswith(marks.begin), text.endswith(marks.end))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from serving.api.http.parsing.call_formats import FORMATS
-from serving.api.http.parsing.call_pieces import CallParser, CallPiece, Numbering, may_begin
+from serving.api.http.parsing.call_pieces import CallNumbering, CallParser, CallPiece, may_begin
 from serving.api.http.parsing.json_calls import JsonCalls
 from serving.api.http.parsing.marked_calls import MarkedCalls
 from serving.api.http.parsing.pythonic_calls import PythonicCalls
@@ -35,7 +35,7 @@ class ToolCallReader:
     ) -> None:
         self._format, self._most, self._forced = FORMATS[form], most, forced
         self._parameters = {tool.function.name: tool.function.parameters or {} for tool in tools}
-        self._numbering = Numbering()
+        self._numbering = CallNumbering()
         self._parser: CallParser | None = None
         self._text = ""
         """Text that may become a mark; before a call is recognised, all text after its mark, in case it is no call."""

@@ -6,7 +6,7 @@ from serving.core import CheckpointKind, DecodeRow, StateAccess, scheduler
 from serving.core.cache.prefix_index import PrefixIndex
 from serving.core.cache.row_snapshots import RowSnapshots
 from serving.core.planning import admission, decode, prefill, publication, rows, settlement
-from serving.core.requests.request import Fate
+from serving.core.requests.request import ResultDisposition
 from tests.serving.core.mutations.registry import Patch, mutation
 
 
@@ -82,7 +82,7 @@ def publish_withdrawn(patch: Patch) -> None:
 
     def withdraw(self: Any, plan: Any) -> None:
         for row in plan.effects:
-            if row.fate is Fate.LIVE:
+            if row.fate is ResultDisposition.LIVE:
                 publication.after_dispatch(self._host, row)
         whole(self, plan)
 

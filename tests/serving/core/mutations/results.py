@@ -4,7 +4,7 @@ from typing import Any
 
 from serving.core import Status, scheduler
 from serving.core.planning import settlement
-from serving.core.requests.request import Fate
+from serving.core.requests.request import ResultDisposition
 from tests.serving.core.mutations.registry import Patch, mutation
 
 
@@ -13,9 +13,9 @@ def credit_the_dead(patch: Patch) -> None:
     whole = settlement._settle_dead
 
     def settle(host: Any, row: Any, tokens: Any, emitted: Any) -> None:
-        if row.sample and row.fate is Fate.DROPPED and row.request.finished:
+        if row.sample and row.fate is ResultDisposition.DROPPED and row.request.finished:
             accepted, _ = settlement.append(row.request, tokens)
-            emitted.append(settlement.Emitted(row.request, row, accepted))
+            emitted.append(settlement.RowResult(row.request, row, accepted))
             return
         whole(host, row, tokens, emitted)
 
@@ -42,7 +42,7 @@ def detached_tokens_twice(patch: Patch) -> None:
     whole = settlement._settle_dead
 
     def settle(host: Any, row: Any, tokens: Any, emitted: Any) -> None:
-        if row.fate is Fate.DETACHED and row.request.status is Status.WAITING:
+        if row.fate is ResultDisposition.DETACHED and row.request.status is Status.WAITING:
             whole(host, row, tokens, emitted)
             if not row.request.finished:
                 whole(host, row, tokens, emitted)

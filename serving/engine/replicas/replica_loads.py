@@ -25,7 +25,7 @@ FETCHING = EVENNESS
 conversation in turn, because load beyond a replica's share has this weight."""
 
 
-class Placing:
+class ReplicaLoads:
     """Tracks the load of each replica. Any thread may use it.
 
     Args:
@@ -115,7 +115,7 @@ class Placing:
 class Assignment:
     """The assignment of a request to a replica, until the request ends."""
 
-    def __init__(self, placing: Placing, replica: int, missing: int, choices: int) -> None:
+    def __init__(self, placing: ReplicaLoads, replica: int, missing: int, choices: int) -> None:
         self._placing, self.replica, self.missing, self.choices = placing, replica, missing, choices
 
     def computed(self) -> None:

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from serving.config import ConfigError
+from serving.hosts.host_group import HostGroup
 from serving.hosts.link import Kind, Link, LinkError
-from serving.hosts.party import Party
 
 ROOT = Path(__file__).resolve().parents[3]
 # That is how the threads of a lost host end here.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
-class Watched(Party):
+class Watched(HostGroup):
     """A host whose end can be waited for; a thread ends in the process's place."""
 
     def __init__(self, *args, **kwargs):
@@ -103,8 +103,8 @@ def test_a_follower_that_is_asked_to_end_asks_the_leader(pair):
 FROZEN = """
 import socket, sys, time
 from serving.hosts.link import Kind, Link
-from serving.hosts.party import Party
-party = Party(1, {0: Link(socket.create_connection(("127.0.0.1", int(sys.argv[1]))), 5)}, host_timeout=30)
+from serving.hosts.host_group import HostGroup
+party = HostGroup(1, {0: Link(socket.create_connection(("127.0.0.1", int(sys.argv[1]))), 5)}, host_timeout=30)
 if sys.argv[2] == "serving":
     party.tell(Kind.READY)
 time.sleep(600)

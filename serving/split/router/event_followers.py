@@ -78,7 +78,7 @@ class Stream:
             raise InvalidEvent(f"more than {MOST_STATES:,} states")
 
 
-class Following:
+class EventFollowers:
     """All streams of a fleet."""
 
     def __init__(self, fleet: Fleet) -> None:

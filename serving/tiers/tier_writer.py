@@ -19,7 +19,7 @@ import numpy as np
 from mamba_jax.store import Store
 from serving.core.tiers.content import Name
 from serving.core.tiers.tier import Change, Unit
-from serving.core.tiers.tiers import Departure, TierHit, Tiers
+from serving.core.tiers.tiers import TierCopy, TierHit, Tiers
 from serving.points.point import PointPrograms
 from serving.points.state_source import Loop
 from serving.tiers.disk import Disk
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 KV = "kv"
 
 
-class Leaving:
+class TierWriter:
     """One engine's ways below the device.
 
     Args:
@@ -127,7 +127,7 @@ class Leaving:
         if changes:
             self.tiers.others_changed(changes.gone, changes.new.values(), changes.used)
 
-    def _depart(self, store: Store, departure: Departure) -> None:
+    def _depart(self, store: Store, departure: TierCopy) -> None:
         unit, layout, programs = departure.unit, self.layout, self.programs
         per_block = layout.pages_per_block
         parts: dict[Name, Part] = {}
@@ -165,13 +165,13 @@ class Leaving:
         self._job(part)
         return part
 
-    def _copied(self, departure: Departure, part: Part, size: int) -> None:
+    def _copied(self, departure: TierCopy, part: Part, size: int) -> None:
         self.tiers.moved(size)
         if part.cancelled() or part.exception() is not None:
             log.warning("a checkpoint did not leave the device: %s", "" if part.cancelled() else part.exception())
             self.tiers.lost(TierHit(departure.tier, departure.unit))
 
-    def _never_came(self, departure: Departure) -> None:
+    def _never_came(self, departure: TierCopy) -> None:
         self.tiers.moved(departure.change.bytes)
         if departure.tier is self.tiers.disk and self.disk is not None:
             self._job(self.disk.remove(departure.change.gone))

@@ -26,7 +26,7 @@ _WAITING_CALLS = 4096
 """Calls that a follower buffers: the leader is one step ahead."""
 
 
-class Party:
+class HostGroup:
     """This host and its connections: the leader has one to each follower, a follower one to the leader.
 
     Whatever goes wrong ends this process: a step that the hosts do not all do leaves the others waiting for ever.
