@@ -2,7 +2,8 @@
 
 A recurrence consists of two functions: `step(state, *inputs)` returns one row's next state in the store's dtype, and
 `read(state, *queries)` returns the output. `inputs` and `queries` are arrays [rows, steps, ...]; the functions receive
-the part of one row and step.
+the part of one row and step. `before(state, row)`, if given, returns the state before the first step of the row with
+this index, from the stored one; its dtype is then that of the row's states.
 """
 
 import math
@@ -32,9 +33,13 @@ def all_rows(
     store: Float[Array, "slots *state"],
     read_slot: Int[Array, " rows"],
     write_slot: Int[Array, "rows steps"],
+    *,
+    before: Function | None = None,
 ) -> Updated:
     """Gathers all rows' states, runs the rows in parallel, and scatters the states."""
     state, y = read_slots(store, read_slot), []
+    if before is not None:
+        state = jax.vmap(before)(state, jnp.arange(len(read_slot)))
     for t in range(write_slot.shape[1]):
         state = jax.vmap(step)(state, *(v[:, t] for v in inputs))
         y.append(jax.vmap(read)(state, *(v[:, t] for v in queries)))
@@ -50,6 +55,8 @@ def row_blocks(
     store: Float[Array, "slots *state"],
     read_slot: Int[Array, " rows"],
     write_slot: Int[Array, "rows steps"],
+    *,
+    before: Function | None = None,
 ) -> Updated:
     """Loops over a few rows at a time, from slots to slots, so that their states stay in the processor's cache.
 
@@ -70,11 +77,16 @@ def row_blocks(
         slots, own = here(read_slot), [here(v) for v in inputs]
         there = (slots > 0).reshape(-1, *[1] * (store.ndim - 1))
 
+        def first(states):
+            if before is not None:
+                states = _each(before)(states, i * few + jnp.arange(few))
+            return next_states(states, own, 0)
+
         def start(store):
-            return next_states(jnp.where(there, take(store, slots), jnp.zeros((), store.dtype)), own, 0)
+            return first(jnp.where(there, take(store, slots), jnp.zeros((), store.dtype)))
 
         def start_from_zeros(store):
-            return next_states(jnp.zeros((few, *store.shape[1:]), store.dtype), own, 0)
+            return first(jnp.zeros((few, *store.shape[1:]), store.dtype))
 
         # A conditional, because XLA:CPU would repeat a select in every use, and copy the store for uses after a write
         # (observed with small states; see `read_slots`).

@@ -1,5 +1,10 @@
-"""The selective scan of Mamba (the first version): over prefill tiles, over whole sequences, and step by step."""
+"""The selective scan of Mamba (the first version): over prefill tiles, whole sequences, and steps, and in replay."""
 
-from kernels_pallas.selective_scan.api import selective_scan, selective_scan_sequence, selective_update
+from kernels_pallas.selective_scan.api import (
+    selective_replay,
+    selective_scan,
+    selective_scan_sequence,
+    selective_update,
+)
 
-__all__ = ["selective_scan", "selective_scan_sequence", "selective_update"]
+__all__ = ["selective_replay", "selective_scan", "selective_scan_sequence", "selective_update"]

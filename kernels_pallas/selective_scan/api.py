@@ -10,11 +10,15 @@ A token with dt = 0 in all channels is padding: whatever its x, b and c hold (Na
 as it was, and its y is 0.
 """
 
+from typing import Unpack
+
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import dispatch
 from kernels_pallas.selective_scan import xla
 from kernels_pallas.shape_check import shapes_checked
+from kernels_pallas.state_replay import Tail
+from kernels_pallas.tails import Places, check_tail
 
 SCAN = (
     dispatch.Implementation("xla", xla.selective_scan),
@@ -24,6 +28,10 @@ SEQUENCE = (dispatch.Implementation("xla", xla.selective_scan_sequence),)
 UPDATE = (
     dispatch.Implementation("xla", xla.selective_update),
     dispatch.Implementation("xla_all_rows", xla.all_rows),
+)
+REPLAY = (
+    dispatch.Implementation("xla", xla.selective_replay),
+    dispatch.Implementation("xla_all_rows", xla.replay_all_rows),
 )
 
 
@@ -130,3 +138,44 @@ def selective_update(
         "selective_update", UPDATE, implementation, x, dt, a, b, c, d, store,
         read_slot=read_slot, write_slot=write_slot,
     )  # fmt: skip
+
+
+@shapes_checked
+def selective_replay(
+    states: Float[Array, "slots state inner"],
+    tail: Tail,
+    x: Float[Array, "rows steps inner"],
+    dt: Float[Array, "rows steps inner"],
+    a: Float[Array, "state inner"],
+    b: Float[Array, "rows steps state"],
+    c: Float[Array, "rows steps state"],
+    d: Float[Array, " inner"],
+    *,
+    implementation: str | None = None,
+    **places: Unpack[Places],
+) -> tuple[Float[Array, "rows steps inner"], Float[Array, "slots state inner"], Tail]:
+    """y of `num_tokens` new tokens of each row, from S(anchor_length) and the tail's inputs since then.
+
+    Rows, slots, tails and precision are those of `kernels_pallas.state_replay`. The tail of a channel is its x and its
+    step size: a decay depends on the channel and on the entry of its state, and is computed from the step size and `a`.
+
+    Args:
+        states: float32 or bfloat16. Donate it, and the tail: they are updated in place.
+        tail: x and dt [tails, entries, inner], b [tails, entries, state].
+        x: any float dtype; so are b and c.
+        dt: step sizes after softplus.
+        a: -exp(A_log), transposed.
+        d: the skip weight.
+        places: see `kernels_pallas.tails.Places`.
+    Returns:
+        y in x's dtype, states and tail.
+    Raises:
+        ValueError: the shapes do not match, or an impossible interval or number of entries.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
+    """
+    (_, steps, inner), state = x.shape, b.shape[2]
+    tail = Tail(*tail)
+    channels = {"x": inner, "b": state, "dt": inner}
+    check_tail("selective_replay", tail._asdict(), channels, interval=places["interval"], steps=steps)
+    inputs = x, dt, a, b, c, d
+    return dispatch.call("selective_replay", REPLAY, implementation, states, tail, *inputs, **places)

@@ -60,3 +60,29 @@ def selective_update(x, dt, a, b, c, d, store, *, read_slot, write_slot):
             if write_slot[row][t]:
                 after[write_slot[row][t]] = state.astype(dtype)
     return y, after
+
+
+def selective_replay(
+    states, tail, x, dt, a, b, c, d, *, anchor_slot, tail_id, anchor_length, length, num_tokens, write_slot, interval
+):
+    """Implements `api.selective_replay` on numpy arrays. Returns y in float64, states and tail in their dtypes."""
+    before, after = np.asarray(states).astype(np.float64), np.array(states)
+    tail, y = [np.array(v) for v in tail], np.zeros(x.shape)
+    entries = tail[0].shape[1]
+    a, d, queries = _wide(a, d, c)
+    for row in range(x.shape[0]):
+        start, count = int(length[row]), int(num_tokens[row])
+        state = before[anchor_slot[row]] if anchor_slot[row] else np.zeros(before.shape[1:])
+        for n in range(int(anchor_length[row]), start + count if count else 0):
+            ring, t = [v[tail_id[row], n % entries] for v in tail], n - start
+            if t >= 0:
+                for kept, new in zip(ring, (x, b, dt), strict=True):
+                    kept[:] = new[row, t]
+            own_x, own_b, own_dt = _wide(*ring)
+            query = queries[row, t] if t >= 0 else np.zeros_like(own_b)
+            state, out = _token(state, own_x, own_dt, a, own_b, query, d)
+            if t >= 0:
+                y[row, t] = out
+            if n + 1 == (start // interval + 1) * interval and write_slot[row]:
+                after[write_slot[row]] = state.astype(after.dtype)
+    return y, after, tail

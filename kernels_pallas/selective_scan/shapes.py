@@ -5,7 +5,8 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One Mamba layer, the tile that it is scanned in, and the rows and steps of a decode step."""
+    """One Mamba layer, the tile that it is scanned in, the rows and steps of a decode step, and the interval of its
+    replay."""
 
     name: str
     inner: int
@@ -13,6 +14,12 @@ class Shape:
     tile_size: int = 128
     rows: int = 1
     steps: int = 1
+    interval: int = 8
+
+    @property
+    def entries(self) -> int:
+        """Entries of a tail: the next power of two of the tokens that it can have."""
+        return 1 << (self.interval + self.steps - 2).bit_length()
 
     def small(self) -> "Shape":
         """Returns the same tile, rows and steps, on sizes that a test can afford."""

@@ -9,7 +9,8 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas import row_loop
+from kernels_pallas import row_loop, tails
+from kernels_pallas.slots import load
 from kernels_pallas.tile_loop import scan_sequence, scan_tiles
 
 F32 = jnp.float32
@@ -54,6 +55,19 @@ def selective_update(x, dt, a, b, c, d, store, *, read_slot, write_slot):
 def all_rows(x, dt, a, b, c, d, store, *, read_slot, write_slot):
     """Implements the form for platforms other than CPU."""
     return _update(row_loop.all_rows, x, dt, a, b, c, d, store, read_slot, write_slot)
+
+
+def replay_all_rows(states, tail, x, dt, a, b, c, d, **places):
+    """Implements the form for platforms other than CPU."""
+    return _replay(row_loop.all_rows, states, tail, x, dt, a, b, c, d, **places)
+
+
+def _replay_row_blocks(states, tail, x, dt, a, b, c, d, **places):
+    return _replay(row_loop.row_blocks, states, tail, x, dt, a, b, c, d, **places)
+
+
+selective_replay = tails.by_platform(cpu=_replay_row_blocks, default=replay_all_rows)
+"""See `api.selective_replay`."""
 
 
 def _scan_sequence(x, dt, a, b, c, d, state, *, form):
@@ -120,12 +134,41 @@ def _together(state, dt, fed, a, b, c):
     return states[-1], (states * c[:, :, None]).sum(1)
 
 
-def _update(rows, x, dt, a, b, c, d, store, read_slot, write_slot):
+def _replay(
+    rows, states, tail, x, dt, a, b, c, d, *, anchor_slot, tail_id, anchor_length, length, num_tokens, write_slot,
+    interval,
+):  # fmt: skip
+    entries = tail.x.shape[1]
+    order = tails.Order.of(anchor_length, length, num_tokens, entries=entries, steps=x.shape[1])
+    tail = type(tail)(*tails.append(tail, (x, b, dt), order, tail_id))
+    flat = [v.reshape(-1, v.shape[2]) for v in tail]
+    live = num_tokens > 0
+    due = tails.next_boundary(length, num_tokens, interval)
+    write = order.is_new & (order.new_position + 1 == due.position[:, None])
+
+    def before(state, row):
+        """Returns S(length) in float32: one token of the tail after the other, because each has decays of its own."""
+
+        def absorb(n, state):
+            position = anchor_length[row] + n
+            inputs = (load(v, tail_id[row] * entries + position % entries) for v in flat)
+            x, b, dt = (jnp.where(position < length[row], v, 0).astype(F32) for v in inputs)
+            return _next(state, dt, dt * x, a.astype(F32), b)
+
+        return lax.fori_loop(0, jnp.where(live, length - anchor_length, 0).max(), absorb, state.astype(F32))
+
+    dt = jnp.where(order.is_new[..., None], dt, 0)
+    places = jnp.where(live, anchor_slot, 0), jnp.where(write, write_slot[:, None], 0)
+    y, states = _update(rows, x, dt, a, b, c, d, states, *places, before=before)
+    return y, states, tail
+
+
+def _update(rows, x, dt, a, b, c, d, store, read_slot, write_slot, **how):
     dtype, a = x.dtype, a.astype(F32)
     x, dt, b, c = _masked(x, dt, b, c)
 
     def step(state, dt, fed, b):
         return _next(state.astype(F32), dt, fed, a, b).astype(state.dtype)
 
-    y, store = rows(step, _read, (dt, dt * x, b), (c,), store, read_slot, write_slot)
+    y, store = rows(step, _read, (dt, dt * x, b), (c,), store, read_slot, write_slot, **how)
     return (y + d.astype(F32) * x).astype(dtype), store

@@ -14,6 +14,7 @@ from mamba_jax.config.declaration import (
     RecurrenceConfig,
     Role,
     StateArray,
+    StateUnit,
 )
 from mamba_jax.config.errors import ModelConfigError, positive
 
@@ -56,10 +57,18 @@ class Mamba1Config(RecurrenceConfig):
         return self.channels
 
     def state(self) -> tuple[StateArray, ...]:
-        """The recurrent state, with channels last (see `kernels_pallas.selective_scan`), and the window of inputs."""
+        """The recurrent state, with channels last (see `kernels_pallas.selective_scan`), and the window of inputs.
+
+        The tail of the state: x, B and step sizes, as `kernels_pallas.selective_scan.selective_replay` takes them. They
+        are about a tenth of a state of 16 numbers per channel.
+        """
+        channels, tail = self._channels(0), StateUnit.TAIL
         return (
             StateArray("selective", (self.state_size, self.channels), Role.ACCUMULATED, self._channels(1)),
             StateArray("conv_x", (self.conv_width - 1, self.channels), Role.WINDOW, self._channels(1)),
+            StateArray("selective_x", (self.channels,), Role.ACTIVATION, channels, tail, of="selective"),
+            StateArray("selective_b", (self.state_size,), Role.ACTIVATION, None, tail, of="selective"),
+            StateArray("selective_dt", (self.channels,), Role.STEERING, channels, tail, of="selective"),
         )
 
     def parameters(self) -> Mapping[str, Placement]:

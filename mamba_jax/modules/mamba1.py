@@ -11,9 +11,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels_pallas.gated_norm import gated
-from kernels_pallas.selective_scan import selective_scan, selective_scan_sequence, selective_update
+from kernels_pallas.selective_scan import (
+    selective_replay,
+    selective_scan,
+    selective_scan_sequence,
+    selective_update,
+)
+from kernels_pallas.state_replay import Tail
 from mamba_jax.config.mamba1 import Mamba1Config
-from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, SequenceLayout
+from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, ReplayLayout, SequenceLayout
 from mamba_jax.modules.basic import Linear, RMSNorm
 from mamba_jax.modules.conv import Conv
 from mamba_jax.modules.mamba import LEAST_DT, initial_dt_bias
@@ -59,7 +65,20 @@ def _rows(
     return layout.by_token(y), state
 
 
-SELECTIVE = Operation(_sequences, _tiles, _rows)
+def _replay(
+    layout: ReplayLayout,
+    inputs: tuple[Array, ...],
+    parameters: tuple[Any, ...],
+    state: tuple[Array, dict[str, Array]],
+) -> tuple[Array, tuple[Array, dict[str, Array]]]:
+    x, dt, b, c = map(layout.by_row, inputs)
+    (a, d), (states, tail) = parameters, state
+    old = Tail(tail["selective_x"], tail["selective_b"], tail["selective_dt"])
+    y, states, new = selective_replay(states, old, x, dt, a, b, c, d, **layout.places)
+    return layout.by_token(y), (states, {"selective_x": new.x, "selective_b": new.b, "selective_dt": new.dt})
+
+
+SELECTIVE = Operation(_sequences, _tiles, _rows, _replay)
 """The Mamba-1 recurrence. Inputs: x and dt [T, inner], B and C [T, state]; parameters: a [state, inner] and d [inner];
 state: [slots, state, inner]. With dt = 0 a token of padding changes nothing."""
 

@@ -5,11 +5,13 @@ import pytest
 from real_shapes import BF16, F32, nbytes, shape
 from topology import compile_for_tpu
 
-from kernels_pallas.selective_scan import selective_scan, selective_update
+from kernels_pallas.selective_scan import selective_replay, selective_scan, selective_update
+from kernels_pallas.state_replay import Tail
 
 pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
 
 INNER, STATE = 8192, 16
+PLACES = ("anchor_slot", "tail_id", "anchor_length", "length", "num_tokens", "write_slot")
 ALL_STATES = 2048 * STATE * INNER * 4
 """Bytes of the states after each of 2,048 tokens."""
 
@@ -43,4 +45,19 @@ def test_update():
     memory = compile_for_tpu("v6e", run, store, inputs(rows, steps), *index, donate=0).memory_analysis()
     assert memory.alias_size_in_bytes == nbytes(store)
     # The rows' states, and those after each step at most once more.
+    assert memory.temp_size_in_bytes < (steps + 3) * rows * STATE * INNER * 4
+
+
+def test_replay():
+    store, rows, steps = shape(2000, STATE, INNER, dtype=F32), 64, 4
+    ring = (65, 32)
+    tail = Tail(shape(*ring, INNER, dtype=BF16), shape(*ring, STATE, dtype=BF16), shape(*ring, INNER, dtype=F32))
+
+    def run(donated, inputs, places):
+        return selective_replay(*donated, *inputs, **dict(zip(PLACES, places, strict=True)), interval=16)
+
+    places = [shape(rows, dtype=jnp.int32)] * len(PLACES)
+    memory = compile_for_tpu("v6e", run, (store, tail), inputs(rows, steps), places, donate=0).memory_analysis()
+    assert memory.alias_size_in_bytes >= sum(map(nbytes, (store, *tail)))
+    # As the update, and no array of the tails' entries.
     assert memory.temp_size_in_bytes < (steps + 3) * rows * STATE * INNER * 4

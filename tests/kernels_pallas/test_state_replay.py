@@ -75,7 +75,10 @@ class Replay:
     implementation: str
     operation = staticmethod(state_replay)
     reference = staticmethod(reference.state_replay)
+    snapshots = staticmethod(state_update.state_update)
+    """The operation that stores every state, and takes the same inputs."""
     layer = staticmethod(layer)
+    states = staticmethod(states)
     tails = staticmethod(tails)
     fill = staticmethod(fill)
     by_token = (0, 1, 3, 4)
@@ -97,7 +100,7 @@ class Replay:
         for v in (inputs[i] for i in self.by_token):
             for i, count in enumerate(places["num_tokens"]):
                 v[i, count:] = np.nan
-        old = states(draw, shape, slots, dtype if store is None else store)
+        old = self.states(draw, shape, slots, dtype if store is None else store)
         tail = self.fill(draw, self.tails(draw, shape, len(rows) + 2, entries, dtype), places)
         y, new, new_tail = replay(old, tail, *inputs, **places, interval=shape.interval)
         want_y, want, want_tail = self.reference(old, tail, *inputs, **places, interval=shape.interval)
@@ -192,26 +195,24 @@ class Replay:
         # Sums of a thousand and more: what comes later must be masked before exp.
         shape, draw = self.odd, Draw()
         rows = [row(1, 1, 8, 13, 2, 3), row(2, 2, 8, 14, 2, 4)]
-        places, inputs = where(rows), layer(draw, shape, 2, 2)
+        places, inputs = where(rows), self.layer(draw, shape, 2, 2)
         inputs = (inputs[0], 40 * inputs[1], 30 * inputs[2], *inputs[3:])
-        old, tail = states(draw, shape, 5), fill(draw, tails(draw, shape, 3), places)
+        old, tail = self.states(draw, shape, 5), self.fill(draw, self.tails(draw, shape, 3), places)
         tail.dt[...] *= 40
         y, new, _ = replay(old, tail, *inputs, **places, interval=shape.interval)
-        want_y, want, _ = reference.state_replay(old, tail, *inputs, **places, interval=shape.interval)
+        want_y, want, _ = self.reference(old, tail, *inputs, **places, interval=shape.interval)
         assert_close(y, want_y)
         assert_close(new[4], want[4])
 
     @pytest.mark.parametrize("steps", [1, 3])
     def test_equals_snapshots(self, replay, steps):
-        """A row from token to token, drafts rejected at random; `state_update` stores every state."""
+        """A row from token to token, drafts rejected at random; `snapshots` stores every state."""
         shape, draw, random = self.odd, Draw(3), np.random.default_rng(steps)
-        inputs = layer(draw, shape, 1, 40)
+        inputs = self.layer(draw, shape, 1, 40)
         dt, a, d = inputs[1], inputs[2], inputs[5]
         places = {"read_slot": np.zeros(1, np.int32), "write_slot": np.arange(1, 41, dtype=np.int32)[None]}
-        want_y, want = jitted(state_update.state_update, implementation="xla")(
-            *inputs, states(draw, shape, 41), **places
-        )
-        store, tail = states(draw, shape, 3), tails(draw, shape, 2, 16)
+        want_y, want = jitted(self.snapshots, implementation="xla")(*inputs, self.states(draw, shape, 41), **places)
+        store, tail = self.states(draw, shape, 3), self.tails(draw, shape, 2, 16)
         at, anchor, spare, start = 0, 0, 1, 0
         while at < 40 - steps:
             kept = int(random.integers(1, steps + 1))
@@ -236,7 +237,7 @@ class Replay:
     def test_in_place(self, shape, rows, dtype):
         draw = Draw()
         inputs = self.layer(draw, shape, rows, 2, dtype)
-        one = states(draw, shape, 1, dtype)
+        one = self.states(draw, shape, 1, dtype)
         store = np.zeros((4_000_000 // one.size, *one.shape[1:]), one.dtype)
         entries = 2 * shape.entries
         tail = jax.tree.map(np.nan_to_num, self.tails(draw, shape, 40, entries, dtype))

@@ -35,10 +35,9 @@ def start(config, source, interval):
         pytest.param("step", NGramDrafts(1, 4), None, marks=pytest.mark.full),
         *(
             pytest.param(name, None, interval, marks=pytest.mark.full if interval is None else pytest.mark.slow)
-            for name in ("falconh1", "delta", "short_conv", "kimi")
+            for name in ("falconh1", "delta", "short_conv", "kimi", "selective")
             for interval in (None, 8)
         ),
-        pytest.param("selective", None, None, marks=pytest.mark.full),
     ],
     ids=str,
 )

@@ -17,7 +17,7 @@ REACHED = (
     "none", "align", "all", "aborted", "withdrawn", "failures", "preemptions", "states_evicted", "pages_evicted",
     "page_copies", "full_hits", "cached_tokens", "anchors",
 )  # fmt: skip
-MODELS = ("nemotronh", "mamba2", "falconh1", "delta", "short_conv", "kimi", "lightning")
+MODELS = ("nemotronh", "mamba2", "falconh1", "delta", "short_conv", "kimi", "lightning", "selective")
 
 
 FEW = ("align", "all", "aborted", "failures", "full_hits", "page_copies", "cached_tokens", "anchors")
@@ -75,6 +75,13 @@ def test_traces_of_fixed_decays() -> None:
 
 @pytest.mark.full
 @pytest.mark.fuzz
+def test_traces_of_the_selective_scan() -> None:
+    """Whose states have a decay for each channel and entry, which the replay computes again from step sizes."""
+    run(54_000_000, 8, drafts=True, replay=8, model="selective", reached=FEW)
+
+
+@pytest.mark.full
+@pytest.mark.fuzz
 def test_traces_with_split() -> None:
     """The prefill side has rows of either form."""
     met = run(0, 40, split=True, replay=8, model="nemotronh")
@@ -94,7 +101,7 @@ def test_more_traces(model: str, replay: int) -> None:
 @pytest.mark.slow
 @pytest.mark.fuzz
 @pytest.mark.parametrize("replay", [4, 8, 16, 32, 64])
-@pytest.mark.parametrize("model", ["nemotronh", "falconh1", "delta", "kimi", "lightning"])
+@pytest.mark.parametrize("model", ["nemotronh", "falconh1", "delta", "kimi", "lightning", "selective"])
 def test_more_traces_with_drafts(model: str, replay: int) -> None:
     """Up to R / 2 - 1 drafts, and never more than 5; requests have 0, 1, 3 and 5 of them and other numbers."""
     run(50_001_000, 100, drafts=True, replay=replay, model=model)
@@ -103,6 +110,6 @@ def test_more_traces_with_drafts(model: str, replay: int) -> None:
 @pytest.mark.slow
 @pytest.mark.fuzz
 @pytest.mark.parametrize("replay", [8, 32])
-@pytest.mark.parametrize("model", ["nemotronh", "delta", "kimi", "lightning"])
+@pytest.mark.parametrize("model", ["nemotronh", "delta", "kimi", "lightning", "selective"])
 def test_more_traces_with_drafts_and_split(model: str, replay: int) -> None:
     run(50_002_000, 100, drafts=True, split=True, replay=replay, model=model)

@@ -90,7 +90,7 @@ def test_a_state_that_cannot_be_replayed_refuses_and_is_not_chosen():
     assert "chosen: the state 'ssm' cannot be replayed" in found.notice
 
 
-@pytest.mark.parametrize("model", ["nemotronh", "falconh1", "delta", "short_conv", "kimi", "lightning"])
+@pytest.mark.parametrize("model", ["nemotronh", "falconh1", "delta", "short_conv", "kimi", "lightning", "selective"])
 def test_what_is_asked_for(model):
     shape = StoreShape.of(FOR_ENGINES[model])
     assert resolved(shape, replay_interval=16, num_speculative_tokens=3).replay == Replay(16, 3)

@@ -93,6 +93,7 @@ def assert_greedy(outputs, directory, *, atol=1e-3):
     [
         *((name, 1) for name in FAMILIES),
         ("qwen3next", 8),
+        pytest.param("falcon-mamba", 8, marks=pytest.mark.slow),
         pytest.param("kimi", 8, marks=pytest.mark.slow),
     ],
 )
