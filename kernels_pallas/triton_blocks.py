@@ -9,6 +9,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool
 
 LEAST = 16  # the minimum size of every dimension of Triton's products
+LEAST_OF_PIECE = 8  # the minimum size of a key's pieces: smaller ones would be a program of hundreds of pieces
 
 
 def is_power_of_two(n: int) -> bool:
@@ -28,6 +29,14 @@ def pieces(size: int) -> list[Any]:
     """Cuts an axis into the fewest equal slices whose size is a power of two. A block holds one slice."""
     width = power_of_two_in(size, size)
     return [pl.ds(first, width) for first in range(0, size, width)]
+
+
+def product_with(values: list[Array], key: list[Array]) -> Array:
+    """Multiplies the last axis with a key, in float32 on ordinary units; both are in pieces."""
+    return sum(
+        jnp.sum(piece * (one if piece.ndim == 1 else one[None, :]), axis=-1)
+        for piece, one in zip(values, key, strict=True)
+    )  # type: ignore[return-value]
 
 
 def offsets_overflow(array) -> bool:

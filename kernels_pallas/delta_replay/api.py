@@ -11,11 +11,13 @@ from typing import NamedTuple, Unpack
 from jaxtyping import Array, Float
 
 from kernels_pallas import dispatch
-from kernels_pallas.delta_replay import xla
+from kernels_pallas.delta_replay import pallas_gpu, pallas_tpu, xla
 from kernels_pallas.shape_check import check_groups, shapes_checked
 from kernels_pallas.tails import Places, check_tail
 
 REPLAY = (
+    *dispatch.kernels("tpu", pallas_tpu, "delta_replay"),
+    *dispatch.kernels("gpu", pallas_gpu, "delta_replay"),
     dispatch.Implementation("xla", xla.delta_replay),
     dispatch.Implementation("xla_row_blocks", xla.row_blocks),
     dispatch.Implementation("xla_all_rows", xla.all_rows),

@@ -12,10 +12,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels_pallas.triton_blocks import load_if, offsets_overflow, pieces, power_of_two_in, store_if
+from kernels_pallas.triton_blocks import (
+    LEAST_OF_PIECE,
+    load_if,
+    offsets_overflow,
+    pieces,
+    power_of_two_in,
+    product_with,
+    store_if,
+)  # fmt: skip
 
 F32 = jnp.float32
-LEAST = 8  # of a piece of a key: more would be a program of hundreds of pieces
 
 
 def unsupported(q, k, v, log_decay, beta, store, *, read_slot, write_slot):
@@ -24,8 +31,8 @@ def unsupported(q, k, v, log_decay, beta, store, *, read_slot, write_slot):
         return "it is empty"
     if offsets_overflow(store):
         return "offsets into the store do not fit in 32 bits"
-    if k.shape[3] % LEAST:
-        return f"keys have a size of {k.shape[3]}, not a multiple of {LEAST}"
+    if k.shape[3] % LEAST_OF_PIECE:
+        return f"keys have a size of {k.shape[3]}, not a multiple of {LEAST_OF_PIECE}"
     return None
 
 
@@ -74,7 +81,7 @@ def _kernel(
         # Of the head, or of each channel of its keys.
         logs = [log_decay.at[row, t, head, *([n] if by_channel else [])] for n in inner]
         old = [piece * jnp.exp(jnp.where(live, plt.load(log), 0.0)) for piece, log in zip(state, logs, strict=True)]
-        error = values - _read(old, keys)
+        error = values - product_with(old, keys)
         gained = plt.load(beta.at[row, t, head]) * error
         # Rounded as it is stored, so that several steps in one call equal one step in each of several calls.
         stored = [
@@ -82,12 +89,7 @@ def _kernel(
             for piece, key in zip(old, keys, strict=True)
         ]
         state = [piece.astype(F32) for piece in stored]
-        plt.store(y.at[row, t, head, here], _read(state, queries).astype(y.dtype))
+        plt.store(y.at[row, t, head, here], product_with(state, queries).astype(y.dtype))
         target = plt.load(write_slot.at[row, t])
         for n, piece in zip(inner, stored, strict=True):
             store_if(target > 0, state_out.at[target, head, here, n], piece)
-
-
-def _read(state, keys):
-    """What a state holds for a key, [channels]; both in pieces."""
-    return sum(jnp.sum(piece * key[None, :], axis=1) for piece, key in zip(state, keys, strict=True))

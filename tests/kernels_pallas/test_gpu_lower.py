@@ -8,10 +8,12 @@ import pytest
 from real_shapes import BF16, F32, MODELS, OTHERS, replay_call, scan_call, update_call
 from test_tpu_compile_delta import MODELS as DELTA_MODELS
 from test_tpu_compile_delta import STORE as DELTA_STORE
+from test_tpu_compile_delta import replay_call as delta_replay_call
 from test_tpu_compile_delta import scan_call as delta_scan_call
 from test_tpu_compile_delta import update_call as delta_update_call
 from topology import lower_for_gpu
 
+from kernels_pallas.delta_replay import DeltaTail, delta_replay
 from kernels_pallas.delta_scan import delta_scan
 from kernels_pallas.delta_update import delta_update
 from kernels_pallas.ssd_scan import ssd_scan
@@ -55,6 +57,15 @@ def replay(states, x_tail, b_tail, dt_tail, *args):
     )  # fmt: skip
 
 
+def replay_delta(states, u, k, log_decay, *args):
+    *inputs, anchor, tail_id, anchor_length, length, count, write = args
+    places = {"anchor_slot": anchor, "tail_id": tail_id, "anchor_length": anchor_length, "length": length}
+    return delta_replay(
+        states, DeltaTail(u, k, log_decay), *inputs, **places, num_tokens=count, write_slot=write, interval=16,
+        implementation="pallas_gpu",
+    )  # fmt: skip
+
+
 def check(operation, call, donate=STORE):
     text = lower_for_gpu(operation, *call, donate=donate)
     assert "__gpu$xla.gpu.triton" in text or "triton_kernel_call" in text
@@ -76,6 +87,7 @@ def test_kernels_lower(model, dtype, store):
 def test_kernels_of_the_delta_rule_lower(model, dtype, store):
     check(update_delta, delta_update_call(model, 64, 4, dtype=dtype, store=store), donate=DELTA_STORE)
     if not model.by_channel:
+        check(replay_delta, delta_replay_call(model, 64, 4, dtype=dtype, store=store), donate=(0, 1, 2, 3))
         check(scan_delta, delta_scan_call(model, 16, dtype=dtype, store=store), donate=DELTA_STORE)
 
 

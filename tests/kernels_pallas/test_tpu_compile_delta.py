@@ -8,12 +8,14 @@ from real_shapes import Model as AnyModel
 from test_tpu_compile import cases, check_in_place
 from topology import SLICES
 
+from kernels_pallas.delta_replay import DeltaTail, delta_replay
 from kernels_pallas.delta_scan import delta_scan
 from kernels_pallas.delta_update import delta_update
 
 pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
 
 STORE = 5
+REPLAY_INTERVAL = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,30 @@ def update_call(model, rows, steps, *, dtype=BF16, store=F32):
 def scan_call(model, tiles, *, tile_size=128, dtype=BF16, store=F32):
     places = shape(tiles, dtype=bool), shape(tiles, dtype=I32), shape(tiles, dtype=I32)
     return *inputs(model, tiles, tile_size, slots=64, dtype=dtype, store=store), *places
+
+
+def replay(states, u, k, log_decay, *args):
+    """With the arrays of a tail apart; returns states and tail first."""
+    *inputs, anchor, tail_id, anchor_length, length, count, write = args
+    places = {"anchor_slot": anchor, "tail_id": tail_id, "anchor_length": anchor_length, "length": length}
+    y, states, tail = delta_replay(
+        states, DeltaTail(u, k, log_decay), *inputs, **places, num_tokens=count, write_slot=write,
+        interval=REPLAY_INTERVAL, implementation="pallas_tpu",
+    )  # fmt: skip
+    return states, *tail, y
+
+
+def replay_call(model, rows, steps, *, dtype=BF16, store=F32):
+    """Arguments of `replay`, states and tail first."""
+    *given, states = inputs(model, rows, steps, slots=2 * rows + 1, dtype=dtype, store=store)
+    ring = rows + 1, 1 << (REPLAY_INTERVAL + steps - 2).bit_length()
+    decays = model.heads * (model.state if model.by_channel else 1)
+    tail = (
+        shape(*ring, model.heads * model.head_dim),
+        shape(*ring, model.groups * model.state, dtype=dtype),
+        shape(*ring, decays),
+    )
+    return states, *tail, *given, *(shape(rows, dtype=I32) for _ in range(6))
 
 
 FEW = [("v5e", NEXT, 64, 4, F32), ("v6e", LARGE.divided(8), 64, 4, F32), ("tpu7x", NEXT.divided(8), 8, 1, BF16)]

@@ -1,6 +1,7 @@
 """The replay's kernel compiled by the TPU's own compiler, at the sizes of real models: in place, and lean."""
 
 import pytest
+import test_tpu_compile_delta as delta
 from real_shapes import BF16, F32, LIGHTNING, MODELS, OTHERS, nbytes, replay_call
 from test_tpu_compile import DIVIDED, cases
 from topology import SLICES, compile_for_tpu
@@ -28,6 +29,21 @@ ALL = [
 ALL += [(name, model, 64, 4, 16, BF16) for name in SLICES for model in DIVIDED]
 ALL += [(name, model, 8, steps, 16, F32) for name in SLICES for model in OTHERS for steps in (1, 4)]
 
+FEW_DELTA = [
+    ("v5e", delta.NEXT, 64, 4, F32),
+    ("v6e", delta.LARGE, 64, 4, F32),
+    ("v6e", delta.LARGE.divided(8), 8, 1, F32),
+]
+FEW_DELTA += [("tpu7x", delta.NEXT.divided(8), 8, 1, BF16)]
+ALL_DELTA = [
+    (name, model, rows, steps, F32)
+    for name in SLICES
+    for model in delta.DIVIDED
+    if not model.by_channel
+    for rows in (1, 64)
+    for steps in (1, 4)
+]
+
 
 def compiled(slice_name, call, interval):
     def run(states, x_tail, b_tail, dt_tail, *args):
@@ -45,7 +61,20 @@ def compiled(slice_name, call, interval):
 @pytest.mark.parametrize(("slice_name", "model", "rows", "steps", "interval", "store"), cases(FEW, ALL))
 def test_state_replay(slice_name, model, rows, steps, interval, store):
     call = replay_call(model, rows, steps, interval, store=store)
-    program = compiled(slice_name, call, interval)
+    check(compiled(slice_name, call, interval), call, steps, interval)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("slice_name", "model", "rows", "steps", "store"), cases(FEW_DELTA, ALL_DELTA))
+def test_delta_replay(slice_name, model, rows, steps, store):
+    call = delta.replay_call(model, rows, steps, store=store)
+    program = compile_for_tpu(slice_name, delta.replay, *call, donate=DONATED)
+    check(program, call, steps, delta.REPLAY_INTERVAL)
+
+
+def check(program, call, steps, interval):
+    """In place, without temporaries of the states' size, and with few bytes moved."""
+    (rows,) = call[-1].shape
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= sum(nbytes(call[i]) for i in DONATED)
     # Besides the kernel there is only what brings its inputs into its form.
@@ -56,7 +85,7 @@ def test_state_replay(slice_name, model, rows, steps, interval, store):
     # Bytes moved: states read once, and written once in an interval; what is valid of a tail, read; new tokens'.
     slot, tail = nbytes(call[0]) // call[0].shape[0], sum(nbytes(v) for v in call[1:4]) // call[1].shape[0]
     entries = call[1].shape[1]
-    inputs = sum(nbytes(v) for v in (call[4], call[4], *call[5:10]))
+    inputs = sum(nbytes(v) for v in (call[4], *call[4:-6]))
     states = rows * slot * (1 + steps / interval)
     least = states + rows * tail * (1 + steps / entries) + inputs
     assert Traffic(program.as_text()).total() <= 1.15 * least

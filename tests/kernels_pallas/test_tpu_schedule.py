@@ -32,3 +32,8 @@ def test_ssd_scan(slice_name):
 @pytest.mark.parametrize("slice_name", ["v5e", *FASTER])
 def test_gated_scan(slice_name):
     assert count_bundles("gated_scan", slice_name, rows=18) <= 7700
+
+
+@pytest.mark.parametrize("slice_name", ["v5e", *FASTER[:1]])
+def test_delta_replay(slice_name):
+    assert count_bundles("delta_replay", slice_name, rows=64, steps=4) <= 3100

@@ -1,0 +1,142 @@
+"""The delta rule's replay as one TPU kernel, on the grid of `kernels_pallas.tpu_replay`.
+
+In the form of `kernels_pallas.delta_replay.by_head`: k and q of the new tokens are the rows of one operand, which the
+matrix unit multiplies with the anchor, and with the tail's keys and what they added. A new token then reads the few
+before it, one after the other, for all its k and q at once. Operands have v's dtype and sums are float32; what new
+tokens add to each other, and to the written state, keeps more digits (`kernels_pallas.state_replay.pallas_tpu`).
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas import tpu_replay
+from kernels_pallas.tpu_blocks import blocks_in_lanes, dot
+from kernels_pallas.tpu_replay import BLOCK_BYTES, HeadDecays, Inputs, Row, fine_dot, group_block
+
+F32 = jnp.float32
+_REGISTER = 8  # rows
+
+
+def unsupported(states, tail, q, k, v, log_decay, beta, **places):
+    """Returns why this call cannot run, or None."""
+    if 0 in (*v.shape, *k.shape):
+        return "it is empty"
+    return "every channel of a key decays on its own" if log_decay.ndim > 3 else None
+
+
+def delta_replay(states, tail, q, k, v, log_decay, beta, *, interpret=False, **places):
+    """See `api.delta_replay`."""
+    rows, steps, heads, head_dim = v.shape
+    groups, state = k.shape[2:]
+    blocks = blocks_in_lanes(heads, groups, head_dim, state, states.dtype, block_bytes=BLOCK_BYTES)
+    inputs, asked = Inputs(blocks), _asked(steps)
+    token_bytes = 2 * heads * head_dim * v.dtype.itemsize + 8 * heads + 2 * groups * state * k.dtype.itemsize
+    return tpu_replay.replay(
+        functools.partial(_compute, head_dim=head_dim),
+        states,
+        tail,
+        [
+            inputs.by_group(q),
+            inputs.by_group(k),
+            inputs.by_head(v.reshape(rows, steps, -1)),
+            inputs.whole(log_decay.astype(F32)),
+            inputs.whole(beta.astype(F32)),
+        ],
+        shape=v.shape,
+        dtype=v.dtype,
+        blocks=blocks,
+        memory=[
+            *HeadDecays.scratch(blocks, asked, tail.u.shape[1]),
+            pltpu.VMEM((blocks.count, asked, blocks.heads), F32),
+        ],
+        cost=tpu_replay.cost(
+            states, tail, rows=rows, steps=2 * steps, interval=2 * places["interval"],
+            inputs_bytes=rows * steps * token_bytes,
+        ),
+        interpret=interpret,
+        name="delta_replay",
+        **places,
+    )  # fmt: skip
+
+
+def _asked(steps: int) -> int:
+    """Returns the rows of an operand with k and q of each new token: whole registers."""
+    return -(-2 * steps // _REGISTER) * _REGISTER
+
+
+def _padded(*parts, rows: int):
+    """Concatenates [n, width] each, float32, with zeros below them."""
+    missing = rows - sum(len(part) for part in parts)
+    zeros = [jnp.zeros((missing, parts[0].shape[1]), F32)] if missing else []
+    return jnp.concatenate([*(part.astype(F32) for part in parts), *zeros])
+
+
+def _compute(row: Row, inputs, state_in, y, state_out, tail, memory, *, head_dim: int):
+    (q, k, v, log_decay, beta), (tail_u, tail_k, tail_decay) = inputs, tail
+    decays, shares = HeadDecays(*memory[:-1]), memory[-1]
+    blocks, block, steps = row.blocks, row.block, row.steps
+    rows, product = _asked(steps), functools.partial(dot, dtype=v.dtype)
+    # Rows of operands: k of each new token, q of each, zeros.
+    number = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+    is_k = number < steps
+    step = jnp.where(is_k, number, number - steps)
+    live = (step < row.count) & (number < 2 * steps)
+    real = lax.broadcasted_iota(jnp.int32, (steps, 1), 0) < row.count
+
+    @pl.when(block == 0)
+    def _():
+        decays.prepare(row, row.append(tail_decay, log_decay[0]), step)
+        share = _padded(jnp.where(real, beta[0], 0), rows=rows)
+        for n in range(blocks.count):
+            shares[n] = share[:, n * blocks.heads : (n + 1) * blocks.heads]
+
+    keys = row.append(tail_k, k[0], group_block(blocks, block))
+    asked = jnp.where(live, _padded(k[0], q[0], rows=rows), 0)
+    values = _padded(jnp.where(real, v[0].astype(F32), 0), rows=rows)
+    across = row.position(1)
+    # What a token reads by its k excludes itself.
+    later = jnp.where(across <= row.start + step - is_k.astype(jnp.int32), 0.0, -jnp.inf)
+    is_new = [across == row.start + t for t in range(steps)]
+    is_old = row.position(0) < row.start
+    passed, ahead, rest, share = (one[block] for one in (*decays[:3], shares))
+    width, state = blocks.heads * head_dim, keys.shape[1] // blocks.groups
+    lanes_of_block = pl.ds(pl.multiple_of(block * width, width), width) if blocks.count > 1 else slice(None)
+    old_u = tail_u[:, :, lanes_of_block].astype(F32).reshape(row.entries, width)
+    old_u = jnp.where(is_old, old_u, 0)
+    added = []
+    for group in range(blocks.groups):
+        here = slice(group * state, (group + 1) * state)
+        scores = product(asked[:, here], keys[:, here], (1, 1))
+        for head in range(blocks.heads)[blocks.heads_of(group)]:
+            one, lanes = slice(head, head + 1), slice(head * head_dim, (head + 1) * head_dim)
+            # Masked before exp: for later tokens exp could overflow.
+            weights = scores * jnp.exp(ahead[:, one] - rest[one] + later)
+            read = product(asked[:, here], state_in[0, head], (1, 1)) * jnp.exp(passed[:, one])
+            # A select, not a product: the null slot may hold NaN.
+            found = product(weights, old_u[:, lanes], (1, 0)) + jnp.where(row.has_anchor, read, 0)
+            found = jnp.where(is_k, share[:, one] * (values[:, lanes] - found), found)
+            weights = jnp.where(is_k, -share[:, one], 1) * weights
+            for t in range(steps):
+                # Rounded as it is kept, so that a token counts alike in its own step and in later ones.
+                u = found[t : t + 1].astype(tail_u.dtype).astype(F32)
+                found += jnp.sum(jnp.where(is_new[t], weights, 0), axis=1, keepdims=True) * u
+            y[0, :, lanes] = jnp.where(real, found[steps : 2 * steps], 0).astype(y.dtype)
+            added.append(found[:steps])
+    u = row.append(tail_u, jnp.concatenate(added, axis=1).astype(tail_u.dtype), block)
+
+    @pl.when(row.is_due)
+    def _():
+        passed, ahead = decays.due_since_anchor[block], decays.due_to_come[block]
+        for group in range(blocks.groups):
+            here = slice(group * state, (group + 1) * state)
+            for head in range(blocks.heads)[blocks.heads_of(group)]:
+                one, lanes = slice(head, head + 1), slice(head * head_dim, (head + 1) * head_dim)
+                # The decay from each token to the boundary; masked before exp.
+                kept = jnp.exp(jnp.where(across < row.boundary, ahead[one] - rest[one], -jnp.inf))
+                fed = fine_dot(u[:, lanes].T * kept, keys[:, here], (1, 0), v.dtype)
+                old = jnp.where(row.has_anchor, state_in[0, head].astype(F32), 0) * jnp.exp(passed[one])
+                state_out[0, head] = (old + fed).astype(state_out.dtype)

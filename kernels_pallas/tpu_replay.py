@@ -1,0 +1,335 @@
+"""Shared code of the TPU kernels of replays: each row's anchor passes through VMEM once, and its tail's valid entries.
+
+The grid is (rows, blocks of heads). Prefetched slot numbers select the blocks of states that the pipeline fetches and
+writes back; states and tails are input and output in one buffer. The pipeline moves a block only when its number
+changes, so a row that needs no block (no anchor, no state due, padding) selects the block that is already in VMEM.
+
+Tails stay in HBM. The kernel copies only some entries of each tail, one row ahead of their use: it fetches the entries
+with a token since the anchor and writes back those with a new token (`kernels_pallas.tail_copies`).
+
+The pipeline fetches the next row's anchor while it writes this row's state. Therefore no row may write a slot that
+another row reads (`kernels_pallas.slots`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
+
+from kernels_pallas import tails
+from kernels_pallas.heads import HeadBlocks
+from kernels_pallas.tail_copies import TailCopies, moved_entries, registers, scratch
+from kernels_pallas.tpu_blocks import LANES, dot, in_large_memory
+
+F32 = jnp.float32
+BLOCK_BYTES = 1 << 20  # bytes of state moved at a time: large enough to hide a grid step's fixed cost
+
+
+class _Prefetched(NamedTuple):
+    """What the kernel and the index maps know of each row."""
+
+    anchor: Any
+    anchor_length: Any
+    length: Any
+    num_tokens: Any
+    write: Any
+    boundary: Any
+    tail_id: Any
+    fetched_slot: Any
+    fetched_block: Any
+    flushed_slot: Any
+    flushed_block: Any
+
+
+class Inputs:
+    """Inputs of a replay by rows and steps, each with the part of it that a block of heads needs."""
+
+    def __init__(self, blocks: HeadBlocks) -> None:
+        self._blocks = blocks
+
+    def by_head(self, v):
+        """[rows, steps, channels of all heads]: those of the block's heads."""
+        return v, pl.BlockSpec((1, v.shape[1], v.shape[2] // self._blocks.count), lambda i, h, *_: (i, 0, h))
+
+    def by_group(self, v):
+        """[rows, steps, groups, state]: those of the block's groups, [1, steps, groups * state]."""
+        rows, steps, _, state = v.shape
+        block = functools.partial(group_block, self._blocks)
+        return v.reshape(rows, steps, -1), pl.BlockSpec(
+            (1, steps, self._blocks.groups * state), lambda i, h, *_: (i, 0, block(h))
+        )
+
+    def whole(self, v):
+        """[rows, steps, heads]: those of all heads."""
+        return v, pl.BlockSpec((1, *v.shape[1:]), lambda i, h, *_: (i, 0, 0))
+
+    def constant(self, v, count: int = 1):
+        """[channels] of all rows as [1, channels]; `count`: blocks, of which a block of heads needs its own."""
+        return v[None], pl.BlockSpec((1, v.shape[0] // count), lambda i, h, *_: (0, h if count > 1 else 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The current row and block, inside of a kernel."""
+
+    blocks: HeadBlocks
+    block: Any
+    start: Any
+    """Tokens before the new ones."""
+    count: Any
+    """New tokens, at least 1."""
+    anchor_length: Any
+    boundary: Any
+    has_anchor: Any
+    is_due: Any
+    """Whether a state is due."""
+    steps: int
+    entries: int
+
+    def position(self, axis: int):
+        """Positions of the tokens at the entries, along one axis of two."""
+        entry = lax.broadcasted_iota(jnp.int32, (self.entries, 1) if axis == 0 else (1, self.entries), axis)
+        return self.anchor_length + ((entry - self.anchor_length) & (self.entries - 1))
+
+    def append(self, tail, new, number=0):
+        """Adds the new tokens [steps, width] to block `number` of a tail's lanes.
+
+        Returns all tokens' entries [entries, width], float32; zeros where there is no token.
+        """
+        along, width = self.position(0), new.shape[1]
+        lanes = pl.ds(pl.multiple_of(number * width, LANES), width) if width < tail.shape[2] else slice(None)
+        merged = tail[:, :, lanes].astype(F32).reshape(self.entries, width)
+        for t in range(self.steps):
+            here = (along == self.start + t) & (t < self.count)
+            merged = jnp.where(here, new[t : t + 1].astype(F32), merged)
+        tail[:, :, lanes] = merged.reshape(*tail.shape[:2], width).astype(tail.dtype)
+        return jnp.where(along < self.start + self.count, merged, 0)
+
+
+class HeadDecays(NamedTuple):
+    """Log decays between tokens with one decay for each head, in scratch memory: [blocks, ...] each.
+
+    The decay between two tokens is the difference of the sums over the tokens after each. For recent tokens these are
+    sums of a few terms, which keep their digits however much the older tokens have decayed.
+    """
+
+    since_anchor: Any
+    """[steps, heads]: from the anchor up to and with each new token."""
+    to_come: Any
+    """[steps, heads]: minus the sum over the tokens after each new one."""
+    rest: Any
+    """[heads, entries]: minus the sum over the tokens after each entry's."""
+    due_since_anchor: Any
+    """[heads, 1]: from the anchor to the boundary."""
+    due_to_come: Any
+    """[heads, 1]: minus the sum over the tokens from the boundary on."""
+
+    @staticmethod
+    def scratch(blocks: HeadBlocks, steps: int, entries: int) -> list[Any]:
+        """Returns the memory for the decays of all blocks of a row."""
+        shapes = (steps, blocks.heads), (steps, blocks.heads), (blocks.heads, entries), (blocks.heads, 1)
+        return [pltpu.VMEM((blocks.count, *shape), F32) for shape in (*shapes, shapes[-1])]
+
+    def prepare(self, row: Row, log_decay, steps_of, log_scale=None) -> None:
+        """Computes the decays of all blocks from those of all entries, [entries, heads].
+
+        Args:
+            steps_of: the numbers of new tokens that `since_anchor` and `to_come` are for, [steps, 1].
+            log_scale: a factor of each entry, in logs, to take off `rest`.
+        """
+        along, across, heads = row.position(0), row.position(1), row.blocks.heads
+
+        def sums(chosen):
+            return dot(chosen.astype(F32), log_decay, (1, 0), F32)
+
+        def column(decays, here):
+            """Returns sums over entries as a column of heads."""
+            total = jnp.sum(decays, axis=0, keepdims=True)
+            return jnp.broadcast_to(total[:, here], (8, heads)).T[:, :1]
+
+        rest = -sums(across > along)
+        rest = (rest if log_scale is None else rest - log_scale).T
+        done, ahead = sums(across <= row.start + steps_of), -sums(across > row.start + steps_of)
+        before_due = jnp.where(along < row.boundary, log_decay, 0)
+        for k in range(row.blocks.count):
+            here = slice(k * heads, (k + 1) * heads)
+            self.since_anchor[k], self.to_come[k], self.rest[k] = done[:, here], ahead[:, here], rest[here]
+            self.due_since_anchor[k] = column(before_due, here)
+            self.due_to_come[k] = -column(log_decay - before_due, here)
+
+
+def group_block(blocks: HeadBlocks, block):
+    """Returns the block of groups that a block of heads needs."""
+    return block if blocks.heads >= blocks.repeats else blocks.first_group(block)
+
+
+def fine_dot(left, right, contract: tuple[int, int], dtype: DTypeLike):
+    """Multiplies as `dot`; the float32 left operand is split into two parts of the dtype to keep twice its digits."""
+    if dtype == F32:
+        return dot(left, right, contract, dtype)
+    coarse = left.astype(dtype)
+    return dot(coarse, right, contract, dtype) + dot(left - coarse.astype(F32), right, contract, dtype)
+
+
+def replay(
+    compute: Callable[..., None],
+    states,
+    tail,
+    inputs: Sequence[tuple[Any, pl.BlockSpec]],
+    *,
+    shape: tuple[int, int, int, int],
+    dtype: DTypeLike,
+    blocks: HeadBlocks,
+    memory: Sequence[Any],
+    cost: pl.CostEstimate,
+    interpret: bool,
+    name: str,
+    anchor_slot,
+    tail_id,
+    anchor_length,
+    length,
+    num_tokens,
+    write_slot,
+    interval: int,
+):
+    """Runs the kernel; see `kernels_pallas.tails.Places` for the last arguments.
+
+    Args:
+        compute: `compute(row, inputs, state_in, y, state_out, tail, memory)` computes y and the state of one `Row`
+            with tokens, and appends those to its tail, which is in VMEM as by `registers`.
+        inputs: what `Inputs` returns.
+        shape: of y, [rows, steps, heads, head_dim]; its dtype is `dtype`.
+        memory: scratch memory of `compute`.
+    Returns:
+        y, states and tail.
+    """
+    rows, steps, heads, head_dim = shape
+    due, live = tails.next_boundary(length, num_tokens, interval), num_tokens > 0
+    write = jnp.where(due.reached & live, write_slot, 0)
+    anchor = jnp.where(live, anchor_slot, 0)
+    named = (*_named(anchor, anchor > 0, blocks), *_named(write, write > 0, blocks))
+    scalars = _Prefetched(anchor, anchor_length, length, num_tokens, write, due.position, tail_id, *named)
+
+    def block(i, h, slots, places):
+        return slots[i], jnp.where(places[i] < 0, h, places[i]), 0, 0
+
+    def fetched(i, h, *s):
+        return block(i, h, _Prefetched(*s).fetched_slot, _Prefetched(*s).fetched_block)
+
+    def flushed(i, h, *s):
+        return block(i, h, _Prefetched(*s).flushed_slot, _Prefetched(*s).flushed_block)
+
+    slot = (1, blocks.heads, head_dim, states.shape[3])
+    rings = [registers(v) for v in tail]
+    there = [pl.BlockSpec(memory_space=pltpu.HBM)] * len(rings)
+    arrays, specs = zip(*inputs, strict=True)
+    per_head = pl.BlockSpec((1, steps, blocks.heads * head_dim), lambda i, h, *_: (i, 0, h))
+    first = len(scalars) + len(arrays)
+    y, states, *rings = pl.pallas_call(
+        functools.partial(
+            _kernel, compute=compute, blocks=blocks, inputs=len(arrays), rings=len(rings), entries=tail[0].shape[1]
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(rows, blocks.count),
+            in_specs=[*specs, pl.BlockSpec(slot, fetched), *there],
+            out_specs=[per_head, pl.BlockSpec(slot, flushed), *there],
+            scratch_shapes=[*scratch(rings), *memory],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((rows, steps, heads * head_dim), dtype),
+            jax.ShapeDtypeStruct(states.shape, states.dtype),
+            *(jax.ShapeDtypeStruct(ring.shape, ring.dtype) for ring in rings),
+        ],
+        input_output_aliases={first + i: 1 + i for i in range(1 + len(rings))},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
+        cost_estimate=cost,
+        interpret=interpret,
+        name=name,
+    )(
+        *(v.astype(jnp.int32) for v in scalars),
+        *arrays,
+        states,
+        *(ring if interpret else in_large_memory(ring) for ring in rings),
+    )
+    return y.reshape(shape), states, type(tail)(*(ring.reshape(v.shape) for ring, v in zip(rings, tail, strict=True)))
+
+
+def _named(index, wanted, blocks: HeadBlocks):
+    """Selects each row's slot: its own, or that of the last earlier row that needs one, or of the next one.
+
+    Returns the index, and the block that is already in VMEM; -1 if the row needs its own blocks.
+    """
+    number = jnp.arange(len(index))
+    before = lax.cummax(jnp.where(wanted, number, -1))
+    source = jnp.where(before >= 0, before, jnp.argmax(wanted))
+    place = jnp.where(wanted, -1, jnp.where(before >= 0, blocks.count - 1, 0))
+    return jnp.where(wanted.any(), index[source], 0), place
+
+
+def _kernel(*refs, compute, blocks: HeadBlocks, inputs: int, rings: int, entries: int):
+    number, block = (pl.program_id(axis) for axis in range(2))
+    last, few = pl.num_programs(0) - 1, len(_Prefetched._fields)
+    rest = list(refs)
+
+    def take(count):
+        taken, rest[:] = rest[:count], rest[count:]
+        return taken
+
+    scalars = _Prefetched(*take(few))
+    arrays, (state_in,), _tails_in, (y, state_out), there, held = map(take, (inputs, 1, rings, 2, rings, rings))
+    (fetched, written), memory = take(2), rest
+    tails_of = TailCopies(
+        scalars.anchor_length, scalars.length, scalars.num_tokens, scalars.tail_id, there, held, fetched, written
+    )
+    pl.when(block == 0)(lambda: tails_of.bring(number, last))
+    count = scalars.num_tokens[number]
+
+    @pl.when(count == 0)
+    def _():
+        y[...] = jnp.zeros(y.shape, y.dtype)
+
+    @pl.when(count > 0)
+    def _():
+        row = Row(
+            blocks,
+            block,
+            scalars.length[number],
+            count,
+            scalars.anchor_length[number],
+            scalars.boundary[number],
+            scalars.anchor[number] > 0,
+            scalars.write[number] > 0,
+            y.shape[1],
+            entries,
+        )
+        compute(row, arrays, state_in, y, state_out, tails_of.at_hand(number), memory)
+
+    pl.when(block == blocks.count - 1)(lambda: tails_of.put_back(number, last))
+
+
+def cost(states, tail, *, rows: int, steps: int, interval: int, inputs_bytes: int) -> pl.CostEstimate:
+    """Estimates the cost of a replay whose outputs are products with the state and with a tail's tokens.
+
+    Args:
+        inputs_bytes: of all tokens' inputs and outputs.
+    """
+    (_, heads, head_dim, size), entries = states.shape, tail[0].shape[1]
+    channels = heads * head_dim
+    entry_bytes = sum(v.shape[2] * v.dtype.itemsize for v in tail)
+    tail_bytes = int(moved_entries(entries, steps, interval) * entry_bytes)
+    state_bytes = channels * size * states.dtype.itemsize
+    # A state is due once per interval; drafts of several steps may reach it.
+    written = min(rows, -(-rows * steps // interval))
+    return pl.CostEstimate(
+        flops=2 * rows * steps * channels * (size + entries) + 2 * written * channels * size * entries,
+        transcendentals=rows * heads * steps * entries,
+        bytes_accessed=(rows + written) * state_bytes + rows * tail_bytes + inputs_bytes,
+    )
