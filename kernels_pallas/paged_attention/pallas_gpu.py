@@ -4,7 +4,8 @@ The keys of a row are split over programs, so that a few long rows can fill a GP
 ends at once if it has no keys. The results of a row's programs are combined afterwards ("Flash-Decoding": Dao et al.,
 2023). Keys and values are read in place: a piece of keys is a page, or a part of one.
 
-Queries of a block that share a kv head are the rows of one product: all of its query heads, at all its positions.
+Queries of a block that share a kv head are the rows of one product: all of its query heads, at all its positions. Of
+latents that is every query head, and a piece of keys, read once, is also the piece of values.
 """
 
 import functools
@@ -32,14 +33,15 @@ SPLIT_KEYS = 256
 """A row's keys are not divided further."""
 PROGRAMS, SPLITS = 1024, 256
 """Keys are split until this number of programs is reached, into at most this number of parts."""
+WIDE = 256
+"""Heads wider than this, which are latents, take twice the warps for half the queries, and one program fills a
+multiprocessor: more programs would only write more partial results."""
 
 
 def unsupported(q, kv, *, positions, page_table, block_row, scale, first_key=0):
     """Returns why this call cannot run, or None."""
     if 0 in (*q.shape, *page_table.shape):
         return "it is empty"
-    if kv.shape[2] == 1:
-        return "its keys are its values"
     if kv.dtype not in (q.dtype, jnp.float8_e4m3fn) or q.dtype not in (jnp.bfloat16, jnp.float16, F32):
         return f"queries are {q.dtype}, keys and values {kv.dtype}"
     if offsets_overflow(kv):
@@ -52,60 +54,63 @@ def unsupported(q, kv, *, positions, page_table, block_row, scale, first_key=0):
 
 
 def paged_attention(
-    q, kv, *, positions, page_table, block_row, scale, first_key=0, interpret=False, warps=4, stages=2
+    q, kv, *, positions, page_table, block_row, scale, first_key=0, interpret=False, warps=None, stages=2
 ):  # fmt: skip
     """See `api.paged_attention`. `warps` make one program; `stages` is Triton's depth of prefetching."""
     blocks, q_len, q_heads, head_dim = q.shape
-    kv_heads = kv.shape[2] // 2
+    kv_heads, wide = max(kv.shape[2] // 2, 1), head_dim > WIDE
     repeats = q_heads // kv_heads
-    queries = q.reshape(blocks, q_len, kv_heads, repeats, head_dim).transpose(0, 2, 3, 1, 4)
-    queries = queries.reshape(blocks, kv_heads, repeats * q_len, head_dim)
-    places = jnp.tile(positions, repeats)
-    count, part = repeats * q_len, _part(repeats * q_len)
+    # Neighbours are at the same position, so a program's queries see almost the same keys.
+    queries = q.reshape(blocks, q_len, kv_heads, repeats, head_dim).transpose(0, 2, 1, 3, 4)
+    queries = queries.reshape(blocks, kv_heads, q_len * repeats, head_dim)
+    places = jnp.repeat(positions, repeats, axis=1)
+    count = q_len * repeats
+    part = min(QUERIES // 2 if wide else QUERIES, max(LEAST, pl.next_power_of_2(count)))
     padding = -count % part
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, padding), (0, 0)))
     places = jnp.pad(places, ((0, 0), (0, padding)), constant_values=-1).astype(jnp.int32)
 
     parts = (count + padding) // part
-    splits = _splits(blocks * kv_heads * parts, page_table.shape[1] * kv.shape[1])
+    most = PROGRAMS // 4 if wide else PROGRAMS
+    splits = _splits(blocks * kv_heads * parts, page_table.shape[1] * kv.shape[1], most)
     found = (blocks, kv_heads, splits, count + padding)
-    out, highest, total = pl.pallas_call(
+    partial = [jax.ShapeDtypeStruct((*found, head_dim), F32), *[jax.ShapeDtypeStruct(found, F32)] * 2]
+    out, *weights = pl.pallas_call(
         functools.partial(_kernel, scale=scale, first_key=first_key, splits=splits, part=part),
         # The programs of one part of a row's keys follow each other: its heads share pages.
         grid=(parts * kv_heads, splits, blocks),
-        out_shape=[jax.ShapeDtypeStruct((*found, head_dim), F32), *[jax.ShapeDtypeStruct(found, F32)] * 2],
-        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
+        out_shape=partial if splits > 1 else [jax.ShapeDtypeStruct((*found, head_dim), q.dtype)],
+        compiler_params=plt.CompilerParams(num_warps=warps or (8 if wide else 4), num_stages=stages),
         interpret=interpret,
         name="paged_attention",
     )(block_row.astype(jnp.int32), page_table.astype(jnp.int32), places, queries, kv)
+    out = _joined(out, *weights) if weights else out[:, :, 0]
+    out = out[:, :, :count].reshape(blocks, kv_heads, q_len, repeats, head_dim).transpose(0, 2, 1, 3, 4)
+    return out.reshape(q.shape).astype(q.dtype)
 
+
+def _joined(out, highest, total):
+    """Joins what the programs of a row's keys found: weighted values, highest scores and sums of weights."""
     shrink = jnp.exp(highest - jnp.maximum(highest.max(axis=2, keepdims=True), jnp.finfo(F32).min))
     whole = (shrink * total).sum(axis=2)
     # A program without keys writes nothing.
     out = jnp.where((total > 0)[..., None], shrink[..., None] * out, 0).sum(axis=2)
-    out = out / jnp.where(whole > 0, whole, 1)[..., None]
-    out = out[:, :, :count].reshape(blocks, kv_heads, repeats, q_len, head_dim).transpose(0, 3, 1, 2, 4)
-    return out.reshape(q.shape).astype(q.dtype)
+    return out / jnp.where(whole > 0, whole, 1)[..., None]
 
 
-def _part(queries):
-    """Returns how many of the queries that share a kv head one program takes: a power of two."""
-    return min(QUERIES, max(LEAST, pl.next_power_of_2(queries)))
-
-
-def _splits(programs, keys):
-    """Parts that a row's keys are divided into."""
-    most = min(SPLITS, max(1, PROGRAMS // programs), -(-keys // SPLIT_KEYS))
+def _splits(programs, keys, most=PROGRAMS):
+    """Parts that a row's keys are divided into, for at most this number of programs."""
+    most = min(SPLITS, max(1, most // programs), -(-keys // SPLIT_KEYS))
     return 1 << (most.bit_length() - 1)
 
 
 def _kernel(
-    block_row, page_table, positions, q, kv, out, highest, total, *, scale: float, first_key: int, splits: int,
-    part: int,
+    block_row, page_table, positions, q, kv, out, *weights_out, scale: float, first_key: int, splits: int, part: int,
 ):  # fmt: skip
     which, split, block = (pl.program_id(axis) for axis in range(3))
-    page_size, kv_heads, columns = kv.shape[1], kv.shape[2] // 2, pieces(kv.shape[3])
-    piece = power_of_two_in(page_size, KEYS)
+    page_size, kv_heads, columns = kv.shape[1], max(kv.shape[2] // 2, 1), pieces(kv.shape[3])
+    # Widening latents in registers takes more of them.
+    piece = power_of_two_in(page_size, KEYS // 2 if kv.shape[3] > WIDE and kv.dtype.itemsize == 1 else KEYS)
     head, here = lax.rem(which, kv_heads), pl.ds(lax.div(which, kv_heads) * part, part)
     place = plt.load(positions.at[block, here])
     last, row = jnp.max(place), plt.load(block_row.at[block])
@@ -129,22 +134,25 @@ def _kernel(
             return found.astype(F32) if kv.dtype.itemsize == 1 else found
 
         seen = (key >= first_key) & (key <= place[:, None])
-        parts = [product(own, load(2 * head, column).T) for own, column in zip(queries, columns, strict=True)]
+        keys = [load(2 * head, column) for column in columns]
+        values = keys if kv.shape[2] == 1 else [load(2 * head + 1, column) for column in columns]
+        parts = [product(own, found.T) for own, found in zip(queries, keys, strict=True)]
         scores = jnp.where(seen, scale * sum(parts[1:], parts[0]), -jnp.inf)
         higher = jnp.maximum(peak, jnp.max(scores, axis=1))
         base = jnp.where(higher == -jnp.inf, 0.0, higher)  # no key seen yet: avoids inf - inf
         weights, shrink = jnp.exp(scores - base[:, None]), jnp.exp(peak - base)
-        sums = tuple(
-            own * shrink[:, None] + product(weights, load(2 * head + 1, column))
-            for own, column in zip(sums, columns, strict=True)
-        )
+        sums = tuple(own * shrink[:, None] + product(weights, found) for own, found in zip(sums, values, strict=True))
         return higher, weight * shrink + jnp.sum(weights, axis=1), sums
 
     nothing = tuple(jnp.zeros((part, column.size), F32) for column in columns)
     start = (jnp.full(part, -jnp.inf, F32), jnp.zeros(part, F32), nothing)
     end = jnp.minimum((split + 1) * each, count)
     peak, weight, sums = lax.fori_loop(split * each, end, attend, start)
+    if splits == 1:
+        sums = tuple(own / jnp.where(weight > 0, weight, 1.0)[:, None] for own in sums)
     for own, column in zip(sums, columns, strict=True):
-        store_if(weight[:, None] > 0, out.at[block, head, split, here, column], own)
-    plt.store(highest.at[block, head, split, here], peak)
-    plt.store(total.at[block, head, split, here], weight)
+        write = (weight[:, None] > 0) | (splits == 1)
+        store_if(write, out.at[block, head, split, here, column], own.astype(out.dtype))
+    if splits > 1:
+        for each, value in zip(weights_out, (peak, weight), strict=True):
+            plt.store(each.at[block, head, split, here], value)

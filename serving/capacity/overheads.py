@@ -29,10 +29,7 @@ OTHER_KERNELS = 18
 
 
 def decode_kernels(config: HybridConfig) -> int:
-    """Kernels of a decode step on a GPU, by the counts of each kind of layer.
-
-    Attention to latents runs without a kernel of its own: it has more for long contexts, 12 for every 256 keys.
-    """
+    """Kernels of a decode step on a GPU, by the counts of each kind of layer."""
     rotary = config.attention is not None and config.attention.rope is not None
     layers = sum(KERNELS.get(kind, MOST_KERNELS) for kind in config.pattern)
     attending = config.pattern.count(ATTENTION) + config.pattern.count(PARALLEL)

@@ -7,7 +7,7 @@ A few with --full; all with --slow.
 import jax
 import jax.numpy as jnp
 import pytest
-from real_shapes import MODELS, OTHERS, attention_call, nbytes, scan_call, update_call
+from real_shapes import BF16, I32, MODELS, OTHERS, attention_call, nbytes, scan_call, shape, update_call
 from test_gpu_lower import scan, update
 from topology import compile_for_gpu, registers_of_kernels
 
@@ -24,6 +24,11 @@ def compiled(tmp_path, operation, call, donate=None):
     """The program, and registers and spilled bytes of its Triton kernels."""
     done = compile_for_gpu("h200", operation, *call, donate=donate, xla_dump_to=str(tmp_path))
     return done, registers_of_kernels(tmp_path)
+
+
+def attend(q, kv, positions, page_table, block_row):
+    places = {"positions": positions, "page_table": page_table, "block_row": block_row}
+    return paged_attention(q, kv, **places, scale=0.1, first_key=1, implementation="pallas_gpu")
 
 
 @pytest.mark.parametrize(
@@ -62,11 +67,6 @@ MORE = [(m, *blocks) for m in (*MODELS[:3], *OTHERS) for blocks in ((1, 1), (64,
 )
 def test_paged_attention(model, blocks, q_len, tmp_path):
     call = attention_call(model, blocks, q_len)
-
-    def attend(q, kv, positions, page_table, block_row):
-        places = {"positions": positions, "page_table": page_table, "block_row": block_row}
-        return paged_attention(q, kv, **places, scale=0.1, first_key=1, implementation="pallas_gpu")
-
     program, registers = compiled(tmp_path, attend, call)
     used, spilled = registers["paged_attention"]
     assert used <= 255
@@ -76,6 +76,33 @@ def test_paged_attention(model, blocks, q_len, tmp_path):
     assert not program.as_text().count("while(")
 
 
+LATENTS = [(64, 1, 32, BF16), (18, 128, 32, BF16)]
+MORE_LATENTS = [(64, 4, 32, BF16), (1, 1, 32, BF16), (64, 1, 4, BF16), (64, 1, 64, BF16), (18, 128, 4, BF16)]
+MORE_LATENTS += [(64, 1, 32, jnp.float8_e4m3fn)]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "q_len", "heads", "dtype"), [*LATENTS, *(pytest.param(*c, marks=slow) for c in MORE_LATENTS)]
+)
+@pytest.mark.parametrize("page_size", [32, 64])
+def test_paged_attention_to_latents(blocks, q_len, heads, dtype, page_size, tmp_path):
+    """Of Kimi-Linear and Ling: 576 numbers a token, whole and divided over 8 devices, up to 262,144 tokens a row."""
+    rows, pages = blocks if q_len < 16 else 2, 262_144 // page_size
+    call = (
+        shape(blocks, q_len, heads, 576, dtype=BF16),
+        shape(1 + pages, page_size, 1, 576, dtype=dtype),
+        shape(blocks, q_len, dtype=I32),
+        shape(rows, pages, dtype=I32),
+        shape(blocks, dtype=I32),
+    )
+    program, registers = compiled(tmp_path, attend, call)
+    used, spilled = registers["paged_attention"]
+    assert used <= 255
+    assert spilled == 0
+    # One program fills a multiprocessor, so there are few partial results; a prompt's tiles have none.
+    assert program.memory_analysis().temp_size_in_bytes < (20e6 if q_len < 16 else 1e6)
+
+
 @pytest.mark.parametrize(
     ("head_dim", "dtype"), [(224, jnp.bfloat16), (128, jnp.float8_e4m3fn), (192, jnp.float8_e4m3fn)]
 )
@@ -83,11 +110,6 @@ def test_paged_attention_of_other_heads_and_narrow_keys(head_dim, dtype, tmp_pat
     """Heads of Zamba2-7B, which are seven pieces of 32, and keys in 8 bits, which the kernel widens."""
     q, kv, *places = attention_call(NANO, 64, 1)
     q, kv = (jax.ShapeDtypeStruct((*of.shape[:3], head_dim), kind) for of, kind in ((q, jnp.bfloat16), (kv, dtype)))
-
-    def attend(q, kv, positions, page_table, block_row):
-        places = {"positions": positions, "page_table": page_table, "block_row": block_row}
-        return paged_attention(q, kv, **places, scale=0.1, implementation="pallas_gpu")
-
     program, registers = compiled(tmp_path, attend, (q, kv, *places))
     used, spilled = registers["paged_attention"]
     assert used <= 255
