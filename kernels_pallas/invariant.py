@@ -147,7 +147,7 @@ def causal_conv1d_update(x, weight, bias, store, *, read_slot, write_slot, activ
     return _taps(seen, weight, bias, activation).astype(x.dtype).reshape(x.shape), store
 
 
-def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key=0):
+def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key=0, window=None):
     """See `paged_attention.api.paged_attention`: the online softmax of `paged_attention.xla`, with C++ products."""
     blocks, q_len, q_heads, head_dim = q.shape
     page_size, kv_heads = kv.shape[1], max(kv.shape[2] // 2, 1)
@@ -170,6 +170,8 @@ def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key
             used = ((key >= first_key) & (key <= place.max()))[:, None]
             k, v = (jnp.where(used, one.astype(F32), 0) for one in (entries[0], entries[-1]))
             seen = (key >= first_key) & (key <= place[:, None])
+            if window is not None:
+                seen &= key > place[:, None] - window
             heads = [_piece(highest[h], total[h], out[h], q[h], k[h], v[h], seen, scale) for h in range(kv_heads)]
             return tuple(jnp.stack(parts) for parts in zip(*heads, strict=True))
 

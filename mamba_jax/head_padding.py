@@ -120,7 +120,12 @@ def _padding(config: HybridConfig, shards: int) -> HeadPadding:
     of_each = shards // attention.num_kv_heads  # devices that share a head of keys
     queries = attention.num_heads // attention.num_kv_heads
     num_heads = attention.num_kv_heads * math.ceil(queries / of_each) * of_each
-    padded = replace(config, attention=replace(attention, num_heads=num_heads))
+    windowed = config.windowed_attention
+    padded = replace(
+        config,
+        attention=replace(attention, num_heads=num_heads),
+        windowed_attention=None if windowed is None else replace(windowed, num_heads=num_heads),
+    )
     Partition.of(padded, shards)
     before, after = (num_parameters(parameters(HybridModel.abstract(each))) for each in (config, padded))
     cost = after / before - 1

@@ -6,7 +6,8 @@ the published number of parameters within 1 %, which a test checks.
 
 Left out, because that could not be shown: Nemotron-H-4B, Zamba2-2.7B and Mamba2-1.3b (the shapes that are known give
 4.49, 2.66 and 1.34 billion parameters, and only the rounded name is published), Falcon-H1-1.5B and -3B (their
-multipliers are not known to all digits).
+multipliers are not known to all digits), LFM3-1.7B (the known shape has 1.73 billion parameters, and only the rounded
+name is published).
 """
 
 from __future__ import annotations

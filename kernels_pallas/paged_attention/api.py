@@ -78,9 +78,12 @@ def paged_attention(
     block_row: Int[Array, " blocks"],
     scale: float,
     first_key: int = 0,
+    window: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "blocks q_len q_heads head_dim"]:
     """Each query at position p attends to keys first_key..p of its block's row; softmax(scale * q k) in float32.
+
+    With a window, only to the last `window` of them.
 
     The keys and values of this step are already in their pages.
 
@@ -91,6 +94,7 @@ def paged_attention(
         block_row: the row of each block.
         scale: factor on the scores.
         first_key: keys before it are hidden.
+        window: number of keys that a query sees at most, its own included; None: all.
     Returns:
         The weighted values, in q's dtype.
     Raises:
@@ -104,7 +108,7 @@ def paged_attention(
     check_groups("paged_attention", q.shape[2], max(kv.shape[2] // 2, 1))
     return dispatch.call(
         "paged_attention", PAGED, implementation, q, kv, positions=positions, page_table=page_table,
-        block_row=block_row, scale=scale, first_key=first_key,
+        block_row=block_row, scale=scale, first_key=first_key, window=window,
     )  # fmt: skip
 
 
@@ -115,13 +119,16 @@ def attention_sequence(
     v: Float[Array, "batch length kv_heads head_dim"],
     *,
     scale: float,
+    window: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "batch length q_heads head_dim"]:
     """Causal attention over whole sequences, without a cache; differentiable. Softmax in float32, output in q's dtype.
+
+    With a window, a query sees only the last `window` keys, its own included.
 
     Raises:
         ValueError: the shapes do not match.
         UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     check_groups("attention_sequence", q.shape[2], k.shape[2])
-    return dispatch.call("attention_sequence", SEQUENCE, implementation, q, k, v, scale=scale)
+    return dispatch.call("attention_sequence", SEQUENCE, implementation, q, k, v, scale=scale, window=window)

@@ -38,10 +38,12 @@ WIDE = 256
 multiprocessor: more programs would only write more partial results."""
 
 
-def unsupported(q, kv, *, positions, page_table, block_row, scale, first_key=0):
+def unsupported(q, kv, *, positions, page_table, block_row, scale, first_key=0, window=None):
     """Returns why this call cannot run, or None."""
     if 0 in (*q.shape, *page_table.shape):
         return "it is empty"
+    if window is not None:
+        return f"queries see only the last {window} keys"
     if kv.dtype not in (q.dtype, jnp.float8_e4m3fn) or q.dtype not in (jnp.bfloat16, jnp.float16, F32):
         return f"queries are {q.dtype}, keys and values {kv.dtype}"
     if offsets_overflow(kv):
@@ -54,7 +56,7 @@ def unsupported(q, kv, *, positions, page_table, block_row, scale, first_key=0):
 
 
 def paged_attention(
-    q, kv, *, positions, page_table, block_row, scale, first_key=0, interpret=False, warps=None, stages=2
+    q, kv, *, positions, page_table, block_row, scale, first_key=0, window=None, interpret=False, warps=None, stages=2
 ):  # fmt: skip
     """See `api.paged_attention`. `warps` make one program; `stages` is Triton's depth of prefetching."""
     blocks, q_len, q_heads, head_dim = q.shape

@@ -23,7 +23,7 @@ KEYS, FEWEST_QUERIES, MOST_QUERIES = 512, 32, 128
 VMEM_BYTES = 60 << 20
 
 
-def unsupported(q, kv, *, positions, page_table, block_row, scale, first_key=0):
+def unsupported(q, kv, *, positions, page_table, block_row, scale, first_key=0, window=None):
     """Returns why this call cannot run, or None."""
     if 0 in (*q.shape, *page_table.shape):
         return "it is empty"
@@ -46,16 +46,16 @@ def _blocks_per_call(page_table):
     return SCALAR_BYTES // (4 * -(-page_table.shape[1] // LANES) * LANES)
 
 
-def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key=0):
+def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key=0, window=None):
     """See `api.paged_attention`; a block's valid queries come first, at consecutive positions."""
     calls = -(-q.shape[0] // _blocks_per_call(page_table))
     size = -(-q.shape[0] // calls)
     parts = [slice(start, start + size) for start in range(0, q.shape[0], size)]
-    outs = [_attend(q[part], kv, positions[part], page_table, block_row[part], scale) for part in parts]
+    outs = [_attend(q[part], kv, positions[part], page_table, block_row[part], scale, window) for part in parts]
     return outs[0] if len(outs) == 1 else jnp.concatenate(outs)
 
 
-def _attend(q, kv, positions, page_table, block_row, scale):
+def _attend(q, kv, positions, page_table, block_row, scale, window):
     """One call of the kernel."""
     blocks, q_len = positions.shape
     valid = positions >= 0
@@ -79,6 +79,7 @@ def _attend(q, kv, positions, page_table, block_row, scale):
         jnp.append(0, ends).astype(jnp.int32),
         jnp.array([blocks], jnp.int32),
         sm_scale=scale,
+        sliding_window=window,
         # The kernel widens keys and values only where it is given a factor for them.
         **({"k_scale": 1.0, "v_scale": 1.0} if kv.dtype != q.dtype else {}),
         num_kv_pages_per_block=min(page_table.shape[1], max(1, KEYS // kv.shape[1])),

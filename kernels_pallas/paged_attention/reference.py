@@ -37,25 +37,27 @@ def copy_pages(kv, *, source, target):
     return after
 
 
-def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key=0):
+def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key=0, window=None):
     """Implements `api.paged_attention`, in float64."""
     q, kv, size = _wide(q), _wide(kv), kv.shape[1]
     out = np.zeros_like(q)
     for block in range(q.shape[0]):
         table = page_table[block_row[block]]
         for i, position in enumerate(positions[block]):
+            first = first_key if window is None else max(first_key, position - window + 1)
             if position >= first_key:
-                entries = np.stack([kv[table[p // size], p % size] for p in range(first_key, position + 1)])
+                entries = np.stack([kv[table[p // size], p % size] for p in range(first, position + 1)])
                 keys, values = entries[:, 0::2], entries[:, 1 % entries.shape[1] :: 2]  # of latents the same
                 out[block, i] = _attend(q[block, i], keys, values, scale)
     return out
 
 
-def attention_sequence(q, k, v, *, scale):
+def attention_sequence(q, k, v, *, scale, window=None):
     """Implements `api.attention_sequence`, in float64."""
     q, k, v = _wide(q), _wide(k), _wide(v)
     out = np.zeros_like(q)
     for row in range(q.shape[0]):
         for t in range(q.shape[1]):
-            out[row, t] = _attend(q[row, t], k[row, : t + 1], v[row, : t + 1], scale)
+            seen = slice(0 if window is None else max(t - window + 1, 0), t + 1)
+            out[row, t] = _attend(q[row, t], k[row, seen], v[row, seen], scale)
     return out

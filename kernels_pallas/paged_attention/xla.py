@@ -45,18 +45,19 @@ def copy_pages(kv, *, source, target):
     return lax.platform_dependent(kv, source, target, cuda=always, rocm=always, default=if_needed)
 
 
-def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key=0):
+def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key=0, window=None):
     """See `api.paged_attention`. The target platform of compilation selects the form."""
-    cpu, default = (functools.partial(form, scale=scale, first_key=first_key) for form in (_one_by_one, _all_at_once))
+    seen = {"scale": scale, "first_key": first_key, "window": window}
+    cpu, default = (functools.partial(form, **seen) for form in (_one_by_one, _all_at_once))
     return lax.platform_dependent(q, kv, positions, page_table, block_row, cpu=cpu, default=default)
 
 
-def all_blocks(q, kv, *, positions, page_table, block_row, scale, first_key=0):
+def all_blocks(q, kv, *, positions, page_table, block_row, scale, first_key=0, window=None):
     """Attends with all blocks in parallel, up to the last key that any query of the call sees."""
-    return _all_at_once(q, kv, positions, page_table, block_row, scale=scale, first_key=first_key)
+    return _all_at_once(q, kv, positions, page_table, block_row, scale=scale, first_key=first_key, window=window)
 
 
-def attention_sequence(q, k, v, *, scale):
+def attention_sequence(q, k, v, *, scale, window=None):
     """See `api.attention_sequence`."""
     batch, length, q_heads, head_dim = q.shape
     kv_heads = k.shape[2]
@@ -79,9 +80,12 @@ def attention_sequence(q, k, v, *, scale):
 
         def piece(carry, args):
             j, k, v = args
-            seen = j * size + jnp.arange(size) <= (i * size + within)[:, None]
+            key, place = j * size + jnp.arange(size), i * size + within
+            seen, needed = _is_seen(key, place, window=window), j <= i
+            if window is not None:
+                needed &= (j + 1) * size > i * size - window + 1
             return lax.cond(
-                j <= i, lambda carry: _attend(carry, q, k, v, seen, scale), lambda carry: carry, carry
+                needed, lambda carry: _attend(carry, q, k, v, seen, scale), lambda carry: carry, carry
             ), None
 
         carry, _ = lax.scan(piece, _nothing_seen(q), (jnp.arange(chunks), keys, values))
@@ -92,20 +96,21 @@ def attention_sequence(q, k, v, *, scale):
     return out.reshape(batch, chunks * size, q_heads, head_dim)[:, :length].astype(q.dtype)
 
 
-def _all_at_once(q, kv, positions, page_table, block_row, *, scale, first_key):
+def _all_at_once(q, kv, positions, page_table, block_row, *, scale, first_key, window):
     queries, places, tables, keys = _blocks(q, kv, positions, page_table, block_row)
-    attend = functools.partial(_attend_pages, kv, keys=keys, scale=scale, first_key=first_key)
+    attend = functools.partial(_attend_pages, kv, keys=keys, scale=scale, first_key=first_key, window=window)
 
     def piece(i, carry):
         return jax.vmap(functools.partial(attend, i))(carry, queries, places, tables)
 
     pieces = (places.max(initial=-1) + keys) // keys
-    carry = lax.fori_loop(0, pieces, piece, jax.vmap(_nothing_seen)(queries))
+    carry = lax.fori_loop(_first_piece(places, window, keys), pieces, piece, jax.vmap(_nothing_seen)(queries))
     return _join(_finish(carry), q)
 
 
-def _one_by_one(q, kv, positions, page_table, block_row, *, scale, first_key):
-    """Loops over blocks, each up to the last key that it sees: half the work for a prompt, and data stay in cache."""
+def _one_by_one(q, kv, positions, page_table, block_row, *, scale, first_key, window):
+    """Loops over blocks, each from the first key that it sees to the last: half the work for a prompt, and data stay in
+    cache."""
     queries, places, tables, keys = _blocks(q, kv, positions, page_table, block_row)
 
     def block(b, out):
@@ -113,9 +118,11 @@ def _one_by_one(q, kv, positions, page_table, block_row, *, scale, first_key):
         q, place, table = load(queries, b).astype(F32), places[b], tables[b]
 
         def piece(i, carry):
-            return _attend_pages(kv, i, carry, q, place, table, keys=keys, scale=scale, first_key=first_key)
+            seen = {"scale": scale, "first_key": first_key, "window": window}
+            return _attend_pages(kv, i, carry, q, place, table, keys=keys, **seen)
 
-        carry = lax.fori_loop(0, (place.max(initial=-1) + keys) // keys, piece, _nothing_seen(q))
+        pieces = (place.max(initial=-1) + keys) // keys
+        carry = lax.fori_loop(_first_piece(place, window, keys), pieces, piece, _nothing_seen(q))
         return put(out, _finish(carry), b)
 
     out = lax.fori_loop(0, queries.shape[0], block, jnp.zeros(queries.shape, F32))
@@ -144,7 +151,7 @@ def _join(out, q):
     return out.reshape(q.shape).astype(q.dtype)
 
 
-def _attend_pages(kv, i, carry, q, positions, table, *, keys, scale, first_key):
+def _attend_pages(kv, i, carry, q, positions, table, *, keys, scale, first_key, window):
     """Continues one block's softmax over piece i of its row's keys."""
     pages = keys // kv.shape[1]
     entries = read_slots(kv, lax.dynamic_slice_in_dim(table, i * pages, pages))
@@ -153,7 +160,21 @@ def _attend_pages(kv, i, carry, q, positions, table, *, keys, scale, first_key):
     # Values that no query sees may be NaN (a page's tail), and 0 * NaN is NaN.
     used = ((key >= first_key) & (key <= positions.max()))[:, None]
     k, v = (jnp.where(used, one, 0).astype(q.dtype) for one in (entries[0], entries[-1]))  # of latents the same
-    return _attend(carry, q, k, v, (key >= first_key) & (key <= positions[:, None]), scale)
+    return _attend(carry, q, k, v, _is_seen(key, positions, first_key=first_key, window=window), scale)
+
+
+def _is_seen(key, position, *, first_key=0, window=None):
+    """Returns [queries, keys]: whether a query at a position (-1 = padding) sees a key."""
+    seen = (key >= first_key) & (key <= position[:, None])
+    return seen if window is None else seen & (key > position[:, None] - window)
+
+
+def _first_piece(positions, window, keys):
+    """Returns the first piece of keys that any query at these positions sees."""
+    if window is None:
+        return 0
+    first = jnp.where(positions >= 0, positions, jnp.iinfo(jnp.int32).max).min(initial=jnp.iinfo(jnp.int32).max)
+    return jnp.maximum(first - window + 1, 0) // keys
 
 
 def _nothing_seen(q):

@@ -69,6 +69,10 @@ class AttentionConfig(MixerConfig):
     output_gate: bool = False
     """Multiply the output of attention by the sigmoid of a gate. The projection of queries computes the gate: each head
     has its query, then its gate."""
+    head_gate: bool = False
+    """Multiply the output of each head by the sigmoid of a projection of the input."""
+    window: int | None = None
+    """Number of keys that a query sees at most, its own included; None: all. The pages of older keys stay."""
     input_multiplier: float = 1.0
     key_multiplier: float = 1.0
     output_multiplier: float = 1.0
@@ -77,6 +81,8 @@ class AttentionConfig(MixerConfig):
         positive(self, "num_heads", "num_kv_heads", "head_dim", "input_size")
         if self.num_heads % self.num_kv_heads:
             raise ModelConfigError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads")
+        if self.window is not None and self.window < 1:
+            raise ModelConfigError(f"an attention window of {self.window} keys: at least 1 is expected")
         if self.rope is not None and self.rope.size + self.rope.size % 2 > self.head_dim:
             raise ModelConfigError(f"rotary embedding of {self.rope.size} elements: a head has {self.head_dim}")
 
@@ -96,6 +102,8 @@ class AttentionConfig(MixerConfig):
         if self.qk_norm is not None:
             whole = not self.qk_norm.all_heads
             found |= {"q_norm.weight": WHOLE if whole else heads, "k_norm.weight": WHOLE if whole else kv_heads}
+        if self.head_gate:
+            found["gate_proj.weight"] = heads
         if self.kv_scales:
             found |= {"k_scale": WHOLE, "v_scale": WHOLE}
         if self.bias:
@@ -109,7 +117,8 @@ class AttentionConfig(MixerConfig):
         return 1 + (self.num_kv_heads % shards == 0)
 
     def flops(self, context: int) -> int:
-        return 4 * self.num_heads * self.head_dim * context
+        seen = context if self.window is None else min(context, self.window)
+        return 4 * self.num_heads * self.head_dim * seen
 
     def heads(self, axis: int) -> Division:
         """Returns the division of heads of queries."""

@@ -11,7 +11,7 @@ from mamba_jax.config.feed_forward import MLPConfig, MoEConfig
 from mamba_jax.config.latent_attention import LatentAttentionConfig
 from mamba_jax.config.mamba import MambaConfig
 
-MAMBA, ATTENTION, LATENT, MLP, MOE, PARALLEL, SHARED = KINDS = "M*L-EPZ"
+MAMBA, ATTENTION, WINDOWED, LATENT, MLP, MOE, PARALLEL, SHARED = KINDS = "M*WL-EPZ"
 """Kinds of sublayer, as in `HybridConfig.pattern`."""
 DRAFT_KINDS = ATTENTION + MLP + MOE
 """The kinds of sublayers that a multi-token-prediction layer may have."""
@@ -48,12 +48,13 @@ class HybridConfig:
     vocab_size: int
     hidden_size: int
     pattern: str
-    """One character per sublayer: M Mamba, * attention, L attention over latents, - MLP, E mixture of experts, P Mamba
-    and attention in parallel on the same input, Z Mamba whose input a shared transformer block has added to; or the
-    letter of a recurrence."""
+    """One character per sublayer: M Mamba, * attention, W attention to a window, L attention over latents, - MLP,
+    E mixture of experts, P Mamba and attention in parallel on the same input, Z Mamba whose input a shared transformer
+    block has added to; or the letter of a recurrence."""
     norm_eps: float
     mamba: MambaConfig | None = None
     attention: AttentionConfig | None = None
+    windowed_attention: AttentionConfig | None = None
     latent_attention: LatentAttentionConfig | None = None
     mlp: MLPConfig | None = None
     moe: MoEConfig | None = None
@@ -64,6 +65,8 @@ class HybridConfig:
     """Norms of hidden states multiply by 1 + weight, not by the weight."""
     norm_after: tuple[int, ...] = ()
     """Sublayers, by their places in the pattern, that normalise their mixer's output, not its input."""
+    norm_both: bool = False
+    """Sublayers normalise their mixer's output, too."""
     normed_residuals: tuple[NormedResidual, ...] = ()
     """Kinds of sublayers that add their mixer's output to its normalised input, not to x (MiniMax)."""
     embedding_multiplier: float = 1.0
@@ -95,10 +98,17 @@ class HybridConfig:
             if wrong := sorted(set(pattern) - set(allowed)):
                 raise ModelConfigError(f"layer pattern {pattern!r} has {wrong}: allowed are {', '.join(allowed)}")
         used = set(self.pattern + self.mtp_pattern)
-        needs = {"mamba": "MPZ", "attention": "*PZ", "latent_attention": "L", "mlp": "-Z", "moe": "E", "shared": "Z"}
+        needs = {"mamba": "MPZ", "attention": "*PZ", "windowed_attention": "W", "latent_attention": "L"}
+        needs |= {"mlp": "-Z", "moe": "E", "shared": "Z"}
         for part, kinds in needs.items():
             if used & set(kinds) and getattr(self, part) is None:
                 raise ModelConfigError(f"layer pattern {self.pattern!r} needs the description of {part}")
+        full, windowed = self.attention, self.windowed_attention
+        if full is not None and windowed is not None and full.num_heads != windowed.num_heads:
+            raise ModelConfigError(
+                f"{full.num_heads} attention heads, but {windowed.num_heads} in layers with a window: equal numbers "
+                "are expected"
+            )
         if self.mlp is not None and not isinstance(self.mlp.intermediate_size, int):
             sizes, mlps = len(self.mlp.intermediate_size), (self.pattern + self.mtp_pattern).count(MLP)
             if sizes < mlps:
@@ -115,6 +125,7 @@ class HybridConfig:
         parts = {
             MAMBA: self.mamba,
             ATTENTION: self.attention,
+            WINDOWED: self.windowed_attention,
             LATENT: self.latent_attention,
             MLP: self.mlp,
             MOE: self.moe,

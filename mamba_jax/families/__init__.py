@@ -17,6 +17,7 @@ from mamba_jax.families import (
     jamba,
     kimi_linear,
     lfm2,
+    lfm3,
     ling3,
     mamba1,
     mamba2,
@@ -61,6 +62,7 @@ FAMILIES: tuple[Family, ...] = (
     qwen3_next.FAMILY,
     qwen3_5.FAMILY,
     lfm2.FAMILY,
+    lfm3.FAMILY,
     olmo_hybrid.FAMILY,
     kimi_linear.FAMILY,
     ling3.FAMILY,
@@ -171,6 +173,8 @@ def as_stored(config: HybridConfig, available: Container[str]) -> HybridConfig:
 def _with_kv_scales(config: HybridConfig, available: Container[str]) -> HybridConfig:
     if config.attention is None:
         return config
-    full = dataclasses.replace(config, attention=dataclasses.replace(config.attention, kv_scales=True))
+    kinds = {name: one for name in ("attention", "windowed_attention") if (one := getattr(config, name)) is not None}
+    scaled = {name: dataclasses.replace(one, kv_scales=True) for name, one in kinds.items()}
+    full = dataclasses.replace(config, **scaled)
     scales = [source for path, source in weight_names(full).items() if path.endswith((".k_scale", ".v_scale"))]
     return full if any(source.find(available) for source in scales) else config

@@ -106,9 +106,9 @@ def weight_names(config: HybridConfig) -> dict[str, HFSource]:
         if config.pattern[i] == ATTENTION:
             body |= _attention_names(f"{first}.mixer", f"{name}.self_attn")
         else:
-            body |= _conv_names(f"{first}.mixer", f"{name}.conv", config)
+            body |= conv_names(f"{first}.mixer", f"{name}.conv", config)
         if config.pattern[i + 1] == MLP:
-            body |= _mlp_names(f"{second}.mixer", f"{name}.feed_forward")
+            body |= mlp_names(f"{second}.mixer", f"{name}.feed_forward")
         else:
             body |= _moe_names(f"{second}.mixer", f"{name}.feed_forward", need(config.moe), config.hidden_size)
     return parts.whole_model(
@@ -126,7 +126,7 @@ def _attention_names(path: str, name: str) -> dict[str, HFSource]:
     return {f"{path}.{ours}.weight": tensor(f"{name}.{theirs}.weight") for ours, theirs in spelt.items()}
 
 
-def _conv_names(path: str, name: str, config: HybridConfig) -> dict[str, HFSource]:
+def conv_names(path: str, name: str, config: HybridConfig) -> dict[str, HFSource]:
     mixer = config.recurrence(SHORT_CONV)
     assert isinstance(mixer, ShortConvConfig)
     channels = mixer.channels
@@ -141,7 +141,7 @@ def _conv_names(path: str, name: str, config: HybridConfig) -> dict[str, HFSourc
     return sources
 
 
-def _mlp_names(path: str, name: str) -> dict[str, HFSource]:
+def mlp_names(path: str, name: str) -> dict[str, HFSource]:
     spelt = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
     return {f"{path}.{ours}.weight": tensor(f"{name}.{theirs}.weight") for ours, theirs in spelt.items()}
 

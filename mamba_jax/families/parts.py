@@ -123,6 +123,8 @@ def attention(path: str, name: str, config: AttentionConfig) -> dict[str, HFSour
     sources: dict[str, HFSource] = {}
     for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
         sources |= linear(f"{path}.{part}", f"{name}.{part}", bias=config.bias)
+    if config.head_gate:
+        sources[f"{path}.gate_proj.weight"] = tensor(f"{name}.gate_proj.weight", f"{name}.g_proj.weight")
     for part in ("k", "v") if config.kv_scales else ():
         names = (f"{name}.{part}_proj.{part}_scale", f"{name}.{part}_scale", f"{name}.attn.{part}_scale")
         sources[f"{path}.{part}_scale"] = replace(tensor(*names, shape=()), default=1.0)

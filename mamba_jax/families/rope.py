@@ -1,5 +1,5 @@
-"""Rotary embeddings, also for longer contexts than a model was trained for: linear, dynamic,
-YaRN, llama3 and LongRoPE.
+"""Rotary embeddings, also of part of each head (proportional), and for longer contexts than a model was trained for:
+linear, dynamic, YaRN, llama3 and LongRoPE.
 
 Frequencies and factors as in transformers' `modeling_rope_utils.py`.
 """
@@ -19,19 +19,29 @@ _Scaled = tuple[np.ndarray, float, float]
 """Frequencies [size / 2], the factor of cosine and sine, and how many positions they are made for."""
 
 
-def rope_config(fields: Fields, head_dim: int, *, share: float | None = None, theta: float = 10_000.0) -> RopeConfig:
+def rope_config(
+    fields: Fields,
+    head_dim: int,
+    *,
+    share: float | None = None,
+    theta: float = 10_000.0,
+    layers: str = "full_attention",
+) -> RopeConfig:
     """Rotary embedding, from `rope_parameters` or the older fields.
 
     `share` is the share of each head that is rotated unless `rope_parameters` has another; None: the whole head in
-    any case, as in families whose code does not look at it. `theta` is the family's default.
+    any case, as in families whose code does not look at it. `theta` is the family's default. `layers` is the kind of
+    layers whose positions are read, where `rope_parameters` has an object for each kind.
     """
     parameters = _parameters(fields, "rope_parameters") | _parameters(fields, "rope_scaling")
-    # Newer files may have one object for each kind of layer.
-    inner = Fields(_parameters(Fields(parameters), "full_attention") or parameters)
+    inner = Fields(_parameters(Fields(parameters), layers) or parameters)
     kind = inner.text("rope_type", "default", "type")
     kind = "default" if kind == "mrope" else kind  # the positions of text are equal on its three axes
     theta = inner.number("rope_theta", fields.number("rope_theta", theta))
-    size = head_dim if share is None else int(head_dim * inner.number("partial_rotary_factor", share))
+    if share is None or kind == "proportional":
+        size = head_dim
+    else:
+        size = int(head_dim * inner.number("partial_rotary_factor", share))
     return RopeConfig(theta, size) if kind == "default" else _scaled(kind, inner, fields, theta, size)
 
 
@@ -74,6 +84,13 @@ def _scaled(kind: str, rope: Fields, fields: Fields, theta: float, size: int) ->
 def _linear(rope: Fields, plain: np.ndarray, theta: float, trained: float, original: float) -> _Scaled:
     factor = _positive(rope, "factor")
     return plain / factor, 1.0, trained * factor
+
+
+def _proportional(rope: Fields, plain: np.ndarray, theta: float, trained: float, original: float) -> _Scaled:
+    """The first pairs of elements have the frequencies of the whole head, and the others are not rotated."""
+    rotated = int(rope.number("partial_rotary_factor", 1.0) * 2 * len(plain) // 2)
+    frequencies = np.where(np.arange(len(plain)) < rotated, plain, 0.0)
+    return frequencies / (1.0 if rope.given("factor") is None else _positive(rope, "factor")), 1.0, trained
 
 
 def _dynamic(rope: Fields, plain: np.ndarray, theta: float, trained: float, original: float) -> _Scaled:
@@ -145,6 +162,7 @@ _KINDS: Mapping[str, Callable[[Any, np.ndarray, float, float, float], _Scaled]] 
     "yarn": _yarn,
     "llama3": _llama3,
     "longrope": _longrope,
+    "proportional": _proportional,
 }
 
 

@@ -13,7 +13,6 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
     "glm5_next": ("GLM-5.3-Flash", "residual connections through attention"),
     "inkling_mm_model": ("Inkling", "short convolutions in attention and MLP layers"),
     "kimi_k3": ("Kimi K3", "residual connections through attention, latent experts"),
-    "lfm3": ("LFM3", "sliding attention windows"),
     "nemotron_h_puzzle": ("Nemotron Puzzle", "blocks of different sizes"),
     "phi4flash": ("Phi-4-mini-flash", "differential attention, memory units that share a state"),
     "plamo2": ("PLaMo 2", "its variant of Mamba-2"),

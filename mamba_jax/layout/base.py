@@ -44,8 +44,10 @@ class Layout(Protocol):
         *,
         scale: float,
         first_key: int = 0,
+        window: int | None = None,
     ) -> tuple[Float[Array, "T heads head_dim"], Any]:
-        """Keeps k and v, then attends to all keys of the sequence from `first_key` up to each query's own position.
+        """Keeps k and v, then attends to all keys of the sequence from `first_key` up to each query's own position, or
+        to the last `window` of them.
 
         State: [pages, page_size, 2 * kv_heads, head_dim]. Without v, k [T, 1, head_dim] are latents, which are keys and
         values at once: [pages, page_size, 1, head_dim].

@@ -73,9 +73,10 @@ class DecodeLayout:
         *,
         scale: float,
         first_key: int = 0,
+        window: int | None = None,
     ) -> tuple[Float[Array, "T heads head_dim"], Float[Array, "pages page_size kv2 head_dim"]]:
         kv = self.write_kv(k, v, kv)
-        return self.read_kv(q, kv, scale=scale, first_key=first_key), kv
+        return self.read_kv(q, kv, scale=scale, first_key=first_key, window=window), kv
 
     def write_kv(
         self,
@@ -96,6 +97,7 @@ class DecodeLayout:
         *,
         scale: float,
         first_key: int,
+        window: int | None,
     ) -> Float[Array, "T heads head_dim"]:
         """Attention of the tokens to the keys and values in their rows' pages."""
         out = paged_attention(
@@ -106,6 +108,7 @@ class DecodeLayout:
             block_row=jnp.arange(self.shape[0]),
             scale=scale,
             first_key=first_key,
+            window=window,
         )
         return out.reshape(q.shape)
 

@@ -59,6 +59,7 @@ class MixedLayout:
         *,
         scale: float,
         first_key: int = 0,
+        window: int | None = None,
     ) -> tuple[Float[Array, "T heads head_dim"], Float[Array, "pages page_size kv2 head_dim"]]:
         at = [len(self.decode.valid)]
         layouts: list[DecodeLayout | PrefillLayout] = [self.decode, self.prefill]
@@ -67,7 +68,8 @@ class MixedLayout:
         for layout, own_k, own_v in zip(layouts, jnp.split(k, at), values, strict=True):
             kv = layout.write_kv(own_k, own_v, kv)
         parts = zip(layouts, jnp.split(q, at), strict=True)
-        return jnp.concatenate([layout.read_kv(own, kv, scale=scale, first_key=first_key) for layout, own in parts]), kv
+        out = [layout.read_kv(own, kv, scale=scale, first_key=first_key, window=window) for layout, own in parts]
+        return jnp.concatenate(out), kv
 
 
 def has_tails(layout: Any) -> bool:

@@ -146,9 +146,10 @@ class PrefillLayout:
         *,
         scale: float,
         first_key: int = 0,
+        window: int | None = None,
     ) -> tuple[Float[Array, "T heads head_dim"], Float[Array, "pages page_size kv2 head_dim"]]:
         kv = self.write_kv(k, v, kv)
-        return self.read_kv(q, kv, scale=scale, first_key=first_key), kv
+        return self.read_kv(q, kv, scale=scale, first_key=first_key, window=window), kv
 
     def write_kv(
         self,
@@ -167,6 +168,7 @@ class PrefillLayout:
         *,
         scale: float,
         first_key: int,
+        window: int | None,
     ) -> Float[Array, "T heads head_dim"]:
         """Attention of the tokens to the keys and values in their rows' pages."""
         out = paged_attention(
@@ -177,6 +179,7 @@ class PrefillLayout:
             block_row=self.tile_row,
             scale=scale,
             first_key=first_key,
+            window=window,
         )
         return self.by_token(out)
 

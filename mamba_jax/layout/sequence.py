@@ -58,10 +58,11 @@ class SequenceLayout:
         *,
         scale: float,
         first_key: int = 0,
+        window: int | None = None,
     ) -> tuple[Float[Array, "T heads head_dim"], None]:
         # Causal attention from the first key on; queries before it see no key and give 0.
         seen = [self.by_sequence(one)[:, first_key:] for one in (q, k, k if v is None else v)]
-        out = attention_sequence(*seen, scale=scale)
+        out = attention_sequence(*seen, scale=scale, window=window)
         return self.by_token(jnp.pad(out, ((0, 0), (first_key, 0), (0, 0), (0, 0)))), None
 
     def of_block(self, index: int) -> Self:

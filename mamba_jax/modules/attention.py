@@ -37,6 +37,9 @@ class Attention(nnx.Module):
         self.v_proj = project(config.num_kv_heads)
         self.q_norm, self.k_norm = norm(config.num_heads), norm(config.num_kv_heads)
         self.o_proj = Linear(config.num_heads * config.head_dim, hidden_size, bias=config.bias, rngs=rngs, dtype=dtype)
+        self.gate_proj = (
+            Linear(config.input_size, config.num_heads, rngs=rngs, dtype=dtype) if config.head_gate else None
+        )
         self.k_scale = nnx.Param(jnp.ones((), jnp.float32)) if config.kv_scales else None
         self.v_scale = nnx.Param(jnp.ones((), jnp.float32)) if config.kv_scales else None
 
@@ -76,11 +79,13 @@ class Attention(nnx.Module):
         scales = self._scales(state)
         if scales is not None:  # (q k_scale) (k / k_scale), and v likewise
             q, k, v = scaled_by(q, scales[0]), scaled_by(k, 1 / scales[0]), scaled_by(v, 1 / scales[1])
-        out, state = layout.attend(q, k, v, state, scale=config.scale, first_key=first_key)
+        out, state = layout.attend(q, k, v, state, scale=config.scale, first_key=first_key, window=config.window)
         if scales is not None:
             out = scaled_by(out, scales[1])
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
+        if self.gate_proj is not None:
+            out *= jax.nn.sigmoid(self.gate_proj(x, layout.adapter, out_dtype=jnp.float32)).astype(out.dtype)[..., None]
         return scaled(self.o_proj(out.reshape(x.shape[0], -1), layout.adapter), config.output_multiplier), state
 
     def _scales(self, kv: Array | None) -> tuple[Array, Array] | None:

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from mamba_jax.config import ATTENTION, LATENT, MAMBA, MLP, MOE, PARALLEL, HybridConfig, need
+from mamba_jax.config import ATTENTION, LATENT, MAMBA, MLP, MOE, PARALLEL, WINDOWED, HybridConfig, need
 from mamba_jax.layout import Layout
 from mamba_jax.modules.attention import Attention
 from mamba_jax.modules.basic import RMSNorm, scaled
@@ -43,6 +43,8 @@ def make_mixer(kind: str, config: HybridConfig, *, index: int, rngs: nnx.Rngs, d
         return Mamba(need(config.mamba), hidden, rngs=rngs, dtype=dtype)
     if kind == ATTENTION:
         return Attention(need(config.attention), hidden, rngs=rngs, dtype=dtype)
+    if kind == WINDOWED:
+        return Attention(need(config.windowed_attention), hidden, rngs=rngs, dtype=dtype)
     if kind == LATENT:
         return LatentAttention(need(config.latent_attention), hidden, rngs=rngs, dtype=dtype)
     if kind == MLP:
@@ -63,6 +65,8 @@ def model_norm(config: HybridConfig, *, dtype: DTypeLike) -> RMSNorm:
 class Block(nnx.Module):
     """x + multiplier * mixer(norm(x)), or, with `norm_after`, x + multiplier * norm(mixer(x)).
 
+    With `norm_both`: x + multiplier * output_norm(mixer(norm(x))).
+
     With a `NormedResidual`: input_multiplier * norm(x) + output_multiplier * mixer(norm(x)).
     """
 
@@ -77,6 +81,7 @@ class Block(nnx.Module):
         dtype: DTypeLike,
     ) -> None:
         self.norm = model_norm(config, dtype=dtype)
+        self.output_norm = model_norm(config, dtype=dtype) if config.norm_both else None
         self.mixer: Any = make_mixer(kind, config, index=index, rngs=rngs, dtype=dtype)
         self.config, self.kind, self.index, self.norm_after = config, kind, index, norm_after
 
@@ -95,4 +100,5 @@ class Block(nnx.Module):
             carried = scaled(taken, residual.input_multiplier) + scaled(y, residual.output_multiplier)
             return carried.astype(x.dtype), state
         y = self.norm(y) if self.norm_after else y
+        y = y if self.output_norm is None else self.output_norm(y)
         return x + scaled(y, self.config.residual_multiplier).astype(x.dtype), state

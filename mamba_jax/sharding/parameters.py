@@ -123,6 +123,8 @@ def _sublayers(path: str, config: HybridConfig, pattern: str, *, before: str) ->
     found: dict[str, Placement] = {}
     for i, kind in enumerate(pattern):
         found[f"{path}.{i}.norm.weight"] = WHOLE
+        if config.norm_both:
+            found[f"{path}.{i}.output_norm.weight"] = WHOLE
         index = (before + pattern[:i]).count(kind)
         found |= _under(f"{path}.{i}.mixer", mixer_placements(config, kind, index))
         if kind == SHARED:

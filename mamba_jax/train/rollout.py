@@ -34,17 +34,20 @@ class RolloutLayout(SequenceLayout):
         *,
         scale: float,
         first_key: int = 0,
+        window: int | None = None,
     ) -> tuple[Float[Array, "T heads head_dim"], Float[Array, "more 2 T kv_heads head_dim"]]:
         depth = kv.shape[0]
         kv = jnp.concatenate([kv, jnp.stack([k, v])[None]])
         if depth == 0:
-            out, _ = super().attend(q, k, v, None, scale=scale, first_key=first_key)
+            out, _ = super().attend(q, k, v, None, scale=scale, first_key=first_key, window=window)
             return out, kv
         kv_heads, head_dim = k.shape[1:]
         queries = q.reshape(self.batch, self.length, kv_heads, -1, head_dim)
         passes = kv.reshape(depth + 1, 2, self.batch, self.length, kv_heads, head_dim)
         place = jnp.arange(self.length)
         seen = (place[None] <= place[:, None] - depth) & (place[None] >= first_key)
+        if window is not None:
+            seen &= place[None] > place[:, None] - window
         scores = jnp.einsum("bqhrd,bkhd->bhrqk", queries, passes[0, 0], preferred_element_type=jnp.float32)
         scores = jnp.where(seen, scores * scale, -jnp.inf)
         # The one key of each later pass, shifted to the query's position.

@@ -22,7 +22,6 @@ MISSING = {
     "moonshotai/Kimi-K3": "Kimi K3 models need",
     "Qwen/Qwen3.8-Flash-Next": "Qwen3.8-Flash-Next models need",
     "thinkingmachines/Inkling": "Inkling models need",
-    "LiquidAI/LFM3": "LFM3 models need sliding attention windows",
     "microsoft/Phi-4-mini-flash-reasoning": "Phi-4-mini-flash models need",
 }
 """Models that are refused, and the reason in the error."""

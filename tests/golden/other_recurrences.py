@@ -51,6 +51,11 @@ _LFM2 = {
 }
 _LFM2_CHANGES = {"norm_eps": 1e-2, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
 
+_LFM3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.6},
+}
+
 _MAMBA1 = {
     "vocab_size": 331,
     "hidden_size": 40,
@@ -137,6 +142,26 @@ RECIPES = {
         },
         changes=_LFM2_CHANGES | {"routed_scaling_factor": 1.0},
         seed=82,
+    ),
+    "lfm3": Recipe(
+        "Lfm3ForCausalLM",
+        {
+            **{key: value for key, value in _LFM2.items() if key != "rope_parameters"},
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+            "intermediate_size": 88,
+            "head_dim": 20,
+            "sliding_window": 9,
+            "conv_L_cache": 7,
+            "rope_parameters": _LFM3_ROPE,
+            "tie_word_embeddings": False,
+        },
+        changes={
+            "norm_eps": 1e-2,
+            "sliding_window": 8,
+            "rope_parameters": {name: {**one, "rope_theta": 100.0} for name, one in _LFM3_ROPE.items()},
+        },
+        seed=83,
     ),
     "kimi": Recipe(
         "KimiLinearForCausalLM",

@@ -54,8 +54,9 @@ class Attention:
 
     implementation: str
 
-    def run(self, *args, scale=0.3, first_key=0, **kwargs):
-        operation = jitted(paged_attention, scale=scale, first_key=first_key, implementation=self.implementation)
+    def run(self, *args, scale=0.3, first_key=0, window=None, **kwargs):
+        static = {"scale": scale, "first_key": first_key, "window": window}
+        operation = jitted(paged_attention, **static, implementation=self.implementation)
         return operation(*args, **kwargs)
 
     def check(self, shape, q_len, positions, lengths, block_row, dtype=np.float32, **options):
@@ -94,6 +95,13 @@ class Attention:
 
     def test_hidden_first_keys(self):
         self.check(PLAIN, 3, [[0, 1, 2], [19, 20, 21]], [3, 22], [0, 1], first_key=1)
+
+    @pytest.mark.smoke
+    @pytest.mark.parametrize("window", [1, 7, 300])
+    def test_a_window_hides_older_keys(self, window):
+        positions = [[*range(293, 301)], [0, 1, 2, *[-1] * 5], [-1] * 8, [*range(40, 48)]]
+        self.check(PLAIN, 8, positions, [301, 48], [0, 1, 0, 1], window=window)
+        self.check(PLAIN, 1, [[300], [-1], [47]], [301, 48], [0, 0, 1], window=window, first_key=1)
 
     def test_a_query_without_keys_gives_zero(self):
         q, kv = np.ones((1, 2, 2, 4), np.float32), np.full((2, 4, 2, 4), np.nan, np.float32)
@@ -199,6 +207,13 @@ class Sequence:
         q, k, v = self.inputs(shape, length)
         out = jitted(attention_sequence, scale=0.3, implementation=self.implementation)(q, k, v)
         assert_close(out, reference.attention_sequence(q, k, v, scale=0.3))
+
+    @pytest.mark.parametrize("window", [1, 9, 130])
+    def test_a_window_hides_older_keys(self, window):
+        q, k, v = self.inputs(PLAIN, 270)
+        static = {"scale": 0.3, "window": window}
+        out = jitted(attention_sequence, **static, implementation=self.implementation)(q, k, v)
+        assert_close(out, reference.attention_sequence(q, k, v, **static))
 
     def test_gradients(self):
         q, k, v = on_device(self.inputs(PLAIN, 140))

@@ -36,7 +36,7 @@ def call(draw, positions, block_row, *, rows, q_heads=4, kv_heads=2, head_dim=12
     return (q, kv), {"positions": positions, "page_table": page_table, "block_row": block_row}
 
 
-def stand_in(q, kv, kv_lens, page_indices, cu_q_lens, num_seqs, *, sm_scale, **blocks):
+def stand_in(q, kv, kv_lens, page_indices, cu_q_lens, num_seqs, *, sm_scale, sliding_window, **blocks):
     """What the kernel gives: a sequence's queries are its last ones. It needs keys in all sequences, and a query."""
     lengths, ends, tables = (np.asarray(v) for v in (kv_lens, cu_q_lens, page_indices))
     assert (lengths >= 1).all()
@@ -48,11 +48,14 @@ def stand_in(q, kv, kv_lens, page_indices, cu_q_lens, num_seqs, *, sm_scale, **b
         positions = np.arange(lengths[i] - count, lengths[i])[None]
         queries = np.asarray(q)[None, ends[i] : ends[i + 1]]
         places = {"positions": positions, "page_table": tables, "block_row": [i]}
-        out[ends[i] : ends[i + 1]] = reference.paged_attention(queries, kv, **places, scale=sm_scale)[0]
+        out[ends[i] : ends[i + 1]] = reference.paged_attention(
+            queries, kv, **places, scale=sm_scale, window=sliding_window
+        )[0]
     return jnp.asarray(out)
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize(
     ("positions", "block_row"),
     [
@@ -63,11 +66,12 @@ def stand_in(q, kv, kv_lens, page_indices, cu_q_lens, num_seqs, *, sm_scale, **b
     ],
     ids=["one query each", "drafts", "tiles of a prompt", "nothing"],
 )
-def test_equals_definition(positions, block_row, monkeypatch):
+def test_equals_definition(positions, block_row, window, monkeypatch):
     monkeypatch.setattr(pallas_tpu, "ragged_paged_attention", stand_in)
     args, kwargs = call(Draw(), positions, block_row, rows=max(block_row) + 1)
-    out = paged_attention(*on_device(args), **on_device(kwargs), scale=0.1, implementation="pallas_tpu")
-    want = reference.paged_attention(*args, **kwargs, scale=0.1)
+    static = {"scale": 0.1, "window": window}
+    out = paged_attention(*on_device(args), **on_device(kwargs), **static, implementation="pallas_tpu")
+    want = reference.paged_attention(*args, **kwargs, **static)
     valid = np.array(positions) >= 0
     assert_close(out[valid], want[valid], tolerance=1e-4)
     assert (out[~valid] == 0).all()
@@ -137,6 +141,7 @@ class TestGpu(Attention):
     implementation = "pallas_gpu_interpreted"
     test_holds_no_copy_of_the_cache = None  # the interpreter copies; the compiled kernel is looked at instead
     test_a_query_without_keys_gives_zero = None
+    test_a_window_hides_older_keys = None  # XLA runs these calls
 
     def check(self, shape, *args, **kwargs):
         # Latents keep their width: it selects the form for wide heads.
@@ -165,6 +170,10 @@ class TestGpu(Attention):
         out = self.run(*on_device((q, kv)), **on_device(places))
         want = reference.paged_attention(q, kv.astype(np.float32), **places, scale=0.3)
         assert_close(out, want, tolerance=1e-4 if dtype == np.float32 else 2e-2)
+
+    def test_says_that_it_has_no_windows(self):
+        with pytest.raises(UnsupportedError, match="queries see only the last 3 keys"):
+            self.check(PLAIN, 1, [[2]], [3], [0], window=3)
 
     def test_one_long_row_fills_the_gpu(self):
         assert pallas_gpu._splits(1, 262_144) == 256

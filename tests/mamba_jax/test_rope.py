@@ -65,6 +65,7 @@ ROTARY = {
     "qwen3_5_moe": {},
     "lfm2": {},
     "lfm2_moe": {},
+    "lfm3": {},
     "olmo_hybrid": {},
     "bailing_hybrid": {},
     "minimax": {},

@@ -82,6 +82,8 @@ MORE = {
     # Norms of all heads' queries and keys, whose squares the devices add up.
     "olmo-hybrid": Case("olmo-hybrid", {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "vocab_size": 332}),
     "lfm2": Case("lfm2", {"vocab_size": 332}),
+    # Gates of heads, in attention to a window and to everything.
+    "lfm3": Case("lfm3", {"vocab_size": 332}),
     "qwen35": Case(
         "qwen35",
         {"num_hidden_layers": 2, "layer_types": _MIXED, "linear_num_key_heads": 2, "linear_num_value_heads": 8}

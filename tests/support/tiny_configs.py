@@ -1,5 +1,7 @@
 """Configs of models small enough to compile in seconds."""
 
+from dataclasses import replace
+
 from mamba_jax.config import (
     AttentionConfig,
     HybridConfig,
@@ -154,6 +156,25 @@ FOR_ENGINES = {
         recurrences=(ShortConvConfig(channels=ENGINE_HIDDEN, conv_width=3),),
         attention=_ENGINE_ATTENTION,
         mlp=_ENGINE_MLP,
+    ),
+    # Short convolutions, attention to a window and to everything, and norms of outputs, as in LFM3.
+    "windowed": HybridConfig(
+        family="test",
+        vocab_size=ENGINE_VOCAB,
+        hidden_size=ENGINE_HIDDEN,
+        pattern="CW-*",
+        norm_eps=1e-5,
+        recurrences=(ShortConvConfig(channels=ENGINE_HIDDEN, conv_width=5),),
+        attention=replace(_ENGINE_ATTENTION, head_gate=True),
+        windowed_attention=replace(
+            _ENGINE_ATTENTION,
+            head_gate=True,
+            window=11,
+            rope=RopeConfig(theta=100.0, size=8),
+            qk_norm=QKNormConfig(1e-5),
+        ),
+        mlp=_ENGINE_MLP,
+        norm_both=True,
     ),
     # Kimi Delta Attention, and attention over latents.
     "kimi": HybridConfig(

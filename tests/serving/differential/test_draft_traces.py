@@ -47,10 +47,11 @@ def test_traces_with_drafts(shard: int, request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.full
 @pytest.mark.fuzz
-def test_traces_of_the_selective_scan() -> None:
+@pytest.mark.parametrize("model", ["selective", "windowed"])
+def test_traces_of_other_mixers(model: str) -> None:
     met: Counter[str] = Counter()
     for seed in range(54_000_000, 54_000_025):
-        met += run_trace(seed, drafts=True, model="selective")
+        met += run_trace(seed, drafts=True, model=model)
     missing = [name for name in ("align", "all", "failures", "full_hits", "accepted ngram") if not met[name]]
     assert not missing, f"never met: {missing}"
     assert met["accepted wrong"] == 0
