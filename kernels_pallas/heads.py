@@ -45,3 +45,11 @@ def head_blocks(heads: int, groups: int, *, most: int, multiple: int = 1, group_
             fitting.append(HeadBlocks(heads // size, size, touched, repeats))
     small = [blocks for blocks in fitting if blocks.heads <= most]
     return small[-1] if small else fitting[0]
+
+
+def power_of_two_in(n: int, most: int) -> int:
+    """Returns the largest power of two that divides n and is at most `most`."""
+    power = 1
+    while power * 2 <= most and n % (power * 2) == 0:
+        power *= 2
+    return power

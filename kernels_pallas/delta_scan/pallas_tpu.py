@@ -2,10 +2,11 @@
 
 Grid, slots and blocks of heads are those of `kernels_pallas.ssd_scan.pallas_tpu`.
 
-The kernel processes a tile in blocks of `BLOCK` tokens by matrix products (see `kernels_pallas.delta_scan.xla`).
-Products of inputs and states take operands in v's dtype and sum in float32; the triangular system is float32
-throughout, because its solution is fed back. `kernels_pallas.delta_scan.by_channel` describes the form for decays by
-channel.
+The kernel processes a tile in blocks of tokens by matrix products (see `kernels_pallas.delta_scan.xla`). Products of
+inputs and states take operands in v's dtype and sum in float32. The triangular system is float32, because its solution
+is fed back: the vector units invert small systems on its diagonal, and each product with these and with the rest is
+three products of bfloat16 numbers, which together lose the last digits only (with float32 inputs, none).
+`kernels_pallas.delta_scan.by_channel` describes the form for decays by channel.
 """
 
 import functools
@@ -16,12 +17,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.delta_scan.inverse import unit_lower_inverse
-from kernels_pallas.heads import HeadBlocks
-from kernels_pallas.tpu_blocks import blocks_in_lanes, dot
+from kernels_pallas.heads import HeadBlocks, power_of_two_in
+from kernels_pallas.tpu_blocks import bfloat16_parts, blocks_in_lanes, dot
 
 F32 = jnp.float32
-BLOCK = 64  # tokens of a triangular system, if it divides the tile: the work grows with its square
+BLOCKS = (128, 64)  # tokens of a block: the first of these that divides the tile
+BLOCKS_BY_CHANNEL = (64,)  # the work of decays by channel grows with the square
+SYSTEM = 16  # tokens of a triangular system that is inverted: fewer make products of too few rows
+HEADS_TOGETHER = 16
+VMEM_BYTES = 32 << 20  # of the v5e's 128 MiB: what is computed of several heads does not fit registers
 BLOCK_BYTES = 1 << 20  # bytes of state in a grid step
 
 
@@ -54,7 +58,11 @@ def delta_scan(q, k, v, log_decay, beta, store, *, tile_first, read_slot, write_
     log_decay = jnp.where(real.reshape(*real.shape, *[1] * (log_decay.ndim - 2)), log_decay, 0).astype(F32)
     y, store = pl.pallas_call(
         functools.partial(
-            _kernel, scan_block=_scan_block_by_channel if by_channel else _scan_block, blocks=blocks, head_dim=head_dim
+            _kernel,
+            scan_block=_scan_block_by_channel if by_channel else _scan_block,
+            tokens=_block_size(size, by_channel),
+            blocks=blocks,
+            head_dim=head_dim,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=6,
@@ -79,7 +87,9 @@ def delta_scan(q, k, v, log_decay, beta, store, *, tile_first, read_slot, write_
         ],
         input_output_aliases={11: 1},
         # Blocks of heads access disjoint parts of every slot (the null slot included).
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+        ),
         cost_estimate=_cost(v, k, log_decay, store, blocks),
         interpret=interpret,
         name="delta_scan",
@@ -97,7 +107,8 @@ def delta_scan(q, k, v, log_decay, beta, store, *, tile_first, read_slot, write_
 
 def _kernel(
     tile_first, read_slot, write_slot, live, _fetched, _flushed,
-    q, k, v, log_decay, beta, state_in, y, state_out, carry, *, scan_block, blocks: HeadBlocks, head_dim: int,
+    q, k, v, log_decay, beta, state_in, y, state_out, carry, *, scan_block, tokens: int,
+    blocks: HeadBlocks, head_dim: int,
 ):  # fmt: skip
     tile, size = pl.program_id(1), v.shape[1]
 
@@ -108,7 +119,6 @@ def _kernel(
 
     @pl.when(live[tile] > 0)
     def _():
-        tokens = BLOCK if size % BLOCK == 0 else size
         for first in range(0, size, tokens):
             scan_block(q, k, v, log_decay, beta, y, carry, slice(first, first + tokens), blocks, head_dim)
         # Rounded to the store's dtype, so that dividing a row's tiles over several calls does not change results.
@@ -124,8 +134,17 @@ def _kernel(
         state_out[0] = carry[...].astype(state_out.dtype)
 
 
+def _block_size(size: int, by_channel: bool) -> int:
+    """Returns the tokens of a block of a tile."""
+    return next((n for n in (BLOCKS_BY_CHANNEL if by_channel else BLOCKS) if size % n == 0), size)
+
+
 def _scan_block(q, k, v, log_decay, beta, y, carry, tokens: slice, blocks: HeadBlocks, head_dim: int):
-    """Scans some tokens of a tile: writes y [1, size, heads * head_dim], updates `carry` [heads, head_dim, state]."""
+    """Scans some tokens of a tile: writes y [1, size, heads * head_dim], updates `carry` [heads, head_dim, state].
+
+    Stage by stage for a few heads, because the compiler keeps products in the order of the code: the products of one
+    head then do not wait for each other.
+    """
     size, state = tokens.stop - tokens.start, carry.shape[2]
     product, exact = functools.partial(dot, dtype=v.dtype), functools.partial(dot, dtype=F32)
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
@@ -133,24 +152,112 @@ def _scan_block(q, k, v, log_decay, beta, y, carry, tokens: slice, blocks: HeadB
     # running sums.
     decay_rows = exact(log_decay[0, :, tokens], (row <= column).astype(F32), (1, 0))
     last = decay_rows[:, size - 1 :]
-    decay, share, to_end = (one.T for one in (decay_rows, beta[0, :, tokens], jnp.exp(last - decay_rows)))
+    decay, share, to_end = decay_rows.T, beta[0, :, tokens].T, jnp.exp(last - decay_rows)
     above_diagonal = jnp.where(row >= column, 0.0, -jnp.inf)
-    for group in range(blocks.groups):
-        lanes = slice(group * state, (group + 1) * state)
-        qt, kt = (one[0, tokens, lanes] for one in (q, k))
-        keys, scores = product(kt, kt, (1, 1)), product(qt, kt, (1, 1))
-        for head in range(blocks.heads)[blocks.heads_of(group)]:
-            lanes, here = slice(head * head_dim, (head + 1) * head_dim), slice(head, head + 1)
+    repeats = blocks.heads // blocks.groups
+
+    def of_group(head):
+        return slice(head // repeats * state, (head // repeats + 1) * state)
+
+    for first in range(0, blocks.heads, HEADS_TOGETHER):
+        together = range(first, min(first + HEADS_TOGETHER, blocks.heads))
+        below, scores = [], []
+        for head in together:
+            here = slice(head, head + 1)
+            if head == first or head % repeats == 0:
+                qt, kt = (one[0, tokens, of_group(head)] for one in (q, k))
+                of_keys, of_queries = product(kt, kt, (1, 1)), product(qt, kt, (1, 1))
             # Masked before exp: above the diagonal it could overflow.
-            within = jnp.exp(decay[:, here] - decay_rows[here] + above_diagonal)
-            below = jnp.where(row > column, keys * within * share[:, here], 0)
-            inverse = unit_lower_inverse(below, lambda a, b: exact(a, b, (1, 0)))
-            old, from_start = carry[head], jnp.exp(decay[:, here])
-            error = v[0, tokens, lanes].astype(F32) - from_start * product(kt, old, (1, 1))
-            u = exact(inverse, share[:, here] * error, (1, 0))
-            out = from_start * product(qt, old, (1, 1)) + product(scores * within, u, (1, 0))
+            between = jnp.exp(decay[:, here] - decay_rows[here] + above_diagonal)
+            below.append(jnp.where(row > column, of_keys * between * share[:, here], 0))
+            scores.append((of_queries * between).astype(v.dtype))
+        inverses = _inverses_of_diagonal_blocks(below)
+        from_state = []
+        for head in together:
+            asked = jnp.concatenate([one[0, tokens, of_group(head)] for one in (k, q)])
+            from_state.append(product(asked, carry[head], (1, 1)))
+        errors = []
+        for head, found in zip(together, from_state, strict=True):
+            here, lanes = slice(head, head + 1), slice(head * head_dim, (head + 1) * head_dim)
+            error = v[0, tokens, lanes].astype(F32) - jnp.exp(decay[:, here]) * found[:size]
+            errors.append(share[:, here] * error)
+        u = _solve(below, inverses, errors, v.dtype)
+        for i, head in enumerate(together):
+            here, lanes = slice(head, head + 1), slice(head * head_dim, (head + 1) * head_dim)
+            out = jnp.exp(decay[:, here]) * from_state[i][size:] + product(scores[i], u[i], (1, 0))
             y[0, tokens, lanes] = out.astype(y.dtype)
-            carry[head] = old * jnp.exp(last[here]) + product((u * to_end[:, here]).T, kt, (1, 0))
+            added = product(u[i].T * to_end[here], k[0, tokens, of_group(head)], (1, 0))
+            carry[head] = carry[head] * jnp.exp(last[here]) + added
+
+
+def _solve(below, inverses, errors, dtype):
+    """Solves (I + below) u = error for strictly lower triangular matrices, of each head one after the other.
+
+    `inverses` are those of small systems on the diagonal. What their solutions add to later rows is taken off these by
+    halves: of all rows, of each half, and so on.
+    """
+    size = errors[0].shape[0]
+    few = inverses[0].shape[0]
+    left = [[error[start : start + few] for start in range(0, size, few)] for error in errors]
+    u: list[list[jax.Array]] = [[] for _ in errors]
+    for first, middle, end in _substitutions(0, size // few):
+        rows, columns = slice(middle * few, end * few), slice(first * few, middle * few)
+        for i in range(len(errors)):
+            if middle == first:
+                u[i].append(_accurate_dot(inverses[i][:, rows], left[i][first], dtype))
+                continue
+            known = _accurate_dot(below[i][rows, columns], jnp.concatenate(u[i][first:]), dtype)
+            for block in range(middle, end):
+                offset = (block - middle) * few
+                left[i][block] -= known[offset : offset + few]
+    return [jnp.concatenate(one) for one in u]
+
+
+def _substitutions(first: int, end: int) -> list[tuple[int, int, int]]:
+    """Returns the steps that solve the systems first..end, as (first, middle, end).
+
+    Where middle is first, one system is solved; else the solutions of systems first..middle are taken off middle..end.
+    """
+    if end - first == 1:
+        return [(first, first, end)]
+    middle = (first + end + 1) // 2
+    return [*_substitutions(first, middle), (first, middle, end), *_substitutions(middle, end)]
+
+
+def _inverses_of_diagonal_blocks(matrices):
+    """Inverts I + each block of a few rows and columns on the diagonals of strictly lower triangular matrices.
+
+    By elimination on the vector units, of all blocks at once. The blocks of a matrix lie next to each other in lanes,
+    [few, size], in the result as well.
+    """
+    size = matrices[0].shape[0]
+    few = power_of_two_in(size, SYSTEM)
+    row, lane = (lax.broadcasted_iota(jnp.int32, (few, size), axis) for axis in (0, 1))
+    block = lax.div(lane, few)
+    below = []
+    for matrix in matrices:
+        side_by_side = matrix[:few]
+        for start in range(few, size, few):
+            side_by_side = jnp.where(block == start // few, matrix[start : start + few], side_by_side)
+        below.append(side_by_side)
+    inverses = [jnp.where(row == lane - block * few, 1.0, 0.0)] * len(matrices)
+    for j in range(few - 1):
+        done = j // 8 * 8  # whole registers of rows that do not change any more
+        column = (block * few + j)[done:]
+        for i, inverse in enumerate(inverses):
+            of_column = jnp.take_along_axis(below[i][done:], column, axis=1, mode="promise_in_bounds")
+            rest = inverse[done:] - of_column * inverse[j : j + 1]
+            inverses[i] = jnp.concatenate([inverse[:done], rest]) if done else rest
+    return inverses
+
+
+def _accurate_dot(left, right, dtype):
+    """Multiplies float32 operands: in full precision for `dtype` float32, else of all but the last digits."""
+    if dtype == F32:
+        return dot(left, right, (1, 0), F32)
+    (left_high, left_low), (right_high, right_low) = (bfloat16_parts(one, F32, 2) for one in (left, right))
+    product = functools.partial(dot, contract=(1, 0), dtype=jnp.bfloat16)
+    return product(left_high, right_high) + (product(left_low, right_high) + product(left_high, right_low))
 
 
 def _scan_block_by_channel(q, k, v, log_decay, beta, y, carry, tokens: slice, blocks: HeadBlocks, head_dim: int):
@@ -167,10 +274,10 @@ def _scan_block_by_channel(q, k, v, log_decay, beta, y, carry, tokens: slice, bl
             log_decays = log_decay[0, tokens, head * state : (head + 1) * state]
             keys, scores, since, until = _decayed_products(qt, kt, log_decays, product, exact)
             scores += jnp.where(row == column, jnp.sum(qt * kt, axis=1, keepdims=True), 0)
-            inverse = unit_lower_inverse(keys * share, lambda a, b: exact(a, b, (1, 0)))
             old, from_start = carry[head], jnp.exp(since)
             error = v[0, tokens, lanes].astype(F32) - product(from_start * kt, old, (1, 1))
-            u = exact(inverse, share * error, (1, 0))
+            below = [keys * share]
+            (u,) = _solve(below, _inverses_of_diagonal_blocks(below), [share * error], v.dtype)
             out = product(from_start * qt, old, (1, 1)) + product(scores, u, (1, 0))
             y[0, tokens, lanes] = out.astype(y.dtype)
             carry[head] = old * from_start[size - 1 :] + product(u.T, jnp.exp(until) * kt, (1, 0))
@@ -202,13 +309,14 @@ def _decayed_products(q, k, log_decay, product, exact):
 def _cost(v, k, log_decay, store, blocks: HeadBlocks) -> pl.CostEstimate:
     tiles, size, heads, head_dim = v.shape
     state = k.shape[3]
-    block = BLOCK if size % BLOCK == 0 else size
-    tokens, head_state, levels = tiles * size, head_dim * state, (block - 1).bit_length() - 1
-    flops = 2 * tokens * heads * (block * (2 * head_dim + 2 * levels * block) + 3 * head_state)
+    tokens, head_state, by_channel = tiles * size, head_dim * state, log_decay.ndim == 4
+    block = _block_size(size, by_channel)
+    flops = 2 * tokens * heads * (block * (3 * head_dim + state) + 3 * head_state)
     transcendentals, decays = tokens * heads * block, log_decay.size // tokens
-    if decays > heads:
-        flops += 2 * tokens * heads * (levels + 1) * block * 3 * state
-        transcendentals = tokens * decays * (levels + 3)
+    if by_channel:
+        levels = (block - 1).bit_length()
+        flops += 2 * tokens * heads * levels * block * 3 * state
+        transcendentals = tokens * decays * (levels + 2)
     per_token = 2 * heads * head_dim * v.dtype.itemsize + 4 * heads + 4 * decays
     per_token += 2 * blocks.count * blocks.groups * state * k.dtype.itemsize
     return pl.CostEstimate(

@@ -37,3 +37,8 @@ def test_gated_scan(slice_name):
 @pytest.mark.parametrize("slice_name", ["v5e", *FASTER[:1]])
 def test_delta_replay(slice_name):
     assert count_bundles("delta_replay", slice_name, rows=64, steps=4) <= 3100
+
+
+@pytest.mark.parametrize("slice_name", ["v5e", *FASTER[:1]])
+def test_delta_scan(slice_name):
+    assert count_bundles("delta_scan", slice_name, rows=16) <= 10_000
