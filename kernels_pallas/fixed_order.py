@@ -1,7 +1,11 @@
 """Float32 arithmetic whose order and rounding schedule-invariant programs fix; see `kernels_pallas.invariant`."""
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from kernels_pallas import dispatch, invariant
@@ -16,10 +20,49 @@ def log_sum_exp(x: Float[Array, "*batch n"]) -> Float[Array, "*batch 1"]:
     """log(sum(exp(x))) over the last axis, which is kept."""
     if not _fixed():
         return jax.nn.logsumexp(x, axis=-1, keepdims=True)
-    highest = x.max(-1, keepdims=True)
+    highest = invariant.row_max(x)
     # If all values are -inf, or one is inf: avoids inf - inf.
     base = jnp.where(jnp.isfinite(highest), highest, 0)
     return base + jnp.log(invariant.row_sum(jnp.exp(x - base)))
+
+
+def softmax(x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
+    """exp(x) over its sum over the last axis."""
+    if not _fixed():
+        return jax.nn.softmax(x, axis=-1)
+    shares = jnp.exp(x - invariant.row_max(x))
+    return invariant.quotient(shares, invariant.row_sum(shares))
+
+
+def quotient(x: Float[Array, "*batch n"], total: Float[Array, "*batch 1"]) -> Float[Array, "*batch n"]:
+    """x / total."""
+    return invariant.quotient(x, total) if _fixed() else x / total
+
+
+def weighted_sum(weights: Float[Array, "T n"], values: Float[Array, "T n size"]) -> Float[Array, "T size"]:
+    """The sum of a few values times their weights, in the order of the values."""
+    if not _fixed():
+        return jnp.einsum("tn,tni->ti", weights, values)
+    return functools.reduce(operator.add, (rounded(weights[:, n, None] * values[:, n]) for n in range(values.shape[1])))
+
+
+def product_by_head(x: Float[Array, "T heads inputs"], weight: Float[Array, "heads outputs inputs"]) -> Array:
+    """A product for each head [T, heads, outputs], summed in float32 and rounded once to x's dtype."""
+    if _fixed():
+        heads = [invariant.product(x[:, h], weight[h]) for h in range(x.shape[1])]
+        return jnp.stack(heads, axis=1).astype(x.dtype)
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return jnp.einsum("thi,hoi->tho", x, weight, precision=precision, preferred_element_type=jnp.float32).astype(
+        x.dtype
+    )
+
+
+def router_product(x: Float[Array, "T inputs"], weight: Float[Array, "outputs inputs"]) -> Float[Array, "T outputs"]:
+    """x W^T in float32, at the highest precision."""
+    x = x.astype(jnp.float32)
+    if _fixed():
+        return invariant.product(x, weight)
+    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
 
 
 def rounded(product: Array) -> Array:

@@ -2,15 +2,15 @@
 
 A token's result has the same bits whatever the number of rows, tiles or steps in the call, its place among them, and
 where its sequence was cut. Sums run in C++, in an order that is fixed for each row (`native/product.h`); XLA computes
-only elementwise functions and maxima. Recurrences run token by token in prefill as in decode. Weights and activations
-are float32 or bfloat16, sums float32. Programs must be compiled with `COMPILER_OPTIONS`.
+only elementwise functions and maxima of integers. Recurrences run token by token in prefill as in decode. Weights and
+activations are float32 or bfloat16, sums and states float32. Programs must be compiled with `COMPILER_OPTIONS`.
 
 An engine with `schedule_invariant` names these implementations for all operations.
 """
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,8 @@ _KEYS = 128
 """Keys per piece of attention. Pieces begin at multiples of it, or of a longer page."""
 _LEAST_OUTPUTS = 4
 """With fewer, the C++ product copies the weight."""
+WHY_MISSING = native.why_incomplete()
+"""Why this installation cannot run them; None if it can."""
 
 
 def implementation(run: Callable[..., Any]) -> dispatch.Implementation:
@@ -42,7 +44,7 @@ def unsupported(*args: Any, **kwargs: Any) -> str | None:
     arrays = [leaf for leaf in jax.tree.leaves(args) if hasattr(leaf, "dtype")]
     known = (F32, jnp.bfloat16)
     other = [leaf.dtype for leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype not in known]
-    return f"arrays are {other[0]}, not float32 or bfloat16" if other else native.WHY_MISSING
+    return f"arrays are {other[0]}, not float32 or bfloat16" if other else WHY_MISSING
 
 
 def product(rows, weight):
@@ -78,34 +80,122 @@ def rounded(x):
     return lax.bitcast_convert_type(bits, F32)
 
 
+def row_max(x):
+    """The maximum over the last axis, which is kept; computed by the order of the bits.
+
+    XLA:CPU gives a maximum of many floats to a library, with the functions around it, which that rounds in its own way.
+    """
+    bits = lax.bitcast_convert_type(x.astype(F32), jnp.int32)
+    highest = _ordered(bits).max(-1, keepdims=True)
+    return lax.bitcast_convert_type(_ordered(highest), F32)
+
+
+def _ordered(bits):
+    """Converts bits of float32 to integers of the same order, and back."""
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def quotient(x, total):
+    """x / total [..., 1]. Of a single row the compiler would make a product with 1 / total."""
+    return x / lax.optimization_barrier(jnp.broadcast_to(total, x.shape))
+
+
 def row_sum(x):
     """The sum over the last axis, which is kept."""
-    # Barriers here and below: elementwise functions on both sides of one are compiled apart, the same in all programs.
+    # Barriers here and below keep functions on both sides apart while the compiler rewrites them.
     rows = lax.optimization_barrier(x.reshape(-1, x.shape[-1]))
     return product(rows, jnp.ones((_LEAST_OUTPUTS, x.shape[-1]), F32))[:, :1].reshape(*x.shape[:-1], 1)
 
 
-def ssd_scan(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot):
-    """See `ssd_scan.api.ssd_scan`. Each tile runs through the state update of decode."""
+def ssd_scan(x, dt, a, b, c, d, store, **places):
+    """See `ssd_scan.api.ssd_scan`."""
+    return _scan_tiles(_ssd(a, d), (x, dt, b, c), (dt != 0).any(axis=2), x, store, **places)
+
+
+def ssd_scan_sequence(x, dt, a, b, c, d, *, initial_state=None, chunk_size=128):
+    """See `ssd_scan.api.ssd_scan_sequence`; `chunk_size` has no effect."""
+    return _scan_sequences(_ssd(a, d), (x, dt, b, c), x, initial_state, (*x.shape[2:], b.shape[-1]))
+
+
+def delta_scan(q, k, v, log_decay, beta, store, **places):
+    """See `delta_scan.api.delta_scan`."""
+    real = (beta != 0).any(axis=2)
+    return _scan_tiles(delta_update, (q, k, v, log_decay, beta), real, v, store, **places)
+
+
+def delta_scan_sequence(q, k, v, log_decay, beta, *, initial_state=None, chunk_size=64):
+    """See `delta_scan.api.delta_scan_sequence`; `chunk_size` has no effect."""
+    inputs = q, k, v, log_decay, beta
+    return _scan_sequences(delta_update, inputs, v, initial_state, (*v.shape[2:], k.shape[-1]))
+
+
+def delta_update(q, k, v, log_decay, beta, store, *, read_slot, write_slot):
+    """See `delta_update.api.delta_update`."""
+    from kernels_pallas.delta_update import native as update
+
+    return update.delta_update(q, k, v, log_decay, beta, store, read_slot=read_slot, write_slot=write_slot)
+
+
+def selective_scan(x, dt, a, b, c, d, store, **places):
+    """See `selective_scan.api.selective_scan`."""
+    return _scan_tiles(_selective(a, d), (x, dt, b, c), (dt != 0).any(axis=2), x, store, **places)
+
+
+def selective_scan_sequence(x, dt, a, b, c, d, *, initial_state=None):
+    """See `selective_scan.api.selective_scan_sequence`."""
+    return _scan_sequences(_selective(a, d), (x, dt, b, c), x, initial_state, a.shape)
+
+
+def selective_update(x, dt, a, b, c, d, store, *, read_slot, write_slot):
+    """See `selective_scan.api.selective_update`."""
+    return _selective(a, d)(x, dt, b, c, store, read_slot=read_slot, write_slot=write_slot)
+
+
+def _ssd(a, d):
     from kernels_pallas.state_update import native as update
 
-    tiles, size = dt.shape[:2]
-    last = (dt != 0).any(axis=2).sum(axis=1) - 1
+    return lambda x, dt, b, c, store, **slots: update.state_update(x, dt, a, b, c, d, store, **slots)
+
+
+def _selective(a, d):
+    from kernels_pallas.selective_scan import native as update
+
+    return lambda x, dt, b, c, store, **slots: update.selective_update(x, dt, a, b, c, d, store, **slots)
+
+
+def _scan_tiles(
+    update: Callable[..., Any], inputs: Sequence[Any], real, y, store, *, tile_first, read_slot, write_slot
+):
+    """Runs each tile of `inputs` through `update`, the operation of decode: its arguments are the inputs and a store.
+
+    real [tiles, tile_size] is False for padding, which ends a tile; only the shape and dtype of y are used.
+    """
+    tiles, size = real.shape
+    last = real.sum(axis=1) - 1
 
     def body(i, carry):
         store, pair, y = carry
         start = jnp.where(read_slot[i] > 0, load(store, read_slot[i]), 0)
         pair = jnp.stack([jnp.zeros_like(start), jnp.where(tile_first[i], start, pair[1])])
         write = jnp.where(jnp.arange(size) == last[i], 1, 0)[None]
-        one = functools.partial(lax.dynamic_index_in_dim, index=i, keepdims=True)
-        out, pair = update.state_update(
-            one(x), one(dt), a, one(b), one(c), d, pair, read_slot=jnp.ones(1, jnp.int32), write_slot=write
-        )
+        tile = (lax.dynamic_index_in_dim(one, i, keepdims=True) for one in inputs)
+        out, pair = update(*tile, pair, read_slot=jnp.ones(1, jnp.int32), write_slot=write)
         return write_slot_if(store, pair[1], write_slot[i]), pair, put(y, out[0], i)
 
     pair = jnp.zeros((2, *store.shape[1:]), store.dtype)
-    store, _, y = lax.fori_loop(0, tiles, body, (store, pair, jnp.zeros(x.shape, x.dtype)))
+    store, _, y = lax.fori_loop(0, tiles, body, (store, pair, jnp.zeros(y.shape, y.dtype)))
     return y, store
+
+
+def _scan_sequences(update: Callable[..., Any], inputs: Sequence[Any], y, initial_state, shape: tuple[int, ...]):
+    """The same for whole sequences [batch, length, ...], from states [batch, *shape]; zeros if None."""
+    batch, length = y.shape[:2]
+    start = jnp.zeros((batch, *shape), F32) if initial_state is None else initial_state.astype(F32)
+    rows = jnp.arange(1, batch + 1)
+    write = jnp.where(jnp.arange(length) == length - 1, rows[:, None], 0)
+    store = jnp.concatenate([jnp.zeros((1, *shape), F32), start])
+    out, store = update(*inputs, store, read_slot=rows, write_slot=write)
+    return out.astype(y.dtype), store[1:]
 
 
 def _taps(seen, weight, bias, activation):
@@ -147,6 +237,14 @@ def causal_conv1d_update(x, weight, bias, store, *, read_slot, write_slot, activ
     return _taps(seen, weight, bias, activation).astype(x.dtype).reshape(x.shape), store
 
 
+def causal_conv1d_sequence(x, weight, bias, *, activation):
+    """See `causal_conv1d.api.causal_conv1d_sequence`."""
+    batch, length, channels = x.shape
+    inputs = jnp.pad(x, ((0, 0), (weight.shape[1] - 1, 0), (0, 0)))
+    seen = [inputs[:, i : i + length].reshape(batch * length, channels) for i in range(weight.shape[1])]
+    return _taps(seen, weight, bias, activation).astype(x.dtype).reshape(x.shape)
+
+
 def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key=0, window=None):
     """See `paged_attention.api.paged_attention`: the online softmax of `paged_attention.xla`, with C++ products."""
     blocks, q_len, q_heads, head_dim = q.shape
@@ -177,17 +275,39 @@ def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key
 
         start = jnp.full(q.shape[:-1], -jnp.inf, F32), jnp.zeros(q.shape[:-1], F32), jnp.zeros(q.shape, F32)
         _, total, sums = lax.fori_loop(0, (place.max(initial=-1) + keys) // keys, piece, start)
-        return put(out, sums / jnp.where(total > 0, total, 1)[..., None], b)
+        return put(out, quotient(sums, jnp.where(total > 0, total, 1)[..., None]), b)
 
     out = lax.fori_loop(0, blocks, block, jnp.zeros(queries.shape, F32))
     out = out.reshape(blocks, kv_heads, -1, q_len, head_dim).transpose(0, 3, 1, 2, 4)
     return out.reshape(q.shape).astype(q.dtype)
 
 
+def attention_sequence(q, k, v, *, scale, window=None):
+    """See `paged_attention.api.attention_sequence`: the sequences become pages of a cache."""
+    batch, length, _, head_dim = q.shape
+    pages = -(-length // _KEYS)
+
+    def cut(x):  # [batch, length, ...] -> [batch * pages, keys, ...]
+        x = jnp.pad(x, ((0, 0), (0, pages * _KEYS - length), *[(0, 0)] * (x.ndim - 2)))
+        return x.reshape(batch * pages, _KEYS, *x.shape[2:])
+
+    entries = cut(jnp.stack([k, v], axis=3).reshape(batch, length, -1, head_dim))
+    out = paged_attention(
+        cut(q),
+        jnp.pad(entries, ((1, 0), *[(0, 0)] * 3)),
+        positions=jnp.tile(jnp.arange(pages * _KEYS).reshape(pages, _KEYS), (batch, 1)),
+        page_table=jnp.arange(1, batch * pages + 1).reshape(batch, pages),
+        block_row=jnp.repeat(jnp.arange(batch), pages),
+        scale=scale,
+        window=window,
+    )
+    return out.reshape(batch, pages * _KEYS, *q.shape[2:])[:, :length]
+
+
 def _piece(highest, total, out, q, k, v, seen, scale):
     """An online softmax carried on over a piece of one head's keys: q [queries, head_dim], k and v [keys, head_dim]."""
     scores = jnp.where(seen, scale * product(q, k), -jnp.inf)
-    higher = jnp.maximum(highest, scores.max(-1))
+    higher = jnp.maximum(highest, row_max(scores)[..., 0])
     base = jnp.where(higher == -jnp.inf, 0, higher)
     weights, shrink = jnp.exp(scores - base[..., None]), jnp.exp(highest - base)
     weights, shrink = lax.optimization_barrier((weights, shrink))

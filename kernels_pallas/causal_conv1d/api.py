@@ -23,7 +23,10 @@ UPDATE = (
     dispatch.Implementation("xla", xla.causal_conv1d_update),
     dispatch.Implementation("xla_by_inputs", xla.update_by_inputs),
 )
-SEQUENCE = (dispatch.Implementation("xla", xla.causal_conv1d_sequence),)
+SEQUENCE = (
+    invariant.implementation(invariant.causal_conv1d_sequence),
+    dispatch.Implementation("xla", xla.causal_conv1d_sequence),
+)
 
 
 @shapes_checked

@@ -16,16 +16,20 @@ log_decay hold (NaN included) it leaves the state bitwise as it was, and its y i
 
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas import dispatch
+from kernels_pallas import dispatch, invariant
 from kernels_pallas.delta_scan import pallas_gpu, pallas_tpu, xla
 from kernels_pallas.shape_check import check_groups, shapes_checked
 
 SCAN = (
     *dispatch.kernels("tpu", pallas_tpu, "delta_scan"),
     *dispatch.kernels("gpu", pallas_gpu, "delta_scan"),
+    invariant.implementation(invariant.delta_scan),
     dispatch.Implementation("xla", xla.delta_scan),
 )
-SEQUENCE = (dispatch.Implementation("xla", xla.delta_scan_sequence),)
+SEQUENCE = (
+    invariant.implementation(invariant.delta_scan_sequence),
+    dispatch.Implementation("xla", xla.delta_scan_sequence),
+)
 
 
 @shapes_checked

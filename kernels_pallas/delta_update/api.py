@@ -2,13 +2,14 @@
 
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import dispatch
+from kernels_pallas import dispatch, invariant
 from kernels_pallas.delta_update import pallas_gpu, pallas_tpu, xla
 from kernels_pallas.shape_check import check_groups, shapes_checked
 
 UPDATE = (
     *dispatch.kernels("tpu", pallas_tpu, "delta_update"),
     *dispatch.kernels("gpu", pallas_gpu, "delta_update"),
+    invariant.implementation(invariant.delta_update),
     dispatch.Implementation("xla", xla.delta_update),
     dispatch.Implementation("xla_row_blocks", xla.row_blocks),
     dispatch.Implementation("xla_all_rows", xla.all_rows),

@@ -4,7 +4,7 @@ from functools import partial
 
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import dispatch
+from kernels_pallas import dispatch, invariant
 from kernels_pallas.grouped_matmul import (
     native,
     pallas_gpu,
@@ -22,6 +22,8 @@ MATMUL = (
     *dispatch.kernels("tpu", pallas_tpu, "grouped_matmul"),
     dispatch.Implementation("pallas_gpu", pallas_gpu.grouped_matmul, pallas_gpu.unsupported, "gpu"),
     dispatch.Implementation("native", native.grouped_matmul, native.unsupported, "cpu"),
+    # Adds each row in one order, for any number of rows.
+    invariant.implementation(native.grouped_matmul),
     dispatch.Implementation("xla", xla.grouped_matmul),
 )
 QUANTISED = (

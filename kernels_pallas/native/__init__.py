@@ -16,7 +16,16 @@ FEW_ROWS = 8
 """With more rows, XLA's bfloat16 products are faster on processors with bfloat16 instructions."""
 
 _MODULE = "kernels_pallas.native._handlers"
-_OPERATIONS = ("grouped_matmul", "linear", "read_slots", "state_replay", "state_update", "write_slots")
+_OPERATIONS = (
+    "delta_update",
+    "grouped_matmul",
+    "linear",
+    "read_slots",
+    "selective_update",
+    "state_replay",
+    "state_update",
+    "write_slots",
+)
 
 
 def _register() -> tuple[str | None, frozenset[str]]:
@@ -53,6 +62,11 @@ def why_not(dtype: str) -> str | None:
 def why_missing(operation: str) -> str | None:
     """Returns why this operation has no native form; None if it has one."""
     return WHY_MISSING or (None if operation in _REGISTERED else "not in the library, which is older: install again")
+
+
+def why_incomplete() -> str | None:
+    """Returns why an operation of this version has no native form; None if all have one."""
+    return next(filter(None, map(why_missing, _OPERATIONS)), None)
 
 
 def instructions() -> str | None:

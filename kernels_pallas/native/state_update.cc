@@ -1,9 +1,8 @@
 // The decode form of the Mamba2 recurrence as one pass over each state: see kernels_pallas/state_update.
 #include <cmath>
-#include <vector>
 
 #include "numbers.h"
-#include "parallel.h"
+#include "row_steps.h"
 
 namespace native {
 namespace {
@@ -49,36 +48,17 @@ template <typename Stored, typename Step>
 void update(ffi::ThreadPool& pool, const Sizes& n, const float* x, const float* dt, const float* a, const float* b,
             const float* c, const float* d, const int32_t* read_slot, const int32_t* write_slot, float* y,
             Stored* store, const Step& one_step) {
-  const int64_t size = n.head_dim * n.state;
-  parallel_for(pool, n.rows * n.heads, [&](int64_t begin, int64_t end) {
-    std::vector<Stored> nowhere(size);  // for states that go to slot 0
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t row = item / n.heads, head = item % n.heads, group = head / (n.heads / n.groups);
-      auto slot = [&](int32_t index) { return store + (index * n.heads + head) * size; };
-      const Stored* old = slot(read_slot[row]);
-      if (read_slot[row] <= 0) {
-        std::fill(nowhere.begin(), nowhere.end(), Stored{0});
-        old = nowhere.data();
-      }
-      for (int64_t t = 0; t < n.steps; ++t) {
-        const int64_t token = row * n.steps + t;
-        const float* dts = dt + token * n.heads;
-        float* out = y + (token * n.heads + head) * n.head_dim;
-        Stored* next = write_slot[token] > 0 ? slot(write_slot[token]) : nowhere.data();
-        if (std::all_of(dts, dts + n.heads, [](float v) { return v == 0; })) {  // padding, which may hold NaN
-          if (next != old && write_slot[token] > 0) {
-            std::copy_n(old, size, next);
-            old = next;
-          }
-          std::fill_n(out, n.head_dim, 0.0f);
-          continue;
-        }
-        one_step(old, next, x + (token * n.heads + head) * n.head_dim, dts[head], std::exp(dts[head] * a[head]),
-                 b + (token * n.groups + group) * n.state, c + (token * n.groups + group) * n.state, d[head], out, n);
-        old = next;
-      }
-    }
-  });
+  row_steps(
+      pool, n.rows, n.steps, n.heads, n.head_dim * n.state, read_slot, write_slot, store,
+      [&](int64_t token) {
+        return std::all_of(dt + token * n.heads, dt + (token + 1) * n.heads, [](float v) { return v == 0; });
+      },
+      [&](int64_t token, int64_t head) { std::fill_n(y + (token * n.heads + head) * n.head_dim, n.head_dim, 0.0f); },
+      [&](const Stored* old, Stored* next, int64_t token, int64_t head) {
+        const int64_t place = token * n.heads + head, group = token * n.groups + head / (n.heads / n.groups);
+        one_step(old, next, x + place * n.head_dim, dt[place], std::exp(dt[place] * a[head]), b + group * n.state,
+                 c + group * n.state, d[head], y + place * n.head_dim, n);
+      });
 }
 
 ffi::Error run(ffi::ThreadPool pool, Floats x, Floats dt, Floats a, Floats b, Floats c, Floats d, ffi::AnyBuffer store,

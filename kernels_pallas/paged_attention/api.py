@@ -23,7 +23,10 @@ PAGED = (
     dispatch.Implementation("xla", xla.paged_attention),
     dispatch.Implementation("xla_all_blocks", xla.all_blocks),
 )
-SEQUENCE = (dispatch.Implementation("xla", xla.attention_sequence),)
+SEQUENCE = (
+    invariant.implementation(invariant.attention_sequence),
+    dispatch.Implementation("xla", xla.attention_sequence),
+)
 
 
 @shapes_checked

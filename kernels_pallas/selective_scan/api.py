@@ -14,18 +14,23 @@ from typing import Unpack
 
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas import dispatch
+from kernels_pallas import dispatch, invariant
 from kernels_pallas.selective_scan import xla
 from kernels_pallas.shape_check import shapes_checked
 from kernels_pallas.state_replay import Tail
 from kernels_pallas.tails import Places, check_tail
 
 SCAN = (
+    invariant.implementation(invariant.selective_scan),
     dispatch.Implementation("xla", xla.selective_scan),
     dispatch.Implementation("xla_associative", xla.associative),
 )
-SEQUENCE = (dispatch.Implementation("xla", xla.selective_scan_sequence),)
+SEQUENCE = (
+    invariant.implementation(invariant.selective_scan_sequence),
+    dispatch.Implementation("xla", xla.selective_scan_sequence),
+)
 UPDATE = (
+    invariant.implementation(invariant.selective_update),
     dispatch.Implementation("xla", xla.selective_update),
     dispatch.Implementation("xla_all_rows", xla.all_rows),
 )

@@ -20,7 +20,10 @@ SCAN = (
     dispatch.Implementation("xla", xla.ssd_scan),
     dispatch.Implementation("xla_whole_tiles", xla.whole_tiles),
 )
-SEQUENCE = (dispatch.Implementation("xla", xla.ssd_scan_sequence),)
+SEQUENCE = (
+    invariant.implementation(invariant.ssd_scan_sequence),
+    dispatch.Implementation("xla", xla.ssd_scan_sequence),
+)
 
 
 @shapes_checked

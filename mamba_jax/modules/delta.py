@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.delta_replay import DeltaTail, delta_replay
 from kernels_pallas.delta_scan import delta_scan, delta_scan_sequence
 from kernels_pallas.delta_update import delta_update
+from kernels_pallas.fixed_order import rounded, row_sum
 from kernels_pallas.gated_norm import gated_rms_norm
 from mamba_jax.config.delta import DeltaConfig
 from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, ReplayLayout, SequenceLayout
@@ -150,7 +151,7 @@ class Delta(nnx.Module):
         if config.log_decay_bound is None:
             log_decay = -rate * jax.nn.softplus(a)
         else:
-            log_decay = config.log_decay_bound * jax.nn.sigmoid(rate * a)
+            log_decay = config.log_decay_bound * jax.nn.sigmoid(rounded(rate * a))
         q, k = (_unit(q) * config.state_size**-0.5).astype(q.dtype), _unit(k).astype(k.dtype)
         y, delta = layout.run(DELTA_RULE, (q, k, v, log_decay, beta), (), old["delta"])
         z = self.z_proj(x, layout.adapter).reshape(y.shape)
@@ -178,4 +179,4 @@ class Delta(nnx.Module):
 def _unit(v: Float[Array, "*batch state"]) -> Float[Array, "*batch state"]:
     """v in float32, scaled to length 1."""
     v = v.astype(jnp.float32)
-    return v * jax.lax.rsqrt(jnp.square(v).sum(-1, keepdims=True) + _NORM_EPS)
+    return v * jax.lax.rsqrt(row_sum(jnp.square(v)) + _NORM_EPS)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from kernels_pallas.fixed_order import product_by_head
 from mamba_jax.config.latent_attention import LatentAttentionConfig
 from mamba_jax.layout import Layout
 from mamba_jax.modules.basic import Linear, RMSNorm, Weight, normal
@@ -43,7 +41,7 @@ class LatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "T hidden"], Array | None]:
         config = self.config
         q = self.q_proj(x, layout.adapter).reshape(x.shape[0], -1, config.key_size + config.shared_key_size)
-        asked = _by_head("thk,hkl->thl", q[..., : config.key_size], self.k_up.weight[...])
+        asked = product_by_head(q[..., : config.key_size], self.k_up.weight[...].swapaxes(1, 2))
         shared_q = q[..., config.key_size :]
         latent, shared = jnp.split(self.latent_proj(x, layout.adapter)[:, None], [config.latent_size], axis=-1)
         if config.rope is not None:
@@ -53,7 +51,7 @@ class LatentAttention(nnx.Module):
         entry = jnp.concatenate([self.norm(latent), shared], axis=-1)
         found, state = layout.attend(q, entry, None, state, scale=config.scale)
         # The weighted sum of the shared keys is not a value.
-        out = _by_head("thl,hvl->thv", found[..., : config.latent_size], self.v_up.weight[...])
+        out = product_by_head(found[..., : config.latent_size], self.v_up.weight[...])
         if self.gate_proj is not None:
             out *= jax.nn.sigmoid(self.gate_proj(x, layout.adapter, out_dtype=jnp.float32)).astype(out.dtype)[..., None]
         return self.o_proj(out.reshape(x.shape[0], -1), layout.adapter), state
@@ -62,10 +60,3 @@ class LatentAttention(nnx.Module):
 def _by_halves(x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
     """Moves the even elements before the odd ones, so that the pairs 2i and 2i + 1 are `rotate`'s pairs."""
     return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
-
-
-def _by_head(axes: str, x: Float[Array, "T heads size"], weight: Float[Array, "heads ..."]) -> Array:
-    """Returns a product for each head, summed in float32 and rounded once to x's dtype."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
-    dot = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
-    return dot(axes, x, weight).astype(x.dtype)

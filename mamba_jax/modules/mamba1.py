@@ -10,6 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from kernels_pallas.fixed_order import row_sum
 from kernels_pallas.gated_norm import gated
 from kernels_pallas.selective_scan import (
     selective_replay,
@@ -130,6 +131,11 @@ class Mamba1(nnx.Module):
         if config.norm_weights:
             dt, b, c = self.dt_norm(dt), self.b_norm(b), self.c_norm(c)
         elif config.norm_eps is not None:
-            dt, b, c = (v * jax.lax.rsqrt(jnp.square(v).mean(-1, keepdims=True) + config.norm_eps) for v in (dt, b, c))
+            dt, b, c = (_normed(v, config.norm_eps) for v in (dt, b, c))
         dt = self.dt_proj(dt.astype(dtype), layout.adapter, out_dtype=jnp.float32)
         return jnp.maximum(jax.nn.softplus(dt), LEAST_DT), b.astype(dtype), c.astype(dtype)
+
+
+def _normed(v: Float[Array, "T size"], eps: float) -> Float[Array, "T size"]:
+    """v over its root mean square."""
+    return v * jax.lax.rsqrt(row_sum(jnp.square(v)) / v.shape[-1] + eps)

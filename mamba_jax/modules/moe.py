@@ -10,6 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas.fixed_order import quotient, rounded, router_product, row_sum, softmax, weighted_sum
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.quantised import Quantised
 from mamba_jax.config import MLPConfig, MoEConfig
@@ -52,24 +53,22 @@ class Router(nnx.Module):
 
     def __call__(self, x: Float[Array, "T hidden"]) -> tuple[Float[Array, "T chosen"], Int[Array, "T chosen"]]:
         config = self.config
-        logits = jax.lax.dot_general(
-            x.astype(jnp.float32), self.weight[...], (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST
-        )
+        logits = router_product(x, self.weight[...])
         if config.router == "softmax_all":
-            shares = jax.nn.softmax(logits, axis=-1)
+            shares = softmax(logits)
             weights, chosen = jax.lax.top_k(shares, config.experts_per_token)
             return self._balanced(weights, shares, chosen), chosen
         if self.correction_bias is None:
             best, chosen = jax.lax.top_k(logits, config.experts_per_token)
-            return self._balanced(jax.nn.softmax(best, axis=-1), jax.nn.softmax(logits, axis=-1), chosen), chosen
+            return self._balanced(softmax(best), softmax(logits), chosen), chosen
         scores = jax.nn.sigmoid(logits)
         # The bias balances the load: it affects the choice of experts, but not their weights.
         biased = self._in_best_groups(scores + self.correction_bias[...])
         _, chosen = jax.lax.top_k(biased, config.experts_per_token)
         weights = jnp.take_along_axis(scores, chosen, axis=1)
         if config.normalize:
-            weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-        return self._balanced(weights * config.scaling, scores / scores.sum(-1, keepdims=True), chosen), chosen
+            weights = quotient(weights, row_sum(weights) + 1e-20)
+        return self._balanced(weights * config.scaling, scores / row_sum(scores), chosen), chosen
 
     def _balanced(
         self, weights: Float[Array, "T chosen"], shares: Float[Array, "T experts"], chosen: Int[Array, "T chosen"]
@@ -85,7 +84,7 @@ class Router(nnx.Module):
         if config.num_groups == config.top_groups:
             return scores
         grouped = scores.reshape(scores.shape[0], config.num_groups, -1)
-        of_group = jax.lax.top_k(grouped, 2)[0].sum(-1)
+        of_group = row_sum(jax.lax.top_k(grouped, 2)[0])[..., 0]
         _, best = jax.lax.top_k(of_group, config.top_groups)
         among = (best[:, :, None] == jnp.arange(config.num_groups)).any(axis=1)
         return jnp.where(among[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
@@ -172,7 +171,7 @@ class Experts(nnx.Module):
         """Processes all rows at once, including those of other devices' experts."""
         out = self._products(x, order // weights.shape[1], sizes, adapter)
         by_token = out[jnp.argsort(order)].reshape(*weights.shape, -1)
-        return jnp.einsum("tk,tki->ti", weights, by_token.astype(jnp.float32)).astype(x.dtype)
+        return weighted_sum(weights, by_token.astype(jnp.float32)).astype(x.dtype)
 
     def _products(
         self,
@@ -256,6 +255,6 @@ class MoE(nnx.Module):
             shared, _ = self.shared(x, layout, None)
             if self.shared_gate is not None:
                 gate = jax.nn.sigmoid(self.shared_gate(x, layout.adapter, out_dtype=jnp.float32))
-                shared = (gate * shared).astype(shared.dtype)
+                shared = rounded((gate * shared).astype(shared.dtype))
             y = y + shared
         return y, None

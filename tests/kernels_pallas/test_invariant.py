@@ -6,25 +6,45 @@ import numpy as np
 import pytest
 
 from kernels_pallas import native
-from kernels_pallas.causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
+from kernels_pallas.causal_conv1d import causal_conv1d_prefill, causal_conv1d_sequence, causal_conv1d_update
+from kernels_pallas.delta_scan import delta_scan, delta_scan_sequence
+from kernels_pallas.delta_update import delta_update
+from kernels_pallas.delta_update import reference as delta_reference
 from kernels_pallas.dispatch import KernelChoice
-from kernels_pallas.fixed_order import log_sum_exp, rounded, row_sum
+from kernels_pallas.fixed_order import (
+    log_sum_exp,
+    product_by_head,
+    quotient,
+    rounded,
+    router_product,
+    row_sum,
+    softmax,
+    weighted_sum,
+)
 from kernels_pallas.gated_norm import gated_rms_norm
+from kernels_pallas.grouped_matmul import grouped_matmul
+from kernels_pallas.invariant import COMPILER_OPTIONS
 from kernels_pallas.linear import linear
-from kernels_pallas.paged_attention import paged_attention
+from kernels_pallas.paged_attention import attention_sequence, paged_attention
+from kernels_pallas.selective_scan import reference as selective_reference
+from kernels_pallas.selective_scan import selective_scan, selective_scan_sequence, selective_update
 from kernels_pallas.ssd_scan import ssd_scan
 from kernels_pallas.state_update import state_update
 from mamba_jax.config import RopeConfig
 from mamba_jax.modules.basic import scaled
 from mamba_jax.modules.rotary import rotate, rotations
 
-pytestmark = pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
+WHY_MISSING = native.why_incomplete()
+pytestmark = pytest.mark.skipif(WHY_MISSING is not None, reason=f"native operations: {WHY_MISSING}")
 CHOICE = KernelChoice(platform="cpu", named="invariant")
 
 
 def run(function, *arguments):
     with CHOICE.applied():
-        return jax.tree.map(np.asarray, jax.jit(function)(*arguments))
+        compiled = jax.jit(function).lower(*arguments).compile(COMPILER_OPTIONS)
+    # A library that rounds in its own way, and that XLA uses for large arrays only.
+    assert "ynn_fusion" not in compiled.as_text()
+    return jax.tree.map(np.asarray, compiled(*arguments))
 
 
 def normal(*shape, seed=0):
@@ -181,3 +201,126 @@ def test_a_query_keeps_its_bits_in_blocks_and_tables_of_any_size():
 def test_other_types_are_refused():
     with CHOICE.applied(), pytest.raises(ValueError, match="arrays are float16, not float32 or bfloat16"):
         linear(jnp.ones((2, 4), jnp.float16), jnp.ones((3, 4), jnp.float16))
+
+
+def recurrences(tokens):
+    """The recurrences with an operation of their own: scan, scan of sequences, update, definition, inputs, state."""
+    heads, groups, size, state = 6, 3, 5, 19
+    beta = np.abs(normal(tokens, heads, seed=4)) % 1 + 0.1
+    q, k = (normal(tokens, groups, state, seed=seed) / 5 for seed in (1, 2))
+    v = normal(tokens, heads, size, seed=3)
+    for decays in ((), (state,)):
+        decay = -np.abs(normal(tokens, heads, *decays, seed=5))
+        yield (
+            delta_scan, delta_scan_sequence, delta_update, delta_reference.delta_update, (q, k, v, decay, beta), (),
+            (heads, size, state),
+        )  # fmt: skip
+    x, b, c = normal(tokens, 300), normal(tokens, 7, seed=1), normal(tokens, 7, seed=2)
+    dt = np.abs(normal(tokens, 300, seed=3)) + 0.01
+    parameters = -np.abs(normal(7, 300, seed=4)), normal(300, seed=5)
+    yield (
+        selective_scan, selective_scan_sequence, selective_update, selective_reference.selective_update,
+        (x, dt, b, c), parameters, (7, 300),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(3), ids=["delta by head", "delta by channel", "selective"])
+def test_a_recurrence_keeps_its_bits_in_tiles_steps_and_sequences(number):
+    tokens = 24
+    scan, sequence, update, definition, inputs, parameters, shape = list(recurrences(tokens))[number]
+    strength = 1 if number == 2 else -1
+    inputs = list(inputs)
+
+    def call(operation, cut, *store, **options):
+        cut = (*cut[:2], parameters[0], *cut[2:], parameters[1]) if parameters else cut
+        options = {name: jnp.asarray(value) for name, value in options.items()}
+        return run(lambda *arguments: operation(*arguments, **options), *cut, *store)
+
+    narrow = [
+        jnp.asarray(one[None], jnp.bfloat16 if n != strength % len(inputs) else None) for n, one in enumerate(inputs)
+    ]
+    slots = {"read_slot": np.array([0]), "write_slot": np.zeros((1, tokens), int)}
+    assert call(update, narrow, np.zeros((2, *shape), np.float32), **slots)[0].dtype == jnp.bfloat16
+    whole, end = call(sequence, [one[None] for one in inputs])
+    # Step by step, against the definition as well.
+    state = wide = np.zeros((2, *shape), np.float32)
+    for t in range(tokens):
+        slots = {"read_slot": np.array([min(t, 1)]), "write_slot": np.array([[1]])}
+        step = [one[None, t : t + 1] for one in inputs]
+        y, state = call(update, step, state, **slots)
+        step = [*step[:2], parameters[0], *step[2:], parameters[1]] if parameters else step
+        expected, wide = definition(*step, wide, **slots)
+        np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_array_equal(y[0, 0], whole[0, t])
+    np.testing.assert_array_equal(state[1], end[0])
+    # In tiles, the last of which has padding that holds NaN; in several calls; next to another row.
+    padded = [np.concatenate([one, np.full((4, *one.shape[1:]), np.nan, np.float32)]) for one in inputs]
+    padded[strength][tokens:] = 0
+    tiles = [one.reshape(-1, 4, *one.shape[1:]) for one in padded]
+    store = np.zeros((4, *shape), np.float32)
+    first, read, write = np.array([1, 0, 0, 0, 0, 0, 0], bool), np.zeros(7, int), np.array([0, 0, 2, 0, 0, 0, 3])
+    y, store = call(scan, tiles, store, tile_first=first, read_slot=read, write_slot=write)
+    np.testing.assert_array_equal(y.reshape(-1, *y.shape[2:])[:tokens], whole[0])
+    np.testing.assert_array_equal(store[3], end[0])
+    rest = [np.concatenate([one[:1], one[3:]]) for one in tiles]
+    first, read, write = np.array([1, 1, 0, 0, 0], bool), np.array([0, 2, 0, 0, 0]), np.array([0, 0, 0, 0, 1])
+    y, store = call(scan, rest, store, tile_first=first, read_slot=read, write_slot=write)
+    np.testing.assert_array_equal(y[1:].reshape(-1, *y.shape[2:])[:12], whole[0, 12:])
+    np.testing.assert_array_equal(store[1], end[0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_token_of_experts_keeps_its_bits(dtype):
+    experts, inputs, outputs = 5, 37, 66
+    x, w = normal(90, inputs).astype(dtype), normal(experts, outputs, inputs, seed=1).astype(dtype)
+    whole = run(grouped_matmul, x, w, np.array([90, 0, 0, 0, 0]))
+    expected = x.astype(np.float32) @ w[0].astype(np.float32).T
+    np.testing.assert_allclose(whole.astype(np.float32), expected, rtol=2e-2, atol=2e-2)
+    for count in (1, 2, 7, 50):
+        sizes = np.array([count, 3, 0, 90 - count - 3, 0])
+        np.testing.assert_array_equal(run(grouped_matmul, x, w, sizes)[:count], whole[:count])
+
+
+def test_attention_over_a_sequence_has_the_bits_of_a_cache():
+    page, heads, length = 32, 4, 150
+    q, k, v = (normal(2, length, n, 6, seed=seed) for seed, n in enumerate((heads, 2, 2)))
+    whole = run(lambda q, k, v: attention_sequence(q, k, v, scale=0.4), q, k, v)
+    kv = np.zeros((6, page, 4, 6), np.float32)
+    kv[1:].reshape(-1, 4, 6)[:length] = np.stack([k[1], v[1]], axis=2).reshape(length, 4, 6)
+
+    def attend(q, kv):
+        return paged_attention(
+            q, kv, positions=jnp.arange(length)[:, None], page_table=jnp.arange(1, 6)[None],
+            block_row=jnp.zeros(length, jnp.int32), scale=0.4,
+        )  # fmt: skip
+
+    np.testing.assert_array_equal(run(attend, q[1][:, None], kv)[:, 0], whole[1])
+
+
+def test_a_convolution_of_sequences_has_the_bits_of_a_row():
+    x, weight, bias = normal(2, 30, 24), normal(24, 4, seed=1), normal(24, seed=2)
+    whole = run(causal_conv1d_sequence, x, weight, bias)
+    np.testing.assert_array_equal(prefill(x[1], np.zeros((3, 24), np.float32), weight, bias, 0, 30)[0], whole[1])
+
+
+def products_of_heads(x):
+    return product_by_head(x.reshape(len(x), 3, 50), jnp.array(normal(3, 20, 50, seed=9)))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        softmax,
+        products_of_heads,
+        lambda x: router_product(x, jnp.array(normal(8, 150, seed=9))),
+        lambda x: weighted_sum(x[:, :3], x.reshape(len(x), 3, 50)),
+        lambda x: quotient(x, row_sum(jnp.abs(x))),
+    ],
+    ids=["softmax", "products of heads", "router", "weighted sum", "quotient"],
+)
+def test_functions_of_experts_and_heads_keep_bits_and_equal_the_ordinary_ones(function):
+    x = normal(70, 150)
+    whole = run(function, x)
+    np.testing.assert_allclose(whole, function(jnp.array(x)), rtol=1e-4, atol=1e-5)
+    for rows in (1, 2, 3, 8, 33):
+        np.testing.assert_array_equal(run(function, x[-rows:]), whole[-rows:])

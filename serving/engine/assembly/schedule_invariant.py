@@ -7,12 +7,12 @@ from collections.abc import Iterable
 import jax
 
 from mamba_jax.config import HybridConfig
-from mamba_jax.config.hybrid import ATTENTION, MAMBA, MLP, PARALLEL
-from mamba_jax.config.short_conv import ShortConvConfig
+from mamba_jax.config.lightning import LightningConfig
 from mamba_jax.programs import WHY_NOT_INVARIANT
 from serving.config import ConfigError, EngineConfig
 
-_SUPPORTED = MAMBA + ATTENTION + MLP + PARALLEL
+_KEYS = 128
+"""Attention adds pieces of this many keys (`kernels_pallas.invariant`)."""
 _DTYPES = ("float32", "bfloat16")
 _REQUIRED = {
     "ssm_dtype": "float32",
@@ -60,11 +60,8 @@ def _unsupported(config: EngineConfig, model: HybridConfig, platform: str) -> st
         return f"does not support checkpoint_dtype {config.checkpoint_dtype}; use auto"
     if config.mixed_steps:
         return "does not support mixed_steps"
-    convolutions = {one.letter for one in model.recurrences if isinstance(one, ShortConvConfig)}
-    other = sorted(set(model.pattern + model.mtp_pattern) - set(_SUPPORTED) - convolutions)
-    if other:
-        return (
-            f"does not support this {model.family} model: its layer pattern has {', '.join(other)}; supported are "
-            f"Mamba2, short convolutions, attention and dense layers"
-        )
+    if _KEYS % (page := config.page_size_on(platform)):
+        return f"does not support page_size {page}; use a divisor of {_KEYS}"
+    if any(isinstance(one, LightningConfig) for one in model.recurrences):
+        return f"does not support the lightning attention of this {model.family} model"
     return None

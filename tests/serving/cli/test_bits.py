@@ -125,10 +125,14 @@ def test_one_request_at_a_time_without_reuse_keeps_bits(model):
         assert [output.outputs[0].logprobs for output in outputs] == [expected[n] for n in order]
 
 
+needs_native = pytest.mark.skipif(
+    invariant.WHY_MISSING is not None, reason=f"native operations: {invariant.WHY_MISSING}"
+)
 INVARIANT = {"tile_size": 16, "state_block_size": 32, "num_slots": 40, "dtype": "float32", "schedule_invariant": True}
 SMALL = Workload(prompt=90, answer=40, neighbours=(2,), chunks=(16,))
 
 
+@needs_native
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "dtype"),
@@ -136,7 +140,18 @@ SMALL = Workload(prompt=90, answer=40, neighbours=(2,), chunks=(16,))
         ("trainable", "bfloat16"),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("trainable", "float32"), ("lfm2", "float32"), ("falconh1", "bfloat16"))
+            for each in (
+                ("trainable", "float32"),
+                ("lfm2", "float32"),
+                ("falconh1", "bfloat16"),
+                ("qwen3next", "bfloat16"),
+                ("kimi", "bfloat16"),
+                ("ling3", "float32"),
+                ("zamba2", "bfloat16"),
+                ("jamba", "float32"),
+                ("falcon-mamba", "bfloat16"),
+                ("nemotronh-latent", "bfloat16"),
+            )
         ),
     ],
 )
@@ -152,6 +167,7 @@ def test_schedule_invariant_bits(tmp_path, monkeypatch, name, dtype):
     assert int(lines[-1].note.split()[0]) >= 1
 
 
+@needs_native
 def test_bits_of_an_answer_next_to_another_in_chunks_and_scored(model):
     llm = LLM(model, **INVARIANT, max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32, num_pages=8)
     prompt, other = np.random.default_rng(0).integers(4, 40, (2, 40)).tolist()
@@ -181,6 +197,7 @@ def write_next_state(store, value, slot):
     return write_slot_if(store, jnp.nextafter(value, jnp.inf), slot)
 
 
+@needs_native
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("module", "name", "fault"),

@@ -12,9 +12,10 @@ from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly import schedule_invariant
 from serving.engine.assembly.build import kernel_choice
 from serving.engine.assembly.schedule_invariant import check_schedule_invariant, check_weights_invariant
-from tests.support.tiny_configs import ATTENTION, MLP, MOE
+from tests.support.tiny_configs import ATTENTION, FOR_ENGINES, MLP, MOE
 
-pytestmark = pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
+WHY_MISSING = native.why_incomplete()
+pytestmark = pytest.mark.skipif(WHY_MISSING is not None, reason=f"native operations: {WHY_MISSING}")
 MODEL = HybridConfig(
     family="test",
     vocab_size=61,
@@ -36,6 +37,9 @@ def test_supported_flags():
     check(dtype="bfloat16")
     short = ShortConvConfig(channels=20, conv_width=4, bias=True)
     check(dataclasses.replace(MODEL, pattern=f"{short.letter}*-", mamba=None, recurrences=(short,)))
+    check(dataclasses.replace(MODEL, pattern="ME", moe=MOE))
+    for name in ("delta", "kimi", "selective"):
+        check(FOR_ENGINES[name])
     check(dtype="float32", replay_interval=1, num_speculative_tokens=2, speculative_method="ngram", host_cache_gib=1)
 
 
@@ -55,7 +59,8 @@ def test_supported_flags():
         ({"replay_interval": 16}, "does not support replay_interval 16; use 1"),
         ({"logprobs_mode": "processed_logprobs"}, "does not support logprobs_mode processed_logprobs"),
         ({"platform": "tpu"}, "is not supported on TPU, only on CPU"),
-        ({"model": dataclasses.replace(MODEL, pattern="ME", moe=MOE)}, "its layer pattern has E"),
+        ({"page_size": 256, "state_block_size": 256}, "does not support page_size 256; use a divisor of 128"),
+        ({"model": FOR_ENGINES["lightning"]}, "does not support the lightning attention of this test model"),
     ],
 )
 def test_other_flags_are_refused(flags, message):
