@@ -1,5 +1,6 @@
 """Shared code of the Triton kernels: blocks (powers of two in every dimension), masked accesses and products."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -46,6 +47,43 @@ def load_if(condition: Bool[Array, "..."], ref, *shape: int):
 def store_if(condition: Bool[Array, "..."], ref, value: Array) -> None:
     """Writes `value` where `condition` is true."""
     plt.store(ref, value, mask=jnp.broadcast_to(condition, value.shape))
+
+
+def pass_states_on(
+    slots: Sequence[Any],
+    decay: Callable[[Array], Array],
+    added: Any,
+    store_in: Any,
+    begun: Any,
+    store_out: Any,
+    part: tuple[Any, ...],
+    shape: tuple[int, ...],
+) -> None:
+    """Passes one part of the states on from tile to tile, inside a kernel: from slots, through all tiles, to slots.
+
+    Args:
+        slots: references by tile: whether it begins a row, the slot that it then reads, and the slot that it writes.
+        decay: returns the factor of a tile on the state before it.
+        added: what each tile adds to a state, float32, by tile.
+        store_in: the store; so is `store_out`.
+        begun: receives the state before each tile; may be the memory of `added`.
+        part: the indices of the part in a state; it has this `shape`.
+    """
+    first, read_slot, write_slot = slots
+
+    def one_tile(tile: Array, state: Array) -> Array:
+        source, fresh = plt.load(read_slot.at[tile]), plt.load(first.at[tile]) > 0
+        slot = load_if(source > 0, store_in.at[(source, *part)], *shape).astype(jnp.float32)
+        state = jnp.where(fresh, slot, state)
+        gained = plt.load(added.at[(tile, *part)])
+        plt.store(begun.at[(tile, *part)], state)
+        # Rounded to the store's dtype, so that dividing a row's tiles over several calls does not change results.
+        stored = (state * decay(tile) + gained).astype(store_out.dtype)
+        target = plt.load(write_slot.at[tile])
+        store_if(target > 0, store_out.at[(target, *part)], stored)
+        return stored.astype(jnp.float32)
+
+    lax.fori_loop(0, added.shape[0], one_tile, jnp.zeros(shape, jnp.float32))
 
 
 def dot(left, right, dtype, *, tensor_cores=False):

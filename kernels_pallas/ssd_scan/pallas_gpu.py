@@ -32,8 +32,8 @@ from kernels_pallas.triton_blocks import (
     is_power_of_two,
     load_if,
     offsets_overflow,
+    pass_states_on,
     power_of_two_in,
-    store_if,
 )
 
 F32 = jnp.float32
@@ -120,21 +120,13 @@ def _passed_on(first, read_slot, write_slot, across, added, store_in, begun, sto
     """Returns the state before each tile, in place of the tile's contribution, and the states for slots."""
     head, channels = pl.program_id(0), pl.program_id(1)
     here = pl.ds(channels * part, part)
+    slots = first, read_slot, write_slot
+
+    def decay(tile):
+        return jnp.exp(plt.load(across.at[tile, head]))
+
     shape = (part, added.shape[3])
-
-    def one_tile(tile, state):
-        source, fresh = plt.load(read_slot.at[tile]), plt.load(first.at[tile]) > 0
-        slot = load_if(source > 0, store_in.at[source, head, here, :], *shape).astype(F32)
-        state = jnp.where(fresh, slot, state)
-        gained = plt.load(added.at[tile, head, here, :])
-        plt.store(begun.at[tile, head, here, :], state)
-        # Rounded to the store's dtype, so that dividing a row's tiles over several calls does not change results.
-        stored = (state * jnp.exp(plt.load(across.at[tile, head])) + gained).astype(store_out.dtype)
-        target = plt.load(write_slot.at[tile])
-        store_if(target > 0, store_out.at[target, head, here, :], stored)
-        return stored.astype(F32)
-
-    lax.fori_loop(0, added.shape[0], one_tile, jnp.zeros(shape, F32))
+    pass_states_on(slots, decay, added, store_in, begun, store_out, (head, here, slice(None)), shape)
 
 
 def _outputs(real, x, dt, decay, b, c, d, begun, y, *, block: int, part: int, repeats: int):
