@@ -6,8 +6,8 @@
 Source: "Mamba" (Gu and Dao, 2023), algorithm 2. Each number of a state has a decay of its own, so that the scan is no
 matrix product. A state is stored as [state, inner]: a TPU pads the last axis to 128 numbers, and `state` is usually 16.
 
-A token with dt = 0 in all channels is padding: whatever its x, b and c hold (NaN included) it leaves the state bitwise
-as it was, and its y is 0.
+A token with dt = 0 is padding, in all channels at once: no other token has a step size of 0. Whatever x, b and c of
+padding hold (NaN included), it leaves the state bitwise as it was, and its y is 0.
 """
 
 from typing import Unpack
@@ -15,13 +15,15 @@ from typing import Unpack
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import dispatch, invariant
-from kernels_pallas.selective_scan import xla
+from kernels_pallas.selective_scan import pallas_gpu, pallas_tpu, xla
 from kernels_pallas.shape_check import shapes_checked
 from kernels_pallas.state_replay import Tail
 from kernels_pallas.tails import Places, check_tail
 
 SCAN = (
     invariant.implementation(invariant.selective_scan),
+    *dispatch.kernels("tpu", pallas_tpu, "selective_scan"),
+    *dispatch.kernels("gpu", pallas_gpu, "selective_scan"),
     dispatch.Implementation("xla", xla.selective_scan),
     dispatch.Implementation("xla_associative", xla.associative),
 )
@@ -31,6 +33,8 @@ SEQUENCE = (
 )
 UPDATE = (
     invariant.implementation(invariant.selective_update),
+    *dispatch.kernels("tpu", pallas_tpu, "selective_update"),
+    *dispatch.kernels("gpu", pallas_gpu, "selective_update"),
     dispatch.Implementation("xla", xla.selective_update),
     dispatch.Implementation("xla_all_rows", xla.all_rows),
 )
@@ -65,7 +69,7 @@ def selective_scan(
 
     Args:
         x: any float dtype; so are b and c.
-        dt: step sizes after softplus, 0 at padding.
+        dt: step sizes after softplus; 0 at padding, in all channels.
         a: -exp(A_log), transposed.
         d: the skip weight.
         store: float32 or bfloat16. Donate it: it is updated in place.
@@ -129,7 +133,7 @@ def selective_update(
 
     Args:
         x: any float dtype; so are b and c.
-        dt: step sizes after softplus, 0 at padding.
+        dt: step sizes after softplus; 0 at padding, in all channels.
         a: -exp(A_log), transposed.
         d: the skip weight.
         store: float32 or bfloat16. Donate it: it is updated in place.

@@ -1,4 +1,9 @@
-"""The selective scan and its update against their definitions, and what holds for any implementation of them."""
+"""The selective scan and its update against their definitions, and what holds for any implementation of them.
+
+Kernels run in Pallas' interpreter.
+"""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +23,17 @@ pytestmark = pytest.mark.full
 
 SHAPES = [s.small() for s in shapes.SHAPES]
 ODD = next(s for s in SHAPES if s.name == "27 channels, states of 5")
-SCANS = pytest.mark.parametrize("implementation", ["xla", "xla_associative"])
-UPDATES = pytest.mark.parametrize("implementation", ["xla", "xla_all_rows"])
+KERNELS = ("pallas_tpu_interpreted", "pallas_gpu_interpreted")
+SCANS = pytest.mark.parametrize("implementation", ["xla", "xla_associative", *KERNELS])
+UPDATES = pytest.mark.parametrize("implementation", ["xla", "xla_all_rows", *KERNELS])
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+
+
+def sized(shape, implementation):
+    """The shape, or what Triton has in its place: the number of entries of a state is a power of two."""
+    if not implementation.startswith("pallas_gpu"):
+        return shape
+    return dataclasses.replace(shape, state=1 << (shape.state - 1).bit_length())
 
 
 def layer(draw, shape, *lead, dtype=np.float32):
@@ -63,7 +76,7 @@ def pad(inputs, tile, start):
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
 def test_scan_equals_definition(implementation, shape):
     # A continued row of three tiles (the last one short), a fresh row of one, a padding tile, a continued row.
-    draw = Draw()
+    draw, shape = Draw(), sized(shape, implementation)
     inputs, store = layer(draw, shape, 6, shape.tile_size), states(draw, shape, 9)
     pad(inputs, 2, shape.tile_size // 2 + 1)
     pad(inputs, 4, 0)
@@ -79,8 +92,8 @@ def test_scan_equals_definition(implementation, shape):
 @DTYPES
 def test_cutting_between_tiles_changes_no_bit_and_slots_may_be_shared(implementation, dtype):
     scan = jitted(selective_scan, implementation=implementation)
-    draw = Draw()
-    inputs, store = layer(draw, ODD, 4, ODD.tile_size, dtype=dtype), states(draw, ODD, 5, dtype)
+    draw, odd = Draw(), sized(ODD, implementation)
+    inputs, store = layer(draw, odd, 4, odd.tile_size, dtype=dtype), states(draw, odd, 5, dtype)
     y, after = scan(*inputs, store, **tiles([1, 0, 0, 1], [2, 0, 0, 2], [0, 0, 3, 4]))
     want_y, want = reference.selective_scan(*inputs, store, **tiles([1, 0, 0, 1], [2, 0, 0, 2], [0, 0, 3, 4]))
     assert_close(y, want_y, dtype)
@@ -92,15 +105,20 @@ def test_cutting_between_tiles_changes_no_bit_and_slots_may_be_shared(implementa
         part, split = scan(*one, split, **tiles([1], [read], [3]))
         parts.append(part)
         read = 3
-    assert_same_bits(np.concatenate(parts), y[:3])
-    assert_same_bits(split[3], after[3])
+    if implementation == "pallas_gpu_interpreted":
+        # The interpreter compiles a program for each grid, and XLA:CPU may fuse one's multiplications with additions.
+        assert_close(np.concatenate(parts), y[:3], tolerance=1e-6 if dtype == np.float32 else 1e-2)
+        assert_close(split[3], after[3], tolerance=1e-6 if dtype == np.float32 else 1e-2)
+    else:
+        assert_same_bits(np.concatenate(parts), y[:3])
+        assert_same_bits(split[3], after[3])
 
 
 @SCANS
 def test_padding_leaves_the_state_bitwise(implementation):
     scan = jitted(selective_scan, implementation=implementation)
-    draw = Draw()
-    inputs, store = layer(draw, ODD, 2, ODD.tile_size), states(draw, ODD, 5)
+    draw, odd = Draw(), sized(ODD, implementation)
+    inputs, store = layer(draw, odd, 2, odd.tile_size), states(draw, odd, 5)
     pad(inputs, 0, 0)
     pad(inputs, 1, 0)
     y, after = scan(*inputs, store, **tiles([1, 0], [2, 0], [3, 4]))
@@ -146,7 +164,7 @@ def test_gradients_are_those_of_a_loop_over_tokens():
 @DTYPES
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
 def test_update_equals_definition(implementation, dtype, shape):
-    draw = Draw()
+    draw, shape = Draw(), sized(shape, implementation)
     slots = shape.rows * (shape.steps + 1) + 3
     inputs, store = layer(draw, shape, shape.rows, shape.steps, dtype=dtype), states(draw, shape, slots, dtype)
     places = draw.slots(slots, shape.rows, shape.steps + 1)
@@ -167,8 +185,8 @@ def test_update_equals_definition(implementation, dtype, shape):
 @DTYPES
 def test_padding_and_steps_in_several_calls(implementation, dtype):
     update = jitted(selective_update, implementation=implementation)
-    draw = Draw()
-    inputs, store = layer(draw, ODD, 2, 3, dtype=dtype), states(draw, ODD, 8, dtype)
+    draw, odd = Draw(), sized(ODD, implementation)
+    inputs, store = layer(draw, odd, 2, 3, dtype=dtype), states(draw, odd, 8, dtype)
     pad(inputs, 0, 2)
     y, after = update(*inputs, store, **rows([1, 0], [[2, 3, 4], [5, 6, 7]]))
     assert_same_bits(after[4], after[3])
@@ -180,6 +198,28 @@ def test_padding_and_steps_in_several_calls(implementation, dtype):
         _, split = update(x[:, at], dt[:, at], a, b[:, at], c[:, at], d, split, **rows(read, write[:, at]))
         read = write[:, t]
     assert_close(split[1:], after[1:], dtype, tolerance=1e-6 if dtype == np.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("store", [np.float32, jnp.bfloat16], ids=["float32 states", "bfloat16 states"])
+def test_kernels_with_several_blocks_of_channels(implementation, store, monkeypatch):
+    """Also tiles of several parts and bodies of the kernel's loop, and a first tile that continues nothing: zeros."""
+    monkeypatch.setattr("kernels_pallas.selective_scan.pallas_tpu.BLOCK_BYTES", 1)
+    monkeypatch.setattr("kernels_pallas.selective_scan.pallas_tpu.TOGETHER", 128)
+    monkeypatch.setattr("kernels_pallas.selective_scan.pallas_tpu.LONGEST", 16)
+    shape, draw = dataclasses.replace(ODD, inner=384, state=8, tile_size=48), Draw()
+    inputs, store = layer(draw, shape, 3, 48), states(draw, shape, 6, store)
+    pad(inputs, 1, 30)
+    places = tiles([0, 0, 1], [3, 0, 2], [0, 4, 5])
+    y, after = jitted.__wrapped__(selective_scan, implementation=implementation)(*inputs, store, **places)
+    want_y, want = reference.selective_scan(*inputs, store, **places)
+    assert_close(y, want_y, store.dtype)
+    assert_close(after[1:], want[1:], store.dtype)
+    places = rows([0, 2, 3], [[1] + [0] * 47, [0] * 47 + [2], [0] * 47 + [4]])
+    y, after = jitted.__wrapped__(selective_update, implementation=implementation)(*inputs, store, **places)
+    want_y, want = reference.selective_update(*inputs, store, **places)
+    assert_close(y, want_y, store.dtype)
+    assert_close(after[1:], want[1:], store.dtype)
 
 
 def test_a_scan_of_decode_steps_is_the_scan():

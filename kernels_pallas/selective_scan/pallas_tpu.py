@@ -1,0 +1,225 @@
+"""The selective scan and its update as one TPU kernel: the state in VMEM from a row's first tile to its last.
+
+The grid is (blocks of channels, tiles); tiles and slots are those of `kernels_pallas.ssd_scan.pallas_tpu`. A step of
+the update is a tile of one token: a row's first step reads its slot, and each step has a slot to write.
+
+A state has channels in lanes and its entries in sublanes, as the store does. A token's B and C are therefore columns.
+Each is spread over the lanes of a register, once for all channels of a block. The tokens of a tile run one after the
+other: each number of a state has a decay of its own, so that no product of matrices contains several tokens. The state
+of a few registers of channels stays in registers from token to token.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas.ssd_scan.pallas_tpu import slots_of_tiles
+from kernels_pallas.tpu_blocks import LANES
+
+F32 = jnp.float32
+BLOCK_BYTES = 8 << 20  # of inputs, outputs and states in VMEM; the columns of B and C come in addition
+LONGEST = 128  # tokens of a grid step; longer tiles are divided. They take 2 MiB of columns for 16 entries
+# Channels whose states are in registers at a time: with 16 entries, 8 of 64 registers, and as many for their rates.
+TOGETHER = 512
+UNROLLED = 8  # tokens in the body of a loop: the rows of a register, which the compiler can overlap
+
+
+def unsupported(x, dt, a, b, c, d, store, **places):
+    """Returns why this call cannot run, or None."""
+    return "it is empty" if 0 in (*x.shape, *b.shape) else None
+
+
+def selective_scan(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot, interpret=False):
+    """See `api.selective_scan`."""
+    tiles, size = x.shape[:2]
+    parts = size // math.gcd(size, LONGEST) if size > LONGEST else 1
+    inputs = [v.reshape(tiles * parts, size // parts, -1) for v in (x, dt, b, c)]
+    places = _at(0, tile_first, parts), _at(0, read_slot, parts), _at(parts - 1, write_slot, parts)
+    y, store = _scan(inputs, a, d, store, places, parts=parts, by_token=False, interpret=interpret)
+    return y.reshape(x.shape), store
+
+
+def selective_update(x, dt, a, b, c, d, store, *, read_slot, write_slot, interpret=False):
+    """See `api.selective_update`."""
+    rows, steps = write_slot.shape
+    inputs = [v.reshape(rows * steps, 1, -1) for v in (x, dt, b, c)]
+    places = _at(0, jnp.ones(rows, bool), steps), _at(0, read_slot, steps), write_slot.reshape(-1)
+    y, store = _scan(inputs, a, d, store, places, parts=1, by_token=True, interpret=interpret)
+    return y.reshape(x.shape), store
+
+
+def _at(place, values, parts):
+    """Returns the values [n] at this part of each of n wholes, and zeros at the others: [n * parts]."""
+    return jnp.zeros((len(values), parts), values.dtype).at[:, place].set(values).reshape(-1)
+
+
+def _scan(inputs, a, d, store, places, *, parts, by_token, interpret):
+    """Runs the kernel over tiles, or over the `parts` of tiles. States are rounded at a tile's end, or `by_token`."""
+    x, dt, b, c = inputs
+    tiles, size, inner = x.shape
+    state = b.shape[2]
+    block, together = _channels(inner, size, state, x.dtype)
+    spread = LANES if together % LANES == 0 else together
+    # Padding may hold NaN. A token is padding if dt is 0 in all channels, and no other has a 0.
+    real = dt[:, :, 0] != 0
+    b, c = (jnp.where(real[..., None], v, 0).astype(F32) for v in (b, c))
+    first, read, write, fetched, flushed = slots_of_tiles(*places)
+
+    channels = pl.BlockSpec((1, size, block), lambda h, i, *_: (i, 0, h))
+    tokens = pl.BlockSpec((1, size, state), lambda h, i, *_: (i, 0, 0))
+    slot = (1, state, block)
+    y, store = pl.pallas_call(
+        functools.partial(_kernel, together=together, parts=parts, by_token=by_token),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=6,
+            grid=(inner // block, tiles),
+            in_specs=[
+                channels,
+                channels,
+                pl.BlockSpec((state, block), lambda h, i, *_: (0, h)),
+                tokens,
+                tokens,
+                pl.BlockSpec((1, block), lambda h, i, *_: (0, h)),
+                pl.BlockSpec(slot, lambda h, i, first, read, write, live, fetch, flush: (fetch[i], 0, h)),
+            ],
+            out_specs=[
+                channels,
+                pl.BlockSpec(slot, lambda h, i, first, read, write, live, fetch, flush: (flush[i], 0, h)),
+            ],
+            scratch_shapes=[
+                pltpu.VMEM((state, block), F32),
+                pltpu.VMEM((size, block), F32),
+                *[pltpu.VMEM((size, state, spread), F32)] * 2,
+            ],
+        ),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(store.shape, store.dtype)],
+        input_output_aliases={12: 1},
+        # Blocks of channels access disjoint parts of every slot (the null slot included).
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=_cost(x, b, store, rows=tiles),
+        interpret=interpret,
+        name="selective_update" if by_token else "selective_scan",
+    )(
+        *(first, read, write, real.any(axis=1).astype(jnp.int32), fetched, flushed),
+        x,
+        dt.astype(F32),
+        a.astype(F32),
+        b,
+        c,
+        d.astype(F32)[None],
+        store,
+    )
+    return y, store
+
+
+def _channels(inner, size, state, dtype) -> tuple[int, int]:
+    """Returns the channels of a block, and how many of them are in registers together."""
+    # Inputs and outputs are in VMEM twice, one being computed and one being moved.
+    per_token = 4 * jnp.dtype(dtype).itemsize + 2 * 4 + 4
+    most = BLOCK_BYTES // (size * per_token + 6 * 4 * state)
+    fitting = [n for n in range(LANES, inner + 1, LANES) if inner % n == 0 and n <= max(most, LANES)]
+    block = fitting[-1] if fitting else inner
+    return block, math.gcd(block, TOGETHER) if fitting else block
+
+
+def _kernel(
+    tile_first, read_slot, write_slot, live, _fetched, _flushed,
+    x, dt, a, b, c, d, state_in, y, state_out, carry, rows, b_columns, c_columns, *,
+    together: int, parts: int, by_token: bool,
+):  # fmt: skip
+    tile = pl.program_id(1)
+
+    @pl.when(tile_first[tile] > 0)
+    def _():
+        # A select, not a product: the null slot may hold NaN.
+        carry[...] = jnp.where(read_slot[tile] > 0, state_in[0].astype(F32), 0)
+
+    @pl.when(live[tile] > 0)
+    def _():
+        steps = dt[0]
+        values = jnp.where(steps != 0, x[0].astype(F32), 0)
+        # What each token feeds to its channels; replaced by what it reads from them.
+        rows[...] = steps * values
+        _spread(b, b_columns)
+        _spread(c, c_columns)
+        for start in range(0, carry.shape[1], together):
+            lanes = slice(start, start + together)
+            _scan_channels(dt, a, b_columns, c_columns, rows, carry, lanes, state_out.dtype if by_token else F32)
+        y[0] = (rows[...] + values * d[...]).astype(y.dtype)
+        if state_out.dtype != F32 and not by_token:
+
+            @pl.when(lax.rem(tile, parts) == parts - 1)
+            def _():
+                # Rounded to the store's dtype, so that dividing a row's tiles over several calls changes nothing.
+                carry[...] = carry[...].astype(state_out.dtype).astype(F32)
+
+    @pl.when(live[tile] == 0)
+    def _():
+        y[...] = jnp.zeros(y.shape, y.dtype)
+
+    @pl.when(write_slot[tile] > 0)
+    def _():
+        state_out[0] = carry[...].astype(state_out.dtype)
+
+
+def _scan_channels(dt, a, b_columns, c_columns, rows, carry, lanes, rounded):
+    """Runs some channels of a tile; see `_kernel`. The state is rounded to the dtype `rounded` after each token."""
+    rates = a[:, lanes]
+    repeats = rates.shape[1] // b_columns.shape[2]
+
+    def some(tokens, state):
+        # Whole registers: a row of one is neither loaded nor stored on its own.
+        here = pl.ds(tokens[0], len(tokens))
+        steps, fed = dt[0, here, lanes], rows[here, lanes]
+        place, out = lax.broadcasted_iota(jnp.int32, fed.shape, 0), jnp.zeros(fed.shape, F32)
+        for i, t in enumerate(tokens):
+            bt, ct = (jnp.concatenate([columns[t]] * repeats, axis=1) for columns in (b_columns, c_columns))
+            state = jnp.exp(steps[i : i + 1] * rates) * state + fed[i : i + 1] * bt
+            state = state.astype(rounded).astype(F32)
+            out = jnp.where(place == i, jnp.sum(state * ct, axis=0, keepdims=True), out)
+        rows[here, lanes] = out
+        return state
+
+    carry[:, lanes] = _tokens_together(rows.shape[0], some, carry[:, lanes])
+
+
+def _spread(v, columns):
+    """Writes each token's row of v [1, size, state] as a column, repeated in the lanes of columns [size, state, n]."""
+    state = v.shape[2]
+    row, column = (lax.broadcasted_iota(jnp.int32, (state, state), axis) for axis in (0, 1))
+
+    def some(tokens, carry):
+        for t in tokens:
+            one = jnp.broadcast_to(v[0, pl.ds(t, 1), :], (state, state))
+            turned = jnp.sum(jnp.where(row == column, one, 0), axis=1, keepdims=True)
+            columns[t] = jnp.broadcast_to(turned, columns.shape[1:])
+        return carry
+
+    _tokens_together(v.shape[1], some, 0)
+
+
+def _tokens_together(size: int, some, carry):
+    """Returns the carry after `some(tokens, carry)` for a few consecutive tokens at a time."""
+    few = math.gcd(size, UNROLLED)
+
+    def body(i, carry):
+        start = pl.multiple_of(i * few, few)
+        return some([start + j for j in range(few)], carry)
+
+    return lax.fori_loop(0, size // few, body, carry)
+
+
+def _cost(x, b, store, *, rows: int) -> pl.CostEstimate:
+    tokens, inner, state = x.shape[0] * x.shape[1], x.shape[2], b.shape[2]
+    return pl.CostEstimate(
+        flops=7 * tokens * inner * state,
+        transcendentals=tokens * inner * state,
+        # Assumes that every tile reads and writes a state; of a prompt's most do not.
+        bytes_accessed=tokens * (inner * (2 * x.dtype.itemsize + 4) + 8 * state)
+        + 2 * rows * inner * state * store.dtype.itemsize,
+    )
