@@ -350,6 +350,11 @@ def _stored_dtype(fields: Mapping[str, Any]) -> str | None:
     return str(name).removeprefix("torch.") if name else None
 
 
+def default_dtype(wanted: Any) -> np.dtype:
+    """Returns the dtype that the flag means for weights of which nothing else is known."""
+    return _dtype(wanted, None)
+
+
 def source_dtype(reference: Reference) -> Any:
     """Returns the dtype of most stored bytes."""
     if reference.kind is ReferenceKind.ORBAX:

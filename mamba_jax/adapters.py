@@ -28,7 +28,7 @@ from mamba_jax.sharding.partition import Partition
 
 M = TypeVar("M")
 
-_DRAFTS = "mtp"
+_DRAFTS = ("mtp", "drafter")
 """Drafts are made by the base model: the next step verifies them with the row's adapter."""
 
 
@@ -79,7 +79,7 @@ def targets(model: HybridModel, *, experts: bool = False) -> dict[str, Target]:
 
 def _modules(model: HybridModel, kind: type[M]) -> dict[str, M]:
     found = ((".".join(map(str, path)), module) for path, module in nnx.iter_graph(model))
-    return {path: module for path, module in found if isinstance(module, kind) and path.split(".")[0] != _DRAFTS}
+    return {path: module for path, module in found if isinstance(module, kind) and path.split(".")[0] not in _DRAFTS}
 
 
 class Adapters:

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mamba_jax.config import SHARED, HybridConfig, StateUnit
-from mamba_jax.layout import Layout, SequenceLayout, has_tails
+from mamba_jax.layout import BlockLayout, Layout, SequenceLayout, has_tails
 from mamba_jax.modules.basic import Table, normal, scaled
 from mamba_jax.modules.blocks import Block, model_norm
 from mamba_jax.modules.mtp import MTP
@@ -62,6 +62,7 @@ class HybridModel(nnx.Module):
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Table(normal(rngs, (config.vocab_size, config.hidden_size), dtype))
         self.mtp = MTP(config, rngs=rngs, dtype=dtype) if config.mtp_pattern else None
+        self.drafter = None if config.drafter is None else config.drafter.make(config, rngs=rngs, dtype=dtype)
 
     def __call__(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Float[Array, "batch length vocab"]:
         """Returns logits (float32) for the token after each token.
@@ -85,16 +86,18 @@ class HybridModel(nnx.Module):
 
     def embedded(self, tokens: Int[Array, " T"]) -> Float[Array, "T hidden"]:
         """Returns the embeddings of tokens, as the first sublayer sees them."""
-        return self._embedded(self.embed, tokens)
+        return scaled(self._rows(self.embed, tokens), self.config.embedding_multiplier)
 
     def draft_embedded(self, tokens: Int[Array, " T"]) -> Float[Array, "T hidden"]:
-        """Returns the embeddings of tokens, as the multi-token-prediction layer sees them."""
-        own = None if self.mtp is None else self.mtp.embed
-        return self._embedded(self.embed if own is None else own, tokens)
+        """Returns the embeddings of tokens, as the draft layer sees them."""
+        layer = self.draft_layer
+        own = None if layer is None else layer.embed
+        drafter = self.config.drafter
+        multiplier = self.config.embedding_multiplier if drafter is None else drafter.embedding_multiplier
+        return scaled(self._rows(self.embed if own is None else own, tokens), multiplier)
 
-    def _embedded(self, table: Table, tokens: Int[Array, " T"]) -> Float[Array, "T hidden"]:
-        rows = keep_whole(table.rows(tokens, self.dtype))
-        return scaled(rows, self.config.embedding_multiplier)
+    def _rows(self, table: Table, tokens: Int[Array, " T"]) -> Float[Array, "T hidden"]:
+        return keep_whole(table.rows(tokens, self.dtype))
 
     @overload
     def hidden(
@@ -114,12 +117,14 @@ class HybridModel(nnx.Module):
             store: the recurrent states, keys and values to read and to update; None for whole sequences.
             rematerialise: a gradient keeps only each sublayer's inputs and recomputes the rest of the sublayer.
         Returns:
-            hidden states after the final norm, and the store.
+            hidden states after the final norm, followed by what the drafter reads if the model has one
+            (`HybridConfig.step_size`); and the store.
         """
         embedded = self.embedded(tokens)
         x = embedded.astype(jnp.float32) if self.config.residual_in_fp32 else embedded
         pieces = _Pieces(self.config, store, with_tails=has_tails(layout))
         uses = 0
+        passed: list[Array] = []
         for index, (kind, block) in enumerate(zip(self.config.pattern, self.blocks, strict=True)):
             own = layout.of_block(index) if isinstance(layout, SequenceLayout) else layout
             run: Any = functools.partial(block, layout=own)
@@ -129,9 +134,15 @@ class HybridModel(nnx.Module):
                 uses += 1
             if rematerialise:
                 run = jax.checkpoint(run)
+            passed.append(x)
             x, state = run(x, state=pieces.take(kind))
             pieces.put(kind, state)
-        return self.final_norm(x), pieces.store()
+        hidden = self.final_norm(x)
+        if self.drafter is not None:
+            passed.append(x)
+            read = self.drafter.features([passed[place] for place in self.drafter.places])
+            hidden = jnp.concatenate([hidden, keep_whole(read)], axis=-1)
+        return hidden, pieces.store()
 
     @overload
     def draft(self, tokens: Array, hidden: Array, layout: Layout, store: Store) -> tuple[Array, Store]: ...
@@ -144,23 +155,43 @@ class HybridModel(nnx.Module):
         layout: Layout,
         store: Store | None,
     ) -> tuple[Float[Array, "T hidden"], Store | None]:
-        """Runs the multi-token-prediction layer over the layout's tokens; see `MTP`.
+        """Runs the draft layer over the layout's tokens; see `MTP` and `Eagle`.
 
         Args:
-            hidden: for each token, the hidden state (after the final norm) of the token before it.
+            hidden: for each token, the hidden state of the token before it: `draft_input` of the model's, or what this
+                function returned for that token.
         Returns:
             hidden states whose `draft_logits` predict the token after each token, and the store.
         Raises:
-            ValueError: the model has no multi-token-prediction layer.
+            ValueError: the model has no draft layer.
         """
-        if self.mtp is None:
-            raise ValueError(f"this {self.config.family} model has no multi-token-prediction layer")
+        layer = self.draft_layer
+        if layer is None:
+            raise ValueError(f"this {self.config.family} model has no multi-token-prediction layer and no drafter")
         main = self.config.num_attention_uses
         own = None if store is None else store.kv[main:]
-        out, kv = self.mtp(self.draft_embedded(tokens), hidden, layout, own)
+        out, kv = layer(self.draft_embedded(tokens), hidden, layout, own)
         if store is not None and kv is not None:
             store = dataclasses.replace(store, kv=store.kv[:main] + kv)
         return out, store
+
+    def draft_block(
+        self, tokens: Int[Array, " T"], layout: BlockLayout, store: Store
+    ) -> tuple[Float[Array, "T hidden"], Store]:
+        """Runs the drafter over a block of tokens at once; see `BlockDrafter`. Returns what `draft_logits` takes."""
+        main = self.config.num_attention_uses
+        out, kv = self.draft_layer(self.draft_embedded(tokens), layout, store.kv[main:])
+        return out, dataclasses.replace(store, kv=store.kv[:main] + kv)
+
+    def remember_for_drafts(self, hidden: Float[Array, "T hidden"], layout: Layout, store: Store) -> Store:
+        """Returns the store with the drafter's keys and values of a layout's tokens, from their hidden states."""
+        main = self.config.num_attention_uses
+        kv = self.draft_layer.remember(self.draft_input(hidden), layout, store.kv[main:])
+        return dataclasses.replace(store, kv=store.kv[:main] + kv)
+
+    def draft_following(self, tokens: Int[Array, " rows"]) -> Float[Array, "rows vocab"] | float:
+        """Returns what the drafter of a block adds to the logits of the token after each token."""
+        return self.draft_layer.following(tokens)
 
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         """Returns logits (float32) from hidden states after the final norm."""
@@ -168,11 +199,30 @@ class HybridModel(nnx.Module):
 
     def divided_logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         """Returns the logits as the product leaves them: each device has its part of the vocabulary."""
-        return self._logits(self.head, hidden)
+        return self._logits(self.head, hidden[..., : self.config.hidden_size])
+
+    @property
+    def draft_layer(self) -> Any:
+        """The layer or the drafter that drafts from the model's hidden states; None without one."""
+        return self.mtp if self.drafter is None else self.drafter
+
+    def draft_input(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch inputs"]:
+        """Returns what `draft` reads of the model's hidden states."""
+        return hidden if self.drafter is None else hidden[..., self.config.hidden_size :]
 
     def draft_logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
-        """Returns logits (float32) from the output of `draft`, divided over devices in the same way."""
-        return self._logits(self.draft_head, hidden)
+        """Returns logits (float32) from the output of `draft`, divided over devices in the same way.
+
+        A drafter's are over the draft vocabulary; `draft_tokens` maps it.
+        """
+        if self.drafter is None:
+            return self._logits(self.draft_head, hidden)
+        return split_last(self.draft_head.scores(self.drafter.final_norm(hidden)))
+
+    def draft_tokens(self, index: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
+        """Returns the model's tokens for indices of `draft_logits`."""
+        tokens = None if self.drafter is None else self.drafter.tokens
+        return index if tokens is None else tokens[...][index]
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -186,8 +236,9 @@ class HybridModel(nnx.Module):
 
     @property
     def draft_head(self) -> Table:
-        """The head of the multi-token-prediction layer: the model's, unless the layer has its own."""
-        own = None if self.mtp is None else self.mtp.lm_head
+        """The head of the draft layer: the model's, unless the layer has its own."""
+        layer = self.draft_layer
+        own = None if layer is None else layer.lm_head
         return self.head if own is None else own
 
     def _logits(self, head: Table, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:

@@ -43,7 +43,8 @@ class Store:
     kv: tuple[Float[Array, "pages page_size kv2 head_dim"], ...]
     """One for each use of attention, in model order, then the draft layers'; K at even, V at odd index of axis 2."""
     hidden: Float[Array, "slots hidden"]
-    """The hidden state, after the final norm, of the last token each slot has absorbed."""
+    """The hidden state, after the final norm, of the last token each slot has absorbed; then what a drafter reads of
+    it, if the model has one."""
     tags: Int[Array, "slots 2"] | None
     """Debugging only: how often each slot has been written, and how many tokens it holds."""
     tails: Tails | None = None
@@ -74,7 +75,7 @@ class StoreShape:
     slots: tuple[tuple[StateArray, ...], ...]
     """The arrays of each sublayer with state in slots."""
     pages: tuple[StateArray, ...]
-    """The array of each use of attention, including the draft layers'."""
+    """The array of each use of attention, including the draft layers', whose shape may be another."""
     hidden: StateArray
     tails: tuple[tuple[StateArray, ...], ...] = ()
     """The arrays that replay keeps of each token, for each sublayer with state in slots."""
@@ -89,16 +90,17 @@ class StoreShape:
             ModelConfigError: two mixers declare different arrays under the same name.
         """
         kinds = config.pattern + config.mtp_pattern
+        drafter = () if config.drafter is None else config.drafter.state()
         shape = cls(
             slots=tuple(arrays for kind in kinds if (arrays := config.state(kind, StateUnit.SLOT))),
-            pages=tuple(array for kind in kinds for array in config.state(kind, StateUnit.TOKEN)),
-            hidden=StateArray("hidden", (config.hidden_size,), Role.ACTIVATION, None),
+            pages=(*(array for kind in kinds for array in config.state(kind, StateUnit.TOKEN)), *drafter),
+            hidden=StateArray("hidden", (config.step_size,), Role.ACTIVATION, None),
             tails=tuple(_tails(config, kind) for kind in kinds if config.state(kind, StateUnit.SLOT)),
         )
         for array in (*(array for arrays in (*shape.slots, *shape.tails) for array in arrays), *shape.pages):
             if shape.arrays_and_tails[array.name] != array:
                 raise ModelConfigError(f"mixers of this model declare different states under the name {array.name!r}")
-        if len({array.name for array in shape.pages}) > 1:
+        if len({array.name for array in shape.pages[: len(shape.pages) - len(drafter)]}) > 1:
             raise ModelConfigError("mixers of this model declare different arrays in pages")
         return shape
 

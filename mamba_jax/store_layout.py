@@ -52,7 +52,8 @@ def placed(shape: StoreShape, store: Store, shardings: Store) -> Store:
             {name: of(shape.arrays[name], leaf, where[name]) for name, leaf in arrays.items()}
             for arrays, where in zip(store.slots, shardings.slots, strict=True)
         ),
-        kv=tuple(of(shape.pages[0], leaf, where) for leaf, where in zip(store.kv, shardings.kv, strict=True)),
+        # Without drafts, a store has no keys and values of the draft layers, which are the last.
+        kv=tuple(map(of, shape.pages, store.kv, shardings.kv)),
         hidden=of(shape.hidden, store.hidden, shardings.hidden),
         tags=shardings.tags,
         tails=_placed_tails(of, shape, store, shardings),

@@ -6,7 +6,7 @@ import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, model_validator
@@ -15,9 +15,11 @@ from checkpoints.overrides import parse_overrides
 from serving.core import CacheMode, ConfigError, check_replay_interval
 from serving.settings import Settings
 
-__all__ = ["CacheMode", "ConfigError", "EngineConfig", "ResolvedCaching", "read_config_file", "resolve_caching"]
+__all__ = ["CacheMode", "ConfigError", "EngineConfig", "read_config_file"]
 
-SpeculativeMethod = Literal["mtp", "ngram"]
+SpeculativeMethod = Literal["mtp", "ngram", "eagle3", "dflash", "dspark"]
+DRAFTER_METHODS = ("eagle3", "dflash", "dspark")
+"""Methods whose drafts come from a separate checkpoint, `speculative_model`."""
 
 DEFAULT_DRAFTS = 3
 _LOOKUP = (2, 4)
@@ -142,12 +144,20 @@ class EngineConfig(Settings):
     )
     speculative_method: SpeculativeMethod | None = Field(
         None,
-        description="Where draft tokens come from: mtp (the model's multi-token-prediction layer) or ngram "
-        "(what followed the same tokens earlier in the sequence). Unset with num_speculative_tokens set: mtp if "
-        "the model has it.",
+        description="Where draft tokens come from: mtp (the model's multi-token-prediction layer), ngram (what "
+        "followed the same tokens earlier in the sequence), or speculative_model, a drafter: eagle3, dflash or dspark. "
+        "Unset with num_speculative_tokens set: the kind of speculative_model, or mtp if the model has it.",
+    )
+    speculative_model: str | None = Field(
+        None,
+        description="A drafter for the model: a directory, or a hub's name. It reads hidden states of some of the "
+        "model's layers.",
     )
     num_speculative_tokens: int = Field(
-        0, ge=0, le=16, description="Draft tokens per step (K). Unset with speculative_method set: 3."
+        0,
+        ge=0,
+        le=16,
+        description="Draft tokens per step (K). Unset with speculative_method or speculative_model set: 3.",
     )
     adaptive_drafts: bool = Field(
         True,
@@ -260,7 +270,8 @@ class EngineConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_drafts(cls, flags: Any) -> Any:
-        if isinstance(flags, dict) and flags.get("speculative_method") is not None:
+        names = ("speculative_method", "speculative_model")
+        if isinstance(flags, dict) and any(flags.get(name) is not None for name in names):
             flags = {"num_speculative_tokens": DEFAULT_DRAFTS} | flags
         return flags
 
@@ -353,45 +364,12 @@ class EngineConfig(Settings):
             raise ValueError(f"prompt_lookup_min {low} is greater than prompt_lookup_max {high}")
         if self.speculative_method is not None and not drafts:
             raise ValueError(f"speculative_method {self.speculative_method!r} needs num_speculative_tokens >= 1")
-        return self
-
-
-class ResolvedCaching(NamedTuple):
-    """The cache mode and chunking that result from the flags, with notices for the user."""
-
-    mode: CacheMode
-    chunked_prefill: bool
-    notices: tuple[str, ...]
-
-
-def resolve_caching(config: EngineConfig) -> ResolvedCaching:
-    """Resolves conflicts between prefix caching, cache mode and chunked prefill.
-
-    | prefix caching | mode given   | mode used                                                |
-    |----------------|--------------|----------------------------------------------------------|
-    | on             | unset, all   | all                                                      |
-    | on             | none         | none                                                     |
-    | on             | align        | align; chunked prefill is switched on, with a notice     |
-    | off            | unset, none  | none                                                     |
-    | off            | align, all   | none, with a notice                                      |
-
-    Every mode works with and without drafts.
-    """
-    asked, chunked = config.mamba_cache_mode, config.enable_chunked_prefill
-    if config.rounds_rows and not chunked:
-        found = resolve_caching(config.model_copy(update={"enable_chunked_prefill": True}))
-        notice = "chunked prefill is switched on: exact_reuse needs it"
-        return found._replace(notices=(*found.notices, notice))
-    if not config.enable_prefix_caching:
-        if asked in ("align", "all"):
-            return ResolvedCaching(
-                "none", chunked, (f"mamba_cache_mode {asked!r} has no effect: prefix caching is switched off",)
+        if self.speculative_model is not None and self.speculative_method not in (None, *DRAFTER_METHODS):
+            raise ValueError(
+                f"speculative_model has no effect with speculative_method {self.speculative_method!r}; "
+                f"use {' or '.join(DRAFTER_METHODS)}"
             )
-        return ResolvedCaching("none", chunked, ())
-    mode: CacheMode = asked or "all"
-    if mode == "align" and not chunked:
-        return ResolvedCaching(mode, True, ("chunked prefill is switched on: mamba_cache_mode 'align' needs it",))
-    return ResolvedCaching(mode, chunked, ())
+        return self
 
 
 def read_config_file(path: Path | str) -> Mapping[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mamba_jax.config.attention import AttentionConfig
 from mamba_jax.config.declaration import BothMixers, MixerConfig, RecurrenceConfig, StateArray, StateUnit
+from mamba_jax.config.drafter import DrafterConfig
 from mamba_jax.config.errors import ModelConfigError, need, positive
 from mamba_jax.config.feed_forward import MLPConfig, MoEConfig
 from mamba_jax.config.latent_attention import LatentAttentionConfig
@@ -86,6 +87,8 @@ class HybridConfig:
     """It has a head of its own."""
     unused_mtp_layers: int = 0
     """Number of such layers in a checkpoint with several, each with its own weights: only one could be used."""
+    drafter: DrafterConfig | None = None
+    """A separate model that drafts from this one's hidden states, in place of a multi-token-prediction layer."""
 
     def __post_init__(self) -> None:
         positive(self, "vocab_size", "hidden_size")
@@ -113,6 +116,11 @@ class HybridConfig:
             sizes, mlps = len(self.mlp.intermediate_size), (self.pattern + self.mtp_pattern).count(MLP)
             if sizes < mlps:
                 raise ModelConfigError(f"{sizes} intermediate sizes for {mlps} MLPs")
+        if self.drafter is not None and (self.mtp_pattern or max(self.drafter.places) > len(self.pattern)):
+            raise ModelConfigError(
+                f"a drafter that reads hidden states at {list(self.drafter.places)} of {len(self.pattern)} sublayers "
+                f"and a multi-token-prediction layer {self.mtp_pattern!r}: expected places in the model, and no layer"
+            )
 
     def mixer(self, kind: str) -> MixerConfig:
         """Returns the mixer's config of a sublayer of this kind. For a `Z` sublayer, it includes its use of attention.
@@ -172,3 +180,18 @@ class HybridConfig:
     def num_attention_layers(self) -> int:
         """All arrays of keys and values: first the model's, in its order, then the multi-token-prediction layer's."""
         return self.num_attention_uses + self.num_mtp_attention_layers
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the model has a layer or a drafter that drafts from its hidden states."""
+        return bool(self.mtp_pattern) or self.drafter is not None
+
+    @property
+    def step_size(self) -> int:
+        """Size of the hidden state that a step computes for each token, and that slots hold: what the head reads, then
+        what the drafter reads."""
+        return self.hidden_size + (0 if self.drafter is None else self.drafter.hidden_size)
+
+    def with_drafter(self, drafter: DrafterConfig) -> HybridConfig:
+        """Returns the model with a drafter in place of its multi-token-prediction layer."""
+        return replace(self, mtp_pattern="", own_mtp_embedding=False, own_mtp_head=False, drafter=drafter)

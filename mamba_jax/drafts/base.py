@@ -22,7 +22,17 @@ class DraftModel(Protocol):
 
     def draft(self, tokens: Array, hidden: Array, layout: Any, store: Any) -> tuple[Array, Any]: ...
 
+    def draft_block(self, tokens: Array, layout: Any, store: Any) -> tuple[Array, Any]: ...
+
+    def remember_for_drafts(self, hidden: Array, layout: Any, store: Any) -> Any: ...
+
+    def draft_input(self, hidden: Array) -> Array: ...
+
     def draft_logits(self, hidden: Array) -> Array: ...
+
+    def draft_tokens(self, index: Array) -> Array: ...
+
+    def draft_following(self, tokens: Array) -> Array | float: ...
 
 
 @jax.tree_util.register_dataclass
@@ -34,7 +44,7 @@ class StepFacts:
     """Of the tokens that were fed, rejected drafts included."""
     tokens: Int[Array, " T"]
     hidden: Float[Array, "T hidden"]
-    """After the final norm."""
+    """After the final norm; see `HybridModel.hidden`."""
     before: Float[Array, "rows hidden"]
     """The hidden state of the token before each row's first one; zeros without one."""
     row_id: Int[Array, " rows"]

@@ -1,4 +1,5 @@
-"""Drafts by the model's own multi-token-prediction layer (Gloeckle et al., 2024; DeepSeek-V3, section 2.2).
+"""Drafts one after the other, by the model's own multi-token-prediction layer (Gloeckle et al., 2024; DeepSeek-V3,
+section 2.2) or by the drafter of EAGLE-3.
 
 The layer reads pairs: a token, and the hidden state of the token before it. Its keys and values lie in the row's pages
 under the index of the pair's token, so that a page depends only on its own tokens, and a prefix hit loses nothing.
@@ -6,7 +7,7 @@ under the index of the pair's token, so that a page depends only on its own toke
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -41,6 +42,7 @@ class MTPDrafts:
     def propose(
         self, model: DraftModel, store: Store, state: None, facts: StepFacts, count: int
     ) -> tuple[Int[Array, "rows count"], Store, None]:
+        facts = replace(facts, hidden=model.draft_input(facts.hidden), before=model.draft_input(facts.before))
         hidden, store = (
             _after_decode(model, store, facts)
             if isinstance(facts.layout, DecodeLayout)
@@ -55,7 +57,7 @@ class MTPDrafts:
 
 
 def _best(model: DraftModel, hidden: Float[Array, "rows hidden"]) -> Int[Array, " rows"]:
-    return largest(model.draft_logits(hidden))[0]
+    return model.draft_tokens(largest(model.draft_logits(hidden))[0])
 
 
 def _after_decode(model: DraftModel, store: Store, facts: StepFacts) -> tuple[Float[Array, "rows hidden"], Store]:

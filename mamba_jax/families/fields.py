@@ -15,6 +15,11 @@ class Fields:
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self._raw = raw
 
+    @property
+    def raw(self) -> Mapping[str, Any]:
+        """The fields as they are in the file."""
+        return self._raw
+
     def given(self, name: str, *aliases: str) -> Any:
         """Returns the value under the first of these names that has one, or None."""
         return next((self._raw[key] for key in (name, *aliases) if self._raw.get(key) is not None), None)

@@ -1,6 +1,7 @@
 """Arrangements of packed tokens: whole sequences, decode rows, ragged prefill tiles."""
 
 from mamba_jax.layout.base import Layout
+from mamba_jax.layout.block import BlockLayout
 from mamba_jax.layout.decode import DecodeLayout
 from mamba_jax.layout.mixed import MixedLayout, has_tails
 from mamba_jax.layout.operation import Operation
@@ -10,6 +11,7 @@ from mamba_jax.layout.replay import ReplayLayout
 from mamba_jax.layout.sequence import SequenceLayout
 
 __all__ = [
+    "BlockLayout",
     "DecodeLayout",
     "Layout",
     "MixedLayout",

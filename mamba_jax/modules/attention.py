@@ -88,6 +88,23 @@ class Attention(nnx.Module):
             out *= jax.nn.sigmoid(self.gate_proj(x, layout.adapter, out_dtype=jnp.float32)).astype(out.dtype)[..., None]
         return scaled(self.o_proj(out.reshape(x.shape[0], -1), layout.adapter), config.output_multiplier), state
 
+    def keys_values(
+        self, x: Float[Array, "T inputs"], layout: Layout
+    ) -> tuple[Float[Array, "T kv_heads head_dim"], Float[Array, "T kv_heads head_dim"]]:
+        """Returns the keys and values that `__call__` keeps of these inputs, for attention without other options."""
+        config = self.config
+        k, v = (
+            self._own_heads(
+                project(x, layout.adapter).reshape(x.shape[0], -1, config.head_dim),
+                self.q_proj.weight[...].shape[0] // config.head_dim,
+            )
+            for project in (self.k_proj, self.v_proj)
+        )
+        k = k if config.qk_norm is None else need(self.k_norm)(k)
+        if config.rope is not None:
+            k = rotate(k, *rotations(layout.positions, config.rope))
+        return k, v
+
     def _scales(self, kv: Array | None) -> tuple[Array, Array] | None:
         """Returns the scales of keys and values in an 8-bit cache; None if they are stored unscaled."""
         if self.k_scale is None or self.v_scale is None or kv is None or kv.dtype.itemsize > 1:

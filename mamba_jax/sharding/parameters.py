@@ -37,6 +37,8 @@ def placements(config: HybridConfig) -> dict[str, Placement]:
         frame |= {"lm_head.weight": table} if config.own_mtp_head else {}
         found |= _under("mtp", frame)
         found |= _sublayers("mtp.blocks", config, config.mtp_pattern, before=config.pattern)
+    if config.drafter is not None:
+        found |= _under("drafter", config.drafter.parameters(config.vocab_size))
     return found
 
 

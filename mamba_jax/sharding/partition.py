@@ -71,10 +71,11 @@ class Partition:
 
     def store(self, store: Store) -> Store:
         """Returns the division of the whole store, in its structure."""
+        pages = StoreShape.of(self.config).pages
         return replace(
             store,
             slots=self.state(store.slots),
-            kv=self.state(store.kv),
+            kv=tuple(_states(self)[array.name] for array, _ in zip(pages, store.kv, strict=False)),  # type: ignore[misc]
             hidden=P(),  # type: ignore[arg-type]
             tags=None if store.tags is None else P(),  # type: ignore[arg-type]
             tails=self._tails(store.tails),

@@ -19,6 +19,8 @@ from mamba_jax.sharding import TENSOR, Partition
 from mamba_jax.store import StoreShape
 from mamba_jax.tails import Replay
 
+_DRAFTERS = ("mtp.", "drafter.")
+
 
 @dataclass(frozen=True)
 class Work:
@@ -103,7 +105,7 @@ class Counter:
     def _weights_read(self, tokens: int) -> float:
         config, weights = self.config, 0.0
         for path, size in self._sizes.items():
-            if path.startswith("mtp."):
+            if path.startswith(_DRAFTERS):
                 continue  # the layer that drafts is a step of its own
             share = 1.0
             if (weight_of(path) or path) == "embed.weight" and not config.tie_word_embeddings:
@@ -132,7 +134,7 @@ class Counter:
         total = 0.0
         for parameter, size in self._sizes.items():
             path = parameter.removesuffix(".values")
-            if path.startswith("mtp.") or not path.endswith(("weight", "experts.up", "experts.down")):
+            if path.startswith(_DRAFTERS) or not path.endswith(("weight", "experts.up", "experts.down")):
                 continue
             if path in ("embed.weight", "lm_head.weight"):
                 if path == "lm_head.weight" or config.tie_word_embeddings:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
+from checkpoints.drafter import drafter_shapes
 from checkpoints.errors import CheckpointError
 from checkpoints.load import load_config, weight_shapes
 from mamba_jax.batch import DecodeBatch, PrefillBatch
@@ -33,6 +34,7 @@ from serving.capacity.result import CapacityPlan, Step
 from serving.capacity.targets import Target, larger
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.design import EngineDesign
+from serving.engine.assembly.drafting import with_drafter_config
 from serving.engine.assembly.gpu_memory import reserved_share
 from serving.engine.assembly.narrow_states import waiting_form
 from serving.engine.assembly.sizing import StoreSize
@@ -75,7 +77,11 @@ class _Planner:
     """Values that several stages of planning use."""
 
     def __init__(self, config: EngineConfig, target: Target, model: HybridConfig) -> None:
-        self.config, self.target, self._checkpoint = config, target, model
+        self.config, self.target, self._target_model = config, target, model
+        try:
+            self._checkpoint = with_drafter_config(config, model)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from None
         self.dtype = jnp.dtype("bfloat16" if config.dtype == "auto" else config.dtype)
         self.kv_dtype = jnp.dtype(config.kv_dtype(self.dtype))
         self.memory = int(target.device.memory * config.memory_utilization)
@@ -128,9 +134,9 @@ class _Planner:
         """Every parameter as it would be loaded for this number of devices, before heads are padded."""
         config, mesh = self.config, AbstractMesh((shards,), (TENSOR,))
         try:
-            padding = HeadPadding.of(self._checkpoint, shards)
+            padding = HeadPadding.of(self._target_model, shards)
             partition = Partition.of(padding.padded, shards)
-            return weight_shapes(
+            found = weight_shapes(
                 config.model,
                 dtype=self.dtype,
                 quantization=config.quantization,
@@ -138,6 +144,10 @@ class _Planner:
                 hf_overrides=config.hf_overrides,
                 sharding=functools.partial(padding.load_sharding, partition, mesh),
             )
+            if self._checkpoint.drafter is not None:
+                found = {path: leaf for path, leaf in found.items() if not path.startswith("mtp.")}
+                found |= drafter_shapes(self._checkpoint, self.dtype)
+            return found
         except (CheckpointError, ModelConfigError) as error:
             raise ConfigError(str(error)) from None
 

@@ -118,9 +118,7 @@ class Weights:
 
     def _check_replaceable(self) -> None:
         if self._fixed:
-            raise RequestError(
-                f"weights cannot be replaced: {self._fixed}; use a tensor_parallel_size that divides the heads"
-            )
+            raise RequestError(f"weights cannot be replaced: {self._fixed}")
 
 
 def _number(digest: str) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from serving.config import ConfigError
+from serving.config import DRAFTER_METHODS, ConfigError
 
 Words = list[str]
 
@@ -93,7 +93,11 @@ def json_value(name: str, text: str) -> Any:
 
 
 _MTP = ("mtp", "nemotron_h_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp")
-_FOR_DRAFT_KERNELS = ("moe_backend", "attention_backend", "draft_tensor_parallel_size", "enforce_eager")
+_UNNECESSARY_FOR_DRAFTS = (
+    "moe_backend", "attention_backend", "draft_tensor_parallel_size", "enforce_eager", "draft_sample_method",
+    "rejection_sample_method",
+)  # fmt: skip
+"""Keys about kernels, and about how drafts are drawn: they are always the most likely tokens."""
 _DRAFT_KEYS = {
     "num_speculative_tokens": "--num-speculative-tokens",
     "prompt_lookup_min": "--prompt-lookup-min",
@@ -111,15 +115,19 @@ def drafts(value: str) -> Words:
         words = ["--speculative-method", "mtp"]
     elif method == "ngram":
         words = ["--speculative-method", "ngram"]
-    elif method is None and "model" not in config:
+    elif method in DRAFTER_METHODS:
+        words = ["--speculative-method", method]
+    elif method is None:
         words = []
     else:
-        source = f"method {method!r}" if method is not None else "a draft model"
         raise ConfigError(
-            f"--speculative-config: {source} is not supported; drafts come from the model's own layer (mtp) or ngram"
+            f"--speculative-config: method {method!r} is not supported; drafts come from the model's own layer (mtp), "
+            f"ngram, or a drafter ({', '.join(DRAFTER_METHODS)})"
         )
+    if method not in _MTP and "model" in config:
+        words += ["--speculative-model", str(config.pop("model"))]
     for key, number in config.items():
-        if key in _FOR_DRAFT_KERNELS:
+        if key in _UNNECESSARY_FOR_DRAFTS:
             continue
         if key not in _DRAFT_KEYS:
             known = ", ".join(["method", *_DRAFT_KEYS])
@@ -200,7 +208,9 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         "--speculative-config", Arity.A_VALUE, ("-sc",),
-        ours="--speculative-method, --num-speculative-tokens, --prompt-lookup-min, --prompt-lookup-max", becomes=drafts,
+        ours="--speculative-method, --speculative-model, --num-speculative-tokens, --prompt-lookup-min, "
+        "--prompt-lookup-max",
+        becomes=drafts,
     ),
     renamed("--dtype", "--dtype", values={"half": "float16", "float": "float32"}),
     Flag("--max-model-len", Arity.A_VALUE, ours="--max-model-len", becomes=_model_length),

@@ -61,6 +61,8 @@ def long_memory_model(config: HybridConfig, seed: int = 3, *, near_ties: bool = 
 
     def value_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
         value = initial_values(name, shape, rng.standard_normal, rng.random)
+        if name == "drafter.tokens":
+            return 2 * np.arange(shape[0])
         if name.endswith("dt_bias"):
             value = value + 2.5
         if name.lower().endswith("a_log"):

@@ -15,6 +15,7 @@ from mamba_jax.config import (
     SharedConfig,
 )
 from mamba_jax.config.delta import DeltaConfig
+from mamba_jax.config.drafter import BlockConfig, EagleConfig
 from mamba_jax.config.lightning import LightningConfig
 from mamba_jax.config.mamba1 import Mamba1Config
 from mamba_jax.config.short_conv import ShortConvConfig
@@ -109,10 +110,38 @@ def _for_engines(pattern: str, **fields) -> HybridConfig:
     return HybridConfig(family="test", pattern=pattern, mamba=_ENGINE_MAMBA, **sizes, **fields)
 
 
+_EAGLE = EagleConfig(
+    hidden_size=24,
+    vocab_size=40,
+    places=(1, 2, 4),
+    attention=AttentionConfig(
+        num_heads=4, num_kv_heads=1, head_dim=6, scale=6**-0.5, input_size=24, rope=RopeConfig(theta=50.0, size=6)
+    ),
+    mlp=MLPConfig(intermediate_size=28, activation="silu", gated=True),
+    norm_eps=1e-6,
+    own_embedding=True,
+    maps_vocabulary=True,
+)
+_FLASH = BlockConfig(
+    hidden_size=ENGINE_HIDDEN,
+    vocab_size=ENGINE_VOCAB,
+    places=(1, 3),
+    attention=replace(_EAGLE.attention, input_size=ENGINE_HIDDEN, qk_norm=QKNormConfig(1e-6)),
+    mlp=_EAGLE.mlp,
+    norm_eps=1e-6,
+    num_layers=2,
+    own_head=False,
+    mask_token=7,
+)
+
 FOR_ENGINES = {
     # The kinds of layers of NemotronH, of plain Mamba2, and of FalconH1: apart, without attention, side by side.
     "nemotronh": _for_engines("M*-M", attention=_ENGINE_ATTENTION, mlp=_ENGINE_MLP, mtp_pattern="*-"),
     "mamba2": _for_engines("MMM"),
+    # A drafter of blocks, with the embedding and the head of its target.
+    "dflash": replace(_for_engines("M*-M", attention=_ENGINE_ATTENTION, mlp=_ENGINE_MLP), drafter=_FLASH),
+    # A separate drafter, whose keys have another shape, on a model that has attention.
+    "eagle3": replace(_for_engines("M*-M", attention=_ENGINE_ATTENTION, mlp=_ENGINE_MLP), drafter=_EAGLE),
     "falconh1": _for_engines(
         "P-P",
         attention=AttentionConfig(

@@ -29,7 +29,8 @@ def startup_lines(built: AssembledEngine, settings: ServerSettings, url: str) ->
     slots, pages = scheduler.num_slots - 1, max(scheduler.num_pages - 1, 0)
     caching = f"mode {scheduler.cache_mode}" if scheduler.cache_mode != "none" else "off"
     yield f"caching   {caching}, {slots:,} state slots, {pages:,} pages of {scheduler.page_size} tokens{each}"
-    drafts = f"{config.num_speculative_tokens} ({config.speculative_method or 'the model decides'})"
+    source = config.speculative_model or config.speculative_method or "the model decides"
+    drafts = f"{config.num_speculative_tokens} ({source})"
     yield f"drafts    {drafts if config.num_speculative_tokens else 'off'}"
     names = ", ".join(settings.served_model_name)
     yield f"clients   {url}/v1, model {names}, {'API key needed' if settings.api_key else 'no API key'}"

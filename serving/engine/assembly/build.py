@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
+from checkpoints.drafter import drafter_bytes, with_drafter
 from checkpoints.load import generation_config, load_config, load_weights, weight_bytes
 from checkpoints.tokenizer import Tokenizer, load_tokenizer
 from mamba_jax.adapters import Adapters
@@ -19,7 +20,7 @@ from mamba_jax.head_padding import HeadPadding
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.programs import INVARIANT, KernelChoice, StepPrograms, UnsupportedError
 from mamba_jax.rows import Rows
-from mamba_jax.sharding import rows_shardings, sharded_store
+from mamba_jax.sharding import TENSOR, Partition, rows_shardings, sharded_store
 from mamba_jax.store import Store
 from mamba_jax.store_layout import init_laid_out
 from serving.config import ConfigError, EngineConfig
@@ -34,6 +35,7 @@ from serving.engine.assembly.devices import (
     own_devices,
 )
 from serving.engine.assembly.draft_policy import draft_policy
+from serving.engine.assembly.drafting import with_drafter_config
 from serving.engine.assembly.fetch import fetched
 from serving.engine.assembly.gpu_memory import share_notices
 from serving.engine.assembly.schedule_invariant import check_schedule_invariant, check_weights_invariant
@@ -92,7 +94,8 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
         CheckpointError: the model cannot be loaded.
     """
     config = _in_step(_checked_adapters(fetched(config), led), led)
-    described = load_config(config.model, hf_overrides=config.hf_overrides)
+    target = load_config(config.model, hf_overrides=config.hf_overrides)
+    described = with_drafter_config(config, target)
     weights = weight_bytes(
         config.model,
         dtype=config.dtype,
@@ -101,6 +104,7 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
         quantization_exclude=config.excluded_from_quantization,
         hf_overrides=config.hf_overrides,
     )
+    weights += drafter_bytes(described, config.dtype)
     design = _design(config, described, weights)  # reports errors before loading, which can take minutes
     weights = int(weights * (1 + design.padding.cost))
     meshes = device_meshes(config)
@@ -118,13 +122,22 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
         dtype=config.dtype,
         load_format=config.load_format,
         progress=progress,
-        sharding=None if mesh is None else partial(design.padding.load_sharding, design.partition, mesh),
+        sharding=None if mesh is None else _load_shardings(target, mesh),
         seed=config.seed,
         quantization=config.quantization,
         quantization_exclude=config.excluded_from_quantization,
         hf_overrides=config.hf_overrides,
     )
     keep = config.compilation_cache
+    if described.drafter is not None and config.speculative_model is not None:
+        loaded = with_drafter(
+            config.speculative_model,
+            loaded,
+            method=config.speculative_method,
+            load_format=config.load_format,
+            seed=config.seed,
+            progress=progress,
+        )
     model, digest = on_mesh(loaded.model, mesh), loaded.digest
     del loaded  # frees the weights that were padded
     return _assemble(design, meshes, model, tokenizer, eos, None, progress, keep=keep, digest=digest)
@@ -310,7 +323,7 @@ class _Parts:
             quantization=config.quantization,
             quantization_exclude=config.excluded_from_quantization,
             digest=self.digest,
-            fixed=design.padding.notice if design.padding else "",
+            fixed=_why_fixed(design),
         )
         return Engine(
             loop,
@@ -324,6 +337,21 @@ class _Parts:
             grammars=grammars,
             adapters=AdapterTable(programs, model.config, loop, states, self.names) if config.serves_adapters else None,
         )
+
+
+def _load_shardings(model: HybridConfig, mesh: Mesh) -> Callable[[str], NamedSharding]:
+    """Returns where each parameter of a checkpoint is loaded to, by its dotted path."""
+    padding = HeadPadding.of(model, mesh.shape[TENSOR])
+    return partial(padding.load_sharding, Partition.of(padding.padded, mesh.shape[TENSOR]), mesh)
+
+
+def _why_fixed(design: EngineDesign) -> str:
+    """Returns why the weights cannot be replaced; empty if they can."""
+    if design.padding:
+        return f"{design.padding.notice}; use a tensor_parallel_size that divides the heads"
+    if design.model.drafter is not None:
+        return "the engine has a drafter (speculative_model), which was made for these weights"
+    return ""
 
 
 def _compile_all(engine: Engine, *, progress: bool, keep: bool, label: str) -> None:

@@ -21,8 +21,9 @@ from mamba_jax.rows import Rows, init_rows
 from mamba_jax.sharding import Partition
 from mamba_jax.store import StoreShape
 from mamba_jax.store_layout import lanes_of
-from serving.config import ConfigError, EngineConfig, ResolvedCaching, resolve_caching
+from serving.config import ConfigError, EngineConfig
 from serving.core import SchedulerConfig
+from serving.engine.assembly.caching import ResolvedCaching, resolve_caching
 from serving.engine.assembly.drafting import draft_source
 from serving.engine.assembly.narrow_states import row_rounding
 from serving.engine.assembly.replay import ResolvedReplay, resolve_replay
@@ -107,10 +108,11 @@ class EngineDesign:
     @property
     def workspace_bytes(self) -> int:
         """An upper bound on the bytes per device that a step needs besides weights and store."""
+        drafter = self.model.drafter
         return workspace_bytes(
             self.config,
             platform=self.platform,
-            hidden_size=self.model.hidden_size,
+            hidden_size=self.model.hidden_size * (1 if drafter is None else 1 + len(drafter.places)),
             inner_size=self.model.inner_size // self.partition.shards,
             vocab_size=self.model.vocab_size,
         )
@@ -139,7 +141,10 @@ class EngineDesign:
 
     def scheduler(self, size: StoreSize) -> SchedulerConfig:
         """Returns the scheduler's settings for a store of this size."""
-        lookahead = max(1, self.config.num_speculative_tokens) if self._stores_draft_kv else 0
+        drafts = max(1, self.config.num_speculative_tokens)
+        if self.model.drafter is not None:
+            drafts = self.model.drafter.lookahead(drafts)
+        lookahead = drafts if self._stores_draft_kv else 0
         return scheduler_config(self.config, self.caching, size, lookahead=lookahead)
 
     def batches(self, settings: SchedulerConfig, *, masks: bool = False) -> BatchBuilder:

@@ -20,7 +20,10 @@ def fetched(config: EngineConfig, *, weights: bool = True) -> EngineConfig:
     tokenizer = config.tokenizer
     if tokenizer is not None:
         tokenizer = local(tokenizer, download_dir=config.download_dir, weights=False)
-    return config.model_copy(update={"model": model, "tokenizer": tokenizer})
+    drafter = config.speculative_model
+    if drafter is not None:
+        drafter = local(drafter, download_dir=config.download_dir, weights=weights)
+    return config.model_copy(update={"model": model, "tokenizer": tokenizer, "speculative_model": drafter})
 
 
 def tokenizer_of(config: EngineConfig) -> Tokenizer:

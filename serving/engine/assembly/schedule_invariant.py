@@ -18,6 +18,7 @@ _REQUIRED = {
     "ssm_dtype": "float32",
     "kv_cache_dtype": "auto",
     "quantization": None,
+    "speculative_model": None,
     "tensor_parallel_size": 1,
     "data_parallel_size": 1,
     "kernels": "auto",

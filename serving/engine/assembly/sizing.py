@@ -13,8 +13,9 @@ import jax
 
 from mamba_jax.store import StoreShape
 from mamba_jax.tails import Replay
-from serving.config import CacheMode, ConfigError, EngineConfig, ResolvedCaching
+from serving.config import CacheMode, ConfigError, EngineConfig
 from serving.core import SchedulerConfig
+from serving.engine.assembly.caching import ResolvedCaching
 from serving.engine.assembly.gpu_memory import usable_share
 from serving.engine.assembly.replay import spares
 

@@ -224,7 +224,7 @@ def test_flags_from_a_file_yield_to_the_command_line(tmp_path, capfd):
         ("no_such: 1", "config file flags.yaml: unknown option 'no_such'"),
         ("max_model_length: 1", "unknown option 'max_model_length'; did you mean 'max_model_len'?"),
         ("pipeline_parallel_size: 2", "--pipeline-parallel-size is not supported"),
-        ("speculative-config: {method: dspark}", "method 'dspark'"),
+        ("speculative-config: {method: medusa}", "method 'medusa'"),
         ("kv_transfer_config: a", "--kv-transfer-config is not supported"),
         ("enable_lora: false\ntrust-remote-code: true\nmax-num-seqs: 0", "max_num_seqs: must be greater"),
     ],

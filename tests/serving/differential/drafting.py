@@ -20,7 +20,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from mamba_jax.drafts import DraftModel, MTPDrafts, NGramDrafts, StepFacts
+from mamba_jax.config.drafter import BlockConfig
+from mamba_jax.drafts import BlockDrafts, DraftModel, DraftSource, MTPDrafts, NGramDrafts, StepFacts
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.programs import StepPrograms
 from mamba_jax.store import Store
@@ -48,6 +49,8 @@ class MixedDrafts:
 
     mtp: bool
     """Whether the model has a draft layer. It then reads every row, whatever the row's source is."""
+    layer: DraftSource
+    """How the draft layer drafts."""
 
     @property
     def sees_tokens(self) -> bool:
@@ -80,7 +83,7 @@ class MixedDrafts:
         own = kind[facts.row_id][:, None]
         drafts = jnp.where(own == SOURCES.index("ngram"), ngram, scripted)
         if self.mtp:
-            layer, store, _ = MTPDrafts().propose(model, store, None, facts, count)
+            layer, store, _ = self.layer.propose(model, store, None, facts, count)
             drafts = jnp.where(own == SOURCES.index("mtp"), layer, drafts)
         return drafts, store, (kind, script, seen)
 
@@ -116,7 +119,10 @@ class Drafters:
 
     def __init__(self, on: SharedEngines, most: int, layer: bool) -> None:
         self.on, self.most = on, most
-        self.source = MixedDrafts(mtp=layer)
+        drafter = on.model.config.drafter
+        self.of_blocks = isinstance(drafter, BlockConfig)
+        source = BlockDrafts(drafter.mask_token, drafter.from_newest) if self.of_blocks else MTPDrafts()
+        self.source = MixedDrafts(mtp=layer, layer=source)
         self.sources = SOURCES if self.source.mtp else SOURCES[1:]
         self._programs: dict[int, StepPrograms] = {}
         self._layer: Any = None
@@ -175,9 +181,12 @@ class Drafters:
         loop.scheduler.drafts.wanted = wanted
         return engine
 
-    def layer(self, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    def layer(self, tokens: list[int]) -> tuple[np.ndarray | None, np.ndarray]:
         """Of the whole sequence at once: the draft layer's log-probabilities [length, vocab] after each token but the
-        first, and its keys and values [length, 2 * heads, head_dim] as a page has them."""
+        first, and its keys and values [length, 2 * heads, head_dim] as a page has them.
+
+        Of a drafter of blocks only its keys and values.
+        """
         if self._layer is None:
             graph, state = nnx.split(self.on.model)
 
@@ -185,18 +194,24 @@ class Drafters:
                 model = nnx.merge(graph, state)
                 layout = _Spy(SequenceLayout.of(1, MAX_LEN, length[None]))
                 hidden, _ = model.hidden(tokens, layout, None)
-                out, _ = model.draft(tokens, jnp.roll(hidden, 1, axis=0), layout, None)
+                if self.of_blocks:
+                    last = model.drafter.layers[-1].attention
+                    k, v = last.keys_values(model.draft_input(hidden), layout)
+                    return None, jnp.stack([k, v], axis=2).reshape(MAX_LEN, -1, k.shape[-1])
+                before = jnp.roll(model.draft_input(hidden), 1, axis=0)
+                out, _ = model.draft(tokens, before, layout, None)
                 k, v = layout.seen[-1]
-                return jax.nn.log_softmax(model.logits(out)), jnp.stack([k, v], axis=2).reshape(
-                    MAX_LEN, -1, k.shape[-1]
-                )
+                logits = model.draft_logits(out)
+                of_draft = model.draft_tokens(jnp.arange(logits.shape[1]))
+                said = jnp.full((MAX_LEN, ENGINE_VOCAB), -jnp.inf).at[:, of_draft].set(jax.nn.log_softmax(logits))
+                return said, jnp.stack([k, v], axis=2).reshape(MAX_LEN, -1, k.shape[-1])
 
             self._layer = jax.jit(run), state
         run, state = self._layer
         padded = np.zeros(MAX_LEN, np.int32)
         padded[: len(tokens)] = tokens
         said, kept = run(state, padded, np.int32(len(tokens)))
-        return np.asarray(said), np.asarray(kept)
+        return None if said is None else np.asarray(said), np.asarray(kept)
 
 
 class _Spy:
@@ -217,7 +232,7 @@ class _Spy:
 def drafters(name: str, most: int = MOST, *, layer: bool = True) -> Drafters:
     """Those of each model; `layer` says whether its draft layer runs, if it has one."""
     on = engines_of(name)
-    return Drafters(on, most, layer and bool(on.model.config.mtp_pattern))
+    return Drafters(on, most, layer and on.model.config.drafts)
 
 
 def asked(request: Request) -> str:
@@ -263,7 +278,7 @@ class Watch:
 
     def wrong(self) -> list[str]:
         """Drafts, keys and values that are not what the layer makes of the whole sequence. (Near-ties are equal.)"""
-        whole: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        whole: dict[str, tuple[np.ndarray | None, np.ndarray]] = {}
         found, last = [], {}
         for look in self._looks:
             request = look.request
@@ -271,21 +286,28 @@ class Watch:
                 continue  # the last token (which has no page), what comes after a stop, or an aborted request
             if request.request_id not in whole:
                 whole[request.request_id] = self._drafters.layer(request.tokens)
-            said = whole[request.request_id][0][look.newest]
-            if look.draft is not None and not (look.draft >= 0 and said.max() - said[look.draft] < TIE):
+            of_all = whole[request.request_id][0]
+            said = None if of_all is None else of_all[look.newest]
+            if said is not None and look.draft is not None and not _is_best(said, look.draft):
                 found.append(f"request {request.request_id}: draft {look.draft} after token {look.newest}")
             last[request.request_id] = look
         for name, look in last.items():
-            right = whole[name][1][1 : look.newest + 1]
-            same = np.isclose(look.kept[1:], right, atol=TIE).all(axis=(1, 2))
+            # Pairs begin at the second token. A drafter of blocks has read all but the newest one.
+            tokens = slice(0, look.newest) if self._drafters.of_blocks else slice(1, look.newest + 1)
+            same = np.isclose(look.kept[tokens], whole[name][1][tokens], atol=TIE).all(axis=(1, 2))
             if not same.all():
-                found.append(f"request {name}: draft layer's keys and values of tokens {1 + np.flatnonzero(~same)}")
+                wrong = tokens.start + np.flatnonzero(~same)
+                found.append(f"request {name}: draft layer's keys and values of tokens {wrong}")
         return found
 
     @property
     def count(self) -> int:
         """Drafts of the layer that were looked at."""
         return sum(look.draft is not None for look in self._looks)
+
+
+def _is_best(said: np.ndarray, draft: int) -> bool:
+    return draft >= 0 and said.max() - said[draft] < TIE
 
 
 def tally(met: Counter, drafting: dict[str, Drafting], outputs: dict[str, Any]) -> None:

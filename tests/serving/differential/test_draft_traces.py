@@ -15,6 +15,8 @@ DEFAULT_EXAMPLES = 20_000
 SYMBOLIC_PER_TRACE = 250
 """A trace counts as so many symbolic schedules."""
 
+WITH_DRAFTER = ("none", "align", "all", "preemptions", "full_hits", "cached_tokens", "layer", "drafted mtp")
+
 REACHED = (
     "none", "align", "all", *DRAFTING_MODELS, "aborted", "withdrawn", "failures", "preemptions", "states_evicted",
     "pages_evicted", "page_copies", "full_hits", "cached_tokens", "prompt_logprobs", "layer", "drafts_cut",
@@ -54,4 +56,20 @@ def test_traces_of_other_mixers(model: str) -> None:
         met += run_trace(seed, drafts=True, model=model)
     missing = [name for name in ("align", "all", "failures", "full_hits", "accepted ngram") if not met[name]]
     assert not missing, f"never met: {missing}"
+    assert met["accepted wrong"] == 0
+
+
+@pytest.mark.full
+@pytest.mark.fuzz
+@pytest.mark.parametrize("replay", [None, 8])
+@pytest.mark.parametrize("model", ["eagle3", "dflash"])
+def test_traces_with_a_drafter(model: str, replay: int | None) -> None:
+    """A drafter with weights, keys and a vocabulary of its own takes the place of the draft layer."""
+    met: Counter[str] = Counter()
+    for seed in range(52_000_000, 52_000_024):
+        met += run_trace(seed, drafts=True, model=model, replay=replay)
+    print(dict(sorted(met.items())))
+    missing = [name for name in WITH_DRAFTER if not met[name]]
+    assert not missing, f"never met: {missing}"
+    assert met["cut"] <= 1 + met["comparisons"] // 200, "too many comparisons were cut short by near-ties"
     assert met["accepted wrong"] == 0

@@ -2,7 +2,8 @@
 
 import pytest
 
-from serving.config import ConfigError, EngineConfig, read_config_file, resolve_caching
+from serving.config import ConfigError, EngineConfig, read_config_file
+from serving.engine.assembly.caching import resolve_caching
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,227 @@
+"""Drafters as published: their config.json, and where their checkpoints have each parameter.
+
+EAGLE-3 checkpoints come in two forms: that of SafeAILab/EAGLE and SpecForge (`LlamaForCausalLMEagle3`, `midlayer.*`),
+and that of the speculators library (`speculators_model_type`, `layers.0.*`). DFlash's is that of z-lab/dflash
+(`DFlashDraftModel`), DSpark's that of deepseek-ai/DeepSpec (`Qwen3DSparkModel`): both are layers as in Qwen3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+from mamba_jax.config import ACTIVATIONS, AttentionConfig, HybridConfig, MLPConfig, ModelConfigError, QKNormConfig
+from mamba_jax.config.drafter import BlockConfig, DrafterConfig, EagleConfig
+from mamba_jax.families import weight_names
+from mamba_jax.families.base import HFSource, tensor
+from mamba_jax.families.fields import Fields
+from mamba_jax.families.rope import rope_config
+
+_IGNORED = ("t2d", r"(?:.*\.)?rotary_emb\.inv_freq")
+_IGNORED_OF_DSPARK = (r"confidence_head\..*", "mask_embedding")
+OFFSETS = "d2t"
+"""The tensor with the difference between the target's token and the draft token, for each draft token."""
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_NESTED = "transformer_layer_config"
+_LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+def drafter_from_hf(raw: Mapping[str, Any], target: HybridConfig, available: Container[str] | None) -> DrafterConfig:
+    """Reads a drafter's config.json.
+
+    Args:
+        raw: the file's contents.
+        target: the model that it drafts for.
+        available: the names of the checkpoint's tensors; None if there are only sizes.
+
+    Raises:
+        ModelConfigError: it is no drafter, or one for another model; or fields are wrong or not supported.
+    """
+    kind = drafter_kind(raw)
+    nested = raw.get(_NESTED)
+    fields = Fields({**nested, **raw} if isinstance(nested, Mapping) else raw)
+    return _KINDS[kind](fields, target, available)
+
+
+def drafter_kind(raw: Mapping[str, Any]) -> str:
+    """Returns the method that a config.json is of.
+
+    Raises:
+        ModelConfigError: it is of none that is supported.
+    """
+    names = raw.get("architectures")
+    told = [raw.get("speculators_model_type"), *(names if isinstance(names, list) else [])]
+    for kind in _KINDS:
+        if any(kind in str(name).lower() for name in told):
+            return kind
+    raise ModelConfigError(
+        f"architectures is {names!r}: no drafter that is supported; known are {', '.join(_KINDS)} (a whole language "
+        "model cannot draft)"
+    )
+
+
+def layer_places(target: HybridConfig) -> tuple[int, ...]:
+    """Returns, for each layer as a checkpoint numbers them, the index of its first sublayer; then the number of
+    sublayers."""
+    names = weight_names(target)
+    found: dict[int, int] = {}
+    for index in range(len(target.pattern)):
+        match = _LAYER.search(names[f"blocks.{index}.norm.weight"].names[0])
+        assert match is not None
+        found.setdefault(int(match[1]), index)
+    return (*(found[layer] for layer in sorted(found)), len(target.pattern))
+
+
+def ignored(config: DrafterConfig) -> tuple[str, ...]:
+    """Regular expressions (full match) of tensors that are for training, follow from the configuration, or estimate
+    which drafts are right."""
+    return (*_IGNORED, *(_IGNORED_OF_DSPARK if isinstance(config, BlockConfig) and config.markov_rank else ()))
+
+
+def drafter_weight_names(config: DrafterConfig) -> dict[str, HFSource]:
+    """Every parameter by its dotted path in the model, and where a checkpoint has it."""
+    sources = {"fc.weight": tensor("fc.weight"), "final_norm.weight": tensor("norm.weight")}
+    sources |= {"embed.weight": tensor(_EMBEDDING)} if config.own_embedding else {}
+    sources |= {"lm_head.weight": tensor(_HEAD)} if config.own_head else {}
+    sources |= {"tokens": tensor(OFFSETS)} if config.maps_vocabulary else {}
+    if isinstance(config, EagleConfig) and config.norms_states:
+        sources["states_norm.weight"] = tensor("input_norm.weight")
+    if isinstance(config, BlockConfig):
+        sources["states_norm.weight"] = tensor("hidden_norm.weight")
+        if config.markov_rank:
+            for path, number in (("markov_before", 1), ("markov_after", 2)):
+                sources[f"{path}.weight"] = tensor(f"markov_head.markov_w{number}.weight")
+    for layer in range(config.num_layers):
+        spellings = (f"layers.{layer}", "midlayer")[: 2 if layer == 0 else 1]
+
+        def of(path: str, name: str, layer: int = layer, spellings: tuple[str, ...] = spellings) -> None:
+            sources[f"layers.{layer}.{path}"] = tensor(*(f"{spelling}.{name}" for spelling in spellings))
+
+        of("attention_norm.weight", "input_layernorm.weight")
+        of("mlp_norm.weight", "post_attention_layernorm.weight")
+        if isinstance(config, EagleConfig) and layer == 0:
+            of("hidden_norm.weight", "hidden_norm.weight")
+        for path in config.attention.parameters():
+            of(f"attention.{path}", f"self_attn.{path}")
+        for path in config.mlp.parameters():
+            of(f"mlp.{path}", f"mlp.{path}")
+    return {f"drafter.{path}": source for path, source in sources.items()}
+
+
+def _eagle(fields: Fields, target: HybridConfig, available: Container[str] | None) -> EagleConfig:
+    fields.only("kv_lora_rank", ())
+    nested = fields.given("eagle_config")
+    eagle = Fields(nested if isinstance(nested, Mapping) else {})
+    eagle.only("use_aux_hidden_state", (True,))
+    layers = layer_places(target)
+    count = len(layers) - 1
+    ids = fields.integers("eagle_aux_hidden_state_layer_ids", []) or eagle.integers(
+        "eagle_aux_hidden_state_layer_ids", [2, count // 2, count - 3]
+    )
+    speculators = fields.given("speculators_model_type") is not None
+    return EagleConfig(
+        **_transformer(fields, target, available),
+        places=_places("eagle_aux_hidden_state_layer_ids", ids, layers),
+        num_layers=fields.integer("num_hidden_layers", 1),
+        normed_residual=fields.flag("norm_before_residual", speculators),
+        norms_states=fields.flag("norm_before_fc", False),
+    )
+
+
+def _block(fields: Fields, target: HybridConfig, available: Container[str] | None) -> BlockConfig:
+    nested = fields.given("dflash_config")
+    own = nested if isinstance(nested, Mapping) else {}
+    both = Fields({**fields.raw, **own})
+    both.only("kv_lora_rank", ())
+    both.only("conv_kernel_size", ())  # DFlash 2
+    both.only("use_swa", (False,))
+    both.only("use_sliding_window", (False,))
+    both.only("causal", (False,))
+    both.only("is_causal", (False,))
+    for name in ("attention_sink_bias", "add_swa_attention_sink_bias"):
+        both.only(name, (False,))
+    if wrong := sorted(set(both.strings("layer_types") or ()) - {"full_attention"}):
+        raise ModelConfigError(f"config field layer_types has {wrong}: only 'full_attention' is supported")
+    layers = layer_places(target)
+    # A layer's number means its output here.
+    ids = [layer + 1 for layer in both.integers("target_layer_ids", [])]
+    rank = both.integer("markov_rank", 0)
+    mask = both.integer("mask_token_id", -1)
+    if not 0 <= mask < target.vocab_size:
+        raise ModelConfigError(f"config field mask_token_id is {mask}: expected one of {target.vocab_size} tokens")
+    arguments = _transformer(both, target, available)
+    qk_norm = QKNormConfig(arguments["norm_eps"])
+    return BlockConfig(
+        **arguments | {"attention": dataclasses.replace(arguments["attention"], qk_norm=qk_norm)},
+        places=_places("target_layer_ids", ids, layers),
+        num_layers=both.integer("num_hidden_layers", 1),
+        embedding_multiplier=both.number("input_embedding_scale", 1.0),
+        mask_token=mask,
+        markov_rank=rank,
+        from_newest=rank > 0 and both.flag("sample_from_anchor", True),
+    )
+
+
+def _dspark(fields: Fields, target: HybridConfig, available: Container[str] | None) -> BlockConfig:
+    if fields.integer("markov_rank", 0) < 1:
+        raise ModelConfigError("config field markov_rank is missing: a DSpark drafter of this form is not supported")
+    return _block(fields, target, available)
+
+
+def _places(name: str, ids: list[int], layers: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the places in the pattern of hidden states before layers with these numbers, or after the last."""
+    if not ids or min(ids) < 0 or max(ids) >= len(layers):
+        raise ModelConfigError(f"the drafter reads hidden states at {ids} ({name}): expected 0 to {len(layers) - 1}")
+    return tuple(layers[each] for each in ids)
+
+
+def _transformer(fields: Fields, target: HybridConfig, available: Container[str] | None) -> dict[str, Any]:
+    """Returns the arguments of a drafter that all kinds have. Raises ModelConfigError if it is for another target."""
+    size = fields.integer("hidden_size", 0)
+    made_for = fields.integer("target_hidden_size", size)
+    vocab = fields.integer("vocab_size", target.vocab_size)
+    for what, its, ours in (("hidden size", made_for, target.hidden_size), ("vocabulary", vocab, target.vocab_size)):
+        if its != ours:
+            raise ModelConfigError(f"the drafter is for a model with {what} {its}, but this model has {ours}")
+    own_vocab = fields.integer("draft_vocab_size", vocab)
+    if own_vocab > vocab:
+        raise ModelConfigError(f"config field draft_vocab_size is {own_vocab}: at most vocab_size {vocab} is expected")
+    own_embedding = size != target.hidden_size if available is None else _EMBEDDING in available
+    own_head = available is None or _HEAD in available
+    for table, own in ((_EMBEDDING, own_embedding), (_HEAD, own_head)):
+        if not own and (size != target.hidden_size or (table == _HEAD and own_vocab != vocab)):
+            raise ModelConfigError(f"the drafter has no {table}, and the model's has another shape")
+    heads = fields.integer("num_attention_heads", 0)
+    head_dim = fields.integer("head_dim", size // max(heads, 1))
+    activation = fields.text("hidden_act", "silu")
+    if activation not in ACTIVATIONS:
+        raise ModelConfigError(f"config field hidden_act is {activation!r}: known are {', '.join(ACTIVATIONS)}")
+    return {
+        "hidden_size": size,
+        "vocab_size": own_vocab,
+        "attention": AttentionConfig(
+            num_heads=heads,
+            num_kv_heads=fields.key_value_heads(heads, None),
+            head_dim=head_dim,
+            scale=max(head_dim, 1) ** -0.5,
+            input_size=size,
+            bias=fields.flag("attention_bias", False),
+            rope=rope_config(fields, head_dim),
+        ),
+        "mlp": MLPConfig(
+            fields.integer("intermediate_size", 0), activation, gated=True, bias=fields.flag("mlp_bias", False)
+        ),
+        "norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "own_embedding": own_embedding,
+        "own_head": own_head,
+        "maps_vocabulary": own_vocab < vocab or (available is not None and OFFSETS in available),
+    }
+
+
+_KINDS: Mapping[str, Callable[[Fields, HybridConfig, Container[str] | None], DrafterConfig]] = {
+    "eagle3": _eagle,
+    "dflash": _block,
+    "dspark": _dspark,
+}

@@ -1,0 +1,130 @@
+"""Drafters are read from directories as published, in both of the forms that EAGLE-3 has."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from checkpoints.drafter import load_drafter_config, with_drafter
+from checkpoints.errors import CheckpointError
+from checkpoints.load import load_config, load_weights
+from mamba_jax.families.drafters import layer_places
+from mamba_jax.model import parameters
+from tests.support.drafters import write_block, write_eagle
+from tests.support.engine_harness import GOLDEN
+
+TARGET = load_config(GOLDEN)
+
+
+def test_both_published_forms_are_read_alike(tmp_path):
+    loaded, read = load_weights(GOLDEN, dtype="float32", progress=False), []
+    for form in ("eagle", "speculators"):
+        folder = write_eagle(tmp_path / form, TARGET, form=form)
+        model = with_drafter(folder, loaded, progress=False).model
+        read.append({path: np.asarray(leaf[...]) for path, leaf in parameters(model).items()})
+    assert read[0].keys() == read[1].keys()
+    for path, value in read[0].items():
+        np.testing.assert_array_equal(value, read[1][path])
+    assert read[0]["drafter.tokens"].tolist() == list(range(0, 2 * len(read[0]["drafter.tokens"]), 2))
+    assert not any(path.startswith("mtp.") for path in read[0])
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_drafters_of_blocks_are_read(tmp_path, method):
+    folder = write_block(tmp_path / method, TARGET, method=method)
+    model = with_drafter(folder, load_weights(GOLDEN, dtype="float32", progress=False)).model
+    drafter, stored = model.config.drafter, load_file(folder / "model.safetensors")
+    assert drafter.method == method
+    # The outputs of layers 0 and 2, each of one sublayer here.
+    assert drafter.places == (1, 3)
+    assert drafter.mask_token == TARGET.vocab_size - 1
+    assert drafter.from_newest == (method == "dspark")
+    values = {path: np.asarray(leaf[...]) for path, leaf in parameters(model).items()}
+    pairs = {"states_norm": "hidden_norm", "layers.1.attention.k_norm": "layers.1.self_attn.k_norm"}
+    if method == "dspark":
+        pairs |= {"markov_before": "markov_head.markov_w1", "markov_after": "markov_head.markov_w2"}
+    for ours, theirs in pairs.items():
+        np.testing.assert_array_equal(values[f"drafter.{ours}.weight"], stored[f"{theirs}.weight"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dflash_config": {"mask_token_id": 3}}, "the drafter reads hidden states at \\[\\] \\(target_layer_ids\\)"),
+        ({"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id is -1"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types has \\['sliding_attention'\\]"),
+        ({"add_swa_attention_sink_bias": True}, "add_swa_attention_sink_bias is True"),
+        ({"conv_kernel_size": 4}, "conv_kernel_size is 4"),
+        ({"architectures": ["Qwen3DSparkModel"]}, "markov_rank is missing"),
+    ],
+)
+def test_blocks_that_are_not_supported(tmp_path, change, message):
+    folder = write_block(tmp_path / "drafter", TARGET, method="dflash")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(CheckpointError, match=message):
+        load_drafter_config(folder, TARGET)
+
+
+def test_the_digest_is_of_both_models(tmp_path):
+    loaded = load_weights(GOLDEN, dtype="float32", progress=False)
+    found = {loaded.digest}
+    for seed in (0, 1):
+        found.add(with_drafter(write_eagle(tmp_path / str(seed), TARGET, seed=seed), loaded).digest)
+    assert len(found) == 3
+
+
+def test_layers_of_one_sublayer_and_of_two():
+    assert layer_places(TARGET) == tuple(range(len(TARGET.pattern) + 1))
+    falcon = load_config(GOLDEN.parent / "falconh1")
+    assert layer_places(falcon) == tuple(range(0, len(falcon.pattern) + 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 48}, "the drafter is for a model with hidden size 48, but this model has"),
+        ({"vocab_size": 77}, "the drafter is for a model with vocabulary 77, but this model has"),
+        ({"architectures": ["LlamaForCausalLM"]}, "no drafter that is supported; known are eagle3, dflash, dspark"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 99]}, "expected 0 to"),
+        ({"draft_vocab_size": 100_000}, "draft_vocab_size is 100000: at most vocab_size"),
+        ({"kv_lora_rank": 4}, "kv_lora_rank"),
+    ],
+)
+def test_wrong_configs(tmp_path, change, message):
+    folder = write_eagle(tmp_path / "drafter", TARGET)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(CheckpointError, match=message) as error:
+        load_drafter_config(folder, TARGET)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("fc.weight"), "1 missing: fc.weight"),
+        (lambda tensors: tensors.pop("d2t"), "1 missing: d2t"),
+        (lambda tensors: tensors.pop("lm_head.weight"), "the drafter has no lm_head.weight"),
+        (lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"][:, :-1]}), "1 of the wrong shape"),
+        (lambda tensors: tensors.update({"midlayer.extra": tensors["d2t"]}), "1 unexpected: midlayer.extra"),
+        (lambda tensors: tensors.update({"d2t": tensors["d2t"] + 1000}), "d2t maps draft tokens to"),
+    ],
+)
+def test_wrong_tensors(tmp_path, change, message):
+    folder = write_eagle(tmp_path / "drafter", TARGET)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message) as error:
+        with_drafter(folder, load_weights(GOLDEN, dtype="float32", progress=False))
+    assert "\n" not in str(error.value)
+
+
+def test_a_drafter_of_another_kind_or_none(tmp_path):
+    folder = write_eagle(tmp_path / "drafter", TARGET)
+    with pytest.raises(CheckpointError, match="is a drafter of the kind eagle3, not dflash"):
+        load_drafter_config(folder, TARGET, method="dflash")
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        load_drafter_config(tmp_path / "nothing", TARGET)

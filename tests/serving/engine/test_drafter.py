@@ -1,0 +1,113 @@
+"""A drafter from a directory of its own changes no token, in any cache mode, and what does not support it says so."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from checkpoints.errors import CheckpointError
+from checkpoints.load import load_config
+from serving import LLM, SamplingParams
+from serving.capacity.plan import make_plan
+from serving.capacity.targets import target
+from serving.config import ConfigError, EngineConfig
+from serving.engine.request_error import RequestError
+from tests.support.drafters import write_block, write_eagle
+from tests.support.engine_harness import FLAGS, GOLDEN
+
+SIZES = {name: value for name, value in FLAGS.items() if name not in ("num_slots", "num_pages", "replay_interval")}
+PARAMS = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True, detokenize=False, logprobs=0)
+
+
+def prompts():
+    rng = np.random.default_rng(3)
+    shared = rng.integers(0, 90, 37).tolist()
+    return [{"prompt_token_ids": shared[:length]} for length in (37, 5, 33, 37)]
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory):
+    folder, target = tmp_path_factory.mktemp("drafters"), load_config(GOLDEN)
+    blocks = {method: write_block(folder / method, target, method=method) for method in ("dflash", "dspark")}
+    return {"eagle3": write_eagle(folder / "eagle3", target), **blocks}
+
+
+@pytest.fixture(scope="module")
+def drafter(drafters):
+    return str(drafters["eagle3"])
+
+
+def llm(drafter=None, method="eagle3", **flags):
+    config = {} if drafter is None else {"method": method, "model": str(drafter), "num_speculative_tokens": 3}
+    speculative = {"speculative_config": config, "adaptive_drafts": False} if config else {}
+    return LLM(str(GOLDEN), **(SIZES | speculative | flags))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return [each.outputs[0].token_ids for each in llm(enable_prefix_caching=False).generate(prompts(), PARAMS)]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"mamba_cache_mode": "all"},
+        pytest.param({"mamba_cache_mode": "all", "replay_interval": 8}, marks=pytest.mark.full),
+        pytest.param({"mamba_cache_mode": "none", "adaptive_drafts": True}, marks=pytest.mark.full),
+        pytest.param({"mamba_cache_mode": "align", "method": "dflash"}, marks=pytest.mark.full),
+        pytest.param({"mamba_cache_mode": "all", "method": "dspark"}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_tokens_are_those_without_drafts(drafters, plain, flags):
+    engine = llm(drafters[flags.get("method", "eagle3")], **flags)
+    for _ in range(2):  # the second time from the cache
+        outputs = engine.generate(prompts(), PARAMS)
+        assert [each.outputs[0].token_ids for each in outputs] == plain
+    cached = sum(each.num_cached_tokens for each in outputs)
+    assert (cached > 0) == (flags.get("mamba_cache_mode") != "none")
+    drafted = sum(each.metrics.drafts.drafted for each in outputs)
+    assert drafted > (0 if flags.get("adaptive_drafts") else 20)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"speculative_method": "eagle3"}, "'eagle3' needs speculative_model"),
+        ({"speculative_method": "ngram", "speculative_model": "x"}, "speculative_model has no effect with"),
+        ({"speculative_model": "DRAFTER", "host_cache_gib": 0.01}, "do not support this drafter"),
+        ({"speculative_model": "DRAFTER", "schedule_invariant": True}, "does not support speculative_model"),
+        ({"speculative_model": "DRAFTER", "speculative_method": "dflash"}, "kind eagle3, not dflash"),
+    ],
+)
+def test_flags_that_do_not_fit(drafter, flags, message):
+    flags = {name: drafter if value == "DRAFTER" else value for name, value in flags.items()}
+    with pytest.raises((ConfigError, CheckpointError), match=re.escape(message)) as error:
+        LLM(str(GOLDEN), **(SIZES | flags))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.full
+def test_weights_cannot_be_replaced(drafter):
+    with pytest.raises(RequestError, match="the engine has a drafter"):
+        llm(drafter).update_weights(str(GOLDEN))
+
+
+def test_a_plan_counts_the_drafter(tmp_path):
+    """Of a drafter of which only config.json is there."""
+    size, inner, vocab = 4096, 14_336, 32_000
+    fields = {"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": size, "intermediate_size": inner}
+    fields |= {"num_attention_heads": 32, "num_key_value_heads": 8, "draft_vocab_size": vocab, "vocab_size": 131_072}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    machine = target("h200-1")
+    without, with_drafter = (
+        make_plan(EngineConfig.create(model="nemotron-h-8b", **flags), machine, compile=False)
+        for flags in ({"speculative_method": "ngram"}, {"speculative_model": str(tmp_path)})
+    )
+    products = (3 + 2 + 1) * size * size + 2 * 2 * size * 1024 + 3 * size * inner + vocab * size
+    norms, tokens = 4 * size, 4 * vocab
+    assert with_drafter.weights - without.weights == 2 * (products + norms) + tokens
+    # A token's keys and values: 8 heads of 128 in the drafter, in 2 bytes each.
+    each = [made.size.bytes_per_page // made.size.page_size for made in (without, with_drafter)]
+    assert each[1] - each[0] == 2 * 8 * 128 * 2
