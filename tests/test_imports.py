@@ -33,6 +33,7 @@ SERVING = {
     "engine": {"config", "core", "points", "tiers", "vllm"},
     "": {"config", "engine"},
     "hosts": {"config", "engine", "settings"},
+    "tunix": {"engine"},
     "capacity": {"config", "engine"},
     "api": {"config", "engine"},
     "api/http/protocol": set(),
