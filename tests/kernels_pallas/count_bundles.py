@@ -1,9 +1,9 @@
 """Counts the instructions of a kernel as the TPU's own compiler schedules them: bundles, one a cycle.
 
 `python tests/kernels_pallas/count_bundles.py KERNEL SLICE ROWS_OR_TILES STEPS` prints those of the kernel compiled for
-one TPU at the sizes of Nemotron-H-8B (the delta rule's: Qwen3-Next-80B-A3B), all branches and the pipeline's own
-included. A process of its own, because the compiler takes the setting that has it write its schedule once only, when it
-is loaded.
+one TPU at the sizes of Nemotron-H-8B (the delta rule's: Qwen3-Next-80B-A3B; the selective scan's: Falcon-Mamba-7B), all
+branches and the pipeline's own included. A process of its own, because the compiler takes the setting that has it write
+its schedule once only, when it is loaded.
 """
 
 import os
@@ -32,6 +32,7 @@ def count_bundles(kernel: str, slice_name: str, rows: int, steps: int = 1) -> in
 
 
 def _compile(kernel: str, slice_name: str, rows: int, steps: int) -> None:
+    import test_selective_compile as selective
     import test_tpu_compile_delta as delta
     from real_shapes import MODELS, gated_scan_call, replay_call, scan_call, update_call
     from test_tpu_compile import GATED_STORES, STORE, between_projections, scan, update
@@ -44,6 +45,12 @@ def _compile(kernel: str, slice_name: str, rows: int, steps: int) -> None:
         compile_for_tpu(slice_name, delta.replay, *delta.replay_call(delta.NEXT, rows, steps), donate=DONATED)
     elif kernel == "delta_scan":
         compile_for_tpu(slice_name, delta.scan, *delta.scan_call(delta.NEXT, rows), donate=delta.STORE)
+    elif kernel == "selective_scan":
+        compile_for_tpu(slice_name, selective.scan, *selective.scan_call(selective.INNER, rows), donate=STORE)
+    elif kernel == "selective_update":
+        compile_for_tpu(
+            slice_name, selective.update, *selective.update_call(selective.INNER, rows, steps), donate=STORE
+        )
     elif kernel == "gated_scan":
         compile_for_tpu(slice_name, between_projections, *gated_scan_call(MODELS[0], rows), donate=GATED_STORES)
     elif kernel == "ssd_scan":

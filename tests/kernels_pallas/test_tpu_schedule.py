@@ -42,3 +42,16 @@ def test_delta_replay(slice_name):
 @pytest.mark.parametrize("slice_name", ["v5e", *FASTER[:1]])
 def test_delta_scan(slice_name):
     assert count_bundles("delta_scan", slice_name, rows=16) <= 10_000
+
+
+@slow
+@pytest.mark.parametrize("slice_name", ["v5e", *FASTER])
+def test_selective_update(slice_name):
+    assert count_bundles("selective_update", slice_name, rows=64) <= 1050
+
+
+@slow
+@pytest.mark.parametrize("slice_name", ["v5e", *FASTER])
+def test_selective_scan(slice_name):
+    """The loop over tokens counts once: its body is 8 tokens of 512 channels, for each 512 of a block's 2,048."""
+    assert count_bundles("selective_scan", slice_name, rows=16) <= 2300
