@@ -88,7 +88,7 @@ class DeltaConfig(RecurrenceConfig):
         """
         window = self.conv_width - 1
         recurrent = (self.num_heads, self.head_dim, self.state_size)
-        kernels = ("tpu", "gpu") if self.decay == "head" else ()
+        kernels = ("tpu", "gpu") if self.decay == "head" else ("gpu",)
         return (
             StateArray("delta", recurrent, Role.ACCUMULATED, self._heads(0), replay_kernels=kernels),
             StateArray("conv_v", (window, self.inner_size), Role.WINDOW, self._heads(1)),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from operation_checks import jitted
-from test_delta_replay import ODD, SHAPES, DeltaReplay
+from test_delta_replay import BY_CHANNEL, ODD, SHAPES, DeltaReplay
 
 from kernels_pallas.delta_replay import delta_replay
 from kernels_pallas.dispatch import UnsupportedError
@@ -60,3 +60,11 @@ class TestGpu(Kernel):
         small = dataclasses.replace(ODD, state=20)
         with pytest.raises(UnsupportedError, match="cannot run this call: keys have a size of 20, not a multiple of 8"):
             self.check(replay, small, self.rows_of(small, 2))
+
+
+class TestGpuByChannel(TestGpu):
+    """Every channel of a key decays on its own."""
+
+    odd = dataclasses.replace(BY_CHANNEL, name="6 heads of 16, 3 groups, by channel", head_dim=16)
+    strongest = 5e-5
+    test_equals_definition = test_says_what_it_cannot_run = None  # above

@@ -4,7 +4,7 @@ import jax
 import pytest
 from real_shapes import BF16, F32, MODELS, OTHERS, nbytes, replay_call
 from test_gpu_lower import replay, replay_delta
-from test_tpu_compile_delta import DIVIDED, LARGE, NEXT, OLMO
+from test_tpu_compile_delta import DIVIDED, KIMI, LARGE, NEXT, OLMO
 from test_tpu_compile_delta import replay_call as delta_replay_call
 from topology import compile_for_gpu, registers_of_kernels
 
@@ -15,9 +15,8 @@ CASES = [(MODELS[0], 64, 4, F32), (MODELS[2].divided(8), 8, 1, BF16)]
 CASES += [pytest.param(model, 128, steps, F32, marks=slow) for model in (*MODELS, *OTHERS) for steps in (1, 4)]
 
 
-BY_HEAD = [model for model in DIVIDED if not model.by_channel]
-DELTA = [(NEXT, 64, 4, F32), (LARGE, 64, 1, F32), (OLMO, 8, 4, F32)]
-DELTA += [pytest.param(m, rows, steps, F32, marks=slow) for m in BY_HEAD for rows in (1, 64) for steps in (1, 4)]
+DELTA = [(NEXT, 64, 4, F32), (LARGE, 64, 1, F32), (OLMO, 8, 4, F32), (KIMI, 64, 4, F32)]
+DELTA += [pytest.param(m, rows, steps, F32, marks=slow) for m in DIVIDED for rows in (1, 64) for steps in (1, 4)]
 
 
 def in_place(operation, call, folder):

@@ -86,8 +86,8 @@ def test_kernels_lower(model, dtype, store):
 @pytest.mark.parametrize(("dtype", "store"), [(BF16, F32), (BF16, BF16), (jnp.float32, F32)])
 def test_kernels_of_the_delta_rule_lower(model, dtype, store):
     check(update_delta, delta_update_call(model, 64, 4, dtype=dtype, store=store), donate=DELTA_STORE)
+    check(replay_delta, delta_replay_call(model, 64, 4, dtype=dtype, store=store), donate=(0, 1, 2, 3))
     if not model.by_channel:
-        check(replay_delta, delta_replay_call(model, 64, 4, dtype=dtype, store=store), donate=(0, 1, 2, 3))
         check(scan_delta, delta_scan_call(model, 16, dtype=dtype, store=store), donate=DELTA_STORE)
 
 
