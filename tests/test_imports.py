@@ -75,9 +75,9 @@ PARTS = {
         "engine": {"control", "request_error", "requests", "steps", "structured", "weights"},
         "assembly": {"engine", "programs", "requests", "steps", "structured", "weights"},
         "engine_thread": {"control", "engine", "request_error", "requests"},
-        "replicas": {"engine", "request_error", "requests"},
+        "replicas": {"engine", "request_error", "requests", "weights"},
         "async_engine": {"control", "engine", "engine_thread", "replicas", "request_error", "requests"},
-        "llm": {"assembly", "control", "engine", "replicas", "request_error", "requests"},
+        "llm": {"assembly", "control", "engine", "replicas", "request_error", "requests", "weights"},
     },
     "serving.api.http": {
         "json_values": set(),

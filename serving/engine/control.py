@@ -7,7 +7,7 @@ from typing import Literal, Protocol, get_args
 from checkpoints.replacement import NewWeights
 from serving.engine.request_error import RequestError
 from serving.engine.steps.loop import StepLoop
-from serving.engine.weights import Weights
+from serving.engine.weights import Weights, WeightsChecksum
 
 PauseMode = Literal["wait", "abort", "keep"]
 
@@ -110,6 +110,16 @@ class Control:
             if self.weights.updates != before or not self.weights.whole:
                 self._engine.loop.scheduler.change_weights(self.weights.lineage)
         return name
+
+    def weights_checksum(self) -> WeightsChecksum:
+        """Computes digests of the weights in memory, to compare with the trainer's.
+
+        Raises:
+            RequestError: the weights are not complete, or the engine runs on several hosts.
+        """
+        if self._engine.loop.followers is not None:
+            raise RequestError("checksums of weights are not supported on several hosts")
+        return self.weights.checksum()
 
     def sleep(self, level: int = 1) -> None:
         """Frees device memory until `wake_up`: the memory of states and pages, and on level 2 also of the weights.

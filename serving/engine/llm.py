@@ -19,12 +19,13 @@ from serving.engine.control import PauseMode
 from serving.engine.engine import Engine
 from serving.engine.replicas.adapter_load import AdapterLoad, table_of
 from serving.engine.replicas.group import EngineGroup, grouped
-from serving.engine.replicas.update import Update
+from serving.engine.replicas.update import Update, common_checksum
 from serving.engine.request_error import RequestError
 from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.output import RequestOutput
 from serving.engine.requests.prompt import Prompt
 from serving.engine.requests.sampling_params import SamplingParams
+from serving.engine.weights import WeightsChecksum
 from serving.vllm.keywords import engine_flags
 
 log = logging.getLogger(__name__)
@@ -204,6 +205,14 @@ class LLM:
         """Replaces the model's weights in place without compiling. See `Control.update_weights`."""
         update = Update.of(self.engines, weights, version=version, partial=partial)
         return str(self.front.call_all(update.apply)[0])
+
+    def weights_checksum(self) -> WeightsChecksum:
+        """Computes digests of the weights in memory.
+
+        Raises:
+            RequestError: the weights are not complete, or replicas have different ones.
+        """
+        return common_checksum(self.front.call_all(lambda engine: engine.control.weights_checksum()))
 
     def load_lora_adapter(self, name: str, path: str) -> None:
         """Loads or reloads an adapter under a name, without compiling: on all replicas, or on none.

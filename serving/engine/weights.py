@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import jax
 
@@ -16,6 +17,17 @@ from serving.engine.request_error import RequestError
 from serving.points.digest import array_digest, combined
 
 FIRST_VERSION = "0"
+
+
+@dataclass(frozen=True)
+class WeightsChecksum:
+    """Digests of all values of the weights, in the dtypes in which the engine holds them."""
+
+    weights_version: str
+    checksum: str
+    """Of the model's configuration and all weights: `serving.points.digest.model_digest` of an equal model."""
+    weights: dict[str, str]
+    """Of each weight by dotted path, 128 bits in hexadecimal."""
 
 
 class Weights:
@@ -101,6 +113,21 @@ class Weights:
         self.version, self.whole = version, True
         self.updates += 1
         self.seconds = time.perf_counter() - begin
+
+    def checksum(self) -> WeightsChecksum:
+        """Computes digests of the weights in memory.
+
+        Raises:
+            RequestError: the weights were dropped, or an update has failed.
+        """
+        if not self.whole:
+            raise RequestError("the engine has no complete weights: call update_weights(...) first")
+        held = self._programs.weights
+        digests = {path: array_digest(value) for path, value in held.items()}
+        whole = combined(repr(self._model.config), digests, held)
+        found = jax.device_get(digests)
+        by_path = {path: "".join(f"{int(word):08x}" for word in found[path]) for path in sorted(found)}
+        return WeightsChecksum(self.version, whole, by_path)
 
     def drop(self) -> None:
         """Frees the memory of the weights. Steps can run again after `replace`.

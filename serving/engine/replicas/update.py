@@ -7,6 +7,20 @@ from dataclasses import dataclass
 
 from checkpoints.replacement import NewWeights, repeatable
 from serving.engine.engine import Engine
+from serving.engine.request_error import RequestError
+from serving.engine.weights import WeightsChecksum
+
+
+def common_checksum(found: Sequence[WeightsChecksum]) -> WeightsChecksum:
+    """Returns the checksum that all replicas have.
+
+    Raises:
+        RequestError: their weights differ.
+    """
+    if len({each.checksum for each in found}) > 1:
+        versions = ", ".join(each.weights_version for each in found)
+        raise RequestError(f"replicas have different weights (versions {versions}): send all weights again")
+    return found[0]
 
 
 @dataclass(frozen=True)

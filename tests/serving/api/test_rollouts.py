@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 
 from serving import AsyncEngine
 from serving.api.http import ServerSettings, create_app
+from serving.points.digest import model_digest
 from tests.support.versioned_engine import VersionedEngine
 
 TRAINER, CLIENT = ({"authorization": f"Bearer {key}"} for key in ("trainer", "client"))
@@ -69,6 +70,24 @@ def test_what_cannot_be_done(client, path, body, status, message):
     answer = client.post(path, json=body, headers=TRAINER)
     assert answer.status_code == status
     assert re.search(message, answer.json()["error"]["message"])
+
+
+def test_checksums_are_those_of_the_weights_in_memory(made, client, tmp_path):
+    before = client.get("/weights/checksum", headers=TRAINER).json()
+    assert before == client.get("/weights/checksum", headers=TRAINER).json()
+    name, values = next(iter(before["weights"])), {path: np.array(v) for path, v in made.weights(2).items()}
+    changed = {name: np.ascontiguousarray(values[name])}
+    changed[name].reshape(-1)[3] += 1
+    save_file(changed, tmp_path / "model.safetensors")
+    client.post("/update_weights", json={"path": str(tmp_path), "partial": True}, headers=TRAINER)
+    after = client.get("/weights/checksum", headers=TRAINER).json()
+    assert after["checksum"] != before["checksum"]
+    assert after["weights_version"] != before["weights_version"]
+    assert {path for path, digest in after["weights"].items() if digest != before["weights"][path]} == {name}
+    assert client.get("/weights/checksum", headers=CLIENT).status_code == 403
+    weights = made.engine.control.weights
+    model = made.engine.control.weights._model
+    assert after["checksum"] == model_digest(model, model.config) == weights.checksum().checksum
 
 
 @pytest.mark.parametrize("path", ["pause", "resume", "update_weights", "sleep", "wake_up", "reset_prefix_cache"])

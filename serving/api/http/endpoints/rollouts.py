@@ -13,6 +13,8 @@ from serving.api.http.context import context_of
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.control import PauseMode
 from serving.engine.engine import Engine
+from serving.engine.replicas.update import common_checksum
+from serving.engine.weights import WeightsChecksum
 
 router = APIRouter(tags=["rollouts"], dependencies=[Depends(admin_only)])
 
@@ -47,6 +49,12 @@ async def update_weights(request: Request, body: NewWeightsRequest) -> dict[str,
     engine = context_of(request).engine
     await engine.update_weights(body.path, version=body.version, partial=body.partial)
     return await _state_of(engine)
+
+
+@router.get("/weights/checksum")
+async def weights_checksum(request: Request) -> WeightsChecksum:
+    """Digests of the weights in memory: of all together, and of each."""
+    return common_checksum(await context_of(request).engine.call_all(lambda e: e.control.weights_checksum()))
 
 
 @router.post("/sleep")
