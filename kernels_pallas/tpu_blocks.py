@@ -4,6 +4,8 @@ A register has 8 rows of 128 lanes of 32 bits each, or 16 or 32 rows of smaller 
 of whole registers, unless there is only one block. `block_bytes` is the maximum size of a block's states in VMEM.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
@@ -85,6 +87,15 @@ def bfloat16_parts(values: Float[Array, "*shape"], held: DTypeLike, most: int = 
         parts.append(lax.bitcast_convert_type(bits, F32))
         values = values - parts[-1]
     return [*parts, values]
+
+
+def accurate_dot(left, right, dtype):
+    """Multiplies float32 matrices: in full precision for `dtype` float32, else all but the last digits of them."""
+    if dtype == F32:
+        return dot(left, right, (1, 0), F32)
+    (left_high, left_low), (right_high, right_low) = (bfloat16_parts(one, F32, 2) for one in (left, right))
+    product = functools.partial(dot, contract=(1, 0), dtype=BF16)
+    return product(left_high, right_high) + (product(left_low, right_high) + product(left_high, right_low))
 
 
 def _head_bytes(head_dim: int, state: int, dtype: DTypeLike) -> int:

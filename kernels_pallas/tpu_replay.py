@@ -98,6 +98,15 @@ class Row:
         entry = lax.broadcasted_iota(jnp.int32, (self.entries, 1) if axis == 0 else (1, self.entries), axis)
         return self.anchor_length + ((entry - self.anchor_length) & (self.entries - 1))
 
+    def lanes(self, tail, number, width: int):
+        """Returns block `number` of a tail's lanes, [entries, width], float32."""
+        lanes = pl.ds(pl.multiple_of(number * width, LANES), width) if width < tail.shape[2] else slice(None)
+        return tail[:, :, lanes].astype(F32).reshape(self.entries, width)
+
+    def when_due(self, write: Callable[[], None]) -> None:
+        """Calls `write` if a state is due."""
+        pl.when(self.is_due)(write)
+
     def append(self, tail, new, number=0):
         """Adds the new tokens [steps, width] to block `number` of a tail's lanes.
 
@@ -105,7 +114,7 @@ class Row:
         """
         along, width = self.position(0), new.shape[1]
         lanes = pl.ds(pl.multiple_of(number * width, LANES), width) if width < tail.shape[2] else slice(None)
-        merged = tail[:, :, lanes].astype(F32).reshape(self.entries, width)
+        merged = self.lanes(tail, number, width)
         for t in range(self.steps):
             here = (along == self.start + t) & (t < self.count)
             merged = jnp.where(here, new[t : t + 1].astype(F32), merged)

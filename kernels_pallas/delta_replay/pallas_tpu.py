@@ -1,9 +1,10 @@
 """The delta rule's replay as one TPU kernel, on the grid of `kernels_pallas.tpu_replay`.
 
-In the form of `kernels_pallas.delta_replay.by_head`: k and q of the new tokens are the rows of one operand, which the
-matrix unit multiplies with the anchor, and with the tail's keys and what they added. A new token then reads the few
-before it, one after the other, for all its k and q at once. Operands have v's dtype and sums are float32; what new
-tokens add to each other, and to the written state, keeps more digits (`kernels_pallas.state_replay.pallas_tpu`).
+In the form of `kernels_pallas.delta_replay.by_head` (`tpu_by_channel` has the other one): k and q of the new tokens are
+the rows of one operand, which the matrix unit multiplies with the anchor, and with the tail's keys and what they added.
+A new token then reads the few before it, one after the other, for all its k and q at once. Operands have v's dtype and
+sums are float32; what new tokens add to each other, and to the written state, keeps more digits
+(`kernels_pallas.state_replay.pallas_tpu`).
 """
 
 import functools
@@ -14,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import tpu_replay
+from kernels_pallas.delta_replay import tpu_by_channel
 from kernels_pallas.tpu_blocks import blocks_in_lanes, dot
 from kernels_pallas.tpu_replay import BLOCK_BYTES, HeadDecays, Inputs, Row, fine_dot, group_block
 
@@ -23,9 +25,7 @@ _REGISTER = 8  # rows
 
 def unsupported(states, tail, q, k, v, log_decay, beta, **places):
     """Returns why this call cannot run, or None."""
-    if 0 in (*v.shape, *k.shape):
-        return "it is empty"
-    return "every channel of a key decays on its own" if log_decay.ndim > 3 else None
+    return "it is empty" if 0 in (*v.shape, *k.shape) else None
 
 
 def delta_replay(states, tail, q, k, v, log_decay, beta, *, interpret=False, **places):
@@ -33,17 +33,17 @@ def delta_replay(states, tail, q, k, v, log_decay, beta, *, interpret=False, **p
     rows, steps, heads, head_dim = v.shape
     groups, state = k.shape[2:]
     blocks = blocks_in_lanes(heads, groups, head_dim, state, states.dtype, block_bytes=BLOCK_BYTES)
-    inputs, asked = Inputs(blocks), _asked(steps)
+    inputs, asked, by_channel = Inputs(blocks), _asked(steps), log_decay.ndim == 4
     token_bytes = 2 * heads * head_dim * v.dtype.itemsize + 8 * heads + 2 * groups * state * k.dtype.itemsize
     return tpu_replay.replay(
-        functools.partial(_compute, head_dim=head_dim),
+        functools.partial(_compute, by_channel=by_channel, head_dim=head_dim),
         states,
         tail,
         [
             inputs.by_group(q),
             inputs.by_group(k),
             inputs.by_head(v.reshape(rows, steps, -1)),
-            inputs.whole(log_decay.astype(F32)),
+            (inputs.by_head if by_channel else inputs.whole)(log_decay.astype(F32).reshape(rows, steps, -1)),
             inputs.whole(beta.astype(F32)),
         ],
         shape=v.shape,
@@ -75,7 +75,7 @@ def _padded(*parts, rows: int):
     return jnp.concatenate([*(part.astype(F32) for part in parts), *zeros])
 
 
-def _compute(row: Row, inputs, state_in, y, state_out, tail, memory, *, head_dim: int):
+def _compute(row: Row, inputs, state_in, y, state_out, tail, memory, *, by_channel: bool, head_dim: int):
     (q, k, v, log_decay, beta), (tail_u, tail_k, tail_decay) = inputs, tail
     decays, shares = HeadDecays(*memory[:-1]), memory[-1]
     blocks, block, steps = row.blocks, row.block, row.steps
@@ -89,14 +89,21 @@ def _compute(row: Row, inputs, state_in, y, state_out, tail, memory, *, head_dim
 
     @pl.when(block == 0)
     def _():
-        decays.prepare(row, row.append(tail_decay, log_decay[0]), step)
+        if not by_channel:
+            decays.prepare(row, row.append(tail_decay, log_decay[0]), step)
         share = _padded(jnp.where(real, beta[0], 0), rows=rows)
         for n in range(blocks.count):
             shares[n] = share[:, n * blocks.heads : (n + 1) * blocks.heads]
 
-    keys = row.append(tail_k, k[0], group_block(blocks, block))
     asked = jnp.where(live, _padded(k[0], q[0], rows=rows), 0)
     values = _padded(jnp.where(real, v[0].astype(F32), 0), rows=rows)
+    if by_channel:
+        inputs = k, log_decay
+        tpu_by_channel.compute(
+            row, asked, values, shares[block], inputs, state_in, y, state_out, tail, head_dim=head_dim
+        )
+        return
+    keys = row.append(tail_k, k[0], group_block(blocks, block))
     across = row.position(1)
     # What a token reads by its k excludes itself.
     later = jnp.where(across <= row.start + step - is_k.astype(jnp.int32), 0.0, -jnp.inf)
@@ -104,9 +111,7 @@ def _compute(row: Row, inputs, state_in, y, state_out, tail, memory, *, head_dim
     is_old = row.position(0) < row.start
     passed, ahead, rest, share = (one[block] for one in (*decays[:3], shares))
     width, state = blocks.heads * head_dim, keys.shape[1] // blocks.groups
-    lanes_of_block = pl.ds(pl.multiple_of(block * width, width), width) if blocks.count > 1 else slice(None)
-    old_u = tail_u[:, :, lanes_of_block].astype(F32).reshape(row.entries, width)
-    old_u = jnp.where(is_old, old_u, 0)
+    old_u = jnp.where(is_old, row.lanes(tail_u, block, width), 0)
     added = []
     for group in range(blocks.groups):
         here = slice(group * state, (group + 1) * state)

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.heads import HeadBlocks, power_of_two_in
-from kernels_pallas.tpu_blocks import bfloat16_parts, blocks_in_lanes, dot
+from kernels_pallas.tpu_blocks import accurate_dot, blocks_in_lanes, dot
 
 F32 = jnp.float32
 BLOCKS = (128, 64)  # tokens of a block: the first of these that divides the tile
@@ -204,9 +204,9 @@ def _solve(below, inverses, errors, dtype):
         rows, columns = slice(middle * few, end * few), slice(first * few, middle * few)
         for i in range(len(errors)):
             if middle == first:
-                u[i].append(_accurate_dot(inverses[i][:, rows], left[i][first], dtype))
+                u[i].append(accurate_dot(inverses[i][:, rows], left[i][first], dtype))
                 continue
-            known = _accurate_dot(below[i][rows, columns], jnp.concatenate(u[i][first:]), dtype)
+            known = accurate_dot(below[i][rows, columns], jnp.concatenate(u[i][first:]), dtype)
             for block in range(middle, end):
                 offset = (block - middle) * few
                 left[i][block] -= known[offset : offset + few]
@@ -249,15 +249,6 @@ def _inverses_of_diagonal_blocks(matrices):
             rest = inverse[done:] - of_column * inverse[j : j + 1]
             inverses[i] = jnp.concatenate([inverse[:done], rest]) if done else rest
     return inverses
-
-
-def _accurate_dot(left, right, dtype):
-    """Multiplies float32 operands: in full precision for `dtype` float32, else of all but the last digits."""
-    if dtype == F32:
-        return dot(left, right, (1, 0), F32)
-    (left_high, left_low), (right_high, right_low) = (bfloat16_parts(one, F32, 2) for one in (left, right))
-    product = functools.partial(dot, contract=(1, 0), dtype=jnp.bfloat16)
-    return product(left_high, right_high) + (product(left_low, right_high) + product(left_high, right_low))
 
 
 def _scan_block_by_channel(q, k, v, log_decay, beta, y, carry, tokens: slice, blocks: HeadBlocks, head_dim: int):

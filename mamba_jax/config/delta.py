@@ -88,9 +88,8 @@ class DeltaConfig(RecurrenceConfig):
         """
         window = self.conv_width - 1
         recurrent = (self.num_heads, self.head_dim, self.state_size)
-        kernels = ("tpu", "gpu") if self.decay == "head" else ("gpu",)
         return (
-            StateArray("delta", recurrent, Role.ACCUMULATED, self._heads(0), replay_kernels=kernels),
+            StateArray("delta", recurrent, Role.ACCUMULATED, self._heads(0), replay_kernels=("tpu", "gpu")),
             StateArray("conv_v", (window, self.inner_size), Role.WINDOW, self._heads(1)),
             StateArray("conv_qk", (window, 2 * self.key_size), Role.WINDOW, self._groups(1, parts=2)),
             StateArray("delta_u", (self.inner_size,), Role.STEERING, self._heads(0), StateUnit.TAIL, of="delta"),

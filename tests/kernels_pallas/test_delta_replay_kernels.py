@@ -43,13 +43,22 @@ class TestTpu(Kernel):
     def test_several_blocks_of_heads(self, heads, monkeypatch):
         # 16 heads: a block is half a group. 48: three blocks, of a group each.
         monkeypatch.setattr("kernels_pallas.delta_replay.pallas_tpu.BLOCK_BYTES", 8 * 16 * 128 * 4)
-        shape = dataclasses.replace(ODD, rows=6, heads=heads, groups=heads // 16, head_dim=16, state=128, interval=8)
+        shape = dataclasses.replace(
+            self.odd, rows=6, heads=heads, groups=heads // 16, head_dim=16, state=128, interval=8
+        )
 
         def run_anew(*args, interval, **kwargs):
             run = jitted.__wrapped__(delta_replay, implementation=self.implementation, interval=interval)
             return run(*args, **kwargs)
 
         self.check(run_anew, shape, self.rows_of(shape, 6), dtype=np.float32, slots=13)
+
+
+class TestTpuByChannel(TestTpu):
+    """Every channel of a key decays on its own."""
+
+    odd, strongest = BY_CHANNEL, 5e-5
+    test_equals_definition = None  # above
 
 
 class TestGpu(Kernel):

@@ -34,12 +34,12 @@ FEW_DELTA = [
     ("v6e", delta.LARGE, 64, 4, F32),
     ("v6e", delta.LARGE.divided(8), 8, 1, F32),
 ]
+FEW_DELTA += [("v5e", delta.KIMI, 64, 4, F32), ("v6e", delta.KIMI.divided(8), 64, 4, F32)]
 FEW_DELTA += [("tpu7x", delta.NEXT.divided(8), 8, 1, BF16)]
 ALL_DELTA = [
     (name, model, rows, steps, F32)
     for name in SLICES
     for model in delta.DIVIDED
-    if not model.by_channel
     for rows in (1, 64)
     for steps in (1, 4)
 ]
