@@ -19,6 +19,7 @@ from mamba_jax.programs import StepPrograms
 from mamba_jax.rows import Rows, init_rows
 from mamba_jax.step import seat, step
 from mamba_jax.store import Store, init_store
+from mamba_jax.train.score import score
 
 __all__ = [
     "DecodeBatch",
@@ -39,6 +40,7 @@ __all__ = [
     "load",
     "parameters",
     "save",
+    "score",
     "seat",
     "step",
 ]

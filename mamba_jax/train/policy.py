@@ -7,21 +7,19 @@ reports, so that training corrects for any difference between the two.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mamba_jax.config import HybridConfig
-from mamba_jax.layout import SequenceLayout
-from mamba_jax.model import HybridModel
-from mamba_jax.train.additions import attach, divide
+from mamba_jax.train.additions import divide
 from mamba_jax.train.loss import Parameters, build
+from mamba_jax.train.score import SCORE_OPTIONS, score, sequence_logprobs
 
 _EPSILON = 1e-4
 """Added to a group's standard deviation, so that nearly equal rewards have no effect."""
@@ -58,32 +56,14 @@ def group_advantages(rewards: Float[Array, "prompts samples"]) -> Float[Array, "
     return (rewards - mean) / (deviation + _EPSILON)
 
 
-def sequence_logprobs(
-    model: HybridModel,
-    tokens: Int[Array, "batch length"],
-    lengths: Int[Array, " batch"],
-    added: Mapping[str, Array] | None = None,
-) -> Float[Array, "batch length_1"]:
-    """Returns the log-probability (float32) of each token but the first, given all tokens before it.
-
-    The head runs over one sequence at a time. `added` is an adapter (see `mamba_jax.train.additions`).
-    """
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    batch, length = inputs.shape
-    layout = attach(model, SequenceLayout.of(batch, length, jnp.minimum(lengths, length)), added or {})
-    flat, _ = model.hidden(inputs.reshape(-1), layout, None)
-
-    @jax.checkpoint
-    def of_one(args: tuple[Array, Array]) -> Array:
-        hidden, wanted = args
-        logits = model.logits(hidden)
-        return jnp.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
-
-    return lax.map(of_one, (flat.reshape(batch, length, -1), targets))
-
-
 def policy_loss(
-    values: Parameters, answers: Answers, *, config: HybridConfig, dtype: DTypeLike, clip: float
+    values: Parameters,
+    answers: Answers,
+    *,
+    config: HybridConfig,
+    dtype: DTypeLike,
+    clip: float,
+    schedule_invariant: bool = False,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """Returns the clipped surrogate objective, a mean over the answers' tokens.
 
@@ -93,13 +73,19 @@ def policy_loss(
         config: the model's configuration.
         dtype: dtype of the products.
         clip: distance from 1 at which the ratio of new to old probability is clipped.
+        schedule_invariant: compute log-probabilities with the bits of an engine with that flag (`score`). The program
+            must be compiled with `SCORE_OPTIONS`, and there must be no adapter.
     Returns:
         The loss; `kl`, the divergence between the distribution that the answers were drawn from and that of these
         weights (per token, by the estimator of Schulman, 2020); and `clipped`, the share of tokens that are clipped.
     """
     values, added = divide(values)
     model = build(config, values, dtype)
-    difference = sequence_logprobs(model, answers.tokens, answers.lengths, added) - answers.logprobs
+    if schedule_invariant:
+        found = score(model, answers.tokens, answers.lengths)
+    else:
+        found = sequence_logprobs(model, answers.tokens, answers.lengths, added)
+    difference = found - answers.logprobs
     difference = jnp.where(answers.answered, difference, 0.0)
     ratio, advantage = jnp.exp(difference), answers.advantages[:, None]
     bounded = jnp.clip(ratio, 1 - clip, 1 + clip)
@@ -127,6 +113,10 @@ class PolicyTrainer:
         trained: predicate on dotted paths that selects the trained weights.
         dtype: dtype of the products.
         clip: see `policy_loss`.
+        schedule_invariant: see `policy_loss`.
+
+    Raises:
+        ValueError: `schedule_invariant` with an adapter, or where `score` is not supported.
     """
 
     def __init__(
@@ -138,15 +128,21 @@ class PolicyTrainer:
         trained: Callable[[str], bool] = lambda path: True,
         dtype: DTypeLike = jnp.float32,
         clip: float = 0.2,
+        schedule_invariant: bool = False,
     ) -> None:
+        if schedule_invariant and divide(values)[1]:
+            raise ValueError("schedule_invariant does not support adapters")
         own = {path: jnp.array(value, jnp.float32, copy=True) for path, value in values.items() if trained(path)}
         self._frozen = {path: value for path, value in values.items() if not trained(path)}
         self._state = PolicyState(own, optimizer.init(own))
 
-        @functools.partial(jax.jit, donate_argnums=0)
+        @functools.partial(jax.jit, donate_argnums=0, compiler_options=SCORE_OPTIONS if schedule_invariant else None)
         def update(state: PolicyState, frozen: Parameters, answers: Answers) -> tuple[PolicyState, dict[str, Array]]:
             def loss(values: Parameters) -> tuple[Array, dict[str, Array]]:
-                return policy_loss({**frozen, **values}, answers, config=config, dtype=dtype, clip=clip)
+                return policy_loss(
+                    {**frozen, **values}, answers, config=config, dtype=dtype, clip=clip,
+                    schedule_invariant=schedule_invariant,
+                )  # fmt: skip
 
             (_, parts), gradient = jax.value_and_grad(loss, has_aux=True)(state.values)
             changes, moments = optimizer.update(gradient, state.optimizer, state.values)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mamba_jax.model import HybridModel
-from mamba_jax.train.policy import sequence_logprobs
+from mamba_jax.train.score import SCORE_OPTIONS, score, sequence_logprobs
 from serving.engine.llm import LLM
 from serving.engine.requests.sampling_params import SamplingParams
 
@@ -48,13 +48,16 @@ class Agreement:
     """KL divergence per token, in nats."""
     largest: float
     """The largest difference of two log-probabilities."""
+    equal: int = 0
+    """Number of tokens whose log-probabilities have the same bits (float32)."""
 
     @classmethod
     def of(cls, arrangement: str, served: np.ndarray, trained: np.ndarray, cached: int = 0) -> Agreement:
         """Compares log-probabilities of the same tokens."""
         difference = trained.astype(np.float64) - served.astype(np.float64)
         kl = float((np.expm1(difference) - difference).mean())
-        return cls(arrangement, difference.size, cached, kl, float(np.abs(difference).max()))
+        equal = int((served.astype(np.float32) == trained.astype(np.float32)).sum())
+        return cls(arrangement, difference.size, cached, kl, float(np.abs(difference).max()), equal)
 
 
 def agreements(
@@ -68,9 +71,10 @@ def agreements(
         loaded: the same model in the same dtype.
         prompts: prompts for the engine; each is sampled twice, so that the second run has cache hits.
         max_tokens: maximum number of tokens per answer.
-        flags: flags of all engines.
+        flags: flags of all engines; with `schedule_invariant`, `mamba_jax.score` replaces the training forward.
     """
     results, compared = [], None
+    run = _exact if flags.get("schedule_invariant") else _score
     for name, more in ARRANGEMENTS.items():
         if more.get("speculative_method") == "mtp" and loaded.mtp is None:
             continue
@@ -87,16 +91,16 @@ def agreements(
                 rows.append((output.prompt_token_ids, choice.token_ids))
                 served += [table[token].logprob for token, table in zip(choice.token_ids, tables, strict=True)]
                 cached += output.num_cached_tokens
-        trained = _trained(loaded, rows, batch=8)
+        trained = _trained(run, loaded, rows, batch=8)
         results.append(Agreement.of(name, np.array(served), trained, cached))
         compared = compared or (rows, trained)
     assert compared is not None
     rows, trained = compared
-    return [*results, Agreement.of(OTHER_SHAPES, _trained(loaded, rows, batch=1, pad=64), trained)]
+    return [*results, Agreement.of(OTHER_SHAPES, _trained(run, loaded, rows, batch=1, pad=64), trained)]
 
 
 def _trained(
-    model: HybridModel, rows: Sequence[tuple[list[int], list[int]]], *, batch: int, pad: int = 0
+    run: Any, model: HybridModel, rows: Sequence[tuple[list[int], list[int]]], *, batch: int, pad: int = 0
 ) -> np.ndarray:
     """Returns the training forward's log-probabilities of all answers' tokens, in batches padded to one length."""
     length = max(len(prompt) + len(answer) for prompt, answer in rows) + pad
@@ -107,10 +111,11 @@ def _trained(
         for row, (prompt, answer) in enumerate(piece):
             lengths[row] = len(prompt) + len(answer)
             tokens[row, : lengths[row]] = [*prompt, *answer]
-        scores = np.asarray(_score(model, jnp.asarray(tokens), jnp.asarray(lengths)))
+        scores = np.asarray(run(model, jnp.asarray(tokens), jnp.asarray(lengths)))
         for row, (prompt, answer) in enumerate(piece):
             logprobs.append(scores[row, len(prompt) - 1 : len(prompt) + len(answer) - 1])
     return np.concatenate(logprobs)
 
 
 _score = jax.jit(sequence_logprobs)
+_exact = jax.jit(score, compiler_options=SCORE_OPTIONS)

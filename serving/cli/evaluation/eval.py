@@ -47,6 +47,10 @@ def evaluate(
             "--consistency", help="Only compare the engine's log-probabilities with those of the training forward."
         ),
     ] = False,
+    schedule_invariant: Annotated[
+        bool,
+        typer.Option("--schedule-invariant", help="With --consistency: engines and score of that mode."),
+    ] = False,
     output: Annotated[Path | None, typer.Option(help="JSON file to write all figures to.")] = None,
 ) -> None:
     """Evaluate a model trained with `train` on held-out text and problems. Downloads nothing."""
@@ -61,6 +65,8 @@ def evaluate(
     if against is not None:
         _compare(model, quantization, against, text or directory / SAMPLE_TEXT, output, console)
         return
+    if schedule_invariant and not consistency:
+        raise ConfigError("--schedule-invariant has no effect without --consistency")
     if text is not None:
         raise ConfigError("--text has no effect without --against")
     for name in (SAMPLE_PROBLEMS, SAMPLE_TEXT):
@@ -68,7 +74,7 @@ def evaluate(
             raise ConfigError(f"no {name} in {directory}; give a directory with held-out text and problems as --data")
     texts = measures.read_some(directory / SAMPLE_TEXT, None)
     if consistency:
-        agreement = _consistency(model, texts, prompts, max_num_seqs, console)
+        agreement = _consistency(model, texts, prompts, max_num_seqs, schedule_invariant, console)
         if output is not None:
             output.write_text(json.dumps(agreement, indent=1) + "\n")
         return
@@ -137,7 +143,9 @@ def _compare(
         output.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
 
 
-def _consistency(model: str, texts: Any, count: int, max_num_seqs: int, console: Console) -> dict[str, Any]:
+def _consistency(
+    model: str, texts: Any, count: int, max_num_seqs: int, schedule_invariant: bool, console: Console
+) -> dict[str, Any]:
     """Tables of the differences between serving and training, in float32 and bfloat16."""
     from checkpoints.load import load_model
     from checkpoints.tokenizer import require_tokenizer
@@ -149,15 +157,20 @@ def _consistency(model: str, texts: Any, count: int, max_num_seqs: int, console:
         loaded = load_model(model, dtype=dtype, progress=False)
         flags = {
             "dtype": dtype, "max_num_seqs": max_num_seqs, "max_model_len": 512, "warmup": False, "tile_size": 32,
-            "state_block_size": 64,
+            "state_block_size": 64, "schedule_invariant": schedule_invariant,
         }  # fmt: skip
         table = Table(title=f"{model}, {dtype}: serving against training, per token")
-        for heading in ("arrangement", "tokens", "cached tokens", "KL (nats)", "largest difference"):
+        for heading in ("arrangement", "tokens", "cached tokens", "KL (nats)", "largest difference", "equal bits"):
             table.add_column(heading, justify="left" if heading == "arrangement" else "right")
         agreements = consistency.agreements(model, loaded, prompts, max_tokens=64, flags=flags)
         for one in agreements:
             table.add_row(
-                one.arrangement, f"{one.tokens}", f"{one.cached_tokens}", f"{one.kl:.1e}", f"{one.largest:.1e}"
+                one.arrangement,
+                f"{one.tokens}",
+                f"{one.cached_tokens}",
+                f"{one.kl:.1e}",
+                f"{one.largest:.1e}",
+                f"{one.equal} of {one.tokens}",
             )
         console.print(table)
         figures[dtype] = [dataclasses.asdict(one) for one in agreements]

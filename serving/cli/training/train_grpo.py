@@ -37,6 +37,13 @@ def train_grpo(
     target_modules: Annotated[
         str, typer.Option(help="With --lora: last parts of module names, separated by commas, or all-linear.")
     ] = "all-linear",
+    schedule_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--schedule-invariant",
+            help="Rollouts and trainer compute log-probabilities with the same bits, on CPU. Not with --lora.",
+        ),
+    ] = False,
     held_out: Annotated[
         int, typer.Option(min=1, help="Number of problems at the end of the file that are used for evaluation only.")
     ] = 40,
@@ -63,6 +70,8 @@ def train_grpo(
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     if output is not None and output.exists() and any(output.iterdir()):
         raise ConfigError(f"--output {output}: already exists and is not empty")
+    if schedule_invariant and lora:
+        raise ConfigError("--schedule-invariant does not support --lora")
     path = problems or resolve(model).files / SAMPLE_PROBLEMS
     if not path.is_file():
         raise ConfigError(f"--problems {path}: no such file")
@@ -82,13 +91,19 @@ def train_grpo(
         length = _LONGEST_PROMPT + max_tokens
         llm = LLM(
             model, dtype="float32", max_model_len=length + 1, max_num_seqs=64, state_block_size=128, tile_size=32,
-            enable_lora=lora, max_loras=1, max_lora_rank=rank,
+            enable_lora=lora, max_loras=1, max_lora_rank=rank, schedule_invariant=schedule_invariant,
         )  # fmt: skip
         values |= {name: leaf.get_value() for name, leaf in parameters(llm.model).items()}
         refuse_quantised(values)
     rate = learning_rate if learning_rate is not None else 1e-3 if lora else 3e-4
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.99))
-    trainer = PolicyTrainer(llm.model.config, values, optimizer, trained=is_trained if lora else lambda name: True)
+    trainer = PolicyTrainer(
+        llm.model.config,
+        values,
+        optimizer,
+        trained=is_trained if lora else lambda name: True,
+        schedule_invariant=schedule_invariant,
+    )
     begin = time.monotonic()
 
     def update(values: Any, version: str) -> None:

@@ -6,11 +6,13 @@ import numpy as np
 import optax
 import pytest
 
+from kernels_pallas import invariant
 from mamba_jax.families import config_from_hf
 from mamba_jax.train.arithmetic import arithmetic_reward, equations
 from mamba_jax.train.loop import initial_values
 from mamba_jax.train.loss import build
-from mamba_jax.train.policy import Answers, PolicyTrainer, group_advantages, policy_loss, sequence_logprobs
+from mamba_jax.train.policy import Answers, PolicyTrainer, group_advantages, policy_loss
+from mamba_jax.train.score import score, sequence_logprobs
 from tests.support.tiny_configs import TRAINABLE
 
 CONFIG = config_from_hf(TRAINABLE)
@@ -78,3 +80,21 @@ def test_sums_are_checked():
     assert arithmetic_reward("1+1=2 1+2=4 1+3=4 1+4=6 #### 6") == 0.25 + 0.75 / 2
     assert arithmetic_reward("5/0=1 and no sums 12=12") == 0
     assert arithmetic_reward("#### nothing") == 0
+
+
+@pytest.mark.skipif(invariant.WHY_MISSING is not None, reason=f"native operations: {invariant.WHY_MISSING}")
+def test_a_score_has_the_gradient_of_the_ordinary_form(values):
+    given, model = answers(values), build(CONFIG, values, jnp.float32)
+
+    def gradient(function):
+        def loss(values):
+            found = function(build(CONFIG, values, jnp.float32), given.tokens, given.lengths)
+            return jnp.where(given.answered, found, 0).sum()
+
+        return jax.jit(jax.grad(loss))(values)
+
+    ordinary = sequence_logprobs(model, given.tokens, given.lengths)
+    np.testing.assert_allclose(score(model, given.tokens, given.lengths), ordinary, atol=1e-5)
+    found, expected = gradient(score), gradient(sequence_logprobs)
+    for path in expected:
+        np.testing.assert_array_equal(found[path], expected[path])

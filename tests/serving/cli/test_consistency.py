@@ -2,18 +2,29 @@
 
 from functools import partial
 
+import jax
 import numpy as np
+import optax
 import pytest
 
 from checkpoints.load import load_model
 from checkpoints.random import write_random
+from kernels_pallas import invariant
 from mamba_jax.model import parameters
 from mamba_jax.programs import StepPrograms
+from mamba_jax.train.policy import PolicyTrainer
+from mamba_jax.train.score import SCORE_OPTIONS, score
 from serving.cli.evaluation import consistency
 from serving.cli.evaluation.consistency import ARRANGEMENTS, OTHER_SHAPES, Agreement, agreements
+from serving.cli.training.rollouts import Rollouts
+from serving.engine.llm import LLM
+from tests.support.divisible_checkpoints import GOLDEN
 from tests.support.engines import QUICK_COMPILE
 from tests.support.tiny_configs import TRAINABLE
 
+needs_native = pytest.mark.skipif(
+    invariant.WHY_MISSING is not None, reason=f"native operations: {invariant.WHY_MISSING}"
+)
 FLAGS = {
     "max_model_len": 96,
     "max_num_seqs": 4,
@@ -49,3 +60,43 @@ def test_serving_and_training_agree(name, tmp_path, monkeypatch):
     norm = parameters(model)["final_norm.weight"]
     norm.set_value(1.01 * norm.get_value())  # a model that is another one by a little
     assert agreements(str(directory), model, prompts, max_tokens=12, flags=FLAGS)[0].kl > 1e-8
+
+
+@needs_native
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_the_first_update_of_a_schedule_invariant_trainer_has_ratios_of_1(dtype, tmp_path):
+    directory = write_random(tmp_path, TRAINABLE)
+    llm = LLM(str(directory), **FLAGS, dtype=dtype, schedule_invariant=True)
+    rollouts = Rollouts(llm, lambda answer: float(sum(answer.token_ids) % 7), samples=2, max_tokens=20, length=60)
+    answers, _ = rollouts.sample([{"prompt_token_ids": [(7 * i + j) % 40 for j in range(20 + i)]} for i in range(3)], 0)
+    values = {path: leaf.get_value() for path, leaf in parameters(llm.model).items()}
+
+    def trainer(schedule_invariant):
+        options = {"dtype": dtype, "schedule_invariant": schedule_invariant}
+        return PolicyTrainer(llm.model.config, values, optax.sgd(0.1), **options)
+
+    exact = trainer(True)
+    first, second = exact.step(answers), exact.step(answers)
+    assert first["kl"] == first["clipped"] == 0
+    assert first["gradient_norm"] > 0
+    assert second["kl"] > 0
+    assert trainer(False).step(answers)["kl"] > 0
+
+
+@needs_native
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["nemotronh-moe", "qwen3next", "kimi", "lfm2", "jamba", "zamba2"])
+def test_scores_have_the_bits_of_a_schedule_invariant_engine(name, dtype, monkeypatch):
+    monkeypatch.setattr(consistency, "ARRANGEMENTS", {"plain": ARRANGEMENTS["plain"]})
+    # As users compile: without optimization, elementwise functions of one program are compiled in several ways.
+    usual = {"xla_backend_optimization_level": 3}
+    monkeypatch.setattr("serving.engine.assembly.build.StepPrograms", partial(StepPrograms, compiler_options=usual))
+    monkeypatch.setattr(consistency, "_exact", jax.jit(score, compiler_options=SCORE_OPTIONS | usual))
+    directory = str(GOLDEN / name)
+    model = load_model(directory, dtype=dtype, progress=False)
+    prompts = [{"prompt_token_ids": [(7 * i + j) % 40 + 4 for j in range(40 + i)]} for i in range(4)]
+    flags = FLAGS | {"dtype": dtype, "schedule_invariant": True}
+    for one in agreements(directory, model, prompts, max_tokens=12, flags=flags):
+        assert (one.equal, one.kl) == (2 * 4 * 12, 0)

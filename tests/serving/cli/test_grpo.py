@@ -15,7 +15,8 @@ from mamba_jax.model import parameters
 from mamba_jax.programs import StepPrograms
 from mamba_jax.train.additions import LORA_SCALE, is_trained, new_adapter
 from mamba_jax.train.loss import build
-from mamba_jax.train.policy import PolicyTrainer, sequence_logprobs
+from mamba_jax.train.policy import PolicyTrainer
+from mamba_jax.train.score import sequence_logprobs
 from serving import LLM, LoRARequest
 from serving.cli.main import run
 from serving.cli.training.rollouts import Rollouts, ServedAdapter, improve

@@ -1,0 +1,101 @@
+"""Log-probabilities of whole sequences, in the ordinary arithmetic or with the bits of a schedule-invariant engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas import invariant
+from kernels_pallas.dispatch import KernelChoice
+from kernels_pallas.fixed_order import log_sum_exp
+from mamba_jax.config import HybridConfig
+from mamba_jax.config.lightning import LightningConfig
+from mamba_jax.layout import SequenceLayout
+from mamba_jax.model import HybridModel
+from mamba_jax.train.additions import attach
+
+SCORE_OPTIONS: dict[str, Any] = invariant.COMPILER_OPTIONS
+"""The compiler options (`jax.jit(..., compiler_options=...)`) of every program that calls `score`."""
+
+
+def sequence_logprobs(
+    model: HybridModel,
+    tokens: Int[Array, "batch length"],
+    lengths: Int[Array, " batch"],
+    added: Mapping[str, Array] | None = None,
+) -> Float[Array, "batch length_1"]:
+    """Returns the log-probability (float32) of each token but the first, given all tokens before it.
+
+    The head runs over one sequence at a time. `added` is an adapter (see `mamba_jax.train.additions`).
+    """
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    batch, length = inputs.shape
+    layout = attach(model, SequenceLayout.of(batch, length, jnp.minimum(lengths, length)), added or {})
+    flat, _ = model.hidden(inputs.reshape(-1), layout, None)
+
+    @jax.checkpoint
+    def of_one(args: tuple[Array, Array]) -> Array:
+        hidden, wanted = args
+        logits = model.logits(hidden)
+        return (jnp.take_along_axis(logits, wanted[:, None], axis=-1) - log_sum_exp(logits))[:, 0]
+
+    return lax.map(of_one, (flat.reshape(batch, length, -1), targets))
+
+
+def score(
+    model: HybridModel, tokens: Int[Array, "batch length"], lengths: Int[Array, " batch"] | None = None
+) -> Float[Array, "batch length_1"]:
+    """Returns the log-probability (float32) of each token but the first, with the bits of a schedule-invariant engine.
+
+    The bits are those that an engine with the flag `schedule_invariant`, the same weights and the same dtype reports,
+    if the program is compiled with `SCORE_OPTIONS`. Differentiable in the weights: the gradient is that of
+    `sequence_logprobs`, which computes the model a second time.
+
+    Args:
+        tokens: each sequence followed by padding of any value, whose log-probabilities are undefined.
+        lengths: number of tokens of each sequence; None: all.
+    Raises:
+        ValueError: the platform, the installation or the model does not support it.
+    """
+    if (reason := _unsupported(model.config)) is not None:
+        raise ValueError(f"score {reason}")
+    if lengths is None:
+        lengths = jnp.full(tokens.shape[0], tokens.shape[1])
+    graph, state = nnx.split(model)
+    return _scored(graph, state, tokens, lengths)
+
+
+def _unsupported(config: HybridConfig) -> str | None:
+    if (platform := jax.default_backend()) != "cpu":
+        return f"is not supported on {platform.upper()}, only on CPU"
+    if invariant.WHY_MISSING is not None:
+        return f"needs the C++ operations, which are missing: {invariant.WHY_MISSING}"
+    if any(isinstance(one, LightningConfig) for one in config.recurrences):
+        return f"does not support the lightning attention of this {config.family} model"
+    return None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scored(graph: Any, state: Any, tokens: Array, lengths: Array) -> Array:
+    with KernelChoice(named=invariant.NAME).applied():
+        return sequence_logprobs(nnx.merge(graph, state), tokens, lengths)
+
+
+def _forward(graph: Any, state: Any, tokens: Array, lengths: Array) -> tuple[Array, tuple[Any, Array, Array]]:
+    return _scored(graph, state, tokens, lengths), (state, tokens, lengths)
+
+
+def _backward(graph: Any, saved: tuple[Any, Array, Array], change: Array) -> tuple[Any, None, None]:
+    state, tokens, lengths = saved
+    _, pull = jax.vjp(lambda state: sequence_logprobs(nnx.merge(graph, state), tokens, lengths), state)
+    return *pull(change), None, None
+
+
+_scored.defvjp(_forward, _backward)
