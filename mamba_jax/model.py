@@ -243,7 +243,11 @@ class HybridModel(nnx.Module):
 
     def _logits(self, head: Table, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         # Constrain the product's sharding first, or XLA all-gathers the head on every device.
-        return scaled(split_last(head.scores(hidden)), self.config.logits_multiplier)
+        logits, cap = (
+            scaled(split_last(head.scores(hidden)), self.config.logits_multiplier),
+            self.config.logits_soft_cap,
+        )
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     @classmethod
     def abstract(cls, config: HybridConfig, *, dtype: DTypeLike = jnp.float32) -> HybridModel:

@@ -25,13 +25,26 @@ from checkpoints.presets import (
     mamba2,
     minimax,
     nemotron_h,
+    recurrent_gemma,
     zamba2,
 )
 from checkpoints.presets.published import Preset
 from mamba_jax.config import HybridConfig
 from mamba_jax.families import config_from_hf
 
-_FAMILIES = (nemotron_h, bamba, granite, falcon_h1, mamba2, zamba2, gated_delta, minimax, mamba1, jamba)
+_FAMILIES = (
+    nemotron_h,
+    bamba,
+    granite,
+    falcon_h1,
+    mamba2,
+    zamba2,
+    gated_delta,
+    minimax,
+    mamba1,
+    jamba,
+    recurrent_gemma,
+)
 
 PRESETS: Mapping[str, Preset] = {name: size for family in _FAMILIES for name, size in family.PRESETS.items()}
 """Published sizes: each configuration gives the published number of parameters."""

@@ -62,6 +62,8 @@ class AttentionConfig(MixerConfig):
     input_size: int
     """Input width of the projections of queries, keys and values: the hidden size, or twice that in Zamba2."""
     bias: bool = False
+    output_bias: bool = False
+    """Whether the output projection has a bias where the others have none."""
     rope: RopeConfig | None = None
     qk_norm: QKNormConfig | None = None
     kv_scales: bool = False
@@ -106,6 +108,8 @@ class AttentionConfig(MixerConfig):
             found["gate_proj.weight"] = heads
         if self.kv_scales:
             found |= {"k_scale": WHOLE, "v_scale": WHOLE}
+        if self.output_bias:
+            found["o_proj.bias"] = ADDED_ONCE
         if self.bias:
             found |= {"q_proj.bias": heads, "k_proj.bias": kv_heads, "v_proj.bias": kv_heads, "o_proj.bias": ADDED_ONCE}
         return found

@@ -26,7 +26,7 @@ class MLPConfig(MixerConfig):
     output_multiplier: float = 1.0
 
     def __post_init__(self) -> None:
-        _known_activation(self.activation)
+        known_activation(self.activation)
         sizes = (self.intermediate_size,) if isinstance(self.intermediate_size, int) else self.intermediate_size
         if not sizes or min(sizes) < 1:
             raise ModelConfigError(f"intermediate_size is {self.intermediate_size}: at least 1 is expected")
@@ -69,7 +69,7 @@ class MoEConfig(MixerConfig):
     """In training: coefficient of the auxiliary loss that spreads tokens evenly over experts."""
 
     def __post_init__(self) -> None:
-        _known_activation(self.activation)
+        known_activation(self.activation)
         positive(self, "num_experts", "experts_per_token", "intermediate_size", "num_groups", "top_groups")
         if self.num_experts % self.num_groups or self.top_groups > self.num_groups:
             raise ModelConfigError(
@@ -119,6 +119,6 @@ def _mlp_parameters(size: int, what: str, *, gated: bool, bias: bool) -> dict[st
     return found
 
 
-def _known_activation(name: str) -> None:
+def known_activation(name: str) -> None:
     if name not in ACTIVATIONS:
         raise ModelConfigError(f"activation {name!r} is not supported: known are {', '.join(ACTIVATIONS)}")

@@ -74,6 +74,8 @@ class HybridConfig:
     residual_multiplier: float = 1.0
     """Factor of every sublayer's output."""
     logits_multiplier: float = 1.0
+    logits_soft_cap: float | None = None
+    """Logits are cap * tanh(logits / cap); None: as they are."""
     residual_in_fp32: bool = False
     tie_word_embeddings: bool = False
     max_position_embeddings: int | None = None

@@ -26,6 +26,7 @@ from mamba_jax.families import (
     olmo_hybrid,
     qwen3_5,
     qwen3_next,
+    recurrent_gemma,
     zamba2,
 )
 from mamba_jax.families.added_mtp import added_weight_names, with_added_mtp
@@ -69,6 +70,7 @@ FAMILIES: tuple[Family, ...] = (
     minimax.FAMILY,
     mamba1.FAMILY,
     jamba.FAMILY,
+    recurrent_gemma.FAMILY,
 )
 
 _REGISTERED: list[Family] = []

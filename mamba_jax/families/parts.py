@@ -122,7 +122,8 @@ def attention(path: str, name: str, config: AttentionConfig) -> dict[str, HFSour
     """Attention with separate q, k, v and o projections, and norms of q and k if it has them."""
     sources: dict[str, HFSource] = {}
     for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        sources |= linear(f"{path}.{part}", f"{name}.{part}", bias=config.bias)
+        bias = config.bias or (config.output_bias and part == "o_proj")
+        sources |= linear(f"{path}.{part}", f"{name}.{part}", bias=bias)
     if config.head_gate:
         sources[f"{path}.gate_proj.weight"] = tensor(f"{name}.gate_proj.weight", f"{name}.g_proj.weight")
     for part in ("k", "v") if config.kv_scales else ():

@@ -17,7 +17,6 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
     "phi4flash": ("Phi-4-mini-flash", "differential attention, memory units that share a state"),
     "plamo2": ("PLaMo 2", "its variant of Mamba-2"),
     "qwen4_exp": ("Qwen3.8-Flash-Next", "sparse attention, n-gram embeddings"),
-    "recurrent_gemma": ("RecurrentGemma", "the RG-LRU recurrence"),
     "rwkv7": ("RWKV-7", "its recurrence"),
     "xlstm": ("xLSTM", "its recurrence"),
     "zamba": ("Zamba 1", "heads in the Mamba-1 recurrence"),

@@ -36,7 +36,8 @@ class Attention(nnx.Module):
         self.k_proj = project(config.num_kv_heads)
         self.v_proj = project(config.num_kv_heads)
         self.q_norm, self.k_norm = norm(config.num_heads), norm(config.num_kv_heads)
-        self.o_proj = Linear(config.num_heads * config.head_dim, hidden_size, bias=config.bias, rngs=rngs, dtype=dtype)
+        inner, bias = config.num_heads * config.head_dim, config.bias or config.output_bias
+        self.o_proj = Linear(inner, hidden_size, bias=bias, rngs=rngs, dtype=dtype)
         self.gate_proj = (
             Linear(config.input_size, config.num_heads, rngs=rngs, dtype=dtype) if config.head_gate else None
         )

@@ -62,8 +62,10 @@ def training_loss(
         The loss; and `loss` (of the next token, if it has any weight), for each draft n from 1 `draft_loss_n` and
         `draft_agreement_n`, the share of places where its first choice is the model's.
     Raises:
-        ModelConfigError: separate documents with a loss of drafts.
+        ModelConfigError: separate documents with a loss of drafts; or capped logits, which the loss does not have.
     """
+    if config.logits_soft_cap is not None:
+        raise ModelConfigError(f"training is not supported with logits_soft_cap {config.logits_soft_cap}")
     if balance_experts and config.moe is not None:
         config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, balance=balance_experts))
     values, added = divide(values)

@@ -44,6 +44,8 @@ def test_the_draft_layer_of_nemotron_3_super_is_kept():
         ("falcon-mamba-7b", 35, 0),
         # Not reported: 28 such states, and 8 keys and values of 128 numbers in 4 layers.
         ("jamba-1.5-mini", 15.3, 16),
+        # Not reported: 18 states of 10 KiB with windows of 15 KiB, and one key and value of 256 numbers in 8 layers.
+        ("recurrentgemma-2b", 0.44, 8),
     ],
 )
 def test_state_of_a_sequence_is_as_large_as_users_report(name, slot_mib, kv_kib):
@@ -72,6 +74,7 @@ def test_layers_are_as_many_as_published():
         "minimax-text-01": (70, 10, 80),
         "falcon-mamba-7b": (64, 0, 0),
         "jamba-1.5-large": (63, 9, 72),
+        "recurrentgemma-2b": (18, 8, 26),
     }.items():
         config = preset(name)
         assert config.num_recurrent_layers == mamba, name

@@ -324,6 +324,37 @@ RECIPES = {
         changes={"rms_norm_eps": 1e-2, "num_experts_per_tok": 3},
         seed=100,
     ),
+    "recurrent-gemma": Recipe(
+        "RecurrentGemmaForCausalLM",
+        {
+            "vocab_size": 331,
+            "hidden_size": 60,
+            "intermediate_size": 176,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "lru_width": 72,
+            "attention_window_size": 9,
+            "conv1d_width": 3,
+            "logits_soft_cap": 7.0,
+            "rms_norm_eps": 1e-5,
+            "block_types": ["recurrent", "attention", "recurrent"],
+            "tie_word_embeddings": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+        },
+        changes={
+            "rms_norm_eps": 1e-2,
+            "attention_window_size": 8,
+            "logits_soft_cap": 30.0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        },
+        # Embeddings are multiplied by the square root of the hidden size.
+        quieter={"_norm": 0.2, "recurrent_param": 0.3, "embed_tokens": 0.15},
+        seed=101,
+    ),
     "olmo-hybrid": Recipe(
         "OlmoHybridForCausalLM",
         {

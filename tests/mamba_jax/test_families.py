@@ -63,7 +63,7 @@ def test_every_weight_of_a_checkpoint_is_used_once_and_every_parameter_filled(na
 
 
 # Names of later families have one prefix, or a longer one (which is a fixture of its own).
-ONE_PREFIX = ("qwen", "lfm", "olmo", "kimi", "ling3", "minimax", "jamba")
+ONE_PREFIX = ("qwen", "lfm", "olmo", "kimi", "ling3", "minimax", "jamba", "recurrent")
 
 
 @pytest.mark.parametrize("name", [name for name in FIXTURES if not name.startswith(ONE_PREFIX)])
@@ -142,7 +142,7 @@ def test_an_empty_config_has_the_defaults_of_transformers(model_type):
     assert families.weight_names(config).keys() == parameters(HybridModel.abstract(config)).keys()
     assert model_type in families.family_of(config).model_types
     defaults = {"olmo_hybrid": (100257,), "kimi_linear": (163586,), "bailing_hybrid": (156895,)}
-    defaults |= {"mamba": (0,), "falcon_mamba": (0,), "lfm3": (124900,)}
+    defaults |= {"mamba": (0,), "falcon_mamba": (0,), "lfm3": (124900,), "recurrent_gemma": (1,)}
     defaults |= {one: () for one in TYPES if one.startswith("qwen")}
     assert config.eos_token_ids == defaults.get(model_type, (2,))
 

@@ -28,6 +28,7 @@ OF_EVERY_FAMILY = [
     ("minimax-text-01", 8),
     ("falcon-mamba-7b", 8),
     ("jamba-1.5-mini", 8),
+    ("recurrentgemma-2b", 2),
 ]
 # All other arrays of a million numbers or more are divided.
 MAY_BE_WHOLE = re.compile(r"router|latent_(in|out|proj)|adapters.*\.down|in_proj_bc|[kv]_proj|adapters\.[kv]\.")

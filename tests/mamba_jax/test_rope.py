@@ -69,6 +69,7 @@ ROTARY = {
     "olmo_hybrid": {},
     "bailing_hybrid": {},
     "minimax": {},
+    "recurrent_gemma": {},
     "minimax_text_01": {"rotary_dim": 64},
     "minimax_m1": {"rotary_dim": 64},
 }

@@ -32,7 +32,7 @@ def test_every_number_of_the_file_is_in_the_model(case):
 def test_what_steers_the_recurrence_stays_float32_in_bfloat16(case):
     exact = parameters(case.model)
     for path, param in parameters(case.load("bfloat16")).items():
-        if path.endswith(("a_log", "dt_bias", "dt_proj.bias", ".d", "correction_bias")):
+        if path.endswith(("a_log", "dt_bias", "dt_proj.bias", ".d", "correction_bias", "recurrent_param")):
             assert param[...].dtype == jnp.float32, path
             assert np.array_equal(param[...], exact[path][...]), path
         elif "router" not in path:

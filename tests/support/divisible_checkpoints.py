@@ -82,6 +82,16 @@ MORE = {
     # Norms of all heads' queries and keys, whose squares the devices add up.
     "olmo-hybrid": Case("olmo-hybrid", {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "vocab_size": 332}),
     "lfm2": Case("lfm2", {"vocab_size": 332}),
+    # Heads of the gates of recurrent units; one key-value head on two devices.
+    "recurrent-gemma": Case(
+        "recurrent-gemma",
+        {
+            "num_hidden_layers": 2,
+            "block_types": ["recurrent", "attention"],
+            "num_attention_heads": 4,
+            "vocab_size": 332,
+        },
+    ),
     # Gates of heads, in attention to a window and to everything.
     "lfm3": Case("lfm3", {"vocab_size": 332}),
     "qwen35": Case(

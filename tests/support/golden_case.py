@@ -18,7 +18,7 @@ NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/goldens.npz"))
 
 BY_STEPS = (
     "nemotronh-moe", "bamba", "granite-nope", "falconh1", "mamba2", "zamba2", "qwen3next", "kimi", "ling3", "minimax",
-    "falcon-mamba", "lfm3",
+    "falcon-mamba", "lfm3", "recurrent-gemma",
 )  # fmt: skip
 """Fixtures whose steps the full tier compiles, one of each family; `--slow` runs all. Compiling is what takes time."""
 BY_STEPS_BY_DEFAULT = ("nemotronh-moe", "zamba2", "qwen3next", "kimi")

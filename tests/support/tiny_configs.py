@@ -18,6 +18,7 @@ from mamba_jax.config.delta import DeltaConfig
 from mamba_jax.config.drafter import BlockConfig, EagleConfig
 from mamba_jax.config.lightning import LightningConfig
 from mamba_jax.config.mamba1 import Mamba1Config
+from mamba_jax.config.rg_lru import RGLRUConfig
 from mamba_jax.config.short_conv import ShortConvConfig
 
 HIDDEN, VOCAB = 20, 61
@@ -204,6 +205,18 @@ FOR_ENGINES = {
         ),
         mlp=_ENGINE_MLP,
         norm_both=True,
+    ),
+    # Real-gated linear recurrent units, attention to a window, and capped logits, as in RecurrentGemma.
+    "griffin": HybridConfig(
+        family="test",
+        vocab_size=ENGINE_VOCAB,
+        hidden_size=ENGINE_HIDDEN,
+        pattern="R*-R",
+        norm_eps=1e-5,
+        recurrences=(RGLRUConfig(channels=20, num_heads=4, conv_width=3, activation="gelu"),),
+        attention=replace(_ENGINE_ATTENTION, window=11, output_bias=True),
+        mlp=_ENGINE_MLP,
+        logits_soft_cap=5.0,
     ),
     # Kimi Delta Attention, and attention over latents.
     "kimi": HybridConfig(

@@ -14,11 +14,11 @@ from tests.support.golden_case import CLEAR_GAP, TO_HUGGING_FACE, Case
 QUICK = ("lfm2",)
 OTHERS = (
     "qwen3next", "qwen3next-dense", "qwen35", "qwen35-moe", "olmo-hybrid", "lfm2-moe", "kimi", "ling3", "minimax",
-    "mamba", "falcon-mamba", "jamba", "lfm3",
+    "mamba", "falcon-mamba", "jamba", "lfm3", "recurrent-gemma",
 )  # fmt: skip
 DRAFTS = {
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35-moe"), "mtp"),
-    **dict.fromkeys(("ling3", "minimax", "mamba", "falcon-mamba", "jamba", "lfm3"), "ngram"),
+    **dict.fromkeys(("ling3", "minimax", "mamba", "falcon-mamba", "jamba", "lfm3", "recurrent-gemma"), "ngram"),
 }
 """How some of them draft, in another run."""
 

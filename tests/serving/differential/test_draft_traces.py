@@ -49,7 +49,7 @@ def test_traces_with_drafts(shard: int, request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.full
 @pytest.mark.fuzz
-@pytest.mark.parametrize("model", ["selective", "windowed"])
+@pytest.mark.parametrize("model", ["selective", "windowed", "griffin"])
 def test_traces_of_other_mixers(model: str) -> None:
     met: Counter[str] = Counter()
     for seed in range(54_000_000, 54_000_025):

@@ -46,6 +46,7 @@ slow = pytest.mark.slow
         pytest.param("mamba", "ngram", 1, marks=slow),
         pytest.param("jamba", "ngram", 1, marks=pytest.mark.full),
         pytest.param("lfm3", "ngram", 1, marks=pytest.mark.full),
+        pytest.param("recurrent-gemma", "ngram", 1, marks=pytest.mark.full),
     ],
 )
 def test_answers_are_those_of_hugging_face(name, drafts, interval, monkeypatch):
