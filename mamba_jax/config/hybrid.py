@@ -14,7 +14,7 @@ from mamba_jax.config.mamba import MambaConfig
 
 MAMBA, ATTENTION, WINDOWED, LATENT, MLP, MOE, PARALLEL, SHARED = KINDS = "M*WL-EPZ"
 """Kinds of sublayer, as in `HybridConfig.pattern`."""
-DRAFT_KINDS = ATTENTION + MLP + MOE
+DRAFT_KINDS = ATTENTION + LATENT + MLP + MOE
 """The kinds of sublayers that a multi-token-prediction layer may have."""
 
 
@@ -82,7 +82,7 @@ class HybridConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     mtp_pattern: str = ""
-    """Sublayers (*, - and E only) of the multi-token-prediction layer; empty = none that can be used."""
+    """Sublayers (*, L, - and E only) of the multi-token-prediction layer; empty = none that can be used."""
     own_mtp_embedding: bool = False
     """The multi-token-prediction layer embeds tokens by a table of its own, not by the model's."""
     own_mtp_head: bool = False
@@ -176,7 +176,7 @@ class HybridConfig:
     @property
     def num_mtp_attention_layers(self) -> int:
         """Attentions of the multi-token-prediction layer."""
-        return self.mtp_pattern.count(ATTENTION)
+        return self.mtp_pattern.count(ATTENTION) + self.mtp_pattern.count(LATENT)
 
     @property
     def num_attention_layers(self) -> int:

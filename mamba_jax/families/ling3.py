@@ -12,6 +12,7 @@ from typing import Any
 from mamba_jax.config import (
     LATENT,
     MLP,
+    MOE,
     HybridConfig,
     LatentAttentionConfig,
     MLPConfig,
@@ -27,6 +28,8 @@ from mamba_jax.families.kimi_linear import feed_forward, latent_names
 from mamba_jax.families.rope import rope_config
 
 _ROPE_THETA = 6e6
+_MOST_DRAFTS = 4
+"""Layers of a checkpoint after the model's that are left out, at most."""
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
@@ -78,6 +81,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
                 output_gate="sigmoid",
             ),
         ),
+        mtp_pattern=_draft_pattern(fields),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         max_position_embeddings=fields.integer("max_position_embeddings", 262144, "model_max_length"),
         bos_token_id=None if fields.given("bos_token_id") is None else fields.token("bos_token_id", 0),
@@ -93,6 +97,14 @@ def _mixers(fields: Fields, layers: int) -> str:
     if len(found) != layers:
         raise ModelConfigError(f"config field layer_types has {len(found)} entries, for {layers} layers")
     return found
+
+
+def _draft_pattern(fields: Fields) -> str:
+    """Sublayers of the multi-token-prediction layer; none if there are several, each with its own weights."""
+    for name, kind in (("mtp_layer_types", "full_attention"), ("mtp_mlp_layer_types", "sparse")):
+        if set(found := fields.strings(name) or [kind]) != {kind}:
+            raise ModelConfigError(f"config field {name} is {found!r}: only [{kind!r}] is supported")
+    return LATENT + MOE if fields.integer("num_nextn_predict_layers", 1, "num_mtp_layers") == 1 else ""
 
 
 def _moe(fields: Fields) -> MoEConfig:
@@ -115,34 +127,42 @@ def _moe(fields: Fields) -> MoEConfig:
 def weight_names(config: HybridConfig) -> dict[str, HFSource]:
     """Returns names as inclusionAI's checkpoints have them. A layer there is two sublayers here."""
     body: dict[str, HFSource] = {}
-    delta = config.recurrence(DELTA)
-    assert isinstance(delta, DeltaConfig)
     for i in range(0, len(config.pattern), 2):
-        name, first, second = f"layers.{i // 2}", f"blocks.{i}", f"blocks.{i + 1}"
-        body[f"{first}.norm.weight"] = tensor(f"{name}.input_layernorm.weight")
-        body[f"{second}.norm.weight"] = tensor(f"{name}.post_attention_layernorm.weight")
-        if config.pattern[i] == LATENT:
-            attention = need(config.latent_attention)
-            mixer = latent_names(f"{first}.mixer", f"{name}.attention", attention)
-            mixer[f"{first}.mixer.gate_proj.weight"] = tensor(f"{name}.attention.g_proj.weight")
-            output = f"{first}.mixer.o_proj.weight"
-        else:
-            mixer = _delta_names(f"{first}.mixer", f"{name}.attention", delta)
-            output = f"{first}.mixer.out_proj.weight"
-        mixer[output] = tensor(f"{name}.attention.dense.weight", f"{name}.attention.o_proj.weight")
-        body |= mixer
-        mlp = f"{name}.mlp"
-        if config.pattern[i + 1] == MLP:
-            body |= parts.mlp(f"{second}.mixer", mlp, gated=True, bias=False)
-        else:
-            moe = need(config.moe)
-            body |= parts.experts(
-                f"{second}.mixer", mlp, mlp, moe, config.hidden_size, ("gate_proj", "up_proj", "down_proj")
-            )
-            body |= parts.mlp(f"{second}.mixer.shared", f"{mlp}.shared_experts", gated=True, bias=False)
-            body[f"{second}.mixer.router.weight"] = tensor(f"{mlp}.gate.weight")
-            body[f"{second}.mixer.router.correction_bias"] = tensor(f"{mlp}.gate.expert_bias")
+        body |= _layer(f"layers.{i // 2}", "blocks", i, config.pattern[i : i + 2], config)
+    if config.mtp_pattern:
+        name = f"layers.{len(config.pattern) // 2}"
+        body |= _layer(name, "mtp.blocks", 0, config.mtp_pattern, config)
+        body |= {f"mtp.{one}.weight": tensor(f"{name}.{one}.weight") for one in ("enorm", "hnorm", "eh_proj")}
+        body["mtp.final_norm.weight"] = tensor(f"{name}.final_layernorm.weight", f"{name}.shared_head.norm.weight")
     return parts.whole_model(config, body, embed="word_embeddings.weight", norm="norm.weight", prefixes=("model.",))
+
+
+def _layer(name: str, path: str, index: int, kinds: str, config: HybridConfig) -> dict[str, HFSource]:
+    """Returns the weights of a mixer and of the sublayer after it."""
+    first, second = f"{path}.{index}", f"{path}.{index + 1}"
+    sources = {
+        f"{first}.norm.weight": tensor(f"{name}.input_layernorm.weight"),
+        f"{second}.norm.weight": tensor(f"{name}.post_attention_layernorm.weight"),
+    }
+    if kinds[0] == LATENT:
+        sources |= latent_names(f"{first}.mixer", f"{name}.attention", need(config.latent_attention))
+        sources[f"{first}.mixer.gate_proj.weight"] = tensor(f"{name}.attention.g_proj.weight")
+        output = f"{first}.mixer.o_proj.weight"
+    else:
+        delta = config.recurrence(DELTA)
+        assert isinstance(delta, DeltaConfig)
+        sources |= _delta_names(f"{first}.mixer", f"{name}.attention", delta)
+        output = f"{first}.mixer.out_proj.weight"
+    sources[output] = tensor(f"{name}.attention.dense.weight", f"{name}.attention.o_proj.weight")
+    mlp, path = f"{name}.mlp", f"{second}.mixer"
+    if kinds[1] == MLP:
+        return sources | parts.mlp(path, mlp, gated=True, bias=False)
+    spelt = ("gate_proj", "up_proj", "down_proj")
+    sources |= parts.experts(path, mlp, mlp, need(config.moe), config.hidden_size, spelt)
+    sources |= parts.mlp(f"{path}.shared", f"{mlp}.shared_experts", gated=True, bias=False)
+    sources[f"{path}.router.weight"] = tensor(f"{mlp}.gate.weight")
+    sources[f"{path}.router.correction_bias"] = tensor(f"{mlp}.gate.expert_bias")
+    return sources
 
 
 def _delta_names(path: str, name: str, config: DeltaConfig) -> dict[str, HFSource]:
@@ -158,8 +178,11 @@ def _delta_names(path: str, name: str, config: DeltaConfig) -> dict[str, HFSourc
 
 
 def _ignored(config: HybridConfig) -> tuple[str, ...]:
-    """Also the multi-token-prediction layers, which follow the layers of the model."""
-    return (*parts.always_ignored(config), rf"model\.layers\.{len(config.pattern) // 2}\..*")
+    """Also the multi-token-prediction layers, which follow the layers of the model, or copies of the model's tables in
+    one."""
+    layers = len(config.pattern) // 2
+    drafts = r"(embed_tokens|shared_head\.head)\.weight" if config.mtp_pattern else r".*"
+    return (*parts.always_ignored(config), *(rf"model\.layers\.{layers + i}\.{drafts}" for i in range(_MOST_DRAFTS)))
 
 
 FAMILY = Family(

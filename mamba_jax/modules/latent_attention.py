@@ -37,19 +37,20 @@ class LatentAttention(nnx.Module):
         self.gate_proj = Linear(hidden_size, heads, rngs=rngs, dtype=dtype) if config.head_gate else None
 
     def __call__(
-        self, x: Float[Array, "T hidden"], layout: Layout, state: Array | None
+        self, x: Float[Array, "T hidden"], layout: Layout, state: Array | None, *, first_key: int = 0
     ) -> tuple[Float[Array, "T hidden"], Array | None]:
+        """With `first_key` the sequence begins there, as in `Attention`."""
         config = self.config
         q = self.q_proj(x, layout.adapter).reshape(x.shape[0], -1, config.key_size + config.shared_key_size)
         asked = product_by_head(q[..., : config.key_size], self.k_up.weight[...].swapaxes(1, 2))
         shared_q = q[..., config.key_size :]
         latent, shared = jnp.split(self.latent_proj(x, layout.adapter)[:, None], [config.latent_size], axis=-1)
         if config.rope is not None:
-            cos, sin = rotations(layout.positions, config.rope)
+            cos, sin = rotations(layout.positions - first_key, config.rope)
             shared_q, shared = (rotate(_by_halves(part), cos, sin) for part in (shared_q, shared))
         q = jnp.concatenate([asked, shared_q], axis=-1)
         entry = jnp.concatenate([self.norm(latent), shared], axis=-1)
-        found, state = layout.attend(q, entry, None, state, scale=config.scale)
+        found, state = layout.attend(q, entry, None, state, scale=config.scale, first_key=first_key)
         # The weighted sum of the shared keys is not a value.
         out = product_by_head(found[..., : config.latent_size], self.v_up.weight[...])
         if self.gate_proj is not None:

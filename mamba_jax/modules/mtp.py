@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from mamba_jax.config import ATTENTION, HybridConfig
+from mamba_jax.config import ATTENTION, LATENT, HybridConfig
 from mamba_jax.layout import Layout
 from mamba_jax.modules.basic import Linear, Table, normal
 from mamba_jax.modules.blocks import Block, model_norm
@@ -64,7 +64,7 @@ class MTP(nnx.Module):
         x, _ = across(self.config, {"eh_proj": eh_proj}, _fuse, layout, None, pair)
         kept: list[Array] = []
         for kind, block in zip(self.kinds, self.blocks, strict=True):
-            if kind == ATTENTION:
+            if kind in (ATTENTION, LATENT):
                 x, state = block(x, layout, None if kv is None else kv[len(kept)], first_key=1)
                 kept.append(state)
             else:

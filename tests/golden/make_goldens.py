@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from golden import oracle, qwen_drafts
+from golden import ling_drafts, oracle, qwen_drafts
 from golden.recipes import RECIPES, Recipe
 from safetensors.torch import load_file, save_file
 
@@ -132,9 +132,10 @@ def write_model(recipe: Recipe, model: Any, target: Path, prompt: list[int]) -> 
     if recipe.mtp and "mtp_layers_block_type" in recipe.config:
         tensors |= mtp_weights(recipe, tensors)
     elif recipe.mtp:
-        drafts = qwen_drafts.draft_weights(recipe, tensors)
+        makers = ling_drafts if "mtp_layer_types" in recipe.config else qwen_drafts
+        drafts = makers.draft_weights(recipe, tensors)
         tensors |= drafts
-        full = qwen_drafts.draft_log_probs(model, drafts, prompt).numpy()
+        full = makers.draft_log_probs(model, drafts, prompt).numpy()
         positions, ids = choose_entries(full, np.random.default_rng(recipe.seed))
         arrays["draft_positions"], arrays["draft_ids"] = positions.astype(np.int16), ids.astype(np.int16)
         arrays["draft_logprobs"] = np.take_along_axis(full[positions], ids, axis=1).astype(np.float32)

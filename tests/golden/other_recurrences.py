@@ -204,7 +204,8 @@ RECIPES = {
             "hidden_size": 56,
             "intermediate_size": 88,
             "num_hidden_layers": 4,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            # MtpModel takes the class of its norms from the last layer, where a delta net has another one.
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
             "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
             "num_attention_heads": 3,
             "num_key_value_heads": 3,
@@ -220,7 +221,9 @@ RECIPES = {
             "n_group": 3,
             "topk_group": 2,
             "n_shared_experts": 2,
-            "num_mtp_layers": 0,
+            "num_mtp_layers": 1,
+            "mtp_layer_types": ["full_attention"],
+            "mtp_mlp_layer_types": ["sparse"],
             "routed_scaling_factor": 1.5,
             "kda_lower_bound": -3.0,
             "rms_norm_eps": 1e-5,
@@ -239,6 +242,7 @@ RECIPES = {
             "kda_safe_gate": False,
             "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
         },
+        mtp=True,
         seed=97,
     ),
     "minimax": Recipe(

@@ -40,6 +40,7 @@ slow = pytest.mark.slow
         pytest.param("kimi", "ngram", 1, marks=slow),
         pytest.param("kimi", "ngram", 8, marks=slow),
         pytest.param("ling3", "ngram", 8, marks=pytest.mark.full),
+        pytest.param("ling3", "mtp", 1, marks=pytest.mark.full),
         pytest.param("minimax", "ngram", 1, marks=pytest.mark.full),
         pytest.param("minimax", "ngram", 8, marks=slow),
         pytest.param("falcon-mamba", "ngram", 1, marks=pytest.mark.full),
