@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mamba_jax.config import HybridConfig, need
+from mamba_jax.config import HybridConfig, ModelConfigError, need
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel
 
