@@ -37,8 +37,8 @@ def unsupported(x, dt, a, b, c, d, store, **places):
         return "it is empty"
     if any(map(offsets_overflow, (store, x, dt))):
         return "offsets into the store or the tokens do not fit in 32 bits"
-    if not is_power_of_two(b.shape[2]):
-        return f"the state size is {b.shape[2]}, not a power of two"
+    if not is_power_of_two(b.shape[2]) or b.shape[2] == 1:
+        return f"the state size is {b.shape[2]}, not a power of two above 1"
     return None
 
 

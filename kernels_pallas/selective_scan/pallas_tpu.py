@@ -31,7 +31,9 @@ UNROLLED = 8  # tokens in the body of a loop: the rows of a register, which the 
 
 def unsupported(x, dt, a, b, c, d, store, **places):
     """Returns why this call cannot run, or None."""
-    return "it is empty" if 0 in (*x.shape, *b.shape) else None
+    if 0 in (*x.shape, *b.shape):
+        return "it is empty"
+    return "the state size is 1" if b.shape[2] == 1 else None
 
 
 def selective_scan(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot, interpret=False):

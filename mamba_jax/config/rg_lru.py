@@ -16,7 +16,7 @@ RG_LRU = "R"
 
 @dataclass(frozen=True)
 class RGLRUConfig(RecurrenceConfig):
-    """A convolution and a real-gated linear recurrent unit beside a branch with an activation.
+    """A convolution and a real-gated linear recurrent unit, times a branch with an activation.
 
     The state of a channel is one number: a Mamba-1 state of that size.
     """

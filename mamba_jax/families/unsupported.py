@@ -10,7 +10,7 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
         "Ling and Ring 2.5 and 2.6",
         "norms and rotary positions in lightning attention, rotary latent attention",
     ),
-    "gigachat35": ("GigaChat 3.5", "gated delta nets beside latent attention, and a reference implementation"),
+    "gigachat35": ("GigaChat 3.5", "gated delta nets together with latent attention, and a reference implementation"),
     "glm5_next": ("GLM-5.3-Flash", "residual connections through attention"),
     "inkling_mm_model": ("Inkling", "short convolutions in attention and MLP layers"),
     "inkling2": ("Inkling 2", "short convolutions in attention and MLP layers"),
