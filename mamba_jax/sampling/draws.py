@@ -4,12 +4,13 @@ So a seeded request draws the same numbers whatever its batch-mates, preemption,
 """
 
 import enum
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt
 
-_BLOCK = 128
+BLOCK = 128
 
 
 class Purpose(enum.IntEnum):
@@ -34,13 +35,31 @@ def categorical(
     weight 0 is never drawn. `key` is that of the row's seed and choice (see `SamplingTable`), `position` counts output
     tokens.
     """
+    blocks = in_blocks(weights)
+
+    def within(block: Int[Array, "rows H"]) -> Float[Array, "rows H width"]:
+        return jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
+
+    return draw_by_blocks(key, position, blocks.sum(axis=-1), within)
+
+
+def draw_by_blocks(
+    key: UInt[Array, "rows 2"],
+    position: Int[Array, "rows H"],
+    sums: Float[Array, "rows H blocks"],
+    within: Callable[[Int[Array, "rows H"]], Float[Array, "rows H width"]],
+) -> Int[Array, "rows H"]:
+    """`categorical` with the weight of each block, and a function that returns the weights in a block."""
     keys = _keys(key, position, Purpose.TOKEN)
     numbers = jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (2,))))(keys)
-    padded = jnp.pad(weights, ((0, 0), (0, 0), (0, -weights.shape[-1] % _BLOCK)))
-    blocks = padded.reshape(*weights.shape[:-1], -1, _BLOCK)
-    block = _invert(blocks.sum(axis=-1), numbers[..., 0])
-    within = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
-    return block * _BLOCK + _invert(within, numbers[..., 1])
+    block = _invert(sums, numbers[..., 0])
+    return block * BLOCK + _invert(within(block), numbers[..., 1])
+
+
+def in_blocks(weights: Float[Array, "*rows vocab"]) -> Float[Array, "*rows blocks width"]:
+    """Cut along the vocabulary, with 0 after its end."""
+    padding = [(0, 0)] * (weights.ndim - 1) + [(0, -weights.shape[-1] % BLOCK)]
+    return jnp.pad(weights, padding).reshape(*weights.shape[:-1], -1, BLOCK)
 
 
 def _invert(weights: Float[Array, "rows H n"], number: Float[Array, "rows H"]) -> Int[Array, "rows H"]:

@@ -73,13 +73,17 @@ def weights_of(logits: Logits, temperature: Float[Array, " rows"]) -> Weights:
     return jnp.exp(scaled - scaled.max(axis=-1, keepdims=True))
 
 
+def limits_of(table: SamplingTable) -> tuple[Float[Array, "rows 1"], Int[Array, "rows 1"], Float[Array, "rows 1"]]:
+    """Returns min-p, top-k and top-p, which limit nothing in greedy rows."""
+    random = table.temperature > 0
+    limits = ((table.min_p, 0.0), (table.top_k, 0), (table.top_p, 1.0))
+    min_p, top_k, top_p = (jnp.where(random, limit, off)[:, None] for limit, off in limits)
+    return min_p, top_k, top_p
+
+
 def truncate(weights: Weights, table: SamplingTable) -> Weights:
     """Sets the probabilities that min-p, top-k and top-p exclude to 0, in this order. Ties at a limit all stay."""
-    random = table.temperature > 0
-    min_p, top_k, top_p = (
-        jnp.where(random, wanted, off)[:, None, None]
-        for wanted, off in ((table.min_p, 0.0), (table.top_k, 0), (table.top_p, 1.0))
-    )
+    min_p, top_k, top_p = (limit[:, None] for limit in limits_of(table))
 
     def by_min_p(weights: Weights) -> Weights:
         return jnp.where(weights < min_p, 0.0, weights)

@@ -93,11 +93,7 @@ def emit(
     emission = choose(logits, **inputs)
     wanted = jnp.where((emission.tokens >= 0) & (row_id > 0)[:, None], rows.sampling.logprobs[row_id][:, None], -1)
     unused = jnp.arange(width) > emission.accepted[:, None]
-
-    def processed(flat: Array) -> Array:
-        return SamplingInputs.of(**inputs).processed(flat.reshape(logits.shape)).reshape(flat.shape)
-
-    of_logits = processed if processed_logprobs else lambda flat: flat
+    of_logits = SamplingInputs.of(**inputs).processed if processed_logprobs else lambda flat: flat
     reported = report_logprobs(flat, emission.tokens.reshape(-1), wanted.reshape(-1), of_logits)
     logprobs, top_ids, top_logprobs = (each.reshape(count, width, *each.shape[1:]) for each in reported)
     return emission, {

@@ -29,6 +29,7 @@ from mamba_jax.store_layout import lanes_of
 from serving.capacity.buckets import decode_name, decode_shapes, mixed_name, prefill_name, prefill_shapes
 from serving.capacity.compiling import Program, SlicePrograms, check_compiler, slice_mesh
 from serving.capacity.count import Counter, Workload, collectives, decode_workload, prefill_workload
+from serving.capacity.layer_cuts import Cut, can_cut, cut_config, cut_parameters, layer_cuts, whole_programs
 from serving.capacity.overheads import HOST_SECONDS, KERNEL_SECONDS, decode_kernels
 from serving.capacity.result import CapacityPlan, Step
 from serving.capacity.targets import Target, larger
@@ -49,6 +50,7 @@ def make_plan(
     *,
     compile: bool = True,
     full: bool = False,
+    whole_model: bool = False,
     context: int | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> CapacityPlan:
@@ -59,6 +61,7 @@ def make_plan(
         target: the machine; the model is divided over all its devices.
         compile: have the compiler build the programs, for machines that it can be told of.
         full: all programs, not only the largest of decode and prefill.
+        whole_model: compile all layers. Otherwise the figures follow from programs of a few layers (`layer_cuts`).
         context: tokens before each sequence's next one, for the bound of a decode step.
         progress: told what is being done.
 
@@ -69,7 +72,7 @@ def make_plan(
     if compile:
         check_compiler(target)
     return _Planner(config, target, load_config(config.model, hf_overrides=config.hf_overrides)).plan(
-        compile, full, context, progress
+        compile, full, whole_model, context, progress
     )
 
 
@@ -151,7 +154,9 @@ class _Planner:
         except (CheckpointError, ModelConfigError) as error:
             raise ConfigError(str(error)) from None
 
-    def plan(self, compile: bool, full: bool, context: int | None, progress: Callable[[str], None]) -> CapacityPlan:
+    def plan(
+        self, compile: bool, full: bool, whole_model: bool, context: int | None, progress: Callable[[str], None]
+    ) -> CapacityPlan:
         target, limit, design = self.target, self.limit, self.design
         weights, workspace = self.counter.weight_bytes, design.workspace_bytes
         try:
@@ -174,7 +179,14 @@ class _Planner:
         )
         if compile:
             try:
-                programs, kernels = self._compile(size, rows, batches, shapes, progress)
+                cuts = [] if whole_model or not can_cut(self.model) else layer_cuts(self.model)
+                programs, kernels = self._compile(size, rows, batches, shapes, cuts, progress)
+                if cuts:
+                    patterns = ", ".join(cut_config(self.model, cut).pattern for cut in cuts)
+                    notes.append(
+                        f"figures of programs are scaled from layers {patterns} to all {len(self.model.pattern)} "
+                        "(--whole-model compiles all)"
+                    )
             except jax.errors.JaxRuntimeError as error:
                 # What does not fit is an answer, too.
                 notes.append("the compiler refuses a program: " + " ".join(str(error).split())[:300])
@@ -321,30 +333,38 @@ class _Planner:
         rows: Any,
         builder: BatchBuilder,
         shapes: tuple[list[PrefillShape], list[int]],
+        cuts: Sequence[Cut],
         progress: Callable[[str], None],
     ) -> tuple[tuple[Program, ...], str]:
-        config = self.config
-        arguments = self.design.store_arguments(size, dtype=self.dtype)
-        store = jax.eval_shape(lambda: init_store(self.design.store_shape, **arguments))
-        try:
-            compiler = SlicePrograms(
-                HybridModel.from_parameters(self.model, cast(Mapping[str, jax.Array], self.shapes)),
-                slice_mesh(self.target),
-                store=store,
-                rows=rows,
-                tile_size=config.tile_size,
-                source=self.design.source,
-                kernels=config.kernels,
-            )
-        except UnsupportedError as error:
-            raise ConfigError(str(error)) from None
-        drafts = config.num_speculative_tokens
+        drafts = self.config.num_speculative_tokens
         batches: list[tuple[str, DecodeBatch | PrefillBatch]] = [
             *((decode_name(count), builder.empty_decode(count, drafts)) for count in shapes[1]),
             *((prefill_name(shape), builder.empty_prefill(shape)) for shape in shapes[0]),
         ]
-        progress(f"compiling {len(batches)} programs")
-        return tuple(compiler.compile(batches, progress)), compiler.choice.report()
+        progress(f"compiling {len(batches) * max(1, len(cuts))} programs")
+        compilers = [self._compiler(size, rows, cut) for cut in cuts or [tuple(range(len(self.model.pattern)))]]
+        programs = [compiler.compile(batches, progress) for compiler in compilers]
+        # A cut with more layers says as much of how operations run.
+        report = compilers[-1].choice.report()
+        return tuple(whole_programs(self.model, programs) if cuts else programs[0]), report
+
+    def _compiler(self, size: StoreSize, rows: Any, cut: Cut) -> SlicePrograms:
+        """For the programs of some of the layers."""
+        model, stored = (cut_config(each, cut) for each in (self.model, self.design.stored))
+        arguments = self.design.store_arguments(size, dtype=self.dtype)
+        shape = self.partition.store_shape(StoreShape.of(stored))
+        try:
+            return SlicePrograms(
+                HybridModel.from_parameters(model, cast(Mapping[str, jax.Array], cut_parameters(self.shapes, cut))),
+                slice_mesh(self.target),
+                store=jax.eval_shape(lambda: init_store(shape, **arguments)),
+                rows=rows,
+                tile_size=self.config.tile_size,
+                source=self.design.source,
+                kernels=self.config.kernels,
+            )
+        except UnsupportedError as error:
+            raise ConfigError(str(error)) from None
 
 
 def with_kernels(step: Step, programs: Sequence[Program]) -> Step:

@@ -28,6 +28,10 @@ def plan(
     ] = None,
     list_models: Annotated[bool, typer.Option("--list-models", help="List the names of published models.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Compile every program, not only the two largest.")] = False,
+    whole_model: Annotated[
+        bool,
+        typer.Option("--whole-model", help="Compile all layers, not one or two of each kind (takes longer)."),
+    ] = False,
     analysis: Annotated[bool, typer.Option("--analysis", help="Estimate by arithmetic, without compiling.")] = False,
     context: Annotated[
         int | None,
@@ -91,7 +95,13 @@ def plan(
     config = config.model_copy(update={"tensor_parallel_size": machine.count})
     with errors.status("planning") as status:
         made = make_plan(
-            config, machine, compile=not analysis, full=full, context=context, progress=lambda text: status.update(text)
+            config,
+            machine,
+            compile=not analysis,
+            full=full,
+            whole_model=whole_model,
+            context=context,
+            progress=lambda text: status.update(text),
         )
     if as_json:
         sys.stdout.write(json.dumps(plain(made, at_context), indent=1) + "\n")

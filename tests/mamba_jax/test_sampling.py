@@ -11,6 +11,7 @@ from mamba_jax.sampling import (
     MAX_LOGIT_BIAS,
     SamplingInputs,
     choose,
+    draw_tokens,
     init_sampling_table,
     report_logprobs,
     sampling_row,
@@ -307,3 +308,48 @@ def test_processed_log_probabilities_are_of_what_tokens_are_drawn_from():
             wanted = np.log(probabilities(left))
         np.testing.assert_allclose(given[0][row, 0], wanted[token], atol=1e-4)
         np.testing.assert_allclose(given[2][row, 0, :5], np.sort(wanted)[::-1][:5], atol=1e-4)
+
+
+LIMITS = [
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 8},  # as many as are sorted: another may have the same weight
+    {"top_k": 30},
+    {"top_p": 0.3},
+    {"top_p": 0.9},
+    {"top_p": 1e-6},
+    {"top_k": 5, "top_p": 0.7},
+    {"top_k": 40, "top_p": 0.95, "min_p": 0.02},
+    {"min_p": 0.1},
+    {"min_p": 0.3, "top_k": 6},
+    {},
+]
+
+
+def test_limits_found_among_the_largest_logits_are_those_of_all_logits(monkeypatch):
+    """With 8 logits sorted, some heads of each kind are decided by them and others are not; tokens are the same."""
+    monkeypatch.setattr(draw_tokens, "FEW", 8)
+    rng = np.random.default_rng(7)
+    heads, found = 2, []
+    rows = [{"temperature": t, "seed": 11 * i, **p} for t in (0.3, 1.0) for i, p in enumerate(LIMITS)]
+    count = len(rows)
+    table, row_id = table_of(*rows), jnp.arange(1, count + 1)
+    inputs = {"drafts": jnp.full((count, heads - 1), -1), "num_drafts": jnp.zeros(count, jnp.int32)}
+    inputs |= {"sample": jnp.ones(count, bool), "row_id": row_id, "table": table}
+    inputs |= {"output_counts": jnp.zeros((1, 1), jnp.int32), "prompt_seen": jnp.zeros((1, 1), bool)}
+
+    @jax.jit
+    def both(logits, length):
+        asked = SamplingInputs.of(**inputs, length=length)
+        seat, index = draw_tokens._of_heads(asked)
+        decided = draw_tokens._by_cut(logits, table.take(seat), index)[1]
+        return draw_tokens.draw_by_cut(logits, asked), draw_tokens.draw_in_turn(logits, asked), decided
+
+    for step in range(12):
+        logits = rng.normal(size=(count * heads, VOCAB)) * rng.choice([0.5, 3.0, 8.0], (count * heads, 1))
+        if step % 3 == 0:
+            logits = np.round(logits)  # many ties
+        by_cut, in_turn, decided = map(np.asarray, both(jnp.asarray(logits, jnp.float32), jnp.full(count, step)))
+        np.testing.assert_array_equal(by_cut, in_turn)
+        found.append(decided)
+    assert 0.2 < np.mean(found) < 0.9

@@ -219,8 +219,8 @@ def size_store(
     if config.num_pages is not None or not page_bytes:
         pages = config.num_pages or 0
     else:
-        # States are far larger than pages. Pages get at least a quarter, unless running sequences cannot fill that.
-        running = min(pages_for(seqs * max_len), pages_for(most_tokens), left // 4 // page_bytes)
+        # States are far larger than pages. Pages get at least a third, unless running sequences cannot fill that.
+        running = min(pages_for(seqs * max_len), pages_for(most_tokens), left // 3 // page_bytes)
         pages = max(tokens // page_size, running, pages_for(max_len))
     reusable = 0 if mode == "none" else max(tokens // config.state_block_size, 1)
     if config.num_pages is None:

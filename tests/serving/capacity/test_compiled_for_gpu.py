@@ -156,11 +156,12 @@ def test_kernels_of_a_recurrent_layer(model, layer, most):
 
 
 def test_sampling_holds_one_array_of_the_vocabulary():
-    # A Mamba, an expert and an attention layer of Nemotron-3-Nano, with its 131,072 tokens: logits and their copy.
+    # A Mamba, an expert and an attention layer of Nemotron-3-Nano, with its 131,072 tokens: logits, their copy, and
+    # those of the heads that are searched at a time.
     batch = DecodeBatch.empty(rows=ROWS, num_speculative_tokens=0, pages_per_row=64)
     config = load_config("nemotron-3-nano-30b-a3b")
     program, *_ = compiled_for("nemotron-3-nano-30b-a3b", "ME*", "h200-1", 0, batch, vocab_size=config.vocab_size)
-    assert program.temporaries < 2.1 * 4 * ROWS * config.vocab_size
+    assert program.temporaries < 2.5 * 4 * ROWS * config.vocab_size
 
 
 EXPERTS = {

@@ -16,6 +16,7 @@ from mamba_jax.model import HybridModel, parameters
 from mamba_jax.sharding import Partition
 from serving.capacity.compiling import Program
 from serving.capacity.count import Counter, collectives, decode_workload
+from serving.capacity.layer_cuts import can_cut, cut_config, cut_parameters, layer_cuts, whole_programs
 from serving.capacity.models import resolved_model
 from serving.capacity.overheads import KERNEL_SECONDS
 from serving.capacity.plan import make_plan, with_kernels
@@ -297,3 +298,44 @@ def test_json_has_plain_values_only():
     fields = as_json(made)
     assert json.loads(json.dumps(fields)) == json.loads(json.dumps(fields, default=str))
     assert dataclasses.asdict(made)["size"]["num_pages"] == 0
+
+
+def test_figures_of_a_whole_model_follow_from_cuts():
+    """Programs whose figures add up by kind of layer: those of the cuts give those of all layers."""
+    config = load_config("kimi-linear-48b-a3b")
+    each = {"D": 100, "-": 7, "E": 40, "L": 13}
+    assert can_cut(config)
+
+    def program(pattern):
+        total = 1000 + sum(each[kind] for kind in pattern)
+        return Program(
+            name="decode",
+            code=total,
+            temporaries=max(each[kind] for kind in pattern),
+            aliased=total - 1000,
+            moved=2 * total,
+            collectives={"all-reduce": len(pattern) + 1, "all-gather": pattern.count("L")},
+            launches={"kCommandBuffer": 1},
+            kernels=3 * len(pattern) + 5,
+            seconds=1.0,
+        )
+
+    cuts = layer_cuts(config)
+    patterns = [cut_config(config, cut).pattern for cut in cuts]
+    assert patterns == ["D-EL", "D-DEL", "D-EEL", "D-ELL"]
+    (whole,) = whole_programs(config, [[program(pattern)] for pattern in patterns])
+    assert whole == dataclasses.replace(program(config.pattern), seconds=4.0)
+
+
+def test_cuts_have_the_parameters_of_their_layers():
+    config = load_config("nemotron-h-8b")
+    shapes = parameters(HybridModel.abstract(config, dtype=jnp.bfloat16))
+    for cut in layer_cuts(config):
+        want = parameters(HybridModel.abstract(cut_config(config, cut), dtype=jnp.bfloat16))
+        got = cut_parameters(shapes, cut)
+        assert {path: leaf.shape for path, leaf in got.items()} == {path: leaf.shape for path, leaf in want.items()}
+
+
+@pytest.mark.parametrize(("model", "cut"), [("zamba2-7b", False), ("qwen3-next-80b-a3b", True), ("mamba2-2.7b", True)])
+def test_models_whose_layers_of_a_kind_differ_are_compiled_whole(model, cut):
+    assert can_cut(load_config(model)) == cut

@@ -11,7 +11,7 @@ import numpy as np
 from mamba_jax.batch import DecodeBatch
 from mamba_jax.drafts import mtp
 from mamba_jax.modules import conv as conv_module
-from mamba_jax.sampling import draws
+from mamba_jax.sampling import draw_tokens, inputs
 from serving.engine.steps import loop
 from serving.engine.steps.batching import BatchBuilder
 from tests.serving.differential.faults import DRAFTS, LAYER, Patch, after_filling, patch_step
@@ -137,16 +137,19 @@ def missing_drafts_are_accepted(patch: Patch) -> None:
 
 @fault(23, "all tokens of a step are drawn by the same numbers", "A48", "decode")
 def one_draw_for_a_step(patch: Patch) -> None:
-    sound = draws.categorical
-    patch.setattr(
-        draws, "categorical", lambda key, position, weights: sound(key, position * 0 + position[:, :1], weights)
-    )
+    sound = draw_tokens._of_heads
+
+    def of_heads(asked):
+        seat, index = sound(asked)
+        return seat, jnp.repeat(index.reshape(asked.index.shape)[:, 0], asked.index.shape[1])
+
+    patch.setattr(draw_tokens, "_of_heads", of_heads)
 
 
 @fault(24, "penalties do not count the drafts before a draft", "A47 A48", "decode")
 def penalties_overlook_drafts(patch: Patch) -> None:
-    sound = choosing.penalise
-    patch.setattr(choosing, "penalise", lambda *args: sound(*args[:-1], args[-1] * 0 - 1))
+    sound = inputs.penalise
+    patch.setattr(inputs, "penalise", lambda *args: sound(*args[:-1], args[-1] * 0 - 1))
 
 
 @fault(25, "rejected drafts count as output in penalties", "A46 A48", "decode")

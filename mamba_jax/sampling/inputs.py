@@ -1,0 +1,134 @@
+"""The options of a step's rows, and what they change in logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from mamba_jax.sampling.logits import add_bias, has_bias, has_penalties, once_if, penalise, truncate, weights_of
+from mamba_jax.sampling.masks import Masks, apply_masks
+from mamba_jax.sampling.table import SamplingTable
+from mamba_jax.sharding.axis import TENSOR, axis_index, keep_whole
+
+
+@dataclass(frozen=True)
+class SamplingInputs:
+    """The options of a step's rows for their logits. Arguments as for `choose`."""
+
+    drafts: Int[Array, "rows drafts"]
+    """-1 where there is none."""
+    length: Int[Array, " rows"]
+    row_id: Int[Array, " rows"]
+    table: SamplingTable
+    output_counts: Int[Array, "seats vocab"]
+    prompt_seen: Bool[Array, "seats vocab"]
+    masks: Masks | None
+    masked: Bool[Array, " rows"]
+    biased: Bool[Array, " rows"]
+    penalised: Bool[Array, " rows"]
+    random: Bool[Array, " rows"]
+    any_penalised: Bool[Array, ""]
+    """Whether any row of the step is penalised, on whichever device it is sampled."""
+    all_seats: Int[Array, " n"] | None = None
+    """The seats of all devices' rows, where each device samples its share; None: every device samples all rows."""
+
+    @classmethod
+    def of(
+        cls,
+        drafts: Int[Array, "rows drafts"],
+        num_drafts: Int[Array, " rows"],
+        length: Int[Array, " rows"],
+        sample: Bool[Array, " rows"],
+        row_id: Int[Array, " rows"],
+        table: SamplingTable,
+        output_counts: Int[Array, "seats vocab"],
+        prompt_seen: Bool[Array, "seats vocab"],
+        masks: Masks | None = None,
+    ) -> SamplingInputs:
+        """Reads only narrow columns; wide ones (stop ids, biases, counts) are read only if rows need them."""
+        biased, penalised, random = (
+            sample & column[row_id] for column in (has_bias(table), has_penalties(table), table.temperature > 0)
+        )
+        return cls(
+            drafts=jnp.where(jnp.arange(drafts.shape[1]) < num_drafts[:, None], drafts, -1),
+            length=length,
+            row_id=row_id,
+            table=table,
+            output_counts=output_counts,
+            prompt_seen=prompt_seen,
+            masks=masks,
+            masked=jnp.zeros_like(sample) if masks is None else sample & masks.on[row_id],
+            biased=biased,
+            penalised=penalised,
+            random=random,
+            any_penalised=penalised.any(),
+        )
+
+    def on_this_device(self) -> SamplingInputs:
+        """Returns the inputs of this device's share of the rows. The tables of the vocabulary are the device's part."""
+        count = self.row_id.shape[0] // lax.axis_size(TENSOR)
+
+        def own(values: Array) -> Array:
+            return lax.dynamic_slice_in_dim(values, axis_index() * count, count)
+
+        return replace(
+            self,
+            drafts=own(self.drafts),
+            length=own(self.length),
+            row_id=own(self.row_id),
+            masked=own(self.masked),
+            biased=own(self.biased),
+            penalised=own(self.penalised),
+            random=own(self.random),
+            all_seats=self.row_id,
+        )
+
+    def rows_of(self, table: Shaped[Array, "seats vocab"]) -> Shaped[Array, "rows vocab"]:
+        """Returns the rows' entries of a table, of which a device that samples a share of the rows has a part."""
+        return keep_whole(table[self.row_id]) if self.all_seats is None else own_rows(table[self.all_seats])
+
+    @property
+    def own(self) -> SamplingTable:
+        """The rows' entries."""
+        return self.table.take(self.row_id)
+
+    @property
+    def index(self) -> Int[Array, "rows H"]:
+        """Where each head's token comes in its row's output."""
+        prompt_length = self.table.prompt_length[self.row_id]
+        return self.length[:, None] + jnp.arange(self.drafts.shape[1] + 1) - prompt_length[:, None]
+
+    @property
+    def adjusts(self) -> Bool[Array, ""]:
+        """Whether `adjusted` changes any logits."""
+        return self.masked.any() | self.biased.any() | self.any_penalised
+
+    def adjusted(self, flat: Float[Array, "n vocab"]) -> Float[Array, "n vocab"]:
+        """Returns logits after masks, biases and penalties. Greedy rows choose the largest."""
+        own, masks, row_id, logits = self.own, self.masks, self.row_id, self._by_rows(flat)
+        if masks is not None:
+            logits = once_if(self.masked.any(), lambda x: apply_masks(x, masks, row_id), logits)
+        logits = once_if(self.biased.any(), lambda x: add_bias(x, own, self.index), logits)
+        logits = once_if(
+            self.any_penalised,
+            lambda x: penalise(x, own, self.rows_of(self.output_counts), self.rows_of(self.prompt_seen), self.drafts),
+            logits,
+        )
+        return logits.reshape(flat.shape)
+
+    def processed(self, flat: Float[Array, "n vocab"]) -> Float[Array, "n vocab"]:
+        """Returns logits whose softmax is drawn from: adjusted, tempered and truncated; for greedy rows, adjusted."""
+        own, logits = self.own, self._by_rows(self.adjusted(flat))
+        weights = truncate(weights_of(logits, own.temperature), own)
+        return jnp.where(self.random[:, None, None], jnp.log(weights), logits).reshape(flat.shape)
+
+    def _by_rows(self, flat: Float[Array, "n vocab"]) -> Float[Array, "rows H vocab"]:
+        return flat.reshape(*self.index.shape, -1)
+
+
+def own_rows(part: Shaped[Array, "rows part"]) -> Shaped[Array, "own vocab"]:
+    """Returns all of the vocabulary for this device's share of the rows, from its part of the vocabulary for all."""
+    return lax.all_to_all(part, TENSOR, split_axis=0, concat_axis=1, tiled=True)
