@@ -8,7 +8,6 @@ from checkpoints.drafter import load_drafter_config
 from mamba_jax.config import HybridConfig
 from mamba_jax.config.drafter import BlockConfig, DrafterConfig
 from mamba_jax.drafts import BlockDrafts, DraftSource, MTPCache, MTPDrafts, NGramDrafts
-from mamba_jax.store import StoreShape
 from serving.config import DRAFTER_METHODS, ConfigError, EngineConfig
 
 
@@ -57,10 +56,6 @@ def _checked_drafter(config: EngineConfig, model: HybridConfig, method: str) -> 
         raise ConfigError(f"speculative_method {method!r} needs speculative_model, a drafter's directory")
     if jax.process_count() > 1:
         raise ConfigError("speculative_model is not supported on several hosts; use one host")
-    pages = StoreShape.of(model).pages
-    if (config.host_cache_gib or config.disk_cache) and len({array.shape for array in pages}) > 1:
-        raise ConfigError(
-            f"host_cache_gib and disk_cache do not support this drafter: its keys and values {pages[-1].shape} have "
-            f"another shape than the model's {pages[0].shape}"
-        )
+    if config.host_cache_gib or config.disk_cache:
+        raise ConfigError("host_cache_gib and disk_cache do not support speculative_model; use mtp or ngram drafts")
     return model.drafter

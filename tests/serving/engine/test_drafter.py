@@ -76,8 +76,10 @@ def test_tokens_are_those_without_drafts(drafters, plain, flags):
     [
         ({"speculative_method": "eagle3"}, "'eagle3' needs speculative_model"),
         ({"speculative_method": "ngram", "speculative_model": "x"}, "speculative_model has no effect with"),
-        ({"speculative_model": "DRAFTER", "host_cache_gib": 0.01}, "do not support this drafter"),
-        ({"speculative_model": "DRAFTER", "schedule_invariant": True}, "does not support speculative_model"),
+        (
+            {"speculative_model": "DRAFTER", "host_cache_gib": 0.01},
+            "host_cache_gib and disk_cache do not support speculative_model",
+        ),
         ({"speculative_model": "DRAFTER", "speculative_method": "dflash"}, "kind eagle3, not dflash"),
     ],
 )
