@@ -8,6 +8,10 @@ another row reads (`kernels_pallas.slots`). Accesses to slot 0 are masked: the k
 
 The products of inputs and states take operands in v's dtype and sum in float32; the triangular system is float32
 throughout, because its solution is fed back. Keys whose size is not a power of two are divided into pieces.
+
+Where every channel of a key has its own decay, the first kernel sums products over pieces of increasing size, as
+`kernels_pallas.delta_scan.by_channel` describes, and also stores the queries and keys that the second one multiplies by
+states, decayed.
 """
 
 import functools
@@ -22,14 +26,14 @@ from kernels_pallas.delta_scan.inverse import unit_lower_inverse
 from kernels_pallas.triton_blocks import LEAST, dot, load_if, offsets_overflow, pieces, power_of_two_in, store_if
 
 F32 = jnp.float32
+CHANNELS = 16
+"""Of keys whose channels decay on their own: how many a program takes at once."""
 
 
 def unsupported(q, k, v, log_decay, beta, store, *, tile_first, read_slot, write_slot):
     """Returns why this call cannot run, or None."""
     if 0 in (*v.shape, *k.shape):
         return "it is empty"
-    if log_decay.ndim > 3:
-        return "every channel of a key decays on its own"
     if offsets_overflow(store):
         return "offsets into the store do not fit in 32 bits"
     for what, size in (("tiles", v.shape[1]), ("heads", v.shape[3]), ("keys", k.shape[3])):
@@ -49,31 +53,44 @@ def delta_scan(
     block, part = power_of_two_in(size, tokens), power_of_two_in(head_dim, channels)
     count, repeats = tiles * size // block, heads // k.shape[2]
     # Whether a token is real depends on all heads, but a program sees only one.
-    real = (beta != 0).any(axis=2)
-    log_decay = jnp.where(real[..., None], log_decay, 0).astype(F32)
-    real, q, k, v = (one.reshape(count, block, *one.shape[2:]) for one in (real, q, k, v))
-    beta, decay = (one.reshape(count, block, heads).swapaxes(1, 2) for one in (beta.astype(F32), log_decay))
-    decay = jnp.cumsum(decay, axis=2)  # the log of the decay from a block's start
+    real, by_channel = (beta != 0).any(axis=2), log_decay.ndim == 4
+    log_decay = jnp.where(real.reshape(*real.shape, *[1] * (log_decay.ndim - 2)), log_decay, 0)
+    real, q, k, v, log_decay = (one.reshape(count, block, *one.shape[2:]) for one in (real, q, k, v, log_decay))
+    beta = beta.astype(F32).reshape(count, block, heads).swapaxes(1, 2)
+    decay = jnp.cumsum(log_decay.astype(F32), axis=1)  # the log of the decay from a block's start
+    if not by_channel:
+        decay = decay.swapaxes(1, 2)
     call = functools.partial(
         pl.pallas_call, compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1), interpret=interpret
     )
-    square = (count, heads, block, block)
-    solution, scores = call(
-        functools.partial(_systems, repeats=repeats, tensor_cores=not interpret),
+    square, wide = (count, heads, block, block), (count, heads, block, k.shape[3])
+    between = [jax.ShapeDtypeStruct(square, F32), jax.ShapeDtypeStruct(square, v.dtype)]
+    if by_channel:
+        between += [jax.ShapeDtypeStruct((count, heads, k.shape[3]), F32)] + [jax.ShapeDtypeStruct(wide, v.dtype)] * 3
+    solution, scores, *decayed = call(
+        functools.partial(_systems_by_channel if by_channel else _systems, repeats=repeats, tensor_cores=not interpret),
         grid=(heads, count),
-        out_shape=[jax.ShapeDtypeStruct(square, F32), jax.ShapeDtypeStruct(square, v.dtype)],
+        out_shape=between,
         name="delta_scan_systems",
     )(real, q, k, decay, beta)
+    operands = decayed if by_channel else [decay, q, k, k]
 
     # The first tile has no previous tile: unless it begins a row, it starts from zeros.
     first = tile_first.at[0].set(True)
     number = jnp.arange(tiles, dtype=jnp.int32)
     following = lax.cummin(jnp.append(jnp.where(first, number, tiles)[1:], jnp.int32(tiles)), reverse=True)
     y, store = call(
-        functools.partial(_along_rows, blocks=size // block, part=part, repeats=repeats, tensor_cores=not interpret),
+        functools.partial(
+            _along_rows,
+            blocks=size // block,
+            part=part,
+            repeats=repeats,
+            tensor_cores=not interpret,
+            by_channel=by_channel,
+        ),
         grid=(heads, head_dim // part, tiles),
         out_shape=[jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(store.shape, store.dtype)],
-        input_output_aliases={10: 1},
+        input_output_aliases={11: 1},
         name="delta_scan_along_rows",
     )(
         # The last tile of the row that begins with each tile. Programs of tiles that begin no row end at once.
@@ -81,12 +98,10 @@ def delta_scan(
         jnp.where(tile_first, read_slot, 0).astype(jnp.int32),
         write_slot.astype(jnp.int32),
         real,
-        q,
-        k,
         v,
-        decay,
         solution,
         scores,
+        *operands,
         store,
     )
     return y.reshape(tiles, size, heads, head_dim), store
@@ -111,21 +126,76 @@ def _systems(real, q, k, decay, beta, solution, scores, *, repeats: int, tensor_
     plt.store(solution.at[block, head, :, :], unit_lower_inverse(below, exact) * share[None, :])
 
 
+def _systems_by_channel(
+    real, q, k, decay, beta, solution, scores, whole, from_start_q, from_start_k, to_end_k, *, repeats: int,
+    tensor_cores: bool,
+):  # fmt: skip
+    """Computes `_systems`, the decay of a whole block, queries and keys decayed from the block's start, and keys
+    decayed to its end.
+    """
+    head, block = pl.program_id(0), pl.program_id(1)
+    size, state, group = scores.shape[2], k.shape[3], lax.div(head, repeats)
+    product, exact = (functools.partial(dot, dtype=t, tensor_cores=tensor_cores) for t in (scores.dtype, F32))
+    row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    token, differ, live = lax.iota(jnp.int32, size), row ^ column, plt.load(real.at[block, :])[:, None]
+    width = power_of_two_in(state, CHANNELS)
+
+    def add_channels(i, carry):
+        seen, alike = carry
+        n, channel = pl.ds(i * width, width), i * width + lax.iota(jnp.int32, width)
+        query, key = (load_if(live, one.at[block, :, group, n], size, width).astype(F32) for one in (q, k))
+        sums, last = (plt.load(decay.at[block, at, head, n]) for at in (slice(None), jnp.int32(size - 1)))
+        plt.store(whole.at[block, head, n], jnp.exp(last))
+        from_start, to_end = jnp.exp(sums), jnp.exp(last[None, :] - sums)
+        for target, value in (
+            (from_start_q, query * from_start), (from_start_k, key * from_start), (to_end_k, key * to_end)
+        ):  # fmt: skip
+            plt.store(target.at[block, head, :, n], value.astype(target.dtype))
+        seen += jnp.where(differ == 0, product(query, key.T), 0.0)
+        half = 1
+        while half < size:
+            # Pairs of which one token is in the first half of a piece, and the later one in the second: the decay
+            # between them is that from each to the end of the first half.
+            middle = (token & -(2 * half)) + half - 1
+            near = jnp.exp(-jnp.abs(sums - plt.load(decay.at[block, middle[:, None], head, channel[None, :]])))
+            pairs = (row > column) & (differ >= half) & (differ < 2 * half)
+            seen += jnp.where(pairs, product(query * near, (key * near).T), 0.0)
+            alike += jnp.where(pairs, product(key * near, (key * near).T), 0.0)
+            half *= 2
+        return seen, alike
+
+    nothing = jnp.zeros((size, size), F32)
+    seen, alike = lax.fori_loop(0, state // width, add_channels, (nothing, nothing))
+    share = plt.load(beta.at[block, head, :])
+    plt.store(scores.at[block, head, :, :], seen.astype(scores.dtype))
+    plt.store(solution.at[block, head, :, :], unit_lower_inverse(alike * share[:, None], exact) * share[None, :])
+
+
 def _along_rows(
-    ends, read_slot, write_slot, real, q, k, v, decay, solution, scores, store_in, y, store_out, *, blocks: int,
-    part: int, repeats: int, tensor_cores: bool,
+    ends, read_slot, write_slot, real, v, solution, scores, decay, q, k, to_end_k, store_in, y, store_out, *,
+    blocks: int, part: int, repeats: int, tensor_cores: bool, by_channel: bool,
 ):  # fmt: skip
     head, channels, begin = (pl.program_id(axis) for axis in range(3))
-    size, group = decay.shape[2], lax.div(head, repeats)
+    size, group = scores.shape[2], lax.div(head, repeats)
     here, inner = pl.ds(channels * part, part), pieces(store_in.shape[3])
     product, exact = (functools.partial(dot, dtype=t, tensor_cores=tensor_cores) for t in (v.dtype, F32))
 
-    def one_block(block, state):
+    def operands(block):
+        """Returns queries and keys, keys for the state, and the decays that they have not been multiplied by: from the
+        block's start, to its end, and of the whole block.
+        """
+        if by_channel:
+            vectors = ([plt.load(one.at[block, head, :, n]) for n in inner] for one in (q, k, to_end_k))
+            return *vectors, 1.0, 1.0, [plt.load(decay.at[block, head, n])[None, :] for n in inner]
         queries, keys = (_of_group(one, real, block, group) for one in (q, k))
-        live = plt.load(real.at[block, :])[:, None]
-        values = load_if(live, v.at[block, :, head, here], size, part).astype(F32)
         sums, last = plt.load(decay.at[block, head, :]), plt.load(decay.at[block, head, jnp.int32(size - 1)])
         from_start, to_end = jnp.exp(sums)[:, None], jnp.exp(last - sums)[:, None]
+        return queries, keys, keys, from_start, to_end, [jnp.exp(last)] * len(inner)
+
+    def one_block(block, state):
+        queries, keys, late_keys, from_start, to_end, whole = operands(block)
+        live = plt.load(real.at[block, :])[:, None]
+        values = load_if(live, v.at[block, :, head, here], size, part).astype(F32)
 
         def read(vectors):
             return from_start * sum(product(one, piece.T) for one, piece in zip(vectors, state, strict=True))
@@ -134,7 +204,7 @@ def _along_rows(
         out = read(queries) + product(plt.load(scores.at[block, head, :, :]), added)
         plt.store(y.at[block, :, head, here], out.astype(y.dtype))
         left = (added * to_end).T
-        return [piece * jnp.exp(last) + product(left, key) for piece, key in zip(state, keys, strict=True)]
+        return [piece * decay + product(left, key) for piece, decay, key in zip(state, whole, late_keys, strict=True)]
 
     def one_tile(tile, state):
         for place in range(blocks):

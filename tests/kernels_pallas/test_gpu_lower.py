@@ -87,8 +87,7 @@ def test_kernels_lower(model, dtype, store):
 def test_kernels_of_the_delta_rule_lower(model, dtype, store):
     check(update_delta, delta_update_call(model, 64, 4, dtype=dtype, store=store), donate=DELTA_STORE)
     check(replay_delta, delta_replay_call(model, 64, 4, dtype=dtype, store=store), donate=(0, 1, 2, 3))
-    if not model.by_channel:
-        check(scan_delta, delta_scan_call(model, 16, dtype=dtype, store=store), donate=DELTA_STORE)
+    check(scan_delta, delta_scan_call(model, 16, dtype=dtype, store=store), donate=DELTA_STORE)
 
 
 @pytest.mark.parametrize(("rows", "steps", "tile_size"), [(1, 1, 16), (256, 1, 256)])
