@@ -9,7 +9,7 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from mamba_jax.config.errors import ModelConfigError
 
@@ -231,6 +231,8 @@ class RecurrenceConfig(MixerConfig):
     """A recurrent mixer with its own letter in the pattern; see `HybridConfig.recurrences`."""
 
     letter: str
+    varying_bits: ClassVar[str] = ""
+    """The recurrence's name in messages, if its bits depend on the schedule (see `schedule_invariant`)."""
 
     def make(self, hidden_size: int, *, index: int, rngs: Any, dtype: Any) -> Any:
         """Makes the module. Called with (x [T, hidden], layout, state), it returns (y [T, hidden], state).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from mamba_jax.config.declaration import Division, Placement, RecurrenceConfig, Role, StateArray, StateUnit
 from mamba_jax.config.errors import positive
@@ -26,6 +26,7 @@ class LightningConfig(RecurrenceConfig):
     decay_factors: tuple[float, ...]
     """Factor on all heads' decay rates: one for each of the model's sublayers of this kind."""
     letter: str = LIGHTNING
+    varying_bits: ClassVar[str] = "lightning attention"
 
     def __post_init__(self) -> None:
         positive(self, "num_heads", "head_dim")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from mamba_jax.config.declaration import ADDED_ONCE, Division, Placement, RecurrenceConfig, Role, StateArray
 from mamba_jax.config.errors import ModelConfigError, positive
@@ -27,6 +27,7 @@ class RGLRUConfig(RecurrenceConfig):
     conv_width: int
     activation: str
     letter: str = RG_LRU
+    varying_bits: ClassVar[str] = "RG-LRU recurrence"
 
     def __post_init__(self) -> None:
         positive(self, "channels", "num_heads")

@@ -16,7 +16,6 @@ from kernels_pallas import invariant
 from kernels_pallas.dispatch import KernelChoice
 from kernels_pallas.fixed_order import log_sum_exp
 from mamba_jax.config import HybridConfig
-from mamba_jax.config.lightning import LightningConfig
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel
 from mamba_jax.train.additions import attach
@@ -77,8 +76,8 @@ def _unsupported(config: HybridConfig) -> str | None:
         return f"is not supported on {platform.upper()}, only on CPU"
     if invariant.WHY_MISSING is not None:
         return f"needs the C++ operations, which are missing: {invariant.WHY_MISSING}"
-    if any(isinstance(one, LightningConfig) for one in config.recurrences):
-        return f"does not support the lightning attention of this {config.family} model"
+    if name := next((one.varying_bits for one in config.recurrences if one.varying_bits), None):
+        return f"does not support the {name} of this {config.family} model"
     return None
 
 

@@ -189,7 +189,8 @@ def test_padding_and_steps_in_several_calls(implementation, dtype):
     inputs, store = layer(draw, odd, 2, 3, dtype=dtype), states(draw, odd, 8, dtype)
     pad(inputs, 0, 2)
     y, after = update(*inputs, store, **rows([1, 0], [[2, 3, 4], [5, 6, 7]]))
-    assert_same_bits(after[4], after[3])
+    # Not the same bits: XLA:CPU may compute the state anew for each of the two writes, with instructions of its choice.
+    assert_close(after[4], after[3], dtype, tolerance=1e-6 if dtype == np.float32 else 1e-2)
     assert (y[0, 2] == 0).all()
     x, dt, a, b, c, d = inputs
     read, split, write = np.array([1, 0]), store, np.array([[2, 3, 4], [5, 6, 7]])

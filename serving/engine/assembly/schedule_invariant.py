@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import jax
 
 from mamba_jax.config import HybridConfig
-from mamba_jax.config.lightning import LightningConfig
 from mamba_jax.programs import WHY_NOT_INVARIANT
 from serving.config import ConfigError, EngineConfig
 
@@ -63,6 +62,6 @@ def _unsupported(config: EngineConfig, model: HybridConfig, platform: str) -> st
         return "does not support mixed_steps"
     if _KEYS % (page := config.page_size_on(platform)):
         return f"does not support page_size {page}; use a divisor of {_KEYS}"
-    if any(isinstance(one, LightningConfig) for one in model.recurrences):
-        return f"does not support the lightning attention of this {model.family} model"
+    if recurrence := next((one.varying_bits for one in model.recurrences if one.varying_bits), None):
+        return f"does not support the {recurrence} of this {model.family} model"
     return None

@@ -61,6 +61,7 @@ def test_supported_flags():
         ({"platform": "tpu"}, "is not supported on TPU, only on CPU"),
         ({"page_size": 256, "state_block_size": 256}, "does not support page_size 256; use a divisor of 128"),
         ({"model": FOR_ENGINES["lightning"]}, "does not support the lightning attention of this test model"),
+        ({"model": FOR_ENGINES["griffin"]}, "does not support the RG-LRU recurrence of this test model"),
     ],
 )
 def test_other_flags_are_refused(flags, message):
