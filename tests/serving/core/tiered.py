@@ -166,7 +166,7 @@ def run_tiered(seed: int):
         run.run()
         run.copy_out()
         run.tiers.check()
-        assert run.tiers.tier_writer == run.tiers.spilling == 0
+        assert run.tiers.leaving == run.tiers.spilling == 0
         _check_journal(run)
         for tier in run.tiers.tiers:
             held = {name for unit in tier.units.values() for name in (unit.name, *unit.blocks)}

@@ -74,7 +74,7 @@ def depart(mover: Mover, tier: Tier, store: Store, tokens=TOKENS) -> Unit:
     assert change is not None
     pages = SOURCE[: -(-len(tokens) // PAGE)] if mover.layout.kv is not None else []
     mover.tiers._departures.append(TierCopy(unit, tier, 2, pages, change, False))
-    mover.tiers.tier_writer += change.bytes
+    mover.tiers.leaving += change.bytes
     mover.copy_out(store)
     return unit
 
@@ -127,7 +127,7 @@ def test_a_unit_comes_back_as_it_was(movers, model, kind):
     (tier,) = mover.tiers.tiers
     unit = depart(mover, tier, full)
     mover.leaving.settle()
-    assert mover.tiers.tier_writer == 0
+    assert mover.tiers.leaving == 0
     loop = Loop(empty)
     loop.fetch(mover, TierHit(tier, unit), pages=TARGET if layout.kv is not None else [])
     assert len(loop.done) == 1
