@@ -83,34 +83,25 @@ def _by_cut(logits: Heads, table: SamplingTable, index: Int[Array, " n"]) -> tup
     """Draws tokens. Returns also whether the limits are certain to be those of `truncate`."""
     min_p, top_k, top_p = limits_of(table)
     temperature = jnp.where(table.temperature > 0, table.temperature, 1.0)[:, None]
-    largest, _ = most_likely(logits, min(FEW, logits.shape[-1]))
+    few, _ = most_likely(logits, min(FEW, logits.shape[-1]))
 
-    def distance(logits: Array, largest: Array) -> Array:
-        """To the largest, after temperature: 0 or less."""
-        return logits / temperature - largest / temperature
+    def weights_from(limit: Float[Array, "n 1"], logits: Array, largest: Array) -> Array:
+        return jnp.where(logits < limit, 0.0, jnp.exp(logits / temperature - largest / temperature))
 
-    def weights(distance: Array) -> Array:
-        weights = jnp.exp(distance)
-        return jnp.where(weights < min_p, 0.0, weights)
-
-    # Weights are compared by their distances, which are the same numbers in each part of the program, as exponentials
-    # need not be. If the last of the few is kept by a limit, others may be, too.
-    few = distance(largest, largest[:, :1])
-    weight = weights(few)
+    # Limits are logits: each part of the program reads the same ones, where it may round weights otherwise. If the last
+    # of the few is kept by a limit, others may be, too.
+    weight = weights_from(jnp.full_like(temperature, -jnp.inf), few, few[:, :1])
 
     def least(kept: Bool[Array, "n few"]) -> Float[Array, "n 1"]:
         return jnp.min(jnp.where(kept, few, jnp.inf), axis=-1, keepdims=True)
 
-    def kept_from(limit: Float[Array, "n 1"], logits: Array, largest: Array) -> Float[Array, "n part"]:
-        far = distance(logits, largest)
-        return jnp.where(far < limit, 0.0, weights(far))
-
     nth = jnp.take_along_axis(weight, jnp.clip(top_k - 1, 0, few.shape[-1] - 1), axis=-1)
     by_k = (top_k > 0) & (nth > 0)
-    decided = (top_k <= few.shape[-1]) & ~(by_k & (weight[:, -1:] >= nth))
-    limit = jnp.where(by_k, least(weight >= nth), -jnp.inf)
+    by_min_p_or_k = jnp.maximum(min_p, jnp.where(by_k, nth, 0.0))
+    decided = (top_k <= few.shape[-1]) & ((by_min_p_or_k == 0) | (weight[:, -1:] < by_min_p_or_k))
+    limit = jnp.where(by_min_p_or_k > 0, least(weight >= by_min_p_or_k), -jnp.inf)
 
-    total = in_blocks(kept_from(limit, logits, largest[:, :1])).sum(axis=(-2, -1))[:, None]
+    total = in_blocks(weights_from(limit, logits, few[:, :1])).sum(axis=(-2, -1))[:, None]
     # At least the most likely token stays, however small top_p is.
     wanted = jnp.maximum(top_p * total, jnp.finfo(logits.dtype).tiny)
     reached = jnp.cumsum(jnp.where(few < limit, 0.0, weight), axis=-1) >= wanted
@@ -118,8 +109,8 @@ def _by_cut(logits: Heads, table: SamplingTable, index: Int[Array, " n"]) -> tup
     by_p = top_p < 1
     limit, above = jnp.where(by_p, least(weight >= pth), limit), least(weight > pth)
     # The same number, but known only after the pass before: XLA would keep its weights in memory for this one.
-    highest = jnp.where(total >= 0, largest[:, :1], jnp.nan)
-    sums, sums_above = _sums(*(in_blocks(kept_from(each, logits, highest)) for each in (limit, above)))
+    highest = jnp.where(total >= 0, few[:, :1], jnp.nan)
+    sums, sums_above = _sums(*(in_blocks(weights_from(each, logits, highest)) for each in (limit, above)))
     proved = (
         (weight[:, -1:] < pth) & (sums.sum(-1, keepdims=True) >= wanted) & (sums_above.sum(-1, keepdims=True) < wanted)
     )
@@ -127,7 +118,7 @@ def _by_cut(logits: Heads, table: SamplingTable, index: Int[Array, " n"]) -> tup
     def within(block: Int[Array, "n 1"]) -> Float[Array, "n 1 width"]:
         place = block * BLOCK + jnp.arange(BLOCK)
         part = jnp.take_along_axis(logits, jnp.minimum(place, logits.shape[-1] - 1), axis=-1)
-        return jnp.where(place < logits.shape[-1], kept_from(limit, part, highest), 0.0)[:, None]
+        return jnp.where(place < logits.shape[-1], weights_from(limit, part, highest), 0.0)[:, None]
 
     tokens = draw_by_blocks(table.key, index[:, None], sums[:, None], within)
     return tokens[:, 0], (decided & (~by_p | proved))[:, 0]

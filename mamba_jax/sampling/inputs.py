@@ -86,7 +86,7 @@ class SamplingInputs:
             all_seats=self.row_id,
         )
 
-    def rows_of(self, table: Shaped[Array, "seats vocab"]) -> Shaped[Array, "rows vocab"]:
+    def rows_of(self, table: Shaped[Array, "seats part"]) -> Shaped[Array, "rows vocab"]:
         """Returns the rows' entries of a table, of which a device that samples a share of the rows has a part."""
         return keep_whole(table[self.row_id]) if self.all_seats is None else own_rows(table[self.all_seats])
 
@@ -106,7 +106,7 @@ class SamplingInputs:
         """Whether `adjusted` changes any logits."""
         return self.masked.any() | self.biased.any() | self.any_penalised
 
-    def adjusted(self, flat: Float[Array, "n vocab"]) -> Float[Array, "n vocab"]:
+    def adjusted(self, flat: Float[Array, "*n vocab"]) -> Float[Array, "*n vocab"]:
         """Returns logits after masks, biases and penalties. Greedy rows choose the largest."""
         own, masks, row_id, logits = self.own, self.masks, self.row_id, self._by_rows(flat)
         if masks is not None:
@@ -119,13 +119,13 @@ class SamplingInputs:
         )
         return logits.reshape(flat.shape)
 
-    def processed(self, flat: Float[Array, "n vocab"]) -> Float[Array, "n vocab"]:
+    def processed(self, flat: Float[Array, "*n vocab"]) -> Float[Array, "*n vocab"]:
         """Returns logits whose softmax is drawn from: adjusted, tempered and truncated; for greedy rows, adjusted."""
         own, logits = self.own, self._by_rows(self.adjusted(flat))
         weights = truncate(weights_of(logits, own.temperature), own)
         return jnp.where(self.random[:, None, None], jnp.log(weights), logits).reshape(flat.shape)
 
-    def _by_rows(self, flat: Float[Array, "n vocab"]) -> Float[Array, "rows H vocab"]:
+    def _by_rows(self, flat: Float[Array, "*n vocab"]) -> Float[Array, "rows H vocab"]:
         return flat.reshape(*self.index.shape, -1)
 
 
