@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.selection import full_tier, ignored_by_keyword, select
+from tests.support.selection import full_tier, ignored, select
 
 # Before JAX is imported. Tests of sharding need several devices. LLVM would optimize for longer than the tests compute;
 # but a compiler for GPUs, if the extra plan-gpu installed it, reads the same flag, and tests look at what it optimizes.
@@ -65,7 +65,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return ignored_by_keyword(collection_path, config)
+    return ignored(collection_path, config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

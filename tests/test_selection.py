@@ -7,7 +7,7 @@ from tests.support import selection
 pytest_plugins = ["pytester"]
 
 CONFTEST = """
-from tests.support.selection import ignored_by_keyword, select
+from tests.support.selection import ignored, select
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true")
@@ -103,7 +103,7 @@ def test_a_file_on_the_command_line_runs_as_with_full(selected):
 
 def test_a_keyword_spares_the_import_of_files_that_cannot_match(pytestconfig, monkeypatch):
     tests = selection.TESTS
-    for keyword, file, ignored in [
+    for keyword, file, expected in [
         ("test_eviction", "serving/core/test_eviction.py", None),
         ("test_eviction", "serving/core/test_hits.py", True),
         ("Eviction", "serving/core/conftest.py", None),
@@ -116,4 +116,17 @@ def test_a_keyword_spares_the_import_of_files_that_cannot_match(pytestconfig, mo
         ("", "serving/core/test_hits.py", None),
     ]:
         monkeypatch.setattr(pytestconfig.option, "keyword", keyword)
-        assert selection.ignored_by_keyword(tests / file, pytestconfig) is ignored, (keyword, file)
+        assert selection.ignored(tests / file, pytestconfig) is expected, (keyword, file)
+
+
+def test_a_file_of_the_full_tier_is_imported_only_with_it(pytestconfig, monkeypatch):
+    monkeypatch.setattr(pytestconfig.option, "keyword", "")
+    for full, file, expected in [
+        (False, "serving/capacity/test_compiled_replay.py", True),
+        (True, "serving/capacity/test_compiled_replay.py", None),
+        # Marked `full`, with tests marked `smoke`.
+        (False, "kernels_pallas/test_state_replay.py", None),
+    ]:
+        monkeypatch.setattr(pytestconfig.option, "full", full)
+        monkeypatch.setattr(pytestconfig.option, "slow", False)
+        assert selection.ignored(selection.TESTS / file, pytestconfig) is expected, (full, file)

@@ -20,6 +20,7 @@ import pytest
 TESTS = Path(__file__).parents[1]
 WORD = re.compile(r"\w+")
 DEFINITION = re.compile(r"^\s*(?:async )?(?:def|class) (\w+)", re.MULTILINE)
+ALL_FULL = re.compile(r"^pytestmark = .*\bmark\.(full|slow)\b", re.MULTILINE)
 IMPORT = re.compile(r"^from (?:tests\.\w[\w.]*\.)?(test_\w+) import", re.MULTILINE)
 
 
@@ -28,13 +29,18 @@ def full_tier(config: pytest.Config) -> bool:
     return config.getoption("--full") or config.getoption("--slow")
 
 
+def named_files(config: pytest.Config) -> set[Path]:
+    """Returns the files that the command line names."""
+    paths = (config.invocation_params.dir / argument.split("::")[0] for argument in config.args)
+    return {path for path in paths if path.is_file()}
+
+
 class Selector:
     """Decides for each test, in the order of collection."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.full, self.slow = full_tier(config), config.getoption("--slow")
-        named = (config.invocation_params.dir / argument.split("::")[0] for argument in config.args)
-        self._named = {path for path in named if path.is_file()}
+        self._named = named_files(config)
         self._met: set[Hashable] = set()
 
     def __call__(self, item: pytest.Item) -> bool:
@@ -71,17 +77,30 @@ def long_files_first(items: list[pytest.Item]) -> list[pytest.Item]:
     return sorted(items, key=lambda item: item.path not in long)
 
 
-def ignored_by_keyword(path: Path, config: pytest.Config) -> bool | None:
-    """True for a file without a test that `-k NAME` could select, so that it need not be imported.
+def ignored(path: Path, config: pytest.Config) -> bool | None:
+    """True for a file of which no test is selected, so that it need not be imported.
 
-    Only where NAME is one word that occurs in the name of a test, class or file: such a word is not looked for in the
-    values of parameters. None (no opinion) otherwise.
+    In the default tier, these are files whose module is marked `full` or `slow` and whose text has no `smoke`. With
+    `-k NAME`, these are files without a test that NAME could select, if NAME is one word that occurs in the name of a
+    test, class or file: such a word is not looked for in the values of parameters. None (no opinion) otherwise.
     """
+    if not path.match("test_*.py"):
+        return None
+    if _is_left_out(path, config):
+        return True
     word = config.getoption("keyword") or ""
-    if not path.match("test_*.py") or not WORD.fullmatch(word) or word in ("and", "or", "not"):
+    if not WORD.fullmatch(word) or word in ("and", "or", "not"):
         return None
     found = _files_with(word.lower())
     return True if found and path not in found else None
+
+
+def _is_left_out(path: Path, config: pytest.Config) -> bool:
+    """Whether the default tier has none of a file's tests."""
+    if full_tier(config) or path in named_files(config):
+        return False
+    text = path.read_text()
+    return ALL_FULL.search(text) is not None and "smoke" not in text
 
 
 @functools.cache

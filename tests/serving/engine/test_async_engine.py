@@ -32,6 +32,7 @@ def run(harness, body):
     assert engine.num_unfinished == 0
 
 
+@pytest.mark.full
 def test_many_streams_at_once(harness, prompts):
     sync = harness.run(harness.engine("all"), [p["prompt_token_ids"] for p in prompts], GREEDY)
 

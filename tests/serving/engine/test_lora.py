@@ -69,6 +69,7 @@ def test_an_adapter_says_what_peft_says(llm, prompt, directory):
     assert table[token].logprob == pytest.approx(expected[token], abs=TO_HUGGING_FACE)
 
 
+@pytest.mark.full
 def test_rows_of_a_batch_have_different_adapters(llm, prompt, directory, tmp_path):
     strong = shutil.copytree(directory, tmp_path / "strong")
     strengthen(strong, 9)

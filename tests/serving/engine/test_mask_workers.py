@@ -110,6 +110,7 @@ def structured(harness):
     return lambda: assemble(config, harness.model, tokenizer=letters(), eos_token_ids=(EOS,), programs=programs).engine
 
 
+@pytest.mark.full
 def test_neighbours_go_on_while_a_mask_takes_for_ever(structured, monkeypatch):
     engine, go_on, sound = structured(), threading.Event(), Constraint.masks
 
