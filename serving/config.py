@@ -191,8 +191,7 @@ class EngineConfig(Settings):
     schedule_invariant: bool = Field(
         False,
         description="Make the bits of log-probabilities independent of the schedule (batch, chunks, cache, drafts). "
-        "Only on one CPU, in float32 or bfloat16, for models of Mamba2, short convolutions, attention and dense "
-        "layers; see docs/reproducibility.md.",
+        "Only on CPU, in float32 or bfloat16; see docs/reproducibility.md.",
     )
     memory_utilization: float = Field(
         0.9, gt=0, le=1, description="Fraction of the whole device's memory for weights, states and pages."

@@ -45,7 +45,7 @@ SERVING = {
     "split/ray": {"config", "api/http", "split", "split/http", "split/router"},
     "bench": {"", "core", "engine", "vllm"},
     "cli": {"config", "engine", "capacity", "api", "api/http", "api/http/protocol", "split", "split/http"}
-    | {"hosts", "settings", "split/router", "vllm"},
+    | {"split/transport", "hosts", "settings", "split/router", "vllm"},
 }
 
 # The same below four of these folders: their own folders, and each of the files next to those (`""` is what the

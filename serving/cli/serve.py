@@ -84,8 +84,6 @@ def serve(
     override = _json_object("--override-generation-config", override_generation_config or "{}")
     chosen, config = resolve_settings(flags, settings, with_generation_config=generation_config, override=override)
     _check_tls(chosen)
-    if role.role is not None and config.schedule_invariant:
-        raise ConfigError(f"schedule_invariant is not supported by a worker of a split (--role {role.role})")
     set_up_logging(chosen.log_format)
     together = HostSettings.create(**(hosts or {}))
     if together.several:

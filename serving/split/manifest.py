@@ -118,7 +118,7 @@ def check(prefill: Manifest, decode: Manifest) -> list[str]:
         "layout": (prefill.layout, decode.layout, "run the same version of mamba-jax on both"),
         "dtype": (prefill.dtype, decode.dtype, "give both the same --dtype"),
         "kv_cache_dtype": (prefill.kv_dtype, decode.kv_dtype, "give both the same --kv-cache-dtype"),
-        "model": (prefill.model, decode.model, "give both the same --model with the same weights"),
+        "model": (prefill.model, decode.model, "give both the same --model, weights and --schedule-invariant"),
         "state": (prefill.state, decode.state, "give both the same --model and --checkpoint-dtype"),
         "exact_reuse": (
             prefill.exact_reuse,

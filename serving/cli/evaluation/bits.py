@@ -23,7 +23,8 @@ def bits(
     """Show how many log-probabilities of one greedy request keep their bits under other schedules.
 
     A prompt of 600 tokens is answered with 48 tokens: alone, from the cache, next to other requests, in chunks, with
-    drafts, and after a preemption. The command measures and never fails because bits differ.
+    drafts, after a preemption, in two engines of a split, and restored from host memory and from disk. The command
+    measures and never fails because bits differ.
     """
     from rich.console import Console
     from rich.table import Table

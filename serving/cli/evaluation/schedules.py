@@ -8,21 +8,36 @@ from __future__ import annotations
 
 import itertools
 import math
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from checkpoints import load_config
+from serving.config import EngineConfig
+from serving.engine.assembly.build import build_engine
+from serving.engine.engine import Engine
 from serving.engine.llm import LLM
 from serving.engine.requests.draft_stats import DraftStats
 from serving.engine.requests.output import RequestOutput
 from serving.engine.requests.sampling_params import SamplingParams
+from serving.split.decode_side import DecodeSide
+from serving.split.peer import DirectPeer
+from serving.split.prefill_side import PrefillSide
+from serving.split.prefilling import ONCE, fed_tokens, ticket_of
+from serving.split.transport import TcpTransport
+from serving.split.wire import Handoff
+from serving.split.worker import Worker
 
 PLAIN = "alone"
 """The schedule that all others are compared with: the only request, nothing cached, no drafts."""
 _PAGE = 32
+_TIER_GIB = 1.0
+"""Size of the caches in host memory and on disk."""
+_FEW_SLOTS = 4
+"""Slots of an engine that must evict the states of one prompt to keep those of another."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +125,21 @@ def compare_schedules(
             run = runs.among(llm, 1)
             times = 0 if run.metrics is None else run.metrics.num_preemptions
             yield runs.compared("preempted", run, plain, f"{times} preemptions")
+    for handoff in get_args(Handoff):
+        yield runs.compared(f"split, {handoff}", *runs.split(model, shared, handoff, plain))
+    few = {"max_num_seqs": 1, "num_slots": _FEW_SLOTS}
+    if config.num_attention_uses:
+        few["num_pages"] = 2 + math.ceil(shared["max_model_len"] / shared["page_size"])
+    with LLM(model, **shared | few | {"host_cache_gib": _TIER_GIB}) as llm:
+        run = runs.alone(llm, after=[prompt, *others[:2]])
+        yield runs.compared("restored from host memory", run, plain, _fetched(run, llm))
+    with tempfile.TemporaryDirectory(prefix="mamba-jax-bits-") as folder:
+        disk = {"disk_cache": folder, "disk_cache_gib": _TIER_GIB}
+        with LLM(model, **shared | disk) as llm:
+            runs.fill(llm, [prompt], PLAIN)
+        with LLM(model, **shared | disk) as llm:
+            run = runs.alone(llm, salt=PLAIN)
+            yield runs.compared("restored from disk", run, plain, _fetched(run, llm))
 
 
 class _Runs:
@@ -120,12 +150,16 @@ class _Runs:
         self._params = SamplingParams(temperature=0.0, max_tokens=workload.answer, ignore_eos=True, logprobs=0)
         self._salts = (f"schedule-{n}" for n in itertools.count())
 
-    def alone(self, llm: LLM, *, after: Sequence[list[int]] = ()) -> RequestOutput:
-        """Runs the request alone, with only the prompts `after` in its cache."""
-        salt = next(self._salts)
-        for prompt in after:
-            llm.generate([prompt], SamplingParams(max_tokens=1), use_tqdm=False, cache_salt=salt)
+    def alone(self, llm: LLM, *, after: Sequence[list[int]] = (), salt: str | None = None) -> RequestOutput:
+        """Runs the request alone, with only the prompts `after`, or those of the salt, in its cache."""
+        salt = salt or next(self._salts)
+        self.fill(llm, after, salt)
         return llm.generate([self.prompt], self._params, use_tqdm=False, cache_salt=salt)[0]
+
+    def fill(self, llm: LLM, prompts: Sequence[list[int]], salt: str) -> None:
+        """Runs prompts one after the other, so that they are in the cache."""
+        for prompt in prompts:
+            llm.generate([prompt], SamplingParams(max_tokens=1), use_tqdm=False, cache_salt=salt)
 
     def among(self, llm: LLM, count: int) -> RequestOutput:
         """Runs the request after `count` others were queued, all together and nothing cached."""
@@ -137,6 +171,27 @@ class _Runs:
         params = SamplingParams(max_tokens=1, prompt_logprobs=0)
         prompt = self.prompt + plain.outputs[0].token_ids
         return llm.generate([prompt], params, use_tqdm=False, cache_salt=next(self._salts))[0]
+
+    def split(self, model: str, flags: Mapping[str, Any], handoff: Handoff, plain: RequestOutput) -> tuple[Any, ...]:
+        """Runs the prompt in one engine and the answer in another one, which receives the state over TCP.
+
+        Returns the run, the plain run, and what happened.
+        """
+        config = EngineConfig.create(model=model, **flags)
+        prefill, decode = (build_engine(config, progress=False) for _ in range(2))
+        workers = [Worker.of(each, {"tcp": TcpTransport()}) for each in (prefill, decode)]
+        there, here = PrefillSide(workers[0]), DecodeSide(workers[1])
+        export = there.begin()
+        prompt = {"prompt_token_ids": fed_tokens(self.prompt, handoff)}
+        prefill.engine.add_request("prompt", prompt, ONCE, export=export)
+        _finish(prefill.engine)
+        remote = here.accept(DirectPeer(there), ticket_of(there, export, self.prompt, handoff, worker="here"))
+        run = decode.engine.add_request("answer", {"prompt_token_ids": self.prompt}, self._params, remote=remote)
+        _finish(decode.engine)
+        for built, worker in zip((prefill, decode), workers, strict=True):
+            built.engine.close()
+            worker.close()
+        return run, plain, f"{here.stats.received_bytes:,} bytes of {here.stats.arrived} states transferred"
 
     def compared(self, name: str, run: RequestOutput, plain: RequestOutput, note: str = "") -> Schedule:
         """Returns the line of a run."""
@@ -159,6 +214,16 @@ class _Runs:
             tables = [table or {} for table in run.prompt_logprobs[-self.workload.answer :]]
         values = [table[token].logprob for token, table in zip(tokens, tables, strict=True)]
         return np.array(tokens), np.array(values, np.float32)
+
+
+def _finish(engine: Engine) -> None:
+    while engine.num_unfinished:
+        engine.step()
+
+
+def _fetched(run: RequestOutput, llm: LLM) -> str:
+    tiers = llm.engine.loop.scheduler.stats()["tiers"]
+    return f"{_cached(run)}, {sum(tier['arrived'] for tier in tiers.values())} states fetched"
 
 
 def _cached(run: RequestOutput) -> str:

@@ -18,7 +18,7 @@ from mamba_jax.adapters import Adapters
 from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.head_padding import HeadPadding
 from mamba_jax.model import HybridModel, parameters
-from mamba_jax.programs import INVARIANT, KernelChoice, StepPrograms, UnsupportedError
+from mamba_jax.programs import INVARIANT, KernelChoice, StepPrograms, UnsupportedError, instructions
 from mamba_jax.rows import Rows
 from mamba_jax.sharding import TENSOR, Partition, rows_shardings, sharded_store
 from mamba_jax.store import Store
@@ -70,9 +70,10 @@ class AssembledEngine:
 
     @cached_property
     def weights_digest(self) -> str:
-        """Digest of the engines' initial weights. Stored states of schedule-invariant engines have one of their own."""
+        """Digest of the engines' initial weights. Stored and transferred states of schedule-invariant engines have one
+        of their own for each instruction set."""
         digest = self.digest or model_digest(self.model, self.model.config)
-        return f"{digest}-invariant" if self.config.schedule_invariant else digest
+        return f"{digest}-invariant-{instructions()}" if self.config.schedule_invariant else digest
 
     @property
     def engine(self) -> Engine:

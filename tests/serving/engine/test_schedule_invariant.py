@@ -7,7 +7,6 @@ import pytest
 from kernels_pallas import native
 from mamba_jax.config import HybridConfig, MambaConfig
 from mamba_jax.config.short_conv import ShortConvConfig
-from serving.cli.main import run
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly import schedule_invariant
 from serving.engine.assembly.build import kernel_choice
@@ -91,8 +90,3 @@ def test_its_kernels_are_chosen_by_the_flag_only():
     assert kernel_choice(EngineConfig(schedule_invariant=True)).named == "invariant"
     with pytest.raises(ConfigError, match="use schedule_invariant"):
         kernel_choice(EngineConfig(kernels="invariant"))
-
-
-def test_a_worker_of_a_split_refuses(capsys):
-    assert run(["serve", "demo", "--role", "decode", "--schedule-invariant"]) == 2
-    assert "schedule_invariant is not supported by a worker of a split (--role decode)" in capsys.readouterr().err
