@@ -61,6 +61,7 @@ DIMENSIONS = {
     "state": "of a recurrence: channels of B and C, or of a key; with a star, the axes of a state",
     "decays": "of a token: one for each head, or for each of its keys' channels",
     "experts": "experts of a layer",
+    "choices": "experts of a token in all layers",
     "chosen": "experts of a token",
     # Sampling.
     "vocab": "tokens of the vocabulary",

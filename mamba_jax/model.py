@@ -15,7 +15,7 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
-from mamba_jax.config import SHARED, HybridConfig, StateUnit
+from mamba_jax.config import MOE, SHARED, HybridConfig, StateUnit, need
 from mamba_jax.layout import BlockLayout, Layout, SequenceLayout, has_tails
 from mamba_jax.modules.basic import Table, normal, scaled
 from mamba_jax.modules.blocks import Block, model_norm
@@ -23,7 +23,7 @@ from mamba_jax.modules.mtp import MTP
 from mamba_jax.modules.quantised import quantise_in_place, quantised_weights, weight_of
 from mamba_jax.modules.shared import SharedBlock, SharedUse
 from mamba_jax.sharding.axis import keep_whole, split_last
-from mamba_jax.store import SlotArrays, Store, StoreShape
+from mamba_jax.store import EXPERT, EXPERTS, SlotArrays, Store, StoreShape
 from mamba_jax.tails import TailArrays
 
 
@@ -122,7 +122,7 @@ class HybridModel(nnx.Module):
         """
         embedded = self.embedded(tokens)
         x = embedded.astype(jnp.float32) if self.config.residual_in_fp32 else embedded
-        pieces = _Pieces(self.config, store, with_tails=has_tails(layout))
+        pieces = _Pieces(self.config, store, layout)
         uses = 0
         passed: list[Array] = []
         for index, (kind, block) in enumerate(zip(self.config.pattern, self.blocks, strict=True)):
@@ -323,18 +323,25 @@ def parameters(model: nnx.Module) -> dict[str, nnx.Param]:
 class _Pieces:
     """Passes each sublayer its part of the store, in model order, and collects the updated parts.
 
-    With `with_tails`, each array in slots is a pair (array, tails of its inputs by name).
+    If the layout has tails, each array in slots is a pair (array, tails of its inputs by name).
     """
 
-    def __init__(self, config: HybridConfig, store: Store | None, *, with_tails: bool) -> None:
-        self._config, self._store = config, store
+    def __init__(self, config: HybridConfig, store: Store | None, layout: Any) -> None:
+        self._config, self._store, self._layout = config, store, layout
         self._slots: list[SlotArrays] = []
         self._kv: list[Array] = []
         self._tails: list[TailArrays] = []
-        self._tails_of = StoreShape.of(config).tails if with_tails else None
+        self._chosen: list[Array] = []
+        self._tails_of = StoreShape.of(config).tails if has_tails(layout) else None
 
     def take(self, kind: str) -> Any:
-        """Returns a sublayer's state: its part of the slots, its keys and values, the pair of them, or None."""
+        """Returns a sublayer's state: its part of the slots, its keys and values, the pair of them, or None.
+
+        The state of experts, if the store records them, is an array for their numbers.
+        """
+        if kind == MOE and self._store and self._store.experts is not None:
+            shape = (self._layout.valid.shape[0], need(self._config.moe).experts_per_token)
+            return {EXPERTS: jnp.zeros(shape, EXPERT)}
         in_slots, in_pages = self._keeps(kind)
         slots: Any = self._store.slots[len(self._slots)] if self._store and in_slots else None
         if slots is not None and self._tails_of is not None:
@@ -346,6 +353,9 @@ class _Pieces:
 
     def put(self, kind: str, state: Any) -> None:
         """Stores the updated state of the sublayer that last called `take`."""
+        if kind == MOE and state is not None:
+            self._chosen.append(state[EXPERTS])
+            return
         in_slots, in_pages = self._keeps(kind)
         slots, kv = state if in_slots and in_pages else (state, state)
         if in_slots and self._tails_of is not None:
@@ -364,7 +374,12 @@ class _Pieces:
         tails = self._store.tails
         if tails is not None and self._tails_of is not None:
             tails = dataclasses.replace(tails, layers=tuple(self._tails))
-        return dataclasses.replace(self._store, slots=tuple(self._slots), kv=(*self._kv, *rest), tails=tails)
+        experts = self._store.experts
+        if experts is not None:
+            experts = self._layout.record(jnp.concatenate(self._chosen, axis=1)[:, None], experts)
+        return dataclasses.replace(
+            self._store, slots=tuple(self._slots), kv=(*self._kv, *rest), tails=tails, experts=experts
+        )
 
     def _paired(self, slots: SlotArrays) -> dict[str, tuple[Array, TailArrays]]:
         assert self._store is not None

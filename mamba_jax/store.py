@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from kernels_pallas import native
@@ -29,6 +30,8 @@ __all__ = [
     "write_slots",
 ]  # fmt: skip
 
+EXPERTS, EXPERT = "experts", np.dtype(np.int16)
+"""The name of recorded experts in the state of a sublayer, and their dtype."""
 SlotArrays = dict[str, Shaped[Array, "slots ..."]]
 """One sublayer's part of every slot: the arrays that its mixer declares, by name."""
 
@@ -49,6 +52,8 @@ class Store:
     """Debugging only: how often each slot has been written, and how many tokens it holds."""
     tails: Tails | None = None
     """With replay: the inputs since the anchors of running rows."""
+    experts: Int[Array, "pages page_size 1 choices"] | None = None
+    """The experts that each token went through, of every layer in model order; None if they are not recorded."""
     rounded: RoundedRows | None = field(default=None, metadata={"static": True})
     """Rounding of running rows' states to the form of waiting states, if any."""
 
@@ -79,12 +84,16 @@ class StoreShape:
     hidden: StateArray
     tails: tuple[tuple[StateArray, ...], ...] = ()
     """The arrays that replay keeps of each token, for each sublayer with state in slots."""
+    experts: int = 0
+    """Number of experts that each token goes through in all layers, if they are recorded."""
     lanes: int = 1
     """A device pads some arrays to a multiple of this (see `store_layout`). Only used to count bytes."""
 
     @classmethod
-    def of(cls, config: HybridConfig) -> StoreShape:
+    def of(cls, config: HybridConfig, *, routed_experts: bool = False) -> StoreShape:
         """Returns the shape of a model's state, its draft layers included.
+
+        `routed_experts`: record the experts of each token, except those of draft layers.
 
         Raises:
             ModelConfigError: two mixers declare different arrays under the same name.
@@ -96,6 +105,7 @@ class StoreShape:
             pages=(*(array for kind in kinds for array in config.state(kind, StateUnit.TOKEN)), *drafter),
             hidden=StateArray("hidden", (config.step_size,), Role.ACTIVATION, None),
             tails=tuple(_tails(config, kind) for kind in kinds if config.state(kind, StateUnit.SLOT)),
+            experts=config.experts_per_token if routed_experts else 0,
         )
         for array in (*(array for arrays in (*shape.slots, *shape.tails) for array in arrays), *shape.pages):
             if shape.arrays_and_tails[array.name] != array:
@@ -177,7 +187,8 @@ class StoreShape:
 
     def bytes_per_page(self, page_size: int, dtype: Any) -> int:
         """Returns bytes of one page over all attention layers; 0 for a model without attention."""
-        return page_size * sum(self._bytes(array, dtype, dtype) for array in self.pages)
+        experts = -(-self.experts // self.lanes) * self.lanes * EXPERT.itemsize
+        return page_size * (sum(self._bytes(array, dtype, dtype) for array in self.pages) + experts)
 
     def _bytes(self, array: StateArray, dtype: Any, ssm_dtype: Any) -> int:
         return array.size(self.lanes) * jnp.dtype(array.dtype(dtype, ssm_dtype)).itemsize
@@ -196,6 +207,7 @@ def init_store(
     replay: Replay | None = None,
     num_tails: int = 0,
     rounding: tuple[NarrowDtype, int] | None = None,
+    routed_experts: bool = False,
 ) -> Store:
     """Returns a store of zeros.
 
@@ -211,11 +223,12 @@ def init_store(
         replay: hold running rows by anchors and tails; None = by states alone.
         num_tails: tails, the null tail included: one for each seat.
         rounding: round states of running rows, like waiting states, at every multiple of this many tokens.
+        routed_experts: record the experts of each token. Ignored if `config` is a shape.
 
     Raises:
         ValueError: fewer than two slots or pages, an empty page, or a state that replay cannot compute.
     """
-    shape = config if isinstance(config, StoreShape) else StoreShape.of(config)
+    shape = config if isinstance(config, StoreShape) else StoreShape.of(config, routed_experts=routed_experts)
     if num_slots < 2:
         raise ValueError(f"num_slots is {num_slots}: at least 2 are needed, the null slot and one more")
     if shape.pages and (num_pages < 2 or page_size < 1):
@@ -245,6 +258,7 @@ def init_store(
             tags=jnp.full((num_tails, replay.longest), -1, jnp.int32) if debug_state else None,
             interval=replay.interval,
         ),
+        experts=jnp.zeros((num_pages, page_size, 1, shape.experts), EXPERT) if shape.experts else None,
         rounded=rounding and RoundedRows(*rounding, shape.accumulated),
     )
 

@@ -56,6 +56,7 @@ def placed(shape: StoreShape, store: Store, shardings: Store) -> Store:
         kv=tuple(map(of, shape.pages, store.kv, shardings.kv)),
         hidden=of(shape.hidden, store.hidden, shardings.hidden),
         tags=shardings.tags,
+        experts=shardings.experts,
         tails=_placed_tails(of, shape, store, shardings),
     )
 
@@ -88,6 +89,10 @@ def is_pinned(shape: StoreShape, store: Store) -> bool:
 
 def init_laid_out(config: HybridConfig | StoreShape, **sizes: Any) -> Store:
     """Makes a store as `init_store` does, with every array in its layout."""
-    shape = config if isinstance(config, StoreShape) else StoreShape.of(config)
+    shape = (
+        config
+        if isinstance(config, StoreShape)
+        else StoreShape.of(config, routed_experts=sizes.get("routed_experts", False))
+    )
     store = init_store(shape, **sizes)
     return jax.tree.map(jax.device_put, store, places(shape, store)) if is_pinned(shape, store) else store

@@ -193,6 +193,11 @@ class EngineConfig(Settings):
         description="Make the bits of log-probabilities independent of the schedule (batch, chunks, cache, drafts). "
         "Only on CPU, in float32 or bfloat16; see docs/reproducibility.md.",
     )
+    enable_return_routed_experts: bool = Field(
+        False,
+        description="Record the experts of each token, and return them as routed_experts of an output. Needs a model "
+        "with experts and attention; not with tiers, a split or several hosts.",
+    )
     memory_utilization: float = Field(
         0.9, gt=0, le=1, description="Fraction of the whole device's memory for weights, states and pages."
     )

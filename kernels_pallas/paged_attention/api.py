@@ -8,7 +8,7 @@ A cache with one entry for each token holds latents: all query heads share it, a
 section 2.1.2, with the projections of keys and values absorbed into those of queries and of the output).
 """
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from kernels_pallas import dispatch, invariant
 from kernels_pallas.paged_attention import pallas_gpu, pallas_tpu, xla
@@ -56,12 +56,12 @@ def write_kv(
 
 @shapes_checked
 def copy_pages(
-    kv: Float[Array, "pages page_size kv_entries head_dim"],
+    kv: Shaped[Array, "pages page_size kv_entries head_dim"],
     *,
     source: Int[Array, " n"],
     target: Int[Array, " n"],
     implementation: str | None = None,
-) -> Float[Array, "pages page_size kv_entries head_dim"]:
+) -> Shaped[Array, "pages page_size kv_entries head_dim"]:
     """Copies whole pages; a pair with a 0 in it does nothing. All reads happen as if before all writes. Donate kv.
 
     Raises:

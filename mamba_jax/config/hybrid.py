@@ -174,6 +174,11 @@ class HybridConfig:
         return sum(bool(self.state(kind, StateUnit.TOKEN)) for kind in self.pattern)
 
     @property
+    def experts_per_token(self) -> int:
+        """Number of experts that each token goes through in all layers of the model proper, shared ones left out."""
+        return 0 if self.moe is None else self.pattern.count(MOE) * self.moe.experts_per_token
+
+    @property
     def num_mtp_attention_layers(self) -> int:
         """Attentions of the multi-token-prediction layer."""
         return self.mtp_pattern.count(ATTENTION) + self.mtp_pattern.count(LATENT)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from mamba_jax.layout.decode import DecodeLayout
 from mamba_jax.layout.operation import Operation
@@ -49,6 +49,12 @@ class MixedLayout:
         # Prefill does not use tails; it reads and writes only slots.
         of_tiles, slots = self.prefill.run(operation, tuple(x for _, x in ours), parameters, _without_tails(state))
         return jnp.concatenate([of_rows, of_tiles.astype(of_rows.dtype)]), _with_slots(state, slots)
+
+    def record(
+        self, values: Shaped[Array, "T 1 choices"], pages: Shaped[Array, "pages page_size 1 choices"]
+    ) -> Shaped[Array, "pages page_size 1 choices"]:
+        of_rows, of_tiles = jnp.split(values, [len(self.decode.valid)])
+        return self.prefill.record(of_tiles, self.decode.record(of_rows, pages))
 
     def attend(
         self,

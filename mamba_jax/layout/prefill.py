@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kernels_pallas.gated_scan import Places
 from kernels_pallas.paged_attention import paged_attention, write_kv
+from kernels_pallas.slots import write_slots
 from mamba_jax.layout.decode import page_of
 from mamba_jax.layout.operation import Operation
 
@@ -158,8 +159,19 @@ class PrefillLayout:
         kv: Float[Array, "pages page_size kv2 head_dim"],
     ) -> Float[Array, "pages page_size kv2 head_dim"]:
         """Returns the pages with the tokens' keys and values."""
-        page, offset = page_of(self.page_table, self.token_row, self.positions, page_size=kv.shape[1])
+        page, offset = self.pages_of_tokens(kv.shape[1])
         return write_kv(kv, k, v, page=page, offset=offset)
+
+    def record(
+        self, values: Shaped[Array, "T 1 choices"], pages: Shaped[Array, "pages page_size 1 choices"]
+    ) -> Shaped[Array, "pages page_size 1 choices"]:
+        """Returns the pages with the values of the tokens."""
+        page, offset = self.pages_of_tokens(pages.shape[1])
+        return write_slots(pages, values, jnp.where(page > 0, page * pages.shape[1] + offset, 0))
+
+    def pages_of_tokens(self, page_size: int) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
+        """Returns the page of each token, and its offset in the page."""
+        return page_of(self.page_table, self.token_row, self.positions, page_size=page_size)
 
     def read_kv(
         self,

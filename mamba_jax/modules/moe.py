@@ -19,6 +19,7 @@ from mamba_jax.modules.basic import Linear, activation, normal
 from mamba_jax.modules.lora import ExpertLoRA
 from mamba_jax.modules.mlp import MLP
 from mamba_jax.sharding.axis import axis_index
+from mamba_jax.store import EXPERT, EXPERTS, SlotArrays
 
 
 def balance_loss(shares: Float[Array, "T experts"], chosen: Int[Array, "T chosen"]) -> Float[Array, ""]:
@@ -244,9 +245,12 @@ class MoE(nnx.Module):
         self.shared_gate = Linear(hidden_size, 1, rngs=rngs, dtype=dtype) if config.shared_gate else None
 
     def __call__(
-        self, x: Float[Array, "T hidden"], layout: Layout, state: None
-    ) -> tuple[Float[Array, "T hidden"], None]:
+        self, x: Float[Array, "T hidden"], layout: Layout, state: SlotArrays | None
+    ) -> tuple[Float[Array, "T hidden"], SlotArrays | None]:
+        """With a state, its array becomes the numbers of the chosen experts."""
         weights, chosen = self.router(x)
+        if state is not None:
+            state = {EXPERTS: chosen.astype(EXPERT)}
         latent = x if self.latent_in is None else self.latent_in(x, layout.adapter)
         y = self.experts(latent, weights, chosen, layout.valid, layout.adapter)
         if self.latent_out is not None:
@@ -257,4 +261,4 @@ class MoE(nnx.Module):
                 gate = jax.nn.sigmoid(self.shared_gate(x, layout.adapter, out_dtype=jnp.float32))
                 shared = rounded((gate * shared).astype(shared.dtype))
             y = y + shared
-        return y, None
+        return y, state

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from mamba_jax.config import Division, HybridConfig, ModelConfigError, Placement, StateArray, StateUnit
 from mamba_jax.sharding.axis import TENSOR
 from mamba_jax.sharding.parameters import placement, placements
-from mamba_jax.store import Store, StoreShape
+from mamba_jax.store import EXPERTS, Store, StoreShape
 from mamba_jax.tails import Tails
 
 
@@ -78,6 +78,7 @@ class Partition:
             kv=tuple(_states(self)[array.name] for array, _ in zip(pages, store.kv, strict=False)),  # type: ignore[misc]
             hidden=P(),  # type: ignore[arg-type]
             tags=None if store.tags is None else P(),  # type: ignore[arg-type]
+            experts=None if store.experts is None else P(),  # type: ignore[arg-type]
             tails=self._tails(store.tails),
         )
 
@@ -113,7 +114,8 @@ def _parameters(config: HybridConfig) -> Mapping[str, Placement]:
 @lru_cache(maxsize=64)
 def _states(partition: Partition) -> Mapping[str, P]:
     arrays = StoreShape.of(partition.config).arrays_and_tails
-    return MappingProxyType({name: _state_spec(array.over(partition.shards)) for name, array in arrays.items()})
+    specs = {name: _state_spec(array.over(partition.shards)) for name, array in arrays.items()}
+    return MappingProxyType(specs | {EXPERTS: P()})
 
 
 def _state_spec(array: StateArray) -> P:

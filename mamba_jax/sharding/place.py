@@ -38,7 +38,8 @@ def store_shardings(store: Store, config: HybridConfig, mesh: Mesh) -> Store:
 
 def sharded_store(config: HybridConfig, mesh: Mesh, **sizes: Any) -> Store:
     """As `init_store`, each device making its own piece only."""
-    shape = Partition.of(config, mesh.shape[TENSOR]).store_shape(StoreShape.of(config))
+    routed_experts = sizes.get("routed_experts", False)
+    shape = Partition.of(config, mesh.shape[TENSOR]).store_shape(StoreShape.of(config, routed_experts=routed_experts))
 
     def make() -> Store:
         return init_store(shape, **sizes)

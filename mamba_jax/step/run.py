@@ -96,7 +96,12 @@ def step(
 def copy_shared_pages(store: Store, page_copy: Int[Array, "rows 2"]) -> Store:
     """Copies partly filled pages that several rows share, before any row writes to them."""
     source, target = page_copy[:, 0], page_copy[:, 1]
-    return dataclasses.replace(store, kv=tuple(copy_pages(kv, source=source, target=target) for kv in store.kv))
+
+    def copied(pages: Array) -> Array:
+        return copy_pages(pages, source=source, target=target)
+
+    experts = None if store.experts is None else copied(store.experts)
+    return dataclasses.replace(store, kv=tuple(map(copied, store.kv)), experts=experts)
 
 
 def _layout(parts: list[Any], rows: Rows) -> DecodeLayout | PrefillLayout | MixedLayout:

@@ -17,7 +17,7 @@ from serving.core.reasons import (
     check_prompt_length,
 )
 from serving.core.requests.drafts import AdaptiveDrafts, DraftPolicy
-from serving.core.requests.request import PlannedRow, RemoteLoad, RemoteState, Request, Status
+from serving.core.requests.request import PlannedRow, RemoteLoad, RemoteState, Request, ResultDisposition, Status
 from serving.core.scheduler import Scheduler
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "ReplayAccess",
     "Request",
     "RequestError",
+    "ResultDisposition",
     "RetentionPolicy",
     "Row",
     "RowResult",

@@ -16,6 +16,7 @@ from serving.engine.request_error import RequestError, RequestFailed
 from serving.engine.requests.adapters import AdapterTable, LoadedAdapter, LoRARequest
 from serving.engine.requests.output import Choice, RequestMetrics, RequestOutput
 from serving.engine.requests.prompt import Prompt, read_prompt
+from serving.engine.requests.routed_experts import read_routed_experts
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps.loop import PlanError, StepLoop
 from serving.engine.steps.prompt_logprobs import add_prompt_logprobs
@@ -42,6 +43,7 @@ class Engine:
         seed: for requests that have no seed.
         grammars: None refuses structured outputs.
         adapters: None refuses requests with adapters.
+        experts_per_layer: experts of a token in one layer, if the store records them and outputs return them.
     """
 
     def __init__(
@@ -56,13 +58,14 @@ class Engine:
         seed: int = 0,
         grammars: Grammars | None = None,
         adapters: AdapterTable | None = None,
+        experts_per_layer: int = 0,
     ) -> None:
         self.loop, self.grammars, self.adapters = loop, grammars, adapters
         self.tokenizer, self.vocab_size, self.max_model_len = tokenizer, vocab_size, max_model_len
         self.eos_token_ids = tuple(eos_token_ids)
         self.control = Control(self, weights)
         """Pauses, sleep and new weights."""
-        self._seeds = random.Random(seed)
+        self._seeds, self._experts_per_layer = random.Random(seed), experts_per_layer
         self._parents: dict[str, UserRequest] = {}
         self._unsaid: dict[str, RequestOutput] = {}
         """Outputs that changed since the last step returned, by request id."""
@@ -372,6 +375,11 @@ class Engine:
         if choice.output.index == 0:
             output.num_cached_tokens = request.num_cached_tokens
             output.miss_reason = str(request.miss_reason) if request.miss_reason else None
+        if choice.output.finished and self._experts_per_layer and self.loop.store is not None:
+            count = len(output.prompt_token_ids) + len(choice.output.token_ids) - 1
+            choice.output.recorded_experts = read_routed_experts(
+                self.loop.store, emitted.row, count, per_layer=self._experts_per_layer
+            )
         if choice.output.finished and all(c.finished for c in output.outputs):
             self._finish(parent)
             del self._parents[output.request_id]

@@ -15,7 +15,7 @@ from checkpoints.drafter import drafter_bytes, with_drafter
 from checkpoints.load import generation_config, load_config, load_weights, weight_bytes
 from checkpoints.tokenizer import Tokenizer, load_tokenizer
 from mamba_jax.adapters import Adapters
-from mamba_jax.config import HybridConfig, ModelConfigError
+from mamba_jax.config import HybridConfig, ModelConfigError, need
 from mamba_jax.head_padding import HeadPadding
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.programs import INVARIANT, KernelChoice, StepPrograms, UnsupportedError, instructions
@@ -336,6 +336,7 @@ class _Parts:
             # Requests without a seed must not get the same random numbers on all replicas.
             seed=config.seed + replica,
             grammars=grammars,
+            experts_per_layer=need(model.config.moe).experts_per_token if config.enable_return_routed_experts else 0,
             adapters=AdapterTable(programs, model.config, loop, states, self.names) if config.serves_adapters else None,
         )
 

@@ -27,6 +27,7 @@ from serving.engine.assembly.caching import ResolvedCaching, resolve_caching
 from serving.engine.assembly.drafting import draft_source
 from serving.engine.assembly.narrow_states import row_rounding
 from serving.engine.assembly.replay import ResolvedReplay, resolve_replay
+from serving.engine.assembly.routed_experts import check_routed_experts
 from serving.engine.assembly.sizing import CPU_STORE_TOKENS, StoreSize, scheduler_config, size_store, workspace_bytes
 from serving.engine.steps.batching import BatchBuilder
 
@@ -64,6 +65,7 @@ class EngineDesign:
             ModelConfigError: the model does not divide over the devices.
         """
         model = padding.padded
+        check_routed_experts(config, model)
         if padding and config.enable_lora:
             raise ConfigError(
                 f"enable_lora is not supported with padded heads ({padding.notice}): use a "
@@ -102,7 +104,8 @@ class EngineDesign:
     @property
     def device_shape(self) -> StoreShape:
         """The shape of the state on one device."""
-        shape = self.partition.device_shape(StoreShape.of(self.stored))
+        routed_experts = self.config.enable_return_routed_experts
+        shape = self.partition.device_shape(StoreShape.of(self.stored, routed_experts=routed_experts))
         return dataclasses.replace(shape, lanes=lanes_of(self.platform))
 
     @property
@@ -172,6 +175,7 @@ class EngineDesign:
             "replay": replay,
             "num_tails": 0 if replay is None else 1 + size.max_num_seqs,
             "rounding": row_rounding(config),
+            "routed_experts": config.enable_return_routed_experts,
         }
 
     def rows(self, size: StoreSize, *, masks: bool = False) -> Rows:

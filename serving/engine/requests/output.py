@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from jaxtyping import Int
 
 from serving.engine.request_error import RequestError, RequestFailed
 from serving.engine.requests.draft_stats import DraftStats
+from serving.engine.requests.routed_experts import RoutedExperts
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.requests.stop_text import StopText
 
@@ -64,10 +66,22 @@ class CompletionOutput:
     weights_versions: list[tuple[str, int]] = field(default_factory=list)
     """The weights that produced the tokens: (version, number of tokens), in order. One entry unless they changed."""
 
+    recorded_experts: RoutedExperts | None = field(default=None, repr=False)
+    """What `routed_experts` returns, perhaps still on the device."""
+
     @property
     def finished(self) -> bool:
         """Whether the choice has ended."""
         return self.finish_reason is not None
+
+    @property
+    def routed_experts(self) -> Int[np.ndarray, "tokens layers chosen"] | None:
+        """The experts that each token of prompt and output went through, in every layer with experts.
+
+        The last token of the output has none, because the model has not read it. None while the choice runs, without
+        the flag `enable_return_routed_experts`, and for a choice that was aborted or preempted in its last step.
+        """
+        return None if self.recorded_experts is None else self.recorded_experts.numpy()
 
 
 @dataclass

@@ -28,7 +28,7 @@ from serving.api.http.protocol.chat import (
     FunctionDelta,
     ToolCallDelta,
 )
-from serving.api.http.protocol.common import ErrorResponse, StreamOptions
+from serving.api.http.protocol.common import EncodedArray, ErrorResponse, StreamOptions
 from serving.engine.requests.output import CompletionOutput, RequestOutput
 
 router = APIRouter(tags=["OpenAI"])
@@ -96,6 +96,7 @@ class ChatWriter:
             choice.stop_reason = output.stop_reason
         if self._body.return_token_ids:
             choice.token_ids, choice.weights_versions = output.token_ids, output.weights_versions
+            choice.routed_experts = EncodedArray.of(output.routed_experts)
         return choice
 
     async def events(self, context: Context) -> AsyncGenerator[bytes, None]:
@@ -141,7 +142,9 @@ class ChatWriter:
         if self._body.return_token_ids:
             choice.token_ids = piece.token_ids
             if piece.finish_reason is not None:
-                choice.weights_versions = piece.output.outputs[piece.choice].weights_versions
+                whole = piece.output.outputs[piece.choice]
+                choice.weights_versions = whole.weights_versions
+                choice.routed_experts = EncodedArray.of(whole.routed_experts)
         return choice
 
     def _delta(self, piece: AnswerPiece) -> Delta:

@@ -25,7 +25,7 @@ from serving.api.http.generation import (
     stream,
 )
 from serving.api.http.logprobs import LogprobWriter
-from serving.api.http.protocol.common import ErrorResponse, StreamOptions
+from serving.api.http.protocol.common import EncodedArray, ErrorResponse, StreamOptions
 from serving.api.http.protocol.completions import (
     CompletionChoice,
     CompletionLogprobs,
@@ -162,7 +162,9 @@ class CompletionWriter:
         if self._body.return_token_ids:
             choice.token_ids = tokens
             if piece.finish_reason is not None:
-                choice.weights_versions = piece.output.outputs[piece.choice].weights_versions
+                whole = piece.output.outputs[piece.choice]
+                choice.weights_versions = whole.weights_versions
+                choice.routed_experts = EncodedArray.of(whole.routed_experts)
             if first:
                 choice.prompt_token_ids = list(self.job.prompts[piece.prompt])
         return choice

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from serving.api.http.protocol.common import Count, GenerationRequest, Items, Usage, refusal
+from serving.api.http.protocol.common import Count, EncodedArray, GenerationRequest, Items, Usage, refusal
 
 
 class ContentPart(BaseModel):
@@ -208,6 +208,7 @@ class ChatChoice(BaseModel):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     weights_versions: list[tuple[str, int]] | None = None
+    routed_experts: EncodedArray | None = None
 
 
 class ChatResponse(BaseModel):
@@ -238,6 +239,7 @@ class ChatChunkChoice(BaseModel):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     weights_versions: list[tuple[str, int]] | None = None
+    routed_experts: EncodedArray | None = None
 
 
 class ChatChunk(BaseModel):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Annotated, Any, Literal, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -11,6 +13,23 @@ T = TypeVar("T")
 
 Items = Annotated[list[T], Field(fail_fast=True)]
 """A list for which pydantic reports only the first invalid item, because a list may have a million of them."""
+
+
+class EncodedArray(BaseModel):
+    """A NumPy array: `np.frombuffer(base64.b64decode(data), dtype).reshape(shape)`."""
+
+    shape: list[int]
+    dtype: str
+    data: str
+
+    @classmethod
+    def of(cls, array: np.ndarray | None) -> EncodedArray | None:
+        """Returns the encoded array; None for None."""
+        if array is None:
+            return None
+        data = base64.b64encode(array.tobytes()).decode()
+        return cls(shape=list(array.shape), dtype=array.dtype.name, data=data)
+
 
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -131,7 +150,9 @@ class GenerationRequest(RequestModel):
     )
     add_special_tokens: bool | None = None
     return_token_ids: bool = Field(
-        False, description="Also return the ids of prompt and output tokens, and the versions of the weights."
+        False,
+        description="Also return the ids of prompt and output tokens, the versions of the weights and, with "
+        "--enable-return-routed-experts, the experts of each token.",
     )
     return_tokens_as_token_ids: bool = Field(False, description='Name tokens "token_id:42" in log-probabilities.')
     response_format: ResponseFormat | None = None

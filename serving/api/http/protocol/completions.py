@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from serving.api.http.protocol.common import GenerationRequest, Items, TokenIds, Usage, refusal
+from serving.api.http.protocol.common import EncodedArray, GenerationRequest, Items, TokenIds, Usage, refusal
 
 Prompt = (
     str
@@ -63,6 +63,7 @@ class CompletionChoice(BaseModel):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     weights_versions: list[tuple[str, int]] | None = None
+    routed_experts: EncodedArray | None = None
     prompt_token_ids: list[int] | None = None
 
 

@@ -1,0 +1,139 @@
+"""The experts in outputs are those of a forward pass over the whole sequence, however the tokens were computed."""
+
+import base64
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from checkpoints import load_model
+from mamba_jax.modules.moe import Router
+from serving import LLM, ConfigError, SamplingParams
+from tests.support.divisible_checkpoints import FAMILIES, write_checkpoint
+from tests.support.golden_case import FIXTURES
+from tests.support.live_server import LiveServer
+
+FLAGS = {
+    "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "state_block_size": 32,
+    "tile_size": 32, "page_size": 16, "compilation_cache": False, "enable_return_routed_experts": True,
+}  # fmt: skip
+MODEL = FIXTURES / "nemotronh-moe"
+
+
+LONGEST = 160
+
+
+def experts_by(model):
+    """Returns a function that gives the experts of tokens [tokens, layers, chosen], by a pass without a store."""
+
+    @jax.jit
+    def all_experts(tokens, length):
+        found, sound = [], Router.__call__
+
+        def recorded(self, x):
+            weights, chosen = sound(self, x)
+            found.append(chosen)
+            return weights, chosen
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Router, "__call__", recorded)
+            model(tokens[None], length[None])
+        return jnp.stack(found, axis=1)
+
+    def of(tokens):
+        padded = jnp.zeros(LONGEST, jnp.int32).at[: len(tokens)].set(jnp.array(tokens))
+        return np.asarray(all_experts(padded, jnp.array(len(tokens))))[: len(tokens)]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def experts_of():
+    return experts_by(load_model(MODEL, dtype="float32", progress=False))
+
+
+def prompts(seed=4, count=4):
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(0, 250, 70).tolist()
+    return [{"prompt_token_ids": shared + rng.integers(0, 250, 3 + 17 * i).tolist()} for i in range(count)]
+
+
+def check(llm, experts_of, max_tokens=12):
+    """Generates twice. Returns the number of prompt tokens that were found in the cache."""
+    cached, different = 0, set()
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    for _ in range(2):
+        for output in llm.generate(prompts(), params):
+            (choice,) = output.outputs
+            expected = experts_of([*output.prompt_token_ids, *choice.token_ids[:-1]])
+            assert choice.routed_experts.shape == expected.shape
+            # Their order is that of their scores, in which equal ones may change places.
+            np.testing.assert_array_equal(np.sort(choice.routed_experts), np.sort(expected))
+            cached += output.num_cached_tokens
+            different |= set(expected.flat)
+    assert len(different) > 4
+    return cached
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"mamba_cache_mode": "all"},
+        {"mamba_cache_mode": "align", "num_speculative_tokens": 3, "speculative_method": "ngram"},
+        {"mamba_cache_mode": "none", "num_speculative_tokens": 2, "speculative_method": "mtp"},
+        {"mamba_cache_mode": "all", "replay_interval": 8, "mixed_steps": True},
+    ],
+    ids=["all", "ngram", "mtp", "replay"],
+)
+def test_experts_are_those_of_a_whole_pass(experts_of, flags):
+    assert (check(LLM(str(MODEL), **FLAGS, **flags), experts_of) > 0) == (flags["mamba_cache_mode"] != "none")
+
+
+@pytest.mark.full
+def test_preempted_requests_have_their_experts(experts_of):
+    llm = LLM(str(MODEL), **(FLAGS | {"mamba_cache_mode": "all", "num_pages": 14, "max_model_len": LONGEST}))
+    check(llm, experts_of, max_tokens=30)
+    assert llm.engine.stats()["preemptions"] > 0
+
+
+@pytest.mark.full
+def test_several_devices_record_the_same(tmp_path):
+    model = write_checkpoint(tmp_path, FAMILIES["nemotronh-moe"])
+    experts_of = experts_by(load_model(model, dtype="float32", progress=False))
+    check(LLM(str(model), **FLAGS, mamba_cache_mode="all", tensor_parallel_size=2), experts_of)
+
+
+@pytest.mark.full
+def test_the_server_returns_them_with_token_ids(experts_of):
+    engine = LLM(str(MODEL), **FLAGS, mamba_cache_mode="all").engine
+    server = LiveServer(engine, prepare=False)
+    try:
+        server.wait_until_ready()
+        body = {"max_tokens": 4, "ignore_eos": True}
+        answer = server.complete([5, 6, 7], **body, return_token_ids=True)
+        assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        found = choice["routed_experts"]
+        experts = np.frombuffer(base64.b64decode(found["data"]), found["dtype"]).reshape(found["shape"])
+        np.testing.assert_array_equal(np.sort(experts), np.sort(experts_of([5, 6, 7, *choice["token_ids"][:-1]])))
+        (choice,) = server.complete([5, 6, 7], **body).json()["choices"]
+        assert choice.get("routed_experts") is None
+    finally:
+        server.close()
+
+
+def test_what_does_not_record_experts_is_refused():
+    with pytest.raises(ConfigError, match="this Mamba2 model has no routed experts"):
+        LLM(str(FIXTURES / "mamba2"), **FLAGS)
+    with pytest.raises(ConfigError, match="does not support host_cache_gib or disk_cache"):
+        LLM(str(MODEL), **FLAGS, host_cache_gib=0.1)
+
+
+@pytest.mark.full
+def test_without_the_flag_there_are_none():
+    llm = LLM(str(MODEL), **(FLAGS | {"enable_return_routed_experts": False}))
+    assert llm.engine.loop.store.experts is None
+    (output,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=1))
+    assert output.outputs[0].routed_experts is None
