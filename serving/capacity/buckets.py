@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from mamba_jax.batch import DecodeBatch, MixedBatch
+from mamba_jax.programs import StepBatch
 from serving.engine.steps.batching import BatchBuilder, PrefillShape
+
+DECODE, PREFILL, MIXED = "decode", "prefill", "mixed"
+"""Kinds of programs, with which their names begin."""
+
+
+def kind_of(batch: StepBatch) -> str:
+    """Returns the kind of a batch's program."""
+    return DECODE if isinstance(batch, DecodeBatch) else MIXED if isinstance(batch, MixedBatch) else PREFILL
 
 
 def decode_name(rows: int) -> str:
     """Returns the name of a decode program."""
-    return f"decode, {rows} rows"
+    return f"{DECODE}, {rows} rows"
 
 
 def prefill_name(shape: PrefillShape) -> str:
     """Returns the name of a prefill program."""
-    return f"prefill, {shape.tokens:,} tokens of {shape.rows} rows"
+    return f"{PREFILL}, {shape.tokens:,} tokens of {shape.rows} rows"
 
 
 def mixed_name(rows: int, shape: PrefillShape) -> str:
     """Returns the name of a program for decode and prefill rows."""
-    return f"mixed, {rows} rows and {shape.tokens:,} tokens"
+    return f"{MIXED}, {rows} rows and {shape.tokens:,} tokens"
 
 
 def decode_shapes(batches: BatchBuilder, full: bool) -> list[int]:

@@ -26,8 +26,8 @@ from mamba_jax.rows import Rows
 from mamba_jax.sharding import TENSOR, Partition, rows_shardings
 from mamba_jax.store import StoreShape, init_store
 from mamba_jax.store_layout import lanes_of
-from serving.capacity.buckets import decode_name, decode_shapes, mixed_name, prefill_name, prefill_shapes
-from serving.capacity.compiling import Program, SlicePrograms, check_compiler, slice_mesh
+from serving.capacity.buckets import decode_name, decode_shapes, kind_of, mixed_name, prefill_name, prefill_shapes
+from serving.capacity.compiling import Program, SlicePrograms, check_compiler, code_of_all, slice_mesh
 from serving.capacity.count import Counter, Workload, collectives, decode_workload, prefill_workload
 from serving.capacity.layer_cuts import Cut, can_cut, cut_config, cut_parameters, layer_cuts, whole_programs
 from serving.capacity.overheads import HOST_SECONDS, KERNEL_SECONDS, decode_kernels
@@ -191,9 +191,8 @@ class _Planner:
                 # What does not fit is an answer, too.
                 notes.append("the compiler refuses a program: " + " ".join(str(error).split())[:300])
         refused = compile and not programs
-        num_programs = sum(1 for batch in batches.warm_up_batches(1) if isinstance(batch, StepBatch))
-        biggest = max((p.code for p in programs), default=0)
-        code = sum(p.code for p in programs) + biggest * (num_programs - len(programs)) if programs else 0
+        kinds = [kind_of(batch) for batch in batches.warm_up_batches(1) if isinstance(batch, StepBatch)]
+        code = code_of_all(programs, kinds)
         temporaries = max((p.temporaries for p in programs), default=workspace)
         other = self._bytes_of_seats(rows)
         spare = limit - weights - size.total_bytes - code - temporaries - other
@@ -218,7 +217,7 @@ class _Planner:
             context=context,
             exchanges=self.exchanges,
             programs=programs,
-            num_programs=num_programs,
+            num_programs=len(kinds),
             kernels=kernels,
             notes=tuple(notes),
             compile_seconds=time.perf_counter() - begin if compile else 0.0,
@@ -352,7 +351,8 @@ class _Planner:
         """For the programs of some of the layers."""
         model, stored = (cut_config(each, cut) for each in (self.model, self.design.stored))
         arguments = self.design.store_arguments(size, dtype=self.dtype)
-        shape = self.partition.store_shape(StoreShape.of(stored))
+        routed_experts = self.config.enable_return_routed_experts
+        shape = self.partition.store_shape(StoreShape.of(stored, routed_experts=routed_experts))
         try:
             return SlicePrograms(
                 HybridModel.from_parameters(model, cast(Mapping[str, jax.Array], cut_parameters(self.shapes, cut))),

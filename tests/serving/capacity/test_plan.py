@@ -14,7 +14,7 @@ from checkpoints.load import load_config
 from checkpoints.presets import preset_names
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.sharding import Partition
-from serving.capacity.compiling import Program
+from serving.capacity.compiling import Program, code_of_all
 from serving.capacity.count import Counter, collectives, decode_workload
 from serving.capacity.layer_cuts import can_cut, cut_config, cut_parameters, layer_cuts, whole_programs
 from serving.capacity.models import resolved_model
@@ -339,3 +339,9 @@ def test_cuts_have_the_parameters_of_their_layers():
 @pytest.mark.parametrize(("model", "cut"), [("zamba2-7b", False), ("qwen3-next-80b-a3b", True), ("mamba2-2.7b", True)])
 def test_models_whose_layers_of_a_kind_differ_are_compiled_whole(model, cut):
     assert can_cut(load_config(model)) == cut
+
+
+def test_programs_that_are_not_compiled_count_by_kind():
+    compiled = [Program("decode, 64 rows", 10, 0, 0), Program("prefill, 2,048 tokens of 4 rows", 30, 0, 0)]
+    assert code_of_all(compiled, ["decode"] * 5 + ["prefill"] * 3 + ["mixed"]) == 5 * 10 + 3 * 30 + 40
+    assert code_of_all([], ["decode", "prefill"]) == 0
