@@ -198,17 +198,10 @@ class Scheduler:
         for request in plan.admitted:
             if not request.lookup.final and not request.finished:
                 request.lookup.final = True
-                self._count_admission(request)
+                lookup = request.lookup
+                host.stats.count_admission(request.prompt_len, lookup.num_cached_tokens, lookup.miss_reason)
         host.stats.steps += 1
         host.unsettled.append(plan)
-
-    def _count_admission(self, request: Request) -> None:
-        stats, lookup = self._host.stats, request.lookup
-        stats.prompt_tokens += request.prompt_len
-        stats.cached_tokens += lookup.num_cached_tokens
-        stats.full_hits += lookup.num_cached_tokens == request.prompt_len
-        if lookup.miss_reason is not None:
-            stats.misses[lookup.miss_reason] += 1
 
     def withdraw(self, plan: StepPlan) -> None:
         """Undoes a step that could not be dispatched. Nothing of it is published.

@@ -49,6 +49,14 @@ class Stats:
     rows_stalled: int = 0
     """Times a row sat out a step because a slot, a page or room in the step was missing."""
 
+    def count_admission(self, prompt_len: int, num_cached_tokens: int, miss_reason: MissReason | None) -> None:
+        """Counts the first admission of a request."""
+        self.prompt_tokens += prompt_len
+        self.cached_tokens += num_cached_tokens
+        self.full_hits += num_cached_tokens == prompt_len
+        if miss_reason is not None:
+            self.misses[miss_reason] += 1
+
     def snapshot(self) -> dict[str, Any]:
         """All counters as a dictionary; the keys of the counted reasons are their names in lower case."""
         flat = asdict(self)

@@ -15,7 +15,7 @@ from serving.engine.control import Control
 from serving.engine.request_error import RequestError, RequestFailed
 from serving.engine.requests.adapters import AdapterTable, LoadedAdapter, LoRARequest
 from serving.engine.requests.output import Choice, RequestMetrics, RequestOutput
-from serving.engine.requests.prompt import Prompt, read_prompt
+from serving.engine.requests.prompt import Prompt, check_params, read_prompt
 from serving.engine.requests.routed_experts import read_routed_experts
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps.loop import PlanError, StepLoop
@@ -131,7 +131,8 @@ class Engine:
         if request_id in self._parents:
             raise RequestError(f"request id {request_id!r} is in use")
         text, ids = self.prompt_ids(prompt)
-        self._check(ids, params)
+        check_prompt_length(len(ids), self.max_model_len)
+        check_params(params, self.tokenizer, self.vocab_size)
         output = RequestOutput(
             request_id=request_id,
             prompt=text,
@@ -265,9 +266,7 @@ class Engine:
         for request in parent.members:
             if not request.finished:
                 self.loop.scheduler.discard(request.request_id)
-        reason = (
-            "the model's logits are not finite numbers (an overflow, or broken weights): the output cannot continue"
-        )
+        reason = "the model's logits are not finite numbers, because of an overflow or of wrong weights"
         self.fail(parent.output.request_id, reason)
 
     # -- adding --
@@ -279,16 +278,6 @@ class Engine:
             RequestError: the prompt is not valid.
         """
         return read_prompt(prompt, self.tokenizer, self.vocab_size)
-
-    def _check(self, ids: Sequence[int], params: SamplingParams) -> None:
-        check_prompt_length(len(ids), self.max_model_len)
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop texts need a tokenizer, which this model does not have; use stop_token_ids")
-        for token in params.logit_bias or ():
-            if token >= self.vocab_size:
-                raise RequestError(
-                    f"logit_bias: token id {token} is not in the vocabulary (0 to {self.vocab_size - 1})"
-                )
 
     def _add_choice(
         self,

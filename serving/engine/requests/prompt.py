@@ -7,6 +7,7 @@ from typing import Any
 
 from checkpoints.tokenizer import Tokenizer
 from serving.engine.request_error import RequestError
+from serving.engine.requests.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": [...]}`."""
@@ -40,6 +41,15 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) ->
     if not ids:
         raise RequestError("the prompt is empty")
     return given, ids
+
+
+def check_params(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+    """Raises `RequestError` for parameters that this model cannot serve."""
+    if params.stop and tokenizer is None:
+        raise RequestError("stop texts need a tokenizer, which this model does not have; use stop_token_ids")
+    for token in params.logit_bias or ():
+        if token >= vocab_size:
+            raise RequestError(f"logit_bias: token id {token} is not in the vocabulary (0 to {vocab_size - 1})")
 
 
 def _token_ids(given: Any, vocab_size: int) -> list[int]:

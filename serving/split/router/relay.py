@@ -25,6 +25,7 @@ from serving.split.http.peer import error_message
 from serving.split.router.client_request import ClientRequest
 from serving.split.router.event_followers import EventFollowers
 from serving.split.router.placement import Placement, PromptMatch
+from serving.split.router.relay_stats import RelayStats
 from serving.split.router.workers import Fleet, Remote, choose, local_failure
 from serving.split.settings import RouterSettings
 from serving.split.wire import ShareRequest, Ticket
@@ -46,23 +47,6 @@ class WorkerLost(Exception):
     def __init__(self, why: str, *, busy: bool = False) -> None:
         super().__init__(why)
         self.busy = busy
-
-
-@dataclass
-class RelayStats:
-    """Counters of requests."""
-
-    requests: int = 0
-    split: int = 0
-    """Requests with prompts that a prefill worker computed."""
-    shared: int = 0
-    """Requests for which the router offered another decode worker's state to the worker."""
-    alone: int = 0
-    """Requests that a decode worker computed alone."""
-    prefill_retries: int = 0
-    decode_retries: int = 0
-    late: int = 0
-    """Requests that exceeded their deadline."""
 
 
 @dataclass
