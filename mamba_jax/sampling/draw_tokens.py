@@ -1,8 +1,8 @@
-"""Drawing tokens within the limits of top-k, top-p and min-p, by few passes over the vocabulary.
+"""Draws tokens within the limits of top-k, top-p and min-p, with few passes over the vocabulary.
 
-The largest logits of a head almost always tell where its limits are. `_by_cut` takes the limits from them, and checks
-with the weights of the whole vocabulary that `truncate` has the same ones. Heads for which this fails, for example with
-more likely tokens than `FEW`, go through `truncate` itself, a group of them at a time.
+The largest logits of a head almost always determine its limits. `_by_cut` takes the limits from them, and checks with
+the weights of the whole vocabulary that `truncate` would choose the same limits. If this fails for a head, for example
+because more than `FEW` tokens are within the limits, `truncate` computes the limits of this head.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from mamba_jax.sampling.logits import limits_of, truncate, weights_of
 from mamba_jax.sampling.table import SamplingTable
 
 FEW = 256
-"""Logits of a head that are sorted to find its limits."""
+"""Number of largest logits of a head that are sorted to find its limits."""
 GROUP = 16
-"""Heads that go through `truncate` at a time, of those that the largest logits do not decide."""
+"""Number of heads that `truncate` processes at a time if the largest logits do not determine their limits."""
 FEW_HEADS = 8
-"""Heads whose logits and weights fit in the memory of a TPU's chip, as many as its tiles have rows."""
+"""Number of heads whose logits and weights fit in a TPU's VMEM: the number of rows of a tile."""
 
 Heads = Float[Array, "n vocab"]
 
 
 def draw(logits: Heads, asked: SamplingInputs) -> Int[Array, " n"]:
-    """Draws a token for each head of each row. Those of greedy rows have no meaning.
+    """Draws a token for each head of each row. Ignore the tokens of greedy rows.
 
     Args:
         logits: float32, after masks, biases and penalties.
@@ -41,25 +41,25 @@ def draw(logits: Heads, asked: SamplingInputs) -> Int[Array, " n"]:
 
 
 def draw_in_turn(logits: Heads, asked: SamplingInputs) -> Int[Array, " n"]:
-    """Draws by `truncate`, a few heads after the other. On a TPU their logits stay on the chip for all passes."""
+    """Draws by `truncate`, a few heads at a time. On a TPU, their logits stay on the chip for all passes."""
     seat, index = _of_heads(asked)
     group = math.gcd(logits.shape[0], FEW_HEADS)
 
     def search(i: Array) -> Array:
         some, seats, places = (lax.dynamic_slice_in_dim(x, i * group, group) for x in (logits, seat, index))
-        # Copied once: every pass would read its slice from the large memory.
+        # Copy the slice once. Otherwise every pass reads it from HBM.
         return _by_search(lax.optimization_barrier(some), asked.table.take(seats), places)
 
     return lax.map(search, jnp.arange(logits.shape[0] // group)).reshape(-1)
 
 
 def draw_by_cut(logits: Heads, asked: SamplingInputs) -> Int[Array, " n"]:
-    """Draws by few passes over the vocabulary, where the largest logits tell the limits, else by `truncate`."""
+    """Draws with few passes over the vocabulary if the largest logits determine the limits, else by `truncate`."""
     count, (seat, index) = logits.shape[0], _of_heads(asked)
     tokens, decided = _by_cut(logits, asked.table.take(seat), index)
     searched = jnp.repeat(asked.random, count // asked.random.shape[0]) & ~decided
     group = min(count, GROUP)
-    # Heads that are searched come first. The last group is filled up with any.
+    # The heads to search come first. Other heads fill up the last group.
     order = jnp.pad(jnp.argsort(~searched, stable=True), (0, -count % group))
 
     def search(i: Array, tokens: Array) -> Array:
@@ -70,7 +70,7 @@ def draw_by_cut(logits: Heads, asked: SamplingInputs) -> Int[Array, " n"]:
 
 
 def _of_heads(asked: SamplingInputs) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
-    """The seat of each head, and where its token comes in the row's output."""
+    """Returns the seat of each head, and the index of its token in the row's output."""
     return jnp.repeat(asked.row_id, asked.index.shape[1]), asked.index.reshape(-1)
 
 
@@ -80,7 +80,7 @@ def _by_search(logits: Heads, table: SamplingTable, index: Int[Array, " n"]) -> 
 
 
 def _by_cut(logits: Heads, table: SamplingTable, index: Int[Array, " n"]) -> tuple[Int[Array, " n"], Bool[Array, " n"]]:
-    """Draws tokens. Returns also whether the limits are certain to be those of `truncate`."""
+    """Returns tokens, and whether the limits are known to be those of `truncate`."""
     min_p, top_k, top_p = limits_of(table)
     temperature = jnp.where(table.temperature > 0, table.temperature, 1.0)[:, None]
     few, _ = most_likely(logits, min(FEW, logits.shape[-1]))
@@ -88,8 +88,8 @@ def _by_cut(logits: Heads, table: SamplingTable, index: Int[Array, " n"]) -> tup
     def weights_from(limit: Float[Array, "n 1"], logits: Array, largest: Array) -> Array:
         return jnp.where(logits < limit, 0.0, jnp.exp(logits / temperature - largest / temperature))
 
-    # Limits are logits: each part of the program reads the same ones, where it may round weights otherwise. If the last
-    # of the few is kept by a limit, others may be, too.
+    # Compare logits with the limits, not weights: XLA may round a weight differently in each fusion that computes it.
+    # If a limit keeps the last of the few tokens, it may keep tokens outside of the few, too.
     weight = weights_from(jnp.full_like(temperature, -jnp.inf), few, few[:, :1])
 
     def least(kept: Bool[Array, "n few"]) -> Float[Array, "n 1"]:
@@ -108,7 +108,7 @@ def _by_cut(logits: Heads, table: SamplingTable, index: Int[Array, " n"]) -> tup
     pth = jnp.take_along_axis(weight, jnp.argmax(reached, axis=-1, keepdims=True), axis=-1)
     by_p = top_p < 1
     limit, above = jnp.where(by_p, least(weight >= pth), limit), least(weight > pth)
-    # The same number, but known only after the pass before: XLA would keep its weights in memory for this one.
+    # The same value, made to depend on the previous pass. Otherwise XLA stores that pass's weights for this one.
     highest = jnp.where(total >= 0, few[:, :1], jnp.nan)
     sums, sums_above = _sums(*(in_blocks(weights_from(each, logits, highest)) for each in (limit, above)))
     proved = (
@@ -125,6 +125,6 @@ def _by_cut(logits: Heads, table: SamplingTable, index: Int[Array, " n"]) -> tup
 
 
 def _sums(*blocks: Float[Array, "n blocks width"]) -> tuple[Float[Array, "n blocks"], ...]:
-    """The sums of the blocks of each array, as one operation: XLA:GPU then reads the logits once for all."""
+    """Returns the sums of the blocks of each array, by one operation, so that XLA:GPU reads the logits once."""
     zeros = tuple(jnp.zeros((), each.dtype) for each in blocks)
     return tuple(lax.reduce(blocks, zeros, lambda x, y: tuple(a + b for a, b in zip(x, y, strict=True)), (2,)))

@@ -1,6 +1,6 @@
-"""Random numbers that depend on (seed, choice, output position, purpose) only.
+"""Random numbers that depend only on (seed, choice, output position, purpose).
 
-So a seeded request draws the same numbers whatever its batch-mates, preemption, or how its prompt was cut.
+Therefore a request with a seed draws the same numbers in any batch, after a preemption, and with any chunk size.
 """
 
 import enum
@@ -14,7 +14,7 @@ BLOCK = 128
 
 
 class Purpose(enum.IntEnum):
-    """The purpose of a draw. Draws for two purposes at one position are independent."""
+    """What a draw is for. Draws for different purposes at one position are independent."""
 
     TOKEN = 0
 
@@ -29,11 +29,16 @@ def _keys(key: UInt[Array, "rows 2"], position: Int[Array, "rows H"], purpose: P
 def categorical(
     key: UInt[Array, "rows 2"], position: Int[Array, "rows H"], weights: Float[Array, "rows H vocab"]
 ) -> Int[Array, "rows H"]:
-    """A token each, likely as it weighs, by two uniform numbers: one chooses a block of tokens, one the token in it.
+    """Draws one token for each head, with probabilities proportional to the weights.
 
-    That takes one pass over the vocabulary, where Gumbel noise would take a random number for every token. A token of
-    weight 0 is never drawn. `key` is that of the row's seed and choice (see `SamplingTable`), `position` counts output
-    tokens.
+    Two uniform numbers are drawn: the first chooses a block of tokens, the second a token of the block. This needs one
+    pass over the vocabulary, while Gumbel noise needs a random number for every token. A token of weight 0 is never
+    drawn.
+
+    Args:
+        key: the key of the row's seed and choice (see `SamplingTable`).
+        position: index of the token in the output.
+        weights: not negative.
     """
     blocks = in_blocks(weights)
 
@@ -49,7 +54,7 @@ def draw_by_blocks(
     sums: Float[Array, "rows H blocks"],
     within: Callable[[Int[Array, "rows H"]], Float[Array, "rows H width"]],
 ) -> Int[Array, "rows H"]:
-    """`categorical` with the weight of each block, and a function that returns the weights in a block."""
+    """Draws as `categorical` does, given the weight of each block and a function that returns a block's weights."""
     keys = _keys(key, position, Purpose.TOKEN)
     numbers = jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (2,))))(keys)
     block = _invert(sums, numbers[..., 0])
@@ -57,7 +62,7 @@ def draw_by_blocks(
 
 
 def in_blocks(weights: Float[Array, "*rows vocab"]) -> Float[Array, "*rows blocks width"]:
-    """Cut along the vocabulary, with 0 after its end."""
+    """Divides the vocabulary into blocks. The last block is padded with zeros."""
     padding = [(0, 0)] * (weights.ndim - 1) + [(0, -weights.shape[-1] % BLOCK)]
     return jnp.pad(weights, padding).reshape(*weights.shape[:-1], -1, BLOCK)
 
@@ -66,6 +71,6 @@ def _invert(weights: Float[Array, "rows H n"], number: Float[Array, "rows H"]) -
     """Returns the index at which the cumulative weights pass a fraction of their sum. It has a weight above 0."""
     below = jnp.cumsum(weights, axis=-1)
     index = (below <= number[..., None] * below[..., -1:]).sum(axis=-1, dtype=jnp.int32)
-    # Should the product be rounded up to the whole sum, then the last index that has any weight.
+    # If the product is rounded up to the whole sum, use the last index that has a weight.
     last = jnp.max(jnp.where(weights > 0, jnp.arange(weights.shape[-1], dtype=jnp.int32), 0), axis=-1)
     return jnp.minimum(index, last)

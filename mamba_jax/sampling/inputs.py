@@ -68,7 +68,7 @@ class SamplingInputs:
         )
 
     def on_this_device(self) -> SamplingInputs:
-        """Returns the inputs of this device's share of the rows. The tables of the vocabulary are the device's part."""
+        """Returns the inputs for this device's share of the rows. Tables of the vocabulary stay divided."""
         count = self.row_id.shape[0] // lax.axis_size(TENSOR)
 
         def own(values: Array) -> Array:
@@ -87,7 +87,7 @@ class SamplingInputs:
         )
 
     def rows_of(self, table: Shaped[Array, "seats part"]) -> Shaped[Array, "rows vocab"]:
-        """Returns the rows' entries of a table, of which a device that samples a share of the rows has a part."""
+        """Returns the rows' entries of a table. If devices divide the rows, each has a part of the table's columns."""
         return keep_whole(table[self.row_id]) if self.all_seats is None else own_rows(table[self.all_seats])
 
     @property
@@ -97,7 +97,7 @@ class SamplingInputs:
 
     @property
     def index(self) -> Int[Array, "rows H"]:
-        """Where each head's token comes in its row's output."""
+        """The index of each head's token in its row's output."""
         prompt_length = self.table.prompt_length[self.row_id]
         return self.length[:, None] + jnp.arange(self.drafts.shape[1] + 1) - prompt_length[:, None]
 
@@ -130,5 +130,5 @@ class SamplingInputs:
 
 
 def own_rows(part: Shaped[Array, "rows part"]) -> Shaped[Array, "own vocab"]:
-    """Returns all of the vocabulary for this device's share of the rows, from its part of the vocabulary for all."""
+    """Exchanges a part of the vocabulary for all rows for the whole vocabulary of this device's rows."""
     return lax.all_to_all(part, TENSOR, split_axis=0, concat_axis=1, tiled=True)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def add_bias(logits: Logits, table: SamplingTable, output_index: Int[Array, "rows H"]) -> Logits:
-    """Adds `logit_bias`, then holds back `stop_ids` where fewer than `min_tokens` tokens have come out."""
+    """Adds `logit_bias`, then excludes `stop_ids` for rows with fewer than `min_tokens` output tokens."""
     rows = jnp.arange(logits.shape[0])[:, None]
     logits = logits.at[rows, :, _drop(table.bias_ids, logits)].add(table.bias_values[:, :, None], mode="drop")
     early = output_index < table.min_tokens[:, None]
