@@ -114,5 +114,5 @@ class DummyParameter:
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _repeated(period: jax.Array, shape: tuple[int, ...], cut: tuple[tuple[int, int], ...]) -> jax.Array:
-    """`period` repeated to fill `shape`, of which all axes after the first are cut."""
+    """Returns `period` repeated to fill `shape`; all axes after the first are cut to its sizes."""
     return jnp.resize(period, shape)[(slice(None), *(slice(*bounds) for bounds in cut))]

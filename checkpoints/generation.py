@@ -39,7 +39,7 @@ def read_generation_config(directory: Path, overrides: Mapping[str, Any] | None 
         path = directory / "config.json" if not fields else path
         has_config = (directory / "config.json").is_file()
         eos = read_text_fields(directory, overrides).get("eos_token_id") if has_config else None
-    # `do_sample: false` says greedy whatever the other fields hold (they are then the library's defaults).
+    # `do_sample: false` means greedy decoding. The other fields are then the library's defaults and have no effect.
     greedy = fields.get("do_sample") is False
     return GenerationConfig(
         eos_token_ids=_ids(path, eos),

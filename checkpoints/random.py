@@ -22,7 +22,7 @@ _NUMPY = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfl
 
 
 class RandomTensors:
-    """The tensors of a Hugging Face checkpoint that was never written: each is drawn when asked for.
+    """The random tensors of a Hugging Face checkpoint without files: each is drawn when it is read.
 
     A tensor depends on the seed and on its name only.
 

@@ -19,7 +19,7 @@ _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 
 
 class TensorSet:
-    """The tensors of a directory by name: from its index, from `model.safetensors`, or from whatever files there are.
+    """The tensors of a directory by name: from its index, or from its safetensors files.
 
     Args:
         directory: of the files.

@@ -53,7 +53,7 @@ class Store:
     tails: Tails | None = None
     """With replay: the inputs since the anchors of running rows."""
     experts: Int[Array, "pages page_size 1 choices"] | None = None
-    """The experts that each token went through, of every layer in model order; None if they are not recorded."""
+    """The routed experts of each token, layer by layer in model order; None if they are not recorded."""
     rounded: RoundedRows | None = field(default=None, metadata={"static": True})
     """Rounding of running rows' states to the form of waiting states, if any."""
 
@@ -85,7 +85,7 @@ class StoreShape:
     tails: tuple[tuple[StateArray, ...], ...] = ()
     """The arrays that replay keeps of each token, for each sublayer with state in slots."""
     experts: int = 0
-    """Number of experts that each token goes through in all layers, if they are recorded."""
+    """Number of recorded experts of each token in all layers; 0: they are not recorded."""
     lanes: int = 1
     """A device pads some arrays to a multiple of this (see `store_layout`). Only used to count bytes."""
 

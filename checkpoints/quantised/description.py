@@ -33,7 +33,7 @@ class Quantisation:
 
 
 def read_quantisation(directory: Path, fields: Mapping[str, Any]) -> Quantisation | None:
-    """From config.json's `quantization_config`, or from ModelOpt's `hf_quant_config.json`; None if neither is there.
+    """From config.json's `quantization_config`, or from ModelOpt's `hf_quant_config.json`; None if neither exists.
 
     Args:
         directory: of the checkpoint.

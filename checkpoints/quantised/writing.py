@@ -22,7 +22,7 @@ _PACKED_AT_ONCE = 8
 
 
 def tensors_of(rounding: Rounding, wide: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the tensors of a module, by suffix, that stand for a weight [*lead, outputs, inputs].
+    """Returns the tensors of a module, by suffix, that represent a weight [*lead, outputs, inputs].
 
     Raises:
         InvalidTensor: the format has no such weights.

@@ -15,7 +15,7 @@ F32 = jnp.float32
 
 
 def undefined(x, weight, *, out_dtype):
-    """Returns why this call has no such form, or None."""
+    """Returns why this form does not support the call, or None."""
     if weight.input_scale is None:
         return "the checkpoint has no scale for its inputs"
     if weight.group_scale is not None or weight.group_zero is not None:

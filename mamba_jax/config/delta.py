@@ -47,7 +47,7 @@ class DeltaConfig(RecurrenceConfig):
     """If given, log decays are log_decay_bound * sigmoid(exp(a_log) * (a + dt_bias)), between the bound and 0, not
     -exp(a_log) * softplus(a + dt_bias)."""
     gate_rank: int = 0
-    """Decays and the output's gate are products of two matrices, with so many channels between; 0: of one."""
+    """Channels between the two matrices that compute the decays and the output's gate; 0: one matrix computes them."""
     output_gate: Literal["silu", "sigmoid"] = "silu"
     letter: str = DELTA
 

@@ -104,7 +104,7 @@ class BlockConfig(DrafterConfig):
     """
 
     mask_token: int = 0
-    """The token that stands for unknown ones."""
+    """The id of the mask token, which takes the place of tokens to predict."""
     markov_rank: int = 0
     """DSpark: rank of the table that adds to the logits of a token those of following the token before; 0: DFlash."""
     from_newest: bool = False

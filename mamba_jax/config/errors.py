@@ -8,7 +8,7 @@ Part = TypeVar("Part")
 
 
 class ModelConfigError(ValueError):
-    """A model description that is wrong, or that asks for something that is not supported."""
+    """A model description is invalid, or describes something that is not supported."""
 
 
 def need(part: Part | None) -> Part:

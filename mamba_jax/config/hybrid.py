@@ -20,7 +20,7 @@ DRAFT_KINDS = ATTENTION + LATENT + MLP + MOE
 
 @dataclass(frozen=True)
 class SharedConfig:
-    """Zamba2's shared transformer blocks (Glorioso et al., 2024), used in turn by the `Z` sublayers."""
+    """Zamba2's shared transformer blocks (Glorioso et al., 2024), which the `Z` sublayers use in rotation."""
 
     num_blocks: int
     adapter_rank: int
@@ -175,7 +175,7 @@ class HybridConfig:
 
     @property
     def experts_per_token(self) -> int:
-        """Number of experts that each token goes through in all layers of the model proper, shared ones left out."""
+        """Number of routed experts of a token in all layers, except draft layers."""
         return 0 if self.moe is None else self.pattern.count(MOE) * self.moe.experts_per_token
 
     @property

@@ -45,7 +45,7 @@ class Fields:
         return default if value is None else _number(name, value)
 
     def numbers(self, name: str, default: tuple[float, ...], *aliases: str) -> tuple[float, ...]:
-        """Returns a list of as many numbers as the default has."""
+        """Returns a list of numbers of the same length as the default."""
         value = self.given(name, *aliases)
         if value is None:
             return default
@@ -119,7 +119,7 @@ class Fields:
         return None if self.explicit_null(name) else self.integer(name, default)
 
     def key_value_heads(self, heads: int, default: int | None) -> int:
-        """`num_key_value_heads`: null means as many as query heads, and so does a default of None."""
+        """`num_key_value_heads`: null, and a default of None, mean the number of query heads."""
         if default is None or self.explicit_null("num_key_value_heads"):
             default = heads
         return self.integer("num_key_value_heads", default)

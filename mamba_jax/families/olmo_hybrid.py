@@ -22,7 +22,7 @@ from mamba_jax.families.base import Family, HFSource, tensor
 from mamba_jax.families.fields import Fields
 from mamba_jax.families.rope import rope_config
 
-_NORM_EPS = 1e-5  # of the gated norm, whatever the config says of the others
+_NORM_EPS = 1e-5  # of the gated norm; the config sets only that of the other norms
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:

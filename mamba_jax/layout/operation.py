@@ -31,4 +31,4 @@ class Operation:
     replay: Callable[[Any, tuple[Array, ...], tuple[Any, ...], Any], tuple[Array, Any]] | None = None
     """The same from an anchor and a tail: (`ReplayLayout`, inputs, parameters, (state, tail arrays by name)) -> y and
     the two, with the inputs appended and the state at the next multiple of the interval written if it is reached.
-    None: the recurrence has no such form."""
+    None: the recurrence does not support replay."""
