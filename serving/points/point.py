@@ -89,11 +89,11 @@ class PointPrograms:
     # -- in --
 
     def write_state(self, store: Store, slot: int, state: State, position: int) -> Store:
-        """The store (given away) with a state in a slot, which then holds S(position)."""
+        """Returns the store with a state in a slot, which then holds S(position). Donates the given store."""
         return self._run(self._write_state, (store, _for_store(store, state), np.int32(slot), np.int32(position)))
 
     def write_piece(self, store: Store, pages: Sequence[int], piece: Array) -> Store:
-        """The store (given away) with a piece in some pages; page 0 = not wanted."""
+        """Returns the store with a piece in some pages; tokens of page 0 are dropped. Donates the given store."""
         return self._run(self._write_piece, (store, _for_store(store, piece), np.asarray(pages, np.int32)))
 
     def warm_up(
@@ -164,7 +164,7 @@ class _Form:
     name: str
     run: Callable[..., Any]
     donates: bool = False
-    """The store is given away, and comes back."""
+    """The program takes the store by donation, and returns it."""
 
 
 def state_spec(store: Store, arrangement: Arrangement) -> dict[str, jax.ShapeDtypeStruct]:
@@ -222,8 +222,8 @@ def _write_piece(arrangement: Arrangement, store: Store, piece: Array, pages: In
         return write_slots(kv, arrangement.stored(declared[0], paged[layer * count :][:count]), pages, divided=True)
 
     def one_by_one(layer: int, kv: Array, paged: Array, pages: Array) -> Array:
-        # Straight out of the piece: one layer's part of it would be copied on the way, which takes XLA:CPU longer than
-        # all the rest. So would a conditional for what is not wanted; hence those that are come first.
+        # Read directly from the piece: XLA:CPU would copy one layer's part first, which takes longer than the rest. A
+        # conditional that skips null pages would copy it, too, so the other pages are sorted to the front.
         wanted = jnp.nonzero(pages > 0, size=count, fill_value=0)[0]
 
         def write(i: Int[Array, ""], kv: Array) -> Array:

@@ -56,7 +56,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Workload:
-    """The request that is measured, and what it is run with."""
+    """The measured request, and the other requests that run with it."""
 
     prompt: int = 600
     """Tokens of the prompt."""

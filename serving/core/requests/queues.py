@@ -131,7 +131,7 @@ class Queues:
         return stopped
 
     def could_be_admitted(self, besides: int) -> int:
-        """How many waiting requests there are row ids for, `besides` those of them that have theirs already."""
+        """Returns the number of waiting requests that can get a free row id. `besides`: waiting ones with a row id."""
         return min(len(self.free_row_ids), len(self.waiting) - besides)
 
     def check(self) -> None:

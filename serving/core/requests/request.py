@@ -316,7 +316,7 @@ class PlannedRow:
 
     @property
     def certain(self) -> int:
-        """Number of fed tokens that are kept whatever is sampled."""
+        """Number of fed tokens that are kept for any sampled tokens."""
         return self.num_tokens - self.num_drafts
 
     @property

@@ -48,7 +48,7 @@ class InitialStates:
         self._held[slot] = held
 
     def fill(self, store: Store) -> Store:
-        """Writes all states to a new store, which is given away."""
+        """Returns a new store with all states. Donates the given store."""
         for slot, held in self._held.items():
             store = self._written(store, slot, held)
         return store
