@@ -1,12 +1,11 @@
 """Times of steps by model and machine: bytes, operations, kernels, waits. Nothing is measured.
 
-    python -m benchmarks.step_times                     # the tables of docs/hardware.md, by analysis
+    python -m benchmarks.step_times                     # the table of docs/hardware.md, by analysis
     python -m benchmarks.step_times nemotron-h-8b:h200-1
 
 Each case has the default flags of `mamba-jax plan`. Times are those of `plan --analysis`: bytes and operations at
 published speeds, kernels and waits by the assumptions of `serving/capacity/overheads.py` and `targets.py`. A mixed step
-is compared with a decode and a prefill step one after the other (`--no-mixed-steps`), the memory with what JAX takes of
-a GPU by default.
+is compared with a decode and a prefill step one after the other (`--no-mixed-steps`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from serving.capacity.plan import make_plan
 from serving.capacity.result import CapacityPlan, Step
 from serving.capacity.targets import target
 from serving.config import EngineConfig
-from serving.engine.assembly.gpu_memory import DEFAULT_SHARE
 
 CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("nemotron-h-8b", "h200-1", {}),
@@ -62,19 +60,6 @@ def _times(step: Step) -> list[str]:
     return [f"{time:.2f}" if time else "-" for time in times] + [f"{step.expected_ms:.2f}"]
 
 
-def memory_row(model: str, machine: str, flags: dict[str, Any]) -> list[str]:
-    """Sequences that run at once on a GPU, of the share that JAX takes by default and of the whole memory."""
-    context = CONTEXTS[-1]
-    now = planned(model, machine, context, **flags)
-    former = planned(model, machine, context, memory_utilization=0.9 * DEFAULT_SHARE, **flags)
-    name = model + (f", {flags['quantization']} weights" if "quantization" in flags else "")
-    return [machine, name, f"{now.context:,}", *(_sequences(plan) for plan in (former, now))]
-
-
-def _sequences(plan: CapacityPlan) -> str:
-    return f"{plan.sequences_at(plan.context)[0]}" if plan.fits else "does not fit"
-
-
 def table(heads: list[str], rows: list[list[str]]) -> list[str]:
     """Lines of Markdown."""
     return [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)]
@@ -89,9 +74,6 @@ def main() -> int:
     ] or CASES
     heads = ["machine", "model", "step", "context", "bytes", "operations", "kernels", "exchanges", "expected"]
     print("\n".join(table([*heads, "as two steps"], [row for case in cases for row in step_rows(*case)])))
-    if gpus := [case for case in cases if target(case[1]).device.platform == "gpu"]:
-        heads = ["machine", "model", "tokens each", "0.9 of the 0.75 that JAX takes", "0.9 of the memory"]
-        print("\n".join(["", *table(heads, [memory_row(*case) for case in gpus])]))
     return 0
 
 
