@@ -142,7 +142,7 @@ class RMSNorm(nnx.Module):
         weight, x = self.weight[...], x.astype(jnp.float32)
         squares = jnp.square(x)
         if x.shape[-1] == size:
-            mean = row_sum(squares) / size
+            mean = rounded(row_sum(squares) / size)
         else:
             mean = jax.lax.psum(squares.sum(-1, keepdims=True), TENSOR) / size
         scale = jax.lax.rsqrt(mean + self.eps)

@@ -23,6 +23,7 @@ TRAFFIC = {
     "test_draft_mutations.py": "test_sound_programs_pass",
     "test_structured_with_plain.py": "test_each_says_what_it_says_alone",
     "test_traces_with_adapters.py": "test_a_few_traces",
+    "test_traces_invariant.py": "test_bits_of_each_recurrence",
 }
 """Where a file plants its faults under one piece of traffic: the test that runs this traffic without a fault. It fails
 where one of the faults is real."""

@@ -52,7 +52,9 @@ def decisive_model(config: HybridConfig) -> HybridModel:
 
 
 @functools.cache
-def long_memory_model(config: HybridConfig, seed: int = 3, *, near_ties: bool = False) -> HybridModel:
+def long_memory_model(
+    config: HybridConfig, seed: int = 3, *, near_ties: bool = False, dtype: Any = jnp.float32
+) -> HybridModel:
     """A model in which what was absorbed makes a difference, and still does many tokens later.
 
     With `near_ties` tokens 2i and 2i+1 are always nearly equally likely.
@@ -71,4 +73,4 @@ def long_memory_model(config: HybridConfig, seed: int = 3, *, near_ties: bool = 
             value[1::2] = value[::2] + 0.02 * value[1::2]
         return value
 
-    return fill(lambda: HybridModel(config, rngs=nnx.Rngs(0)), value_of)[0]
+    return fill(lambda: HybridModel(config, rngs=nnx.Rngs(0), dtype=dtype), value_of)[0]

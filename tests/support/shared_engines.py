@@ -16,9 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from kernels_pallas.fixed_order import log_sum_exp
 from mamba_jax.adapters import Adapters
-from mamba_jax.programs import StepPrograms
+from mamba_jax.programs import INVARIANT as INVARIANT_KERNELS
+from mamba_jax.programs import KernelChoice, StepPrograms
 from mamba_jax.store import init_store
+from mamba_jax.train.score import SCORE_OPTIONS
 from serving.config import EngineConfig
 from serving.engine.assembly import build
 from serving.engine.requests.adapters import LoRARequest
@@ -46,6 +49,7 @@ FLAGS = {
     "replay_interval": 1,
 }
 PREFILL = PrefillShape(tokens=MAX_LEN + PAGE, rows=ROWS, tiles=(MAX_LEN + PAGE) // TILE + ROWS)
+SMALL_PREFILL = PrefillShape(tokens=2 * TILE, rows=2, tiles=4)
 
 SMALLEST = "smallest"
 """The model of the planted faults, each of which needs programs of its own."""
@@ -76,6 +80,8 @@ class Variant:
     """Of log-probabilities: by how much they may depend on what was reused, and on how prompts were cut."""
     of_whole: float
     """Likewise, compared with the whole sequence at once, without a store."""
+    dtype: Any = jnp.float32
+    """Of the weights and activations."""
 
 
 VARIANTS = {
@@ -100,6 +106,15 @@ ADAPTED = {
     for name in ("nemotronh", "falconh1", "delta", "short_conv", "kimi", "smallest")
 }
 """Models whose requests may have adapters."""
+OPTIMIZED = {"xla_backend_optimization_level": 3}
+"""Without optimization, compilers do not contract products and sums, which can differ between programs."""
+INVARIANT_MODELS = ("nemotronh", "experts", "falconh1", "delta", "short_conv", "kimi", "selective")
+INVARIANT = {
+    f"{name}, invariant {dtype}": Variant(name, {"schedule_invariant": True}, 0.0, 0.0, jnp.dtype(dtype))
+    for name in (*INVARIANT_MODELS, "smallest")
+    for dtype in ("float32", "bfloat16")
+}
+"""Whose log-probabilities have the same bits in every schedule, and in the training forward."""
 TOLERANCE = 1e-4
 """Of log-probabilities, where nothing is kept in fewer bits."""
 
@@ -118,17 +133,32 @@ class SharedEngines:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        variant = (VARIANTS | EXACT | ADAPTED).get(name, Variant(name, {}, TOLERANCE, TOLERANCE))
+        variant = (VARIANTS | EXACT | ADAPTED | INVARIANT).get(name, Variant(name, {}, TOLERANCE, TOLERANCE))
         self.flags, self.tolerance, self.of_whole = variant.flags, variant.tolerance, variant.of_whole
-        self.model = long_memory_model(FOR_ENGINES[variant.model], near_ties=name == "nemotronh")
-        self.programs = shared_programs(self.model, tile_size=TILE, adapters=self.adapters())
+        self.model = long_memory_model(FOR_ENGINES[variant.model], near_ties=name == "nemotronh", dtype=variant.dtype)
+        self.programs = shared_programs(self.model, tile_size=TILE, **self.options())
         self._programs = {(TILE, 0): self.programs}
         self._alone: dict[tuple, list[Continuation]] = {}
         self._full = None
 
     def compile_anew(self) -> StepPrograms:
         """Programs that no other engine or run uses, for tests that change code which they trace."""
-        return StepPrograms(self.model, tile_size=TILE, adapters=self.adapters(), compiler_options=QUICK_COMPILE)
+        return StepPrograms(self.model, tile_size=TILE, **({"compiler_options": QUICK_COMPILE} | self.options()))
+
+    @property
+    def invariant(self) -> bool:
+        """Whether the bits of log-probabilities do not depend on the schedule."""
+        return self.name in INVARIANT
+
+    def options(self) -> dict[str, Any]:
+        """Of `StepPrograms`, in addition to those of all tests."""
+        options: dict[str, Any] = {"adapters": self.adapters()}
+        if self.invariant:
+            options |= {
+                "kernels": KernelChoice(named=INVARIANT_KERNELS),
+                "compiler_options": OPTIMIZED,
+            }
+        return options
 
     @property
     def adapted(self) -> bool:
@@ -145,11 +175,11 @@ class SharedEngines:
         """Those that engines of such tiles share. Engines that load adapters at the same time differ in `side`."""
         key = tile_size, side if self.adapted else 0
         if key not in self._programs:
-            self._programs[key] = shared_programs(self.model, tile_size=tile_size, adapters=self.adapters())
+            self._programs[key] = shared_programs(self.model, tile_size=tile_size, **self.options())
         return self._programs[key]
 
     def engine(self, mode: str | None, *, programs=None, eos_token_ids=(), side: int = 0, **flags):
-        """An engine whose steps all have one shape for decoding and one for prefill. `side`: see `programs_of`."""
+        """An engine whose steps have one shape for decoding and one for prefill, or few. `side`: see `programs_of`."""
         config = EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | flags | self.flags))
         with mock.patch.object(build, "init_laid_out", _poisoned):
             programs = programs or self.programs_of(config.tile_size, side)
@@ -157,8 +187,9 @@ class SharedEngines:
                 config, self.model, tokenizer=letters(), eos_token_ids=eos_token_ids, programs=programs
             )
         engine = built.engine
-        engine.loop.batches.decode_shapes = [ROWS]
-        engine.loop.batches.prefill_shapes = [PREFILL]
+        # Bits depend on the number of rows where an operation is not invariant.
+        engine.loop.batches.decode_shapes = [1, 3, ROWS] if self.invariant else [ROWS]
+        engine.loop.batches.prefill_shapes = [SMALL_PREFILL, PREFILL] if self.invariant else [PREFILL]
         if engine.loop.batches.mixed_shapes:
             engine.loop.batches.mixed_shapes = [PREFILL]
         return read_contents(engine, self.model) if self.adapted else engine
@@ -201,8 +232,15 @@ class SharedEngines:
         """Log-probabilities [length, vocab] of the whole sequence at once, without a store."""
         if self._full is None:
             graph, state = nnx.split(self.model)
-            run = jax.jit(lambda state, row, length: jax.nn.log_softmax(nnx.merge(graph, state)(row, length)))
-            self._full = functools.partial(run, state)
+
+            def run(state, row, length):
+                with self.programs.kernels.applied():
+                    logits = nnx.merge(graph, state)(row, length)
+                    return logits - log_sum_exp(logits)
+
+            self._full = functools.partial(
+                jax.jit(run, compiler_options=SCORE_OPTIONS | OPTIMIZED if self.invariant else {}), state
+            )
         row = np.zeros((1, MAX_LEN), np.int32)
         row[0, : len(tokens)] = tokens
         return np.asarray(self._full(row, np.array([len(tokens)])))[0, : len(tokens)]
@@ -210,7 +248,7 @@ class SharedEngines:
 
 @functools.cache
 def engines_of(name: str) -> SharedEngines:
-    """Those of each model: a name in `tiny_configs.FOR_ENGINES`, in `VARIANTS`, `EXACT` or `ADAPTED`."""
+    """Those of each model: a name in `tiny_configs.FOR_ENGINES`, `VARIANTS`, `EXACT`, `ADAPTED` or `INVARIANT`."""
     return SharedEngines(name)
 
 

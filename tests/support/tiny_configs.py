@@ -139,6 +139,8 @@ FOR_ENGINES = {
     # The kinds of layers of NemotronH, of plain Mamba2, and of FalconH1: apart, without attention, side by side.
     "nemotronh": _for_engines("M*-M", attention=_ENGINE_ATTENTION, mlp=_ENGINE_MLP, mtp_pattern="*-"),
     "mamba2": _for_engines("MMM"),
+    # Routed experts over latents and a shared one, as in Nemotron 3.
+    "experts": _for_engines("ME*E", attention=_ENGINE_ATTENTION, moe=MOE),
     # A drafter of blocks, with the embedding and the head of its target.
     "dflash": replace(_for_engines("M*-M", attention=_ENGINE_ATTENTION, mlp=_ENGINE_MLP), drafter=_FLASH),
     # A separate drafter, whose keys have another shape, on a model that has attention.

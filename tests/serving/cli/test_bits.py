@@ -3,16 +3,11 @@
 import json
 from functools import partial
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from checkpoints.random import write_random
 from kernels_pallas import invariant
-from kernels_pallas.paged_attention import api as attention_api
-from kernels_pallas.slots import write_slot_if
-from kernels_pallas.ssd_scan import api as scan_api
-from kernels_pallas.ssd_scan import xla as scan_xla
 from mamba_jax.programs import StepPrograms
 from serving.cli.evaluation import schedules
 from serving.cli.evaluation.schedules import Schedule, Workload, compare_schedules
@@ -185,37 +180,3 @@ def test_bits_of_an_answer_next_to_another_in_chunks_and_scored(model):
     scored = llm.generate([prompt + alone.token_ids], scoring, use_tqdm=False, cache_salt="c")[0]
     values = [table[token].logprob for token, table in zip(alone.token_ids, scored.prompt_logprobs[-4:], strict=True)]
     assert values == [table[token].logprob for token, table in zip(alone.token_ids, alone.logprobs, strict=True)]
-
-
-def xla_product(rows, weight):
-    return rows @ weight.T
-
-
-def attention_in_pieces_by_batch(q, kv, **layout):
-    """Attention whose pieces of keys are shorter in a batch of several blocks of queries."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(invariant, "_KEYS", 32 if q.shape[0] > 2 else 128)
-        return invariant.paged_attention(q, kv, **layout)
-
-
-def write_next_state(store, value, slot):
-    """Stores a state whose numbers are off by one in the last place."""
-    return write_slot_if(store, jnp.nextafter(value, jnp.inf), slot)
-
-
-@needs_native
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("module", "name", "fault"),
-    [
-        (invariant, "product", xla_product),
-        (scan_api, "SCAN", (invariant.implementation(scan_xla.ssd_scan),)),
-        (attention_api, "PAGED", (invariant.implementation(attention_in_pieces_by_batch),)),
-        (invariant, "write_slot_if", write_next_state),
-    ],
-    ids=["product", "scan", "attention", "stored state"],
-)
-def test_a_fault_that_changes_only_bits_is_found(model, module, name, fault, monkeypatch):
-    monkeypatch.setattr(module, name, fault)
-    lines = compare_schedules(model, SMALL, flags=INVARIANT | {"compilation_cache": False})
-    assert any(line.equal < line.total for line in lines)

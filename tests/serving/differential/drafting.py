@@ -129,13 +129,8 @@ class Drafters:
 
     def compile_anew(self, tile_size: int = TILE) -> StepPrograms:
         """Programs that no other engine shares."""
-        return StepPrograms(
-            self.on.model,
-            tile_size=tile_size,
-            source=self.source,
-            adapters=self.on.adapters(),
-            compiler_options=QUICK_COMPILE,
-        )
+        options = {"compiler_options": QUICK_COMPILE} | self.on.options()
+        return StepPrograms(self.on.model, tile_size=tile_size, source=self.source, **options)
 
     @property
     def programs(self) -> StepPrograms:

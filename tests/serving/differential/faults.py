@@ -59,13 +59,15 @@ STRUCTURED: dict[int, Fault] = {}
 """Those of rows under a grammar that draft: see `structured_faults`."""
 ADAPTERS: dict[int, Fault] = {}
 """Those of rows with adapters: see `adapter_faults`."""
+BITS: dict[int, Fault] = {}
+"""Those that change only bits: see `test_traces_invariant`."""
 
 
 def fault(number: int, text: str, cases: str, compiles: str | None = None, *, table: dict[int, Fault] = DEVICE):
     """Register a fault under its number."""
 
     def register(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        assert number not in DEVICE | DRAFTS | LAYER | REPLAY | REPLAY_LAYER | STRUCTURED | ADAPTERS
+        assert number not in DEVICE | DRAFTS | LAYER | REPLAY | REPLAY_LAYER | STRUCTURED | ADAPTERS | BITS
         table[number] = Fault(number, text, cases, compiles, plant)
         return plant
 

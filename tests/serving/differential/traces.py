@@ -300,8 +300,9 @@ def run_trace(seed: int, **how: Any) -> Counter:
         judge(trace, ask, outputs[ask.name])
         trace.met[ask.sampling] += 1
         trace.met[f"{ask.sampling}, preempted"] += outputs[ask.name].metrics.num_preemptions > 0
-    if watch is not None and trace.drafting is not None:
+    if trace.drafting is not None:
         tally(trace.met, trace.drafting, outputs)
+    if watch is not None:
         trace.met["layer"] += watch.count
         if wrong := watch.wrong():
             raise Divergence(f"seed {trace.seed} ({trace.model}, {trace.mode}, {trace.flags}): {wrong[0]}")
