@@ -13,6 +13,7 @@ from kernels_pallas.grouped_matmul import (
     quantised_gpu,
     quantised_native,
     quantised_tpu,
+    widened_gpu,
     xla,
 )
 from kernels_pallas.quantised import Quantised
@@ -32,6 +33,7 @@ QUANTISED = (
         "pallas_tpu_codes", partial(quantised_tpu.grouped_matmul, codes=True), quantised_tpu.unsupported, "tpu"
     ),
     dispatch.Implementation("pallas_gpu", quantised_gpu.grouped_matmul, quantised_gpu.unsupported, "gpu"),
+    dispatch.Implementation("pallas_gpu_widened", widened_gpu.grouped_matmul, widened_gpu.unsupported, "gpu"),
     dispatch.Implementation("native", quantised_native.grouped_matmul, quantised_native.unsupported, "cpu"),
     dispatch.Implementation("xla", quantised.grouped_matmul),
 )

@@ -7,7 +7,7 @@ import pytest
 from operation_checks import Draw, assert_close, jitted
 
 from kernels_pallas.dispatch import KernelChoice, UnsupportedError
-from kernels_pallas.grouped_matmul import grouped_matmul, pallas_gpu, quantised_gpu, quantised_tpu, xla
+from kernels_pallas.grouped_matmul import grouped_matmul, pallas_gpu, quantised_tpu, widened_gpu, xla
 from kernels_pallas.grouped_matmul import reference as grouped_reference
 from kernels_pallas.linear import linear
 from kernels_pallas.linear import reference as linear_reference
@@ -102,11 +102,11 @@ def test_grouped(form, implementation):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_grouped_around_the_kernel_of_gpu(form, monkeypatch):
-    """The kernel itself has no interpreter: plain JAX takes its place, so this is of what is widened and scaled."""
+    """Plain JAX takes the place of the kernel, which has no interpreter: this is of what is widened and scaled."""
     monkeypatch.setattr(pallas_gpu, "grouped_matmul", xla.grouped_matmul)
     weight, x = quantised(5, 31, 48, **form), Draw().normal(40, 48)
     sizes = np.asarray([3, 0, 20, 1, 2], np.int32)
-    out = jax.jit(quantised_gpu.grouped_matmul)(x, weight, sizes)
+    out = jax.jit(widened_gpu.grouped_matmul)(x, weight, sizes)
     assert_close(out, grouped_reference.grouped_matmul(x, by_definition(weight), sizes))
 
 

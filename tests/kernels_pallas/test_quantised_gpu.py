@@ -1,0 +1,176 @@
+"""The grouped product that widens weights in registers: interpreted by JAX 0.12, and compiled for an H200."""
+
+import importlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from operation_checks import Draw, assert_close
+from real_shapes import BF16, F32, I32, shape
+from test_quantised_products import by_definition, quantised
+from topology import compile_for_gpu
+
+from kernels_pallas.dispatch import KernelChoice
+from kernels_pallas.grouped_matmul import grouped_matmul, quantised_gpu, reference
+from kernels_pallas.quantised import Quantised
+
+pytestmark = pytest.mark.full
+slow = pytest.mark.slow
+
+INT8, FP8, INT4, FP4 = jnp.int8, jnp.float8_e4m3fn, jnp.int4, jnp.float4_e2m1fn
+
+
+def interpreted(x, weight, sizes):
+    """Runs the kernel by the interpreter, which raises an error where it finds a race."""
+    mosaic = importlib.import_module(quantised_gpu.MODULE)
+    if not hasattr(mosaic, "InterpretGPUParams"):
+        pytest.skip(f"JAX {jax.__version__} has no interpreter of Mosaic GPU (0.12 has)")
+    parameters = mosaic.InterpretGPUParams(detect_races=True, on_race="raise")
+    assert quantised_gpu.unsupported(x, weight, sizes) is None
+    run = jax.jit(lambda *call: quantised_gpu.grouped_matmul(*call, parameters))
+    return run(jnp.asarray(x), weight, jnp.asarray(sizes, I32))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "groups", "zero"),
+    [
+        (INT8, None, False),
+        (FP8, None, False),
+        (INT4, None, False),
+        (INT4, 2, False),  # as long as a block
+        (INT4, 8, True),  # shorter: 32
+        (INT4, 2, True),
+        (FP4, 16, False),  # groups of 16
+        (FP4, None, False),
+        (FP8, 4, False),
+    ],
+)
+def test_equals_definition(dtype, groups, zero):
+    weight = quantised(4, 128, 256, dtype=dtype, groups=groups, zero=zero)
+    for tokens, sizes in ((21, [3, 0, 9, 6]), (5, [0, 2, 3, 0])):
+        x = Draw().normal(tokens, 256, dtype=BF16)
+        out = interpreted(x, weight, sizes)
+        assert out.dtype == BF16
+        assert_close(out, reference.grouped_matmul(x, by_definition(weight), sizes), BF16, tolerance=8e-3)
+
+
+def test_scales_in_fewer_bits_and_no_channel_scale():
+    weight = quantised(2, 64, 128, dtype=FP4, groups=8)
+    narrow = Quantised(weight.values, None, weight.group_scale.astype(FP8))
+    exact = Quantised(weight.values, jnp.ones((2, 64)), narrow.group_scale)
+    x, sizes = Draw().normal(9, 128, dtype=BF16), [4, 5]
+    assert_close(
+        interpreted(x, narrow, sizes), reference.grouped_matmul(x, by_definition(exact), sizes), BF16, tolerance=8e-3
+    )
+
+
+def test_several_blocks_of_tokens_of_one_expert():
+    weight, x = quantised(3, 64, 64, dtype=INT8), Draw().normal(90, 64, dtype=BF16)
+    for sizes in ([1, 85, 2], [0, 0, 90], [0, 0, 0]):
+        out = interpreted(x, weight, sizes)
+        assert_close(out, reference.grouped_matmul(x, by_definition(weight), sizes), BF16, tolerance=8e-3)
+
+
+def test_every_4_bit_float():
+    codes = jnp.arange(-8, 8, dtype=jnp.int8).astype(INT4)
+    values = jax.lax.bitcast_convert_type(codes, FP4)
+    assert_close(quantised_gpu._to_float32(codes, FP4), np.asarray(values).astype(np.float32))
+
+
+def test_gradient_is_that_of_plain_jax(monkeypatch):
+    weight, x, sizes = quantised(2, 64, 64), jnp.ones((4, 64), BF16), jnp.asarray([1, 3])
+    kernel = lambda *call: lambda *arrays: grouped_matmul(x, weight, sizes, implementation="xla")  # noqa: E731
+    monkeypatch.setattr(quantised_gpu, "_kernel", kernel)
+
+    def gradient(run):
+        return jax.grad(lambda x: run(x, weight, sizes).astype(F32).sum())(x)
+
+    expected = gradient(lambda *call: grouped_matmul(*call, implementation="xla"))
+    np.testing.assert_array_equal(gradient(quantised_gpu.grouped_matmul), expected)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "form", "why"),
+    [
+        ((96, 128), {}, "weights are 96 x 128, not multiples of 64"),
+        ((64, 192), {"groups": 2}, "groups of 96 inputs"),
+        ((64, 128), {"groups": 1, "zero": True}, "1 rows of int8 scales are not divisible by 2"),
+    ],
+)
+def test_what_it_leaves_to_others(sizes, form, why):
+    weight = quantised(2, *sizes, dtype=INT4, **form)
+    assert why in quantised_gpu.unsupported(jnp.ones((4, sizes[1]), BF16), weight, None)
+
+
+NANO, SUPER, QWEN = (128, 1856, 2688), (512, 2688, 1024), (512, 1024, 2048)
+SMALL = (72, 1536, 4096)
+"""Experts, outputs and inputs: up, or gate and up of QWEN (Qwen3-Next) and SMALL (Granite-4.0-H-Small)."""
+FORMS = {
+    "int8": (INT8, None, None, F32),
+    "fp8": (FP8, None, None, F32),
+    "int4": (INT4, 64, BF16, None),
+    "gptq": (INT4, 128, F32, None),
+    "nvfp4": (FP4, 16, FP8, F32),
+}
+
+
+def published(form, experts, outputs, inputs):
+    dtype, group, scale, channel = FORMS[form]
+    zero = form == "gptq"
+    groups = (experts, inputs // group, outputs) if group else ()
+    return Quantised(
+        shape(experts, outputs, inputs, dtype=dtype),
+        shape(experts, outputs, dtype=channel) if channel else None,
+        shape(*groups, dtype=scale) if group else None,
+        shape(*groups, dtype=INT8) if zero else None,
+    )
+
+
+FEW = [("int8", NANO, 384), ("nvfp4", SUPER, 1408)]
+CALLS = [
+    (form, expert, tokens)
+    for forms, experts, calls in (
+        (("int8", "fp8", "int4"), (NANO, QWEN, SMALL), (6, 384, 12288)),
+        (("nvfp4",), (NANO, SUPER), (22, 1408, 45056)),
+        (("gptq",), (QWEN,), (10, 640)),
+    )
+    for form in forms
+    for expert in experts
+    for tokens in calls
+]
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize(
+    ("form", "expert", "tokens"), [*FEW, *(pytest.param(*c, marks=slow) for c in CALLS if c not in FEW)]
+)
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_published_sizes(form, expert, tokens, direction, monkeypatch, capfd):
+    """No registers are spilled, and memory holds no wide weight: only sizes of groups and their sums."""
+    experts, outputs, inputs = expert
+    if direction == "down":
+        outputs, inputs = inputs, outputs // (1 if expert in (NANO, SUPER) else 2)
+    weight = published(form, experts, outputs, inputs)
+    x = shape(tokens, inputs, dtype=BF16)
+    assert quantised_gpu.unsupported(x, weight, None) is None
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    program = compile_for_gpu("h200", quantised_gpu.grouped_matmul, x, weight, shape(experts, dtype=I32))
+    said = "".join(capfd.readouterr())
+    ((used,), (spilled,)) = (re.findall(p, said) for p in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
+    assert int(used) <= 128
+    assert int(spilled) == 0
+    # The result of at least 8 tokens is cut, or tokens of no expert are set to 0: a copy of it, not of a weight.
+    assert program.memory_analysis().temp_size_in_bytes < 2 * (tokens + 8) * (inputs + outputs) + 32_768
+
+
+@pytest.mark.gpu_compile
+def test_is_chosen_for_hopper():
+    from topology import gpu_device
+
+    choice = KernelChoice(platform="gpu", device=gpu_device("h200"))
+    weight = published("int8", *NANO)
+    with choice.applied():
+        jax.eval_shape(grouped_matmul, shape(384, 2688, dtype=BF16), weight, shape(128, dtype=I32))
+    assert list(choice.chosen["quantised_grouped_matmul"]) == ["pallas_gpu"]
