@@ -93,6 +93,10 @@ class Quantised:
             by_outputs(self.input_scale),
         )
 
+    def alone(self) -> Quantised:
+        """Returns the weight as that of the only expert: with a first axis of 1."""
+        return jax.tree.map(lambda v: v[None], self)
+
     def take(self, index: Array) -> Quantised:
         """Returns the outputs with these indices, of a matrix; those out of range are clipped."""
 

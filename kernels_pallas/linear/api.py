@@ -6,7 +6,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels_pallas import dispatch, invariant
-from kernels_pallas.linear import narrow_inputs, native, quantised, quantised_native, quantised_tpu, xla
+from kernels_pallas.linear import narrow_inputs, native, quantised, quantised_gpu, quantised_native, quantised_tpu, xla
 from kernels_pallas.quantised import Quantised
 from kernels_pallas.shape_check import shapes_checked
 
@@ -23,6 +23,7 @@ QUANTISED = (
     dispatch.Implementation(
         "pallas_tpu_codes", partial(quantised_tpu.linear, codes=True), quantised_tpu.unsupported, "tpu"
     ),
+    dispatch.Implementation("pallas_gpu", quantised_gpu.linear, quantised_gpu.unsupported, "gpu"),
     dispatch.Implementation("native", quantised_native.linear, quantised_native.unsupported, "cpu"),
     dispatch.Implementation("xla", quantised.linear),
 )

@@ -1,5 +1,6 @@
 """The grouped product that widens weights in registers: interpreted by JAX 0.12, and compiled for an H200."""
 
+import functools
 import importlib
 import re
 
@@ -14,6 +15,9 @@ from topology import compile_for_gpu
 
 from kernels_pallas.dispatch import KernelChoice
 from kernels_pallas.grouped_matmul import grouped_matmul, quantised_gpu, reference
+from kernels_pallas.linear import linear
+from kernels_pallas.linear import quantised_gpu as linear_gpu
+from kernels_pallas.linear import reference as linear_reference
 from kernels_pallas.quantised import Quantised
 
 pytestmark = pytest.mark.full
@@ -22,13 +26,17 @@ slow = pytest.mark.slow
 INT8, FP8, INT4, FP4 = jnp.int8, jnp.float8_e4m3fn, jnp.int4, jnp.float4_e2m1fn
 
 
-def interpreted(x, weight, sizes):
-    """Runs the kernel by the interpreter, which raises an error where it finds a race."""
+def interpreter():
     mosaic = importlib.import_module(quantised_gpu.MODULE)
     if not hasattr(mosaic, "InterpretGPUParams"):
         pytest.skip(f"JAX {jax.__version__} has no interpreter of Mosaic GPU (0.12 has)")
-    parameters = mosaic.InterpretGPUParams(detect_races=True, on_race="raise")
+    return mosaic.InterpretGPUParams(detect_races=True, on_race="raise")
+
+
+def interpreted(x, weight, sizes):
+    """Runs the kernel by the interpreter, which raises an error where it finds a race."""
     assert quantised_gpu.unsupported(x, weight, sizes) is None
+    parameters = interpreter()
     run = jax.jit(lambda *call: quantised_gpu.grouped_matmul(*call, parameters))
     return run(jnp.asarray(x), weight, jnp.asarray(sizes, I32))
 
@@ -71,6 +79,30 @@ def test_several_blocks_of_tokens_of_one_expert():
     for sizes in ([1, 85, 2], [0, 0, 90], [0, 0, 0]):
         out = interpreted(x, weight, sizes)
         assert_close(out, reference.grouped_matmul(x, by_definition(weight), sizes), BF16, tolerance=8e-3)
+
+
+def test_a_dense_weight_with_groups():
+    weight, x = quantised(128, 128, dtype=INT4, groups=2, zero=True), Draw().normal(3, 5, 128, dtype=BF16)
+    run = jax.jit(lambda x, w: linear_gpu.linear(x, w, out_dtype=BF16, interpret=interpreter()))
+    expected = linear_reference.linear(x, by_definition(weight))
+    assert_close(run(jnp.asarray(x), weight), expected, BF16, tolerance=8e-3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "form", "dtype", "why"),
+    [
+        (64, 4096, {}, BF16, None),
+        (65, 4096, {}, BF16, "65 rows"),
+        (4, 4096, {}, F32, "its result"),
+        (4, 2048, {}, BF16, "2048 outputs"),
+        (4, 4096, {"dtype": FP4}, BF16, "4-bit floats"),
+        (4, 4096, {"groups": None}, BF16, "XLA fuses"),
+    ],
+)
+def test_dense_weights_that_it_takes(rows, outputs, form, dtype, why):
+    weight = quantised(outputs, 128, **{"dtype": INT4, "groups": 2} | form)
+    said = linear_gpu.unsupported(jnp.ones((rows, 128), BF16), weight, out_dtype=dtype)
+    assert said is None if why is None else why in said
 
 
 def test_every_4_bit_float():
@@ -163,6 +195,20 @@ def test_published_sizes(form, expert, tokens, direction, monkeypatch, capfd):
     assert int(spilled) == 0
     # The result of at least 8 tokens is cut, or tokens of no expert are set to 0: a copy of it, not of a weight.
     assert program.memory_analysis().temp_size_in_bytes < 2 * (tokens + 8) * (inputs + outputs) + 32_768
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize(("form", "outputs", "inputs"), [("int4", 17408, 5120), ("gptq", 5120, 17408)])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_dense_weights(form, outputs, inputs, rows, monkeypatch, capfd):
+    """Of Qwen3.5-27B's MLP, up and down."""
+    weight = published(form, 1, outputs, inputs)
+    weight = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), weight)
+    x = shape(rows, inputs, dtype=BF16)
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    program = compile_for_gpu("h200", functools.partial(linear, implementation="pallas_gpu"), x, weight)
+    assert re.findall(r"(\d+) bytes spill stores", "".join(capfd.readouterr())) == ["0"]
+    assert program.memory_analysis().temp_size_in_bytes < 2 * (rows + 8) * (inputs + outputs) + 32_768
 
 
 @pytest.mark.gpu_compile
