@@ -1,6 +1,6 @@
 """The scan by the gated delta rule as one TPU kernel: a sequential grid over tiles, the state in VMEM along a row.
 
-Grid, slots and blocks of heads are those of `kernels_pallas.ssd_scan.pallas_tpu`.
+The grid is that of `kernels_pallas.tpu_pipeline.scan`, with blocks of heads.
 
 The kernel processes a tile in blocks of tokens by matrix products (see `kernels_pallas.delta_scan.xla`). Products of
 inputs and states take operands in v's dtype and sum in float32. The triangular system is float32, because its solution
@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas import tpu_pipeline
 from kernels_pallas.heads import HeadBlocks, power_of_two_in
 from kernels_pallas.tpu_blocks import accurate_dot, blocks_in_lanes, dot
 
@@ -40,98 +40,48 @@ def delta_scan(q, k, v, log_decay, beta, store, *, tile_first, read_slot, write_
     state = k.shape[3]
     blocks = blocks_in_lanes(heads, k.shape[2], head_dim, state, F32, block_bytes=BLOCK_BYTES)
     real = (beta != 0).any(axis=2)
-    # The first tile has no previous tile: unless it begins a row, it starts from zeros.
-    tile_first, read_slot = tile_first.at[0].set(True), jnp.where(tile_first, read_slot, 0)
-    number = jnp.arange(tiles)
-    # A tile that reads nothing selects the block that the previous tile read; a tile that writes nothing selects the
-    # block that the next one writes. The pipeline moves a block only when its number changes.
-    fetched = read_slot[lax.cummax(jnp.where(tile_first, number, 0))]
-    following = lax.cummin(jnp.where(write_slot > 0, number, tiles - 1), reverse=True)
+    by_channel = log_decay.ndim == 4
+    scan_block, tokens = _scan_block_by_channel if by_channel else _scan_block, _block_size(size, by_channel)
 
-    per_head = pl.BlockSpec((1, size, blocks.heads * head_dim), lambda h, i, *_: (i, 0, h))
+    def compute(_, inputs, y, carry, stored):
+        for first in range(0, size, tokens):
+            scan_block(*inputs, y, carry, slice(first, first + tokens), blocks, head_dim)
+        # Rounded to the store's dtype, so that dividing a row's tiles over several calls does not change results.
+        if stored != F32:
+            carry[...] = carry[...].astype(stored).astype(F32)
+
+    def per_head(width):
+        return pl.BlockSpec((1, size, blocks.heads * width), lambda h, i, *_: (i, 0, h))
+
+    def of_tokens(one):  # padding may hold NaN, and 0 * NaN is NaN: values are masked as well as beta
+        return jnp.where(real[..., None], one.reshape(tiles, size, -1), 0)
+
     row_of_tokens = pl.BlockSpec((1, blocks.heads, size), lambda h, i, *_: (i, h, 0))
     groups_block = (lambda h: h) if blocks.heads >= blocks.repeats else blocks.first_group
     per_group = pl.BlockSpec((1, size, blocks.groups * state), lambda h, i, *_: (i, 0, groups_block(h)))
-    slot = (1, blocks.heads, head_dim, state)
-    by_channel = log_decay.ndim == 4
-    channels_of_heads = pl.BlockSpec((1, size, blocks.heads * state), lambda h, i, *_: (i, 0, h))
-    log_decay = jnp.where(real.reshape(*real.shape, *[1] * (log_decay.ndim - 2)), log_decay, 0).astype(F32)
-    y, store = pl.pallas_call(
-        functools.partial(
-            _kernel,
-            scan_block=_scan_block_by_channel if by_channel else _scan_block,
-            tokens=_block_size(size, by_channel),
-            blocks=blocks,
-            head_dim=head_dim,
-        ),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=6,
-            grid=(blocks.count, tiles),
-            in_specs=[
-                per_group,
-                per_group,
-                per_head,
-                channels_of_heads if by_channel else row_of_tokens,
-                row_of_tokens,
-                pl.BlockSpec(slot, lambda h, i, first, read, write, live, fetch, flush: (fetch[i], h, 0, 0)),
-            ],
-            out_specs=[
-                per_head,
-                pl.BlockSpec(slot, lambda h, i, first, read, write, live, fetch, flush: (flush[i], h, 0, 0)),
-            ],
-            scratch_shapes=[pltpu.VMEM(slot[1:], F32)],
-        ),
-        out_shape=[
-            jax.ShapeDtypeStruct((tiles, size, heads * head_dim), v.dtype),
-            jax.ShapeDtypeStruct(store.shape, store.dtype),
+    logs = of_tokens(log_decay).astype(F32)
+    y, store = tpu_pipeline.scan(
+        compute,
+        [
+            (of_tokens(q), per_group),
+            (of_tokens(k), per_group),
+            (of_tokens(v), per_head(head_dim)),
+            (logs, per_head(state)) if by_channel else (logs.swapaxes(1, 2), row_of_tokens),
+            (beta.astype(F32).swapaxes(1, 2), row_of_tokens),
         ],
-        input_output_aliases={11: 1},
-        # Blocks of heads access disjoint parts of every slot (the null slot included).
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
-        ),
-        cost_estimate=_cost(v, k, log_decay, store, blocks),
+        (jax.ShapeDtypeStruct((tiles, size, heads * head_dim), v.dtype), per_head(head_dim)),
+        store,
+        tile_first=tile_first,
+        read_slot=read_slot,
+        write_slot=write_slot,
+        real=real,
+        block=(blocks.heads, head_dim, state),
+        vmem_bytes=VMEM_BYTES,
+        cost=_cost(v, k, log_decay, store, blocks),
         interpret=interpret,
         name="delta_scan",
-    )(
-        *(one.astype(jnp.int32) for one in (tile_first, read_slot, write_slot, real.any(axis=1), fetched)),
-        write_slot[following].astype(jnp.int32),
-        # Padding may hold NaN, and 0 * NaN is NaN. In tiles that are partly padding, values are masked as well as beta.
-        *(jnp.where(real[..., None], one.reshape(tiles, size, -1), 0) for one in (q, k, v)),
-        log_decay.reshape(tiles, size, -1) if by_channel else log_decay.swapaxes(1, 2),
-        beta.astype(F32).swapaxes(1, 2),
-        store,
     )
     return y.reshape(v.shape), store
-
-
-def _kernel(
-    tile_first, read_slot, write_slot, live, _fetched, _flushed,
-    q, k, v, log_decay, beta, state_in, y, state_out, carry, *, scan_block, tokens: int,
-    blocks: HeadBlocks, head_dim: int,
-):  # fmt: skip
-    tile, size = pl.program_id(1), v.shape[1]
-
-    @pl.when(tile_first[tile] > 0)
-    def _():
-        # A select, not a product: the null slot may hold NaN.
-        carry[...] = jnp.where(read_slot[tile] > 0, state_in[0].astype(F32), 0)
-
-    @pl.when(live[tile] > 0)
-    def _():
-        for first in range(0, size, tokens):
-            scan_block(q, k, v, log_decay, beta, y, carry, slice(first, first + tokens), blocks, head_dim)
-        # Rounded to the store's dtype, so that dividing a row's tiles over several calls does not change results.
-        if state_out.dtype != F32:
-            carry[...] = carry[...].astype(state_out.dtype).astype(F32)
-
-    @pl.when(live[tile] == 0)
-    def _():
-        y[...] = jnp.zeros(y.shape, y.dtype)
-
-    @pl.when(write_slot[tile] > 0)
-    def _():
-        state_out[0] = carry[...].astype(state_out.dtype)
 
 
 def _block_size(size: int, by_channel: bool) -> int:

@@ -24,6 +24,7 @@ from kernels_pallas.heads import HeadBlocks
 from kernels_pallas.slots import read_slots, write_slots
 from kernels_pallas.ssd_scan import pallas_tpu as scan
 from kernels_pallas.tpu_blocks import LANES, blocks_in_lanes
+from kernels_pallas.tpu_pipeline import slots_of_tiles
 
 F32 = jnp.float32
 ALIGNED = 16  # rows of 16-bit numbers in a memory tile
@@ -75,7 +76,7 @@ def gated_scan(
     start = lax.cummax(jnp.where(count > 0, tile_tokens[:, 0], 0)).astype(jnp.int32)
     fetched = min(size + ALIGNED, tokens)
     base = jnp.minimum(start // ALIGNED, (tokens - fetched) // ALIGNED)
-    first, read, write, slot_in, slot_out = scan.slots_of_tiles(
+    first, read, write, slot_in, slot_out = slots_of_tiles(
         places["tile_first"], places["tile_read_slot"], places["tile_write_slot"]
     )
     dt = jnp.where(valid[..., None], dt[tile_tokens], 0).astype(F32).swapaxes(1, 2)

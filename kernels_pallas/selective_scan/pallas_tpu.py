@@ -1,7 +1,7 @@
 """The selective scan and its update as one TPU kernel: the state in VMEM from a row's first tile to its last.
 
-The grid is (blocks of channels, tiles); tiles and slots are those of `kernels_pallas.ssd_scan.pallas_tpu`. A step of
-the update is a tile of one token: a row's first step reads its slot, and each step has a slot to write.
+The grid is that of `kernels_pallas.tpu_pipeline.scan`, with blocks of channels. A step of the update is a tile of one
+token: a row's first step reads its slot, and each step has a slot to write.
 
 A state has channels in lanes and its entries in sublanes, as the store does. A token's B and C are therefore columns.
 Each is spread over the lanes of a register, once for all channels of a block. The tokens of a tile run one after the
@@ -9,7 +9,6 @@ other: each number of a state has a decay of its own, so that no product of matr
 of a few registers of channels stays in registers from token to token.
 """
 
-import functools
 import math
 
 import jax
@@ -18,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.ssd_scan.pallas_tpu import slots_of_tiles
+from kernels_pallas import tpu_pipeline
 from kernels_pallas.tpu_blocks import LANES
 
 F32 = jnp.float32
@@ -70,53 +69,52 @@ def _scan(inputs, a, d, store, places, *, parts, by_token, interpret):
     # Padding may hold NaN. A token is padding if dt is 0 in all channels, and no other has a 0.
     real = dt[:, :, 0] != 0
     b, c = (jnp.where(real[..., None], v, 0).astype(F32) for v in (b, c))
-    first, read, write, fetched, flushed = slots_of_tiles(*places)
+    first, read, write = places
+
+    def compute(tile, inputs, y, carry, stored, rows, b_columns, c_columns):
+        x, dt, a, b, c, d = inputs
+        steps = dt[0]
+        values = jnp.where(steps != 0, x[0].astype(F32), 0)
+        # What each token feeds to its channels; replaced by what it reads from them.
+        rows[...] = steps * values
+        _spread(b, b_columns)
+        _spread(c, c_columns)
+        for start in range(0, carry.shape[1], together):
+            lanes = slice(start, start + together)
+            _scan_channels(dt, a, b_columns, c_columns, rows, carry, lanes, stored if by_token else F32)
+        y[0] = (rows[...] + values * d[...]).astype(y.dtype)
+        if stored != F32 and not by_token:
+
+            @pl.when(lax.rem(tile, parts) == parts - 1)
+            def _():
+                # Rounded to the store's dtype, so that dividing a row's tiles over several calls changes nothing.
+                carry[...] = carry[...].astype(stored).astype(F32)
 
     channels = pl.BlockSpec((1, size, block), lambda h, i, *_: (i, 0, h))
     tokens = pl.BlockSpec((1, size, state), lambda h, i, *_: (i, 0, 0))
-    slot = (1, state, block)
-    y, store = pl.pallas_call(
-        functools.partial(_kernel, together=together, parts=parts, by_token=by_token),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=6,
-            grid=(inner // block, tiles),
-            in_specs=[
-                channels,
-                channels,
-                pl.BlockSpec((state, block), lambda h, i, *_: (0, h)),
-                tokens,
-                tokens,
-                pl.BlockSpec((1, block), lambda h, i, *_: (0, h)),
-                pl.BlockSpec(slot, lambda h, i, first, read, write, live, fetch, flush: (fetch[i], 0, h)),
-            ],
-            out_specs=[
-                channels,
-                pl.BlockSpec(slot, lambda h, i, first, read, write, live, fetch, flush: (flush[i], 0, h)),
-            ],
-            scratch_shapes=[
-                pltpu.VMEM((state, block), F32),
-                pltpu.VMEM((size, block), F32),
-                *[pltpu.VMEM((size, state, spread), F32)] * 2,
-            ],
-        ),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(store.shape, store.dtype)],
-        input_output_aliases={12: 1},
-        # Blocks of channels access disjoint parts of every slot (the null slot included).
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        cost_estimate=_cost(x, b, store, rows=tiles),
+    return tpu_pipeline.scan(
+        compute,
+        [
+            (x, channels),
+            (dt.astype(F32), channels),
+            (a.astype(F32), pl.BlockSpec((state, block), lambda h, i, *_: (0, h))),
+            (b, tokens),
+            (c, tokens),
+            (d.astype(F32)[None], pl.BlockSpec((1, block), lambda h, i, *_: (0, h))),
+        ],
+        (jax.ShapeDtypeStruct(x.shape, x.dtype), channels),
+        store,
+        tile_first=first,
+        read_slot=read,
+        write_slot=write,
+        real=real,
+        block=(state, block),
+        axis=1,
+        memory=[pltpu.VMEM((size, block), F32), *[pltpu.VMEM((size, state, spread), F32)] * 2],
+        cost=_cost(x, b, store, rows=tiles),
         interpret=interpret,
         name="selective_update" if by_token else "selective_scan",
-    )(
-        *(first, read, write, real.any(axis=1).astype(jnp.int32), fetched, flushed),
-        x,
-        dt.astype(F32),
-        a.astype(F32),
-        b,
-        c,
-        d.astype(F32)[None],
-        store,
     )
-    return y, store
 
 
 def _channels(inner, size, state, dtype) -> tuple[int, int]:
@@ -129,48 +127,8 @@ def _channels(inner, size, state, dtype) -> tuple[int, int]:
     return block, math.gcd(block, TOGETHER) if fitting else block
 
 
-def _kernel(
-    tile_first, read_slot, write_slot, live, _fetched, _flushed,
-    x, dt, a, b, c, d, state_in, y, state_out, carry, rows, b_columns, c_columns, *,
-    together: int, parts: int, by_token: bool,
-):  # fmt: skip
-    tile = pl.program_id(1)
-
-    @pl.when(tile_first[tile] > 0)
-    def _():
-        # A select, not a product: the null slot may hold NaN.
-        carry[...] = jnp.where(read_slot[tile] > 0, state_in[0].astype(F32), 0)
-
-    @pl.when(live[tile] > 0)
-    def _():
-        steps = dt[0]
-        values = jnp.where(steps != 0, x[0].astype(F32), 0)
-        # What each token feeds to its channels; replaced by what it reads from them.
-        rows[...] = steps * values
-        _spread(b, b_columns)
-        _spread(c, c_columns)
-        for start in range(0, carry.shape[1], together):
-            lanes = slice(start, start + together)
-            _scan_channels(dt, a, b_columns, c_columns, rows, carry, lanes, state_out.dtype if by_token else F32)
-        y[0] = (rows[...] + values * d[...]).astype(y.dtype)
-        if state_out.dtype != F32 and not by_token:
-
-            @pl.when(lax.rem(tile, parts) == parts - 1)
-            def _():
-                # Rounded to the store's dtype, so that dividing a row's tiles over several calls changes nothing.
-                carry[...] = carry[...].astype(state_out.dtype).astype(F32)
-
-    @pl.when(live[tile] == 0)
-    def _():
-        y[...] = jnp.zeros(y.shape, y.dtype)
-
-    @pl.when(write_slot[tile] > 0)
-    def _():
-        state_out[0] = carry[...].astype(state_out.dtype)
-
-
 def _scan_channels(dt, a, b_columns, c_columns, rows, carry, lanes, rounded):
-    """Runs some channels of a tile; see `_kernel`. The state is rounded to the dtype `rounded` after each token."""
+    """Runs some channels of a tile. The state is rounded to the dtype `rounded` after each token."""
     rates = a[:, lanes]
     repeats = rates.shape[1] // b_columns.shape[2]
 

@@ -1,15 +1,10 @@
 """The scan as one TPU kernel: a sequential grid over tiles, the state in VMEM from a row's first tile to its last.
 
-The grid is (blocks of heads, tiles). Slot numbers are prefetched: the pipeline fetches a row's state at its first tile
-and writes the state after a tile to the tile's slot, if it has one. The store is input and output in one buffer. Writes
-to slot 0 are not skipped, because the null slot may hold anything.
+The grid is that of `kernels_pallas.tpu_pipeline.scan`, with blocks of heads.
 
 Within a tile, all computations are matrix products (Dao and Gu, 2024, section 6) of operands in x's dtype, summed in
 float32. The decay is a difference of running sums, masked before `exp`. Running sums are products too, because Mosaic
 has no cumulative sum. With float32 inputs, products keep full precision.
-
-The pipeline fetches a row's state once. It fetches the next row's state while it writes this one's. Therefore no row
-may write a slot that another row reads (`kernels_pallas.slots`).
 """
 
 import functools
@@ -18,11 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Int
 
+from kernels_pallas import tpu_pipeline
 from kernels_pallas.heads import HeadBlocks
-from kernels_pallas.tpu_blocks import LANES, blocks_in_lanes, dot
+from kernels_pallas.tpu_blocks import blocks_in_lanes, dot, heads_together
 
 F32 = jnp.float32
 BLOCK_BYTES = 1 << 20  # bytes of state in a grid step
@@ -39,99 +33,42 @@ def ssd_scan(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot, int
     groups, state = b.shape[2:]
     blocks = blocks_in_lanes(heads, groups, head_dim, state, F32, block_bytes=BLOCK_BYTES)
     real = (dt != 0).any(axis=2)
-    first, read, write, fetched, flushed = slots_of_tiles(tile_first, read_slot, write_slot)
 
     def per_tile(*last, by_block):
         return pl.BlockSpec((1, *last), lambda h, i, *_: (i, 0, h) if by_block else (i, 0, 0))
 
+    def compute(_, inputs, y, carry, stored):
+        scan_tile(*inputs, y, carry, stored, blocks=blocks, head_dim=head_dim)
+
     per_head = per_tile(size, blocks.heads * head_dim, by_block=True)
     groups_block = (lambda h: h) if blocks.heads >= blocks.repeats else blocks.first_group
     per_group = pl.BlockSpec((1, size, blocks.groups * state), lambda h, i, *_: (i, 0, groups_block(h)))
-    slot = (1, blocks.heads, head_dim, state)
-    y, store = pl.pallas_call(
-        functools.partial(_kernel, blocks=blocks, head_dim=head_dim),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=6,
-            grid=(blocks.count, tiles),
-            in_specs=[
-                per_head,
-                pl.BlockSpec((1, blocks.heads, size), lambda h, i, *_: (i, h, 0)),
-                pl.BlockSpec((blocks.heads, 1), lambda h, i, *_: (h, 0)),
-                per_group,
-                per_group,
+    y, store = tpu_pipeline.scan(
+        compute,
+        [
+            (x.reshape(tiles, size, heads * head_dim), per_head),
+            (dt.astype(F32).swapaxes(1, 2), pl.BlockSpec((1, blocks.heads, size), lambda h, i, *_: (i, h, 0))),
+            (a.astype(F32)[:, None], pl.BlockSpec((blocks.heads, 1), lambda h, i, *_: (h, 0))),
+            (b.reshape(tiles, size, groups * state), per_group),
+            (c.reshape(tiles, size, groups * state), per_group),
+            (
+                jnp.repeat(d.astype(F32), head_dim)[None],
                 pl.BlockSpec((1, blocks.heads * head_dim), lambda h, i, *_: (0, h)),
-                per_tile(1, size, by_block=False),
-                pl.BlockSpec(slot, lambda h, i, first, read, write, live, fetch, flush: (fetch[i], h, 0, 0)),
-            ],
-            out_specs=[
-                per_head,
-                pl.BlockSpec(slot, lambda h, i, first, read, write, live, fetch, flush: (flush[i], h, 0, 0)),
-            ],
-            scratch_shapes=[pltpu.VMEM(slot[1:], F32)],
-        ),
-        out_shape=[
-            jax.ShapeDtypeStruct((tiles, size, heads * head_dim), x.dtype),
-            jax.ShapeDtypeStruct(store.shape, store.dtype),
+            ),
+            (real.astype(F32)[:, None], per_tile(1, size, by_block=False)),
         ],
-        input_output_aliases={13: 1},
-        # Blocks of heads access disjoint parts of every slot (the null slot included).
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        cost_estimate=_cost(x, b, store, blocks),
+        (jax.ShapeDtypeStruct((tiles, size, heads * head_dim), x.dtype), per_head),
+        store,
+        tile_first=tile_first,
+        read_slot=read_slot,
+        write_slot=write_slot,
+        real=real,
+        block=(blocks.heads, head_dim, state),
+        cost=_cost(x, b, store, blocks),
         interpret=interpret,
         name="ssd_scan",
-    )(
-        *(first, read, write, real.any(axis=1).astype(jnp.int32), fetched, flushed),
-        x.reshape(tiles, size, heads * head_dim),
-        dt.astype(F32).swapaxes(1, 2),
-        a.astype(F32)[:, None],
-        b.reshape(tiles, size, groups * state),
-        c.reshape(tiles, size, groups * state),
-        jnp.repeat(d.astype(F32), head_dim)[None],
-        real.astype(F32)[:, None],
-        store,
     )
     return y.reshape(x.shape), store
-
-
-def slots_of_tiles(
-    tile_first: Bool[Array, " tiles"], read_slot: Int[Array, " tiles"], write_slot: Int[Array, " tiles"]
-) -> list[Int[Array, " tiles"]]:
-    """Returns the scalars of a kernel over tiles: first, read slot, write slot, slots of the input and output blocks.
-
-    A tile that reads nothing selects the block that the previous tile read; a tile that writes nothing selects the
-    block that the next one writes. The pipeline moves a block only when its number changes.
-    """
-    # The first tile has no previous tile: unless it begins a row, it starts from zeros.
-    tile_first, read_slot = tile_first.at[0].set(True), jnp.where(tile_first, read_slot, 0)
-    tiles = len(tile_first)
-    number = jnp.arange(tiles)
-    fetched = read_slot[lax.cummax(jnp.where(tile_first, number, 0))]
-    following = lax.cummin(jnp.where(write_slot > 0, number, tiles - 1), reverse=True)
-    return [v.astype(jnp.int32) for v in (tile_first, read_slot, write_slot, fetched, write_slot[following])]
-
-
-def _kernel(
-    tile_first, read_slot, write_slot, live, _fetched, _flushed,
-    x, dt, a, b, c, d, real, state_in, y, state_out, carry, *, blocks: HeadBlocks, head_dim: int,
-):  # fmt: skip
-    tile = pl.program_id(1)
-
-    @pl.when(tile_first[tile] > 0)
-    def _():
-        # A select, not a product: the null slot may hold NaN.
-        carry[...] = jnp.where(read_slot[tile] > 0, state_in[0].astype(F32), 0)
-
-    @pl.when(live[tile] > 0)
-    def _():
-        scan_tile(x, dt, a, b, c, d, real, y, carry, state_out.dtype, blocks=blocks, head_dim=head_dim)
-
-    @pl.when(live[tile] == 0)
-    def _():
-        y[...] = jnp.zeros(y.shape, y.dtype)
-
-    @pl.when(write_slot[tile] > 0)
-    def _():
-        state_out[0] = carry[...].astype(state_out.dtype)
 
 
 def scan_tile(x, dt, a, b, c, d, real, y, carry, stored, *, blocks: HeadBlocks, head_dim: int):
@@ -153,7 +90,7 @@ def scan_tile(x, dt, a, b, c, d, real, y, carry, stored, *, blocks: HeadBlocks, 
     mask = jnp.sum(jnp.where(row == column, real[0], 0), axis=1, keepdims=True) > 0
 
     repeats = blocks.heads // blocks.groups
-    together = _heads_together(head_dim, repeats)
+    together = heads_together(head_dim, repeats)
     width = together * head_dim
     by_lane = lax.div(lax.broadcasted_iota(jnp.int32, (size, width), 1), head_dim)
     by_row = lax.div(lax.broadcasted_iota(jnp.int32, (width, size), 0), head_dim)
@@ -186,12 +123,6 @@ def scan_tile(x, dt, a, b, c, d, real, y, carry, stored, *, blocks: HeadBlocks, 
             new = carry[here] * jnp.exp(last[here])[:, :, None] + added.reshape(together, head_dim, state)
             # Rounded to the store's dtype, so that dividing a row's tiles over several calls does not change results.
             carry[here] = new.astype(stored).astype(F32)
-
-
-def _heads_together(head_dim, repeats):
-    """Returns the number of heads whose channels fill the lanes of a register."""
-    together = LANES // head_dim if LANES % head_dim == 0 else 1
-    return together if repeats % together == 0 else 1
 
 
 def _cost(x, b, store, blocks: HeadBlocks) -> pl.CostEstimate:

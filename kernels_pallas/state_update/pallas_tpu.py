@@ -1,18 +1,12 @@
 """The state update as one TPU kernel: each row's state goes from its slot through VMEM into the slots of its steps.
 
-The grid is (blocks of heads, rows, steps), steps innermost. Prefetched slot numbers select the blocks that the pipeline
-fetches and writes back; the store is input and output in one buffer. Consecutive rows on slot 0 (padding) select the
-same block, so the pipeline moves nothing for them. Writes to slot 0 are not skipped, because the null slot may hold
-anything.
+The grid is that of `kernels_pallas.tpu_pipeline.update`.
 
 The update of a state (x and dt with B) and its output (C with the state) are products, which the matrix unit sums in
 float32. Its operands have 8 bits of mantissa, so each number is passed as a sum of bfloat16 numbers
 (`kernels_pallas.tpu_blocks.bfloat16_parts`): exactly for updates, and with at least twice the output's digits for
 outputs. A token's output is computed from the decayed previous state plus the token's own contribution, so neither
 product waits for the other.
-
-The pipeline fetches a row's state once and writes it after each step. It fetches the next row's state while it writes
-this one's. Therefore no row may write a slot that another row reads (`kernels_pallas.slots`).
 """
 
 import functools
@@ -22,9 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.heads import HeadBlocks
+from kernels_pallas import tpu_pipeline
 from kernels_pallas.tpu_blocks import bfloat16_parts, blocks_in_rows, dot, heads_together
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -48,8 +41,6 @@ def state_update(x, dt, a, b, c, d, store, *, read_slot, write_slot, interpret=F
     width = together * head_dim
     blocks = blocks_in_rows(x, groups, store, together=together, block_bytes=BLOCK_BYTES)
     sets = blocks.heads // together
-    # A step is real if any head has dt != 0. The kernel never uses values of padding.
-    real = (dt != 0).any(axis=2).astype(jnp.int32)
 
     def token(*last):
         return pl.BlockSpec((1, 1, *last), lambda h, i, t, *_: (i, t, 0, 0))
@@ -57,103 +48,42 @@ def state_update(x, dt, a, b, c, d, store, *, read_slot, write_slot, interpret=F
     def by_set(v):  # [..., heads] as [..., blocks, heads of a set, sets]
         return v.astype(F32).reshape(*v.shape[:-1], blocks.count, sets, together).swapaxes(-1, -2)
 
-    channels = pl.BlockSpec((1, 1, sets, width), lambda h, i, t, *_: (i, t, h, 0))
-    slot = (1, blocks.heads, head_dim, state)
-    y, store = pl.pallas_call(
-        functools.partial(_kernel, blocks=blocks, steps=steps, dtype=b.dtype, digits=2 if x.dtype.itemsize < 4 else 3),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
-            grid=(blocks.count, rows, steps),
-            in_specs=[
-                channels,
-                pl.BlockSpec((1, 1, 1, together, sets), lambda h, i, t, *_: (i, t, h, 0, 0)),
-                pl.BlockSpec((1, together, sets), lambda h, i, t, *_: (h, 0, 0)),
-                token(groups, state),
-                token(groups, state),
-                pl.BlockSpec((sets, width), lambda h, i, t, *_: (h, 0)),
-                pl.BlockSpec(slot, lambda h, i, t, read, write, real: (read[i], h, 0, 0)),
-            ],
-            out_specs=[
-                channels,
-                pl.BlockSpec(slot, lambda h, i, t, read, write, real: (write[i * steps + t], h, 0, 0)),
-            ],
-            scratch_shapes=[pltpu.VMEM(slot[1:] if steps > 1 else (8, 128), F32)],
-        ),
-        out_shape=[
-            jax.ShapeDtypeStruct((rows, steps, heads // together, width), x.dtype),
-            jax.ShapeDtypeStruct(store.shape, store.dtype),
-        ],
-        input_output_aliases={9: 1},
-        # Blocks of heads access disjoint parts of every slot (the null slot included).
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
-        cost_estimate=_cost(x, b, store),
-        interpret=interpret,
-        name="state_update",
-    )(
-        read_slot.astype(jnp.int32),
-        # One axis: in scalar memory, the last of two axes is padded to 128.
-        write_slot.astype(jnp.int32).reshape(-1),
-        real.reshape(-1),
-        x.reshape(rows, steps, -1, width),
-        by_set(dt),
-        by_set(a),
-        b.astype(F32),
-        c.astype(F32),
-        jnp.repeat(d.astype(F32), head_dim).reshape(-1, width),
-        store,
-    )
-    return y.reshape(x.shape), store
-
-
-def _kernel(
-    read_slot, write_slot, real, x, dt, a, b, c, d, state_in, y, state_out, carry, *,
-    blocks: HeadBlocks, steps: int, dtype, digits: int,
-):  # fmt: skip
-    block, row, step = (pl.program_id(axis) for axis in range(3))
-    index = row * steps + step
-    there = read_slot[row] > 0
-
-    def start(heads):
-        # A select, not a product: the null slot may hold NaN.
-        return jnp.where(there, state_in[0, heads].astype(F32), 0)
-
-    if steps > 1:
-
-        @pl.when(step == 0)
-        def _():
-            carry[...] = start(slice(None))
-
-    def before(heads):
-        return carry[heads] if steps > 1 else start(heads)
-
-    def keep(head, state):
-        # Rounded as it is stored, so that several steps in one call equal one step in each of several calls.
-        stored = state.astype(state_out.dtype)
-        state_out[0, head] = stored
-        if steps > 1:
-            carry[head] = stored.astype(F32)
-
-    @pl.when(real[index] > 0)
-    def _():
+    def compute(block, inputs, y, before, keep):
+        x, dt, a, b, c, d = inputs
         first = blocks.first_group(block)
-        of_groups = ([v[0, 0, pl.ds(first + i, 1), :] for i in range(blocks.groups)] for v in (b, c))
-        keys, queries = of_groups
+        keys, queries = ([v[0, 0, pl.ds(first + i, 1), :] for i in range(blocks.groups)] for v in (b, c))
         y[0, 0] = _step(
             x[0, 0].astype(F32), dt[0, 0, 0], a[0], keys, queries, d[...], before, keep,
-            held=state_in.dtype, dtype=dtype, digits=digits,
+            held=store.dtype, dtype=dtype, digits=digits,
         ).astype(y.dtype)  # fmt: skip
 
-    @pl.when(real[index] == 0)
-    def _():
-        y[...] = jnp.zeros(y.shape, y.dtype)
-
-    @pl.when((real[index] == 0) & (write_slot[index] > 0))
-    def _():
-        # A loop, because padding is rare and unrolled code for it would be a fifth of the program.
-        def copy(head, _):
-            state_out[0, head] = before(head).astype(state_out.dtype)
-
-        lax.fori_loop(0, blocks.heads, copy, None)
+    dtype, digits = b.dtype, 2 if x.dtype.itemsize < 4 else 3
+    channels = pl.BlockSpec((1, 1, sets, width), lambda h, i, t, *_: (i, t, h, 0))
+    y, store = tpu_pipeline.update(
+        compute,
+        [
+            (x.reshape(rows, steps, -1, width), channels),
+            (by_set(dt), pl.BlockSpec((1, 1, 1, together, sets), lambda h, i, t, *_: (i, t, h, 0, 0))),
+            (by_set(a), pl.BlockSpec((1, together, sets), lambda h, i, t, *_: (h, 0, 0))),
+            (b.astype(F32), token(groups, state)),
+            (c.astype(F32), token(groups, state)),
+            (
+                jnp.repeat(d.astype(F32), head_dim).reshape(-1, width),
+                pl.BlockSpec((sets, width), lambda h, i, t, *_: (h, 0)),
+            ),
+        ],
+        (jax.ShapeDtypeStruct((rows, steps, heads // together, width), x.dtype), channels),
+        store,
+        read_slot=read_slot,
+        write_slot=write_slot,
+        # A step is real if any head has dt != 0. The kernel never uses values of padding.
+        real=(dt != 0).any(axis=2),
+        heads=blocks.heads,
+        cost=_cost(x, b, store),
+        interpret=interpret,
+        name="state_update",
+    )
+    return y.reshape(x.shape), store
 
 
 def _step(x, dt, a, b, c, d, before, keep, *, held, dtype, digits: int):
