@@ -1,4 +1,4 @@
-"""Calls of each operation at the sizes of its `shapes.py`, for timing."""
+"""Calls of each operation at the sizes of `kernels_pallas.workloads`, for timing."""
 
 from __future__ import annotations
 
@@ -21,30 +21,20 @@ from kernels_pallas import (
     ssd_scan,
     state_replay,
     state_update,
+    workloads,
 )
 from kernels_pallas.causal_conv1d import api as conv_api
-from kernels_pallas.causal_conv1d import shapes as conv_shapes
 from kernels_pallas.delta_scan import api as delta_scan_api
-from kernels_pallas.delta_scan import shapes as delta_scan_shapes
 from kernels_pallas.delta_update import api as delta_update_api
-from kernels_pallas.delta_update import shapes as delta_update_shapes
 from kernels_pallas.dispatch import Implementation
 from kernels_pallas.gated_norm import api as norm_api
-from kernels_pallas.gated_norm import shapes as norm_shapes
 from kernels_pallas.gated_scan import api as gated_scan_api
-from kernels_pallas.gated_scan import shapes as gated_scan_shapes
 from kernels_pallas.grouped_matmul import api as grouped_api
-from kernels_pallas.grouped_matmul import shapes as grouped_shapes
 from kernels_pallas.linear import api as linear_api
-from kernels_pallas.linear import shapes as linear_shapes
 from kernels_pallas.paged_attention import api as attention_api
-from kernels_pallas.paged_attention import shapes as attention_shapes
 from kernels_pallas.ssd_scan import api as scan_api
-from kernels_pallas.ssd_scan import shapes as scan_shapes
 from kernels_pallas.state_replay import api as replay_api
-from kernels_pallas.state_replay import shapes as replay_shapes
 from kernels_pallas.state_update import api as update_api
-from kernels_pallas.state_update import shapes as update_shapes
 from mamba_jax.layout import PrefillLayout
 
 TILES = 4
@@ -260,17 +250,17 @@ class Operation:
 
 
 OPERATIONS = {
-    "ssd_scan": Operation(_scan, scan_api.SCAN, scan_shapes.SHAPES),
-    "gated_scan": Operation(_gated_scan, gated_scan_api.GATED_SCAN, gated_scan_shapes.SHAPES),
-    "state_update": Operation(_update, update_api.UPDATE, update_shapes.SHAPES),
-    "state_replay": Operation(_replay, replay_api.REPLAY, replay_shapes.SHAPES),
-    "delta_scan": Operation(_delta_scan, delta_scan_api.SCAN, delta_scan_shapes.SHAPES),
-    "delta_update": Operation(_delta_update, delta_update_api.UPDATE, delta_update_shapes.SHAPES),
-    "causal_conv1d_update": Operation(_conv, conv_api.UPDATE, conv_shapes.SHAPES),
-    "paged_attention": Operation(_attention, attention_api.PAGED, attention_shapes.SHAPES),
-    "gated_rms_norm": Operation(_norm, norm_api.NORM, norm_shapes.SHAPES),
-    "grouped_matmul": Operation(_grouped, grouped_api.MATMUL, grouped_shapes.SHAPES),
-    "linear": Operation(_linear, linear_api.LINEAR, linear_shapes.SHAPES),
+    "ssd_scan": Operation(_scan, scan_api.SCAN, workloads.MAMBA2),
+    "gated_scan": Operation(_gated_scan, gated_scan_api.GATED_SCAN, workloads.GATED),
+    "state_update": Operation(_update, update_api.UPDATE, workloads.MAMBA2),
+    "state_replay": Operation(_replay, replay_api.REPLAY, workloads.MAMBA2),
+    "delta_scan": Operation(_delta_scan, delta_scan_api.SCAN, workloads.DELTA),
+    "delta_update": Operation(_delta_update, delta_update_api.UPDATE, workloads.DELTA),
+    "causal_conv1d_update": Operation(_conv, conv_api.UPDATE, workloads.CONVOLUTIONS),
+    "paged_attention": Operation(_attention, attention_api.PAGED, workloads.ATTENTION),
+    "gated_rms_norm": Operation(_norm, norm_api.NORM, workloads.NORMS),
+    "grouped_matmul": Operation(_grouped, grouped_api.MATMUL, workloads.GROUPED_PRODUCTS),
+    "linear": Operation(_linear, linear_api.LINEAR, workloads.PRODUCTS),
 }
 
 

@@ -1,4 +1,4 @@
-"""Time of each operation by each of its implementations, at the sizes of real models (`shapes.py` of the operation).
+"""Time of each operation by each of its implementations, at the sizes of `kernels_pallas.workloads`.
 
     mamba-jax bench kernels                                    # everything this machine can run
     mamba-jax bench kernels --operations ssd_scan --shapes nemotron --dtype bfloat16

@@ -11,12 +11,12 @@ from kernels_pallas.causal_conv1d import (
     causal_conv1d_sequence,
     causal_conv1d_update,
     reference,
-    shapes,
 )
+from kernels_pallas.workloads import CONVOLUTIONS
 
 pytestmark = pytest.mark.full
 
-SHAPES = [s.small() for s in shapes.SHAPES]
+SHAPES = [s.small() for s in CONVOLUTIONS]
 PLAIN = SHAPES[0]
 
 

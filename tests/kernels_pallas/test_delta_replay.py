@@ -12,12 +12,13 @@ from operation_checks import Draw, assert_close, assert_same_bits, jitted, on_de
 from test_state_replay import Replay, fill, row, states, tails, where
 
 from kernels_pallas import tails as rings
-from kernels_pallas.delta_replay import DeltaTail, by_channel, by_head, delta_replay, reference, shapes
+from kernels_pallas.delta_replay import DeltaTail, by_channel, by_head, delta_replay, reference
 from kernels_pallas.delta_update import delta_update
+from kernels_pallas.workloads import DELTA
 
 pytestmark = pytest.mark.full
 
-SHAPES = [s.small() for s in shapes.SHAPES]
+SHAPES = [s.small() for s in DELTA]
 ODD, BY_CHANNEL = (s for s in SHAPES if s.name.startswith("6 heads, 3 groups"))
 
 

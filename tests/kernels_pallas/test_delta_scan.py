@@ -7,12 +7,13 @@ import pytest
 from jax import lax
 from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
 
-from kernels_pallas.delta_scan import delta_scan, delta_scan_sequence, reference, shapes
+from kernels_pallas.delta_scan import delta_scan, delta_scan_sequence, reference
 from kernels_pallas.delta_scan.inverse import unit_lower_inverse
+from kernels_pallas.workloads import DELTA
 
 pytestmark = pytest.mark.full
 
-SHAPES = [s.small() for s in shapes.SHAPES]
+SHAPES = [s.small() for s in DELTA]
 ODD, BY_CHANNEL = (s for s in SHAPES if s.name.startswith("6 heads, 3 groups"))
 TOLERANCE = 5e-5
 
@@ -182,7 +183,7 @@ class Scan:
         assert_in_place(run, store.astype(dtype), inputs, where([1, 1], [1, 2], [3, 4]))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("shape", shapes.SHAPES, ids=lambda s: s.name)
+    @pytest.mark.parametrize("shape", DELTA, ids=lambda s: s.name)
     def test_real_sizes(self, scan, shape):
         draw = Draw()
         inputs, store = layer(draw, shape, 3, shape.tile_size), states(draw, shape, 4)

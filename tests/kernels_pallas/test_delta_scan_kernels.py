@@ -9,8 +9,9 @@ import pytest
 from operation_checks import Draw, jitted
 from test_delta_scan import SHAPES, TOLERANCE, Scan, layer, states, where
 
-from kernels_pallas.delta_scan import delta_scan, shapes
+from kernels_pallas.delta_scan import delta_scan
 from kernels_pallas.dispatch import UnsupportedError
+from kernels_pallas.workloads import DELTA
 
 pytestmark = pytest.mark.full
 
@@ -39,7 +40,7 @@ class Kernel(Scan):
         Scan.test_equals_definition(self, scan, dataclasses.replace(self.odd, tile_size=tile_size))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("shape", shapes.SHAPES[:5], ids=lambda s: s.name)
+    @pytest.mark.parametrize("shape", DELTA[:5], ids=lambda s: s.name)
     def test_real_sizes(self, scan, shape):
         Scan.test_equals_definition(self, scan, shape)
 

@@ -10,12 +10,13 @@ from test_delta_scan import layer, states
 from test_state_update import where
 
 from kernels_pallas.delta_scan import delta_scan_sequence
-from kernels_pallas.delta_update import delta_update, reference, shapes
+from kernels_pallas.delta_update import delta_update, reference
 from kernels_pallas.dispatch import UnsupportedError
+from kernels_pallas.workloads import DELTA
 
 pytestmark = pytest.mark.full
 
-SHAPES = [s.small() for s in shapes.SHAPES]
+SHAPES = [s.small() for s in DELTA]
 ODD, BY_CHANNEL = (s for s in SHAPES if s.name.startswith("6 heads, 3 groups"))
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 
@@ -133,7 +134,7 @@ class Update:
         assert_in_place(run, store, inputs, where(places[:, 0], places[:, 1:]))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("shape", shapes.SHAPES, ids=lambda s: s.name)
+    @pytest.mark.parametrize("shape", DELTA, ids=lambda s: s.name)
     def test_real_sizes(self, update, shape):
         draw = Draw()
         rows = min(shape.rows, 3)

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from operation_checks import Draw, assert_close, jitted, on_device
 
-from kernels_pallas.gated_norm import gated, gated_rms_norm, reference, shapes
+from kernels_pallas.gated_norm import gated, gated_rms_norm, reference
+from kernels_pallas.workloads import NORMS
 
 pytestmark = pytest.mark.full
 
-SHAPES = [s.small() for s in shapes.SHAPES]
+SHAPES = [s.small() for s in NORMS]
 
 
 class Norm:

@@ -9,12 +9,13 @@ import pytest
 from operation_checks import Draw, assert_close, assert_same_bits, jitted
 
 from kernels_pallas.dispatch import UnsupportedError
-from kernels_pallas.gated_scan import gated_scan, reference, shapes
+from kernels_pallas.gated_scan import gated_scan, reference
+from kernels_pallas.workloads import GATED
 from mamba_jax.layout import PrefillLayout
 
 pytestmark = pytest.mark.full
 
-SHAPES = [s.small() for s in shapes.SHAPES]
+SHAPES = [s.small() for s in GATED]
 PLAIN = SHAPES[0]
 SLOTS = 12
 

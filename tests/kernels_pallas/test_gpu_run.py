@@ -12,13 +12,10 @@ import test_state_update
 from operation_checks import Draw, assert_close, assert_same_bits, jitted, on_device
 
 from kernels_pallas.delta_scan import delta_scan
-from kernels_pallas.delta_scan import shapes as delta_scan_shapes
 from kernels_pallas.delta_update import delta_update
-from kernels_pallas.delta_update import shapes as delta_update_shapes
-from kernels_pallas.ssd_scan import shapes as scan_shapes
 from kernels_pallas.ssd_scan import ssd_scan
-from kernels_pallas.state_update import shapes as update_shapes
 from kernels_pallas.state_update import state_update
+from kernels_pallas.workloads import DELTA, MAMBA2
 
 pytestmark = pytest.mark.gpu
 
@@ -41,13 +38,13 @@ def updates(shape, *, rows, store=np.float32, dtype=jnp.bfloat16, of=test_state_
 
 
 @pytest.mark.parametrize("store", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", update_shapes.SHAPES[:5], ids=lambda s: s.name)
+@pytest.mark.parametrize("shape", MAMBA2[:5], ids=lambda s: s.name)
 def test_state_update_equals_xla(shape, store):
     check_update(state_update, *updates(shape, rows=min(shape.rows, 16), store=store), store)
 
 
 @pytest.mark.parametrize("store", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", delta_update_shapes.SHAPES, ids=lambda s: s.name)
+@pytest.mark.parametrize("shape", DELTA, ids=lambda s: s.name)
 def test_delta_update_equals_xla(shape, store):
     call = updates(shape, rows=min(shape.rows, 16), store=store, of=test_delta_scan, share=4)
     check_update(delta_update, *call, store)
@@ -64,14 +61,14 @@ def check_update(operation, inputs, states, places, store):
 
 @pytest.mark.parametrize("store", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["in float32", "in bfloat16"])
-@pytest.mark.parametrize("shape", scan_shapes.SHAPES[:5], ids=lambda s: s.name)
+@pytest.mark.parametrize("shape", MAMBA2[:5], ids=lambda s: s.name)
 def test_ssd_scan_equals_xla(shape, dtype, store):
     check_scan(ssd_scan, test_ssd_scan, shape, dtype, store)
 
 
 @pytest.mark.parametrize("store", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["in float32", "in bfloat16"])
-@pytest.mark.parametrize("shape", delta_scan_shapes.SHAPES[:4], ids=lambda s: s.name)
+@pytest.mark.parametrize("shape", DELTA[:4], ids=lambda s: s.name)
 def test_delta_scan_equals_xla(shape, dtype, store):
     check_scan(delta_scan, test_delta_scan, shape, dtype, store)
 
@@ -92,7 +89,7 @@ def check_scan(operation, of, shape, dtype, store):
 
 
 def test_in_place():
-    shape = dataclasses.replace(update_shapes.SHAPES[1], rows=8)
+    shape = dataclasses.replace(MAMBA2[1], rows=8)
     inputs, states, places = updates(shape, rows=8)
 
     def run(store, inputs, places):

@@ -7,12 +7,13 @@ import pytest
 from operation_checks import Draw, assert_close, jitted, on_device
 
 from kernels_pallas.dispatch import KernelChoice
-from kernels_pallas.grouped_matmul import grouped_matmul, reference, shapes
+from kernels_pallas.grouped_matmul import grouped_matmul, reference
 from kernels_pallas.native import WHY_MISSING
+from kernels_pallas.workloads import GROUPED_PRODUCTS
 
 pytestmark = pytest.mark.full
 
-SHAPES = [s.small() for s in shapes.SHAPES]
+SHAPES = [s.small() for s in GROUPED_PRODUCTS]
 ODD = SHAPES[-1]
 
 

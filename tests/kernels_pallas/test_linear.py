@@ -8,7 +8,7 @@ import pytest
 from kernels_pallas import native
 from kernels_pallas.dispatch import KernelChoice, UnsupportedError
 from kernels_pallas.linear import linear, reference
-from kernels_pallas.linear.shapes import SHAPES
+from kernels_pallas.workloads import PRODUCTS
 
 pytestmark = pytest.mark.full
 
@@ -17,7 +17,7 @@ needs_native = pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"nativ
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", [s.small() for s in SHAPES], ids=lambda s: s.name)
+@pytest.mark.parametrize("shape", [s.small() for s in PRODUCTS], ids=lambda s: s.name)
 def test_equals_definition(shape, dtype):
     check(shape.rows, shape.inputs, shape.outputs, dtype, "xla")
 

@@ -12,11 +12,11 @@ from kernels_pallas.paged_attention import (
     copy_pages,
     paged_attention,
     reference,
-    shapes,
     write_kv,
 )
+from kernels_pallas.workloads import ATTENTION
 
-SHAPES = [s.small() for s in shapes.SHAPES]
+SHAPES = [s.small() for s in ATTENTION]
 PLAIN, LATENT = SHAPES[0], next(s for s in SHAPES if s.latent)
 pytestmark = pytest.mark.full
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])

@@ -6,12 +6,13 @@ from test_selective_scan import layer as tokens
 from test_selective_scan import states
 from test_state_replay import Replay
 
-from kernels_pallas.selective_scan import reference, selective_replay, selective_update, shapes
+from kernels_pallas.selective_scan import reference, selective_replay, selective_update
 from kernels_pallas.state_replay import Tail
+from kernels_pallas.workloads import SELECTIVE
 
 pytestmark = pytest.mark.full
 
-SHAPES = [s.small() for s in shapes.SHAPES]
+SHAPES = [s.small() for s in SELECTIVE]
 ODD = next(s for s in SHAPES if s.name == "27 channels, states of 5")
 
 

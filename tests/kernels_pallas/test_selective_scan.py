@@ -16,12 +16,12 @@ from kernels_pallas.selective_scan import (
     selective_scan,
     selective_scan_sequence,
     selective_update,
-    shapes,
 )
+from kernels_pallas.workloads import SELECTIVE
 
 pytestmark = pytest.mark.full
 
-SHAPES = [s.small() for s in shapes.SHAPES]
+SHAPES = [s.small() for s in SELECTIVE]
 ODD = next(s for s in SHAPES if s.name == "27 channels, states of 5")
 KERNELS = ("pallas_tpu_interpreted", "pallas_gpu_interpreted")
 SCANS = pytest.mark.parametrize("implementation", ["xla", "xla_associative", *KERNELS])

@@ -7,11 +7,12 @@ import pytest
 from jax import lax
 from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
 
-from kernels_pallas.ssd_scan import reference, shapes, ssd_scan, ssd_scan_sequence
+from kernels_pallas.ssd_scan import reference, ssd_scan, ssd_scan_sequence
+from kernels_pallas.workloads import MAMBA2
 
 pytestmark = pytest.mark.full
 
-SHAPES = [s.small() for s in shapes.SHAPES]
+SHAPES = [s.small() for s in MAMBA2]
 ODD = next(s for s in SHAPES if s.name == "9 heads, 3 groups")
 
 
@@ -163,7 +164,7 @@ class Scan:
         assert_in_place(run, store.astype(dtype), inputs, where([1, 1], [1, 2], [3, 4]))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("shape", shapes.SHAPES, ids=lambda s: s.name)
+    @pytest.mark.parametrize("shape", MAMBA2, ids=lambda s: s.name)
     def test_real_sizes(self, scan, shape):
         draw = Draw()
         inputs, store = layer(draw, shape, 3, shape.tile_size), states(draw, shape, 4)

@@ -13,7 +13,8 @@ from operation_checks import Draw, assert_close, assert_same_bits, jitted
 from test_ssd_scan import SHAPES, Scan, layer, pad, states, where
 
 from kernels_pallas.dispatch import UnsupportedError
-from kernels_pallas.ssd_scan import reference, shapes, ssd_scan
+from kernels_pallas.ssd_scan import reference, ssd_scan
+from kernels_pallas.workloads import MAMBA2
 
 pytestmark = pytest.mark.full
 
@@ -37,7 +38,7 @@ class Kernel(Scan):
         super().test_equals_definition(scan, self.odd)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("shape", shapes.SHAPES[:5], ids=lambda s: s.name)
+    @pytest.mark.parametrize("shape", MAMBA2[:5], ids=lambda s: s.name)
     def test_real_sizes(self, scan, shape):
         super().test_equals_definition(scan, shape)
 

@@ -9,11 +9,12 @@ import pytest
 from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
 
 from kernels_pallas import native, state_update
-from kernels_pallas.state_replay import Tail, reference, shapes, state_replay
+from kernels_pallas.state_replay import Tail, reference, state_replay
+from kernels_pallas.workloads import MAMBA2
 
 pytestmark = pytest.mark.full
 
-SHAPES = [s.small() for s in shapes.SHAPES]
+SHAPES = [s.small() for s in MAMBA2]
 ODD = next(s for s in SHAPES if s.name == "9 heads, 3 groups")
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 
@@ -251,7 +252,7 @@ class Replay:
         assert_in_place(run, (store, tail), inputs, places)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("shape", shapes.SHAPES, ids=lambda s: s.name)
+    @pytest.mark.parametrize("shape", MAMBA2, ids=lambda s: s.name)
     def test_real_sizes(self, replay, shape):
         shape = dataclasses.replace(shape, rows=min(shape.rows, 3))
         self.check(replay, shape, self.rows_of(shape, shape.rows), slots=2 * shape.rows + 1)

@@ -7,11 +7,12 @@ from operation_checks import Draw, assert_close, assert_in_place, assert_same_bi
 
 from kernels_pallas import native
 from kernels_pallas.ssd_scan import ssd_scan_sequence
-from kernels_pallas.state_update import reference, shapes, state_update
+from kernels_pallas.state_update import reference, state_update
+from kernels_pallas.workloads import MAMBA2
 
 pytestmark = pytest.mark.full
 
-SHAPES = [s.small() for s in shapes.SHAPES]
+SHAPES = [s.small() for s in MAMBA2]
 ODD = next(s for s in SHAPES if s.name == "9 heads, 3 groups")
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 
@@ -155,7 +156,7 @@ class Update:
         assert_in_place(run, store, inputs, where(places[:, 0], places[:, 1:]))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("shape", shapes.SHAPES, ids=lambda s: s.name)
+    @pytest.mark.parametrize("shape", MAMBA2, ids=lambda s: s.name)
     def test_real_sizes(self, update, shape):
         draw = Draw()
         rows = min(shape.rows, 3)

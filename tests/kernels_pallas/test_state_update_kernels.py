@@ -13,7 +13,8 @@ from operation_checks import Draw, jitted
 from test_state_update import ODD, SHAPES, Update, layer, states, where
 
 from kernels_pallas.dispatch import UnsupportedError
-from kernels_pallas.state_update import shapes, state_update
+from kernels_pallas.state_update import state_update
+from kernels_pallas.workloads import MAMBA2
 
 pytestmark = pytest.mark.full
 
@@ -40,7 +41,7 @@ class Kernel(Update):
         self.check(update, self.odd, jnp.bfloat16)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("shape", shapes.SHAPES, ids=lambda s: s.name)
+    @pytest.mark.parametrize("shape", MAMBA2, ids=lambda s: s.name)
     def test_real_sizes(self, update, shape):
         if self.odd is EVEN and shape.state == 40:
             pytest.skip("not a power of two")
