@@ -8,11 +8,12 @@ this index, from the stored one; its dtype is then that of the row's states.
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from kernels_pallas.slots import read_slots, take, write_slot_if, write_slots
 
@@ -102,6 +103,32 @@ def row_blocks(
     one = jax.eval_shape(read, store[0], *(v[0, 0] for v in queries))
     store, y = lax.fori_loop(0, rows // few, body, (store, jnp.zeros((rows, steps, *one.shape), F32)))
     return y, store
+
+
+def by_platform(*, cpu: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns an operation that selects its form by the target platform of compilation.
+
+    Its arguments are arrays, but for the keyword argument `interval`.
+    """
+
+    def run(*arrays: Any, **places: Any) -> Any:
+        static = {name: places.pop(name) for name in ("interval",) if name in places}
+
+        def by(form: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda arrays, places: form(*arrays, **places, **static)
+
+        return lax.platform_dependent(arrays, places, cpu=by(cpu), default=by(default))
+
+    return run
+
+
+def read_heads(
+    state: Shaped[Array, "heads head_dim state"], query: Float[Array, "groups state"]
+) -> Float[Array, "heads head_dim"]:
+    """Multiplies one row's state, converted to float32, and the query of each group of heads, without `dot`."""
+    split, shared = head_axes(state.shape[0], query.shape[0])
+    grouped = state.astype(F32).reshape(*split, *state.shape[1:])
+    return (grouped * query.reshape(*shared, 1, -1)).sum(-1).reshape(state.shape[:2])
 
 
 def head_axes(heads: int, groups: int) -> tuple[list[int], list[int]]:

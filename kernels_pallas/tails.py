@@ -7,7 +7,7 @@ NaN, are masked.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
 import jax.numpy as jnp
@@ -144,18 +144,6 @@ def state_after(
         return state + fed[n].reshape(*split, -1, 1) * keys[n].reshape(*shared, 1, -1)
 
     return lax.fori_loop(0, len(fed), add, state).reshape(anchor.shape)
-
-
-def by_platform(*, cpu: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a replay that selects its form by the target platform of compilation."""
-
-    def replay(*arrays: Any, interval: int, **places: Any) -> Any:
-        def by(form: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda arrays, places: form(*arrays, **places, interval=interval)
-
-        return lax.platform_dependent(arrays, places, cpu=by(cpu), default=by(default))
-
-    return replay
 
 
 def check_tail(

@@ -216,6 +216,7 @@ def _call(
     interpret, name,
 ):  # fmt: skip
     shape, y_blocks = output
+    sequential: list[Any] = ["arbitrary"] * (len(grid) - 1)
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -229,7 +230,7 @@ def _call(
         input_output_aliases={len(scalars) + len(inputs): 1},
         # Blocks of a state access disjoint parts of every slot (the null slot included).
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", *["arbitrary"] * (len(grid) - 1)), vmem_limit_bytes=vmem_bytes
+            dimension_semantics=("parallel", *sequential), vmem_limit_bytes=vmem_bytes
         ),
         cost_estimate=cost,
         interpret=interpret,

@@ -14,25 +14,12 @@ from jax import Array, lax
 from kernels_pallas import tails
 from kernels_pallas.delta_replay.by_channel import ByChannel
 from kernels_pallas.delta_replay.by_head import ByHead
+from kernels_pallas.row_loop import by_platform
 from kernels_pallas.slots import load, read_slots, take, write_slot_if, write_slots
 
 F32 = jnp.float32
 
 _ROWS_AT_ONCE = 4  # whose states are in the processor's cache together, as in `kernels_pallas.row_loop`
-
-
-def all_rows(states, tail, q, k, v, log_decay, beta, **places):
-    """Gathers all rows' anchors, and scatters the states that are due."""
-    return _replay(_read_gathered, _write_gathered, states, tail, q, k, v, log_decay, beta, **places)
-
-
-def row_blocks(states, tail, q, k, v, log_decay, beta, **places):
-    """Loops over a few rows at a time."""
-    return _replay(_read_by_blocks, _write_due, states, tail, q, k, v, log_decay, beta, **places)
-
-
-delta_replay = tails.by_platform(cpu=row_blocks, default=all_rows)
-"""See `api.delta_replay`."""
 
 
 def _replay(
@@ -128,3 +115,9 @@ def _write_due(states, decay, fed, keys, anchor_slot, target):
         return write_slot_if(states, due, target[row]), due
 
     return lax.fori_loop(0, len(target), body, (states, jnp.zeros(states.shape[1:], states.dtype)))[0]
+
+
+all_rows = functools.partial(_replay, _read_gathered, _write_gathered)
+row_blocks = functools.partial(_replay, _read_by_blocks, _write_due)
+delta_replay = by_platform(cpu=row_blocks, default=all_rows)
+"""See `api.delta_replay`."""

@@ -44,8 +44,9 @@ def delta_scan(q, k, v, log_decay, beta, store, *, tile_first, read_slot, write_
     scan_block, tokens = _scan_block_by_channel if by_channel else _scan_block, _block_size(size, by_channel)
 
     def compute(_, inputs, y, carry, stored):
+        q, k, v, log_decay, beta = inputs
         for first in range(0, size, tokens):
-            scan_block(*inputs, y, carry, slice(first, first + tokens), blocks, head_dim)
+            scan_block(q, k, v, log_decay, beta, y, carry, slice(first, first + tokens), blocks, head_dim)
         # Rounded to the store's dtype, so that dividing a row's tiles over several calls does not change results.
         if stored != F32:
             carry[...] = carry[...].astype(stored).astype(F32)

@@ -44,32 +44,6 @@ def selective_scan_sequence(x, dt, a, b, c, d, *, initial_state=None):
     return lax.platform_dependent(x, dt, a, b, c, d, initial_state, cpu=cpu, default=default)
 
 
-def selective_update(x, dt, a, b, c, d, store, *, read_slot, write_slot):
-    """See `api.selective_update`: a few rows at a time, in place, on CPU; all rows at once elsewhere."""
-    arguments = x, dt, a, b, c, d, store, read_slot, write_slot
-    forms = (functools.partial(_update, rows) for rows in (row_loop.row_blocks, row_loop.all_rows))
-    cpu, default = forms
-    return lax.platform_dependent(*arguments, cpu=cpu, default=default)
-
-
-def all_rows(x, dt, a, b, c, d, store, *, read_slot, write_slot):
-    """Implements the form for platforms other than CPU."""
-    return _update(row_loop.all_rows, x, dt, a, b, c, d, store, read_slot, write_slot)
-
-
-def replay_all_rows(states, tail, x, dt, a, b, c, d, **places):
-    """Implements the form for platforms other than CPU."""
-    return _replay(row_loop.all_rows, states, tail, x, dt, a, b, c, d, **places)
-
-
-def _replay_row_blocks(states, tail, x, dt, a, b, c, d, **places):
-    return _replay(row_loop.row_blocks, states, tail, x, dt, a, b, c, d, **places)
-
-
-selective_replay = tails.by_platform(cpu=_replay_row_blocks, default=replay_all_rows)
-"""See `api.selective_replay`."""
-
-
 def _scan_sequence(x, dt, a, b, c, d, state, *, form):
     def block(state, x, dt, b, c):
         return _block(form, state, x, dt, a, b, c, d)
@@ -158,17 +132,25 @@ def _replay(
         return lax.fori_loop(0, jnp.where(live, length - anchor_length, 0).max(), absorb, state.astype(F32))
 
     dt = jnp.where(order.is_new[..., None], dt, 0)
-    places = jnp.where(live, anchor_slot, 0), jnp.where(write, write_slot[:, None], 0)
-    y, states = _update(rows, x, dt, a, b, c, d, states, *places, before=before)
+    read_slot, write_slot = jnp.where(live, anchor_slot, 0), jnp.where(write, write_slot[:, None], 0)
+    y, states = _update(rows, x, dt, a, b, c, d, states, read_slot=read_slot, write_slot=write_slot, before=before)
     return y, states, tail
 
 
-def _update(rows, x, dt, a, b, c, d, store, read_slot, write_slot, **how):
+def _update(rows, x, dt, a, b, c, d, store, *, read_slot, write_slot, before=None):
     dtype, a = x.dtype, a.astype(F32)
     x, dt, b, c = _masked(x, dt, b, c)
 
     def step(state, dt, fed, b):
         return _next(state.astype(F32), dt, fed, a, b).astype(state.dtype)
 
-    y, store = rows(step, _read, (dt, dt * x, b), (c,), store, read_slot, write_slot, **how)
+    y, store = rows(step, _read, (dt, dt * x, b), (c,), store, read_slot, write_slot, before=before)
     return (y + d.astype(F32) * x).astype(dtype), store
+
+
+all_rows = functools.partial(_update, row_loop.all_rows)
+selective_update = row_loop.by_platform(cpu=functools.partial(_update, row_loop.row_blocks), default=all_rows)
+"""See `api.selective_update`."""
+replay_all_rows = functools.partial(_replay, row_loop.all_rows)
+selective_replay = row_loop.by_platform(cpu=functools.partial(_replay, row_loop.row_blocks), default=replay_all_rows)
+"""See `api.selective_replay`."""

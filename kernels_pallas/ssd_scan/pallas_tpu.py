@@ -38,7 +38,8 @@ def ssd_scan(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot, int
         return pl.BlockSpec((1, *last), lambda h, i, *_: (i, 0, h) if by_block else (i, 0, 0))
 
     def compute(_, inputs, y, carry, stored):
-        scan_tile(*inputs, y, carry, stored, blocks=blocks, head_dim=head_dim)
+        x, dt, a, b, c, d, real = inputs
+        scan_tile(x, dt, a, b, c, d, real, y, carry, stored, blocks=blocks, head_dim=head_dim)
 
     per_head = per_tile(size, blocks.heads * head_dim, by_block=True)
     groups_block = (lambda h: h) if blocks.heads >= blocks.repeats else blocks.first_group

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas import tpu_replay
 from kernels_pallas.heads import HeadBlocks
-from kernels_pallas.tpu_blocks import LANES, blocks_in_lanes, dot
+from kernels_pallas.tpu_blocks import blocks_in_lanes, dot, heads_together
 from kernels_pallas.tpu_replay import BLOCK_BYTES, HeadDecays, Inputs, Row, fine_dot, group_block
 
 F32 = jnp.float32
@@ -117,8 +117,7 @@ class _Sizes:
     def together(self):
         """Yields groups, and the heads and lanes of each product."""
         repeats = self._blocks.heads // self._blocks.groups
-        several = LANES // self._head_dim if LANES % self._head_dim == 0 else 1
-        several = several if repeats % several == 0 else 1
+        several = heads_together(self._head_dim, repeats)
         for first in range(0, self._blocks.heads, several):
             last = first + several
             yield first // repeats, slice(first, last), slice(first * self._head_dim, last * self._head_dim)

@@ -15,25 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas import tails
+from kernels_pallas.row_loop import by_platform
 from kernels_pallas.slots import load, read_slots, take, write_slot_if, write_slots
 
 F32 = jnp.float32
 
 _ROWS_AT_ONCE = 4  # whose states are in the processor's cache together, as in `kernels_pallas.row_loop`
-
-
-def all_rows(states, tail, x, dt, a, b, c, d, **places):
-    """Gathers all rows' anchors, and scatters the states that are due."""
-    return _replay(_gathered, states, tail, x, dt, a, b, c, d, **places)
-
-
-def row_blocks(states, tail, x, dt, a, b, c, d, **places):
-    """Loops over a few rows at a time: anchors are only read, and a state is computed only if it is due."""
-    return _replay(_by_row_blocks, states, tail, x, dt, a, b, c, d, **places)
-
-
-state_replay = tails.by_platform(cpu=row_blocks, default=all_rows)
-"""See `api.state_replay`."""
 
 
 def _replay(
@@ -139,3 +126,8 @@ def _by_row_blocks(states, c, decay, fed, b, anchor_slot, write, *, precision):
 def _precision(dtype):
     """In lower precisions than float32 the products may round as the model's own do."""
     return lax.Precision.HIGHEST if dtype == F32 else lax.Precision.DEFAULT
+
+
+all_rows, row_blocks = (functools.partial(_replay, anchors) for anchors in (_gathered, _by_row_blocks))
+state_replay = by_platform(cpu=row_blocks, default=all_rows)
+"""See `api.state_replay`."""
