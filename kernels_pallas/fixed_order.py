@@ -16,6 +16,26 @@ def row_sum(x: Float[Array, "*batch n"]) -> Float[Array, "*batch 1"]:
     return invariant.row_sum(x) if _fixed() else x.sum(-1, keepdims=True)
 
 
+def exp(x: Array) -> Array:
+    """exp(x); schedule-invariant programs compute it, and the functions below, in C++."""
+    return invariant.elementwise("exp", x) if _fixed() else jnp.exp(x)
+
+
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x))."""
+    return invariant.elementwise("sigmoid", x) if _fixed() else jax.nn.sigmoid(x)
+
+
+def silu(x: Array) -> Array:
+    """x sigmoid(x)."""
+    return invariant.elementwise("silu", x) if _fixed() else jax.nn.silu(x)
+
+
+def softplus(x: Array) -> Array:
+    """log(1 + exp(x))."""
+    return invariant.elementwise("softplus", x) if _fixed() else jax.nn.softplus(x)
+
+
 def log_sum_exp(x: Float[Array, "*batch n"]) -> Float[Array, "*batch 1"]:
     """log(sum(exp(x))) over the last axis, which is kept."""
     if not _fixed():
@@ -23,14 +43,14 @@ def log_sum_exp(x: Float[Array, "*batch n"]) -> Float[Array, "*batch 1"]:
     highest = invariant.row_max(x)
     # If all values are -inf, or one is inf: avoids inf - inf.
     base = jnp.where(jnp.isfinite(highest), highest, 0)
-    return base + jnp.log(invariant.row_sum(jnp.exp(x - base)))
+    return base + invariant.elementwise("log", invariant.row_sum(exp(x - base)))
 
 
 def softmax(x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
     """exp(x) over its sum over the last axis."""
     if not _fixed():
         return jax.nn.softmax(x, axis=-1)
-    shares = jnp.exp(x - invariant.row_max(x))
+    shares = exp(x - invariant.row_max(x))
     return invariant.quotient(shares, invariant.row_sum(shares))
 
 

@@ -80,6 +80,17 @@ def rounded(x):
     return lax.bitcast_convert_type(bits, F32)
 
 
+def elementwise(function, x):
+    """One of exp, log, sigmoid, silu and softplus for each element, computed in float32 and rounded once to x's dtype.
+
+    The compiler has forms of exp for some numbers of lanes. For others, such as the 12 numbers of two tokens with 6
+    experts, it calls a library, which rounds in another way.
+    """
+    wide = x.astype(F32)
+    result = jax.ShapeDtypeStruct(wide.shape, F32)
+    return jax.ffi.ffi_call(native.target("elementwise"), result)(wide, function=function).astype(x.dtype)
+
+
 def row_max(x):
     """The maximum over the last axis, which is kept; computed by the order of the bits.
 
@@ -204,7 +215,7 @@ def _taps(seen, weight, bias, activation):
     taps = weight.astype(F32).T
     total = functools.reduce(operator.add, (rounded(taps[i] * one) for i, one in enumerate(seen)))
     total = total if bias is None else total + bias.astype(F32)
-    return lax.optimization_barrier(jax.nn.silu(total) if activation == "silu" else total)
+    return elementwise("silu", total) if activation == "silu" else lax.optimization_barrier(total)
 
 
 def causal_conv1d_prefill(
@@ -309,8 +320,7 @@ def _piece(highest, total, out, q, k, v, seen, scale):
     scores = jnp.where(seen, scale * product(q, k), -jnp.inf)
     higher = jnp.maximum(highest, row_max(scores)[..., 0])
     base = jnp.where(higher == -jnp.inf, 0, higher)
-    weights, shrink = jnp.exp(scores - base[..., None]), jnp.exp(highest - base)
-    weights, shrink = lax.optimization_barrier((weights, shrink))
+    weights, shrink = elementwise("exp", scores - base[..., None]), elementwise("exp", highest - base)
     # One more output, all ones, is the sum of the weights.
     values = product(weights, jnp.concatenate([v, jnp.ones((v.shape[0], 1), v.dtype)], axis=1).T)
     return higher, rounded(total * shrink) + values[:, -1], rounded(out * shrink[..., None]) + values[:, :-1]

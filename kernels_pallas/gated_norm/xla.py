@@ -2,18 +2,17 @@
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.fixed_order import row_sum
+from kernels_pallas.fixed_order import row_sum, sigmoid, silu
 
 F32 = jnp.float32
 
 
 def gated(y, z):
     """See `api.gated`."""
-    return (y.astype(F32) * jax.nn.silu(z.astype(F32))).astype(y.dtype)
+    return (y.astype(F32) * silu(z.astype(F32))).astype(y.dtype)
 
 
 def gated_rms_norm(y, z, weight, *, groups, eps, norm_before_gate=False, activation="silu"):
@@ -40,7 +39,7 @@ def by_selection(y, z, weight, *, groups, eps, norm_before_gate=False, activatio
 
 
 def _norm(y, z, weight, *, scaled, groups, eps, norm_before_gate, activation):
-    gate = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}[activation](z.astype(F32))
+    gate = {"silu": silu, "sigmoid": sigmoid}[activation](z.astype(F32))
     value = y.astype(F32) if norm_before_gate else y.astype(F32) * gate
     out = scaled(value, groups, eps) * weight.astype(F32)
     return (out * gate if norm_before_gate else out).astype(y.dtype)

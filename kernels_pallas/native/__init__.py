@@ -18,6 +18,7 @@ FEW_ROWS = 8
 _MODULE = "kernels_pallas.native._handlers"
 _OPERATIONS = (
     "delta_update",
+    "elementwise",
     "grouped_matmul",
     "linear",
     "read_slots",

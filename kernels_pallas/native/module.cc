@@ -4,7 +4,7 @@
 #include "xla/ffi/api/c_api.h"
 
 #define HANDLERS(each) \
-  each(delta_update) each(grouped_matmul) each(linear) each(read_slots) each(selective_update) each(state_replay) \
+  each(delta_update) each(elementwise) each(grouped_matmul) each(linear) each(read_slots) each(selective_update) each(state_replay) \
       each(state_update) each(write_slots)
 
 #define DECLARE(name) extern "C" XLA_FFI_Error* name(XLA_FFI_CallFrame* frame);

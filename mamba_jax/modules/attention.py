@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from kernels_pallas.fixed_order import sigmoid
 from mamba_jax.config import AttentionConfig, need
 from mamba_jax.layout import Layout
 from mamba_jax.modules.basic import Linear, RMSNorm, scaled, scaled_by
@@ -84,9 +84,9 @@ class Attention(nnx.Module):
         if scales is not None:
             out = scaled_by(out, scales[1])
         if gate is not None:
-            out = out * jax.nn.sigmoid(gate)
+            out = out * sigmoid(gate)
         if self.gate_proj is not None:
-            out *= jax.nn.sigmoid(self.gate_proj(x, layout.adapter, out_dtype=jnp.float32)).astype(out.dtype)[..., None]
+            out *= sigmoid(self.gate_proj(x, layout.adapter, out_dtype=jnp.float32)).astype(out.dtype)[..., None]
         return scaled(self.o_proj(out.reshape(x.shape[0], -1), layout.adapter), config.output_multiplier), state
 
     def keys_values(

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.fixed_order import rounded, row_sum
+from kernels_pallas.fixed_order import rounded, row_sum, silu
 from kernels_pallas.linear import linear
 from kernels_pallas.quantised import Quantised
 from mamba_jax.modules.lora import LoRA
@@ -29,8 +29,8 @@ def _gelu_exact(x: Array) -> Array:
 
 
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "swish": jax.nn.silu,
+    "silu": silu,
+    "swish": silu,
     "gelu": _gelu_exact,
     "gelu_new": jax.nn.gelu,
     "gelu_pytorch_tanh": jax.nn.gelu,

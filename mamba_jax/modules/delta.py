@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.delta_replay import DeltaTail, delta_replay
 from kernels_pallas.delta_scan import delta_scan, delta_scan_sequence
 from kernels_pallas.delta_update import delta_update
-from kernels_pallas.fixed_order import rounded, row_sum
+from kernels_pallas.fixed_order import exp, rounded, row_sum, sigmoid, softplus
 from kernels_pallas.gated_norm import gated_rms_norm
 from mamba_jax.config.delta import DeltaConfig
 from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, ReplayLayout, SequenceLayout
@@ -144,14 +144,14 @@ class Delta(nnx.Module):
         q, k = (self._own_groups(one, v.shape[1]) for one in jnp.split(qk, 2, axis=1))
 
         b, a = (project(x, layout.adapter, out_dtype=jnp.float32) for project in (self.b_proj, self.a_proj))
-        beta = jnp.maximum(config.beta_scale * jax.nn.sigmoid(b), _LEAST_BETA)
-        a, rate = a + self.dt_bias[...], jnp.exp(self.a_log[...])
+        beta = jnp.maximum(config.beta_scale * sigmoid(b), _LEAST_BETA)
+        a, rate = a + self.dt_bias[...], exp(self.a_log[...])
         if config.decay == "channel":
             a, rate = a.reshape(*v.shape[:2], -1), rate[:, None]
         if config.log_decay_bound is None:
-            log_decay = -rate * jax.nn.softplus(a)
+            log_decay = -rate * softplus(a)
         else:
-            log_decay = config.log_decay_bound * jax.nn.sigmoid(rounded(rate * a))
+            log_decay = config.log_decay_bound * sigmoid(rounded(rate * a))
         q, k = (_unit(q) * config.state_size**-0.5).astype(q.dtype), _unit(k).astype(k.dtype)
         y, delta = layout.run(DELTA_RULE, (q, k, v, log_decay, beta), (), old["delta"])
         z = self.z_proj(x, layout.adapter).reshape(y.shape)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kernels_pallas.fixed_order import product_by_head
+from kernels_pallas.fixed_order import product_by_head, sigmoid
 from mamba_jax.config.latent_attention import LatentAttentionConfig
 from mamba_jax.layout import Layout
 from mamba_jax.modules.basic import Linear, RMSNorm, Weight, normal
@@ -54,7 +53,7 @@ class LatentAttention(nnx.Module):
         # The weighted sum of the shared keys is not a value.
         out = product_by_head(found[..., : config.latent_size], self.v_up.weight[...])
         if self.gate_proj is not None:
-            out *= jax.nn.sigmoid(self.gate_proj(x, layout.adapter, out_dtype=jnp.float32)).astype(out.dtype)[..., None]
+            out *= sigmoid(self.gate_proj(x, layout.adapter, out_dtype=jnp.float32)).astype(out.dtype)[..., None]
         return self.o_proj(out.reshape(x.shape[0], -1), layout.adapter), state
 
 

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from kernels_pallas.fixed_order import exp, silu, softplus
 from kernels_pallas.gated_norm import gated, gated_rms_norm
 from kernels_pallas.gated_scan import gated_scan
 from kernels_pallas.ssd_scan import ssd_scan, ssd_scan_sequence
@@ -132,9 +133,9 @@ class Mamba(nnx.Module):
         b, c = (self._own_groups(v, dt.shape[1]) for v in jnp.split(bc, 2, axis=1))
 
         low, high = config.dt_limit
-        dt = jnp.clip(jax.nn.softplus(dt + self.dt_bias[...]), max(low, LEAST_DT), None if high == math.inf else high)
+        dt = jnp.clip(softplus(dt + self.dt_bias[...]), max(low, LEAST_DT), None if high == math.inf else high)
         between = Operation(self._whole, self._tiles, self._apart, self._apart)
-        parameters = -jnp.exp(self.a_log[...]), self.d[...]
+        parameters = -exp(self.a_log[...]), self.d[...]
         y, states = layout.run(between, (zx, dt, b, c), parameters, (old["ssm"], old["conv_x"]))
         new = None if state is None else {"ssm": states[0], "conv_x": states[1], "conv_bc": conv_bc}
         return scaled(self.out_proj(y, layout.adapter), config.output_multiplier), new
@@ -216,7 +217,7 @@ class Mamba(nnx.Module):
     ) -> Float[Array, "T inner"]:
         """As `gated_rms_norm`, for groups whose channels lie on several devices, which add up their squares."""
         config = self.config
-        gate = jax.nn.silu(z.astype(jnp.float32))
+        gate = silu(z.astype(jnp.float32))
         value = y.astype(jnp.float32) * (1.0 if config.norm_before_gate else gate)
         own = jnp.arange(config.num_groups) == axis_index() * config.num_groups // devices
         squares = jnp.square(value).sum(-1, keepdims=True)

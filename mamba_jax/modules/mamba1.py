@@ -10,7 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kernels_pallas.fixed_order import row_sum
+from kernels_pallas.fixed_order import exp, row_sum, softplus
 from kernels_pallas.gated_norm import gated
 from kernels_pallas.selective_scan import (
     selective_replay,
@@ -114,7 +114,7 @@ class Mamba1(nnx.Module):
         x, z = xz[:, 0], xz[:, 1]
         x, window = self.conv(x, layout, None if state is None else state["conv_x"])
         dt, b, c = self._steered(x, layout)
-        parameters = -jnp.exp(self.a_log[...]).T, self.d[...]
+        parameters = -exp(self.a_log[...]).T, self.d[...]
         y, new = layout.run(SELECTIVE, (x, dt, b, c), parameters, None if state is None else state["selective"])
         y = self.out_proj(gated(y, z), layout.adapter)
         return y, None if state is None else {"selective": new, "conv_x": window}
@@ -133,7 +133,7 @@ class Mamba1(nnx.Module):
         elif config.norm_eps is not None:
             dt, b, c = (_normed(v, config.norm_eps) for v in (dt, b, c))
         dt = self.dt_proj(dt.astype(dtype), layout.adapter, out_dtype=jnp.float32)
-        return jnp.maximum(jax.nn.softplus(dt), LEAST_DT), b.astype(dtype), c.astype(dtype)
+        return jnp.maximum(softplus(dt), LEAST_DT), b.astype(dtype), c.astype(dtype)
 
 
 def _normed(v: Float[Array, "T size"], eps: float) -> Float[Array, "T size"]:

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.fixed_order import quotient, rounded, router_product, row_sum, softmax, weighted_sum
+from kernels_pallas.fixed_order import quotient, rounded, router_product, row_sum, sigmoid, softmax, weighted_sum
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.quantised import Quantised
 from mamba_jax.config import MLPConfig, MoEConfig
@@ -49,8 +49,8 @@ class Router(nnx.Module):
     def __init__(self, config: MoEConfig, hidden_size: int, *, rngs: nnx.Rngs) -> None:
         self.config = config
         self.weight = nnx.Param(normal(rngs, (config.num_experts, hidden_size), jnp.float32))
-        sigmoid = config.router == "sigmoid"
-        self.correction_bias = nnx.Param(jnp.zeros(config.num_experts, jnp.float32)) if sigmoid else None
+        by_sigmoid = config.router == "sigmoid"
+        self.correction_bias = nnx.Param(jnp.zeros(config.num_experts, jnp.float32)) if by_sigmoid else None
 
     def __call__(self, x: Float[Array, "T hidden"]) -> tuple[Float[Array, "T chosen"], Int[Array, "T chosen"]]:
         config = self.config
@@ -62,7 +62,7 @@ class Router(nnx.Module):
         if self.correction_bias is None:
             best, chosen = jax.lax.top_k(logits, config.experts_per_token)
             return self._balanced(softmax(best), softmax(logits), chosen), chosen
-        scores = jax.nn.sigmoid(logits)
+        scores = sigmoid(logits)
         # The bias balances the load: it affects the choice of experts, but not their weights.
         biased = self._in_best_groups(scores + self.correction_bias[...])
         _, chosen = jax.lax.top_k(biased, config.experts_per_token)
@@ -258,7 +258,7 @@ class MoE(nnx.Module):
         if self.shared is not None:
             shared, _ = self.shared(x, layout, None)
             if self.shared_gate is not None:
-                gate = jax.nn.sigmoid(self.shared_gate(x, layout.adapter, out_dtype=jnp.float32))
+                gate = sigmoid(self.shared_gate(x, layout.adapter, out_dtype=jnp.float32))
                 shared = rounded((gate * shared).astype(shared.dtype))
             y = y + shared
         return y, state

@@ -12,13 +12,17 @@ from kernels_pallas.delta_update import delta_update
 from kernels_pallas.delta_update import reference as delta_reference
 from kernels_pallas.dispatch import KernelChoice
 from kernels_pallas.fixed_order import (
+    exp,
     log_sum_exp,
     product_by_head,
     quotient,
     rounded,
     router_product,
     row_sum,
+    sigmoid,
+    silu,
     softmax,
+    softplus,
     weighted_sum,
 )
 from kernels_pallas.gated_norm import gated_rms_norm
@@ -73,6 +77,43 @@ def test_a_sum_of_a_row_keeps_its_bits(function):
     np.testing.assert_allclose(whole[:, 0], expected, rtol=1e-5, atol=1e-4)
     for rows in (1, 3, 8, 33):
         np.testing.assert_array_equal(run(function, x[-rows:]), whole[-rows:])
+
+
+@pytest.mark.parametrize("function", [exp, sigmoid, silu, softplus])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_function_of_an_element_is_right_and_keeps_its_bits(function, dtype):
+    x = jnp.asarray(np.linspace(-80, 80, 4001, dtype=np.float32), dtype)
+    whole = run(function, x)
+    wide = np.asarray(x, np.float64)
+    expected = {
+        exp: np.exp(wide),
+        sigmoid: 1 / (1 + np.exp(-wide)),
+        silu: wide / (1 + np.exp(-wide)),
+        softplus: np.logaddexp(0, wide),
+    }[function]
+    np.testing.assert_allclose(whole.astype(np.float64), expected, rtol=2e-7 if dtype == jnp.float32 else 2**-8)
+    for begin, end in ((0, 1), (7, 19), (64, 128), (3000, 3065)):
+        np.testing.assert_array_equal(run(function, x[begin:end]), whole[begin:end])
+
+
+def test_functions_of_numbers_that_are_not_finite():
+    x = jnp.asarray([-np.inf, np.inf, np.nan, -1e30, 1e30], jnp.float32)
+    np.testing.assert_array_equal(run(exp, x), [0, np.inf, np.nan, 0, np.inf])
+    np.testing.assert_array_equal(run(sigmoid, x), [0, 1, np.nan, 0, 1])
+    np.testing.assert_array_equal(run(softplus, x), np.float32([0, np.inf, np.nan, 0, 1e30]))
+
+
+@pytest.mark.parametrize("experts", [3, 5, 6, 7, 12])
+def test_scores_of_a_few_experts_keep_their_bits(experts):
+    """XLA computed the exponentials of 12 numbers, those of two tokens with 6 experts, by another function."""
+    x, weight = normal(70, 72), jnp.asarray(normal(experts, 72, seed=1))
+    whole = run(lambda x: sigmoid(router_product(x, weight)), x)
+    for rows in (1, 2, 3, 4, 5, 8):
+        few = [x[first : first + rows] for first in range(0, 64, rows)]
+        with CHOICE.applied():
+            scores = jax.jit(lambda x: sigmoid(router_product(x, weight)), compiler_options=COMPILER_OPTIONS)
+            parts = np.concatenate([scores(part) for part in few])
+        np.testing.assert_array_equal(parts, whole[: len(parts)])
 
 
 def rotated(x, position):

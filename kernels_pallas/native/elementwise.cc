@@ -1,0 +1,128 @@
+// Exponentials and functions of them, for each element of an array: see kernels_pallas/invariant.py. Every element is
+// computed by the same instructions, whatever its place and the size of the array.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string_view>
+
+#include "numbers.h"
+#include "parallel.h"
+
+namespace native {
+namespace {
+
+namespace ffi = xla::ffi;
+using Array = ffi::Buffer<ffi::F32>;
+
+constexpr int64_t kBlock = 64;               // elements that are computed together; the last ones are padded
+constexpr int64_t kWorthSharing = 16 << 10;  // elements: fewer are computed before another thread has woken up
+
+// exp(x) = 2^n exp(r) with |r| <= log(2) / 2 and the Taylor series of exp(r); 0 where it is below the normal numbers.
+NATIVE_INLINE float exponential(float x) {
+  constexpr float kLowest = -87.3f, kHighest = 88.73f;
+  constexpr float kLog2High = 0.693145751953125f, kLog2Low = 1.42860682030941723e-6f;
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const float inside = x < kLowest ? kLowest : x > kHighest ? kHighest : x;
+  const float n = (inside * 1.44269504088896341f + kRound) - kRound;
+  const float r = (inside - n * kLog2High) - n * kLog2Low;
+  float series = 1.0f / 5040;
+  series = series * r + 1.0f / 720;
+  series = series * r + 1.0f / 120;
+  series = series * r + 1.0f / 24;
+  series = series * r + 1.0f / 6;
+  series = series * r + 0.5f;
+  series = series * (r * r) + r;
+  // Twice, because 2^128 is not a number.
+  const int32_t power = x == x ? static_cast<int32_t>(n) : 0, half = power >> 1;
+  const int32_t bits[] = {(half + 127) << 23, (power - half + 127) << 23};
+  float first, second;
+  std::memcpy(&first, bits, sizeof first);
+  std::memcpy(&second, bits + 1, sizeof second);
+  const float result = (series + 1.0f) * first * second;
+  return x < kLowest ? 0.0f : x > kHighest ? std::numeric_limits<float>::infinity() : result;
+}
+
+// log(1 + x) = 2 artanh(x / (2 + x)) for x in [0, 1], by the series of artanh.
+NATIVE_INLINE float log_one_plus(float x) {
+  const float s = x / (2.0f + x), square = s * s;
+  float series = 1.0f / 17;
+  series = series * square + 1.0f / 15;
+  series = series * square + 1.0f / 13;
+  series = series * square + 1.0f / 11;
+  series = series * square + 1.0f / 9;
+  series = series * square + 1.0f / 7;
+  series = series * square + 1.0f / 5;
+  series = series * square + 1.0f / 3;
+  return 2.0f * (s + s * (square * series));
+}
+
+struct Exp {
+  static NATIVE_INLINE float of(float x) { return exponential(x); }
+};
+struct Log {
+  static NATIVE_INLINE float of(float x) { return std::log(x); }
+};
+struct Sigmoid {
+  static NATIVE_INLINE float of(float x) { return 1.0f / (1.0f + exponential(-x)); }
+};
+struct Silu {
+  static NATIVE_INLINE float of(float x) { return x / (1.0f + exponential(-x)); }
+};
+struct Softplus {
+  static NATIVE_INLINE float of(float x) {
+    return (x < 0.0f ? 0.0f : x) + log_one_plus(exponential(x < 0.0f ? x : -x));
+  }
+};
+
+template <typename Function>
+NATIVE_INLINE void block(const float* x, float* y) {
+  for (int64_t i = 0; i < kBlock; ++i) y[i] = Function::of(x[i]);
+}
+
+#define BLOCK(name) \
+  NATIVE_HOT void block_of(name, const float* x, float* y) { block<name>(x, y); }
+BLOCK(Exp)
+BLOCK(Log)
+BLOCK(Sigmoid)
+BLOCK(Silu)
+BLOCK(Softplus)
+
+template <typename Function>
+ffi::Error each(ffi::ThreadPool& pool, const float* x, float* y, int64_t count) {
+  auto several = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t first = i * kBlock, size = std::min(kBlock, count - first);
+      if (size == kBlock) {
+        block_of(Function(), x + first, y + first);
+      } else {
+        float padded[kBlock] = {}, results[kBlock];
+        std::copy_n(x + first, size, padded);
+        block_of(Function(), padded, results);
+        std::copy_n(results, size, y + first);
+      }
+    }
+  };
+  parallel_for(pool, (count + kBlock - 1) / kBlock, several, kWorthSharing / kBlock);
+  return ffi::Error::Success();
+}
+
+ffi::Error run(ffi::ThreadPool pool, std::string_view function, Array x, ffi::Result<Array> y) {
+  auto call = [&](auto kind) {
+    return each<decltype(kind)>(pool, x.typed_data(), y->typed_data(), x.element_count());
+  };
+  if (function == "exp") return call(Exp());
+  if (function == "log") return call(Log());
+  if (function == "sigmoid") return call(Sigmoid());
+  if (function == "silu") return call(Silu());
+  if (function == "softplus") return call(Softplus());
+  return ffi::Error::InvalidArgument("elementwise: unknown function");
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    elementwise, run,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attr<std::string_view>("function").Arg<Array>().Ret<Array>());
+
+}  // namespace native
