@@ -62,7 +62,7 @@ class Workload:
     """Tokens of the prompt."""
     answer: int = 48
     """Tokens of the answer: the log-probabilities that are compared."""
-    neighbours: Sequence[int] = (7, 31)
+    neighbours: Sequence[int] = (1, 7, 31)
     """Numbers of other requests."""
     chunks: Sequence[int] = (64, 512)
     """Maximum numbers of tokens per step, in a run for each."""
@@ -107,7 +107,8 @@ def compare_schedules(
         whole = runs.alone(llm, after=[prompt])
         yield runs.compared("whole prompt cached", whole, plain, _cached(whole))
         for count in workload.neighbours:
-            yield runs.compared(f"{count} neighbours", runs.among(llm, count), plain)
+            name = "1 neighbour" if count == 1 else f"{count} neighbours"
+            yield runs.compared(name, runs.among(llm, count), plain)
         yield runs.compared("scored as a prompt", runs.scored(llm, plain), plain)
     for chunk in workload.chunks:
         with LLM(model, **shared | {"max_num_batched_tokens": chunk}) as llm:
