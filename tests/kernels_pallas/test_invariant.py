@@ -41,11 +41,13 @@ from mamba_jax.modules.rotary import rotate, rotations
 WHY_MISSING = native.why_incomplete()
 pytestmark = pytest.mark.skipif(WHY_MISSING is not None, reason=f"native operations: {WHY_MISSING}")
 CHOICE = KernelChoice(platform="cpu", named="invariant")
+OPTIONS = COMPILER_OPTIONS | {"xla_backend_optimization_level": 3}
+"""What users run; other tests compile with less."""
 
 
 def run(function, *arguments):
     with CHOICE.applied():
-        compiled = jax.jit(function).lower(*arguments).compile(COMPILER_OPTIONS)
+        compiled = jax.jit(function).lower(*arguments).compile(OPTIONS)
     # A library that rounds in its own way, and that XLA uses for large arrays only.
     assert "ynn_fusion" not in compiled.as_text()
     return jax.tree.map(np.asarray, compiled(*arguments))
@@ -111,7 +113,7 @@ def test_scores_of_a_few_experts_keep_their_bits(experts):
     for rows in (1, 2, 3, 4, 5, 8):
         few = [x[first : first + rows] for first in range(0, 64, rows)]
         with CHOICE.applied():
-            scores = jax.jit(lambda x: sigmoid(router_product(x, weight)), compiler_options=COMPILER_OPTIONS)
+            scores = jax.jit(lambda x: sigmoid(router_product(x, weight)), compiler_options=OPTIONS)
             parts = np.concatenate([scores(part) for part in few])
         np.testing.assert_array_equal(parts, whole[: len(parts)])
 
