@@ -26,14 +26,14 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 FROM python:${PYTHON_VERSION}-slim-bookworm
 COPY --from=build /opt/mamba-jax /opt/mamba-jax
 # Downloads go to /cache/huggingface and compiled programs to /cache/mamba-jax.
-RUN useradd --create-home --uid 1000 mamba-jax \
+RUN useradd --create-home --home-dir /workspace --uid 1000 mamba-jax \
     && install --directory --owner=mamba-jax --group=mamba-jax --mode=0700 /cache
 ENV PATH=/opt/mamba-jax/bin:$PATH \
     XDG_CACHE_HOME=/cache \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 1000:1000
-WORKDIR /home/mamba-jax
+WORKDIR /workspace
 VOLUME ["/cache"]
 EXPOSE 8000
 # /health is 503 while the model is loaded and its programs are compiled: up to half an hour for large models.

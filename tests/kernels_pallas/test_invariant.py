@@ -37,12 +37,12 @@ from kernels_pallas.state_update import state_update
 from mamba_jax.config import RopeConfig
 from mamba_jax.modules.basic import scaled
 from mamba_jax.modules.rotary import rotate, rotations
+from tests.support.engines import OPTIMIZED
 
 WHY_MISSING = native.why_incomplete()
 pytestmark = pytest.mark.skipif(WHY_MISSING is not None, reason=f"native operations: {WHY_MISSING}")
 CHOICE = KernelChoice(platform="cpu", named="invariant")
-OPTIONS = COMPILER_OPTIONS | {"xla_backend_optimization_level": 3}
-"""What users run; other tests compile with less."""
+OPTIONS = COMPILER_OPTIONS | OPTIMIZED
 
 
 def run(function, *arguments):

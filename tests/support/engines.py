@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 QUICK_COMPILE = {"xla_backend_optimization_level": 0}
 """Compiler options: LLVM's optimizations would take longer than all the steps of a test."""
+OPTIMIZED = {"xla_backend_optimization_level": 3}
+"""What users run. Quick compilers do not contract products and sums, and have other exponentials: bits can be equal
+that differ between users' programs."""
 QUICK_XLA_FLAGS = "--xla_backend_optimization_level=0"
 """The same for a process of its own."""
 

@@ -28,7 +28,7 @@ from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps.batching import PrefillShape
 from tests.support.adapter_contents import read_contents
-from tests.support.engines import QUICK_COMPILE, Continuation, finish
+from tests.support.engines import OPTIMIZED, QUICK_COMPILE, Continuation, finish
 from tests.support.letter_tokens import letters
 from tests.support.random_models import long_memory_model
 from tests.support.step_programs import shared_programs
@@ -106,8 +106,6 @@ ADAPTED = {
     for name in ("nemotronh", "falconh1", "delta", "short_conv", "kimi", "smallest")
 }
 """Models whose requests may have adapters."""
-OPTIMIZED = {"xla_backend_optimization_level": 3}
-"""Without optimization, compilers do not contract products and sums, which can differ between programs."""
 INVARIANT_MODELS = ("nemotronh", "experts", "falconh1", "delta", "short_conv", "kimi", "selective")
 INVARIANT = {
     f"{name}, invariant {dtype}": Variant(name, {"schedule_invariant": True}, 0.0, 0.0, jnp.dtype(dtype))

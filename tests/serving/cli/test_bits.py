@@ -16,7 +16,7 @@ from serving.engine.llm import LLM
 from serving.engine.requests.output import CompletionOutput, Logprob, RequestOutput
 from serving.engine.requests.sampling_params import SamplingParams
 from tests.support.divisible_checkpoints import GOLDEN
-from tests.support.engines import QUICK_COMPILE
+from tests.support.engines import OPTIMIZED, QUICK_COMPILE
 from tests.support.tiny_configs import TRAINABLE
 
 LOGPROBS = [float(np.float32(value)) for value in (-0.1, -0.7, -1.3, -2.9)]
@@ -157,11 +157,7 @@ SMALL = Workload(prompt=90, answer=40, neighbours=(2,), chunks=(16,))
 )
 def test_schedule_invariant_bits(tmp_path, monkeypatch, name, dtype):
     model = str(write_random(tmp_path, TRAINABLE) if name == "trainable" else GOLDEN / name)
-    # Without optimization, compilers do not contract products and sums, which is what can differ between programs.
-    monkeypatch.setattr(
-        "serving.engine.assembly.build.StepPrograms",
-        partial(StepPrograms, compiler_options={"xla_backend_optimization_level": 3}),
-    )
+    monkeypatch.setattr("serving.engine.assembly.build.StepPrograms", partial(StepPrograms, compiler_options=OPTIMIZED))
     lines = list(compare_schedules(model, SMALL, flags=INVARIANT | {"dtype": dtype}))
     assert {line.name: line.equal for line in lines} == {line.name: 40 for line in lines}
     notes = {line.name: line.note for line in lines}

@@ -19,7 +19,7 @@ from serving.cli.evaluation.consistency import ARRANGEMENTS, OTHER_SHAPES, Agree
 from serving.cli.training.rollouts import Rollouts
 from serving.engine.llm import LLM
 from tests.support.divisible_checkpoints import GOLDEN
-from tests.support.engines import QUICK_COMPILE
+from tests.support.engines import OPTIMIZED, QUICK_COMPILE
 from tests.support.tiny_configs import TRAINABLE
 
 needs_native = pytest.mark.skipif(
@@ -90,10 +90,8 @@ def test_the_first_update_of_a_schedule_invariant_trainer_has_ratios_of_1(dtype,
 @pytest.mark.parametrize("name", ["nemotronh-moe", "qwen3next", "kimi", "lfm2", "jamba", "zamba2"])
 def test_scores_have_the_bits_of_a_schedule_invariant_engine(name, dtype, monkeypatch):
     monkeypatch.setattr(consistency, "ARRANGEMENTS", {"plain": ARRANGEMENTS["plain"]})
-    # As users compile: without optimization, elementwise functions of one program are compiled in several ways.
-    usual = {"xla_backend_optimization_level": 3}
-    monkeypatch.setattr("serving.engine.assembly.build.StepPrograms", partial(StepPrograms, compiler_options=usual))
-    monkeypatch.setattr(consistency, "_exact", jax.jit(score, compiler_options=SCORE_OPTIONS | usual))
+    monkeypatch.setattr("serving.engine.assembly.build.StepPrograms", partial(StepPrograms, compiler_options=OPTIMIZED))
+    monkeypatch.setattr(consistency, "_exact", jax.jit(score, compiler_options=SCORE_OPTIONS | OPTIMIZED))
     directory = str(GOLDEN / name)
     model = load_model(directory, dtype=dtype, progress=False)
     prompts = [{"prompt_token_ids": [(7 * i + j) % 40 + 4 for j in range(40 + i)]} for i in range(4)]
