@@ -69,6 +69,7 @@ DIMENSIONS = {
     "top": "most likely tokens that are reported",
     "stops": "stop tokens of a seat",
     "biases": "tokens of a seat with a logit bias",
+    "ids": "tokens of a seat whose log-probabilities are reported at each prompt position",
     "words": "32 bits of a mask of the vocabulary each",
     # Any.
     "n": "any number",

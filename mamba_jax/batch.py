@@ -226,6 +226,8 @@ class PromptLogprobs:
     token: Float[Array, " tokens"]
     top_ids: Int[Array, "tokens top"]
     top: Float[Array, "tokens top"]
+    of_ids: Float[Array, "tokens ids"]
+    """Of the row's `SamplingTable.prompt_logprob_ids`; undefined for -1."""
 
 
 @jax.tree_util.register_dataclass

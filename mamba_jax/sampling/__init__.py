@@ -8,6 +8,7 @@ from mamba_jax.sampling.logits import has_penalties
 from mamba_jax.sampling.table import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_PROMPT_LOGPROB_IDS,
     MAX_STOP_IDS,
     SamplingTable,
     init_sampling_table,
@@ -17,6 +18,7 @@ from mamba_jax.sampling.table import (
 __all__ = [
     "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
+    "MAX_PROMPT_LOGPROB_IDS",
     "MAX_STOP_IDS",
     "Emission",
     "SamplingInputs",

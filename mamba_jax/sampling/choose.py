@@ -148,7 +148,8 @@ def report_logprobs(
     tokens: Int[Array, "*rows"],
     wanted: Int[Array, "*rows"],
     process: Callable[[Array], Array] = lambda logits: logits,
-) -> tuple[Float[Array, "*rows"], Int[Array, "*rows top"], Float[Array, "*rows top"]]:
+    others: Int[Array, "*rows ids"] | None = None,
+) -> tuple[Float[Array, "*rows"], Int[Array, "*rows top"], Float[Array, "*rows top"], Float[Array, "*rows ids"]]:
     """Log-probabilities of tokens and of the most likely alternatives, computed only where some row wants them.
 
     Args:
@@ -156,24 +157,29 @@ def report_logprobs(
         tokens: -1 for none.
         wanted: number of alternatives; -1 to report nothing.
         process: function applied to the logits first.
+        others: ids of more tokens to report; -1 for none.
     Returns:
-        token log-probabilities, ids of the alternatives, their log-probabilities.
+        token log-probabilities, ids of the alternatives, their log-probabilities, those of `others` (undefined for -1).
     """
     top = min(MAX_LOGPROBS, logits.shape[-1])
+    others = jnp.zeros((*tokens.shape, 0), jnp.int32) if others is None else others
 
     def nothing():
-        return jnp.zeros(tokens.shape), jnp.zeros((*tokens.shape, top), jnp.int32), jnp.zeros((*tokens.shape, top))
+        ids, best = jnp.zeros((*tokens.shape, top), jnp.int32), jnp.zeros((*tokens.shape, top))
+        return jnp.zeros(tokens.shape), ids, best, jnp.zeros(others.shape)
 
     def something():
         shown = process(keep_whole(logits))
         normaliser = log_sum_exp(shown)
-        token = jnp.take_along_axis(shown, jnp.maximum(tokens, 0)[..., None], axis=-1) - normaliser
+
+        def of(ids: Int[Array, "*rows n"]) -> Float[Array, "*rows n"]:
+            return jnp.take_along_axis(shown, jnp.maximum(ids, 0), axis=-1) - normaliser
 
         def alternatives():
             best, ids = most_likely(shown, top)
             return ids, best - normaliser
 
-        ids, best = lax.cond((wanted > 0).any(), alternatives, lambda: nothing()[1:])
-        return token[..., 0], ids, best
+        ids, best = lax.cond((wanted > 0).any(), alternatives, lambda: nothing()[1:3])
+        return of(tokens[..., None])[..., 0], ids, best, of(others)
 
     return lax.cond((wanted >= 0).any(), something, nothing)

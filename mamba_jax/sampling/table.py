@@ -21,6 +21,8 @@ MAX_STOP_IDS = 64
 """Ids that `min_tokens` can hold back for one request (end-of-sequence and stop ids together)."""
 MAX_LOGPROBS = 20
 """Alternatives reported for each token at most."""
+MAX_PROMPT_LOGPROB_IDS = 128
+"""Token ids whose log-probabilities are reported at each prompt position at most."""
 
 
 @jax.tree_util.register_dataclass
@@ -55,6 +57,8 @@ class SamplingTable:
     """Number of alternatives to report in addition to the emitted token's log-probability; -1 reports nothing."""
     prompt_logprobs: Int[Array, " rows"]
     """The same for the tokens of the prompt."""
+    prompt_logprob_ids: Int[Array, "rows ids"]
+    """Token ids whose log-probabilities are reported at each position of the prompt. Padded with -1."""
 
     def take(self, row_id: Int[Array, " n"]) -> SamplingTable:
         """Returns the entries of some seats."""
@@ -83,14 +87,16 @@ def sampling_row(
     logit_bias: Mapping[int, float] | None = None,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
+    prompt_logprob_ids: Sequence[int] = (),
 ) -> SamplingTable:
     """One row's sampling parameters, as numpy values.
 
     `top_k` below 1 keeps all tokens; `seed` is any integer (its low 64 bits count); `choice` tells which of a request's
-    `n` outputs this is; `stop_ids` are what `min_tokens` holds back, so they may be left out where `min_tokens` is 0.
+    `n` outputs this is; `stop_ids` are what `min_tokens` holds back, so they may be left out where `min_tokens` is 0;
+    `prompt_logprob_ids` count only where `prompt_logprobs` is not None.
 
     Raises:
-        ValueError: more stop ids, biases or log-probabilities than a row has room for.
+        ValueError: more stop ids, biases, log-probabilities or their ids than a row has room for.
     """
     stop_ids = sorted(set(stop_ids)) if min_tokens > 0 else []
     bias = dict(logit_bias or {})
@@ -99,6 +105,7 @@ def sampling_row(
         ("entries of logit_bias", len(bias), MAX_LOGIT_BIAS),
         ("logprobs", logprobs or 0, MAX_LOGPROBS),
         ("prompt_logprobs", prompt_logprobs or 0, MAX_LOGPROBS),
+        ("ids of prompt_logprob_token_ids", len(prompt_logprob_ids), MAX_PROMPT_LOGPROB_IDS),
     ):
         if have > most:
             raise ValueError(f"{have} {what}: at most {most} are allowed")
@@ -108,6 +115,8 @@ def sampling_row(
     bias_values: Any
     bias_ids, bias_values = np.full(MAX_LOGIT_BIAS, -1, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
     bias_ids[: len(bias)], bias_values[: len(bias)] = list(bias), list(bias.values())
+    scored: Any = np.full(MAX_PROMPT_LOGPROB_IDS, -1, np.int32)
+    scored[: len(prompt_logprob_ids)] = list(prompt_logprob_ids)
     return SamplingTable(
         temperature=_f32(temperature),
         top_k=_i32(max(top_k, 0)),
@@ -124,6 +133,7 @@ def sampling_row(
         bias_values=bias_values,
         logprobs=_i32(-1 if logprobs is None else logprobs),
         prompt_logprobs=_i32(-1 if prompt_logprobs is None else prompt_logprobs),
+        prompt_logprob_ids=scored,
     )
 
 

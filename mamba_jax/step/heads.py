@@ -95,7 +95,7 @@ def emit(
     unused = jnp.arange(width) > emission.accepted[:, None]
     of_logits = SamplingInputs.of(**inputs).processed if processed_logprobs else lambda flat: flat
     reported = report_logprobs(flat, emission.tokens.reshape(-1), wanted.reshape(-1), of_logits)
-    logprobs, top_ids, top_logprobs = (each.reshape(count, width, *each.shape[1:]) for each in reported)
+    logprobs, top_ids, top_logprobs = (each.reshape(count, width, *each.shape[1:]) for each in reported[:3])
     return emission, {
         "tokens": emission.tokens,
         "num_emitted": emission.count,

@@ -313,7 +313,7 @@ class Engine:
             fork_of=output.request_id if index else None,
             client=client,
             batch_id=batch_id,
-            sampling=params if index == 0 else replace(params, prompt_logprobs=None),
+            sampling=params if index == 0 else replace(params, prompt_logprobs=None, prompt_logprob_token_ids=None),
         )
         followed = None if constraint is None else FollowedChoice(constraint)
         request.user = ChoiceState(parent, Choice(index, params, stream), seed, followed)

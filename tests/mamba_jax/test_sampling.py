@@ -256,7 +256,7 @@ def test_logprobs_are_reported_to_those_who_ask():
     tokens = np.array([[1, 5, -1], [2, -1, -1]])
     want = np.log(np.exp(logits) / np.exp(logits).sum(-1, keepdims=True))
     for wanted, with_top in ((0, False), (4, True)):
-        token, ids, top = jax.jit(report_logprobs)(logits, tokens, jnp.array([[wanted] * 3, [-1] * 3]))
+        token, ids, top, _ = jax.jit(report_logprobs)(logits, tokens, jnp.array([[wanted] * 3, [-1] * 3]))
         np.testing.assert_allclose(token[0, :2], want[0, [0, 1], [1, 5]], rtol=1e-5)
         if with_top:
             np.testing.assert_array_equal(ids[0, 0], np.argsort(-want[0, 0])[:20])
@@ -267,7 +267,7 @@ def test_the_most_likely_of_many_with_ties():
     # Blocks with equal maxima, and more of the same value within them than are asked for: the first of equals.
     logits = np.random.default_rng(6).integers(0, 4, (2, 5000)).astype(np.float32)
     logits[1, 1000:] -= 9
-    _, ids, top = jax.jit(report_logprobs)(logits, np.zeros(2, int), np.full(2, 20))
+    _, ids, top, _ = jax.jit(report_logprobs)(logits, np.zeros(2, int), np.full(2, 20))
     want = np.argsort(-logits, axis=-1, kind="stable")[:, :20]
     np.testing.assert_array_equal(ids, want)
     assert (np.diff(top) <= 0).all()
@@ -280,6 +280,8 @@ def test_rows_have_room_for_so_much():
         sampling_row(min_tokens=1, stop_ids=range(65))
     with pytest.raises(ValueError, match=r"21 logprobs: at most 20"):
         sampling_row(logprobs=21)
+    with pytest.raises(ValueError, match=r"129 ids of prompt_logprob_token_ids: at most 128"):
+        sampling_row(prompt_logprobs=0, prompt_logprob_ids=range(129))
 
 
 def test_processed_log_probabilities_are_of_what_tokens_are_drawn_from():

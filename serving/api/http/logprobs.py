@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from serving.api.http.protocol.chat import ChatLogprob, ChatLogprobs, TokenLogprob
-from serving.api.http.protocol.completions import CompletionLogprobs
+from serving.api.http.protocol.completions import CompletionLogprobs, PromptLogprob
 from serving.api.http.text import TextCodec
 from serving.engine.requests.output import TokenLogprobs
 
@@ -37,6 +37,15 @@ class LogprobWriter:
             if written.top_logprobs is not None:
                 written.top_logprobs.append(None if table is None else self._named(token, table))
         return written
+
+    def prompt(self, tables: Sequence[TokenLogprobs | None]) -> list[dict[int, PromptLogprob] | None]:
+        """Returns `prompt_logprobs` of `/v1/completions`: by token id, for each token of the prompt."""
+        return [
+            None
+            if table is None
+            else {token: {"logprob": _finite(entry.logprob), "rank": entry.rank} for token, entry in table.items()}
+            for table in tables
+        ]
 
     def chat(self, tokens: Sequence[int], tables: Sequence[TokenLogprobs]) -> ChatLogprobs:
         """Returns the list of objects of `/v1/chat/completions`."""

@@ -41,6 +41,7 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any], **m
             limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
             values["max_tokens"] = max(limit, 1)
             values["logprobs"] = request.logprobs
+            values["prompt_logprob_token_ids"] = request.prompt_logprob_token_ids
             if request.echo:
                 values["prompt_logprobs"] = request.logprobs
         case ChatRequest():

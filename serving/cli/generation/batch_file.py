@@ -257,6 +257,11 @@ def as_json(output: RequestOutput, params: SamplingParams) -> dict[str, Any]:
     if output.prompt_logprobs is not None:
         count = params.prompt_logprobs or 0
         result["prompt_logprobs"] = [None if t is None else top_pairs(t, count) for t in output.prompt_logprobs]
+        if params.prompt_logprob_token_ids:
+            result["prompt_logprobs_of_ids"] = [
+                None if t is None else [[token, t[token].logprob] for token in params.prompt_logprob_token_ids]
+                for t in output.prompt_logprobs
+            ]
     return result
 
 

@@ -50,6 +50,11 @@ def check_params(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size
     for token in params.logit_bias or ():
         if token >= vocab_size:
             raise RequestError(f"logit_bias: token id {token} is not in the vocabulary (0 to {vocab_size - 1})")
+    for token in params.prompt_logprob_token_ids or ():
+        if token >= vocab_size:
+            raise RequestError(
+                f"prompt_logprob_token_ids: token id {token} is not in the vocabulary (0 to {vocab_size - 1})"
+            )
 
 
 def _token_ids(given: Any, vocab_size: int) -> list[int]:

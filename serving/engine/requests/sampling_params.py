@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from serving.engine.structured.grammar_state import StructuredOutputs
     from serving.engine.structured.reasoning import Reasoning
 
-MAX_LOGIT_BIAS, MAX_LOGPROBS = 300, 20
+MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PROMPT_LOGPROB_IDS = 300, 20, 128
 """Copies of the values in `mamba_jax.sampling`, because importing it would import JAX. A test compares them."""
 MAX_STOP_IDS = 32
 MAX_STOP_CHARACTERS = 4096
@@ -68,6 +68,9 @@ class SamplingParams:
     """Report the log-probability of each output token, and of this many likeliest tokens."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt."""
+    prompt_logprob_token_ids: Sequence[int] | None = None
+    """Report the log-probabilities of these tokens at each position of the prompt, in addition to those of the prompt's
+    own tokens (`prompt_logprobs` is then at least 0)."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -118,6 +121,14 @@ class SamplingParams:
         if len(stop_ids) > MAX_STOP_IDS:
             raise RequestError(f"stop_token_ids has {len(stop_ids)} ids: at most {MAX_STOP_IDS} are allowed")
         object.__setattr__(self, "stop_token_ids", stop_ids)
+        scored = self._tuple("prompt_logprob_token_ids", int, "token ids")
+        if len(scored) > MAX_PROMPT_LOGPROB_IDS:
+            raise RequestError(
+                f"prompt_logprob_token_ids has {len(scored)} ids: at most {MAX_PROMPT_LOGPROB_IDS} are allowed"
+            )
+        object.__setattr__(self, "prompt_logprob_token_ids", scored)
+        if scored and self.prompt_logprobs is None:
+            object.__setattr__(self, "prompt_logprobs", 0)
         object.__setattr__(self, "logit_bias", self._bias())
         if self.structured_outputs is not None:
             from serving.engine.structured.grammar_state import StructuredOutputs

@@ -324,6 +324,7 @@ class BatchBuilder:
             logit_bias=params.logit_bias,
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
+            prompt_logprob_ids=params.prompt_logprob_token_ids or (),
         )
         tokens: Any = None
         if self._seats_bring_tokens:

@@ -32,8 +32,9 @@ class HostOutput:
     """Number of drafts verified for each row; empty for programs without drafts."""
     proposed: np.ndarray | None = None
     """[rows, K]: drafts for each row's next step, -1 = none; fetched only if the host needs them for some row."""
-    prompt: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
-    """For each packed prompt token: its log-probability, the ids of the likeliest tokens, their log-probabilities."""
+    prompt: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None = None
+    """For each packed prompt token: its log-probability, the ids of the likeliest tokens, their log-probabilities, and
+    those of the ids that its row requests (no columns if no row requests ids)."""
 
     def tables(self, row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
         """Returns for each of a row's tokens its log-probability and those of the `count` likeliest tokens."""
@@ -110,8 +111,11 @@ def read_results(
     if proposed is not None:
         lines.proposed = np.asarray(proposed)
     prompt: PromptLogprobs | None = output.prompt_logprobs
-    if prompt is not None and any(row.request.prompt_logprobs for row in rows):
-        lines.prompt = (np.asarray(prompt.token), np.asarray(prompt.top_ids), np.asarray(prompt.top))
+    scored = [row.request.sampling for row in rows if row.request.prompt_logprobs]
+    if prompt is not None and scored:
+        token, top_ids, top = (np.asarray(x) for x in (prompt.token, prompt.top_ids, prompt.top))
+        given = any(params.prompt_logprob_token_ids for params in scored)
+        lines.prompt = token, top_ids, top, np.asarray(prompt.of_ids) if given else np.zeros((len(token), 0))
     if check_tags and bool(output.tag_error):
         raise StateError("a row has read a state slot that does not hold the state after its own tokens")
     return lines

@@ -37,7 +37,9 @@ class ClientRequest:
     def skippable(self) -> bool:
         """Whether the worker may skip the prompt's tokens, because no output needs their computation."""
         body = self.body
-        return body.get("prompt_logprobs") is None and not (body.get("echo") and body.get("logprobs") is not None)
+        if any(body.get(name) is not None for name in ("prompt_logprobs", "prompt_logprob_token_ids")):
+            return False
+        return not (body.get("echo") and body.get("logprobs") is not None)
 
     @property
     def splittable(self) -> bool:

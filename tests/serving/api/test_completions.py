@@ -1,5 +1,6 @@
 """`/v1/completions`, asked by the openai SDK wherever it can ask for it."""
 
+import json
 import math
 
 import pytest
@@ -108,6 +109,38 @@ def test_scoring_as_evaluation_harnesses_do(server, max_tokens):
     assert generated["choices"][0]["logprobs"]["token_logprobs"][0] == pytest.approx(
         answer["choices"][0]["logprobs"]["token_logprobs"][2], abs=1e-4
     )
+
+
+def test_prompt_logprobs_of_given_ids(server):
+    prompts, ids = [[5, 6, 7, 8, 9], [10, 11, 12]], [7, 300, 7]
+    answer = server.complete(prompts, prompt_logprob_token_ids=ids, max_tokens=0, n=2).json()
+    assert answer["usage"]["completion_tokens"] == 0
+    first, repeated, second, _ = answer["choices"]
+    assert "prompt_logprobs" not in repeated or repeated["prompt_logprobs"] is None
+    for prompt, choice in zip(prompts, (first, second), strict=True):
+        found = choice["prompt_logprobs"]
+        assert found[0] is None
+        assert [list(map(int, table)) for table in found[1:]] == [list(dict.fromkeys([t, *ids])) for t in prompt[1:]]
+        scored = server.complete(prompt, echo=True, logprobs=0, max_tokens=0).json()["choices"][0]["logprobs"]
+        own = [table[str(token)]["logprob"] for token, table in zip(prompt[1:], found[1:], strict=True)]
+        assert own == scored["token_logprobs"][1:]
+    other = server.complete([5, 300], echo=True, logprobs=0, max_tokens=0).json()["choices"][0]["logprobs"]
+    assert first["prompt_logprobs"][1]["300"]["logprob"] == pytest.approx(other["token_logprobs"][1], abs=1e-4)
+    lines = server.complete(prompts[0], prompt_logprob_token_ids=ids, stream=True).text.split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    shown = [event["choices"][0].get("prompt_logprobs") for event in events]
+    assert len(shown) > 1
+    assert shown[0] == first["prompt_logprobs"]
+    assert not any(shown[1:])
+
+
+@pytest.mark.parametrize("ids", [[-1], [10**6], list(range(129)), ["a"], 3])
+def test_invalid_ids_of_prompt_logprobs(server, ids):
+    answer = server.complete([5, 6], prompt_logprob_token_ids=ids)
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert "prompt_logprob_token_ids" in message
+    assert "\n" not in message
 
 
 BOS, EOS = "<|bos|>", "<|eos|>"

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -153,6 +154,34 @@ def test_prompt_logprobs_of_any_length_are_complete(harness, engine, length):
         assert all(table is not None for table in output.prompt_logprobs[1:])
 
 
+@pytest.mark.parametrize("alternatives", [None, 2])
+def test_prompt_logprobs_of_given_ids(harness, engine, alternatives):
+    rng = random.Random(6)
+    prompt, others = harness.prompt(rng, 100), harness.prompt(rng, 100)  # prefilled in several chunks, with neighbours
+    ids = [996, 0, prompt[5], *rng.sample(range(997), 125)]
+    asked = SamplingParams(
+        temperature=0.0, max_tokens=3, n=2, prompt_logprob_token_ids=ids, prompt_logprobs=alternatives
+    )
+    plain = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=0)
+    harness.run(engine, [others, prompt, others], [plain, replace(plain, n=2), plain])
+    compiled = engine.stats()["compilations"]
+    outputs = harness.run(engine, [others, prompt, others], [plain, asked, plain])
+    assert engine.stats()["compilations"] == compiled
+    tables = outputs[1].prompt_logprobs
+    logits = harness.logits(prompt)
+    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    assert tables[0] is None
+    for at, table in enumerate(tables[1:], start=1):
+        best = np.argsort(-expected[at - 1])[: alternatives or 0].tolist()
+        assert next(iter(table)) == prompt[at]
+        assert set(table) == {prompt[at], *ids, *best}
+        assert [token for token, entry in table.items() if entry.rank] == best or alternatives
+        for token, entry in table.items():
+            assert entry.logprob == pytest.approx(expected[at - 1, token], abs=2e-4)
+    for output in (outputs[0], outputs[2]):
+        assert all(list(table) == [token] for token, table in zip(others[1:], output.prompt_logprobs[1:], strict=True))
+
+
 def test_limits(harness, engine):
     prompt = harness.prompt(random.Random(0), 150)
     output = ask(harness, engine, prompt, max_tokens=None)
@@ -171,6 +200,11 @@ def test_limits(harness, engine):
         ({"prompt_token_ids": "12"}, {}, "must be a list of integers"),
         ({"prompt_token_ids": None}, {}, "must be a list of integers"),
         ({"prompt_token_ids": [3] * 160}, {}, "the prompt has 160 tokens: at most 159 are allowed"),
+        (
+            {"prompt_token_ids": [3]},
+            {"prompt_logprob_token_ids": [5, 997]},
+            "prompt_logprob_token_ids: token id 997 is not in the vocabulary (0 to 996)",
+        ),
         ({"prompt": 3}, {}, "a prompt must be a text, got int"),
         ({}, {}, "a prompt is a text"),
         ("", {}, "the prompt is empty"),

@@ -40,6 +40,8 @@ def test_defaults_are_those_that_vllm_users_know():
         ("stop", [1], "stop must be a list of texts"),
         ("stop_token_ids", "12", "stop_token_ids must be a list of token ids"),
         ("stop_token_ids", [-1], "stop_token_ids must be a list of token ids (0 to 2147483647)"),
+        ("prompt_logprob_token_ids", [-1], "prompt_logprob_token_ids must be a list of token ids (0 to 2147483647)"),
+        ("prompt_logprob_token_ids", [3] * 129, "prompt_logprob_token_ids has 129 ids: at most 128 are allowed"),
         ("logit_bias", {"x": 1}, "logit_bias must be a table of token id to finite number"),
         ("ignore_eos", 1, "ignore_eos must be true or false, got 1"),
         ("seed", 1.0, "seed must be an integer from -9223372036854775808 up to 9223372036854775807 or None, got 1.0"),
@@ -119,5 +121,5 @@ def test_limits_are_those_of_the_devices_table():
     from mamba_jax import sampling
     from serving.engine.requests import sampling_params
 
-    for name in ("MAX_LOGIT_BIAS", "MAX_LOGPROBS"):
+    for name in ("MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_PROMPT_LOGPROB_IDS"):
         assert getattr(sampling_params, name) == getattr(sampling, name)

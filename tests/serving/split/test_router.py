@@ -99,7 +99,7 @@ def test_what_cannot_be_split_is_not():
     assert asked("completions", {"prompt": [1, 2]}).splittable
     assert asked("chat/completions", {"messages": []}).splittable
     for body in ({"prompt": ["a", "b"]}, {"prompt": [[1], [2]]}, BODY | {"prompt_logprobs": 1},
-                 BODY | {"echo": True, "logprobs": 1}):  # fmt: skip
+                 BODY | {"prompt_logprob_token_ids": [1]}, BODY | {"echo": True, "logprobs": 1}):  # fmt: skip
         assert not asked("completions", body).splittable
     workers = Workers()
     ask(relay(workers), BODY | {"prompt_logprobs": 0})

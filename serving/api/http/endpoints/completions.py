@@ -157,6 +157,8 @@ class CompletionWriter:
         if self._body.logprobs is not None and shown:
             echoed = self._echoes[piece.prompt] if self._body.echo and first else ""
             choice.logprobs = self._written(index, shown, tables, echoed, len(shown) - len(tokens))
+        if self._body.prompt_logprob_token_ids and first and piece.choice == 0:
+            choice.prompt_logprobs = self._logprobs.prompt(_prompt_tables(piece.output))
         if piece.stop_reason is not None:
             choice.stop_reason = piece.stop_reason
         if self._body.return_token_ids:

@@ -22,6 +22,9 @@ class CompletionRequest(GenerationRequest):
     prompt: Prompt
     echo: bool = Field(False, description="Return the prompt before the output, including its log-probabilities.")
     logprobs: int | None = Field(None, ge=0, le=20, description="Report log-probabilities, and this many alternatives.")
+    prompt_logprob_token_ids: TokenIds | None = Field(
+        None, description="Return prompt_logprobs: of the prompt's own tokens, and of these ids at each position."
+    )
     best_of: int | None = Field(None, description="Not supported unless it equals n.")
     suffix: str | None = Field(None, description="Not supported.")
 
@@ -41,9 +44,17 @@ class CompletionRequest(GenerationRequest):
             raise refusal("suffix", "suffix is not supported: the model continues texts and cannot fill gaps")
         if self.best_of is not None and self.best_of != self.n:
             raise refusal("best_of", "best_of is not supported: use n, and choose among the answers yourself")
-        if self.max_tokens == 0 and not self.echo:
-            raise refusal("max_tokens", "max_tokens must be at least 1 (0 is for echo, to score a prompt)")
+        if self.max_tokens == 0 and not (self.echo or self.prompt_logprob_token_ids):
+            raise refusal(
+                "max_tokens",
+                "max_tokens must be at least 1 (0 is for echo and prompt_logprob_token_ids, to score a prompt)",
+            )
         return self
+
+
+PromptLogprob = dict[str, float | int | None]
+"""`logprob` and `rank` (null: not among the requested alternatives) of one token at one position of a prompt. A
+dictionary, because there may be a million of them."""
 
 
 class CompletionLogprobs(BaseModel):
@@ -65,6 +76,7 @@ class CompletionChoice(BaseModel):
     weights_versions: list[tuple[str, int]] | None = None
     routed_experts: EncodedArray | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
 
 
 class CompletionResponse(BaseModel):
