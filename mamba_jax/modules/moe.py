@@ -10,7 +10,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.fixed_order import quotient, rounded, router_product, row_sum, sigmoid, softmax, weighted_sum
+from kernels_pallas.expert_choice import Choice, Rule, choose_experts
+from kernels_pallas.fixed_order import rounded, router_product, row_sum, sigmoid, softmax, weighted_sum
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.quantised import Quantised
 from mamba_jax.config import MLPConfig, MoEConfig
@@ -52,43 +53,35 @@ class Router(nnx.Module):
         by_sigmoid = config.router == "sigmoid"
         self.correction_bias = nnx.Param(jnp.zeros(config.num_experts, jnp.float32)) if by_sigmoid else None
 
-    def __call__(self, x: Float[Array, "T hidden"]) -> tuple[Float[Array, "T chosen"], Int[Array, "T chosen"]]:
+    @property
+    def rule(self) -> Rule:
+        """How experts are chosen by their scores."""
         config = self.config
+        if config.router != "sigmoid":
+            return Rule(config.experts_per_token, "scores" if config.router == "softmax_all" else "softmax")
+        return Rule(
+            config.experts_per_token,
+            "scores",
+            normalize=config.normalize,
+            scaling=config.scaling,
+            num_groups=config.num_groups,
+            top_groups=config.top_groups,
+        )
+
+    def __call__(
+        self, x: Float[Array, "T hidden"], valid: Bool[Array, " T"], first: Int[Array, ""], *, own: int
+    ) -> Choice:
+        """The experts of each token, of which this device has `own` from `first` on."""
         logits = router_product(x, self.weight[...])
-        if config.router == "softmax_all":
-            shares = softmax(logits)
-            weights, chosen = jax.lax.top_k(shares, config.experts_per_token)
-            return self._balanced(weights, shares, chosen), chosen
-        if self.correction_bias is None:
-            best, chosen = jax.lax.top_k(logits, config.experts_per_token)
-            return self._balanced(softmax(best), softmax(logits), chosen), chosen
-        scores = sigmoid(logits)
+        scores = {"softmax": lambda v: v, "softmax_all": softmax, "sigmoid": sigmoid}[self.config.router](logits)
         # The bias balances the load: it affects the choice of experts, but not their weights.
-        biased = self._in_best_groups(scores + self.correction_bias[...])
-        _, chosen = jax.lax.top_k(biased, config.experts_per_token)
-        weights = jnp.take_along_axis(scores, chosen, axis=1)
-        if config.normalize:
-            weights = quotient(weights, row_sum(weights) + 1e-20)
-        return self._balanced(weights * config.scaling, scores / row_sum(scores), chosen), chosen
-
-    def _balanced(
-        self, weights: Float[Array, "T chosen"], shares: Float[Array, "T experts"], chosen: Int[Array, "T chosen"]
-    ) -> Float[Array, "T chosen"]:
-        """Returns the weights, with the gradient of the auxiliary loss if there is one."""
+        bias = None if self.correction_bias is None else self.correction_bias[...]
+        choice = choose_experts(scores, bias, valid, first, own=own, rule=self.rule)
         if not self.config.balance:
-            return weights
-        return _with_loss(weights, self.config.balance * balance_loss(shares, chosen))
-
-    def _in_best_groups(self, scores: Float[Array, "T experts"]) -> Float[Array, "T experts"]:
-        """Scores of experts outside of the best groups become -inf; a group is as good as its best two together."""
-        config = self.config
-        if config.num_groups == config.top_groups:
-            return scores
-        grouped = scores.reshape(scores.shape[0], config.num_groups, -1)
-        of_group = row_sum(jax.lax.top_k(grouped, 2)[0])[..., 0]
-        _, best = jax.lax.top_k(of_group, config.top_groups)
-        among = (best[:, :, None] == jnp.arange(config.num_groups)).any(axis=1)
-        return jnp.where(among[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
+            return choice
+        shares = {"softmax": softmax, "softmax_all": lambda v: v, "sigmoid": lambda v: v / row_sum(v)}
+        loss = self.config.balance * balance_loss(shares[self.config.router](scores), choice.chosen)
+        return choice._replace(weights=_with_loss(choice.weights, loss))
 
 
 _FEW = 4096
@@ -125,9 +118,7 @@ class Experts(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "T inputs"],
-        weights: Float[Array, "T chosen"],
-        chosen: Int[Array, "T chosen"],
-        valid: Bool[Array, " T"],
+        choice: Choice,
         adapter: Int[Array, " T"] | None = None,
     ) -> Float[Array, "T inputs"]:
         """`adapter`: the entry of each token's adapter (`Layout.adapter`). Ignored by experts without adapters.
@@ -139,39 +130,22 @@ class Experts(nnx.Module):
             adapter = None
         elif adapter is None:
             raise ValueError("experts with adapters were called without the tokens' adapters")
-        experts = self.up.shape[0]
-        if experts < self.num_experts:
-            # This device has some of the experts and skips tokens of other experts.
-            chosen = chosen - axis_index() * experts
-            valid = valid[:, None] & (chosen >= 0) & (chosen < experts)
-        else:
-            valid = valid[:, None]
-        # Padding is assigned to a nonexistent expert after all others: it costs nothing and gives zeros.
-        expert = jnp.where(valid, chosen, experts).reshape(-1)
-        order = jnp.argsort(expert)
-        # Counts by comparisons, because a search is a loop, which a GPU would run step by step from the host.
-        sizes = (expert[:, None] == jnp.arange(experts)).sum(axis=0, dtype=jnp.int32)
-
-        rows = rows_at_once(expert.size, experts, self.num_experts)
-        if rows == expert.size:
-            return self._at_once(x, weights, order, sizes, adapter)
+        rows = rows_at_once(choice.order.size, choice.sizes.size, self.num_experts)
+        if rows == choice.order.size:
+            return self._at_once(x, choice, adapter)
         # Otherwise a GPU would add up the rows of a token in an order that varies between runs.
         return jax.lax.platform_dependent(
-            x, weights, order, sizes, adapter,
+            x, choice, adapter,
             cuda=self._at_once, rocm=self._at_once, default=functools.partial(self._in_pieces, rows=rows),
         )  # fmt: skip
 
     def _at_once(
-        self,
-        x: Float[Array, "T inputs"],
-        weights: Float[Array, "T chosen"],
-        order: Int[Array, " T*chosen"],
-        sizes: Int[Array, " own"],
-        adapter: Int[Array, " T"] | None,
+        self, x: Float[Array, "T inputs"], choice: Choice, adapter: Int[Array, " T"] | None
     ) -> Float[Array, "T inputs"]:
         """Processes all rows at once, including those of other devices' experts."""
-        out = self._products(x, order // weights.shape[1], sizes, adapter)
-        by_token = out[jnp.argsort(order)].reshape(*weights.shape, -1)
+        weights = choice.weights
+        out = self._products(x, choice.order // weights.shape[1], choice.sizes, adapter)
+        by_token = out[choice.place].reshape(*weights.shape, -1)
         return weighted_sum(weights, by_token.astype(jnp.float32)).astype(x.dtype)
 
     def _products(
@@ -204,9 +178,7 @@ class Experts(nnx.Module):
     def _in_pieces(
         self,
         x: Float[Array, "T inputs"],
-        weights: Float[Array, "T chosen"],
-        order: Int[Array, " T*chosen"],
-        sizes: Int[Array, " own"],
+        choice: Choice,
         adapter: Int[Array, " T"] | None,
         *,
         rows: int,
@@ -215,8 +187,9 @@ class Experts(nnx.Module):
 
         No row is left out: the loop processes all rows after the first piece.
         """
+        weights, sizes = choice.weights, choice.sizes
         ends = jnp.cumsum(sizes)
-        order = jnp.pad(order, (0, rows))
+        order = jnp.pad(choice.order, (0, rows))
         by_row = weights.reshape(-1)
 
         def add(number: Int[Array, ""] | int, y: Float[Array, "T inputs"]) -> Float[Array, "T inputs"]:
@@ -248,11 +221,12 @@ class MoE(nnx.Module):
         self, x: Float[Array, "T hidden"], layout: Layout, state: SlotArrays | None
     ) -> tuple[Float[Array, "T hidden"], SlotArrays | None]:
         """With a state, its array becomes the numbers of the chosen experts."""
-        weights, chosen = self.router(x)
+        own, experts = self.experts.up.shape[0], self.experts.num_experts
+        choice = self.router(x, layout.valid, axis_index() * own if own < experts else jnp.int32(0), own=own)
         if state is not None:
-            state = {EXPERTS: chosen.astype(EXPERT)}
+            state = {EXPERTS: choice.chosen.astype(EXPERT)}
         latent = x if self.latent_in is None else self.latent_in(x, layout.adapter)
-        y = self.experts(latent, weights, chosen, layout.valid, layout.adapter)
+        y = self.experts(latent, choice, layout.adapter)
         if self.latent_out is not None:
             y = self.latent_out(y, layout.adapter)
         if self.shared is not None:

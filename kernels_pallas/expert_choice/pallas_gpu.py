@@ -1,0 +1,157 @@
+"""The choice of experts as one Triton program, for the few tokens of a decode step.
+
+In plain JAX it is eight kernels: a sort of each token's scores, weights, a sort of rows, its inverse, and counts. Here
+each token's experts are found one after the other. A token has an expert at most once, so a row's place follows from
+the number of rows before its expert and the number of tokens before its own with the same expert.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from kernels_pallas.expert_choice import xla
+from kernels_pallas.expert_choice.rule import Choice
+
+F32, I32 = jnp.float32, jnp.int32
+MOST = 1 << 13  # scores, in the registers of one program
+SCORES_OF_WARP = 256
+MOST_MASKS = 12 * MOST  # of chosen experts; with more of them, registers spill
+LEAST_KEY = -(1 << 31)
+
+
+def unsupported(scores, bias, valid, first, *, own, rule):
+    """Returns why this call cannot run, or None."""
+    if 0 in scores.shape:
+        return "it is empty"
+    if _block(scores.shape[0]) * _block(scores.shape[1]) > MOST:
+        return f"{scores.shape[0]} x {scores.shape[1]} scores, more than {MOST}"
+    if rule.count * _block(scores.shape[0]) * _block(scores.shape[1]) > MOST_MASKS:
+        return (
+            f"{rule.count} of {scores.shape[1]} experts for {scores.shape[0]} tokens, which do not fit into registers"
+        )
+    if rule.num_groups != rule.top_groups:
+        return "experts come from some of several groups"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("own", "rule", "interpret"))
+def choose_experts(scores, bias, valid, first, *, own, rule, interpret=False):
+    """See `api.choose_experts`."""
+    weights, *others = _choose(scores, bias, valid, first, own, rule, interpret)
+    return Choice(weights, *others)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _choose(scores, bias, valid, first, own, rule, interpret):
+    tokens, experts = scores.shape
+    rows = tokens * rule.count
+    given = [scores, valid.astype(I32)]
+    if own < experts:
+        given.append(jnp.asarray(first, I32).reshape(1))
+    if bias is not None:
+        given.append(bias)
+    sizes = (_block(tokens), _block(experts))
+    of_rows = [jax.ShapeDtypeStruct((rows,), I32)] * 2
+    of_tokens = [jax.ShapeDtypeStruct((tokens, rule.count), dtype) for dtype in (F32, I32)]
+    return tuple(
+        pl.pallas_call(
+            functools.partial(_kernel, divided=own < experts, biased=bias is not None, sizes=sizes, rule=rule),
+            grid=(1,),
+            out_shape=[*of_tokens, *of_rows, jax.ShapeDtypeStruct((own,), I32)],
+            compiler_params=plt.CompilerParams(
+                num_warps=min(16, max(4, sizes[0] * sizes[1] // SCORES_OF_WARP)), num_stages=1
+            ),
+            interpret=interpret,
+            name="expert_choice",
+        )(*given)
+    )
+
+
+def _forward(scores, bias, valid, first, own, rule, interpret):
+    return _choose(scores, bias, valid, first, own, rule, interpret), (scores, bias)
+
+
+def _backward(own, rule, interpret, saved, changes):
+    _, pull, _ = jax.vjp(functools.partial(xla.weights_and_experts, rule=rule), *saved, has_aux=True)
+    return (*pull(changes[0]), None, None)
+
+
+_choose.defvjp(_forward, _backward)
+
+
+def _block(n):
+    return 1 << (n - 1).bit_length()
+
+
+def _kernel(*refs, divided, biased, sizes, rule):
+    scores, valid, *more, weights, chosen, order, place, counts = refs
+    (tokens, experts), (rows, width) = scores.shape, sizes
+    token, expert = jnp.arange(rows, dtype=I32), jnp.arange(width, dtype=I32)
+    there, known = token < tokens, expert < experts
+    value = plt.load(scores.at[token[:, None], expert[None, :]], mask=there[:, None] & known[None, :], other=F32(0))
+    biased_value = value
+    if biased:
+        biased_value = value + plt.load(more[-1].at[expert], mask=known, other=F32(0))[None, :]
+    key = _in_total_order(biased_value)
+    real = (plt.load(valid.at[token], mask=there, other=I32(0)) != 0) & there
+    begin = plt.load(more[0].at[I32(0)]) if divided else I32(0)
+    own = counts.shape[0]
+    mine = (expert >= begin) & (expert < begin + own)
+
+    free = jnp.broadcast_to(known[None, :], (rows, width))
+    indices, values = [], []
+    for _ in range(rule.count):
+        best = jnp.max(jnp.where(free, key, I32(LEAST_KEY)), axis=1)
+        # The first of equal ones, as `lax.top_k`.
+        index = jnp.min(jnp.where(free & (key == best[:, None]), expert[None, :], I32(width)), axis=1)
+        here = expert[None, :] == index[:, None]
+        free = free & ~here
+        indices.append(index)
+        values.append(jnp.sum(jnp.where(here, value, F32(0)), axis=1))
+
+    for n, (index, weight) in enumerate(zip(indices, _weights(values, rule), strict=True)):
+        plt.store(weights.at[token, I32(n)], weight, mask=there)
+        plt.store(chosen.at[token, I32(n)], index, mask=there)
+
+    # 1 where a token goes through an expert of this device.
+    goes = (~free & (known & mine)[None, :] & real[:, None]).astype(I32)
+    of_expert = jnp.sum(goes, axis=0)
+    plt.store(counts.at[jnp.where(mine, expert - begin, I32(own))], of_expert, mask=mine & known)
+    before = lax.cumsum(of_expert, axis=0) - of_expert
+    if rows > 1:
+        before = before[None, :] + lax.cumsum(goes, axis=0) - goes
+    else:
+        before = before[None, :]
+    of_token = jnp.sum(goes, axis=1)
+    seen = lax.cumsum(of_token, axis=0) - of_token if rows > 1 else jnp.zeros(rows, I32)
+    total = jnp.sum(of_token, axis=0)
+    for n, index in enumerate(indices):
+        here = expert[None, :] == index[:, None]
+        goes_there = jnp.sum(jnp.where(here, goes, I32(0)), axis=1)
+        number = token * rule.count + n
+        # Rows of no expert of this device: after all others, in their order.
+        at = jnp.where(goes_there > 0, jnp.sum(jnp.where(here, before, I32(0)), axis=1), total + number - seen)
+        seen = seen + goes_there
+        plt.store(place.at[jnp.where(there, number, I32(tokens * rule.count))], at, mask=there)
+        plt.store(order.at[jnp.where(there, at, I32(tokens * rule.count))], number, mask=there)
+
+
+def _weights(values, rule):
+    if rule.weights == "softmax":
+        values = [jnp.exp(value - values[0]) for value in values]
+        total = functools.reduce(jnp.add, values)
+        return [value / total for value in values]
+    if rule.normalize:
+        total = functools.reduce(jnp.add, values) + F32(1e-20)
+        values = [value / total for value in values]
+    return values if rule.scaling == 1.0 else [value * F32(rule.scaling) for value in values]
+
+
+def _in_total_order(value):
+    """Integers in the order of `lax.top_k`: -nan < -inf < ... < -0 < 0 < ... < inf < nan."""
+    bits = lax.bitcast_convert_type(value, I32)
+    return jnp.where(bits < 0, bits ^ I32(0x7FFFFFFF), bits)
