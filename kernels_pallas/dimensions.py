@@ -71,6 +71,7 @@ DIMENSIONS = {
     "biases": "tokens of a seat with a logit bias",
     "ids": "tokens of a seat whose log-probabilities are reported at each prompt position",
     "words": "32 bits of a mask of the vocabulary each",
+    "bytes": "8 bits of a set of tokens of the vocabulary each",
     # Any.
     "n": "any number",
     "lead": "any leading axes",

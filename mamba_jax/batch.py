@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from mamba_jax.packing import Packing
 from mamba_jax.sampling.table import SamplingTable
@@ -252,6 +252,9 @@ class StepOutput:
     """Whether all logits that determine the row's tokens are finite; otherwise its tokens are undefined."""
     prompt_logprobs: PromptLogprobs | None
     """Of a prefill step; only rows that ask have them."""
+    sampling_mask: UInt8[Array, "rows H bytes"] | None = None
+    """The tokens that each emitted token could have been: bit i % 8 of byte i // 8 is token i. Only rows that ask have
+    them; None unless the step reports them."""
     num_drafts: Int[Array, " rows"] | None = None
     """Drafts that a decode step with K > 0 verified. May be fewer than planned: a source may have made none."""
     proposed: Int[Array, "rows drafts"] | None = None

@@ -70,12 +70,14 @@ class StepPrograms:
         mesh: Mesh | None = None,
         kernels: KernelChoice | None = None,
         processed_logprobs: bool = False,
+        sampling_masks: bool = False,
         adapters: Adapters | None = None,
     ) -> None:
         """`source` makes drafts. `compiler_options` are XLA's, as `jax.stages.Lowered.compile` takes them, added to
         those of the platform (`mamba_jax.compiler_options`). `kernels` chooses the implementation of each operation,
-        and can report it once programs have been compiled. `processed_logprobs`: see `mamba_jax.step.step`. With
-        `adapters`, the programs add each row's adapter; loading and removing adapters compiles nothing.
+        and can report it once programs have been compiled. `processed_logprobs`, `sampling_masks`: see
+        `mamba_jax.step.step`. With `adapters`, the programs add each row's adapter; loading and removing adapters
+        compiles nothing.
 
         With a `mesh`, the model's parameters and the stores passed in must be sharded over it by `mamba_jax.sharding`.
         The model and the stores may be abstract: programs can then be compiled, even for devices that are absent.
@@ -96,7 +98,7 @@ class StepPrograms:
         """The model's parameters, then the arrays of the adapters."""
         # Compilation uses these in place of the weights, because a long compilation must not keep replaced ones alive.
         self._like_weights = abstract(self._weights)
-        self._processed_logprobs = processed_logprobs
+        self._reported = processed_logprobs, sampling_masks
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
         self._compiler_options = platform_options(platform) | dict(compiler_options or {})
         if self.kernels.named == INVARIANT:
@@ -108,7 +110,7 @@ class StepPrograms:
             model: Any = nnx.merge(graphdef, nnx.from_flat_state(filled))
             if adapters is not None:
                 adapters.attach(model, added)
-            return step(model, store, rows, batch, source, processed_logprobs)
+            return step(model, store, rows, batch, source, processed_logprobs, sampling_masks)
 
         self.kept: StoredPrograms | None = None
         """Programs on disk: read before a program is compiled, and written after."""
@@ -178,7 +180,7 @@ class StepPrograms:
             self._compiler_options,
             self.mesh,
             self.kernels.description,
-            self._processed_logprobs,
+            self._reported,
             *([] if self.adapters is None else self.adapters.layers),
         )
         # Functions among the model's attributes are described by name; their addresses vary between runs.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from serving.engine.llm import LLM
     from serving.engine.request_error import RequestError
     from serving.engine.requests.adapters import LoRARequest
-    from serving.engine.requests.output import CompletionOutput, RequestOutput
+    from serving.engine.requests.output import CompletionOutput, RequestOutput, unpack_sampling_mask
     from serving.engine.requests.sampling_params import SamplingParams
 
 _LAZY = {
@@ -23,6 +23,7 @@ _LAZY = {
     "RequestOutput": "serving.engine.requests.output",
     "RequestError": "serving.engine.request_error",
     "SamplingParams": "serving.engine.requests.sampling_params",
+    "unpack_sampling_mask": "serving.engine.requests.output",
 }
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "unpack_sampling_mask",
 ]
 
 

@@ -198,6 +198,11 @@ class EngineConfig(Settings):
         description="Record the experts of each token, and return them as routed_experts of an output. Needs a model "
         "with experts and attention; not with tiers, a split or several hosts.",
     )
+    enable_return_sampling_mask: bool = Field(
+        False,
+        description="Allow return_sampling_mask in requests: sampling_mask of an output is the tokens that each token "
+        "could have been, one bit for each of the vocabulary. Not with a split.",
+    )
     memory_utilization: float = Field(
         0.9, gt=0, le=1, description="Fraction of the whole device's memory for weights, states and pages."
     )

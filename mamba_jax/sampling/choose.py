@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from kernels_pallas.fixed_order import log_sum_exp
 from mamba_jax.sampling.draw_tokens import draw
 from mamba_jax.sampling.inputs import SamplingInputs, own_rows
 from mamba_jax.sampling.largest import argmax, largest, most_likely
-from mamba_jax.sampling.masks import Masks
+from mamba_jax.sampling.masks import Masks, bit_of
 from mamba_jax.sampling.table import MAX_LOGPROBS, SamplingTable
 from mamba_jax.sharding.axis import TENSOR, axis_mesh, keep_whole
 
@@ -39,6 +39,8 @@ class Emission:
     accepted: Int[Array, " rows"]
     finite: Bool[Array, "rows H"]
     """Whether all logits at the head are finite."""
+    supports: UInt8[Array, "rows H bytes"] | None = None
+    """The tokens that each head's token could have been, as `pack_bits` packs them; None unless they are reported."""
 
 
 def choose(
@@ -53,6 +55,7 @@ def choose(
     output_counts: Int[Array, "seats vocab"],
     prompt_seen: Bool[Array, "seats vocab"],
     masks: Masks | None = None,
+    supports: bool = False,
 ) -> Emission:
     """Verifies drafts and draws one new token for each row.
 
@@ -64,21 +67,30 @@ def choose(
         sample: rows that emit; others accept and emit nothing.
         row_id: the rows' seats in the tables.
         masks: tokens that rows may choose at each head; a draft that is not allowed is never chosen, and so rejected.
+        supports: report the tokens that could have been drawn, for rows whose `sampling_mask` is set.
     """
     asked = SamplingInputs.of(drafts, num_drafts, length, sample, row_id, table, output_counts, prompt_seen, masks)
+    if supports:
+        asked = replace(asked, supports=sample & table.sampling_mask[row_id])
     drafts, heads = asked.drafts, jnp.arange(logits.shape[1])
 
     # Flat, as the product returns them: a TPU would change the layout by rows and heads.
     flat = logits.reshape(-1, logits.shape[-1])
 
-    def greedily(flat: Float[Array, "n vocab"]) -> tuple[Int[Array, " n"], Bool[Array, " n"]]:
-        return largest(flat)
+    def greedily(flat: Float[Array, "n vocab"]) -> Chosen:
+        tokens, finite = largest(flat)
+        return tokens, _no_supports(flat, asked), finite
 
-    def with_everything(flat: Float[Array, "n vocab"]) -> tuple[Int[Array, " n"], Bool[Array, " n"]]:
+    def with_everything(flat: Float[Array, "n vocab"]) -> Chosen:
         return _by_rows(flat, asked)
 
     anything = (asked.masked | asked.biased | asked.penalised | asked.random).any()
-    tokens, finite = (each.reshape(logits.shape[:-1]) for each in lax.cond(anything, with_everything, greedily, flat))
+    tokens, drawable, finite = (
+        each.reshape(*logits.shape[:-1], *each.shape[1:])
+        for each in lax.cond(anything, with_everything, greedily, flat)
+    )
+    only = bit_of(tokens, logits.shape[-1]) if supports else drawable
+    drawable = jnp.where(asked.random[:, None, None], drawable, only)
     accepted = jnp.cumprod(tokens[:, :-1] == drafts, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
     accepted = jnp.where(sample, accepted, 0)
     last = accepted[:, None]
@@ -90,11 +102,21 @@ def choose(
         count=jnp.where(sample, accepted + 1, 0),
         accepted=accepted,
         finite=finite,
+        supports=drawable if supports else None,
     )
 
 
-def _by_rows(flat: Float[Array, "n vocab"], asked: SamplingInputs) -> tuple[Int[Array, " n"], Bool[Array, " n"]]:
-    """Chooses by all of a row's options. Returns the tokens, and whether all logits are finite, of rows and heads.
+Chosen = tuple[Int[Array, " n"], UInt8[Array, "n bytes"], Bool[Array, " n"]]
+"""Of rows and heads: the tokens, those that each could have been in rows that draw, and whether all logits are
+finite."""
+
+
+def _no_supports(flat: Float[Array, "n vocab"], asked: SamplingInputs) -> UInt8[Array, "n bytes"]:
+    return jnp.zeros((flat.shape[0], 0 if asked.supports is None else -(-flat.shape[1] // 8)), jnp.uint8)
+
+
+def _by_rows(flat: Float[Array, "n vocab"], asked: SamplingInputs) -> Chosen:
+    """Chooses by all of a row's options.
 
     On several devices each samples its share of the rows, if rows and vocabulary divide evenly; otherwise each samples
     all of them. Both choose the same tokens, because no operation crosses rows.
@@ -107,37 +129,44 @@ def _by_rows(flat: Float[Array, "n vocab"], asked: SamplingInputs) -> tuple[Int[
     arrays = {field.name: getattr(asked, field.name) for field in fields(asked) if field.name != "all_seats"}
     specs = {name: P(None, TENSOR) if name in ("output_counts", "prompt_seen") else P() for name in arrays}
 
-    def on_each_device(part: Float[Array, "n part"], arrays: dict[str, Any]) -> tuple[Array, ...]:
+    def on_each_device(part: Float[Array, "n part"], arrays: dict[str, Any]) -> Chosen:
         here = replace(asked, **arrays).on_this_device()
-        return tuple(lax.all_gather(each, TENSOR, tiled=True) for each in _chosen(own_rows(part), here))
+        chosen: Chosen = jax.tree.map(
+            lambda each: lax.all_gather(each, TENSOR, tiled=True), _chosen(own_rows(part), here)
+        )
+        return chosen
 
-    tokens, finite = jax.shard_map(
+    chosen: Chosen = jax.shard_map(
         on_each_device,
         mesh=mesh,
         in_specs=(P(None, TENSOR), specs),
-        out_specs=(P(), P()),
+        out_specs=(P(), P(), P()),
         check_vma=False,
     )(flat, arrays)
-    return tokens, finite
+    return chosen
 
 
-def _chosen(flat: Float[Array, "n vocab"], asked: SamplingInputs) -> tuple[Int[Array, " n"], Bool[Array, " n"]]:
+def _chosen(flat: Float[Array, "n vocab"], asked: SamplingInputs) -> Chosen:
     random = jnp.repeat(asked.random, asked.index.shape[1])
 
-    def drawn(flat: Array) -> Array:
-        return jnp.where(random, draw(flat, asked), argmax(flat))
+    def drawn(flat: Array) -> tuple[Array, Array]:
+        tokens, supports = draw(flat, asked)
+        return jnp.where(random, tokens, argmax(flat)), supports
 
-    def with_finite(tokens: Callable[[Array], Array]) -> Callable[[Array], tuple[Array, Array]]:
-        return lambda flat: (tokens(flat), jnp.isfinite(flat).all(axis=-1))
+    def likeliest(flat: Array) -> tuple[Array, Array]:
+        return argmax(flat), _no_supports(flat, asked)
 
-    def unchanged(flat: Array) -> tuple[Array, Array]:
-        return lax.cond(random.any(), with_finite(drawn), with_finite(argmax), flat)
+    def with_finite(choice: Callable[[Array], tuple[Array, Array]]) -> Callable[[Array], Chosen]:
+        return lambda flat: (*choice(flat), jnp.isfinite(flat).all(axis=-1))
 
-    changed = with_finite(lambda flat: lax.cond(random.any(), drawn, argmax, asked.adjusted(flat)))
+    def unchanged(flat: Array) -> Chosen:
+        return lax.cond(random.any(), with_finite(drawn), with_finite(likeliest), flat)
+
+    changed = with_finite(lambda flat: lax.cond(random.any(), drawn, likeliest, asked.adjusted(flat)))
 
     # One program for both would copy the logits also where nothing changes them. Compiling two would take longer than
     # that on a CPU.
-    def by_need(flat: Array) -> tuple[Array, Array]:
+    def by_need(flat: Array) -> Chosen:
         return lax.cond(asked.adjusts, changed, unchanged, flat)
 
     return lax.platform_dependent(flat, cpu=changed, default=by_need)

@@ -8,16 +8,18 @@ because more than `FEW` tokens are within the limits, `truncate` computes the li
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from mamba_jax.sampling.draws import BLOCK, categorical, draw_by_blocks, in_blocks
 from mamba_jax.sampling.inputs import SamplingInputs
 from mamba_jax.sampling.largest import most_likely
 from mamba_jax.sampling.logits import limits_of, truncate, weights_of
-from mamba_jax.sampling.table import SamplingTable
+from mamba_jax.sampling.masks import pack_bits
 
 FEW = 256
 """Number of largest logits of a head that are sorted to find its limits."""
@@ -27,46 +29,61 @@ FEW_HEADS = 8
 """Number of heads whose logits and weights fit in a TPU's VMEM: the number of rows of a tile."""
 
 Heads = Float[Array, "n vocab"]
+Supports = UInt8[Array, "n bytes"]
+"""Sets of tokens, as `pack_bits` packs them; no bytes if `SamplingInputs.supports` is None."""
 
 
-def draw(logits: Heads, asked: SamplingInputs) -> Int[Array, " n"]:
+def draw(logits: Heads, asked: SamplingInputs) -> tuple[Int[Array, " n"], Supports]:
     """Draws a token for each head of each row. Ignore the tokens of greedy rows.
 
     Args:
         logits: float32, after masks, biases and penalties.
+
+    Returns:
+        the tokens, and the tokens that each could have been, of rows that ask for them.
     """
     return lax.platform_dependent(
         logits, tpu=lambda logits: draw_in_turn(logits, asked), default=lambda logits: draw_by_cut(logits, asked)
     )
 
 
-def draw_in_turn(logits: Heads, asked: SamplingInputs) -> Int[Array, " n"]:
+def draw_in_turn(logits: Heads, asked: SamplingInputs) -> tuple[Int[Array, " n"], Supports]:
     """Draws by `truncate`, a few heads at a time. On a TPU, their logits stay on the chip for all passes."""
     seat, index = _of_heads(asked)
     group = math.gcd(logits.shape[0], FEW_HEADS)
 
-    def search(i: Array) -> Array:
+    def search(i: Array) -> tuple[Array, Array]:
         some, seats, places = (lax.dynamic_slice_in_dim(x, i * group, group) for x in (logits, seat, index))
         # Copy the slice once. Otherwise every pass reads it from HBM.
-        return _by_search(lax.optimization_barrier(some), asked.table.take(seats), places)
+        return _by_search(lax.optimization_barrier(some), asked, seats, places)
 
-    return lax.map(search, jnp.arange(logits.shape[0] // group)).reshape(-1)
+    tokens, supports = lax.map(search, jnp.arange(logits.shape[0] // group))
+    return tokens.reshape(-1), supports.reshape(logits.shape[0], -1)
 
 
-def draw_by_cut(logits: Heads, asked: SamplingInputs) -> Int[Array, " n"]:
+def draw_by_cut(logits: Heads, asked: SamplingInputs) -> tuple[Int[Array, " n"], Supports]:
     """Draws with few passes over the vocabulary if the largest logits determine the limits, else by `truncate`."""
     count, (seat, index) = logits.shape[0], _of_heads(asked)
-    tokens, decided = _by_cut(logits, asked.table.take(seat), index)
+    tokens, supports, decided = _by_cut(logits, asked, seat, index)
     searched = jnp.repeat(asked.random, count // asked.random.shape[0]) & ~decided
     group = min(count, GROUP)
     # The heads to search come first. Other heads fill up the last group.
     order = jnp.pad(jnp.argsort(~searched, stable=True), (0, -count % group))
 
-    def search(i: Array, tokens: Array) -> Array:
+    def search(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
         some = lax.dynamic_slice_in_dim(order, i * group, group)
-        return tokens.at[some].set(_by_search(logits[some], asked.table.take(seat[some]), index[some]))
+        drawn = _by_search(logits[some], asked, seat[some], index[some])
+        return found[0].at[some].set(drawn[0]), found[1].at[some].set(drawn[1])
 
-    return lax.fori_loop(0, -(-searched.sum(dtype=jnp.int32) // group), search, tokens)
+    return lax.fori_loop(0, -(-searched.sum(dtype=jnp.int32) // group), search, (tokens, supports))
+
+
+def supports_where(asked: SamplingInputs, drawable: Callable[[], Bool[Array, "n vocab"]], shape: Any) -> Supports:
+    """Returns the sets of drawable tokens if some row asks for them. `shape`: that of the logits."""
+    if asked.supports is None:
+        return jnp.zeros((shape[0], 0), jnp.uint8)
+    nothing = jnp.zeros((shape[0], -(-shape[1] // 8)), jnp.uint8)
+    return lax.cond(asked.supports.any(), lambda: pack_bits(drawable()), lambda: nothing)
 
 
 def _of_heads(asked: SamplingInputs) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
@@ -74,13 +91,20 @@ def _of_heads(asked: SamplingInputs) -> tuple[Int[Array, " n"], Int[Array, " n"]
     return jnp.repeat(asked.row_id, asked.index.shape[1]), asked.index.reshape(-1)
 
 
-def _by_search(logits: Heads, table: SamplingTable, index: Int[Array, " n"]) -> Int[Array, " n"]:
+def _by_search(
+    logits: Heads, asked: SamplingInputs, seat: Int[Array, " n"], index: Int[Array, " n"]
+) -> tuple[Int[Array, " n"], Supports]:
+    table = asked.table.take(seat)
     weights = truncate(weights_of(logits[:, None], table.temperature), table)
-    return categorical(table.key, index[:, None], weights)[:, 0]
+    tokens = categorical(table.key, index[:, None], weights)[:, 0]
+    return tokens, supports_where(asked, lambda: weights[:, 0] > 0, logits.shape)
 
 
-def _by_cut(logits: Heads, table: SamplingTable, index: Int[Array, " n"]) -> tuple[Int[Array, " n"], Bool[Array, " n"]]:
-    """Returns tokens, and whether the limits are known to be those of `truncate`."""
+def _by_cut(
+    logits: Heads, asked: SamplingInputs, seat: Int[Array, " n"], index: Int[Array, " n"]
+) -> tuple[Int[Array, " n"], Supports, Bool[Array, " n"]]:
+    """Returns tokens, those that each could have been, and whether the limits are known to be those of `truncate`."""
+    table = asked.table.take(seat)
     min_p, top_k, top_p = limits_of(table)
     temperature = jnp.where(table.temperature > 0, table.temperature, 1.0)[:, None]
     few, _ = most_likely(logits, min(FEW, logits.shape[-1]))
@@ -121,7 +145,8 @@ def _by_cut(logits: Heads, table: SamplingTable, index: Int[Array, " n"]) -> tup
         return jnp.where(place < logits.shape[-1], weights_from(limit, part, highest), 0.0)[:, None]
 
     tokens = draw_by_blocks(table.key, index[:, None], sums[:, None], within)
-    return tokens[:, 0], (decided & (~by_p | proved))[:, 0]
+    supports = supports_where(asked, lambda: weights_from(limit, logits, highest) > 0, logits.shape)
+    return tokens[:, 0], supports, (decided & (~by_p | proved))[:, 0]
 
 
 def _sums(*blocks: Float[Array, "n blocks width"]) -> tuple[Float[Array, "n blocks"], ...]:

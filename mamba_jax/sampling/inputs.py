@@ -34,6 +34,8 @@ class SamplingInputs:
     """Whether any row of the step is penalised, on whichever device it is sampled."""
     all_seats: Int[Array, " n"] | None = None
     """The seats of all devices' rows, where each device samples its share; None: every device samples all rows."""
+    supports: Bool[Array, " rows"] | None = None
+    """Which rows report the tokens that theirs are drawn from; None: no program does."""
 
     @classmethod
     def of(
@@ -84,6 +86,7 @@ class SamplingInputs:
             penalised=own(self.penalised),
             random=own(self.random),
             all_seats=self.row_id,
+            supports=None if self.supports is None else own(self.supports),
         )
 
     def rows_of(self, table: Shaped[Array, "seats part"]) -> Shaped[Array, "rows vocab"]:

@@ -12,7 +12,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt8, UInt32
 
 _WORD = 32
 
@@ -47,6 +47,18 @@ class MaskBatch:
     def empty(cls, *, rows: int, heads: int, vocab_size: int) -> Self:
         """Returns a batch of padding, as numpy arrays to be filled in place."""
         return cls(row_id=_zeros(rows, np.int32), bits=_zeros((rows, heads, mask_words(vocab_size)), np.uint32))
+
+
+def pack_bits(tokens: Bool[Array, "*rows vocab"]) -> UInt8[Array, "*rows bytes"]:
+    """Packs a set of tokens: bit i % 8 of byte i // 8 is set if token i is in it."""
+    return jnp.packbits(tokens, axis=-1, bitorder="little")
+
+
+def bit_of(token: Int[Array, "*rows"], vocab_size: int) -> UInt8[Array, "*rows bytes"]:
+    """Returns the set of one token, packed as by `pack_bits`."""
+    places = jnp.arange(-(-vocab_size // 8))
+    bit = jnp.left_shift(jnp.uint8(1), (token % 8).astype(jnp.uint8))[..., None]
+    return jnp.where(places == token[..., None] // 8, bit, jnp.uint8(0))
 
 
 def init_masks(seats: int, heads: int, vocab_size: int) -> Masks:

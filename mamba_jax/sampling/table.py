@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 # Fields are declared as what a step sees; the host gives numpy values, which a compiled program takes as they are.
 _f32: Any = np.float32
@@ -59,6 +59,8 @@ class SamplingTable:
     """The same for the tokens of the prompt."""
     prompt_logprob_ids: Int[Array, "rows ids"]
     """Token ids whose log-probabilities are reported at each position of the prompt. Padded with -1."""
+    sampling_mask: Bool[Array, " rows"]
+    """Whether to report which tokens each output token was drawn from."""
 
     def take(self, row_id: Int[Array, " n"]) -> SamplingTable:
         """Returns the entries of some seats."""
@@ -88,6 +90,7 @@ def sampling_row(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     prompt_logprob_ids: Sequence[int] = (),
+    sampling_mask: bool = False,
 ) -> SamplingTable:
     """One row's sampling parameters, as numpy values.
 
@@ -134,6 +137,7 @@ def sampling_row(
         logprobs=_i32(-1 if logprobs is None else logprobs),
         prompt_logprobs=_i32(-1 if prompt_logprobs is None else prompt_logprobs),
         prompt_logprob_ids=scored,
+        sampling_mask=np.bool_(sampling_mask),  # type: ignore[arg-type]
     )
 
 

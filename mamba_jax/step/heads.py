@@ -71,7 +71,12 @@ class SampledRows:
 
 
 def emit(
-    flat: Float[Array, "heads vocab"], rows: Rows, sampled: SampledRows, *, processed_logprobs: bool
+    flat: Float[Array, "heads vocab"],
+    rows: Rows,
+    sampled: SampledRows,
+    *,
+    processed_logprobs: bool,
+    sampling_masks: bool,
 ) -> tuple[Emission, dict[str, Any]]:
     """The tokens that the heads emit; their log-probabilities and whether they are finite, as fields of `StepOutput`.
 
@@ -90,7 +95,7 @@ def emit(
         "prompt_seen": rows.prompt_seen,
         "masks": rows.masks,
     }
-    emission = choose(logits, **inputs)
+    emission = choose(logits, **inputs, supports=sampling_masks)
     wanted = jnp.where((emission.tokens >= 0) & (row_id > 0)[:, None], rows.sampling.logprobs[row_id][:, None], -1)
     unused = jnp.arange(width) > emission.accepted[:, None]
     of_logits = SamplingInputs.of(**inputs).processed if processed_logprobs else lambda flat: flat
@@ -102,6 +107,7 @@ def emit(
         "logprobs": logprobs,
         "top_ids": top_ids,
         "top_logprobs": top_logprobs,
+        "sampling_mask": emission.supports,
         "finite": (emission.finite | unused).all(axis=-1),
     }
 

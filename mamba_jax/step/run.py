@@ -28,6 +28,7 @@ def step(
     batch: DecodeBatch | PrefillBatch,
     source: DraftSource | None = None,
     processed_logprobs: bool = False,
+    sampling_masks: bool = False,
 ) -> tuple[Store, Rows, StepOutput]: ...
 @overload
 def step(
@@ -37,6 +38,7 @@ def step(
     batch: MixedBatch,
     source: DraftSource | None = None,
     processed_logprobs: bool = False,
+    sampling_masks: bool = False,
 ) -> tuple[Store, Rows, tuple[StepOutput, StepOutput]]: ...
 def step(
     model: Model,
@@ -45,6 +47,7 @@ def step(
     batch: DecodeBatch | PrefillBatch | MixedBatch,
     source: DraftSource | None = None,
     processed_logprobs: bool = False,
+    sampling_masks: bool = False,
 ) -> tuple[Store, Rows, StepOutput | tuple[StepOutput, StepOutput]]:
     """Runs one decode, prefill or mixed step; `DecodeBatch` and `PrefillBatch` describe the input.
 
@@ -57,6 +60,7 @@ def step(
         source: makes the drafts that `continues` rows verify in their next step; `rows` must have been made for it.
         processed_logprobs: report log-probabilities of output tokens under the distribution that they are drawn from,
             after penalties, temperature and limits; otherwise under the model's.
+        sampling_masks: report the tokens that output tokens are drawn from, for rows that ask.
     """
     parts: list[DecodeRows | PrefillRows] = []
     for each in (batch.decode, batch.prefill) if isinstance(batch, MixedBatch) else (batch,):
@@ -76,7 +80,9 @@ def step(
     for part, done, logits in zip(
         parts, written, _divided(flat, [each.shape[0] * each.shape[1] for each in heads]), strict=True
     ):
-        emission, emitted = emit(logits, rows, part.sampled, processed_logprobs=processed_logprobs)
+        emission, emitted = emit(
+            logits, rows, part.sampled, processed_logprobs=processed_logprobs, sampling_masks=sampling_masks
+        )
         kept = part.kept(emission)
         slot, anchor = part.resume_after(kept)
         before, rows = rows, commit(rows, part.row_id, part.length + kept, slot, emission, anchor)

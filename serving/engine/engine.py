@@ -44,6 +44,7 @@ class Engine:
         grammars: None refuses structured outputs.
         adapters: None refuses requests with adapters.
         experts_per_layer: experts of a token in one layer, if the store records them and outputs return them.
+        sampling_masks: whether the loop's programs report sampling masks; False refuses requests for them.
     """
 
     def __init__(
@@ -59,12 +60,14 @@ class Engine:
         grammars: Grammars | None = None,
         adapters: AdapterTable | None = None,
         experts_per_layer: int = 0,
+        sampling_masks: bool = False,
     ) -> None:
         self.loop, self.grammars, self.adapters = loop, grammars, adapters
         self.tokenizer, self.vocab_size, self.max_model_len = tokenizer, vocab_size, max_model_len
         self.eos_token_ids = tuple(eos_token_ids)
         self.control = Control(self, weights)
         """Pauses, sleep and new weights."""
+        self._sampling_masks = sampling_masks
         self._seeds, self._experts_per_layer = random.Random(seed), experts_per_layer
         self._parents: dict[str, UserRequest] = {}
         self._unsaid: dict[str, RequestOutput] = {}
@@ -133,6 +136,8 @@ class Engine:
         text, ids = self.prompt_ids(prompt)
         check_prompt_length(len(ids), self.max_model_len)
         check_params(params, self.tokenizer, self.vocab_size)
+        if params.return_sampling_mask and not self._sampling_masks:
+            raise RequestError("return_sampling_mask needs the flag enable_return_sampling_mask")
         output = RequestOutput(
             request_id=request_id,
             prompt=text,
@@ -339,12 +344,14 @@ class Engine:
             if followed.constraint.error is not None:
                 self.fail(output.request_id, f"structured outputs: {followed.constraint.error}", refused=True)
                 return None
-        tables = None
-        if parent.params.logprobs is not None and tokens:
+        tables = masks = None
+        if tokens and (parent.params.logprobs is not None or parent.params.return_sampling_mask):
             lines, at = settled.place(emitted.row)
-            tables = lines.tables(at, tokens, parent.params.logprobs)
+            if parent.params.logprobs is not None:
+                tables = lines.tables(at, tokens, parent.params.logprobs)
+            masks = None if lines.sampling_mask is None else lines.sampling_mask[at]
         by_token = request.finish_reason is FinishReason.STOP and len(tokens) == len(emitted.tokens)
-        if choice.append(tokens, tables, ended=by_token, version=self.control.weights.version):
+        if choice.append(tokens, tables, masks, ended=by_token, version=self.control.weights.version):
             if not request.finished:
                 self.loop.scheduler.finish(request.request_id, FinishReason.STOP)
         elif complete and not by_token:

@@ -105,10 +105,11 @@ def test_each_device_samples_its_share_of_the_rows_with_every_seed():
             output_counts=split_last(counts),
             prompt_seen=split_last(counts > 1),
             masks=masks,
+            supports=True,
         )
 
     logits = jnp.asarray(random.normal(0, 2, (count, HEADS, VOCAB)).astype(np.float32))
-    table, length = table_of(MIXED), jnp.full(count, 9)
+    table, length = table_of([row | {"sampling_mask": True} for row in MIXED]), jnp.full(count, 9)
     programs = {}
     for shards in (1, 8):
         with use_mesh(make_mesh(shards) if shards > 1 else None):
@@ -125,6 +126,7 @@ def test_each_device_samples_its_share_of_the_rows_with_every_seed():
         )
         jax.tree.map(np.testing.assert_array_equal, alone, divided)
         seen |= set(alone.tokens[:, 0])
+        assert not (alone.supports[1] & ~np.asarray(bits[0]).view(np.uint8)).any()  # the seat 2 has masks
     assert len(seen) > 40
 
 

@@ -1,6 +1,7 @@
 """Sampling against a numpy definition that sorts, loops and knows one row at a time."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +31,24 @@ def table_of(*rows):
     return table
 
 
-def run(logits, rows, *, drafts=None, num_drafts=None, length=0, sample=None, counts=None, seen=None, row_id=None):
+def run(
+    logits,
+    rows,
+    *,
+    drafts=None,
+    num_drafts=None,
+    length=0,
+    sample=None,
+    counts=None,
+    seen=None,
+    row_id=None,
+    supports=False,
+):
     logits = jnp.asarray(logits, jnp.float32)
     count, width, vocab = logits.shape
     table = table_of(*rows)
     seats = len(rows) + 1
-    return jax.jit(choose)(
+    return jax.jit(partial(choose, supports=supports))(
         logits,
         drafts=np.zeros((count, width - 1), np.int32) if drafts is None else np.asarray(drafts, np.int32),
         num_drafts=np.asarray([width - 1] * count if num_drafts is None else num_drafts, np.int32),
@@ -333,7 +346,9 @@ def test_limits_found_among_the_largest_logits_are_those_of_all_logits(monkeypat
     monkeypatch.setattr(draw_tokens, "FEW", 8)
     rng = np.random.default_rng(7)
     heads, found = 2, []
-    rows = [{"temperature": t, "seed": 11 * i, **p} for t in (0.3, 1.0) for i, p in enumerate(LIMITS)]
+    rows = [
+        {"temperature": t, "seed": 11 * i, "sampling_mask": True, **p} for t in (0.3, 1.0) for i, p in enumerate(LIMITS)
+    ]
     count = len(rows)
     table, row_id = table_of(*rows), jnp.arange(1, count + 1)
     inputs = {"drafts": jnp.full((count, heads - 1), -1), "num_drafts": jnp.zeros(count, jnp.int32)}
@@ -343,15 +358,47 @@ def test_limits_found_among_the_largest_logits_are_those_of_all_logits(monkeypat
     @jax.jit
     def both(logits, length):
         asked = SamplingInputs.of(**inputs, length=length)
-        seat, index = draw_tokens._of_heads(asked)
-        decided = draw_tokens._by_cut(logits, table.take(seat), index)[1]
+        asked = dataclasses.replace(asked, supports=asked.random)
+        decided = draw_tokens._by_cut(logits, asked, *draw_tokens._of_heads(asked))[2]
         return draw_tokens.draw_by_cut(logits, asked), draw_tokens.draw_in_turn(logits, asked), decided
 
     for step in range(12):
         logits = rng.normal(size=(count * heads, VOCAB)) * rng.choice([0.5, 3.0, 8.0], (count * heads, 1))
         if step % 3 == 0:
             logits = np.round(logits)  # many ties
-        by_cut, in_turn, decided = map(np.asarray, both(jnp.asarray(logits, jnp.float32), jnp.full(count, step)))
-        np.testing.assert_array_equal(by_cut, in_turn)
+        by_cut, in_turn, decided = both(jnp.asarray(logits, jnp.float32), jnp.full(count, step))
+        for cut, searched in zip(by_cut, in_turn, strict=True):  # the tokens, and what they were drawn from
+            np.testing.assert_array_equal(cut, searched)
         found.append(decided)
     assert 0.2 < np.mean(found) < 0.9
+
+
+def drawable(x, temperature, **limits):
+    """The tokens that `reference` keeps, and those with as large a logit."""
+    kept = reference(x, temperature=temperature, **limits)
+    return x >= x[kept > -np.inf].min()
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_supports_are_the_tokens_that_can_be_drawn(ties):
+    rng = np.random.default_rng(9)
+    rows = [{"temperature": 0.7, "sampling_mask": True, **limits} for limits in LIMITS]
+    rows += [{"sampling_mask": True}, {"temperature": 0.7, "top_k": 3, "sampling_mask": True, "logit_bias": {5: 20.0}}]
+    logits = rng.normal(size=(len(rows), 2, VOCAB)) * 3
+    logits = np.round(logits) if ties else logits
+    drafts = logits[:, 0].argmax(axis=-1)[:, None]
+    out = run(logits, rows, drafts=drafts, supports=True)
+    found = np.unpackbits(np.asarray(out.supports), axis=-1, count=VOCAB, bitorder="little").astype(bool)
+    assert out.supports.shape[-1] == -(-VOCAB // 8)
+    for row, parameters in enumerate(rows):
+        for head in range(int(out.count[row])):
+            token, x = int(out.tokens[row, head]), logits[row, head].astype(np.float32).astype(np.float64)
+            if parameters.get("logit_bias"):
+                x[5] += 20
+                assert found[row, head, 5]
+            limits = {name: parameters[name] for name in ("top_k", "top_p", "min_p") if name in parameters}
+            expected = drawable(x, 0.7, **limits) if "temperature" in parameters else np.arange(VOCAB) == x.argmax()
+            np.testing.assert_array_equal(found[row, head], expected)
+            assert found[row, head, token]
+    assert (np.asarray(out.count) == 2).any()
+    assert run(logits, rows, drafts=drafts).supports is None

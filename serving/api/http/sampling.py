@@ -18,7 +18,7 @@ COMPLETION_TOKENS = 16
 _SAME_NAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "stop", "stop_token_ids",
     "include_stop_str_in_output", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "skip_special_tokens",
+    "logit_bias", "skip_special_tokens", "return_sampling_mask",
 )  # fmt: skip
 
 

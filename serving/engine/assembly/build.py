@@ -308,6 +308,7 @@ class _Parts:
             mesh=mesh,
             kernels=kernel_choice(config),
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
+            sampling_masks=config.enable_return_sampling_mask,
             adapters=adapters,
         )
         loop = StepLoop(
@@ -337,6 +338,7 @@ class _Parts:
             seed=config.seed + replica,
             grammars=grammars,
             experts_per_layer=need(model.config.moe).experts_per_token if config.enable_return_routed_experts else 0,
+            sampling_masks=config.enable_return_sampling_mask,
             adapters=AdapterTable(programs, model.config, loop, states, self.names) if config.serves_adapters else None,
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int, UInt8
 
 from serving.engine.request_error import RequestError, RequestFailed
 from serving.engine.requests.draft_stats import DraftStats
@@ -66,6 +66,8 @@ class CompletionOutput:
     weights_versions: list[tuple[str, int]] = field(default_factory=list)
     """The weights that produced the tokens: (version, number of tokens), in order. One entry unless they changed."""
 
+    sampling_masks: list[np.ndarray] | None = field(default=None, repr=False)
+    """What `sampling_mask` returns: one array [bytes] for each token; only if `return_sampling_mask` was requested."""
     recorded_experts: RoutedExperts | None = field(default=None, repr=False)
     """What `routed_experts` returns, perhaps still on the device."""
 
@@ -82,6 +84,15 @@ class CompletionOutput:
         the flag `enable_return_routed_experts`, and for a choice that was aborted or preempted in its last step.
         """
         return None if self.recorded_experts is None else self.recorded_experts.numpy()
+
+    @property
+    def sampling_mask(self) -> UInt8[np.ndarray, "tokens bytes"] | None:
+        """The tokens that each output token could have been: those left by masks, biases, `top_k`, `top_p` and `min_p`.
+
+        Bit i % 8 of byte i // 8 is token i; `unpack_sampling_mask` returns a boolean for each token of the vocabulary.
+        None unless `return_sampling_mask` was requested, and before the first token.
+        """
+        return np.stack(self.sampling_masks) if self.sampling_masks else None
 
 
 @dataclass
@@ -113,6 +124,21 @@ class TextStream(Protocol):
     def flush(self) -> str: ...
 
 
+def unpack_sampling_mask(mask: UInt8[np.ndarray, "tokens bytes"], vocab_size: int) -> Bool[np.ndarray, "tokens vocab"]:
+    """Returns which tokens of the vocabulary `CompletionOutput.sampling_mask` contains, for each output token.
+
+    Args:
+        mask: uint8, `ceil(vocab_size / 8)` bytes for each output token.
+        vocab_size: the model's.
+
+    Raises:
+        ValueError: the mask is not of this vocabulary size.
+    """
+    if mask.shape[-1] != -(-vocab_size // 8):
+        raise ValueError(f"a mask of {mask.shape[-1]} bytes: a vocabulary of {vocab_size} has {-(-vocab_size // 8)}")
+    return np.unpackbits(mask, axis=-1, count=vocab_size, bitorder="little").astype(bool)
+
+
 def token_logprobs(token: int, logprob: float, top_ids: np.ndarray, top: np.ndarray) -> TokenLogprobs:
     """Returns the log-probabilities of the chosen token and of the alternatives (likeliest first) in one table."""
     ranks = {int(t): rank for rank, t in enumerate(top_ids, start=1)}
@@ -130,6 +156,8 @@ class Choice:
         if params.logprobs is not None:
             self.output.logprobs = []
             self.output.cumulative_logprob = 0.0
+        if params.return_sampling_mask:
+            self.output.sampling_masks = []
         self._params = params
         self._stream = text
         self._stops = StopText(params.stop_automaton, include=params.include_stop_str_in_output)
@@ -140,6 +168,7 @@ class Choice:
         self,
         tokens: Sequence[int],
         logprobs: Sequence[TokenLogprobs] | None = None,
+        masks: UInt8[np.ndarray, "tokens bytes"] | None = None,
         *,
         ended: bool = False,
         version: str = "",
@@ -148,15 +177,17 @@ class Choice:
 
         `ended`: the last token ends the output. It is one of the output's tokens, but its text is omitted, like a stop
         text. This method converts tokens to text only if there are stop texts; otherwise `refresh` does.
-        `version`: the version of the weights.
+        `masks`: the tokens that these could have been. `version`: the version of the weights.
         """
         before, output = len(self.output.token_ids), self.output
         try:
-            return self._append(tokens, logprobs, ended)
+            return self._append(tokens, logprobs, masks, ended)
         finally:
             _count(output.weights_versions, version, len(output.token_ids) - before)
 
-    def _append(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, ended: bool) -> bool:
+    def _append(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, masks: np.ndarray | None, ended: bool
+    ) -> bool:
         output = self.output
         self._hidden = ended and not self._params.include_stop_str_in_output
         for i, token in enumerate(tokens):
@@ -164,6 +195,8 @@ class Choice:
             if logprobs is not None and output.logprobs is not None:
                 output.logprobs.append(logprobs[i])
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs[i][token].logprob
+            if masks is not None and output.sampling_masks is not None:
+                output.sampling_masks.append(masks[i].copy())  # a view would keep the masks of the whole step
             if self._stops.texts:
                 # Text before min_tokens is not searched, because it can neither contain nor begin a stop text.
                 self._stops.active = len(output.token_ids) > self._params.min_tokens

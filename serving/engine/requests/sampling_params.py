@@ -71,6 +71,8 @@ class SamplingParams:
     prompt_logprob_token_ids: Sequence[int] | None = None
     """Report the log-probabilities of these tokens at each position of the prompt, in addition to those of the prompt's
     own tokens (`prompt_logprobs` is then at least 0)."""
+    return_sampling_mask: bool = False
+    """Report which tokens each output token was drawn from. The engine needs the flag `enable_return_sampling_mask`."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -102,7 +104,8 @@ class SamplingParams:
         self._number("presence_penalty", -2.0, 2.0)
         self._number("frequency_penalty", -2.0, 2.0)
         self._number("repetition_penalty", 1 / _LARGEST, _LARGEST)
-        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+        flags = "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output", "return_sampling_mask"
+        for name in flags:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {_shown(getattr(self, name))}")
         # Convert lists to tuples, so that requests can share parameters safely.

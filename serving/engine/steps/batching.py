@@ -325,6 +325,7 @@ class BatchBuilder:
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
             prompt_logprob_ids=params.prompt_logprob_token_ids or (),
+            sampling_mask=params.return_sampling_mask,
         )
         tokens: Any = None
         if self._seats_bring_tokens:

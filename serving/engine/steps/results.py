@@ -28,6 +28,8 @@ class HostOutput:
     logprobs: np.ndarray | None = None
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+    sampling_mask: np.ndarray | None = None
+    """[rows, H, bytes]: the tokens that each token could have been; fetched only if a row requests them."""
     drafted: list[int] = field(default_factory=list)
     """Number of drafts verified for each row; empty for programs without drafts."""
     proposed: np.ndarray | None = None
@@ -85,9 +87,9 @@ def start_reading(output: StepOutput | None, rows: Sequence[DecodeRow | PrefillR
     if any(row.request.sampling.logprobs is not None for row in rows):
         for array in (output.logprobs, output.top_ids, output.top_logprobs):
             array.copy_to_host_async()
-    proposed = _wanted_proposals(output, rows)
-    if proposed is not None:
-        proposed.copy_to_host_async()
+    for wanted in (_wanted_proposals(output, rows), _wanted_mask(output, rows)):
+        if wanted is not None:
+            wanted.copy_to_host_async()
 
 
 def read_results(
@@ -110,6 +112,9 @@ def read_results(
     proposed = _wanted_proposals(output, rows)
     if proposed is not None:
         lines.proposed = np.asarray(proposed)
+    mask = _wanted_mask(output, rows)
+    if mask is not None:
+        lines.sampling_mask = np.asarray(mask)
     prompt: PromptLogprobs | None = output.prompt_logprobs
     scored = [row.request.sampling for row in rows if row.request.prompt_logprobs]
     if prompt is not None and scored:
@@ -124,6 +129,11 @@ def read_results(
 def _wanted_proposals(output: StepOutput, rows: Sequence[DecodeRow | PrefillRow]) -> jax.Array | None:
     """Returns the drafts for the next step if the host needs them for one of these rows."""
     return output.proposed if any(row.request.lockstep for row in rows) else None
+
+
+def _wanted_mask(output: StepOutput, rows: Sequence[DecodeRow | PrefillRow]) -> jax.Array | None:
+    """Returns the sampling masks if one of these rows requests them."""
+    return output.sampling_mask if any(row.request.sampling.return_sampling_mask for row in rows) else None
 
 
 def not_finite(lines: HostOutput | None, rows: Sequence[DecodeRow | PrefillRow]) -> list[Request]:

@@ -68,8 +68,9 @@ def open_role(
         return OpenRole(_events(built, Worker.of(built, {}), settings.seal) if settings.seal.secret else [])
     if built.model.config.drafter is not None:
         raise ConfigError(f"--role {settings.role} does not support speculative_model; use mtp or ngram drafts")
-    if built.config.enable_return_routed_experts:
-        raise ConfigError(f"--role {settings.role} does not support enable_return_routed_experts")
+    for flag in ("enable_return_routed_experts", "enable_return_sampling_mask"):
+        if getattr(built.config, flag):
+            raise ConfigError(f"--role {settings.role} does not support {flag}")
     if not settings.seal.secret and not _is_loopback(host):
         raise ConfigError(
             f"a {settings.role} worker that listens on {host} needs a secret: set --split-secret or {SECRET_VARIABLE} "

@@ -97,6 +97,8 @@ class ChatWriter:
         if self._body.return_token_ids:
             choice.token_ids, choice.weights_versions = output.token_ids, output.weights_versions
             choice.routed_experts = EncodedArray.of(output.routed_experts)
+        if self._body.return_sampling_mask:
+            choice.sampling_mask = EncodedArray.of(output.sampling_mask)
         return choice
 
     async def events(self, context: Context) -> AsyncGenerator[bytes, None]:
@@ -145,6 +147,8 @@ class ChatWriter:
                 whole = piece.output.outputs[piece.choice]
                 choice.weights_versions = whole.weights_versions
                 choice.routed_experts = EncodedArray.of(whole.routed_experts)
+        if self._body.return_sampling_mask and piece.finish_reason is not None:
+            choice.sampling_mask = EncodedArray.of(piece.output.outputs[piece.choice].sampling_mask)
         return choice
 
     def _delta(self, piece: AnswerPiece) -> Delta:

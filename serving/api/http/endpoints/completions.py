@@ -157,6 +157,8 @@ class CompletionWriter:
         if self._body.logprobs is not None and shown:
             echoed = self._echoes[piece.prompt] if self._body.echo and first else ""
             choice.logprobs = self._written(index, shown, tables, echoed, len(shown) - len(tokens))
+        if self._body.return_sampling_mask and piece.finish_reason is not None and self._body.max_tokens != 0:
+            choice.sampling_mask = EncodedArray.of(piece.output.outputs[piece.choice].sampling_mask)
         if self._body.prompt_logprob_token_ids and first and piece.choice == 0:
             choice.prompt_logprobs = self._logprobs.prompt(_prompt_tables(piece.output))
         if piece.stop_reason is not None:

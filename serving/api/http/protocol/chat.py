@@ -209,6 +209,7 @@ class ChatChoice(BaseModel):
     token_ids: list[int] | None = None
     weights_versions: list[tuple[str, int]] | None = None
     routed_experts: EncodedArray | None = None
+    sampling_mask: EncodedArray | None = None
 
 
 class ChatResponse(BaseModel):
@@ -240,6 +241,7 @@ class ChatChunkChoice(BaseModel):
     token_ids: list[int] | None = None
     weights_versions: list[tuple[str, int]] | None = None
     routed_experts: EncodedArray | None = None
+    sampling_mask: EncodedArray | None = None
 
 
 class ChatChunk(BaseModel):

@@ -154,6 +154,11 @@ class GenerationRequest(RequestModel):
         description="Also return the ids of prompt and output tokens, the versions of the weights and, with "
         "--enable-return-routed-experts, the experts of each token.",
     )
+    return_sampling_mask: bool = Field(
+        False,
+        description="Also return sampling_mask: the tokens that each output token could have been, one bit for each of "
+        "the vocabulary. Needs --enable-return-sampling-mask.",
+    )
     return_tokens_as_token_ids: bool = Field(False, description='Name tokens "token_id:42" in log-probabilities.')
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -75,6 +75,7 @@ class CompletionChoice(BaseModel):
     token_ids: list[int] | None = None
     weights_versions: list[tuple[str, int]] | None = None
     routed_experts: EncodedArray | None = None
+    sampling_mask: EncodedArray | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
 
