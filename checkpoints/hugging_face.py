@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -16,7 +16,7 @@ import numpy as np
 from checkpoints.errors import CheckpointError, listing
 from checkpoints.placing import Index, Shardings, nbytes, place, progress_bar, sharding_of
 from checkpoints.quantised.parameters import Readable, parts_of
-from checkpoints.quantised.rounding import Selection, rounded
+from checkpoints.quantised.rounding import Selection, largest_of, rounded
 from checkpoints.quantised.stored import StoredWeight
 from mamba_jax.families.base import HFSource
 
@@ -103,16 +103,25 @@ def readable(
     quantised: Mapping[str, StoredWeight],
     selection: Selection | None,
     shardings: Shardings,
+    *,
+    largest: Callable[[], np.ndarray] | None = None,
 ) -> dict[str, Readable]:
-    """Returns the tensors to read for a parameter: itself, or the parts of a quantized weight."""
+    """Returns the tensors to read for a parameter: itself, or the parts of a quantized weight.
+
+    `largest` gives the largest magnitudes of the published tensor that a weight to be quantized is a part of, where
+    `source` is the weight alone; see `rounded`.
+    """
     narrow = [quantised[name] for name in source.names if name in quantised]
     if not narrow:
-        reader = _StoredParameter(tensors, source, target)
         rounding = None if selection is None else selection.of(path, target.shape)
         if rounding is None:
-            return {path: (target, reader)}
-        of = None if source.stack else lambda: tensors.view(source.names[0])
-        return rounded(path, target, reader, rounding, shardings, of=of)
+            return {path: (target, _StoredParameter(tensors, source, target))}
+        # The stored numbers are rounded, not those that the dtype of the model's other weights leaves of them.
+        target = jax.ShapeDtypeStruct(target.shape, np.float32)
+        reader = _StoredParameter(tensors, source, target)
+        if largest is None and not source.stack:
+            largest = lambda: largest_of(tensors.view(source.names[0]))  # noqa: E731
+        return rounded(path, target, reader, rounding, shardings, largest=largest)
     if len(narrow) < len(source.names):
         wide = [name for name in source.names if name not in quantised]
         raise CheckpointError(f"of the weights that make {path}, {len(wide)} are not quantized: {listing(wide)}")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from checkpoints.errors import CheckpointError, listing
 from checkpoints.hugging_face import ALWAYS_IGNORED, Tensors, match_sources, readable
 from checkpoints.placing import abstract_parameters, place
-from checkpoints.quantised.rounding import Selection
+from checkpoints.quantised.rounding import Selection, largest_of
 from checkpoints.tensor_set import TensorSet
 from mamba_jax.config import HybridConfig
 from mamba_jax.families import TEXT_PREFIXES, ignored, weight_names
@@ -25,6 +27,7 @@ NewWeights = Mapping[str, Any] | Iterable[tuple[str, Any]] | str | Path
 of a name and an array, or the path of a directory with safetensors files."""
 
 _WHERE = "the new weights"
+_AT_ONCE = 1 << 24
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -108,8 +111,8 @@ def new_parameters(
         quantization, quantization_exclude: the options that the model was loaded with; new weights are rounded equally.
         partial: allow missing tensors.
     Raises:
-        CheckpointError: tensors are missing, unknown, or of the wrong shape, all in one line; or the model's weights
-            are stored quantised.
+        CheckpointError: tensors are missing, unknown, or of the wrong shape, all in one line; the model's weights are
+            stored quantised; or they are to be rounded and are not finite.
     """
     if quantization is None and any(weight_of(path) for path in held):
         raise CheckpointError(
@@ -126,8 +129,67 @@ def new_parameters(
     if not wide:
         raise CheckpointError(f"{_WHERE}: there are none")
     found = match_sources(_WHERE, tensors, wide, sources, ignored)
-    selection = Selection(config, weight_names(config), quantization, quantization_exclude) if quantization else None
-    return _place(found, wide, held, tensors, selection)
+    if quantization is None:
+        return _place(found, wide, held, tensors, None, {})
+    selection = Selection(config, weight_names(config), quantization, quantization_exclude)
+    ours = all(source.names == (path,) for path, source in found.items())
+    together = _together(config, tensors, wide, selection) if ours else {}
+    _check_finite(tensors, {name for source in found.values() for name in source.names})
+    return _place(found, wide, held, tensors, selection, together)
+
+
+def _together(
+    config: HybridConfig, tensors: Tensors, wide: Mapping[str, jax.ShapeDtypeStruct], selection: Selection
+) -> dict[str, Callable[[], np.ndarray]]:
+    """Returns the largest magnitudes of the published tensor that each nvfp4 weight is a part of, by our names.
+
+    Raises:
+        CheckpointError: other parts of the tensor are not given.
+    """
+    parts: dict[tuple[str, ...], list[str]] = {}
+    published = {path: source for path, source in weight_names(config).items() if source.rows is not None}
+    for path, source in published.items():
+        parts.setdefault(source.names, []).append(path)
+    found: dict[str, Callable[[], np.ndarray]] = {}
+    of_tensor: dict[tuple[str, ...], Callable[[], np.ndarray]] = {}
+    for path in published.keys() & wide.keys():
+        rounding = selection.of(path, wide[path].shape)
+        if rounding is None or rounding.kind != "nvfp4":
+            continue
+        names = published[path].names
+        own = parts[names]
+        if missing := [other for other in own if other not in tensors.names]:
+            raise CheckpointError(
+                f"{_WHERE}: nvfp4 scales {path} together with {listing(missing)}: send them in the same update"
+            )
+        matrices = len(published[path].stored(wide[path].shape)) > 2
+        # Computed for the first part that is read: later, parts that were placed are released.
+        found[path] = of_tensor.setdefault(names, cache(partial(_largest_of_parts, tensors, own, matrices)))
+    return found
+
+
+def _largest_of_parts(tensors: Tensors, paths: Collection[str], matrices: bool) -> np.ndarray:
+    """Returns the largest magnitude of all parts of a tensor, or of each of its matrices."""
+    found = [largest_of(tensors.view(path)) for path in paths]
+    return np.maximum.reduce(found) if matrices else np.max([each.max() for each in found])
+
+
+def _check_finite(tensors: Tensors, names: Collection[str]) -> None:
+    """Raises `CheckpointError` for tensors with NaN or infinity: rounded, they would be any numbers."""
+    arrays: dict[str, jax.Array] = {}
+    for name in names:
+        array = tensors.on_device(name) if isinstance(tensors, GivenTensors) else None
+        if array is not None:
+            arrays[name] = jnp.isfinite(array).all()
+    finite = jax.device_get(arrays)
+    wrong = [name for name in names if not (finite[name] if name in finite else _is_finite(tensors.view(name)))]
+    if wrong:
+        raise CheckpointError(f"{_WHERE}: {len(wrong)} with NaN or infinity: {listing(sorted(wrong))}")
+
+
+def _is_finite(values: np.ndarray) -> bool:
+    flat = values.reshape(-1)
+    return all(np.isfinite(flat[start : start + _AT_ONCE]).all() for start in range(0, flat.size, _AT_ONCE))
 
 
 def _place(
@@ -136,18 +198,23 @@ def _place(
     held: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
     tensors: Tensors,
     selection: Selection | None,
+    together: Mapping[str, Callable[[], np.ndarray]],
 ) -> Iterator[tuple[str, jax.Array]]:
     last_use = {name: path for path, source in found.items() for name in source.names}
 
     def shardings(path: str) -> Any:
-        return held[path].sharding
+        # Weights on the default device stay uncommitted, as they are when they are loaded: compiled programs refuse
+        # committed arrays of 4-bit numbers (JAX 0.10).
+        sharding = held[path].sharding
+        return None if sharding == SingleDeviceSharding(jax.devices()[0]) else sharding
 
     for path, source in found.items():
         moved = _moved(path, source, held, tensors)
         if moved is not None:
             yield path, moved
         else:
-            for part, (target, reader) in readable(tensors, path, wide[path], source, {}, selection, shardings).items():
+            parts = readable(tensors, path, wide[path], source, {}, selection, shardings, largest=together.get(path))
+            for part, (target, reader) in parts.items():
                 yield part, place(target, reader, shardings(part))
         for name in source.names:
             if last_use[name] == path:
@@ -167,10 +234,11 @@ def _moved(
 
 
 def _sources(
-    config: HybridConfig, paths: Collection[str], names: Collection[str]
+    config: HybridConfig, paths: Collection[str], names: Set[str]
 ) -> tuple[Mapping[str, HFSource], tuple[str, ...]]:
     """Returns the source of each parameter under the given names, and the patterns of tensors that may be left over."""
-    if any(name in paths for name in names):
+    # A few names, such as lm_head.weight, are the same in both.
+    if 2 * len(names & set(paths)) > len(names):
         return {path: HFSource((path,)) for path in paths}, ()
     return weight_names(config), (*ignored(config), *ALWAYS_IGNORED)
 

@@ -204,13 +204,14 @@ def rounded(
     rounding: Rounding,
     shardings: Shardings,
     *,
-    of: Callable[[], np.ndarray] | None = None,
+    largest: Callable[[], np.ndarray] | None = None,
 ) -> dict[str, Readable]:
     """Returns the parameters of one weight that is read wide and rounded.
 
-    `of` gives the stored tensor that it is, or is a part of, where it is one.
+    `largest` gives the largest magnitudes (see `largest_of`) of the stored tensor that it is, or is a part of, where it
+    is one.
     """
-    once, found = _Once(target.shape, reader, rounding, of), _targets(path, target.shape, rounding, shardings)
+    once, found = _Once(target.shape, reader, rounding, largest), _targets(path, target.shape, rounding, shardings)
     return {full: (own, _part_reader(once, full.rpartition(".")[2], own.shape)) for full, own in found.items()}
 
 
@@ -243,9 +244,9 @@ class _Once:
     """Rounds a weight once, when its first part is read."""
 
     def __init__(
-        self, shape: tuple[int, ...], reader: Reader, rounding: Rounding, of: Callable[[], np.ndarray] | None
+        self, shape: tuple[int, ...], reader: Reader, rounding: Rounding, largest: Callable[[], np.ndarray] | None
     ) -> None:
-        self._shape, self._reader, self._rounding, self._of = shape, reader, rounding, of
+        self._shape, self._reader, self._rounding, self._largest = shape, reader, rounding, largest
         self._parts: dict[str, np.ndarray] = {}
 
     @property
@@ -253,8 +254,8 @@ class _Once:
         """All parts of the weight."""
         if not self._parts:
             largest = None
-            if self._of is not None and self._rounding.kind == "nvfp4":
-                found, lead = largest_of(self._of()), self._shape[:-2]
+            if self._largest is not None and self._rounding.kind == "nvfp4":
+                found, lead = self._largest(), self._shape[:-2]
                 largest = np.broadcast_to(found.reshape((*found.shape, *[1] * (len(lead) - found.ndim))), lead)
             self._parts = self._read(largest)
         return self._parts

@@ -2,11 +2,15 @@
 
 import asyncio
 import random
+import shutil
 from functools import partial
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from checkpoints.load import load_model
 from checkpoints.random import RandomTensors, write_random
@@ -20,6 +24,7 @@ from tests.support.engines import QUICK_COMPILE, finish
 from tests.support.tiny_configs import TRAINABLE
 from tests.support.versioned_engine import VersionedEngine
 
+GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 FLAGS = {
     "tile_size": 16,
     "state_block_size": 32,
@@ -121,17 +126,98 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(checkpoint):
 
 
 @pytest.mark.full
-def test_divided_and_rounded_weights_stay_divided_and_rounded(checkpoint):
+def test_divided_weights_stay_divided(checkpoint):
     divided = LLM(checkpoint(0), tensor_parallel_size=2, **FLAGS)
     places = {path: value.sharding for path, value in divided.engine.loop.programs.weights.items()}
     divided.update_weights(checkpoint(1))
     assert_says(divided, checkpoint(1), version="1")
     assert {path: value.sharding for path, value in divided.engine.loop.programs.weights.items()} == places
-    rounded, other = (LLM(checkpoint(seed), quantization="int8", **FLAGS) for seed in (0, 1))
-    rounded.update_weights({name: RandomTensors(TRAINABLE, 1).view(name) for name in RandomTensors(TRAINABLE, 1).names})
-    held, wanted = (llm.engine.loop.programs.weights for llm in (rounded, other))
-    assert any(value.dtype == np.int8 for value in held.values())
-    jax.tree.map(np.testing.assert_array_equal, held, wanted)
+
+
+def changed(directory, tmp_path):
+    """A directory with other weights of the same model, and its tensors."""
+    with np.errstate(all="ignore"):
+        rng = np.random.default_rng(3)
+        tensors = {
+            name: (value * rng.uniform(0.5, 1.5, value.shape)).astype(value.dtype)
+            for name, value in load_file(directory / "model.safetensors").items()
+        }
+    shutil.copytree(directory, tmp_path / "changed", ignore=shutil.ignore_patterns("model.safetensors", "adapter"))
+    save_file(tensors, tmp_path / "changed" / "model.safetensors")
+    return tmp_path / "changed", tensors
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("model", "dtype", "quantization"),
+    [
+        ("nemotronh-moe", "bfloat16", "nvfp4"),
+        ("nemotronh-moe", "bfloat16", "int8"),
+        ("qwen3next", "bfloat16", "nvfp4"),
+        ("qwen3next", "float32", "fp8"),
+        ("qwen3next", "bfloat16", "int4"),
+    ],
+)
+def test_new_weights_are_rounded_as_loaded_ones(tmp_path, model, dtype, quantization):
+    """From arrays by either names, of NumPy or JAX, and from a directory."""
+    directory, tensors = changed(GOLDEN / model, tmp_path)
+    flags = FLAGS | {"dtype": dtype, "quantization": quantization, "quantization_exclude": "*.1.*"}
+    fresh = LLM(directory, **flags).weights_checksum()
+    held = LLM(GOLDEN / model, **flags)
+    assert any(path.endswith(".values") for path in fresh.weights)
+    own = {path: leaf.get_value() for path, leaf in parameters(load_model(directory, dtype="float32")).items()}
+    before = held.weights_checksum()
+    for given in (tensors, str(directory), own, {path: np.asarray(value) for path, value in own.items()}):
+        held.update_weights(given)
+        found = held.weights_checksum()
+        assert {path for path, digest in found.weights.items() if digest != fresh.weights[path]} == set()
+        assert found.checksum == fresh.checksum != before.checksum
+        held.update_weights(str(GOLDEN / model))
+        assert held.weights_checksum().checksum == before.checksum
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("quantization", ["int8", "nvfp4"])
+def test_a_refit_that_fails_keeps_the_rounded_weights(checkpoint, quantization):
+    llm = LLM(checkpoint(0), quantization=quantization, **FLAGS)
+    (output,) = llm.generate(PROMPT, GREEDY, use_tqdm=False)
+    before = llm.weights_checksum()
+    tensors = RandomTensors(TRAINABLE, 1)
+    good = {name: np.array(tensors.view(name)) for name in tensors.names}
+    name = "backbone.layers.0.mixer.in_proj.weight"
+    for value in (np.nan, np.inf, -np.inf):
+        bad = good[name].copy()
+        bad[3, 5] = value
+        for kind in (np.asarray, jnp.asarray):
+            with pytest.raises(RequestError, match=f"the new weights: 1 with NaN or infinity: {name}"):
+                llm.update_weights(good | {name: kind(bad)})
+    for change, message in (
+        ({name: good[name][:-1]}, rf"{name} is \[\d+, 32\], expected"),
+        ({name: good[name].astype(np.int32)}, f"{name} is int32"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            llm.update_weights(good | change)
+    with pytest.raises(RequestError, match=f"missing: {name}"):
+        llm.update_weights({other: value for other, value in good.items() if other != name})
+    own = {path: leaf.get_value() for path, leaf in parameters(load_model(checkpoint(1), progress=False)).items()}
+    part = {"blocks.0.mixer.in_proj_zx.weight": own["blocks.0.mixer.in_proj_zx.weight"]}
+    if quantization == "nvfp4":
+        with pytest.raises(
+            RequestError, match=r"nvfp4 scales .*zx.weight together with .*send them in the same update"
+        ):
+            llm.update_weights(part, partial=True)
+    assert llm.weights_checksum() == before
+    (again,) = llm.generate(PROMPT, GREEDY, use_tqdm=False)
+    assert again.outputs[0].token_ids == output.outputs[0].token_ids
+    assert again.outputs[0].logprobs == output.outputs[0].logprobs
+    # And a refit that succeeds says what a fresh engine says.
+    llm.update_weights(good)
+    compiled, fresh = llm.compilations, LLM(checkpoint(1), quantization=quantization, **FLAGS)
+    (output,), (expected,) = (each.generate(PROMPT, GREEDY, use_tqdm=False) for each in (llm, fresh))
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert output.outputs[0].logprobs == expected.outputs[0].logprobs
+    assert output.outputs[0].token_ids != again.outputs[0].token_ids
+    assert llm.compilations == compiled
 
 
 @pytest.mark.full
