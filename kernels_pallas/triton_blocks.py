@@ -44,6 +44,14 @@ def load_if(condition: Bool[Array, "..."], ref, *shape: int):
     return plt.load(ref, mask=jnp.broadcast_to(condition, shape), other=jnp.zeros(shape, ref.dtype))
 
 
+def any_nonzero(ref, *lead: Array):
+    """Returns whether any number of ref[*lead, :] is not 0."""
+    size = ref.shape[-1]
+    index = jnp.arange(1 << (size - 1).bit_length(), dtype=jnp.int32)
+    values = plt.load(ref.at[(*lead, index)], mask=index < size, other=jnp.zeros((), ref.dtype))
+    return jnp.max((values != 0).astype(jnp.int32), axis=0) > 0
+
+
 def store_if(condition: Bool[Array, "..."], ref, value: Array) -> None:
     """Writes `value` where `condition` is true."""
     plt.store(ref, value, mask=jnp.broadcast_to(condition, value.shape))

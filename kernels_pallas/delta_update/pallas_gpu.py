@@ -14,6 +14,7 @@ from jax.experimental.pallas import triton as plt
 
 from kernels_pallas.triton_blocks import (
     LEAST_OF_PIECE,
+    any_nonzero,
     load_if,
     offsets_overflow,
     pieces,
@@ -46,15 +47,13 @@ def delta_update(
         functools.partial(_kernel, steps=steps, block=block, repeats=heads // k.shape[2]),
         grid=(rows, heads, head_dim // block),
         out_shape=[jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(store.shape, store.dtype)],
-        input_output_aliases={8: 1},
+        input_output_aliases={7: 1},
         compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name="delta_update",
     )(
         read_slot.astype(jnp.int32),
         write_slot.astype(jnp.int32),
-        # Whether a step is real depends on all heads, but a program sees only one.
-        (beta != 0).any(axis=2),
         q,
         k,
         v,
@@ -66,7 +65,7 @@ def delta_update(
 
 
 def _kernel(
-    read_slot, write_slot, real, q, k, v, log_decay, beta, state_in, y, state_out, *, steps: int, block: int,
+    read_slot, write_slot, q, k, v, log_decay, beta, state_in, y, state_out, *, steps: int, block: int,
     repeats: int,
 ):  # fmt: skip
     row, head, part = (pl.program_id(axis) for axis in range(3))
@@ -75,7 +74,8 @@ def _kernel(
     state = [load_if(source > 0, state_in.at[source, head, here, n], block, n.size).astype(F32) for n in inner]
     for t in map(jnp.int32, range(steps)):  # the interpreter does not accept plain integers
         # Padding may hold NaN, and 0 * NaN is NaN: its values are masked.
-        live = plt.load(real.at[row, t])
+        # A step is real if beta of any head is not 0. Found here, because it would be another kernel in front.
+        live = any_nonzero(beta, row, t)
         values = load_if(live, v.at[row, t, head, here], block).astype(F32)
         queries, keys = ([load_if(live, one.at[row, t, group, n], n.size).astype(F32) for n in inner] for one in (q, k))
         # Of the head, or of each channel of its keys.

@@ -6,13 +6,24 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels_pallas import dispatch, invariant
-from kernels_pallas.linear import narrow_inputs, native, quantised, quantised_gpu, quantised_native, quantised_tpu, xla
+from kernels_pallas.linear import (
+    few_outputs,
+    narrow_inputs,
+    native,
+    quantised,
+    quantised_gpu,
+    quantised_native,
+    quantised_tpu,
+    xla,
+)
 from kernels_pallas.quantised import Quantised
 from kernels_pallas.shape_check import shapes_checked
 
 LINEAR = (
     dispatch.Implementation("native", native.linear, native.unsupported, "cpu"),
     invariant.implementation(invariant.linear),
+    dispatch.Implementation("xla_few_outputs", few_outputs.linear, few_outputs.unsupported, automatic=False),
+    dispatch.Implementation("xla_few_outputs", few_outputs.linear, few_outputs.unsupported, "gpu"),
     dispatch.Implementation("xla", xla.linear),
 )
 QUANTISED = (

@@ -9,6 +9,8 @@ from operation_checks import Draw, assert_close, assert_same_bits, jitted
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.expert_choice import Rule, choose_experts, reference
 
+pytestmark = pytest.mark.full
+
 SOFTMAX, SHARES = Rule(3, "softmax"), Rule(2, "scores")
 SIGMOID = Rule(4, "scores", normalize=True, scaling=2.5)
 GROUPS = Rule(3, "scores", normalize=True, num_groups=4, top_groups=2)
@@ -53,6 +55,7 @@ class Choose:
             expected = reference.choose_experts(scores, bias, valid, first, own=4, rule=rule)
             assert_same_choice(self.run(scores, bias, valid, np.int32(first), own=4, rule=rule), expected)
 
+    @pytest.mark.smoke
     def test_numbers_that_are_not_finite(self):
         """Padding may hold them: each token's experts are distinct, and rows have one place each."""
         scores = np.array([[np.nan, -np.inf, np.nan, np.inf], [-np.nan, -np.inf, -np.inf, -np.nan], [0, -0.0, 1, 0]])
@@ -85,7 +88,6 @@ class TestXla(Choose):
 class TestGpu(Choose):
     implementation = "pallas_gpu_interpreted"
 
-    @pytest.mark.full
     @pytest.mark.parametrize(("tokens", "experts", "count"), [(64, 128, 6), (8, 512, 10), (3, 72, 10)])
     def test_sizes_of_models(self, tokens, experts, count):
         draw = Draw(experts)

@@ -75,6 +75,12 @@ def check(rows, inputs, outputs, dtype, implementation):
     np.testing.assert_allclose(run(x, weight), reference.linear(x, weight), atol=2e-6 * inputs, rtol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 8, 65])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_few_outputs(rows, dtype):
+    check(rows, 300, 33, dtype, "xla_few_outputs")
+
+
 @pytest.mark.parametrize("rows", [1, 4, 300])
 def test_gradients(rows):
     random = np.random.default_rng(1)
@@ -105,5 +111,5 @@ def test_native_gradients():
 def test_refuses_shapes_that_do_not_fit_and_unknown_names():
     with pytest.raises(ValueError, match=r"weight has shape \(5, 4\), expected \[outputs, inputs\] with inputs = 3"):
         linear(jnp.ones((2, 3)), jnp.ones((5, 4)))
-    with pytest.raises(UnsupportedError, match="there are: native, invariant, xla"):
+    with pytest.raises(UnsupportedError, match="there are: native, invariant, xla_few_outputs, xla_few_outputs, xla"):
         linear(jnp.ones((2, 3)), jnp.ones((5, 3)), implementation="cuda")

@@ -1,0 +1,32 @@
+"""The product with few outputs on GPU, such as the decays of a gated delta net: apart from other products of its input.
+
+XLA merges products of one input into one, whose weight is all of theirs. It reads them as they lie only if their
+outputs are multiples of a tile; otherwise it copies all of them for each call: 50 MB for the projections of a layer of
+Qwen3-Next-80B-A3B, because 32 outputs of two of them are no tile. For the rows of a decode step the product here is a
+sum, which XLA does not merge, and which it computes together with what follows.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas.linear import xla
+
+TILE = 64
+MOST_OUTPUTS = 256
+MOST_ROWS = 64
+
+
+def unsupported(x, weight, *, out_dtype):
+    """Returns why this call cannot run, or None."""
+    if weight.shape[0] % TILE == 0 or weight.shape[0] > MOST_OUTPUTS:
+        return f"{weight.shape[0]} outputs, a multiple of {TILE} or more than {MOST_OUTPUTS}"
+    if 0 in (*x.shape, *weight.shape):
+        return "it is empty"
+    return None
+
+
+def linear(x, weight, *, out_dtype):
+    """See `api.linear`."""
+    if x.size // x.shape[-1] > MOST_ROWS:
+        return xla.linear(lax.optimization_barrier(x), weight, out_dtype=out_dtype)
+    return (x[..., None, :].astype(jnp.float32) * weight.astype(jnp.float32)).sum(-1).astype(out_dtype)
