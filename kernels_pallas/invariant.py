@@ -24,8 +24,6 @@ NAME = "invariant"
 F32 = jnp.float32
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 """Otherwise a program may leave out a rounding to bfloat16 that another one does."""
-_FEW_ROWS = 24
-"""More rows of bfloat16 weights are added in another order in C++ (`native/linear.cc`)."""
 _KEYS = 128
 """Keys per piece of attention. Pieces begin at multiples of it, or of a longer page."""
 _LEAST_OUTPUTS = 4
@@ -50,15 +48,8 @@ def unsupported(*args: Any, **kwargs: Any) -> str | None:
 def product(rows, weight):
     """rows [n, inputs] times the transpose of weight [outputs, inputs]; the order of a row's sums is fixed."""
 
-    def run(rows):
-        result = jax.ShapeDtypeStruct((len(rows), len(weight)), F32)
-        return jax.ffi.ffi_call(native.target("linear"), result)(rows, weight)
-
-    rows = rows.astype(F32)
-    if weight.dtype == F32 or len(rows) <= _FEW_ROWS:
-        return run(rows)
-    padded = jnp.pad(rows, ((0, -len(rows) % _FEW_ROWS), (0, 0)))
-    return lax.map(run, padded.reshape(-1, _FEW_ROWS, rows.shape[1])).reshape(-1, len(weight))[: len(rows)]
+    result = jax.ShapeDtypeStruct((len(rows), len(weight)), F32)
+    return jax.ffi.ffi_call(native.target("linear"), result)(native.operand(rows, weight), weight)
 
 
 def linear(x, weight, *, out_dtype):

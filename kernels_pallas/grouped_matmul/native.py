@@ -26,7 +26,7 @@ def grouped_matmul(x, w, group_sizes):
     """See `api.grouped_matmul`."""
     result = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), jnp.float32)
     call = jax.ffi.ffi_call(native.target("grouped_matmul"), result)
-    return call(x.astype(jnp.float32), w, group_sizes.astype(jnp.int32)).astype(x.dtype)
+    return call(native.operand(x, w), w, group_sizes.astype(jnp.int32)).astype(x.dtype)
 
 
 def _forward(x, w, group_sizes):

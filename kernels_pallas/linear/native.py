@@ -31,7 +31,7 @@ def linear(x, weight, *, out_dtype):
 @jax.custom_vjp
 def _product(rows, weight):
     result = jax.ShapeDtypeStruct((rows.shape[0], weight.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call(native.target("linear"), result)(rows.astype(jnp.float32), weight)
+    return jax.ffi.ffi_call(native.target("linear"), result)(native.operand(rows, weight), weight)
 
 
 def _forward(rows, weight):

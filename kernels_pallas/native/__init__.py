@@ -11,6 +11,7 @@ import importlib
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 FEW_ROWS = 8
 """With more rows, XLA's bfloat16 products are faster on processors with bfloat16 instructions."""
@@ -71,8 +72,15 @@ def why_incomplete() -> str | None:
 
 
 def instructions() -> str | None:
-    """Returns the instruction set of products: "avx512", "avx2" or "baseline"; None without native operations."""
+    """Returns the instruction set of products: "avx512_bf16", "avx512", "avx2" or "baseline"; None without native operations."""
     return None if WHY_MISSING is not None else getattr(importlib.import_module(_MODULE), "INSTRUCTIONS", "baseline")
+
+
+def operand(x, weight):
+    """Returns x [rows, inputs] in the dtype that the C++ products with a weight take: float32, or bfloat16 if both are
+    and the processor has an instruction for it. Independent of the number of rows."""
+    narrow = x.dtype == weight.dtype == jnp.bfloat16 and x.shape[-1] % 2 == 0 and instructions() == "avx512_bf16"
+    return x if narrow else x.astype(jnp.float32)
 
 
 def multiplies_bfloat16() -> bool:

@@ -12,6 +12,7 @@
 #define NATIVE_HOT
 #endif
 #define NATIVE_INLINE inline __attribute__((always_inline))
+#define NATIVE_LAMBDA __attribute__((always_inline))
 
 namespace native {
 
@@ -40,6 +41,11 @@ struct BFloat16 {
 
 // Weights in bfloat16, which products load in pairs.
 struct BFloat16Pairs : BFloat16 {};
+
+// Two numbers in bfloat16 as one of 32 bits, for products of bfloat16 with bfloat16.
+struct BFloat16Dot {
+  using Stored = uint32_t;
+};
 
 // Integers; the caller multiplies by their scale.
 struct Int8 {

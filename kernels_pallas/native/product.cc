@@ -1,5 +1,5 @@
-// The products of product.h with a weight stored [outputs, inputs], compiled once for all operations: for each
-// instruction set with as many lanes of float32 as its registers have, which a single source text does not say.
+// The products of product.h and matrix.h with a weight stored [outputs, inputs], compiled once for all operations: for
+// each instruction set with as many lanes of float32 as its registers have, which a single source text does not say.
 #include <cstdlib>
 #include <cstring>
 
@@ -9,43 +9,36 @@
 namespace native {
 namespace {
 
-template <typename Stored>
-using Product = void(const float*, const Stored*, float*, int64_t, int64_t, int64_t, int64_t, int64_t);
-
-// One form of each product, compiled with `attributes`, whose registers hold `width` lanes.
+// The products with one number format, compiled with `attributes`, whose registers hold `width` lanes.
 #define NATIVE_FORM(attributes, form, width)                                                                         \
+  template <typename Number>                                                                                         \
   struct form {                                                                                                      \
-    attributes static void float32(const float* x, const float* w, float* y, int64_t rows, int64_t inputs,           \
-                                   int64_t outputs, int64_t begin, int64_t end) {                                    \
-      product<Float32, width>(x, w, y, rows, inputs, outputs, begin, end);                                           \
+    using Stored = typename Number::Stored;                                                                          \
+    attributes static void few(const float* x, const Stored* w, float* y, int64_t rows, int64_t inputs,              \
+                               int64_t outputs, int64_t begin, int64_t end) {                                        \
+      product<Number, width>(x, w, y, rows, inputs, outputs, begin, end);                                            \
     }                                                                                                                \
-    attributes static void bfloat16(const float* x, const uint16_t* w, float* y, int64_t rows, int64_t inputs,       \
-                                    int64_t outputs, int64_t begin, int64_t end) {                                   \
-      product<BFloat16Pairs, width>(x, w, y, rows, inputs, outputs, begin, end);                                     \
+    attributes static void columns(const float* x, float* columns, int64_t rows, int64_t inputs) {                   \
+      columns_of<Number, width>(x, columns, rows, inputs);                                                           \
     }                                                                                                                \
-    attributes static void int8(const float* x, const int8_t* w, float* y, int64_t rows, int64_t inputs,             \
+    attributes static void many(const float* columns, const Stored* w, float* y, int64_t rows, int64_t inputs,       \
                                 int64_t outputs, int64_t begin, int64_t end) {                                       \
-      product<Int8, width>(x, w, y, rows, inputs, outputs, begin, end);                                              \
+      matrix_product<Number, width>(columns, w, y, rows, inputs, outputs, begin, end);                               \
     }                                                                                                                \
-    attributes static void matrix(const float* columns, const uint16_t* w, float* y, int64_t rows, int64_t inputs,   \
-                                  int64_t outputs, int64_t begin, int64_t end) {                                     \
-      matrix_product<BFloat16Pairs, width>(columns, w, y, rows, inputs, outputs, begin, end);                        \
-    }                                                                                                                \
-    static constexpr int64_t kGroupRows = kGroup<width>;                                                             \
+    static constexpr Forms<Stored> all = {few, columns, many, kGroup<width>};                                        \
   };
 
 struct Choice {
   const char* name;
-  Product<float>* float32;
-  Product<uint16_t>* bfloat16;
-  Product<int8_t>* int8;
-  Product<uint16_t>* matrix;
-  int64_t group_rows;
+  Forms<float> float32;
+  Forms<uint16_t> bfloat16;
+  Forms<int8_t> int8;
+  Forms<uint32_t> dot;
 };
 
-template <typename Form>
+template <template <typename> typename Form>
 Choice choice(const char* name) {
-  return {name, Form::float32, Form::bfloat16, Form::int8, Form::matrix, Form::kGroupRows};
+  return {name, Form<Float32>::all, Form<BFloat16Pairs>::all, Form<Int8>::all, {}};
 }
 
 #ifdef NATIVE_DISPATCH
@@ -65,6 +58,11 @@ Choice choose() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
+  if (avx512 && __builtin_cpu_supports("avx512bf16") && allowed("avx512_bf16")) {
+    Choice widest = choice<Avx512>("avx512_bf16");
+    widest.dot = Avx512<BFloat16Dot>::all;
+    return widest;
+  }
   if (avx512 && allowed("avx512")) return choice<Avx512>("avx512");
   if (avx2 && allowed("avx2")) return choice<Avx2>("avx2");
 #endif
@@ -75,36 +73,31 @@ const Choice kChoice = choose();
 
 }  // namespace
 
+template <>
+const Forms<float>& forms() {
+  return kChoice.float32;
+}
+template <>
+const Forms<uint16_t>& forms() {
+  return kChoice.bfloat16;
+}
+template <>
+const Forms<int8_t>& forms() {
+  return kChoice.int8;
+}
+template <>
+const Forms<uint32_t>& forms() {
+  return kChoice.dot;
+}
+
 const char* instructions() { return kChoice.name; }
 
 bool multiplies_bfloat16() {
 #ifdef NATIVE_DISPATCH
-  return std::strcmp(kChoice.name, "avx512") == 0 && __builtin_cpu_supports("avx512bf16");
+  return kChoice.dot.few != nullptr;
 #else
   return true;  // unknown: XLA chooses
 #endif
 }
-
-void product_of(const float* x, const float* w, float* y, int64_t rows, int64_t inputs, int64_t outputs, int64_t begin,
-                int64_t end) {
-  kChoice.float32(x, w, y, rows, inputs, outputs, begin, end);
-}
-
-void product_of(const float* x, const uint16_t* w, float* y, int64_t rows, int64_t inputs, int64_t outputs,
-                int64_t begin, int64_t end) {
-  kChoice.bfloat16(x, w, y, rows, inputs, outputs, begin, end);
-}
-
-void product_of(const float* x, const int8_t* w, float* y, int64_t rows, int64_t inputs, int64_t outputs, int64_t begin,
-                int64_t end) {
-  kChoice.int8(x, w, y, rows, inputs, outputs, begin, end);
-}
-
-void matrix_product_of(const float* columns, const uint16_t* w, float* y, int64_t rows, int64_t inputs, int64_t outputs,
-                       int64_t begin, int64_t end) {
-  kChoice.matrix(columns, w, y, rows, inputs, outputs, begin, end);
-}
-
-int64_t group_rows() { return kChoice.group_rows; }
 
 }  // namespace native

@@ -35,6 +35,15 @@ NATIVE_INLINE void store(float* at, const typename Registers<width>::Floats& val
   *reinterpret_cast<Unaligned*>(at) = value;
 }
 
+// What a product does with two vectors: sum += weight * value.
+struct Multiply {
+  template <int64_t width>
+  static NATIVE_INLINE void add(typename Registers<width>::Floats& sum, const typename Registers<width>::Floats& weight,
+                                const typename Registers<width>::Floats& value) {
+    sum += weight * value;
+  }
+};
+
 // How each number format is loaded (at: the first of kLanes * kVectors numbers) and widened to `width` lanes of vector
 // k, from lane `part` on. kTakenApart: the vectors hold the numbers in another order.
 // (Vectors go by reference: how they are passed by value depends on the instruction set.)
@@ -42,7 +51,7 @@ template <typename Number>
 struct Vectors;
 
 template <>
-struct Vectors<Float32> {
+struct Vectors<Float32> : Multiply {
   static constexpr int64_t kVectors = 1;
   static constexpr bool kTakenApart = false;
   template <int64_t width>
@@ -52,7 +61,7 @@ struct Vectors<Float32> {
 };
 
 template <>
-struct Vectors<BFloat16> {
+struct Vectors<BFloat16> : Multiply {
   static constexpr int64_t kVectors = 2;
   static constexpr bool kTakenApart = false;
   template <int64_t width>
@@ -69,7 +78,7 @@ struct Vectors<BFloat16> {
 // shorts and bytes into float32 in many small steps, and multiplying them is then slower than float32. Of n numbers in
 // 32 bits, vector k has the numbers k, k + n, k + 2 n, ...; `in_order` brings the inputs into the same order.
 template <>
-struct Vectors<BFloat16Pairs> {
+struct Vectors<BFloat16Pairs> : Multiply {
   static constexpr int64_t kVectors = 2;
   static constexpr bool kTakenApart = true;
   template <int64_t width>
@@ -83,7 +92,7 @@ struct Vectors<BFloat16Pairs> {
 };
 
 template <>
-struct Vectors<Int8> {
+struct Vectors<Int8> : Multiply {
   static constexpr int64_t kVectors = 4;
   static constexpr bool kTakenApart = true;
   template <int64_t width>
@@ -94,6 +103,41 @@ struct Vectors<Int8> {
                                     typename Registers<width>::Floats);
   }
 };
+
+// Both operands in bfloat16, two numbers in each lane, for an instruction that adds both products to a float32. It takes
+// denormal numbers for 0.
+template <>
+struct Vectors<BFloat16Dot> {
+  static constexpr int64_t kVectors = 1;
+  static constexpr bool kTakenApart = false;
+  template <int64_t width>
+  static NATIVE_INLINE void widen(const uint32_t* at, int64_t, int64_t part,
+                                  typename Registers<width>::Floats& value) {
+    value = load<width>(reinterpret_cast<const float*>(at) + part);
+  }
+#ifdef NATIVE_DISPATCH
+  template <int64_t width>
+  static NATIVE_INLINE void add(typename Registers<width>::Floats& sum, const typename Registers<width>::Floats& weight,
+                                const typename Registers<width>::Floats& value) {
+    // The compiler has this instruction only in functions for such a processor, which templates are not.
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weight), "v"(value));
+  }
+#endif
+};
+
+// A copy of `count` numbers with zeros behind them, `size` in all.
+template <typename Stored>
+inline void padded_copy(const Stored* from, int64_t count, int64_t size, Stored* to) {
+  std::memcpy(to, from, count * sizeof(Stored));
+  std::memset(to + count, 0, (size - count) * sizeof(Stored));
+}
+
+// The last `count` numbers of a row of x as vectors meet them, with zeros for those that are missing.
+template <int64_t kVectors>
+inline void last_step(const float* from, int64_t count, float* to) {
+  std::fill(to, to + kLanes * kVectors, 0.0f);
+  for (int64_t i = 0; i < count; ++i) to[i % kVectors * kLanes + i / kVectors] = from[i];
+}
 
 // Rows of x as vectors meet them; a rest that fills no vectors stays as it is. `room` holds them if they are others.
 template <typename Number>
@@ -130,6 +174,7 @@ template <typename Number, int64_t outputs, int64_t rows, int64_t width>
 NATIVE_INLINE void multiply(const float* x, const typename Number::Stored* w, const typename Number::Stored* ahead,
                             int64_t fetched, int64_t inputs, int64_t count, float* sums, int64_t apart) {
   constexpr int64_t kVectors = Vectors<Number>::kVectors, kStep = kLanes * kVectors;
+  using Stored = typename Number::Stored;
   using Floats = typename Registers<width>::Floats;
   Floats sum[outputs][rows];
 #pragma GCC unroll 4
@@ -137,10 +182,7 @@ NATIVE_INLINE void multiply(const float* x, const typename Number::Stored* w, co
 #pragma GCC unroll 4
     for (int64_t t = 0; t < rows; ++t) sum[o][t] = load<width>(sums + (o * apart + t) * width);
   }
-  int64_t i = 0;
-  for (; i + kStep <= count; i += kStep) {
-    // Into the second cache: the first can wait for fewer lines at a time than memory needs.
-    for (int64_t o = 0; o < fetched; ++o) __builtin_prefetch(ahead + o * inputs + i, 0, 2);
+  const auto step = [&](const float* x, int64_t x_apart, const Stored* w, int64_t w_apart) NATIVE_LAMBDA {
     // Unrolled, this loop takes more registers than there are.
 #pragma GCC unroll 1
     for (int64_t part = 0; part < kLanes; part += width) {
@@ -148,29 +190,34 @@ NATIVE_INLINE void multiply(const float* x, const typename Number::Stored* w, co
       for (int64_t k = 0; k < kVectors; ++k) {
         Floats value[rows];
 #pragma GCC unroll 4
-        for (int64_t t = 0; t < rows; ++t) value[t] = load<width>(x + t * inputs + i + k * kLanes + part);
+        for (int64_t t = 0; t < rows; ++t) value[t] = load<width>(x + t * x_apart + k * kLanes + part);
 #pragma GCC unroll 4
         for (int64_t o = 0; o < outputs; ++o) {
           Floats weight;
-          Vectors<Number>::template widen<width>(w + o * inputs + i, k, part, weight);
+          Vectors<Number>::template widen<width>(w + o * w_apart, k, part, weight);
 #pragma GCC unroll 4
-          for (int64_t t = 0; t < rows; ++t) sum[o][t] += weight * value[t];
+          for (int64_t t = 0; t < rows; ++t) Vectors<Number>::template add<width>(sum[o][t], weight, value[t]);
         }
       }
     }
+  };
+  int64_t i = 0;
+  for (; i + kStep <= count; i += kStep) {
+    // Into the second cache: the first can wait for fewer lines at a time than memory needs.
+    for (int64_t o = 0; o < fetched; ++o) __builtin_prefetch(ahead + o * inputs + i, 0, 2);
+    step(x + i, inputs, w + i, inputs);
+  }
+  if (i < count) {
+    float values[rows][kStep];
+    Stored weights[outputs][kStep];
+    for (int64_t t = 0; t < rows; ++t) last_step<kVectors>(x + t * inputs + i, count - i, values[t]);
+    for (int64_t o = 0; o < outputs; ++o) padded_copy(w + o * inputs + i, count - i, kStep, weights[o]);
+    step(values[0], kStep, weights[0], kStep);
   }
 #pragma GCC unroll 4
   for (int64_t o = 0; o < outputs; ++o) {
 #pragma GCC unroll 4
     for (int64_t t = 0; t < rows; ++t) store<width>(sums + (o * apart + t) * width, sum[o][t]);
-  }
-  if (i == count) return;
-  for (int64_t o = 0; o < outputs; ++o) {
-    for (int64_t t = 0; t < rows; ++t) {
-      float rest = 0;
-      for (int64_t k = i; k < count; ++k) rest += Number::load(w[o * inputs + k]) * x[t * inputs + k];
-      sums[(o * apart + t) * width] += rest;
-    }
   }
 }
 
@@ -246,24 +293,35 @@ NATIVE_INLINE void product(const float* x, const typename Number::Stored* w, flo
   }
 }
 
-// `product` for weights in float32, bfloat16 and int8 (x `in_order`), in product.cc: the templates take seconds to
-// compile for each instruction set, so no other file instantiates them.
-void product_of(const float* x, const float* w, float* y, int64_t rows, int64_t inputs, int64_t outputs, int64_t begin,
-                int64_t end);
-void product_of(const float* x, const uint16_t* w, float* y, int64_t rows, int64_t inputs, int64_t outputs,
-                int64_t begin, int64_t end);
-void product_of(const float* x, const int8_t* w, float* y, int64_t rows, int64_t inputs, int64_t outputs, int64_t begin,
-                int64_t end);
+// Products with weights in one format, compiled once for all operations in product.cc: the templates take seconds to
+// compile for each instruction set.
+template <typename Stored>
+struct Forms {
+  // `product`
+  void (*few)(const float* x, const Stored* w, float* y, int64_t rows, int64_t inputs, int64_t outputs, int64_t begin,
+              int64_t end);
+  // `columns_of` and `matrix_product` in matrix.h
+  void (*columns)(const float* x, float* columns, int64_t rows, int64_t inputs);
+  void (*many)(const float* columns, const Stored* w, float* y, int64_t rows, int64_t inputs, int64_t outputs,
+               int64_t begin, int64_t end);
+  int64_t group_rows;  // rows of a group of columns
+};
 
-// The same for many rows of x, as columns: see matrix.h.
-void matrix_product_of(const float* columns, const uint16_t* w, float* y, int64_t rows, int64_t inputs, int64_t outputs,
-                       int64_t begin, int64_t end);
-int64_t group_rows();  // rows of a group of columns
+// Of float, uint16_t (bfloat16), int8_t, and uint32_t (`BFloat16Dot`; null pointers without AVX512_BF16).
+template <typename Stored>
+const Forms<Stored>& forms();
+
+// `product` with the widest registers of the processor; x is `in_order`.
+template <typename Stored>
+void product_of(const float* x, const Stored* w, float* y, int64_t rows, int64_t inputs, int64_t outputs, int64_t begin,
+                int64_t end) {
+  forms<Stored>().few(x, w, y, rows, inputs, outputs, begin, end);
+}
 
 // Whether the processor multiplies bfloat16 itself; XLA is then faster with many rows.
 bool multiplies_bfloat16();
 
-// The instruction set that `product_of` runs with: "avx512", "avx2" or "baseline".
+// The instruction set of products: "avx512_bf16", "avx512", "avx2" or "baseline".
 const char* instructions();
 
 }  // namespace native

@@ -312,9 +312,10 @@ def test_a_recurrence_keeps_its_bits_in_tiles_steps_and_sequences(number):
     np.testing.assert_array_equal(store[1], end[0])
 
 
+@pytest.mark.parametrize("inputs", [37, 38])  # an odd number has no pairs of bfloat16
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_token_of_experts_keeps_its_bits(dtype):
-    experts, inputs, outputs = 5, 37, 66
+def test_a_token_of_experts_keeps_its_bits(dtype, inputs):
+    experts, outputs = 5, 66
     x, w = normal(90, inputs).astype(dtype), normal(experts, outputs, inputs, seed=1).astype(dtype)
     whole = run(grouped_matmul, x, w, np.array([90, 0, 0, 0, 0]))
     expected = x.astype(np.float32) @ w[0].astype(np.float32).T

@@ -1,0 +1,92 @@
+// A product of any number of rows with a weight, on XLA's threads. A row's bits do not depend on the number of rows.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "matrix.h"
+#include "parallel.h"
+#include "product.h"
+
+namespace native {
+
+constexpr int64_t kFewRows = 24;           // up to which streaming the weight as it is stored is faster
+constexpr int64_t kFewOutputs = 16;        // the same for outputs
+constexpr int64_t kPieceBytes = 64 << 10;  // of a weight: fewer are read before another thread has woken up
+constexpr int64_t kPieceTerms = 1 << 18;   // multiplications that are worth another thread
+
+// y [rows, outputs] = x w^T. With `BFloat16Dot`, x has pairs of bfloat16 as well, and `inputs` counts pairs.
+template <typename Number>
+void dense_product(xla::ffi::ThreadPool& pool, const float* x, const typename Number::Stored* w, float* y, int64_t rows,
+                   int64_t inputs, int64_t outputs) {
+  using Stored = typename Number::Stored;
+  const Forms<Stored>& form = forms<Stored>();
+  if (rows <= kFewRows || outputs < kFewOutputs) {
+    std::vector<float> room;
+    const float* ordered = in_order<Number>(x, rows, inputs, room);
+    const int64_t bytes = std::max<int64_t>(kOutputs * inputs * sizeof(Stored), 1);
+    parallel_for(
+        pool, (outputs + kOutputs - 1) / kOutputs,
+        [&](int64_t begin, int64_t end) {
+          form.few(ordered, w, y, rows, inputs, outputs, begin * kOutputs, std::min(end * kOutputs, outputs));
+        },
+        std::max<int64_t>(kPieceBytes / bytes, 1));
+    return;
+  }
+  const int64_t most = std::min(kMostRows, (rows + form.group_rows - 1) / form.group_rows * form.group_rows);
+  constexpr int64_t kStep = kLanes * Vectors<Number>::kVectors;
+  const int64_t padded = (inputs + kStep - 1) / kStep * kStep, panels = (outputs + kPanel - 1) / kPanel;
+  const std::unique_ptr<float[]> room(new float[most * padded + kLanes]);
+  // Vectors that cross lines of the cache take twice as long to load.
+  auto* columns = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(room.get()) + 63) / 64 * 64);
+  for (int64_t first = 0; first < rows; first += most) {
+    const int64_t several = std::min(most, rows - first), groups = (several + form.group_rows - 1) / form.group_rows;
+    parallel_for(
+        pool, groups,
+        [&](int64_t begin, int64_t end) {
+          for (int64_t t = begin * form.group_rows; t < std::min(end * form.group_rows, several); t += form.group_rows) {
+            form.columns(x + (first + t) * inputs, columns + t * padded, several - t, inputs);
+          }
+        },
+        std::max<int64_t>(kPieceTerms / (form.group_rows * padded * kLanes), 1));
+    // Few panels are shared out by groups of rows as well: each thread then widens the weights again.
+    const int64_t parts = std::clamp<int64_t>(2 * pool.num_threads() / panels, 1, groups);
+    parallel_for(
+        pool, panels * parts,
+        [&](int64_t begin, int64_t end) {
+          for (int64_t item = begin; item < end;) {
+            const int64_t part = item / panels, next = std::min(end, (part + 1) * panels);
+            const int64_t from = groups * part / parts * form.group_rows;
+            const int64_t to = std::min(groups * (part + 1) / parts * form.group_rows, several);
+            form.many(columns + from * padded, w, y + (first + from) * outputs, to - from, inputs, outputs,
+                      item % panels * kPanel, std::min((item % panels + next - item) * kPanel, outputs));
+            item = next;
+          }
+        },
+        std::max<int64_t>(kPieceTerms / (std::min(kPanel, outputs) * padded * several / parts), 1));
+  }
+}
+
+// Calls call(number, x, w, inputs) for the number format of a product of x [rows, inputs] with weights w.
+template <typename Call>
+xla::ffi::Error with_number(const xla::ffi::AnyBuffer& x, const xla::ffi::AnyBuffer& w, const Call& call) {
+  namespace ffi = xla::ffi;
+  const auto* values = static_cast<const float*>(x.untyped_data());
+  const int64_t inputs = x.dimensions()[1];
+  if (x.element_type() == ffi::BF16 && w.element_type() == ffi::BF16 && forms<uint32_t>().few != nullptr && inputs % 2 == 0) {
+    call(BFloat16Dot(), values, static_cast<const uint32_t*>(w.untyped_data()), inputs / 2);
+  } else if (x.element_type() == ffi::F32 && w.element_type() == ffi::F32) {
+    call(Float32(), values, static_cast<const float*>(w.untyped_data()), inputs);
+  } else if (x.element_type() == ffi::F32 && w.element_type() == ffi::BF16) {
+    call(BFloat16Pairs(), values, static_cast<const uint16_t*>(w.untyped_data()), inputs);
+  } else if (x.element_type() == ffi::F32 && w.element_type() == ffi::S8) {
+    call(Int8(), values, static_cast<const int8_t*>(w.untyped_data()), inputs);
+  } else {
+    return ffi::Error::InvalidArgument(
+        "products need x in float32 and weights in float32, bfloat16 or int8, or both in bfloat16 with an even number "
+        "of inputs on a processor with AVX512_BF16");
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace native
