@@ -134,10 +134,10 @@ class KernelChoice:
         """Returns one line on how products with bfloat16 weights run on CPU; None elsewhere or without native code."""
         if self.platform != "cpu" or (instructions := native.instructions()) is None:
             return None
-        wide = f"C++ products use the instruction set {instructions} and widen bfloat16 weights to float32"
+        used = f"C++ products use the instruction set {instructions}"
         if native.multiplies_bfloat16():
-            return f"{wide}; XLA multiplies more than {native.FEW_ROWS} rows in bfloat16"
-        return f"{wide} for any number of rows (no bfloat16 instructions)"
+            return f"{used}; XLA multiplies more than {native.FEW_ROWS} rows in bfloat16"
+        return f"{used} and widen bfloat16 weights to float32 for any number of rows (no bfloat16 instructions)"
 
     def report(self) -> str:
         """Returns one line with the implementation of each operation traced so far, and why it is not a kernel."""

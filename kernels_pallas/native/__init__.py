@@ -72,7 +72,7 @@ def why_incomplete() -> str | None:
 
 
 def instructions() -> str | None:
-    """Returns the instruction set of products: "avx512_bf16", "avx512", "avx2" or "baseline"; None without native operations."""
+    """Returns the instruction set of C++ products: "avx512_bf16", "avx512", "avx2" or "baseline"; or None."""
     return None if WHY_MISSING is not None else getattr(importlib.import_module(_MODULE), "INSTRUCTIONS", "baseline")
 
 
