@@ -76,7 +76,7 @@ NATIVE_INLINE void columns_of(const float* x, float* columns, int64_t rows, int6
         if (first + t >= rows) {
           std::fill(ordered[t], ordered[t] + kStep, 0.0f);
         } else if (i + kStep > inputs) {
-          last_step<kVectors>(from, inputs - i, ordered[t]);
+          last_step<Number>(from, inputs - i, ordered[t]);
         } else {
           for (int64_t k = 0; k < kVectors; ++k) {
             for (int64_t lane = 0; lane < kLanes; ++lane) ordered[t][k * kLanes + lane] = from[lane * kVectors + k];

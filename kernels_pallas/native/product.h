@@ -133,10 +133,13 @@ inline void padded_copy(const Stored* from, int64_t count, int64_t size, Stored*
 }
 
 // The last `count` numbers of a row of x as vectors meet them, with zeros for those that are missing.
-template <int64_t kVectors>
+template <typename Number>
 inline void last_step(const float* from, int64_t count, float* to) {
+  constexpr int64_t kVectors = Vectors<Number>::kVectors;
   std::fill(to, to + kLanes * kVectors, 0.0f);
-  for (int64_t i = 0; i < count; ++i) to[i % kVectors * kLanes + i / kVectors] = from[i];
+  for (int64_t i = 0; i < count; ++i) {
+    to[Vectors<Number>::kTakenApart ? i % kVectors * kLanes + i / kVectors : i] = from[i];
+  }
 }
 
 // Rows of x as vectors meet them; a rest that fills no vectors stays as it is. `room` holds them if they are others.
@@ -210,7 +213,7 @@ NATIVE_INLINE void multiply(const float* x, const typename Number::Stored* w, co
   if (i < count) {
     float values[rows][kStep];
     Stored weights[outputs][kStep];
-    for (int64_t t = 0; t < rows; ++t) last_step<kVectors>(x + t * inputs + i, count - i, values[t]);
+    for (int64_t t = 0; t < rows; ++t) last_step<Number>(x + t * inputs + i, count - i, values[t]);
     for (int64_t o = 0; o < outputs; ++o) padded_copy(w + o * inputs + i, count - i, kStep, weights[o]);
     step(values[0], kStep, weights[0], kStep);
   }
