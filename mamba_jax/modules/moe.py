@@ -44,6 +44,10 @@ def _with_loss(x: Array, loss: Float[Array, ""]) -> Array:
 _with_loss.defvjp(lambda x, loss: (x, None), lambda _, change: (change, jnp.ones((), jnp.float32)))
 
 
+_FEW_TOKENS, _UNPADDED = 16, 512
+"""XLA for GPU pads other products of a router before it divides them, and computes this with what precedes them."""
+
+
 class Router(nnx.Module):
     """Chooses each token's experts and their weights, in float32 (small differences would change the choice)."""
 
@@ -72,6 +76,10 @@ class Router(nnx.Module):
         self, x: Float[Array, "T hidden"], valid: Bool[Array, " T"], first: Int[Array, ""], *, own: int
     ) -> Choice:
         """The experts of each token, of which this device has `own` from `first` on."""
+        if x.shape[0] <= _FEW_TOKENS and x.shape[1] % _UNPADDED == 0:
+            # Held in its dtype: XLA for GPU would otherwise keep x before its rounding for this product alone, and
+            # round it for all others in one more kernel.
+            x = jax.lax.platform_dependent(x, cuda=jax.lax.optimization_barrier, default=lambda x: x)
         logits = router_product(x, self.weight[...])
         scores = {"softmax": lambda v: v, "softmax_all": softmax, "sigmoid": sigmoid}[self.config.router](logits)
         # The bias balances the load: it affects the choice of experts, but not their weights.
