@@ -34,6 +34,7 @@ LIMITS = [
     {"temperature": 1.3, "top_k": 40, "top_p": 0.7, "min_p": 0.01, "n": 3},
     {"temperature": 1.0},
     {"temperature": 0.4, "top_p": 0.8, "logit_bias": {5: 100.0, 6: 100.0, 9: 100.0}},
+    {"temperature": 0.0, "frequency_penalty": 2.0, "logit_bias": {5: 100.0, 6: 100.0, 9: 100.0}},  # in turn: drafts
     {"temperature": 1.0, "top_p": 0.5, "logprobs": 3, "min_tokens": 40, "stop_token_ids": [7, 8]},
 ]
 PARAMS = [
@@ -54,11 +55,12 @@ def logits_of():
     return of
 
 
-def defined(logits, params):
-    """The tokens that can be drawn, and the smallest logit among them, after biases and temperature."""
+def defined(logits, params, before):
+    """The tokens that can be drawn after those `before` in the output, and the logits that decide it."""
     x = logits.copy()
     for token, bias in (params.logit_bias or {}).items():
         x[token] += bias
+    x -= params.frequency_penalty * np.bincount(np.array(before, int), minlength=len(x))
     x[list(params.stop_token_ids)] = -np.inf  # all tests end before min_tokens
     if params.greedy:
         return np.arange(len(x)) == x.argmax(), x
@@ -82,8 +84,8 @@ def check(output, params, logits_of):
         assert choice.sampling_mask.shape == (len(choice.token_ids), -(-VOCAB // 8))
         masks = unpack_sampling_mask(choice.sampling_mask, VOCAB)
         logits = logits_of([*output.prompt_token_ids, *choice.token_ids])[len(output.prompt_token_ids) - 1 :]
-        for token, mask, each in zip(choice.token_ids, masks, logits, strict=False):
-            expected, x = defined(each, params)
+        for i, (token, mask, each) in enumerate(zip(choice.token_ids, masks, logits, strict=False)):
+            expected, x = defined(each, params, choice.token_ids[:i])
             assert mask[token]
             different = mask != expected
             assert (np.abs(x[different] - x[expected].min()) < 1e-3).all()
