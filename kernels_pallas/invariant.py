@@ -58,6 +58,31 @@ def linear(x, weight, *, out_dtype):
     return product(rows, weight).astype(out_dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
+def quantised_linear(x, weight, *, out_dtype):
+    """See `linear.api.linear`. Integers with a scale for each channel are multiplied as they are."""
+    result = product(x.reshape(-1, x.shape[-1]), _stored(weight, x.dtype))
+    if weight.channel_scale is not None:
+        result = rounded(result * weight.channel_scale.astype(F32))
+    return result.astype(out_dtype).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def quantised_grouped_matmul(x, w, group_sizes):
+    """See `grouped_matmul.api.grouped_matmul`; weights of one expert at a time are widened."""
+    from kernels_pallas.grouped_matmul import quantised
+
+    def multiply(rows, one):
+        return product(rows, _stored(one, x.dtype))
+
+    result = quantised.by_blocks(x, w, group_sizes, multiply)
+    return rounded(quantised.by_channel(x, w, group_sizes, result))
+
+
+def _stored(weight, dtype):
+    """A quantised weight, without the scale of each channel, in a dtype that C++ products read."""
+    by_channel = weight.group_scale is None and weight.group_zero is None
+    return weight.values if by_channel and weight.values.dtype == jnp.int8 else weight.widened(dtype)
+
+
 def rounded(x):
     """Returns a product as it is. If it is float32, no instruction can then compute it and a sum and round only once.
 

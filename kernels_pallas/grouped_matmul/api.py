@@ -35,6 +35,7 @@ QUANTISED = (
     dispatch.Implementation("pallas_gpu", quantised_gpu.grouped_matmul, quantised_gpu.unsupported, "gpu"),
     dispatch.Implementation("pallas_gpu_widened", widened_gpu.grouped_matmul, widened_gpu.unsupported, "gpu"),
     dispatch.Implementation("native", quantised_native.grouped_matmul, quantised_native.unsupported, "cpu"),
+    invariant.implementation(invariant.quantised_grouped_matmul),
     dispatch.Implementation("xla", quantised.grouped_matmul),
 )
 

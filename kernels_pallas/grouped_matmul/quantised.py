@@ -14,7 +14,7 @@ F32 = jnp.float32
 
 def grouped_matmul(x, w, group_sizes):
     """See `api.grouped_matmul`."""
-    return by_channel(x, w, group_sizes, lax.platform_dependent(x, w, group_sizes, cpu=_by_blocks, default=_ragged))
+    return by_channel(x, w, group_sizes, lax.platform_dependent(x, w, group_sizes, cpu=by_blocks, default=_ragged))
 
 
 def by_channel(x, w, group_sizes, product):
@@ -33,7 +33,12 @@ def _ragged(x, w, group_sizes):
     return jnp.where(there[:, None], out, 0)
 
 
-def _by_blocks(x, w, group_sizes):
+def _multiply(rows, weight):
+    return jnp.einsum("ti,oi->to", rows, weight.widened(rows.dtype), preferred_element_type=F32)
+
+
+def by_blocks(x, w, group_sizes, multiply=_multiply):
+    """Returns the product without the scale of each channel, in float32; `multiply` takes rows of one expert."""
     tokens, outputs = x.shape[0], w.shape[1]
     size, count, place = blocks(tokens, group_sizes)
     x = jnp.pad(x, ((0, size), (0, 0)))
@@ -41,15 +46,14 @@ def _by_blocks(x, w, group_sizes):
     def block(i, out):
         expert, start, there = place(i)
 
-        def multiply():
+        def product():
             one = jax.tree.map(lambda v: lax.dynamic_index_in_dim(v, expert, keepdims=False), w)
             rows = lax.dynamic_slice_in_dim(x, start, size)
-            product = jnp.einsum("ti,oi->to", rows, one.widened(x.dtype), preferred_element_type=F32)
-            return jnp.where(there[:, None], product, 0)
+            return jnp.where(there[:, None], multiply(rows, one), 0)
 
         # Always true, but the compiler cannot know: it would otherwise widen the weights of all experts at once.
-        product = lax.cond(there[0], multiply, lambda: jnp.zeros((size, outputs), F32))
+        result = lax.cond(there[0], product, lambda: jnp.zeros((size, outputs), F32))
         # Blocks come in the order of their tokens, so what a block writes beyond its own is overwritten by the next.
-        return lax.dynamic_update_slice(out, product, (start, 0))
+        return lax.dynamic_update_slice(out, result, (start, 0))
 
     return lax.fori_loop(0, count, block, jnp.zeros((tokens + size, outputs), F32))[:tokens]

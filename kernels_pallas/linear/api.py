@@ -36,6 +36,7 @@ QUANTISED = (
     ),
     dispatch.Implementation("pallas_gpu", quantised_gpu.linear, quantised_gpu.unsupported, "gpu"),
     dispatch.Implementation("native", quantised_native.linear, quantised_native.unsupported, "cpu"),
+    invariant.implementation(invariant.quantised_linear),
     dispatch.Implementation("xla", quantised.linear),
 )
 

@@ -116,7 +116,7 @@ class Table(Weight):
         """Returns the vectors of some tokens; those out of range are clipped."""
         table = self.weight[...]
         if isinstance(table, Quantised):
-            return table.take(index).dequantise(dtype)
+            return rounded(table.take(index).dequantise(dtype))
         return jnp.take(table, index, axis=0, mode="clip").astype(dtype)
 
     def scores(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:

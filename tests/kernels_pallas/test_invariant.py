@@ -30,6 +30,7 @@ from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.invariant import COMPILER_OPTIONS
 from kernels_pallas.linear import linear
 from kernels_pallas.paged_attention import attention_sequence, paged_attention
+from kernels_pallas.quantised import Quantised
 from kernels_pallas.selective_scan import reference as selective_reference
 from kernels_pallas.selective_scan import selective_scan, selective_scan_sequence, selective_update
 from kernels_pallas.ssd_scan import ssd_scan
@@ -322,6 +323,32 @@ def test_a_token_of_experts_keeps_its_bits(dtype, inputs):
     np.testing.assert_allclose(whole.astype(np.float32), expected, rtol=2e-2, atol=2e-2)
     for count in (1, 2, 7, 50):
         sizes = np.array([count, 3, 0, 90 - count - 3, 0])
+        np.testing.assert_array_equal(run(grouped_matmul, x, w, sizes)[:count], whole[:count])
+
+
+def quantised(*shape, bits, groups):
+    draw = np.random.default_rng(2)
+    *lead, outputs, _ = shape
+    values = jnp.asarray(draw.integers(-(2 ** (bits - 1)), 2 ** (bits - 1), size=shape), f"int{bits}")
+    scale = draw.uniform(0.01, 0.02, size=(*lead, groups, outputs) if groups else (*lead, outputs)).astype(np.float32)
+    return Quantised(values, group_scale=scale) if groups else Quantised(values, channel_scale=scale)
+
+
+@pytest.mark.parametrize(("bits", "groups"), [(8, 0), (4, 0), (4, 2)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_row_keeps_its_bits_with_quantised_weights(dtype, bits, groups):
+    x, w = normal(90, 36).astype(dtype), quantised(40, 36, bits=bits, groups=groups)
+    whole = run(linear, x, w)
+    expected = x.astype(np.float32) @ np.asarray(w.dequantise()).T
+    np.testing.assert_allclose(whole.astype(np.float32), expected, rtol=2e-2, atol=2e-2)
+    for rows in (1, 3, 8, 30):
+        np.testing.assert_array_equal(run(linear, x[-rows:], w), whole[-rows:])
+    w = quantised(3, 40, 36, bits=bits, groups=groups)
+    whole = run(grouped_matmul, x, w, np.array([90, 0, 0]))
+    expected = x.astype(np.float32) @ np.asarray(w.dequantise())[0].T
+    np.testing.assert_allclose(whole.astype(np.float32), expected, rtol=2e-2, atol=2e-2)
+    for count in (1, 2, 7, 50):
+        sizes = np.array([count, 3, 90 - count - 3])
         np.testing.assert_array_equal(run(grouped_matmul, x, w, sizes)[:count], whole[:count])
 
 

@@ -18,6 +18,7 @@ from mamba_jax.adapters import Adapters
 from mamba_jax.config import HybridConfig, ModelConfigError, need
 from mamba_jax.head_padding import HeadPadding
 from mamba_jax.model import HybridModel, parameters
+from mamba_jax.modules.quantised import weight_of
 from mamba_jax.programs import INVARIANT, KernelChoice, StepPrograms, UnsupportedError, instructions
 from mamba_jax.rows import Rows
 from mamba_jax.sharding import TENSOR, Partition, rows_shardings, sharded_store
@@ -220,7 +221,8 @@ def _assemble(
     digest: str = "",
 ) -> AssembledEngine:
     config = design.config
-    check_weights_invariant(config, (str(leaf.dtype) for leaf in jax.tree.leaves(parameters(model))))
+    wide = (leaf for path, leaf in parameters(model).items() if weight_of(path) is None)
+    check_weights_invariant(config, (str(leaf.dtype) for leaf in wide))
     # The checkpoint is read once: other replicas copy the weights from device to device.
     models = [on_mesh(model, mesh) for mesh in meshes]
     # Allocate the adapters' memory before the store is sized.

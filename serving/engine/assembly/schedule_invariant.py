@@ -16,7 +16,6 @@ _DTYPES = ("float32", "bfloat16")
 _REQUIRED = {
     "ssm_dtype": "float32",
     "kv_cache_dtype": "auto",
-    "quantization": None,
     "speculative_model": None,
     "tensor_parallel_size": 1,
     "data_parallel_size": 1,

@@ -49,7 +49,6 @@ def test_supported_flags():
         ({"ssm_dtype": "bfloat16"}, "does not support ssm_dtype bfloat16; use float32"),
         ({"kv_cache_dtype": "fp8"}, "does not support kv_cache_dtype fp8; use auto"),
         ({"checkpoint_dtype": "int8"}, "does not support checkpoint_dtype int8; use auto"),
-        ({"quantization": "int8"}, "does not support quantization"),
         ({"tensor_parallel_size": 2}, "does not support tensor_parallel_size 2; use 1"),
         ({"data_parallel_size": 2}, "does not support data_parallel_size 2; use 1"),
         ({"kernels": "xla"}, "does not support kernels xla; use auto"),
@@ -74,16 +73,16 @@ def test_a_missing_library_is_named(monkeypatch):
         check()
 
 
-def test_quantized_weights_are_refused():
+def test_other_dtypes_of_weights_are_refused():
     config = EngineConfig(schedule_invariant=True)
     check_weights_invariant(config, ["float32", "bfloat16"])
-    with pytest.raises(ConfigError, match="needs float32 or bfloat16 weights, not int8"):
-        check_weights_invariant(config, ["float32", "int8"])
+    with pytest.raises(ConfigError, match="needs float32 or bfloat16 weights, not float16"):
+        check_weights_invariant(config, ["float32", "float16"])
 
 
 def test_without_the_flag_everything_is_allowed():
     check_schedule_invariant(EngineConfig(dtype="float16"), MODEL, "tpu")
-    check_weights_invariant(EngineConfig(), ["int8"])
+    check_weights_invariant(EngineConfig(), ["float16"])
 
 
 def test_its_kernels_are_chosen_by_the_flag_only():
