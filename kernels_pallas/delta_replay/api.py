@@ -25,7 +25,7 @@ REPLAY = (
 
 
 class DeltaTail(NamedTuple):
-    """The tails of one layer: of a row's token n at entry n % L. Tail 0 is nowhere."""
+    """The tails of one layer. A row's token n is at entry n % L. Tail 0 belongs to no row."""
 
     u: Float[Array, "tails entries inner"]
     """[.., heads * head_dim]: what a token added to the state, by its k. Any float dtype; float32 loses nothing."""
@@ -50,18 +50,17 @@ def delta_replay(
 ) -> tuple[Float[Array, "rows steps heads head_dim"], Float[Array, "slots heads head_dim state"], DeltaTail]:
     """y of `num_tokens` new tokens of each row, from S(anchor_length) and the tail's tokens since then.
 
-    Slots, tails, lengths and the interval are as in `kernels_pallas.state_replay`, and what is promised and asked of
-    them too.
+    Slots, tails, lengths and the interval have the meaning and the conditions of `kernels_pallas.state_replay`.
 
     Args:
         states: float32 or bfloat16. Donate it, and the tail: they are updated in place.
         q: any float dtype; so are k and v.
-        log_decay: at most 0; of each head, or of each channel of its keys.
+        log_decay: at most 0; one number for each head, or for each channel of its keys.
         places: see `kernels_pallas.tails.Places`.
     Returns:
         y in v's dtype, states and tail.
     Raises:
-        ValueError: the shapes do not match; or or an impossible interval or number of entries.
+        ValueError: the shapes do not match, or the interval or the number of entries is impossible.
         UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     (_, steps, heads, head_dim), (groups, state) = v.shape, q.shape[2:]

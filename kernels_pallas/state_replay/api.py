@@ -25,7 +25,7 @@ REPLAY = (
 
 
 class Tail(NamedTuple):
-    """The tails of one layer: rings of inputs, that of a row's token n at entry n % L. Tail 0 is nowhere.
+    """The tails of one layer: rings of inputs. A row's token n is at entry n % L. Tail 0 belongs to no row.
 
     Channels are flat, as a layer has them: with heads and head_dim as axes of their own, a TPU would pad each head to
     128 channels. The log of the decay, dt * a, is computed from dt.
@@ -79,7 +79,7 @@ def state_replay(
     Returns:
         y in x's dtype, states and tail.
     Raises:
-        ValueError: the shapes do not match; or or an impossible interval or number of entries.
+        ValueError: the shapes do not match, or the interval or the number of entries is impossible.
         UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     (_, steps, heads, head_dim), (groups, state) = x.shape, b.shape[2:]
