@@ -73,7 +73,8 @@ xla::ffi::Error with_number(const xla::ffi::AnyBuffer& x, const xla::ffi::AnyBuf
   namespace ffi = xla::ffi;
   const auto* values = static_cast<const float*>(x.untyped_data());
   const int64_t inputs = x.dimensions()[1];
-  if (x.element_type() == ffi::BF16 && w.element_type() == ffi::BF16 && forms<uint32_t>().few != nullptr && inputs % 2 == 0) {
+  const bool dot = forms<uint32_t>().few != nullptr && inputs % 2 == 0;
+  if (x.element_type() == ffi::BF16 && w.element_type() == ffi::BF16 && dot) {
     call(BFloat16Dot(), values, static_cast<const uint32_t*>(w.untyped_data()), inputs / 2);
   } else if (x.element_type() == ffi::F32 && w.element_type() == ffi::F32) {
     call(Float32(), values, static_cast<const float*>(w.untyped_data()), inputs);
