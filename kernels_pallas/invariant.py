@@ -67,11 +67,14 @@ def quantised_linear(x, weight, *, out_dtype):
 
 
 def quantised_grouped_matmul(x, w, group_sizes):
-    """See `grouped_matmul.api.grouped_matmul`; weights of one expert at a time are widened."""
-    from kernels_pallas.grouped_matmul import quantised
+    """See `grouped_matmul.api.grouped_matmul`; other weights than int8 by channel are widened, an expert at a time."""
+    from kernels_pallas.grouped_matmul import quantised, quantised_native
+
+    if _stored(w, x.dtype) is w.values:
+        return rounded(quantised_native.grouped_matmul(x, w, group_sizes))
 
     def multiply(rows, one):
-        return product(rows, _stored(one, x.dtype))
+        return product(rows, one.widened(x.dtype))
 
     result = quantised.by_blocks(x, w, group_sizes, multiply)
     return rounded(quantised.by_channel(x, w, group_sizes, result))
