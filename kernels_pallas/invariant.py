@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas import dispatch, native
-from kernels_pallas.slots import load, put, read_slots, write_slot_if, write_slots
+from kernels_pallas.slots import load, put, read_slots, write_slots
 
 NAME = "invariant"
 F32 = jnp.float32
@@ -139,7 +139,7 @@ def row_sum(x):
 
 def ssd_scan(x, dt, a, b, c, d, store, **places):
     """See `ssd_scan.api.ssd_scan`."""
-    return _scan_tiles(_ssd(a, d), (x, dt, b, c), (dt != 0).any(axis=2), x, store, **places)
+    return _scan_tiles(_ssd(a, d), (x, dt, b, c), (dt != 0).any(axis=2), store, **places)
 
 
 def ssd_scan_sequence(x, dt, a, b, c, d, *, initial_state=None, chunk_size=128):
@@ -150,7 +150,7 @@ def ssd_scan_sequence(x, dt, a, b, c, d, *, initial_state=None, chunk_size=128):
 def delta_scan(q, k, v, log_decay, beta, store, **places):
     """See `delta_scan.api.delta_scan`."""
     real = (beta != 0).any(axis=2)
-    return _scan_tiles(delta_update, (q, k, v, log_decay, beta), real, v, store, **places)
+    return _scan_tiles(delta_update, (q, k, v, log_decay, beta), real, store, **places)
 
 
 def delta_scan_sequence(q, k, v, log_decay, beta, *, initial_state=None, chunk_size=64):
@@ -168,7 +168,7 @@ def delta_update(q, k, v, log_decay, beta, store, *, read_slot, write_slot):
 
 def selective_scan(x, dt, a, b, c, d, store, **places):
     """See `selective_scan.api.selective_scan`."""
-    return _scan_tiles(_selective(a, d), (x, dt, b, c), (dt != 0).any(axis=2), x, store, **places)
+    return _scan_tiles(_selective(a, d), (x, dt, b, c), (dt != 0).any(axis=2), store, **places)
 
 
 def selective_scan_sequence(x, dt, a, b, c, d, *, initial_state=None):
@@ -193,28 +193,15 @@ def _selective(a, d):
     return lambda x, dt, b, c, store, **slots: update.selective_update(x, dt, a, b, c, d, store, **slots)
 
 
-def _scan_tiles(
-    update: Callable[..., Any], inputs: Sequence[Any], real, y, store, *, tile_first, read_slot, write_slot
-):
-    """Runs each tile of `inputs` through `update`, the operation of decode: its arguments are the inputs and a store.
+def _scan_tiles(update: Callable[..., Any], inputs: Sequence[Any], real, store, *, tile_first, read_slot, write_slot):
+    """Runs the tiles through `update`, the operation of decode: its arguments are the inputs and a store.
 
-    real [tiles, tile_size] is False for padding, which ends a tile; only the shape and dtype of y are used.
+    real [tiles, tile_size] is False for padding, which ends a tile. To C++, a negative slot to read means the state of
+    the tile before.
     """
-    tiles, size = real.shape
-    last = real.sum(axis=1) - 1
-
-    def body(i, carry):
-        store, pair, y = carry
-        start = jnp.where(read_slot[i] > 0, load(store, read_slot[i]), 0)
-        pair = jnp.stack([jnp.zeros_like(start), jnp.where(tile_first[i], start, pair[1])])
-        write = jnp.where(jnp.arange(size) == last[i], 1, 0)[None]
-        tile = (lax.dynamic_index_in_dim(one, i, keepdims=True) for one in inputs)
-        out, pair = update(*tile, pair, read_slot=jnp.ones(1, jnp.int32), write_slot=write)
-        return write_slot_if(store, pair[1], write_slot[i]), pair, put(y, out[0], i)
-
-    pair = jnp.zeros((2, *store.shape[1:]), store.dtype)
-    store, _, y = lax.fori_loop(0, tiles, body, (store, pair, jnp.zeros(y.shape, y.dtype)))
-    return y, store
+    last = jnp.maximum(real.sum(axis=1), 1) - 1
+    write = jnp.where(jnp.arange(real.shape[1]) == last[:, None], write_slot[:, None], 0)
+    return update(*inputs, store, read_slot=jnp.where(tile_first, read_slot, -1), write_slot=write)
 
 
 def _scan_sequences(update: Callable[..., Any], inputs: Sequence[Any], y, initial_state, shape: tuple[int, ...]):
@@ -296,7 +283,7 @@ def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key
             entries = entries.reshape(keys, -1, min(kv.shape[2], 2), kv.shape[3]).transpose(2, 1, 0, 3)
             key = i * keys + jnp.arange(keys)
             used = ((key >= first_key) & (key <= place.max()))[:, None]
-            k, v = (jnp.where(used, one.astype(F32), 0) for one in (entries[0], entries[-1]))
+            k, v = (jnp.where(used, one, 0).astype(q.dtype) for one in (entries[0], entries[-1]))
             seen = (key >= first_key) & (key <= place[:, None])
             if window is not None:
                 seen &= key > place[:, None] - window
@@ -341,5 +328,5 @@ def _piece(highest, total, out, q, k, v, seen, scale):
     base = jnp.where(higher == -jnp.inf, 0, higher)
     weights, shrink = elementwise("exp", scores - base[..., None]), elementwise("exp", highest - base)
     # One more output, all ones, is the sum of the weights.
-    values = product(weights, jnp.concatenate([v, jnp.ones((v.shape[0], 1), v.dtype)], axis=1).T)
+    values = product(weights.astype(v.dtype), jnp.concatenate([v, jnp.ones((v.shape[0], 1), v.dtype)], axis=1).T)
     return higher, rounded(total * shrink) + values[:, -1], rounded(out * shrink[..., None]) + values[:, :-1]

@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas import native
-from kernels_pallas.fixed_order import rounded
+from kernels_pallas.fixed_order import exp, rounded
 
 F32 = jnp.float32
 
 
 def delta_update(q, k, v, log_decay, beta, store, *, read_slot, write_slot):
     """See `api.delta_update`; the store must be float32."""
-    decay = jnp.exp(rounded(log_decay.reshape(*v.shape[:3], -1).astype(F32)))
+    decay = exp(rounded(log_decay.reshape(*v.shape[:3], -1).astype(F32)))
     results = jax.ShapeDtypeStruct(v.shape, F32), jax.ShapeDtypeStruct(store.shape, F32)
     call = jax.ffi.ffi_call(native.target("delta_update"), results, input_output_aliases={5: 1})
     numbers = (one.astype(F32) for one in (q, k, v, decay, beta))

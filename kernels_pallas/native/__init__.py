@@ -16,6 +16,7 @@ import jax.numpy as jnp
 FEW_ROWS = 8
 """With more rows, XLA's bfloat16 products are faster on processors with bfloat16 instructions."""
 
+_MULTIPLY_BFLOAT16 = ("amx_bf16", "avx512_bf16")
 _MODULE = "kernels_pallas.native._handlers"
 _OPERATIONS = (
     "delta_update",
@@ -72,14 +73,14 @@ def why_incomplete() -> str | None:
 
 
 def instructions() -> str | None:
-    """Returns the instruction set of C++ products: "avx512_bf16", "avx512", "avx2" or "baseline"; or None."""
+    """Returns the instruction set of C++ products: "amx_bf16", "avx512_bf16", "avx512", "avx2", "baseline" or None."""
     return None if WHY_MISSING is not None else getattr(importlib.import_module(_MODULE), "INSTRUCTIONS", "baseline")
 
 
 def operand(x, weight):
     """Returns x [rows, inputs] in the dtype that the C++ products with a weight take: float32, or bfloat16 if both are
     and the processor has an instruction for it. Independent of the number of rows."""
-    narrow = x.dtype == weight.dtype == jnp.bfloat16 and x.shape[-1] % 2 == 0 and instructions() == "avx512_bf16"
+    narrow = x.dtype == weight.dtype == jnp.bfloat16 and x.shape[-1] % 2 == 0 and instructions() in _MULTIPLY_BFLOAT16
     return x if narrow else x.astype(jnp.float32)
 
 

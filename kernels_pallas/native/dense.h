@@ -35,7 +35,7 @@ void dense_product(xla::ffi::ThreadPool& pool, const float* x, const typename Nu
   }
   const int64_t most = std::min(kMostRows, (rows + form.group_rows - 1) / form.group_rows * form.group_rows);
   constexpr int64_t kStep = kLanes * Vectors<Number>::kVectors;
-  const int64_t padded = (inputs + kStep - 1) / kStep * kStep, panels = (outputs + kPanel - 1) / kPanel;
+  const int64_t padded = (inputs + kStep - 1) / kStep * kStep, panels = (outputs + form.panel - 1) / form.panel;
   const std::unique_ptr<float[]> room(new float[most * padded + kLanes]);
   // Vectors that cross lines of the cache take twice as long to load.
   auto* columns = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(room.get()) + 63) / 64 * 64);
@@ -59,11 +59,11 @@ void dense_product(xla::ffi::ThreadPool& pool, const float* x, const typename Nu
             const int64_t from = groups * part / parts * form.group_rows;
             const int64_t to = std::min(groups * (part + 1) / parts * form.group_rows, several);
             form.many(columns + from * padded, w, y + (first + from) * outputs, to - from, inputs, outputs,
-                      item % panels * kPanel, std::min((item % panels + next - item) * kPanel, outputs));
+                      item % panels * form.panel, std::min((item % panels + next - item) * form.panel, outputs));
             item = next;
           }
         },
-        std::max<int64_t>(kPieceTerms / (std::min(kPanel, outputs) * padded * several / parts), 1));
+        std::max<int64_t>(kPieceTerms / (std::min(form.panel, outputs) * padded * several / parts), 1));
   }
 }
 
@@ -85,7 +85,7 @@ xla::ffi::Error with_number(const xla::ffi::AnyBuffer& x, const xla::ffi::AnyBuf
   } else {
     return ffi::Error::InvalidArgument(
         "products need x in float32 and weights in float32, bfloat16 or int8, or both in bfloat16 with an even number "
-        "of inputs on a processor with AVX512_BF16");
+        "of inputs on a processor with AVX512_BF16 or AMX");
   }
   return ffi::Error::Success();
 }

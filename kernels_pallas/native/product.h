@@ -303,14 +303,15 @@ struct Forms {
   // `product`
   void (*few)(const float* x, const Stored* w, float* y, int64_t rows, int64_t inputs, int64_t outputs, int64_t begin,
               int64_t end);
-  // `columns_of` and `matrix_product` in matrix.h
+  // `columns_of` and `matrix_product` in matrix.h, or `tile_columns` and `tile_product` in tiles.h
   void (*columns)(const float* x, float* columns, int64_t rows, int64_t inputs);
   void (*many)(const float* columns, const Stored* w, float* y, int64_t rows, int64_t inputs, int64_t outputs,
                int64_t begin, int64_t end);
   int64_t group_rows;  // rows of a group of columns
+  int64_t panel;       // outputs that one thread computes at least
 };
 
-// Of float, uint16_t (bfloat16), int8_t, and uint32_t (`BFloat16Dot`; null pointers without AVX512_BF16).
+// Of float, uint16_t (bfloat16), int8_t, and uint32_t (`BFloat16Dot`; null pointers without AVX512_BF16 and AMX).
 template <typename Stored>
 const Forms<Stored>& forms();
 
@@ -324,7 +325,7 @@ void product_of(const float* x, const Stored* w, float* y, int64_t rows, int64_t
 // Whether the processor multiplies bfloat16 itself; XLA is then faster with many rows.
 bool multiplies_bfloat16();
 
-// The instruction set of products: "avx512_bf16", "avx512", "avx2" or "baseline".
+// The instruction set of products: "amx_bf16", "avx512_bf16", "avx512", "avx2" or "baseline".
 const char* instructions();
 
 }  // namespace native

@@ -30,10 +30,10 @@ print(native.instructions())
 
 
 @pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
-@pytest.mark.parametrize("instructions", ["avx512_bf16", "avx512", "avx2", "baseline"])
+@pytest.mark.parametrize("instructions", ["amx_bf16", "avx512_bf16", "avx512", "avx2", "baseline"])
 def test_products_are_right_with_each_instruction_set(instructions):
     widest = native.instructions()
-    order = ["baseline", "avx2", "avx512", "avx512_bf16"]
+    order = ["baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16"]
     if order.index(instructions) > order.index(widest):
         pytest.skip(f"the processor has {widest}, not {instructions}")
     environment = {**os.environ, "MAMBA_JAX_INSTRUCTIONS": instructions, "JAX_PLATFORMS": "cpu"}
