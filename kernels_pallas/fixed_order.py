@@ -13,32 +13,32 @@ from kernels_pallas import dispatch, invariant
 
 def row_sum(x: Float[Array, "*batch n"]) -> Float[Array, "*batch 1"]:
     """The sum over the last axis, which is kept."""
-    return invariant.row_sum(x) if _fixed() else x.sum(-1, keepdims=True)
+    return invariant.row_sum(x) if is_fixed() else x.sum(-1, keepdims=True)
 
 
 def exp(x: Array) -> Array:
     """exp(x); schedule-invariant programs compute it, and the functions below, in C++."""
-    return invariant.elementwise("exp", x) if _fixed() else jnp.exp(x)
+    return invariant.elementwise("exp", x) if is_fixed() else jnp.exp(x)
 
 
 def sigmoid(x: Array) -> Array:
     """1 / (1 + exp(-x))."""
-    return invariant.elementwise("sigmoid", x) if _fixed() else jax.nn.sigmoid(x)
+    return invariant.elementwise("sigmoid", x) if is_fixed() else jax.nn.sigmoid(x)
 
 
 def silu(x: Array) -> Array:
     """x sigmoid(x)."""
-    return invariant.elementwise("silu", x) if _fixed() else jax.nn.silu(x)
+    return invariant.elementwise("silu", x) if is_fixed() else jax.nn.silu(x)
 
 
 def softplus(x: Array) -> Array:
     """log(1 + exp(x))."""
-    return invariant.elementwise("softplus", x) if _fixed() else jax.nn.softplus(x)
+    return invariant.elementwise("softplus", x) if is_fixed() else jax.nn.softplus(x)
 
 
 def log_sum_exp(x: Float[Array, "*batch n"]) -> Float[Array, "*batch 1"]:
     """log(sum(exp(x))) over the last axis, which is kept."""
-    if not _fixed():
+    if not is_fixed():
         return jax.nn.logsumexp(x, axis=-1, keepdims=True)
     highest = invariant.row_max(x)
     # If all values are -inf, or one is inf: avoids inf - inf.
@@ -48,7 +48,7 @@ def log_sum_exp(x: Float[Array, "*batch n"]) -> Float[Array, "*batch 1"]:
 
 def softmax(x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
     """exp(x) over its sum over the last axis."""
-    if not _fixed():
+    if not is_fixed():
         return jax.nn.softmax(x, axis=-1)
     shares = exp(x - invariant.row_max(x))
     return invariant.quotient(shares, invariant.row_sum(shares))
@@ -56,19 +56,19 @@ def softmax(x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
 
 def quotient(x: Float[Array, "*batch n"], total: Float[Array, "*batch 1"]) -> Float[Array, "*batch n"]:
     """x / total."""
-    return invariant.quotient(x, total) if _fixed() else x / total
+    return invariant.quotient(x, total) if is_fixed() else x / total
 
 
 def weighted_sum(weights: Float[Array, "T n"], values: Float[Array, "T n size"]) -> Float[Array, "T size"]:
     """The sum of a few values times their weights, in the order of the values."""
-    if not _fixed():
+    if not is_fixed():
         return jnp.einsum("tn,tni->ti", weights, values)
     return functools.reduce(operator.add, (rounded(weights[:, n, None] * values[:, n]) for n in range(values.shape[1])))
 
 
 def product_by_head(x: Float[Array, "T heads inputs"], weight: Float[Array, "heads outputs inputs"]) -> Array:
     """A product for each head [T, heads, outputs], summed in float32 and rounded once to x's dtype."""
-    if _fixed():
+    if is_fixed():
         heads = [invariant.product(x[:, h], weight[h]) for h in range(x.shape[1])]
         return jnp.stack(heads, axis=1).astype(x.dtype)
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
@@ -80,7 +80,7 @@ def product_by_head(x: Float[Array, "T heads inputs"], weight: Float[Array, "hea
 def router_product(x: Float[Array, "T inputs"], weight: Float[Array, "outputs inputs"]) -> Float[Array, "T outputs"]:
     """x W^T in float32, at the highest precision."""
     x = x.astype(jnp.float32)
-    if _fixed():
+    if is_fixed():
         return invariant.product(x, weight)
     return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
 
@@ -90,8 +90,9 @@ def rounded(product: Array) -> Array:
 
     Without this, the compiler decides for each program whether product and sum are one instruction that rounds once.
     """
-    return invariant.rounded(product) if _fixed() else product
+    return invariant.rounded(product) if is_fixed() else product
 
 
-def _fixed() -> bool:
+def is_fixed() -> bool:
+    """Whether the program is schedule-invariant."""
     return dispatch.named_choice() == invariant.NAME

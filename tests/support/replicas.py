@@ -9,7 +9,7 @@ from serving.config import EngineConfig
 from serving.engine.assembly import build
 from serving.engine.engine import Engine
 from tests.support.engine_harness import FLAGS, EngineHarness
-from tests.support.engines import QUICK_COMPILE, use_widest_steps
+from tests.support.engines import OPTIMIZED, QUICK_COMPILE, use_widest_steps
 from tests.support.step_programs import shared_programs
 
 
@@ -26,7 +26,9 @@ class ReplicaMaker:
     def make(self, mode: str | None = "all", replicas: int = 2, *, fresh: bool = False, **flags: Any) -> list[Engine]:
         """`fresh`: with programs of their own, so that their weights may be replaced."""
         config = EngineConfig.create(mamba_cache_mode=mode, data_parallel_size=replicas, **(FLAGS | flags))
-        make = functools.partial(StepPrograms, compiler_options=QUICK_COMPILE)
+        # Bits are promised for programs as users compile them.
+        options = OPTIMIZED if config.schedule_invariant else QUICK_COMPILE
+        make = functools.partial(StepPrograms, compiler_options=options)
         with mock.patch.object(build, "StepPrograms", make if fresh else self._shared):
             built = build.assemble(config, self.harness.model, tokenizer=self.harness.tokenizer, eos_token_ids=(2,))
         for engine in built.engines:

@@ -7,7 +7,7 @@ A new store is filled with NaN, so a step that reads an unwritten slot or page h
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -96,16 +96,7 @@ EXACT = {
     for kind in ("int8", "bfloat16")
 }
 """Whose states are rounded every so many tokens, and so depend on nothing else."""
-ADAPTED = {
-    f"{name}, adapters": Variant(
-        name,
-        {"enable_lora": True, "max_loras": 3, "max_lora_rank": 4, "max_initial_states": 2},
-        1e-4,
-        1e-4,
-    )
-    for name in ("nemotronh", "falconh1", "delta", "short_conv", "kimi", "smallest")
-}
-"""Models whose requests may have adapters."""
+LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 4, "max_initial_states": 2}
 INVARIANT_MODELS = ("nemotronh", "experts", "falconh1", "delta", "short_conv", "kimi", "selective")
 INVARIANT = {
     f"{name}, invariant {dtype}": Variant(name, {"schedule_invariant": True}, 0.0, 0.0, jnp.dtype(dtype))
@@ -113,6 +104,11 @@ INVARIANT = {
     for dtype in ("float32", "bfloat16")
 }
 """Whose log-probabilities have the same bits in every schedule, and in the training forward."""
+ADAPTED = {
+    f"{name}, adapters": Variant(name, LORA, 1e-4, 1e-4)
+    for name in ("nemotronh", "falconh1", "delta", "short_conv", "kimi", "smallest")
+} | {f"{name}, adapters": replace(variant, flags=variant.flags | LORA) for name, variant in INVARIANT.items()}
+"""Models whose requests may have adapters."""
 TOLERANCE = 1e-4
 """Of log-probabilities, where nothing is kept in fewer bits."""
 
@@ -146,7 +142,7 @@ class SharedEngines:
     @property
     def invariant(self) -> bool:
         """Whether the bits of log-probabilities do not depend on the schedule."""
-        return self.name in INVARIANT
+        return bool(self.flags.get("schedule_invariant"))
 
     def options(self) -> dict[str, Any]:
         """Of `StepPrograms`, in addition to those of all tests."""

@@ -18,9 +18,7 @@ _REQUIRED = {
     "kv_cache_dtype": "auto",
     "speculative_model": None,
     "tensor_parallel_size": 1,
-    "data_parallel_size": 1,
     "kernels": "auto",
-    "enable_lora": False,
     "logprobs_mode": "raw_logprobs",
 }
 
@@ -57,6 +55,8 @@ def _unsupported(config: EngineConfig, model: HybridConfig, platform: str) -> st
         return f"does not support replay_interval {config.replay_interval}; use 1"
     if config.narrows_states:
         return f"does not support checkpoint_dtype {config.checkpoint_dtype}; use auto"
+    if config.enable_lora and (rank := config.max_lora_rank) & (rank - 1):
+        return f"does not support max_lora_rank {rank}; use a power of two"
     if config.mixed_steps:
         return "does not support mixed_steps"
     if _KEYS % (page := config.page_size_on(platform)):

@@ -14,7 +14,6 @@ import pytest
 
 from kernels_pallas import invariant
 from kernels_pallas.paged_attention import api as attention_api
-from kernels_pallas.slots import write_slot_if
 from kernels_pallas.ssd_scan import api as scan_api
 from kernels_pallas.ssd_scan import xla as scan_xla
 from tests.serving.differential.faults import BITS, Fault, Patch, fault
@@ -29,7 +28,12 @@ pytestmark = [
 ]
 
 FIRST = 70_000_000
-HOW: dict[str, dict[str, Any]] = {"plain": {}, "drafts": {"drafts": True}, "split": {"split": True}}
+HOW: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "drafts": {"drafts": True},
+    "split": {"split": True},
+    "adapters": {"adapters": True},
+}
 
 
 def run(first: int, count: int, name: str, *hows: str) -> Counter[str]:
@@ -56,6 +60,13 @@ def test_bits_of_each_recurrence(model: str) -> None:
 def test_bits_with_drafts() -> None:
     met = run(FIRST, 10, f"{SMALLEST}, invariant bfloat16", "drafts")
     assert all(met[f"accepted {source}"] for source in ("mtp", "ngram", "right", "mixed"))
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("model", ["nemotronh", "experts"])
+def test_bits_with_adapters(model: str) -> None:
+    dtype = "float32" if model == "experts" else "bfloat16"
+    assert run(FIRST, 5, f"{model}, invariant {dtype}", "adapters")["lora"]
 
 
 @pytest.mark.slow
@@ -100,10 +111,13 @@ def states_of_a_tile_at_once(patch: Patch) -> None:
 
 @fault(67, "a chunk publishes a state whose last bit differs from the one that it continues from", "bits", table=BITS)
 def another_last_bit_in_stored_states(patch: Patch) -> None:
-    def write(store, value, slot):
-        return write_slot_if(store, jnp.nextafter(value, jnp.inf), slot)
+    sound = invariant._scan_tiles
 
-    patch.setattr(invariant, "write_slot_if", write)
+    def scan(update, inputs, real, store, *, write_slot, **places):
+        y, store = sound(update, inputs, real, store, write_slot=write_slot, **places)
+        return y, store.at[write_slot].set(jnp.nextafter(store[write_slot], jnp.inf))
+
+    patch.setattr(invariant, "_scan_tiles", scan)
 
 
 @pytest.mark.parametrize("planted", BITS.values(), ids=lambda fault: f"D{fault.number}-{fault.plant.__name__}")

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from kernels_pallas import native
 from serving import LLM, AsyncEngine, RequestError, SamplingParams
 from serving.config import ConfigError
 from serving.core.tiers.prices import Prices
@@ -61,6 +63,27 @@ def served(maker, body, engines=None, **flags):
 
 async def last(replicas, prompt, params=GREEDY, **more):
     return [output async for output in replicas.generate({"prompt_token_ids": prompt}, params, **more)][-1]
+
+
+@pytest.mark.skipif(native.why_incomplete() is not None, reason="needs the native operations")
+def test_schedule_invariant_replicas_have_the_bits_of_one_engine(harness, maker, traffic):
+    prompts = traffic[0] * 2
+    params = dataclasses.replace(GREEDY, logprobs=0)
+
+    def said(outputs):
+        return [[entry[token].logprob for token, entry in zip(one.token_ids, one.logprobs, strict=True)]
+                for output in outputs for one in output.outputs]  # fmt: skip
+
+    flags = {"schedule_invariant": True, "fresh": True}
+    [engine] = maker.make("none", 1, **flags)
+    alone = [output for prompt in prompts for output in harness.run(engine, [prompt], params)]
+
+    async def body(replicas):
+        together = await asyncio.gather(*(last(replicas, prompt, params) for prompt in prompts))
+        assert said(together) == said(alone)
+
+    engines = served(maker, body, **flags)
+    assert all(admitted(engines))
 
 
 @pytest.mark.smoke
