@@ -16,6 +16,11 @@ def row_sum(x: Float[Array, "*batch n"]) -> Float[Array, "*batch 1"]:
     return invariant.row_sum(x) if is_fixed() else x.sum(-1, keepdims=True)
 
 
+def row_max(x: Float[Array, "*batch n"]) -> Float[Array, "*batch 1"]:
+    """The maximum over the last axis, which is kept."""
+    return invariant.row_max(x) if is_fixed() else x.max(-1, keepdims=True)
+
+
 def exp(x: Array) -> Array:
     """exp(x); schedule-invariant programs compute it, and the functions below, in C++."""
     return invariant.elementwise("exp", x) if is_fixed() else jnp.exp(x)

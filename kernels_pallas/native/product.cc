@@ -2,6 +2,7 @@
 // each instruction set with as many lanes of float32 as its registers have, which a single source text does not say.
 #include <cstdlib>
 #include <cstring>
+#include <tuple>
 
 #include "matrix.h"
 #include "product.h"
@@ -31,15 +32,12 @@ namespace {
 
 struct Choice {
   const char* name;
-  Forms<float> float32;
-  Forms<uint16_t> bfloat16;
-  Forms<int8_t> int8;
-  Forms<uint32_t> dot;
+  std::tuple<Forms<float>, Forms<uint16_t>, Forms<int8_t>, Forms<uint32_t>> forms;
 };
 
 template <template <typename> typename Form>
-Choice choice(const char* name) {
-  return {name, Form<Float32>::all, Form<BFloat16Pairs>::all, Form<Int8>::all, {}};
+Choice choice(const char* name, const Forms<uint32_t>& dot = {}) {
+  return {name, {Form<Float32>::all, Form<BFloat16Pairs>::all, Form<Int8>::all, dot}};
 }
 
 #ifdef NATIVE_DISPATCH
@@ -76,15 +74,11 @@ Choice choose() {
                       __builtin_cpu_supports("avx512vl");
 #ifdef NATIVE_TILES
   if (avx512 && allowed("amx_bf16") && tiles_permitted()) {
-    Choice widest = choice<Avx512>("amx_bf16");
-    widest.dot = {few_by_tiles, columns_by_tiles, many_by_tiles, kTileRows, kTilePanel};
-    return widest;
+    return choice<Avx512>("amx_bf16", {few_by_tiles, columns_by_tiles, many_by_tiles, kTileRows, kTilePanel});
   }
 #endif
   if (avx512 && __builtin_cpu_supports("avx512bf16") && allowed("avx512_bf16")) {
-    Choice widest = choice<Avx512>("avx512_bf16");
-    widest.dot = Avx512<BFloat16Dot>::all;
-    return widest;
+    return choice<Avx512>("avx512_bf16", Avx512<BFloat16Dot>::all);
   }
   if (avx512 && allowed("avx512")) return choice<Avx512>("avx512");
   if (avx2 && allowed("avx2")) return choice<Avx2>("avx2");
@@ -96,28 +90,20 @@ const Choice kChoice = choose();
 
 }  // namespace
 
-template <>
-const Forms<float>& forms() {
-  return kChoice.float32;
+template <typename Stored>
+const Forms<Stored>& forms() {
+  return std::get<Forms<Stored>>(kChoice.forms);
 }
-template <>
-const Forms<uint16_t>& forms() {
-  return kChoice.bfloat16;
-}
-template <>
-const Forms<int8_t>& forms() {
-  return kChoice.int8;
-}
-template <>
-const Forms<uint32_t>& forms() {
-  return kChoice.dot;
-}
+template const Forms<float>& forms();
+template const Forms<uint16_t>& forms();
+template const Forms<int8_t>& forms();
+template const Forms<uint32_t>& forms();
 
 const char* instructions() { return kChoice.name; }
 
 bool multiplies_bfloat16() {
 #ifdef NATIVE_DISPATCH
-  return kChoice.dot.few != nullptr;
+  return forms<uint32_t>().few != nullptr;
 #else
   return true;  // unknown: XLA chooses
 #endif

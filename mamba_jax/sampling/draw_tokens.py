@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
+from kernels_pallas.fixed_order import exp, is_fixed, quotient, row_sum
 from mamba_jax.sampling.draws import BLOCK, categorical, draw_by_blocks, in_blocks
 from mamba_jax.sampling.inputs import SamplingInputs
 from mamba_jax.sampling.largest import most_likely
@@ -110,7 +111,7 @@ def _by_cut(
     few, _ = most_likely(logits, min(FEW, logits.shape[-1]))
 
     def weights_from(limit: Float[Array, "n 1"], logits: Array, largest: Array) -> Array:
-        return jnp.where(logits < limit, 0.0, jnp.exp(logits / temperature - largest / temperature))
+        return jnp.where(logits < limit, 0.0, exp(quotient(logits, temperature) - quotient(largest, temperature)))
 
     # Compare logits with the limits, not weights: XLA may round a weight differently in each fusion that computes it.
     # If a limit keeps the last of the few tokens, it may keep tokens outside of the few, too.
@@ -125,7 +126,7 @@ def _by_cut(
     decided = (top_k <= few.shape[-1]) & ((by_min_p_or_k == 0) | (weight[:, -1:] < by_min_p_or_k))
     limit = jnp.where(by_min_p_or_k > 0, least(weight >= by_min_p_or_k), -jnp.inf)
 
-    total = in_blocks(weights_from(limit, logits, few[:, :1])).sum(axis=(-2, -1))[:, None]
+    total = _total(in_blocks(weights_from(limit, logits, few[:, :1])))
     # At least the most likely token stays, however small top_p is.
     wanted = jnp.maximum(top_p * total, jnp.finfo(logits.dtype).tiny)
     reached = jnp.cumsum(jnp.where(few < limit, 0.0, weight), axis=-1) >= wanted
@@ -135,9 +136,7 @@ def _by_cut(
     # The same value, made to depend on the previous pass. Otherwise XLA stores that pass's weights for this one.
     highest = jnp.where(total >= 0, few[:, :1], jnp.nan)
     sums, sums_above = _sums(*(in_blocks(weights_from(each, logits, highest)) for each in (limit, above)))
-    proved = (
-        (weight[:, -1:] < pth) & (sums.sum(-1, keepdims=True) >= wanted) & (sums_above.sum(-1, keepdims=True) < wanted)
-    )
+    proved = (weight[:, -1:] < pth) & (row_sum(sums) >= wanted) & (row_sum(sums_above) < wanted)
 
     def within(block: Int[Array, "n 1"]) -> Float[Array, "n 1 width"]:
         place = block * BLOCK + jnp.arange(BLOCK)
@@ -149,7 +148,15 @@ def _by_cut(
     return tokens[:, 0], supports, (decided & (~by_p | proved))[:, 0]
 
 
+def _total(blocks: Float[Array, "n blocks width"]) -> Float[Array, "n 1"]:
+    if is_fixed():
+        return row_sum(blocks.reshape(blocks.shape[0], -1))
+    return blocks.sum(axis=(-2, -1))[:, None]
+
+
 def _sums(*blocks: Float[Array, "n blocks width"]) -> tuple[Float[Array, "n blocks"], ...]:
     """Returns the sums of the blocks of each array, by one operation, so that XLA:GPU reads the logits once."""
+    if is_fixed():
+        return tuple(row_sum(each)[..., 0] for each in blocks)
     zeros = tuple(jnp.zeros((), each.dtype) for each in blocks)
     return tuple(lax.reduce(blocks, zeros, lambda x, y: tuple(a + b for a, b in zip(x, y, strict=True)), (2,)))

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt
 
+from kernels_pallas.fixed_order import row_sum
+
 BLOCK = 128
 
 
@@ -45,7 +47,7 @@ def categorical(
     def within(block: Int[Array, "rows H"]) -> Float[Array, "rows H width"]:
         return jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
 
-    return draw_by_blocks(key, position, blocks.sum(axis=-1), within)
+    return draw_by_blocks(key, position, row_sum(blocks)[..., 0], within)
 
 
 def draw_by_blocks(

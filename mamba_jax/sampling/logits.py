@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas.fixed_order import exp, quotient, rounded, row_max, row_sum
 from mamba_jax.sampling.table import SamplingTable
 
 Logits = Float[Array, "rows H vocab"]
@@ -52,8 +53,8 @@ def penalise(
         counts = counts + ((j < heads) & (token == drafts[:, j, None, None]))
     repetition = table.repetition_penalty[:, None, None]
     factor = jnp.where((counts > 0) | prompt_seen[:, None, :], repetition, 1.0)
-    logits = jnp.where(logits > 0, logits / factor, logits * factor)
-    logits = logits - table.frequency_penalty[:, None, None] * counts
+    logits = jnp.where(logits > 0, logits / factor, rounded(logits * factor))
+    logits = logits - rounded(table.frequency_penalty[:, None, None] * counts)
     return logits - jnp.where(counts > 0, table.presence_penalty[:, None, None], 0.0)
 
 
@@ -69,8 +70,8 @@ def has_penalties(table: SamplingTable) -> Bool[Array, " rows"]:
 
 def weights_of(logits: Logits, temperature: Float[Array, " rows"]) -> Weights:
     """Returns the weights of tokens in a draw: 1 for the most likely, 0 for tokens that are never drawn."""
-    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None, None]
-    return jnp.exp(scaled - scaled.max(axis=-1, keepdims=True))
+    scaled = quotient(logits, jnp.where(temperature > 0, temperature, 1.0)[:, None, None])
+    return exp(scaled - row_max(scaled))
 
 
 def limits_of(table: SamplingTable) -> tuple[Float[Array, "rows 1"], Int[Array, "rows 1"], Float[Array, "rows 1"]]:
@@ -94,8 +95,8 @@ def truncate(weights: Weights, table: SamplingTable) -> Weights:
 
     def by_top_p(weights: Weights) -> Weights:
         # At least the most likely token stays, however small top_p is.
-        wanted = jnp.maximum(top_p * weights.sum(-1, keepdims=True), jnp.finfo(weights.dtype).tiny)
-        least = _largest(weights, lambda over: jnp.where(over, weights, 0.0).sum(-1, keepdims=True) >= wanted)
+        wanted = jnp.maximum(top_p * row_sum(weights), jnp.finfo(weights.dtype).tiny)
+        least = _largest(weights, lambda over: row_sum(jnp.where(over, weights, 0.0)) >= wanted)
         return jnp.where((top_p < 1) & (weights < least), 0.0, weights)
 
     for asked, limit in ((min_p > 0, by_min_p), (top_k > 0, by_top_k), (top_p < 1, by_top_p)):

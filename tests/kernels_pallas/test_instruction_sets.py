@@ -19,9 +19,11 @@ few = (1, 96, 120), (3, 77, 13), (5, 2100, 131), (8, 1024, 64)
 for rows, inputs, outputs in (*few, (24, 70, 9), (25, 300, 50), (300, 77, 3)):
     x = jnp.asarray(random.normal(size=(rows, inputs)), jnp.float32)
     w = jnp.asarray(random.normal(size=(outputs, inputs)), jnp.bfloat16)
-    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
-    got = linear.linear(x, w, out_dtype=jnp.float32)
-    np.testing.assert_allclose(got, exact, rtol=1e-4, atol=1e-3)
+    for some in (x, x.astype(jnp.bfloat16)):
+        exact = np.asarray(some, np.float64) @ np.asarray(w, np.float64).T
+        got = linear.linear(some, w, out_dtype=jnp.float32)
+        np.testing.assert_allclose(got, exact, rtol=1e-4, atol=1e-3)
+        np.testing.assert_array_equal(linear.linear(some[-1:], w, out_dtype=jnp.float32), got[-1:])
     codes = jnp.asarray(random.integers(-127, 128, size=(outputs, inputs)), jnp.int8)
     exact = np.asarray(x, np.float64) @ np.asarray(codes, np.float64).T
     np.testing.assert_allclose(quantised_native._product(x, codes), exact, rtol=1e-4, atol=1e-1)

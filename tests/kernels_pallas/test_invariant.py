@@ -38,6 +38,9 @@ from kernels_pallas.state_update import state_update
 from mamba_jax.config import RopeConfig
 from mamba_jax.modules.basic import scaled
 from mamba_jax.modules.rotary import rotate, rotations
+from mamba_jax.sampling import sampling_row
+from mamba_jax.sampling.draws import in_blocks
+from mamba_jax.sampling.logits import penalise, truncate, weights_of
 from tests.support.engines import OPTIMIZED
 
 WHY_MISSING = native.why_incomplete()
@@ -395,3 +398,24 @@ def test_functions_of_experts_and_heads_keep_bits_and_equal_the_ordinary_ones(fu
     np.testing.assert_allclose(whole, function(jnp.array(x)), rtol=1e-4, atol=1e-5)
     for rows in (1, 2, 3, 8, 33):
         np.testing.assert_array_equal(run(function, x[-rows:]), whole[-rows:])
+
+
+@pytest.mark.parametrize(("count", "vocab"), [(33, 1000), (9, 300)])
+def test_weights_of_draws_do_not_depend_on_other_rows(count, vocab):
+    settings = {"temperature": 0.7, "top_p": 0.8, "min_p": 0.001, "frequency_penalty": 0.3, "repetition_penalty": 1.3}
+    rows = [sampling_row(**{name: value * (1 - 0.01 * i) for name, value in settings.items()}) for i in range(count)]
+    table = jax.tree.map(lambda *columns: jnp.stack([jnp.asarray(one) for one in columns]), *rows)
+    logits = jnp.asarray(2 * normal(count, 1, vocab))
+    counts = jnp.asarray(np.random.default_rng(1).integers(0, 4, size=(count, vocab)), jnp.int32)
+
+    def weights(logits, table, counts):
+        drafts = jnp.zeros((logits.shape[0], 0), jnp.int32)
+        logits = penalise(logits, table, counts, counts > 2, drafts)
+        chosen = truncate(weights_of(logits, table.temperature), table)
+        return chosen, row_sum(in_blocks(chosen))
+
+    together = run(weights, logits, table, counts)
+    for first, last in ((0, 1), (3, 4), (2, 5), (1, 9)):
+        some = run(weights, *jax.tree.map(lambda x, a=first, b=last: x[a:b], (logits, table, counts)))
+        for one, all_rows in zip(some, together, strict=True):
+            np.testing.assert_array_equal(one, all_rows[first:last])
