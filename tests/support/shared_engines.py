@@ -185,7 +185,7 @@ class SharedEngines:
         engine.loop.batches.decode_shapes = [1, 3, ROWS] if self.invariant else [ROWS]
         engine.loop.batches.prefill_shapes = [SMALL_PREFILL, PREFILL] if self.invariant else [PREFILL]
         if engine.loop.batches.mixed_shapes:
-            engine.loop.batches.mixed_shapes = [PREFILL]
+            engine.loop.batches.mixed_shapes = engine.loop.batches.prefill_shapes
         return read_contents(engine, self.model) if self.adapted else engine
 
     def alone(

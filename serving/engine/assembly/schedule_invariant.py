@@ -57,8 +57,6 @@ def _unsupported(config: EngineConfig, model: HybridConfig, platform: str) -> st
         return f"does not support checkpoint_dtype {config.checkpoint_dtype}; use auto"
     if config.enable_lora and (rank := config.max_lora_rank) & (rank - 1):
         return f"does not support max_lora_rank {rank}; use a power of two"
-    if config.mixed_steps:
-        return "does not support mixed_steps"
     if _KEYS % (page := config.page_size_on(platform)):
         return f"does not support page_size {page}; use a divisor of {_KEYS}"
     if recurrence := next((one.varying_bits for one in model.recurrences if one.varying_bits), None):

@@ -33,6 +33,7 @@ HOW: dict[str, dict[str, Any]] = {
     "drafts": {"drafts": True},
     "split": {"split": True},
     "adapters": {"adapters": True},
+    "mixed": {"mixed": True},
 }
 
 
@@ -60,6 +61,13 @@ def test_bits_of_each_recurrence(model: str) -> None:
 def test_bits_with_drafts() -> None:
     met = run(FIRST, 10, f"{SMALLEST}, invariant bfloat16", "drafts")
     assert all(met[f"accepted {source}"] for source in ("mtp", "ngram", "right", "mixed"))
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("model", ["nemotronh", "delta", "selective"])
+def test_bits_in_mixed_steps(model: str) -> None:
+    dtype = "float32" if model == "delta" else "bfloat16"
+    assert run(FIRST, 4, f"{model}, invariant {dtype}", "mixed")["mixed"]
 
 
 @pytest.mark.fuzz

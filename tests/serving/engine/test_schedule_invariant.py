@@ -33,7 +33,7 @@ def check(model=MODEL, platform="cpu", **flags):
 
 def test_supported_flags():
     check()
-    check(dtype="bfloat16", data_parallel_size=2, enable_lora=True)
+    check(dtype="bfloat16", data_parallel_size=2, enable_lora=True, mixed_steps=True)
     short = ShortConvConfig(channels=20, conv_width=4, bias=True)
     check(dataclasses.replace(MODEL, pattern=f"{short.letter}*-", mamba=None, recurrences=(short,)))
     check(dataclasses.replace(MODEL, pattern="ME", moe=MOE))
@@ -52,7 +52,6 @@ def test_supported_flags():
         ({"tensor_parallel_size": 2}, "does not support tensor_parallel_size 2; use 1"),
         ({"kernels": "xla"}, "does not support kernels xla; use auto"),
         ({"enable_lora": True, "max_lora_rank": 12}, "does not support max_lora_rank 12; use a power of two"),
-        ({"mixed_steps": True}, "does not support mixed_steps"),
         ({"replay_interval": 16}, "does not support replay_interval 16; use 1"),
         ({"logprobs_mode": "processed_logprobs"}, "does not support logprobs_mode processed_logprobs"),
         ({"platform": "tpu"}, "is not supported on TPU, only on CPU"),
