@@ -74,7 +74,7 @@ def policy_loss(
         dtype: dtype of the products.
         clip: distance from 1 at which the ratio of new to old probability is clipped.
         schedule_invariant: compute log-probabilities with the bits of an engine with that flag (`score`). The program
-            must be compiled with `SCORE_OPTIONS`, and there must be no adapter.
+            must be compiled with `SCORE_OPTIONS`.
     Returns:
         The loss; `kl`, the divergence between the distribution that the answers were drawn from and that of these
         weights (per token, by the estimator of Schulman, 2020); and `clipped`, the share of tokens that are clipped.
@@ -82,7 +82,7 @@ def policy_loss(
     values, added = divide(values)
     model = build(config, values, dtype)
     if schedule_invariant:
-        found = score(model, answers.tokens, answers.lengths)
+        found = score(model, answers.tokens, answers.lengths, added)
     else:
         found = sequence_logprobs(model, answers.tokens, answers.lengths, added)
     difference = found - answers.logprobs
@@ -116,7 +116,7 @@ class PolicyTrainer:
         schedule_invariant: see `policy_loss`.
 
     Raises:
-        ValueError: `schedule_invariant` with an adapter, or where `score` is not supported.
+        ValueError: `schedule_invariant` where `score` is not supported.
     """
 
     def __init__(
@@ -130,8 +130,6 @@ class PolicyTrainer:
         clip: float = 0.2,
         schedule_invariant: bool = False,
     ) -> None:
-        if schedule_invariant and divide(values)[1]:
-            raise ValueError("schedule_invariant does not support adapters")
         own = {path: jnp.array(value, jnp.float32, copy=True) for path, value in values.items() if trained(path)}
         self._frozen = {path: value for path, value in values.items() if not trained(path)}
         self._state = PolicyState(own, optimizer.init(own))

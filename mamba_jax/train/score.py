@@ -49,17 +49,21 @@ def sequence_logprobs(
 
 
 def score(
-    model: HybridModel, tokens: Int[Array, "batch length"], lengths: Int[Array, " batch"] | None = None
+    model: HybridModel,
+    tokens: Int[Array, "batch length"],
+    lengths: Int[Array, " batch"] | None = None,
+    added: Mapping[str, Array] | None = None,
 ) -> Float[Array, "batch length_1"]:
     """Returns the log-probability (float32) of each token but the first, with the bits of a schedule-invariant engine.
 
     The bits are those that an engine with the flag `schedule_invariant`, the same weights and the same dtype reports,
-    if the program is compiled with `SCORE_OPTIONS`. Differentiable in the weights: the gradient is that of
-    `sequence_logprobs`, which computes the model a second time.
+    if the program is compiled with `SCORE_OPTIONS`. Differentiable in the weights and in `added`: the
+    gradient is that of `sequence_logprobs`, which computes the model a second time.
 
     Args:
         tokens: each sequence followed by padding of any value, whose log-probabilities are undefined.
         lengths: number of tokens of each sequence; None: all.
+        added: an adapter (see `mamba_jax.train.additions`), which the engine serves. Its rank must be a power of two.
     Raises:
         ValueError: the platform, the installation or the model does not support it.
     """
@@ -68,7 +72,7 @@ def score(
     if lengths is None:
         lengths = jnp.full(tokens.shape[0], tokens.shape[1])
     graph, state = nnx.split(model)
-    return _scored(graph, state, tokens, lengths)
+    return _scored(graph, (state, dict(added or {})), tokens, lengths)
 
 
 def _unsupported(config: HybridConfig) -> str | None:
@@ -82,18 +86,23 @@ def _unsupported(config: HybridConfig) -> str | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scored(graph: Any, state: Any, tokens: Array, lengths: Array) -> Array:
+def _scored(graph: Any, values: Any, tokens: Array, lengths: Array) -> Array:
     with KernelChoice(named=invariant.NAME).applied():
-        return sequence_logprobs(nnx.merge(graph, state), tokens, lengths)
+        return _ordinary(graph, values, tokens, lengths)
 
 
-def _forward(graph: Any, state: Any, tokens: Array, lengths: Array) -> tuple[Array, tuple[Any, Array, Array]]:
-    return _scored(graph, state, tokens, lengths), (state, tokens, lengths)
+def _ordinary(graph: Any, values: Any, tokens: Array, lengths: Array) -> Array:
+    state, added = values
+    return sequence_logprobs(nnx.merge(graph, state), tokens, lengths, added)
+
+
+def _forward(graph: Any, values: Any, tokens: Array, lengths: Array) -> tuple[Array, tuple[Any, Array, Array]]:
+    return _scored(graph, values, tokens, lengths), (values, tokens, lengths)
 
 
 def _backward(graph: Any, saved: tuple[Any, Array, Array], change: Array) -> tuple[Any, None, None]:
-    state, tokens, lengths = saved
-    _, pull = jax.vjp(lambda state: sequence_logprobs(nnx.merge(graph, state), tokens, lengths), state)
+    values, tokens, lengths = saved
+    _, pull = jax.vjp(lambda values: _ordinary(graph, values, tokens, lengths), values)
     return *pull(change), None, None
 
 

@@ -41,7 +41,7 @@ def train_grpo(
         bool,
         typer.Option(
             "--schedule-invariant",
-            help="Rollouts and trainer compute log-probabilities with the same bits, on CPU. Not with --lora.",
+            help="Rollouts and trainer compute log-probabilities with the same bits, on CPU.",
         ),
     ] = False,
     held_out: Annotated[
@@ -70,8 +70,6 @@ def train_grpo(
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     if output is not None and output.exists() and any(output.iterdir()):
         raise ConfigError(f"--output {output}: already exists and is not empty")
-    if schedule_invariant and lora:
-        raise ConfigError("--schedule-invariant does not support --lora")
     path = problems or resolve(model).files / SAMPLE_PROBLEMS
     if not path.is_file():
         raise ConfigError(f"--problems {path}: no such file")

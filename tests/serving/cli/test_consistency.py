@@ -7,16 +7,18 @@ import numpy as np
 import optax
 import pytest
 
+from checkpoints.adapter_export import target_layers
 from checkpoints.load import load_model
 from checkpoints.random import write_random
 from kernels_pallas import invariant
 from mamba_jax.model import parameters
 from mamba_jax.programs import StepPrograms
+from mamba_jax.train.additions import is_trained, new_adapter
 from mamba_jax.train.policy import PolicyTrainer
 from mamba_jax.train.score import SCORE_OPTIONS, score
 from serving.cli.evaluation import consistency
 from serving.cli.evaluation.consistency import ARRANGEMENTS, OTHER_SHAPES, Agreement, agreements
-from serving.cli.training.rollouts import Rollouts
+from serving.cli.training.rollouts import Rollouts, ServedAdapter
 from serving.engine.llm import LLM
 from tests.support.divisible_checkpoints import GOLDEN
 from tests.support.engines import OPTIMIZED, QUICK_COMPILE
@@ -64,16 +66,28 @@ def test_serving_and_training_agree(name, tmp_path, monkeypatch):
 
 @needs_native
 @pytest.mark.full
+@pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-def test_the_first_update_of_a_schedule_invariant_trainer_has_ratios_of_1(dtype, tmp_path):
-    directory = write_random(tmp_path, TRAINABLE)
-    llm = LLM(str(directory), **FLAGS, dtype=dtype, schedule_invariant=True)
-    rollouts = Rollouts(llm, lambda answer: float(sum(answer.token_ids) % 7), samples=2, max_tokens=20, length=60)
-    answers, _ = rollouts.sample([{"prompt_token_ids": [(7 * i + j) % 40 for j in range(20 + i)]} for i in range(3)], 0)
+def test_the_first_update_of_a_schedule_invariant_trainer_has_ratios_of_1(dtype, lora, tmp_path):
+    directory = write_random(tmp_path / "model", TRAINABLE)
+    llm = LLM(str(directory), **FLAGS, dtype=dtype, schedule_invariant=True, enable_lora=lora, max_lora_rank=4)
     values = {path: leaf.get_value() for path, leaf in parameters(llm.model).items()}
+    request = None
+    if lora:
+        adapter = new_adapter(llm.model.config, target_layers(llm.model.config), rank=2, alpha=3.0, seed=0)
+        values |= {name: value if value.any() else 0.1 + 0 * value for name, value in adapter.items()}
+        served = ServedAdapter(llm, tmp_path / "served", alpha=3.0, base=str(directory))
+        served.update(values)
+        request = served.lora_request
+    rollouts = Rollouts(
+        llm, lambda answer: float(sum(answer.token_ids) % 7), samples=2, max_tokens=20, length=60, lora_request=request
+    )
+    answers, _ = rollouts.sample([{"prompt_token_ids": [(7 * i + j) % 40 for j in range(20 + i)]} for i in range(3)], 0)
 
     def trainer(schedule_invariant):
         options = {"dtype": dtype, "schedule_invariant": schedule_invariant}
+        if lora:
+            options["trained"] = is_trained
         return PolicyTrainer(llm.model.config, values, optax.sgd(0.1), **options)
 
     exact = trainer(True)
