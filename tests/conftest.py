@@ -110,12 +110,8 @@ def _bounded_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     before = _memory("VmRSS")
     yield
     added = _memory("VmHWM") - before
-    if _memory("VmRSS") > KEPT_BYTES or (MAPS.exists() and MAPS.read_bytes().count(b"\n") > 8_000):
-        for name, module in list(sys.modules.items()):
-            if name.startswith("tests."):
-                for value in list(vars(module).values()):
-                    if hasattr(value, "cache_clear"):
-                        value.cache_clear()
+    if _memory("VmRSS") > KEPT_BYTES or _maps() > 8_000:
+        _clear_test_caches()
         _drop_programs()
     assert request.config.getoption("--slow") or added < FILE_BYTES, (
         f"the tests of this file took {added >> 20:,} MiB: divide it, or compile fewer programs"
@@ -143,10 +139,26 @@ def _loggers_left_as_they_were() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _bounded_memory_within_a_file(_bounded_memory: None) -> Iterator[None]:
-    """The same between tests that each compile much; what a file's own engines have stays."""
+    """The same between tests that each compile much; what a file's own fixtures have stays."""
     yield
-    if _memory("VmRSS") > MOST_KEPT_BYTES:
+    used = _memory("VmRSS")
+    if many := used > KEPT_BYTES and _maps() > 25_000:
+        _clear_test_caches()
+    if many or used > MOST_KEPT_BYTES:
         _drop_programs()
+
+
+def _maps() -> int:
+    """The number of memory maps of this process; 0 if the system does not tell."""
+    return MAPS.read_bytes().count(b"\n") if MAPS.exists() else 0
+
+
+def _clear_test_caches() -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("tests."):
+            for value in list(vars(module).values()):
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
 
 
 def _drop_programs() -> None:
