@@ -1,6 +1,7 @@
 """A host that only meets the others: `python -m tests.support.host_meeting JSON`.
 
-It prints the name of each stage that it reaches, and waits for a line on standard input at the stage `stop`.
+It prints the name of each stage that it reaches, and waits for a line on standard input at the first one, `started`,
+so that all hosts begin together however long their imports take, and at the stage `stop`.
 """
 
 import json
@@ -22,7 +23,7 @@ def main(job: dict) -> None:
 
     def reach(stage: str) -> None:
         print(stage, flush=True)
-        if stage == stop:
+        if stage in ("started", stop):
             sys.stdin.readline()
 
     def after(where, name: str, stage: str) -> None:

@@ -40,6 +40,11 @@ class Meeting:
                         env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
                     )
                 )
+        for host in range(started):
+            self.reach("started", host)
+        for process in self.processes[: 1 if stage == "started" else None]:
+            process.stdin.write("\n")
+            process.stdin.flush()
 
     def __enter__(self):
         return self
@@ -50,12 +55,12 @@ class Meeting:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
 
-    def reach(self, stage):
-        """Waits until host 1 is there."""
-        for line in self.processes[1].stdout:
+    def reach(self, stage, host=1):
+        """Waits until a host is there."""
+        for line in self.processes[host].stdout:
             if line.strip() == stage:
                 return
-        raise AssertionError("host 1 has ended")
+        raise AssertionError(f"host {host} has ended")
 
     def leader_ends(self):
         """Its exit status and its log."""
@@ -73,7 +78,8 @@ def test_a_host_that_was_not_started(tmp_path):
 def test_a_host_that_ends_before_the_meeting(stage, how, tmp_path):
     """Once the leader waited for a minute and more, and was then aborted by JAX."""
     with Meeting(tmp_path, stage) as hosts:
-        hosts.reach(stage)
+        if stage != "started":
+            hosts.reach(stage)
         hosts.processes[1].send_signal(how)
         status, log = hosts.leader_ends()
     assert status in (1, 2), log
@@ -85,7 +91,6 @@ def test_a_host_that_ends_before_the_meeting(stage, how, tmp_path):
 
 def test_a_host_that_ends_while_another_one_is_missing(tmp_path):
     with Meeting(tmp_path, None, hosts=3) as hosts:
-        hosts.reach("started")
         time.sleep(3)  # it connects to JAX's runtime
         hosts.processes[1].kill()
         status, log = hosts.leader_ends()
