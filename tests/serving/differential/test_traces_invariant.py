@@ -87,8 +87,8 @@ def test_more_bits(name: str, how: str, request: pytest.FixtureRequest) -> None:
     run(FIRST + 1_000, max(1, traces), name, how)
 
 
-_REQUESTS = 6
-"""Of a trace, on average."""
+_REQUESTS = 5
+"""Of a trace, on average, or a few less."""
 
 
 @fault(64, "a program with few rows adds the terms of a product in another order", "bits", table=BITS)
