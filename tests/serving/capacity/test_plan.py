@@ -77,11 +77,14 @@ def test_a_step_is_expected_to_wait_for_other_devices_and_kernels():
     made = plan("nemotron-h-8b", "h200-2")
     decode = made.steps[-1]
     assert decode.latency_ms == pytest.approx(54 * 1e3 * made.target.device.exchange)  # 53 sums, the largest logits
-    assert decode.kernels == 24 * 13 + 24 * 5 + 4 * 10 + 18
+    assert decode.kernels == 24 * 12 + 24 * 5 + 4 * 10 + 18
     assert decode.launch_ms == pytest.approx(1e3 * decode.kernels * KERNEL_SECONDS)
     assert decode.expected_ms == pytest.approx(decode.bound_ms + decode.latency_ms + decode.launch_ms)
     assert plan("nemotron-h-8b", "h200-1").steps[-1].latency_ms == 0
     assert plan("nemotron-h-8b", "v6e-8").steps[-1].launch_ms == 0
+    few, many = (plan(name, "h200-4").steps[-1] for name in ("nemotron-3-nano-30b-a3b", "nemotron-3-super-120b-a12b"))
+    assert few.kernels == 23 * 12 + 23 * 14 + 6 * 10 + 18
+    assert many.kernels == 40 * 12 + 40 * (14 + 6) + 8 * 10 + 18
 
 
 def test_a_step_takes_no_less_time_than_the_host():
