@@ -21,10 +21,10 @@ Qwen3-Next-80B-A3B (`D`), Kimi-Linear-48B-A3B (`L`), Falcon-H1-7B (`P`, less `RO
 8 devices, MiniMax-Text-01 (`F`).
 """
 MANY_EXPERTS, MANY_EXPERTS_KERNELS = 128, 6
-"""Above so many experts XLA routes 64 rows, not the kernel `expert_choice`; what that adds to a layer, as counted of
-Qwen3-Next-80B-A3B."""
+"""Layers with more experts than this are routed by XLA at 64 rows, not by the kernel `expert_choice` (see its `MOST`);
+the kernels that this adds to a layer, counted in Qwen3-Next-80B-A3B."""
 ROTARY_KERNELS = 4
-"""Bytes that rotary positions and norms of queries and keys add to an attention layer."""
+"""Kernels that rotary positions and norms of queries and keys add to an attention layer."""
 MOST_KERNELS = 20
 """Of kinds of layers that are not counted."""
 OTHER_KERNELS = 18

@@ -84,7 +84,7 @@ def test_more_bits(name: str, how: str, request: pytest.FixtureRequest) -> None:
 
 
 _REQUESTS = 5
-"""Of a trace, on average, or a few less."""
+"""Of a trace: 5.5 on average, rounded down so that no fewer than `--examples` run."""
 
 
 @fault(64, "a program with few rows adds the terms of a product in another order", "bits", table=BITS)

@@ -60,6 +60,7 @@ class Meeting:
         for line in self.processes[host].stdout:
             if line.strip() == stage:
                 return
+        self.__exit__()  # the constructor waits too, and a `with` statement has not entered then
         raise AssertionError(f"host {host} has ended")
 
     def leader_ends(self):
