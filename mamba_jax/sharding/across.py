@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from mamba_jax.config import ADDED_ONCE, HybridConfig, ModelConfigError, Placement
 from mamba_jax.layout.sequence import SequenceLayout
-from mamba_jax.sharding.axis import TENSOR, axis_index, axis_mesh
+from mamba_jax.sharding.axis import TENSOR, axis_index, axis_mesh, divides_tokens
 from mamba_jax.sharding.parameters import placement
 from mamba_jax.sharding.partition import Partition
 
@@ -49,7 +49,9 @@ def across(
     """Calls `run(modules, layout, state, *inputs) -> (y, state)`, divided over the mesh's devices if there is a mesh.
 
     On each device, modules then have pieces of their weights and `state` is a piece of the store; everything else is
-    whole. The y of `run` is a partial sum; the result is the sum over all devices.
+    whole. The y of `run` is a partial sum; the result is the sum over all devices. With many tokens, it is divided over
+    the devices by tokens: the sum with the residual and the next norm then run on a device's share ("sequence
+    parallelism", Korthikanti et al., 2022), and the compiler gathers what the next mixer reads.
 
     For whole sequences (without a store), the compiler partitions the computation, which is then differentiable.
     """
@@ -76,15 +78,18 @@ def across(
     def on_each_device(weights: Any, layout: Any, state: Any, *inputs: Any) -> tuple[Array, Any]:
         here = {name: rebuilt(name, weights[name]) for name in modules}
         y, state = run(here, layout, state, *inputs)
-        return lax.psum(y, TENSOR), state
+        if out_spec == P():
+            return lax.psum(y, TENSOR), state
+        return lax.psum_scatter(y, TENSOR, scatter_dimension=0, tiled=True), state
 
+    out_spec = P(TENSOR) if divides_tokens(layout.valid.shape[0]) else P()
     of_state = partition.state(state)
     whole = [P()] * len(inputs)
     return jax.shard_map(
         on_each_device,
         mesh=mesh,
         in_specs=(specs, P(), of_state, *whole),
-        out_specs=(P(), of_state),
+        out_specs=(out_spec, of_state),
         check_vma=False,
     )(weights, layout, state, *inputs)
 

@@ -25,6 +25,9 @@ TENSOR = "tensor"
 EXPERT = TENSOR
 """Whole experts lie along the axis of the pieces, where they divide: tokens are the same on all of its devices, so each
 computes what its own experts give, and one sum collects that along with everything else that a mixer gives in parts."""
+LEAST_TOKENS = 64
+"""Tokens per device from which a device receives the sums of its own share of the tokens only. With fewer, a second
+exchange takes longer than the norms of all tokens."""
 
 
 def make_mesh(shards: int, devices: Sequence[Any] | None = None) -> Mesh:
@@ -64,6 +67,13 @@ def axis_mesh() -> Any:
     """Returns the mesh of the program being traced, if that is one to divide layers over; otherwise None."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh if tuple(mesh.axis_names) == (TENSOR,) and mesh.shape[TENSOR] > 1 else None
+
+
+def divides_tokens(tokens: int) -> bool:
+    """Returns whether sums of this number of tokens are divided over the mesh's devices by tokens."""
+    mesh = axis_mesh()
+    devices = 1 if mesh is None else mesh.shape[TENSOR]
+    return devices > 1 and tokens % devices == 0 and tokens >= LEAST_TOKENS * devices
 
 
 def axis_index() -> Int[Array, ""]:

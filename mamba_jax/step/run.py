@@ -13,6 +13,7 @@ from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch, StepOutput
 from mamba_jax.drafts import DraftSource
 from mamba_jax.layout import DecodeLayout, MixedLayout, PrefillLayout
 from mamba_jax.rows import Rows
+from mamba_jax.sharding.axis import keep_whole
 from mamba_jax.step.decode import DecodeRows
 from mamba_jax.step.heads import Model, emit, propose
 from mamba_jax.step.prefill import PrefillRows
@@ -69,6 +70,7 @@ def step(
         parts.append(form.of(store, rows, each, page_table))
         store = copy_shared_pages(store, each.page_copy)
     hidden, store = model.hidden(_joined([part.tokens for part in parts]), _layout(parts, rows), store)
+    hidden = keep_whole(hidden)  # tokens of a long prefill are divided over the devices
     written, heads = [], []
     for part, own in zip(parts, _divided(hidden, [part.tokens.shape[0] for part in parts]), strict=True):
         store, done = part.write(store, own, for_drafts=source is not None)

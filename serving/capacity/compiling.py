@@ -63,6 +63,9 @@ class Program:
     """The part of these bytes that reads weights, and that writes and reads copies of weights."""
     collectives: dict[str, int] = field(default_factory=dict)
     """How often devices exchange something in a greedy step, by kind."""
+    arriving: tuple[int, ...] = ()
+    """Of a TPU's program: bytes on their way to the chip's own memory during each of these exchanges, mostly weights of
+    the next projection."""
     launches: dict[str, int] = field(default_factory=dict)
     """On a GPU: what the host launches in a step, by kind of thunk; `kCommandBuffer` is a CUDA graph. A step in which
     the host launches nothing but one graph has `{"kCommandBuffer": 1}`."""
@@ -246,6 +249,7 @@ def _summary(
         moved=0 if traffic is None else traffic.total(),
         weights=0 if traffic is None else traffic.of_arguments(_WEIGHTS),
         collectives=count_collectives(text),
+        arriving=() if traffic is None else tuple(traffic.arriving(COLLECTIVES)),
         launches=launches or {},
         kernels=0 if launches is None else count_kernels(text),
         seconds=time.perf_counter() - begin,

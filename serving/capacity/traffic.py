@@ -84,6 +84,19 @@ class Traffic:
         """
         return dict(self._count(self._entry, frozenset(kinds)))
 
+    def arriving(self, kinds: Sequence[str]) -> list[int]:
+        """For each instruction of these kinds, in order: bytes on their way to the chip's own memory while it runs."""
+        found, under_way = [], dict[str, int]()
+        for it in self._computations[self._entry]:
+            if it.operation in ("copy-start", "slice-start"):
+                part = min(it.result, key=lambda array: (array.bytes <= 8, array.bytes))
+                under_way[it.name] = part.bytes * part.local
+            elif it.operation in ("copy-done", "slice-done"):
+                under_way.pop(it.operands[0], None)
+            elif it.operation.removesuffix("-start") in kinds:
+                found.append(sum(under_way.values()))
+        return found
+
     def of_arguments(self, name: str) -> int:
         """Bytes moved for the entry's arguments whose `op_name` matches a pattern, copies made of them included.
 

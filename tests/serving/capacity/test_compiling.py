@@ -22,7 +22,29 @@ from serving.engine.steps.batching import BatchBuilder
 
 pytestmark = pytest.mark.full
 
-SLOTS, PAGES, PAGE = 400, 4000, 32
+SLOTS, PAGES, PAGE, TILE = 400, 4000, 32, 128
+
+
+def compiled(model, pattern, topology, batch):
+    """The program of a batch, its kernels, the fewest collectives, and bytes of states and of pages of a device."""
+    pytest.importorskip("libtpu")
+    config = dataclasses.replace(load_config(model), pattern=pattern, mtp_pattern="", vocab_size=1024)
+    slice_ = target(topology)
+    partition = Partition.of(config, slice_.count)
+    make = partial(init_store, num_slots=SLOTS, num_pages=PAGES, page_size=PAGE, dtype=jnp.bfloat16)
+    store = jax.eval_shape(partial(make, partition.store_shape(StoreShape.of(config))))
+    compiler = SlicePrograms(
+        HybridModel.abstract(config, dtype=jnp.bfloat16),
+        slice_mesh(slice_),
+        store=store,
+        rows=jax.eval_shape(partial(init_rows, config, max_num_seqs=64)),
+        tile_size=TILE,
+    )
+    (program,) = compiler.compile([("step", batch)], lambda name: None)
+    device = partition.device_shape(StoreShape.of(config))
+    states = SLOTS * device.bytes_per_slot(jnp.bfloat16)
+    pages = PAGES * device.bytes_per_page(PAGE, jnp.bfloat16)
+    return program, compiler.choice.report(), collectives(config, partition), (states, pages)
 
 
 @pytest.mark.smoke
@@ -44,34 +66,38 @@ SLOTS, PAGES, PAGE = 400, 4000, 32
     ],
 )
 def test_decode_is_lean(model, pattern, topology):
-    pytest.importorskip("libtpu")
-    config = dataclasses.replace(load_config(model), pattern=pattern, mtp_pattern="", vocab_size=1024)
-    slice_ = target(topology)
-    partition = Partition.of(config, slice_.count)
-    make = partial(init_store, num_slots=SLOTS, num_pages=PAGES, page_size=PAGE, dtype=jnp.bfloat16)
-    store = jax.eval_shape(partial(make, partition.store_shape(StoreShape.of(config))))
-    compiler = SlicePrograms(
-        HybridModel.abstract(config, dtype=jnp.bfloat16),
-        slice_mesh(slice_),
-        store=store,
-        rows=jax.eval_shape(partial(init_rows, config, max_num_seqs=16)),
-        tile_size=128,
-    )
     batch = DecodeBatch.empty(rows=16, num_speculative_tokens=0, pages_per_row=32)
-    (program,) = compiler.compile([("decode", batch)], lambda name: None)
-    assert not [by for by in ("state_update by xla", "delta_update by xla") if by in compiler.choice.report()]
-
-    device = partition.device_shape(StoreShape.of(config))
-    states = SLOTS * device.bytes_per_slot(jnp.bfloat16)
-    pages = PAGES * device.bytes_per_page(PAGE, jnp.bfloat16)
-    assert program.aliased >= states + pages
-    assert program.temporaries < min(states, pages) / 4
-    if slice_.count == 1:
+    program, kernels, least, sizes = compiled(model, pattern, topology, batch)
+    assert not [by for by in ("state_update by xla", "delta_update by xla") if by in kernels]
+    assert program.aliased >= sum(sizes)
+    assert program.temporaries < min(sizes) / 4
+    if target(topology).count == 1:
         assert not program.collectives
         return
-    least = collectives(config, partition)
     assert program.collectives["all-reduce"] == least["sums"] + least["norms"]
     assert program.collectives["all-gather"] == least["largest"]
+
+
+@pytest.mark.tpu_compile
+def test_weights_arrive_while_devices_add_up():
+    batch = DecodeBatch.empty(rows=64, num_speculative_tokens=0, pages_per_row=32)
+    program, *_ = compiled("nemotron-h-8b", "M-M*-", "v6e-8", batch)
+    *sums, _ = program.arriving  # after the last one comes the head
+    assert len(sums) == 5
+    assert min(sums) > 2e6
+
+
+@pytest.mark.tpu_compile
+def test_prefill_divides_its_tokens():
+    """Sums of a layer go to the device that has the token, and are gathered once the next norm has run."""
+    tokens = 1024
+    batch = PrefillBatch.empty(tokens=tokens, rows=2, tiles=tokens // TILE + 2, pages_per_row=32, tile_size=TILE)
+    program, _, least, sizes = compiled("nemotron-h-8b", "M*-", "v6e-8", batch)
+    assert program.aliased >= sum(sizes)
+    # Embeddings are added up whole.
+    assert program.collectives["all-reduce"] == 1
+    assert program.collectives["reduce-scatter"] == least["sums"] - 1
+    assert program.collectives["all-gather"] == least["sums"] - 1 + least["largest"]
 
 
 @pytest.mark.tpu_compile

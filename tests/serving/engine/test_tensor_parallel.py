@@ -46,6 +46,12 @@ def quick_compilation(monkeypatch):
     monkeypatch.setattr("serving.engine.assembly.build.StepPrograms", quick)
 
 
+@pytest.fixture(autouse=True)
+def few_tokens_are_divided(monkeypatch):
+    """Prefill divides its tokens over the devices, as it does with many tokens."""
+    monkeypatch.setattr("mamba_jax.sharding.axis.LEAST_TOKENS", 4)
+
+
 def engine(directory, case, shards, **flags):
     return LLM(directory, tensor_parallel_size=shards, speculative_method=case.drafts, **(FLAGS | flags))
 
@@ -180,6 +186,8 @@ def assert_lean(llm):
     least = collectives(config, Partition.of(config, mesh.shape[TENSOR]))
     steps = [compiled for name, compiled in programs.cache if name == "DecodeBatch"]
     assert steps
+    prefills = [compiled.as_text() for name, compiled in programs.cache if name == "PrefillBatch"]
+    assert any("reduce-scatter(" in text for text in prefills)
     for compiled in steps:
         text = compiled.as_text()
         found = Counter(count_collectives(text))
