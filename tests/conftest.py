@@ -54,8 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
         _bound_cache()
     if full_tier(config):
         _check_annotations()
-    elif not CHOSEN_BY_USER and "fusion_emitters" not in os.environ["XLA_FLAGS"]:
-        # The older emitters compile a step in two thirds of the time. The full tier has those that users run.
+    if not (config.option.slow or CHOSEN_BY_USER or "fusion_emitters" in os.environ["XLA_FLAGS"]):
+        # The older emitters compile a step in two thirds of the time. `--slow` has those that users run.
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 

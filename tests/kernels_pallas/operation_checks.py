@@ -31,9 +31,14 @@ def on_device(tree):
 
 
 @functools.cache
-def jitted(operation, **static):
-    """operation(*arrays, **arrays) compiled (once for all tests), taking numpy arrays and giving them."""
-    run = jax.jit(lambda args, kwargs: operation(*args, **kwargs, **static))
+def jitted(operation, *, emitters_of_users=False, **static):
+    """operation(*arrays, **arrays) compiled (once for all tests), taking numpy arrays and giving them.
+
+    emitters_of_users: compile with the fusion emitters that XLA has by default. Tests have the older ones, which round
+    an interpreted kernel differently inside and outside a loop.
+    """
+    options = {"xla_cpu_use_fusion_emitters": True} if emitters_of_users else None
+    run = jax.jit(lambda args, kwargs: operation(*args, **kwargs, **static), compiler_options=options)
     return lambda *args, **kwargs: jax.tree.map(np.asarray, run(on_device(args), on_device(kwargs)))
 
 

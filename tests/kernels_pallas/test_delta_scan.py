@@ -147,7 +147,8 @@ class Scan:
         assert_same_bits(y_nan[:, :tokens], y[:, :tokens])
 
     @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-    def test_cutting_between_tiles_changes_no_bit(self, scan, dtype):
+    def test_cutting_between_tiles_changes_no_bit(self, dtype):
+        scan = jitted(delta_scan, implementation=self.implementation, emitters_of_users=True)
         draw = Draw()
         inputs, store = layer(draw, self.odd, 4, self.odd.tile_size), states(draw, self.odd, 4, dtype)
         y, after = scan(*inputs, store, **where([1, 0, 0, 0], [2, 0, 0, 0], [0, 0, 0, 3]))
