@@ -136,7 +136,7 @@ class KernelChoice:
             return None
         used = f"C++ products use the instruction set {instructions}"
         if native.multiplies_bfloat16():
-            return f"{used}; XLA multiplies more than {native.FEW_ROWS} rows in bfloat16"
+            return f"{used}; XLA multiplies more than {native.few_rows()} rows in bfloat16"
         return f"{used} and widen bfloat16 weights to float32 for any number of rows (no bfloat16 instructions)"
 
     def report(self) -> str:

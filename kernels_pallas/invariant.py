@@ -8,8 +8,6 @@ activations are float32 or bfloat16, sums and states float32. Programs must be c
 An engine with `schedule_invariant` names these implementations for all operations.
 """
 
-import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas import dispatch, native
-from kernels_pallas.slots import load, put, read_slots, write_slots
+from kernels_pallas.slots import load, put, read_slots
 
 NAME = "invariant"
 F32 = jnp.float32
@@ -43,6 +41,18 @@ def unsupported(*args: Any, **kwargs: Any) -> str | None:
     known = (F32, jnp.bfloat16)
     other = [leaf.dtype for leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype not in known]
     return f"arrays are {other[0]}, not float32 or bfloat16" if other else WHY_MISSING
+
+
+def scan(run: Callable[..., Any]) -> dispatch.Implementation:
+    """The same for the choice of scans on CPU: token by token, a state's rows stay in registers, which takes less time
+    than the products of a scan by blocks."""
+    return dispatch.Implementation("native", run, _no_scan, "cpu")
+
+
+def _no_scan(*args: Any, **kwargs: Any) -> str | None:
+    if args[-1].dtype != F32:
+        return f"states are {args[-1].dtype}, not float32, and would be rounded after each token"
+    return unsupported(*args)
 
 
 def product(rows, weight):
@@ -213,53 +223,6 @@ def _scan_sequences(update: Callable[..., Any], inputs: Sequence[Any], y, initia
     store = jnp.concatenate([jnp.zeros((1, *shape), F32), start])
     out, store = update(*inputs, store, read_slot=rows, write_slot=write)
     return out.astype(y.dtype), store[1:]
-
-
-def _taps(seen, weight, bias, activation):
-    """The convolution of tokens; `seen` has an array [tokens, channels] for each tap, the oldest inputs first."""
-    seen = lax.optimization_barrier(tuple(one.astype(F32) for one in seen))
-    taps = weight.astype(F32).T
-    total = functools.reduce(operator.add, (rounded(taps[i] * one) for i, one in enumerate(seen)))
-    total = total if bias is None else total + bias.astype(F32)
-    return elementwise("silu", total) if activation == "silu" else lax.optimization_barrier(total)
-
-
-def causal_conv1d_prefill(
-    x, weight, bias, store, *, token_row, row_start, read_slot, tile_row, tile_end, write_slot, activation
-):
-    """See `causal_conv1d.api.causal_conv1d_prefill`."""
-    from kernels_pallas.causal_conv1d.xla import windows_of_tiles
-
-    tokens, keep = x.shape[0], weight.shape[1] - 1
-    window = read_slots(store, read_slot)
-    local = jnp.arange(tokens) - row_start[token_row]
-    seen = []
-    for back in range(keep, -1, -1):
-        recent = x[jnp.maximum(jnp.arange(tokens) - back, 0)]
-        older = window[token_row, jnp.clip(local - back + keep, 0, max(keep - 1, 0))]
-        seen.append(jnp.where((local >= back)[:, None], recent, older))
-    y = _taps(seen, weight, bias, activation)
-    ends = windows_of_tiles(lambda index: x[index], tokens, window, row_start, tile_row, tile_end)
-    return y.astype(x.dtype), write_slots(store, ends, write_slot)
-
-
-def causal_conv1d_update(x, weight, bias, store, *, read_slot, write_slot, activation):
-    """See `causal_conv1d.api.causal_conv1d_update`."""
-    rows, steps, channels = x.shape
-    keep = weight.shape[1] - 1
-    inputs = jnp.concatenate([read_slots(store, read_slot), x], axis=1)
-    seen = [inputs[:, i : i + steps].reshape(rows * steps, channels) for i in range(keep + 1)]
-    ends = jnp.stack([inputs[:, t + 1 : t + 1 + keep] for t in range(steps)], axis=1)
-    store = write_slots(store, ends.reshape(rows * steps, keep, channels), write_slot.reshape(-1))
-    return _taps(seen, weight, bias, activation).astype(x.dtype).reshape(x.shape), store
-
-
-def causal_conv1d_sequence(x, weight, bias, *, activation):
-    """See `causal_conv1d.api.causal_conv1d_sequence`."""
-    batch, length, channels = x.shape
-    inputs = jnp.pad(x, ((0, 0), (weight.shape[1] - 1, 0), (0, 0)))
-    seen = [inputs[:, i : i + length].reshape(batch * length, channels) for i in range(weight.shape[1])]
-    return _taps(seen, weight, bias, activation).astype(x.dtype).reshape(x.shape)
 
 
 def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key=0, window=None):

@@ -10,21 +10,22 @@ Source: the Mamba2 block (Dao and Gu, 2024).
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import dispatch, invariant
-from kernels_pallas.causal_conv1d import xla
+from kernels_pallas.causal_conv1d import native, xla
 from kernels_pallas.shape_check import shapes_checked
 
 PREFILL = (
-    invariant.implementation(invariant.causal_conv1d_prefill),
+    dispatch.Implementation("native", native.causal_conv1d_prefill, native.unsupported, "cpu"),
+    invariant.implementation(native.causal_conv1d_prefill),
     dispatch.Implementation("xla", xla.causal_conv1d_prefill),
     dispatch.Implementation("xla_then_correct", xla.prefill_then_correct),
 )
 UPDATE = (
-    invariant.implementation(invariant.causal_conv1d_update),
+    invariant.implementation(native.causal_conv1d_update),
     dispatch.Implementation("xla", xla.causal_conv1d_update),
     dispatch.Implementation("xla_by_inputs", xla.update_by_inputs),
 )
 SEQUENCE = (
-    invariant.implementation(invariant.causal_conv1d_sequence),
+    invariant.implementation(native.causal_conv1d_sequence),
     dispatch.Implementation("xla", xla.causal_conv1d_sequence),
 )
 

@@ -32,10 +32,11 @@ def causal_conv1d_prefill(x, weight, bias, store, *, activation, **places):
         "cpu": partial(_convolve, activation=activation),
         "default": partial(_convolve_then_correct, activation=activation),
     }
-    return _prefill(partial(lax.platform_dependent, **forms), x, weight, bias, store, **places)
+    return prefill(partial(lax.platform_dependent, **forms), x, weight, bias, store, **places)
 
 
-def _prefill(convolve, x, weight, bias, store, *, token_row, row_start, read_slot, tile_row, tile_end, write_slot):
+def prefill(convolve, x, weight, bias, store, *, token_row, row_start, read_slot, tile_row, tile_end, write_slot):
+    """Prefill by `convolve`: of x, taps, bias, windows, each token's row, each row's start, and indices in the rows."""
     tokens = x.shape[0]
     window = read_slots(store, read_slot)  # [rows, width-1, channels]
     local = jnp.arange(tokens) - row_start[token_row]  # index within the row
@@ -110,7 +111,7 @@ def _within(x, taps, local):
 
 def prefill_then_correct(x, weight, bias, store, *, activation, **places):
     """Implements the form for platforms other than CPU."""
-    return _prefill(partial(_convolve_then_correct, activation=activation), x, weight, bias, store, **places)
+    return prefill(partial(_convolve_then_correct, activation=activation), x, weight, bias, store, **places)
 
 
 def causal_conv1d_update(x, weight, bias, store, *, read_slot, write_slot, activation):

@@ -17,8 +17,8 @@ def unsupported(x, weight, *, out_dtype):
     if weight.dtype != jnp.bfloat16:
         return f"weights are {weight.dtype}, not bfloat16"
     rows = x.size // max(x.shape[-1], 1)
-    if rows == 0 or (rows > native.FEW_ROWS and native.multiplies_bfloat16()):
-        return f"{rows} rows, not 1 to {native.FEW_ROWS}"
+    if rows == 0 or (rows > native.few_rows() and native.multiplies_bfloat16()):
+        return f"{rows} rows, not 1 to {native.few_rows()}"
     return native.WHY_MISSING
 
 

@@ -13,12 +13,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-FEW_ROWS = 8
-"""With more rows, XLA's bfloat16 products are faster on processors with bfloat16 instructions."""
-
 _MULTIPLY_BFLOAT16 = ("amx_bf16", "avx512_bf16")
 _MODULE = "kernels_pallas.native._handlers"
 _OPERATIONS = (
+    "causal_conv1d",
     "delta_update",
     "elementwise",
     "grouped_matmul",
@@ -90,6 +88,11 @@ def multiplies_bfloat16() -> bool:
     False if MAMBA_JAX_INSTRUCTIONS restricts the library to a smaller instruction set.
     """
     return WHY_MISSING is not None or bool(getattr(importlib.import_module(_MODULE), "MULTIPLIES_BFLOAT16", True))
+
+
+def few_rows() -> int:
+    """Returns with how many rows C++ products of bfloat16 are the fastest on a processor with bfloat16 instructions."""
+    return 64 if instructions() == "avx512_bf16" else 8
 
 
 @functools.cache

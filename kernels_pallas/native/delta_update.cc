@@ -16,10 +16,24 @@ struct Sizes {
   int64_t rows, steps, heads, head_dim, groups, state, decays;
 };
 
+// `count` tokens of one head, one after the other. Vectors of tokens lie `groups` or `heads` vectors apart.
+struct Tokens {
+  int64_t count;
+  const float *q, *k, *v, *decay, *beta;
+  float* y;
+
+  NATIVE_INLINE void next(const Sizes& n) {
+    q += n.groups * n.state, k += n.groups * n.state;
+    v += n.heads * n.head_dim, y += n.heads * n.head_dim;
+    decay += n.heads * n.decays, beta += n.heads;
+  }
+};
+
 // One step of one head: kept = decay * old, next = kept + beta * (v - kept k) (outer) k, y = next q. decay is
 // one number, or one for each channel of the keys. `next` may be `old`.
-NATIVE_HOT void step(const float* old, float* next, const float* q, const float* k, const float* v, const float* decay,
-                     float beta, float* y, const Sizes& n) {
+NATIVE_INLINE void one_step(const float* old, float* next, const Tokens& t, const Sizes& n) {
+  const float *q = t.q, *k = t.k, *v = t.v, *decay = t.decay, beta = *t.beta;
+  float* y = t.y;
   const int64_t whole = n.state / kLanes * kLanes, apart = n.decays > 1;
   for (int64_t p = 0; p < n.head_dim; ++p) {
     const float* from = old + p * n.state;
@@ -58,6 +72,65 @@ NATIVE_HOT void step(const float* old, float* next, const float* q, const float*
   }
 }
 
+// The same for all tokens with `several` rows of a state of `vectors` vectors in registers meanwhile.
+template <int64_t vectors, int64_t several, bool apart>
+NATIVE_INLINE void steps_in_registers(const float* old, float* next, const Tokens& tokens, const Sizes& n) {
+  for (int64_t p = 0; p < n.head_dim; p += several) {
+    Lanes state[several][vectors];
+#pragma GCC unroll 4
+    for (int64_t r = 0; r < several; ++r) {
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < vectors; ++i) state[r][i] = load<kLanes>(old + ((p + r) * vectors + i) * kLanes);
+    }
+    Tokens t = tokens;
+    for (int64_t token = 0; token < tokens.count; ++token, t.next(n)) {
+      const Lanes all = *t.decay - Lanes{};
+      Lanes sum[several] = {};
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < vectors; ++i) {
+        const Lanes key = load<kLanes>(t.k + i * kLanes);
+        const Lanes decay = apart ? load<kLanes>(t.decay + i * kLanes) : all;
+#pragma GCC unroll 4
+        for (int64_t r = 0; r < several; ++r) {
+          state[r][i] *= decay;
+          sum[r] += state[r][i] * key;
+        }
+      }
+      Lanes written[several], out[several] = {};
+#pragma GCC unroll 4
+      for (int64_t r = 0; r < several; ++r) written[r] = *t.beta * (t.v[p + r] - total_of(sum[r])) - Lanes{};
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < vectors; ++i) {
+        const Lanes key = load<kLanes>(t.k + i * kLanes), query = load<kLanes>(t.q + i * kLanes);
+#pragma GCC unroll 4
+        for (int64_t r = 0; r < several; ++r) {
+          state[r][i] += written[r] * key;
+          out[r] += state[r][i] * query;
+        }
+      }
+#pragma GCC unroll 4
+      for (int64_t r = 0; r < several; ++r) t.y[p + r] = total_of(out[r]);
+    }
+#pragma GCC unroll 4
+    for (int64_t r = 0; r < several; ++r) {
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < vectors; ++i) store<kLanes>(next + ((p + r) * vectors + i) * kLanes, state[r][i]);
+    }
+  }
+}
+
+template <bool apart>
+NATIVE_INLINE void steps_as(const float* old, float* next, Tokens t, const Sizes& n) {
+  if (n.state == 4 * kLanes && n.head_dim % 4 == 0) return steps_in_registers<4, 4, apart>(old, next, t, n);
+  if (n.state == 8 * kLanes && n.head_dim % 2 == 0) return steps_in_registers<8, 2, apart>(old, next, t, n);
+  if (n.state == 16 * kLanes) return steps_in_registers<16, 1, apart>(old, next, t, n);
+  for (int64_t token = 0; token < t.count; ++token, t.next(n), old = next) one_step(old, next, t, n);
+}
+
+NATIVE_HOT void steps(const float* old, float* next, const Tokens& t, const Sizes& n) {
+  return n.decays > 1 ? steps_as<true>(old, next, t, n) : steps_as<false>(old, next, t, n);
+}
+
 ffi::Error run(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floats decay, Floats beta, Floats states,
                Ints read_slot, Ints write_slot, ffi::ResultBuffer<ffi::F32> y, ffi::ResultBuffer<ffi::F32> updated) {
   if (states.typed_data() != updated->typed_data()) {
@@ -75,11 +148,13 @@ ffi::Error run(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floats decay,
         return std::all_of(strength + token * n.heads, strength + (token + 1) * n.heads, [](float b) { return b == 0; });
       },
       [&](int64_t token, int64_t head) { std::fill_n(out + (token * n.heads + head) * n.head_dim, n.head_dim, 0.0f); },
-      [&](const float* old, float* next, int64_t token, int64_t head) {
+      [&](const float* old, float* next, int64_t token, int64_t count, int64_t head) {
         const int64_t place = token * n.heads + head, group = token * n.groups + head / (n.heads / n.groups);
-        step(old, next, q.typed_data() + group * n.state, k.typed_data() + group * n.state,
-             v.typed_data() + place * n.head_dim, decay.typed_data() + place * n.decays, strength[place],
-             out + place * n.head_dim, n);
+        steps(old, next,
+              Tokens{count, q.typed_data() + group * n.state, k.typed_data() + group * n.state,
+                     v.typed_data() + place * n.head_dim, decay.typed_data() + place * n.decays, strength + place,
+                     out + place * n.head_dim},
+              n);
       });
   return ffi::Error::Success();
 }

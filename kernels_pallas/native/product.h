@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "numbers.h"
@@ -119,8 +120,11 @@ struct Vectors<BFloat16Dot> {
   template <int64_t width>
   static NATIVE_INLINE void add(typename Registers<width>::Floats& sum, const typename Registers<width>::Floats& weight,
                                 const typename Registers<width>::Floats& value) {
-    // The compiler has this instruction only in functions for such a processor, which templates are not.
-    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weight), "v"(value));
+    // The compiler has this instruction only in functions for such a processor, which templates are not. It keeps an
+    // array of sums in memory if the instruction writes an element.
+    auto next = sum;
+    asm("vdpbf16ps %2, %1, %0" : "+v"(next) : "v"(weight), "v"(value));
+    sum = next;
   }
 #endif
 };
@@ -168,6 +172,26 @@ NATIVE_INLINE float total(const float* lanes) {
     store<width / 2>(half, load<width / 2>(lanes) + load<width / 2>(lanes + width / 2));
     return total<width / 2>(half);
   }
+}
+
+// The same sum of a vector in a register, which never leaves it.
+template <size_t... lane>
+NATIVE_INLINE float total_of(typename Registers<kLanes>::Floats value, std::index_sequence<lane...>) {
+#pragma GCC unroll 4
+  for (int32_t half = kLanes / 2; half > 0; half /= 2) {
+    const Registers<kLanes>::Integers other = {static_cast<int32_t>((lane + half) % kLanes)...};
+#ifdef __clang__
+    Registers<kLanes>::Floats turned;
+    for (int64_t i = 0; i < kLanes; ++i) turned[i] = value[other[i]];
+    value += turned;
+#else
+    value += __builtin_shuffle(value, other);
+#endif
+  }
+  return value[0];
+}
+NATIVE_INLINE float total_of(const Registers<kLanes>::Floats& value) {
+  return total_of(value, std::make_index_sequence<kLanes>());
 }
 
 // sums[o][t] += w[o][:count] x[t][:count] by `width` lanes, for `outputs` rows of w and `rows` rows of x (`in_order`),

@@ -21,37 +21,41 @@ inline std::vector<Chain> chains_of(int64_t rows, const int32_t* read_slot) {
   return chains;
 }
 
-// The states are [slots, heads, size]. For each chain and head, runs one_step(old, next, token, head) for the tokens of
-// its rows in order; `next` may be `old`. A token for which is_padding(token) is true changes no state: padding(token,
-// head) is called for it. Slot 0 reads as zeros and is not written.
-template <typename Stored, typename IsPadding, typename Padding, typename Step>
+// The states are [slots, heads, size]. For each chain and head, runs steps(old, next, token, count, head) for `count`
+// tokens from `token` on, of which only the last may write a slot; `next`, which receives the state after them, may be
+// `old`. A token for which is_padding(token) is true changes no state: padding(token, head) is called for it. Slot 0
+// reads as zeros and is not written.
+template <typename Stored, typename IsPadding, typename Padding, typename Steps>
 void row_steps(xla::ffi::ThreadPool& pool, int64_t rows, int64_t steps, int64_t heads, int64_t size,
                const int32_t* read_slot, const int32_t* write_slot, Stored* store, const IsPadding& is_padding,
-               const Padding& padding, const Step& one_step) {
+               const Padding& padding, const Steps& run_steps) {
   const std::vector<Chain> chains = chains_of(rows, read_slot);
   parallel_for(pool, chains.size() * heads, [&](int64_t begin, int64_t end) {
     std::vector<Stored> nowhere(size);  // for states that go to slot 0
     for (int64_t item = begin; item < end; ++item) {
       const Chain chain = chains[item / heads];
-      const int64_t head = item % heads;
+      const int64_t head = item % heads, last = chain.last * steps;
       auto slot = [&](int32_t index) { return store + (index * heads + head) * size; };
       const Stored* old = slot(read_slot[chain.first]);
       if (read_slot[chain.first] <= 0) {
         std::fill(nowhere.begin(), nowhere.end(), Stored{0});
         old = nowhere.data();
       }
-      for (int64_t token = chain.first * steps; token < chain.last * steps; ++token) {
-        Stored* next = write_slot[token] > 0 ? slot(write_slot[token]) : nowhere.data();
+      for (int64_t token = chain.first * steps; token < last;) {
+        int64_t until = token + 1;
         if (is_padding(token)) {  // which may hold NaN
-          if (next != old && write_slot[token] > 0) {
-            std::copy_n(old, size, next);
-            old = next;
+          if (write_slot[token] > 0 && slot(write_slot[token]) != old) {
+            old = std::copy_n(old, size, slot(write_slot[token])) - size;
           }
           padding(token, head);
-          continue;
+        } else {
+          while (until < last && write_slot[until - 1] <= 0 && !is_padding(until)) ++until;
+          const int32_t target = write_slot[until - 1];
+          Stored* next = target > 0 ? slot(target) : nowhere.data();
+          run_steps(old, next, token, until - token, head);
+          old = next;
         }
-        one_step(old, next, token, head);
-        old = next;
+        token = until;
       }
     }
   });

@@ -16,6 +16,7 @@ from kernels_pallas.ssd_scan import pallas_gpu, pallas_tpu, xla
 SCAN = (
     *dispatch.kernels("tpu", pallas_tpu, "ssd_scan"),
     *dispatch.kernels("gpu", pallas_gpu, "ssd_scan"),
+    invariant.scan(invariant.ssd_scan),
     invariant.implementation(invariant.ssd_scan),
     dispatch.Implementation("xla", xla.ssd_scan),
     dispatch.Implementation("xla_whole_tiles", xla.whole_tiles),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
 
+from kernels_pallas import native
 from kernels_pallas.causal_conv1d import (
     causal_conv1d_prefill,
     causal_conv1d_sequence,
@@ -210,6 +211,14 @@ class Convolution:
 
 class TestXla(Convolution):
     implementation = "xla"
+
+
+@pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"no native operations: {native.WHY_MISSING}")
+class TestNative(Convolution):
+    """By the name under which schedule-invariant programs choose it."""
+
+    implementation = "invariant"
+    test_sequence_gradients = None
 
 
 @pytest.mark.parametrize("steps", [1, 4])

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
 
+from kernels_pallas import native
 from kernels_pallas.delta_scan import delta_scan, delta_scan_sequence, reference
 from kernels_pallas.delta_scan.inverse import unit_lower_inverse
 from kernels_pallas.workloads import DELTA
@@ -57,6 +58,9 @@ def pad(inputs, tile, start):
     beta[tile, start:] = 0
     for v in others:
         v[tile, start:] = np.nan
+
+
+needs_native = pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"no C++ operations: {native.WHY_MISSING}")
 
 
 class Scan:
@@ -197,6 +201,23 @@ class Scan:
 
 class TestXla(Scan):
     implementation = "xla"
+
+
+@needs_native
+class TestNative(Scan):
+    """Token by token; states must be float32."""
+
+    implementation = "native"
+    test_bfloat16 = None
+
+    @pytest.mark.parametrize("dtype", [np.float32])
+    def test_cutting_between_tiles_changes_no_bit(self, scan, dtype):
+        super().test_cutting_between_tiles_changes_no_bit(scan, dtype)
+
+    @pytest.mark.parametrize("dtype", [np.float32])
+    @pytest.mark.parametrize("shape", [ODD, SHAPES[-1]], ids=lambda s: s.name)
+    def test_in_place(self, shape, dtype):
+        super().test_in_place(shape, dtype)
 
 
 class TestXlaByChannel(TestXla):

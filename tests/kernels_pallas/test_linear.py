@@ -43,6 +43,7 @@ def test_native_rows_do_not_depend_on_each_other():
 @needs_native
 def test_native_runs_where_it_is_faster(monkeypatch):
     monkeypatch.setattr(native, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(native, "few_rows", lambda: 8)
     few, narrow = jnp.ones((4, 32), jnp.bfloat16), jnp.ones((8, 32), jnp.bfloat16)
     choice = KernelChoice(platform="cpu")
     with choice.applied():

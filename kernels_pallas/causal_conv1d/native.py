@@ -1,0 +1,63 @@
+"""The convolution of packed rows in C++, for CPU (`native/causal_conv1d.cc`): each input is read once.
+
+XLA would compute a token's sums again for each place that reads them, one number at a time.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas import native
+from kernels_pallas.causal_conv1d import xla
+from kernels_pallas.slots import read_slots, write_slots
+
+F32 = jnp.float32
+
+
+def unsupported(x, weight, bias, store, **places):
+    """Returns why it cannot run this call, or None."""
+    if x.dtype not in (F32, jnp.bfloat16):
+        return f"x is {x.dtype}, not float32 or bfloat16"
+    return native.why_missing("causal_conv1d")
+
+
+def causal_conv1d_prefill(x, weight, bias, store, *, activation, **places):
+    """See `api.causal_conv1d_prefill`."""
+
+    def convolve(x, taps, bias, window, token_row, row_start, local):
+        return _convolve(x, taps, bias, window, token_row, row_start, activation)
+
+    return xla.prefill(convolve, x, weight, bias, store, **places)
+
+
+def causal_conv1d_update(x, weight, bias, store, *, read_slot, write_slot, activation):
+    """See `api.causal_conv1d_update`."""
+    rows, steps, channels = x.shape
+    window = read_slots(store, read_slot)
+    y = causal_conv1d_rows(x, weight, bias, window, activation)
+    inputs = jnp.concatenate([window, x.astype(store.dtype)], axis=1)
+    ends = jnp.stack([inputs[:, t + 1 : t + weight.shape[1]] for t in range(steps)], axis=1)
+    return y, write_slots(store, ends.reshape(rows * steps, -1, channels), write_slot.reshape(-1))
+
+
+def causal_conv1d_sequence(x, weight, bias, *, activation):
+    """See `api.causal_conv1d_sequence`; without gradients."""
+    window = jnp.zeros((x.shape[0], weight.shape[1] - 1, x.shape[2]), x.dtype)
+    return causal_conv1d_rows(x, weight, bias, window, activation)
+
+
+def causal_conv1d_rows(x, weight, bias, window, activation):
+    """Convolves rows [rows, length, channels] of equal length, each continuing from a window."""
+    rows, length, channels = x.shape
+    convolve = functools.partial(_convolve, activation=activation)
+    row = jnp.repeat(jnp.arange(rows), length)
+    y = convolve(x.reshape(-1, channels), weight.astype(F32).T, bias, window, row, jnp.arange(rows) * length)
+    return y.reshape(x.shape)
+
+
+def _convolve(x, taps, bias, window, token_row, row_start, activation):
+    call = jax.ffi.ffi_call(native.target("causal_conv1d"), jax.ShapeDtypeStruct(x.shape, x.dtype))
+    bias = jnp.zeros(x.shape[1], F32) if bias is None else bias.astype(F32)
+    rows = (v.astype(jnp.int32) for v in (token_row, row_start))
+    return call(x, taps, bias, window.astype(x.dtype), *rows, silu=activation == "silu")

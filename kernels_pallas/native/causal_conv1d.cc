@@ -1,0 +1,111 @@
+// The causal convolution of packed rows: see kernels_pallas/causal_conv1d. A token's bits do not depend on the tokens
+// around it, except through their inputs.
+#include <algorithm>
+#include <vector>
+
+#include "exponential.h"
+#include "numbers.h"
+#include "parallel.h"
+
+namespace native {
+namespace {
+
+namespace ffi = xla::ffi;
+using Floats = ffi::Buffer<ffi::F32>;
+using Ints = ffi::Buffer<ffi::S32>;
+
+constexpr int64_t kBlock = 64;               // channels that are computed together
+constexpr int64_t kWorthSharing = 32 << 10;  // products: fewer are computed before another thread has woken up
+
+// y [channels] of one token; seen[i]: the input [channels] that tap i meets.
+template <typename Number, bool silu>
+NATIVE_INLINE void convolve(const typename Number::Stored* const* seen, const float* taps, const float* bias,
+                            int64_t width, int64_t channels, typename Number::Stored* y) {
+  for (int64_t first = 0; first < channels; first += kBlock) {
+    const int64_t count = std::min(kBlock, channels - first);
+    float sum[kBlock] = {};
+    for (int64_t i = 0; i < width; ++i) {
+      const typename Number::Stored* x = seen[i] + first;
+      const float* tap = taps + i * channels + first;
+      for (int64_t k = 0; k < count; ++k) sum[k] += tap[k] * Number::load(x[k]);
+    }
+    for (int64_t k = 0; k < count; ++k) {
+      const float total = sum[k] + bias[first + k];
+      y[first + k] = Number::round(silu ? total / (1.0f + exponential(-total)) : total);
+    }
+  }
+}
+
+#define FORM(name, Number, silu)                                                                                 \
+  NATIVE_HOT void name(const Number::Stored* const* seen, const float* taps, const float* bias, int64_t width,  \
+                       int64_t channels, Number::Stored* y) {                                                   \
+    convolve<Number, silu>(seen, taps, bias, width, channels, y);                                               \
+  }
+FORM(float32, Float32, false)
+FORM(float32_silu, Float32, true)
+FORM(bfloat16, BFloat16, false)
+FORM(bfloat16_silu, BFloat16, true)
+
+// x [tokens, channels]; window [rows, width - 1, channels]: a row's inputs before its first token. Inputs of tokens
+// that lie before their row are zeros.
+template <typename Stored, typename Form>
+void run_as(ffi::ThreadPool& pool, const Stored* x, const float* taps, const float* bias, const Stored* window,
+            const int32_t* token_row, const int32_t* row_start, int64_t tokens, int64_t width, int64_t channels,
+            Stored* y, const Form& form) {
+  const std::vector<Stored> zeros(channels);
+  parallel_for(
+      pool, tokens,
+      [&](int64_t begin, int64_t end) {
+        std::vector<const Stored*> seen(width);
+        for (int64_t t = begin; t < end; ++t) {
+          const int64_t row = token_row[t], local = t - row_start[row];
+          for (int64_t i = 0; i < width; ++i) {
+            const int64_t at = local + i - (width - 1);
+            seen[i] = local < 0 ? zeros.data()
+                      : at < 0  ? window + (row * (width - 1) + at + width - 1) * channels
+                                : x + (row_start[row] + at) * channels;
+          }
+          form(seen.data(), taps, bias, width, channels, y + t * channels);
+        }
+      },
+      std::max<int64_t>(kWorthSharing / std::max<int64_t>(width * channels, 1), 1));
+}
+
+ffi::Error run(ffi::ThreadPool pool, bool silu, ffi::AnyBuffer x, Floats taps, Floats bias, ffi::AnyBuffer window,
+               Ints token_row, Ints row_start, ffi::Result<ffi::AnyBuffer> y) {
+  const int64_t tokens = x.dimensions()[0], width = taps.dimensions()[0], channels = taps.dimensions()[1];
+  if (window.element_type() != x.element_type()) {
+    return ffi::Error::InvalidArgument("causal_conv1d: windows must have the dtype of x");
+  }
+  auto call = [&](auto number, const auto& form) {
+    using Stored = typename decltype(number)::Stored;
+    run_as(pool, static_cast<const Stored*>(x.untyped_data()), taps.typed_data(), bias.typed_data(),
+           static_cast<const Stored*>(window.untyped_data()), token_row.typed_data(), row_start.typed_data(), tokens,
+           width, channels, static_cast<Stored*>(y->untyped_data()), form);
+    return ffi::Error::Success();
+  };
+  switch (x.element_type()) {
+    case ffi::F32:
+      return call(Float32(), silu ? float32_silu : float32);
+    case ffi::BF16:
+      return call(BFloat16(), silu ? bfloat16_silu : bfloat16);
+    default:
+      return ffi::Error::InvalidArgument("causal_conv1d: x must be float32 or bfloat16");
+  }
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(causal_conv1d, run,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Attr<bool>("silu")
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Ret<ffi::AnyBuffer>());
+
+}  // namespace native
