@@ -43,16 +43,18 @@ def unsupported(*args: Any, **kwargs: Any) -> str | None:
     return f"arrays are {other[0]}, not float32 or bfloat16" if other else WHY_MISSING
 
 
-def scan(run: Callable[..., Any]) -> dispatch.Implementation:
-    """The same for the choice of scans on CPU: token by token, a state's rows stay in registers, which takes less time
-    than the products of a scan by blocks."""
-    return dispatch.Implementation("native", run, _no_scan, "cpu")
+def scan(run: Callable[..., Any], *, wide: bool = False) -> dispatch.Implementation:
+    """The entry of the automatic choice on CPU: token by token, with rows of a state in registers, a scan takes less
+    time than as products of blocks. With `wide`, only where registers have 512 bits."""
 
+    def unsupported_scan(*args: Any, **kwargs: Any) -> str | None:
+        if args[-1].dtype != F32:
+            return f"states are {args[-1].dtype}, not float32, and would be rounded after each token"
+        if wide and native.instructions() in ("avx2", "baseline"):
+            return f"registers are narrow (instruction set {native.instructions()})"
+        return unsupported(*args)
 
-def _no_scan(*args: Any, **kwargs: Any) -> str | None:
-    if args[-1].dtype != F32:
-        return f"states are {args[-1].dtype}, not float32, and would be rounded after each token"
-    return unsupported(*args)
+    return dispatch.Implementation("native", run, unsupported_scan, "cpu")
 
 
 def product(rows, weight):

@@ -23,7 +23,7 @@ from kernels_pallas.shape_check import check_groups, shapes_checked
 SCAN = (
     *dispatch.kernels("tpu", pallas_tpu, "delta_scan"),
     *dispatch.kernels("gpu", pallas_gpu, "delta_scan"),
-    invariant.scan(invariant.delta_scan),
+    invariant.scan(invariant.delta_scan, wide=True),
     invariant.implementation(invariant.delta_scan),
     dispatch.Implementation("xla", xla.delta_scan),
 )

@@ -101,6 +101,8 @@ template const Forms<uint32_t>& forms();
 
 const char* instructions() { return kChoice.name; }
 
+bool has_wide_registers() { return std::strcmp(kChoice.name, "avx2") != 0 && std::strcmp(kChoice.name, "baseline") != 0; }
+
 bool multiplies_bfloat16() {
 #ifdef NATIVE_DISPATCH
   return forms<uint32_t>().few != nullptr;

@@ -349,6 +349,9 @@ void product_of(const float* x, const Stored* w, float* y, int64_t rows, int64_t
 // Whether the processor multiplies bfloat16 itself; XLA is then faster with many rows.
 bool multiplies_bfloat16();
 
+// Whether a vector of kLanes numbers is a register, of which there are 32.
+bool has_wide_registers();
+
 // The instruction set of products: "amx_bf16", "avx512_bf16", "avx512", "avx2" or "baseline".
 const char* instructions();
 

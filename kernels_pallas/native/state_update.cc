@@ -85,9 +85,10 @@ NATIVE_INLINE void steps_in_registers(const float* old, float* next, const Token
 }
 
 NATIVE_HOT void steps(const float* old, float* next, const Tokens& t, const Sizes& n) {
-  if (n.state == 4 * kLanes && n.head_dim % 4 == 0) return steps_in_registers<4, 4>(old, next, t, n);
-  if (n.state == 8 * kLanes && n.head_dim % 2 == 0) return steps_in_registers<8, 2>(old, next, t, n);
-  if (n.state == 16 * kLanes) return steps_in_registers<16, 1>(old, next, t, n);
+  static const bool wide = has_wide_registers();
+  if (wide && n.state == 4 * kLanes && n.head_dim % 4 == 0) return steps_in_registers<4, 4>(old, next, t, n);
+  if (wide && n.state == 8 * kLanes && n.head_dim % 2 == 0) return steps_in_registers<8, 2>(old, next, t, n);
+  if (wide && n.state == 16 * kLanes) return steps_in_registers<16, 1>(old, next, t, n);
   for (int64_t token = 0; token < t.count; ++token, old = next) one_step<Float32>(old, next, t, token, n);
 }
 

@@ -192,8 +192,8 @@ class TestNative(Scan):
     test_bfloat16 = None
 
     @pytest.mark.parametrize("dtype", [np.float32])
-    def test_cutting_between_tiles_changes_no_bit(self, scan, dtype):
-        super().test_cutting_between_tiles_changes_no_bit(scan, dtype)
+    def test_cutting_between_tiles_changes_no_bit(self, dtype):
+        super().test_cutting_between_tiles_changes_no_bit(dtype)
 
     @pytest.mark.parametrize("dtype", [np.float32])
     @pytest.mark.parametrize("shape", [ODD, SHAPES[-1]], ids=lambda s: s.name)
