@@ -50,7 +50,7 @@ def scan(run: Callable[..., Any], *, wide: bool = False) -> dispatch.Implementat
     def unsupported_scan(*args: Any, **kwargs: Any) -> str | None:
         if args[-1].dtype != F32:
             return f"states are {args[-1].dtype}, not float32, and would be rounded after each token"
-        if wide and native.instructions() in ("avx2", "baseline"):
+        if wide and not native.has_wide_registers():
             return f"registers are narrow (instruction set {native.instructions()})"
         return unsupported(*args)
 

@@ -3,14 +3,12 @@
 XLA would compute a token's sums again for each place that reads them, one number at a time.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
 from kernels_pallas import native
 from kernels_pallas.causal_conv1d import xla
-from kernels_pallas.slots import read_slots, write_slots
+from kernels_pallas.slots import read_slots
 
 F32 = jnp.float32
 
@@ -33,27 +31,23 @@ def causal_conv1d_prefill(x, weight, bias, store, *, activation, **places):
 
 def causal_conv1d_update(x, weight, bias, store, *, read_slot, write_slot, activation):
     """See `api.causal_conv1d_update`."""
-    rows, steps, channels = x.shape
     window = read_slots(store, read_slot)
-    y = causal_conv1d_rows(x, weight, bias, window, activation)
-    inputs = jnp.concatenate([window, x.astype(store.dtype)], axis=1)
-    ends = jnp.stack([inputs[:, t + 1 : t + weight.shape[1]] for t in range(steps)], axis=1)
-    return y, write_slots(store, ends.reshape(rows * steps, -1, channels), write_slot.reshape(-1))
+    _, store = xla.write_steps(window, x, store, write_slot)
+    return _convolve_rows(x, weight, bias, window, activation), store
 
 
 def causal_conv1d_sequence(x, weight, bias, *, activation):
     """See `api.causal_conv1d_sequence`; without gradients."""
     window = jnp.zeros((x.shape[0], weight.shape[1] - 1, x.shape[2]), x.dtype)
-    return causal_conv1d_rows(x, weight, bias, window, activation)
+    return _convolve_rows(x, weight, bias, window, activation)
 
 
-def causal_conv1d_rows(x, weight, bias, window, activation):
+def _convolve_rows(x, weight, bias, window, activation):
     """Convolves rows [rows, length, channels] of equal length, each continuing from a window."""
     rows, length, channels = x.shape
-    convolve = functools.partial(_convolve, activation=activation)
-    row = jnp.repeat(jnp.arange(rows), length)
-    y = convolve(x.reshape(-1, channels), weight.astype(F32).T, bias, window, row, jnp.arange(rows) * length)
-    return y.reshape(x.shape)
+    row = jnp.arange(rows)
+    places = jnp.repeat(row, length), row * length
+    return _convolve(x.reshape(-1, channels), weight.astype(F32).T, bias, window, *places, activation).reshape(x.shape)
 
 
 def _convolve(x, taps, bias, window, token_row, row_start, activation):

@@ -126,13 +126,18 @@ def causal_conv1d_update(x, weight, bias, store, *, read_slot, write_slot, activ
 
 def _update_by_rows(x, weight, bias, store, read_slot, write_slot, *, activation):
     """Returns all inputs of a row in one array [rows, width-1+steps, channels]."""
-    rows, steps, channels = x.shape
-    keep, taps = weight.shape[1] - 1, weight.astype(F32).T
-    inputs = jnp.concatenate([read_slots(store, read_slot), x.astype(store.dtype)], axis=1)
-    total = sum(taps[i] * inputs[:, i : i + steps].astype(F32) for i in range(keep + 1))
-    ends = jnp.stack([inputs[:, t + 1 : t + 1 + keep] for t in range(steps)], axis=1)
-    store = write_slots(store, ends.reshape(rows * steps, keep, channels), write_slot.reshape(-1))
+    steps, taps = x.shape[1], weight.astype(F32).T
+    inputs, store = write_steps(read_slots(store, read_slot), x, store, write_slot)
+    total = sum(taps[i] * inputs[:, i : i + steps].astype(F32) for i in range(len(taps)))
     return _finish(total, bias, activation, x.dtype), store
+
+
+def write_steps(window, x, store, write_slot):
+    """Returns inputs [rows, width-1+steps, channels], windows first, and the store with a window for each step."""
+    (rows, steps, channels), keep = x.shape, window.shape[1]
+    inputs = jnp.concatenate([window, x.astype(store.dtype)], axis=1)
+    ends = jnp.stack([inputs[:, t + 1 : t + 1 + keep] for t in range(steps)], axis=1)
+    return inputs, write_slots(store, ends.reshape(rows * steps, keep, channels), write_slot.reshape(-1))
 
 
 def update_by_inputs(x, weight, bias, store, *, read_slot, write_slot, activation):

@@ -90,6 +90,11 @@ def multiplies_bfloat16() -> bool:
     return WHY_MISSING is not None or bool(getattr(importlib.import_module(_MODULE), "MULTIPLIES_BFLOAT16", True))
 
 
+def has_wide_registers() -> bool:
+    """Returns whether C++ operations compute with registers of 512 bits."""
+    return instructions() not in (None, "avx2", "baseline")
+
+
 def few_rows() -> int:
     """Returns with how many rows C++ products of bfloat16 are the fastest on a processor with bfloat16 instructions."""
     return 64 if instructions() == "avx512_bf16" else 8

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from checkpoints import load_model
+from serving.cli.evaluation import comparison
 from serving.cli.evaluation.comparison import compare
 from serving.cli.main import run
 
@@ -39,10 +40,13 @@ def test_is_what_it_is_defined_as():
 
 
 @pytest.mark.full
-def test_a_model_is_itself_and_fewer_bits_are_farther_away():
+def test_a_model_is_itself_and_fewer_bits_are_farther_away(monkeypatch):
+    # As users compile it: XLA's older emitters, which tests have, round the same logits differently in two fusions.
+    users = jax.jit(comparison._compare.__wrapped__, compiler_options={"xla_cpu_use_fusion_emitters": True})
+    monkeypatch.setattr(comparison, "_compare", users)
     reference = demo()
     same = compare(reference, reference, TOKENS)
-    assert (same.kl, same.agreement) == (pytest.approx(0, abs=1e-7), 1.0)
+    assert (same.kl, same.agreement) == (pytest.approx(0, abs=1e-9), 1.0)
     eight, four = (compare(demo(kind), reference, TOKENS) for kind in ("int8", "int4"))
     assert 1e-7 < eight.kl < four.kl / 10
     assert four.agreement < eight.agreement
