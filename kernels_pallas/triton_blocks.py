@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -55,6 +56,30 @@ def any_nonzero(ref, *lead: Array):
 def store_if(condition: Bool[Array, "..."], ref, value: Array) -> None:
     """Writes `value` where `condition` is true."""
     plt.store(ref, value, mask=jnp.broadcast_to(condition, value.shape))
+
+
+def update_call(
+    kernel: Callable[..., None],
+    name: str,
+    grid: tuple[int, ...],
+    inputs: tuple[Array | None, ...],
+    y: jax.ShapeDtypeStruct,
+    stores: tuple[Array, ...],
+    *,
+    interpret: bool,
+    warps: int = 4,
+) -> Sequence[Array]:
+    """Runs a kernel of (inputs, stores, y, stores), the stores in place; returns y and the stores."""
+    first = sum(v is not None for v in inputs)
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        out_shape=[y, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in stores)],
+        input_output_aliases={first + n: 1 + n for n in range(len(stores))},
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
+        interpret=interpret,
+        name=name,
+    )(*inputs, *stores)
 
 
 def pass_states_on(

@@ -21,6 +21,7 @@ from kernels_pallas.triton_blocks import (
     power_of_two_in,
     product_with,
     store_if,
+    update_call,
 )  # fmt: skip
 
 F32 = jnp.float32
@@ -43,23 +44,16 @@ def delta_update(
     """See `api.delta_update`. `channels` (at most, of a head) go into one program of `warps` warps."""
     rows, steps, heads, head_dim = v.shape
     block = power_of_two_in(head_dim, channels)
-    y, store = pl.pallas_call(
+    slots = read_slot.astype(jnp.int32), write_slot.astype(jnp.int32)
+    y, store = update_call(
         functools.partial(_kernel, steps=steps, block=block, repeats=heads // k.shape[2]),
-        grid=(rows, heads, head_dim // block),
-        out_shape=[jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(store.shape, store.dtype)],
-        input_output_aliases={7: 1},
-        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
+        "delta_update",
+        (rows, heads, head_dim // block),
+        (*slots, q, k, v, log_decay.astype(F32), beta.astype(F32)),
+        jax.ShapeDtypeStruct(v.shape, v.dtype),
+        (store,),
         interpret=interpret,
-        name="delta_update",
-    )(
-        read_slot.astype(jnp.int32),
-        write_slot.astype(jnp.int32),
-        q,
-        k,
-        v,
-        log_decay.astype(F32),
-        beta.astype(F32),
-        store,
+        warps=warps,
     )
     return y, store
 

@@ -14,7 +14,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels_pallas.triton_blocks import is_power_of_two, load_if, offsets_overflow, power_of_two_in, store_if
+from kernels_pallas.triton_blocks import (
+    is_power_of_two,
+    load_if,
+    offsets_overflow,
+    power_of_two_in,
+    store_if,
+    update_call,
+)
 
 F32 = jnp.float32
 
@@ -36,15 +43,7 @@ def state_update(
     """See `api.state_update`. `channels` (at most, of a head) go into one program of `warps` warps."""
     rows, steps, heads, head_dim = x.shape
     block = power_of_two_in(head_dim, channels)
-    y, store = pl.pallas_call(
-        functools.partial(_kernel, steps=steps, block=block, repeats=heads // b.shape[2]),
-        grid=(rows, heads, head_dim // block),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(store.shape, store.dtype)],
-        input_output_aliases={9: 1},
-        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
-        interpret=interpret,
-        name="state_update",
-    )(
+    inputs = (
         read_slot.astype(jnp.int32),
         write_slot.astype(jnp.int32),
         # Whether a step is real depends on all heads, but a program sees only one.
@@ -56,7 +55,16 @@ def state_update(
         b,
         c,
         d.astype(F32),
-        store,
+    )
+    y, store = update_call(
+        functools.partial(_kernel, steps=steps, block=block, repeats=heads // b.shape[2]),
+        "state_update",
+        (rows, heads, head_dim // block),
+        inputs,
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        (store,),
+        interpret=interpret,
+        warps=warps,
     )
     return y, store
 

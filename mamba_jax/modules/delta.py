@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.delta_replay import DeltaTail, delta_replay
 from kernels_pallas.delta_scan import delta_scan, delta_scan_sequence
 from kernels_pallas.delta_update import delta_update
-from kernels_pallas.fixed_order import exp, rounded, row_sum, sigmoid, softplus
+from kernels_pallas.gated_delta_update import Gates, decays_and_strengths, gated_delta_update, unit
 from kernels_pallas.gated_norm import gated_rms_norm
 from mamba_jax.config.delta import DeltaConfig
 from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, ReplayLayout, SequenceLayout
@@ -25,9 +25,9 @@ from mamba_jax.modules.mamba import initial_dt_bias
 from mamba_jax.sharding.axis import axis_index
 from mamba_jax.store import SlotArrays
 
-# A writing strength of exactly 0 marks padding, so a token's strength must not underflow to 0.
-_LEAST_BETA = 1e-37
-_NORM_EPS = 1e-6
+ARRAYS = ("delta", "conv_v", "conv_qk")
+"""Names of the layer's arrays in the store: states, and windows of the convolutions of values, and of queries and
+keys."""
 
 
 def _sequences(layout: SequenceLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...]) -> Array:
@@ -133,28 +133,59 @@ class Delta(nnx.Module):
     def __call__(
         self, x: Float[Array, "T hidden"], layout: Layout, state: SlotArrays | None
     ) -> tuple[Float[Array, "T hidden"], SlotArrays | None]:
-        config = self.config
         # Without a store there is no state to return.
-        old: SlotArrays | dict[str, None] = dict.fromkeys(("delta", "conv_v", "conv_qk")) if state is None else state
+        old: SlotArrays | dict[str, None] = dict.fromkeys(ARRAYS) if state is None else state
 
-        v, conv_v = self.conv_v(self.v_proj(x, layout.adapter), layout, old["conv_v"])
+        v, z = (project(x, layout.adapter) for project in (self.v_proj, self.z_proj))
         qk = jnp.concatenate([project(x, layout.adapter) for project in (self.q_proj, self.k_proj)], axis=1)
-        qk, conv_qk = self.conv_qk(qk, layout, old["conv_qk"])
-        v = v.reshape(v.shape[0], -1, config.head_dim)
-        q, k = (self._own_groups(one, v.shape[1]) for one in jnp.split(qk, 2, axis=1))
+        a, b = (project(x, layout.adapter, out_dtype=jnp.float32) for project in (self.a_proj, self.b_proj))
+        between = Operation(self._whole, self._apart, self._rows, self._apart)
+        y, states = layout.run(between, (qk, v, z, a, b), (), tuple(old[name] for name in ARRAYS))
+        out = self.out_proj(y, layout.adapter)
+        return out, None if state is None else dict(zip(ARRAYS, states, strict=True))
 
-        b, a = (project(x, layout.adapter, out_dtype=jnp.float32) for project in (self.b_proj, self.a_proj))
-        beta = jnp.maximum(config.beta_scale * sigmoid(b), _LEAST_BETA)
-        a, rate = a + self.dt_bias[...], exp(self.a_log[...])
-        if config.decay == "channel":
-            a, rate = a.reshape(*v.shape[:2], -1), rate[:, None]
-        if config.log_decay_bound is None:
-            log_decay = -rate * softplus(a)
-        else:
-            log_decay = config.log_decay_bound * sigmoid(rounded(rate * a))
-        q, k = (_unit(q) * config.state_size**-0.5).astype(q.dtype), _unit(k).astype(k.dtype)
-        y, delta = layout.run(DELTA_RULE, (q, k, v, log_decay, beta), (), old["delta"])
-        z = self.z_proj(x, layout.adapter).reshape(y.shape)
+    # Forms of the operations between the projections. Inputs: qk [T, 2 * groups * state], v and z [T, inner], a [T,
+    # decays], b [T, heads]; states by `ARRAYS`. The result is [T, inner].
+
+    def _whole(self, layout: SequenceLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...]) -> Array:
+        return self._apart(layout, inputs, parameters, (None, None, None))[0]
+
+    def _rows(
+        self, layout: DecodeLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], states: tuple[Array, ...]
+    ) -> tuple[Array, tuple[Array, ...]]:
+        (qk, v, z, a, b), shape = inputs, layout.shape
+        if self.config.num_groups % (self.config.num_heads // b.shape[1]) and self.config.num_groups > 1:
+            return self._apart(layout, inputs, parameters, states)  # groups lie on several devices
+        y, *new = gated_delta_update(
+            qk.reshape(*shape, 2, -1, self.config.state_size),
+            v.reshape(*shape, -1),
+            z.reshape(*shape, -1),
+            a.reshape(*shape, -1),
+            b.reshape(*shape, -1),
+            self.a_log[...],
+            self.dt_bias[...],
+            self.conv_v.own(v.shape[1])[0],
+            self.conv_qk.own(qk.shape[1])[0],
+            self.norm.weight[...],
+            *states,
+            valid=layout.valid.reshape(shape),
+            read_slot=layout.read_slot,
+            write_slot=layout.write_slot,
+            gates=self._gates(),
+        )
+        return layout.by_token(y), tuple(new)
+
+    def _apart(
+        self, layout: Layout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], states: tuple[Any, ...]
+    ) -> tuple[Array, tuple[Any, ...]]:
+        config, (qk, v, z, a, b), (delta, conv_v, conv_qk) = self.config, inputs, states
+        v, conv_v = self.conv_v(v, layout, conv_v)
+        qk, conv_qk = self.conv_qk(qk, layout, conv_qk)
+        v, z = (one.reshape(len(one), -1, config.head_dim) for one in (v, z))
+        q, k = (self._own_groups(one, v.shape[1]) for one in jnp.split(qk, 2, axis=1))
+        log_decay, beta = decays_and_strengths(a, b, self.a_log[...], self.dt_bias[...], self._gates())
+        q, k = unit(q, config.state_size**-0.5), unit(k)
+        y, delta = layout.run(DELTA_RULE, (q, k, v, log_decay, beta), (), delta)
         y = gated_rms_norm(
             y,
             z,
@@ -164,8 +195,11 @@ class Delta(nnx.Module):
             norm_before_gate=True,
             activation=config.output_gate,
         )
-        out = self.out_proj(y.reshape(x.shape[0], -1), layout.adapter)
-        return out, None if state is None else {"delta": delta, "conv_v": conv_v, "conv_qk": conv_qk}
+        return y.reshape(len(y), -1), (delta, conv_v, conv_qk)
+
+    def _gates(self) -> Gates:
+        config = self.config
+        return Gates(config.beta_scale, config.log_decay_bound, config.output_gate, config.norm_eps)
 
     def _own_groups(self, v: Float[Array, "T channels"], heads: int) -> Float[Array, "T groups state"]:
         """Queries or keys by heads. If the device has all of them but few value heads: the head that these share."""
@@ -174,9 +208,3 @@ class Delta(nnx.Module):
         if groups.shape[1] * devices <= self.config.num_groups or devices == 1:
             return groups
         return jax.lax.dynamic_slice_in_dim(groups, axis_index() * self.config.num_groups // devices, 1, axis=1)
-
-
-def _unit(v: Float[Array, "*batch state"]) -> Float[Array, "*batch state"]:
-    """v in float32, scaled to length 1."""
-    v = v.astype(jnp.float32)
-    return v * jax.lax.rsqrt(row_sum(jnp.square(v)) + _NORM_EPS)

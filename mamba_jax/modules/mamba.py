@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,9 +11,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kernels_pallas.fixed_order import exp, silu, softplus
+from kernels_pallas.fixed_order import exp, silu
 from kernels_pallas.gated_norm import gated, gated_rms_norm
 from kernels_pallas.gated_scan import gated_scan
+from kernels_pallas.gated_update import gated_update, step_sizes
 from kernels_pallas.ssd_scan import ssd_scan, ssd_scan_sequence
 from kernels_pallas.state_replay import Tail, state_replay
 from kernels_pallas.state_update import state_update
@@ -27,6 +27,9 @@ from mamba_jax.store import SlotArrays
 
 # A step size of exactly 0 marks padding, so a step size of a token must not underflow to 0.
 LEAST_DT = 1e-37
+
+ARRAYS = ("ssm", "conv_x", "conv_bc")
+"""Names of the layer's arrays in the store: states, and windows of the convolutions of x and of B and C."""
 
 
 def _sequences(layout: SequenceLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...]) -> Array:
@@ -116,11 +119,11 @@ class Mamba(nnx.Module):
     def __call__(
         self, x: Float[Array, "T hidden"], layout: Layout, state: SlotArrays | None
     ) -> tuple[Float[Array, "T hidden"], SlotArrays | None]:
-        config, tokens = self.config, x.shape[0]
+        config = self.config
         times_z, times_x, times_b, times_c, times_dt = config.projection_multipliers
 
         # Without a store there is no state to return.
-        old: SlotArrays | dict[str, None] = dict.fromkeys(("ssm", "conv_x", "conv_bc")) if state is None else state
+        old: SlotArrays | dict[str, None] = dict.fromkeys(ARRAYS) if state is None else state
 
         x = scaled(x, config.input_multiplier)
         zx, bc = self.in_proj_zx(x, layout.adapter), self.in_proj_bc(x, layout.adapter)
@@ -129,64 +132,108 @@ class Mamba(nnx.Module):
             zx = zx * jnp.asarray([times_z, times_x], zx.dtype)[:, None]
         if times_b != 1.0 or times_c != 1.0:
             bc = bc * jnp.asarray([times_b, times_c], bc.dtype)[:, None]
-        bc, conv_bc = self.conv_bc(bc.reshape(tokens, -1), layout, old["conv_bc"])
-        b, c = (self._own_groups(v, dt.shape[1]) for v in jnp.split(bc, 2, axis=1))
-
-        low, high = config.dt_limit
-        dt = jnp.clip(softplus(dt + self.dt_bias[...]), max(low, LEAST_DT), None if high == math.inf else high)
-        between = Operation(self._whole, self._tiles, self._apart, self._apart)
-        parameters = -exp(self.a_log[...]), self.d[...]
-        y, states = layout.run(between, (zx, dt, b, c), parameters, (old["ssm"], old["conv_x"]))
-        new = None if state is None else {"ssm": states[0], "conv_x": states[1], "conv_bc": conv_bc}
+        between = Operation(self._whole, self._tiles, self._rows, self._apart)
+        y, states = layout.run(between, (zx, bc, dt), (), tuple(old[name] for name in ARRAYS))
+        new = None if state is None else dict(zip(ARRAYS, states, strict=True))
         return scaled(self.out_proj(y, layout.adapter), config.output_multiplier), new
 
-    # Forms of the operations between the projections. Inputs: zx [T, 2, inner], dt, b and c (b and c convolved);
-    # parameters a and d; states of the scan and of the convolution of x. The result is [T, inner].
+    # Forms of the operations between the projections. Inputs: zx [T, 2, inner], bc [T, 2, groups * state] and dt
+    # [T, heads]; states by `ARRAYS`. The result is [T, inner].
 
     def _whole(self, layout: SequenceLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...]) -> Array:
         # The compiler divides the layer over devices, each axis for itself.
-        zx, *others = inputs
-        return self._one_by_one(layout, zx[:, 0], zx[:, 1], others, parameters, (None, None))[0]
+        zx, bc, dt = inputs
+        return self._one_by_one(layout, zx[:, 0], zx[:, 1], bc, dt, dict.fromkeys(ARRAYS))[0]
 
     def _apart(
-        self, layout: Layout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], states: tuple[Any, Any]
-    ) -> tuple[Array, tuple[Any, Any]]:
+        self, layout: Layout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], states: tuple[Any, ...]
+    ) -> tuple[Array, tuple[Any, ...]]:
         # Flat: a TPU would change the layout of [T, 2, inner] for each half.
-        zx, *others = inputs
+        zx, bc, dt = inputs
         z, x = jnp.split(zx.reshape(len(zx), -1), 2, axis=1)
-        return self._one_by_one(layout, z, x, others, parameters, states)
+        return self._one_by_one(layout, z, x, bc, dt, dict(zip(ARRAYS, states, strict=True)))
 
     def _tiles(
-        self, layout: PrefillLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], states: tuple[Array, Array]
-    ) -> tuple[Array, tuple[Array, Array]]:
-        config, (zx, dt, b, c), (a, d), (ssm, conv_x) = self.config, inputs, parameters, states
-        if self.norm is not None and config.num_groups % (config.inner_size // zx.shape[2]):
+        self, layout: PrefillLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], states: tuple[Array, ...]
+    ) -> tuple[Array, tuple[Array, ...]]:
+        config, (zx, bc, dt), (ssm, conv_x, conv_bc) = self.config, inputs, states
+        if self.norm is not None and config.num_groups % (config.num_heads // dt.shape[1]):
             return self._apart(layout, inputs, parameters, states)  # groups of the norm lie on several devices
-        norm = None if self.norm is None else self.norm.weight[...]
+        b, c, conv_bc = self._convolved_bc(bc, dt.shape[1], layout, conv_bc)
+        a, d = self._decay_and_skip()
         y, ssm, conv_x = gated_scan(
             zx,
-            dt,
+            self._step_sizes(dt),
             a,
             b,
             c,
             d,
             *self.conv_x.own(zx.shape[2]),
-            norm,
+            self._norm_weight(),
             ssm,
             conv_x,
             eps=config.norm_eps,
             norm_before_gate=config.norm_before_gate,
             **layout.places,
         )
-        return y, (ssm, conv_x)
+        return y, (ssm, conv_x, conv_bc)
+
+    def _rows(
+        self, layout: DecodeLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], states: tuple[Array, ...]
+    ) -> tuple[Array, tuple[Array, ...]]:
+        config, (zx, bc, dt) = self.config, inputs
+        if config.num_groups % (config.num_heads // dt.shape[1]) and (self.norm is not None or config.num_groups > 1):
+            return self._apart(layout, inputs, parameters, states)  # groups lie on several devices
+        shape, size = layout.shape, config.state_size
+        y, *new = gated_update(
+            zx.reshape(*shape, *zx.shape[1:]),
+            bc.reshape(*shape, 2, -1, size),
+            dt.reshape(*shape, -1),
+            self.a_log[...],
+            self.d[...],
+            self.dt_bias[...],
+            *self.conv_x.own(zx.shape[2]),
+            *self.conv_bc.own(2 * bc.shape[2]),
+            self._norm_weight(),
+            *states,
+            valid=layout.valid.reshape(shape),
+            read_slot=layout.read_slot,
+            write_slot=layout.write_slot,
+            dt_limit=self._dt_limit(),
+            eps=config.norm_eps,
+            norm_before_gate=config.norm_before_gate,
+        )
+        return layout.by_token(y), tuple(new)
 
     def _one_by_one(
-        self, layout: Layout, z: Array, x: Array, others: Sequence[Array], parameters: tuple[Any, ...], states: Any
-    ) -> tuple[Array, tuple[Any, Any]]:
-        x, conv_x = self.conv_x(x, layout, states[1])
+        self, layout: Layout, z: Array, x: Array, bc: Array, dt: Array, states: dict[str, Any]
+    ) -> tuple[Array, tuple[Any, ...]]:
+        b, c, conv_bc = self._convolved_bc(bc, dt.shape[1], layout, states["conv_bc"])
+        x, conv_x = self.conv_x(x, layout, states["conv_x"])
         x = x.reshape(len(x), -1, self.config.head_dim)
-        y, ssm = layout.run(SSD, (x, *others), parameters, states[0])
-        return self._gate(y.reshape(z.shape), z), (ssm, conv_x)
+        y, ssm = layout.run(SSD, (x, self._step_sizes(dt), b, c), self._decay_and_skip(), states["ssm"])
+        return self._gate(y.reshape(z.shape), z), (ssm, conv_x, conv_bc)
+
+    def _convolved_bc(
+        self, bc: Float[Array, "T 2 channels"], heads: int, layout: Layout, state: Any
+    ) -> tuple[Float[Array, "T groups state"], Float[Array, "T groups state"], Any]:
+        """Returns B and C of this device's heads after the convolution, and its new state."""
+        bc, state = self.conv_bc(bc.reshape(len(bc), -1), layout, state)
+        b, c = (self._own_groups(v, heads) for v in jnp.split(bc, 2, axis=1))
+        return b, c, state
+
+    def _decay_and_skip(self) -> tuple[Float[Array, " heads"], Float[Array, " heads"]]:
+        return -exp(self.a_log[...]), self.d[...]
+
+    def _dt_limit(self) -> tuple[float, float]:
+        low, high = self.config.dt_limit
+        return max(low, LEAST_DT), high
+
+    def _step_sizes(self, dt: Float[Array, "T heads"]) -> Float[Array, "T heads"]:
+        return step_sizes(dt, self.dt_bias[...], self._dt_limit())
+
+    def _norm_weight(self) -> Float[Array, " inner"] | None:
+        return None if self.norm is None else self.norm.weight[...]
 
     def _own_groups(self, v: Float[Array, "T channels"], heads: int) -> Float[Array, "T groups state"]:
         """B or C by groups. If the device has all groups but few heads: the group of these heads."""

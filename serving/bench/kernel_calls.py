@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,10 @@ from kernels_pallas import (
     causal_conv1d,
     delta_scan,
     delta_update,
+    gated_delta_update,
     gated_norm,
     gated_scan,
+    gated_update,
     grouped_matmul,
     linear,
     paged_attention,
@@ -27,8 +30,10 @@ from kernels_pallas.causal_conv1d import api as conv_api
 from kernels_pallas.delta_scan import api as delta_scan_api
 from kernels_pallas.delta_update import api as delta_update_api
 from kernels_pallas.dispatch import Implementation
+from kernels_pallas.gated_delta_update import api as gated_delta_api
 from kernels_pallas.gated_norm import api as norm_api
 from kernels_pallas.gated_scan import api as gated_scan_api
+from kernels_pallas.gated_update import api as gated_update_api
 from kernels_pallas.grouped_matmul import api as grouped_api
 from kernels_pallas.linear import api as linear_api
 from kernels_pallas.paged_attention import api as attention_api
@@ -41,6 +46,8 @@ TILES = 4
 """Tiles of one row, for the prefill operations."""
 ROWS, CONTEXT = 8, 1024
 """Of attention in decode: rows, and tokens that each has."""
+WIDTH = 4
+"""Of the convolutions of gated delta nets."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +140,55 @@ def _update(draw: Draw, shape: Any) -> Call:
     store = _state(draw, shape, slots)
     moved = _bytes(x, x, dt, b, c) + _bytes(store[0]) * (shape.rows + slots - 1)
     return Call(state_update.state_update, (x, dt, a, b, c, d), store, places, moved)
+
+
+def _gated_update(draw: Draw, shape: Any) -> Call:
+    lead, inner, channels = (shape.rows, shape.steps), shape.heads * shape.head_dim, 2 * shape.groups * shape.state
+    zx, bc, dt = draw(*lead, 2, inner), draw(*lead, 2, shape.groups, shape.state), draw(*lead, shape.heads)
+    heads = [draw.positive(shape.heads) for _ in range(3)]
+    of_x, of_bc = ((draw(n, shape.width), draw(n) if shape.bias else None) for n in (inner, channels))
+    norm = draw(inner) if shape.norm else None
+    inputs = zx, bc, dt, *heads, *of_x, *of_bc, norm
+    options = {"eps": 1e-5, "dt_limit": (1e-3, math.inf)}
+    return _between(gated_update.gated_update, draw, shape, inputs, (channels, shape.width), options)
+
+
+def _gated_delta_update(draw: Draw, shape: Any) -> Call:
+    lead, inner, channels = (shape.rows, shape.steps), shape.heads * shape.head_dim, 2 * shape.groups * shape.state
+    decays = shape.heads * (shape.state if shape.by_channel else 1)
+    inputs = (
+        draw(*lead, 2, shape.groups, shape.state), draw(*lead, inner), draw(*lead, inner),
+        draw(*lead, decays), draw(*lead, shape.heads), draw.positive(shape.heads), draw.positive(decays),
+        draw(inner, WIDTH), draw(channels, WIDTH), draw(shape.head_dim),
+    )  # fmt: skip
+    options = {"gates": gated_delta_update.Gates(beta_scale=1.0, log_decay_bound=None, output="silu", eps=1e-6)}
+    return _between(gated_delta_update.gated_delta_update, draw, shape, inputs, (channels, WIDTH), options)
+
+
+def _between(
+    operation: Callable[..., Any],
+    draw: Draw,
+    shape: Any,
+    inputs: tuple[Any, ...],
+    shared: tuple[int, int],
+    options: dict[str, Any],
+) -> Call:
+    """Of decode, between a layer's projections. `shared`: channels and width of the windows that heads share."""
+    (places, slots), (channels, width) = _a_slot_for_each_step(shape), shared
+    places["valid"] = jnp.ones((shape.rows, shape.steps), bool)
+    stores = (
+        _state(draw, shape, slots),
+        *(draw(slots, width - 1, n) for n in (shape.heads * shape.head_dim, channels)),
+    )
+    moved = _bytes(*(v for v in inputs if v is not None))
+    moved += sum(_bytes(store[0]) for store in stores) * (shape.rows + slots - 1)
+
+    def run(*args: Any, **places: Any) -> Any:
+        *inputs, stores = args
+        y, *new = operation(*inputs, *stores, **places, **options)
+        return y, tuple(new)
+
+    return Call(run, inputs, stores, places, moved)
 
 
 def _a_slot_for_each_step(shape: Any) -> tuple[dict[str, Any], int]:
@@ -254,6 +310,8 @@ OPERATIONS = {
     "gated_scan": Operation(_gated_scan, gated_scan_api.GATED_SCAN, workloads.GATED),
     "state_update": Operation(_update, update_api.UPDATE, workloads.MAMBA2),
     "state_replay": Operation(_replay, replay_api.REPLAY, workloads.MAMBA2),
+    "gated_update": Operation(_gated_update, gated_update_api.GATED_UPDATE, workloads.GATED),
+    "gated_delta_update": Operation(_gated_delta_update, gated_delta_api.GATED_DELTA_UPDATE, workloads.DELTA),
     "delta_scan": Operation(_delta_scan, delta_scan_api.SCAN, workloads.DELTA),
     "delta_update": Operation(_delta_update, delta_update_api.UPDATE, workloads.DELTA),
     "causal_conv1d_update": Operation(_conv, conv_api.UPDATE, workloads.CONVOLUTIONS),

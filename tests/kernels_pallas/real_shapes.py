@@ -122,6 +122,34 @@ def gated_scan_call(model: Model, tiles: int, *, rows: int = 2, tile_size: int =
     return zx, dt, a, of_groups, of_groups, a, *weights, store, shape(slots, width - 1, inner, dtype=BF16), places
 
 
+def gated_update_call(model: Model, rows: int, steps: int, *, width: int = 4):
+    """Arguments of `gated_update`, the three stores from the twelfth on, then its places."""
+    inner, channels, lead = model.heads * model.head_dim, 2 * model.groups * model.state, (rows, steps)
+    slots = rows * (steps + 1) + 1
+    bf16 = functools.partial(shape, dtype=BF16)
+    return (
+        bf16(*lead, 2, inner),
+        bf16(*lead, 2, model.groups, model.state),
+        shape(*lead, model.heads),
+        *[shape(model.heads)] * 3,
+        bf16(inner, width),
+        bf16(inner),
+        bf16(channels, width),
+        bf16(channels),
+        bf16(inner),
+        shape(slots, model.heads, model.head_dim, model.state),
+        bf16(slots, width - 1, inner),
+        bf16(slots, width - 1, channels),
+        slots_of_steps(rows, steps),
+    )
+
+
+def slots_of_steps(rows: int, steps: int):
+    """The places of `gated_update` and `gated_delta_update`."""
+    index = functools.partial(shape, dtype=I32)
+    return {"valid": shape(rows, steps, dtype=jnp.bool_), "read_slot": index(rows), "write_slot": index(rows, steps)}
+
+
 def attention_call(model: Model, blocks: int, q_len: int, *, page_size: int = 64, pages_per_row: int = 128, dtype=BF16):
     """Arguments of `paged_attention`, heads of 128: q, kv, positions, page_table, block_row."""
     rows = blocks if q_len < 16 else max(1, blocks // 4)

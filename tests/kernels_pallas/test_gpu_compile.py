@@ -7,16 +7,28 @@ A few with --full; all with --slow.
 import jax
 import jax.numpy as jnp
 import pytest
-from real_shapes import BF16, I32, MODELS, OTHERS, attention_call, nbytes, scan_call, shape, update_call
+from real_shapes import (
+    BF16,
+    I32,
+    MODELS,
+    OTHERS,
+    attention_call,
+    gated_update_call,
+    nbytes,
+    scan_call,
+    shape,
+    update_call,
+)
 from test_gpu_lower import scan, update
 from topology import compile_for_gpu, registers_of_kernels
 
+from kernels_pallas.gated_update import gated_update
 from kernels_pallas.paged_attention import paged_attention
 
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.full]
 
 NEMOTRON, NANO, *_ = MODELS
-STORE = 6
+STORE, STORES = 6, (11, 12, 13)
 slow = pytest.mark.slow
 
 
@@ -41,6 +53,28 @@ def test_state_update(model, steps, tmp_path):
     used, spilled = registers["state_update"]
     assert used <= 168
     assert spilled == 0
+
+
+def between_projections(*args):
+    *inputs, places = args
+    options = {"eps": 1e-5, "dt_limit": (1e-3, float("inf")), "implementation": "pallas_gpu"}
+    return gated_update(*inputs, **places, **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "steps"), [(NEMOTRON, 1), (NANO, 4), *(pytest.param(m, 4, marks=slow) for m in OTHERS)]
+)
+def test_gated_update(model, steps, tmp_path):
+    call = gated_update_call(model, 64, steps)
+    program, registers = compiled(tmp_path, between_projections, call, donate=STORES)
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes == sum(nbytes(call[n]) for n in STORES)
+    # The projections' outputs in one array, and y.
+    assert memory.temp_size_in_bytes < 3 * (2 * nbytes(call[0]) + nbytes(call[1]))
+    for kernel in ("gated_update", "gated_norm"):
+        used, spilled = registers[kernel]
+        assert used <= (168 if model.state <= 128 else 232)
+        assert spilled == 0
 
 
 @pytest.mark.parametrize("model", [NEMOTRON, *(pytest.param(m, marks=slow) for m in (NANO, *OTHERS))])

@@ -4,12 +4,15 @@ A few with --full; all with --slow.
 """
 
 import dataclasses
+import functools
 
 import pytest
-from real_shapes import BF16, F32, nbytes
+from real_shapes import BF16, F32, nbytes, shape, slots_of_steps
 from test_gpu_compile import compiled
 from test_gpu_lower import scan_delta, update_delta
 from test_tpu_compile_delta import DIVIDED, KIMI, LARGE, NEXT, OLMO, STORE, scan_call, update_call
+
+from kernels_pallas.gated_delta_update import Gates, gated_delta_update
 
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.full]
 
@@ -35,6 +38,53 @@ def test_delta_update(model, rows, steps, store, tmp_path):
     used, spilled = registers["delta_update"]
     assert used <= 168
     assert spilled == 0
+
+
+def between_projections(*args):
+    *inputs, places = args
+    gates = Gates(beta_scale=1.0, log_decay_bound=None, output="silu", eps=1e-6)
+    return gated_delta_update(*inputs, **places, gates=gates, implementation="pallas_gpu")
+
+
+def gated_update_call(model, rows, steps, *, width=4):
+    """Arguments of `gated_delta_update`, the three stores from the eleventh on, then its places."""
+    inner, channels, lead = model.heads * model.head_dim, 2 * model.groups * model.state, (rows, steps)
+    decays, slots = model.heads * (model.state if model.by_channel else 1), rows * (steps + 1) + 1
+    bf16 = functools.partial(shape, dtype=BF16)
+    return (
+        bf16(*lead, 2, model.groups, model.state),
+        bf16(*lead, inner),
+        bf16(*lead, inner),
+        shape(*lead, decays),
+        shape(*lead, model.heads),
+        shape(model.heads),
+        shape(decays),
+        bf16(inner, width),
+        bf16(channels, width),
+        bf16(model.head_dim),
+        shape(slots, model.heads, model.head_dim, model.state),
+        bf16(slots, width - 1, inner),
+        bf16(slots, width - 1, channels),
+        slots_of_steps(*lead),
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "steps"),
+    [(NEXT, 64, 1), (KIMI, 64, 4), (OLMO, 8, 1)]
+    + [pytest.param(m, 64, steps, marks=slow) for m in DIVIDED for steps in (1, 4)],
+)
+def test_gated_delta_update(model, rows, steps, tmp_path):
+    call, stores = gated_update_call(model, rows, steps), (10, 11, 12)
+    program, registers = compiled(tmp_path, between_projections, call, donate=stores)
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes == sum(nbytes(call[n]) for n in stores)
+    # The projections' outputs in one array, and y.
+    assert memory.temp_size_in_bytes < 1.1 * (2 * nbytes(call[0]) + 5 * nbytes(call[1]) + nbytes(call[3])) + 1e5
+    for kernel in ("gated_delta_update", "gated_norm"):
+        used, spilled = registers[kernel]
+        assert used <= 168
+        assert spilled == 0
 
 
 SCANS = [(NEXT, 16, 128, BF16, F32), (OLMO, 4, 64, BF16, BF16), (KIMI, 16, 128, BF16, F32)]

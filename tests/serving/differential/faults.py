@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas.gated_scan import xla as between
+from kernels_pallas.gated_update import xla as decode_between
 from mamba_jax.layout.prefill import PrefillLayout
 from mamba_jax.modules import conv as conv_module
 from serving.engine.steps.batching import BatchBuilder
@@ -169,13 +170,14 @@ def slot_is_not_noted(patch: Patch) -> None:
 
 @fault(8, "the convolution's window stays in the slot that was read", "A8 A32 B10", "decode")
 def window_stays(patch: Patch) -> None:
-    sound = conv_module.causal_conv1d_update
+    sound = decode_between.causal_conv1d_update
 
     def conv(*args, read_slot, write_slot, **how):
         there = jnp.where(read_slot[:, None] > 0, read_slot[:, None], write_slot)
         return sound(*args, read_slot=read_slot, write_slot=there, **how)
 
-    patch.setattr(conv_module, "causal_conv1d_update", conv)
+    for module in (conv_module, decode_between):
+        patch.setattr(module, "causal_conv1d_update", conv)
 
 
 # -- what the host fills in --

@@ -1,4 +1,4 @@
-"""Prefill by the kernel for all that lies between a Mamba2 layer's projections, interpreted: decode goes on from it."""
+"""Kernels for all that lies between a layer's projections, interpreted: prefill and decode continue each other."""
 
 import dataclasses
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mamba_jax.config import MambaConfig
+from mamba_jax.config.delta import DeltaConfig
 from mamba_jax.programs import KernelChoice, StepPrograms
 from tests.support.engines import QUICK_COMPILE
 from tests.support.random_models import decisive_model
@@ -23,13 +24,30 @@ WIDE = dataclasses.replace(
 """Groups of 128 channels."""
 
 
-def test_chunks_then_decode(monkeypatch):
+DELTA = dataclasses.replace(
+    WIDE,
+    pattern="DD",
+    mamba=None,
+    recurrences=(DeltaConfig(num_heads=4, head_dim=8, state_size=24, num_groups=2, conv_width=4, norm_eps=1e-5),),
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (WIDE, {"gated_scan": "pallas_tpu_interpreted"}),
+        (WIDE, {"gated_update": "pallas_gpu_interpreted"}),
+        (DELTA, {"gated_delta_update": "pallas_gpu_interpreted"}),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else v.pattern,
+)
+def test_chunks_then_decode(config, named, monkeypatch):
     monkeypatch.setattr("kernels_pallas.gated_scan.pallas_tpu.ALIGNED", TILE)
     rng = np.random.default_rng(2)
     prompt, other = ([int(t) for t in rng.integers(0, VOCAB, n)] for n in (21, 6))
-    host = Host(WIDE, num_drafts=0)
-    choice = KernelChoice(named={"gated_scan": "pallas_tpu_interpreted"})
-    host.programs = StepPrograms(decisive_model(WIDE), tile_size=TILE, compiler_options=QUICK_COMPILE, kernels=choice)
+    host = Host(config, num_drafts=0)
+    choice = KernelChoice(named=named)
+    host.programs = StepPrograms(decisive_model(config), tile_size=TILE, compiler_options=QUICK_COMPILE, kernels=choice)
     slot = 3
     # Chunks of fewer tokens than the convolution looks back, and to the middle of a tile, behind another row.
     for begin, end in ((0, 2), (2, 13), (13, 21)):
@@ -38,10 +56,11 @@ def test_chunks_then_decode(monkeypatch):
         slot += 1
         assert_holds(host, slot, prompt[:end])
         assert_holds(host, 1, other)
-    assert "gated_scan by pallas_tpu_interpreted (named)" in choice.report()
-    np.testing.assert_allclose(host.logprobs(slot), expected_logprobs(prompt, WIDE)[-1], atol=1e-4)
+    np.testing.assert_allclose(host.logprobs(slot), expected_logprobs(prompt, config)[-1], atol=1e-4)
     tokens = [int(out.tokens[1, 0])]
     for step in range(5):
         row = {"row_id": 2, "tokens": tokens[-1:], "c": 21 + step, "read": slot, "writes": [slot]}
         tokens.append(int(host.decode(row).tokens[0, 0]))
-    assert tokens == greedy(prompt, 6, WIDE)
+    assert tokens == greedy(prompt, 6, config)
+    [(operation, implementation)] = named.items()
+    assert f"{operation} by {implementation} (named)" in choice.report()
