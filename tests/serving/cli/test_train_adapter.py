@@ -67,7 +67,9 @@ def test_an_adapter_is_trained_and_served(tmp_path, capfd):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("windows", [(), ("--windows",)], ids=["states", "windows"])
+@pytest.mark.parametrize(
+    "windows", [pytest.param((), marks=pytest.mark.slow), ("--windows",)], ids=["states", "states and windows"]
+)
 def test_initial_states_are_trained_and_served(windows, tmp_path, capfd):
     before, after = trained("train-s0", tmp_path / "s0", capfd, *windows)
     assert after < before - 0.15

@@ -1,5 +1,7 @@
 """A drafter over two devices, and on a model without attention."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -17,22 +19,26 @@ def first_page(engine):
 
 
 @pytest.mark.full
-def test_two_devices(tmp_path):
+@pytest.mark.parametrize(
+    "write",
+    [write_eagle, pytest.param(partial(write_block, method="dspark"), marks=pytest.mark.slow)],
+    ids=["eagle3", "dspark"],
+)
+def test_two_devices(write, tmp_path):
     """Each has its own heads of the drafter."""
     model = write_checkpoint(tmp_path / "model", FAMILIES["nemotronh-moe"])
     target, flags = load_config(model), SIZES | {"tensor_parallel_size": 2}
-    folders = write_eagle(tmp_path / "eagle3", target), write_block(tmp_path / "dspark", target, method="dspark")
+    folder = str(write(tmp_path / "drafter", target))
     expected = [each.outputs[0].token_ids for each in LLM(str(model), **flags).generate(prompts(), PARAMS)]
-    for folder in folders:
-        drafting = LLM(str(model), speculative_model=str(folder), adaptive_drafts=False, **flags)
-        outputs = drafting.generate(prompts(), PARAMS)
-        assert [each.outputs[0].token_ids for each in outputs] == expected
-        alone = LLM(str(model), speculative_model=str(folder), adaptive_drafts=False, **SIZES)
-        # The same drafts: as many are right.
-        drafts = [one.engine.loop.stats.drafts for one in (drafting, alone)]
-        alone.generate(prompts(), PARAMS)
-        assert drafts[0].accepted_at == drafts[1].accepted_at
-        np.testing.assert_allclose(*(first_page(one) for one in (drafting, alone)), atol=1e-4)
+    drafting = LLM(str(model), speculative_model=folder, adaptive_drafts=False, **flags)
+    outputs = drafting.generate(prompts(), PARAMS)
+    assert [each.outputs[0].token_ids for each in outputs] == expected
+    alone = LLM(str(model), speculative_model=folder, adaptive_drafts=False, **SIZES)
+    # The same drafts: as many are right.
+    drafts = [one.engine.loop.stats.drafts for one in (drafting, alone)]
+    alone.generate(prompts(), PARAMS)
+    assert drafts[0].accepted_at == drafts[1].accepted_at
+    np.testing.assert_allclose(*(first_page(one) for one in (drafting, alone)), atol=1e-4)
 
 
 @pytest.mark.full

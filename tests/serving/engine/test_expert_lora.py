@@ -68,7 +68,10 @@ def log_probs(model, prompt, tokens):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("fixture", [GATED, PLAIN, "nemotronh-latent", "lfm2-moe", "kimi"])
+@pytest.mark.parametrize(
+    "fixture",
+    [GATED, PLAIN, "nemotronh-latent", *(pytest.param(v, marks=pytest.mark.slow) for v in ("lfm2-moe", "kimi"))],
+)
 def test_a_mixed_batch_equals_merged_checkpoints(fixture, tmp_path):
     """Requests with two adapters and without one, together and one at a time."""
     changes = {
@@ -155,7 +158,7 @@ def test_wrong_matrices_of_experts_are_refused(change, message, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("fixture", ["nemotronh-latent", "lfm2-moe", "minimax"])
+@pytest.mark.parametrize("fixture", ["nemotronh-latent", pytest.param("lfm2-moe", marks=pytest.mark.slow), "minimax"])
 def test_two_devices_give_the_outputs_of_one(fixture, tmp_path):
     """Each device has the matrices of its own experts. Those of minimax are 5: a device has a piece of each."""
     write_adapter(tmp_path / "adapter", fixture, 1, rank=3)

@@ -211,10 +211,10 @@ DRAFTS = {"speculative_method": "ngram", "num_speculative_tokens": 3, "prompt_lo
     [
         {"mamba_cache_mode": "none"},
         {"mamba_cache_mode": "align", "max_num_batched_tokens": 40},
-        {"mamba_cache_mode": "all", "max_num_batched_tokens": 40},
-        {"enable_chunked_prefill": False},
+        pytest.param({"mamba_cache_mode": "all", "max_num_batched_tokens": 40}, marks=pytest.mark.slow),
+        pytest.param({"enable_chunked_prefill": False}, marks=pytest.mark.slow),
         {"mamba_cache_mode": "align", **DRAFTS, "replay_interval": 1},
-        {"mamba_cache_mode": "none", **DRAFTS, "replay_interval": 1},
+        pytest.param({"mamba_cache_mode": "none", **DRAFTS, "replay_interval": 1}, marks=pytest.mark.slow),
         {**DRAFTS, "replay_interval": 16, "max_num_batched_tokens": 40},
         {"replay_interval": 16, "mixed_steps": True, "max_num_batched_tokens": 40},
         {**DRAFTS, "mixed_steps": True, "replay_interval": 1, "max_num_batched_tokens": 40},
@@ -243,18 +243,19 @@ def test_every_combination_says_the_same(flags, tenants):
 
 
 @pytest.mark.full
-def test_a_thousand_tenants_on_sixteen_slots(tmp_path):
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.slow)])
+def test_many_tenants_on_sixteen_slots(count, tmp_path):
     """Each tenant says what it says on an engine where every state stays on the device."""
-    tenants = [write(tmp_path / f"tenant-{i}", layers_of(i)) for i in range(1000)]
+    tenants = [write(tmp_path / f"tenant-{i}", layers_of(i)) for i in range(count)]
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     prompt = PROMPT[:20]
-    with LLM(str(FIXTURES / FIXTURE), max_initial_states=1000, num_slots=16, **FLAGS) as roomy:
+    with LLM(str(FIXTURES / FIXTURE), max_initial_states=count, num_slots=16, **FLAGS) as roomy:
         truth = [
-            output.outputs[0].token_ids for output in roomy.generate([prompt] * 1000, params, lora_request=tenants)
+            output.outputs[0].token_ids for output in roomy.generate([prompt] * count, params, lora_request=tenants)
         ]
-        assert len(set(map(tuple, truth))) > 100
+        assert len(set(map(tuple, truth))) > count / 10
     with LLM(str(FIXTURES / FIXTURE), max_initial_states=16, num_slots=16, **FLAGS) as small:
-        for begin in [*range(0, 1000, 8), *range(0, 80, 8)]:
+        for begin in [*range(0, count, 8), *range(0, 80, 8)]:
             part = slice(begin, begin + 8)
             outputs = small.generate([prompt] * 8, params, lora_request=tenants[part])
             assert [output.outputs[0].token_ids for output in outputs] == truth[part]
