@@ -10,6 +10,9 @@ from jaxtyping import Array, Float
 
 from kernels_pallas import dispatch, invariant
 
+FEW_TOKENS = 8
+"""Of a router: for more of them, sums read its weight too often."""
+
 
 def row_sum(x: Float[Array, "*batch n"]) -> Float[Array, "*batch 1"]:
     """The sum over the last axis, which is kept."""
@@ -87,7 +90,17 @@ def router_product(x: Float[Array, "T inputs"], weight: Float[Array, "outputs in
     x = x.astype(jnp.float32)
     if is_fixed():
         return invariant.product(x, weight)
-    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
+    whole = functools.partial(
+        lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
+    )
+    if x.shape[0] > FEW_TOKENS:
+        return whole(x, weight)
+    return lax.platform_dependent(x, weight, cuda=products_as_sums, default=whole)
+
+
+def products_as_sums(x: Float[Array, "T inputs"], weight: Float[Array, "outputs inputs"]) -> Float[Array, "T outputs"]:
+    """The product as sums: XLA for GPU computes them together with what follows."""
+    return (x[:, None, :] * weight).sum(-1)
 
 
 def rounded(product: Array) -> Array:

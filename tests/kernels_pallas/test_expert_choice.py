@@ -8,6 +8,7 @@ from operation_checks import Draw, assert_close, assert_same_bits, jitted
 
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.expert_choice import Rule, choose_experts, reference
+from kernels_pallas.fixed_order import products_as_sums, router_product
 
 pytestmark = pytest.mark.full
 
@@ -25,6 +26,12 @@ def assert_same_choice(actual, expected):
     for field in ("chosen", "order", "place", "sizes"):
         np.testing.assert_array_equal(getattr(actual, field), getattr(expected, field), err_msg=field)
     assert_close(actual.weights, expected.weights)
+
+
+def test_scores_as_sums_are_the_routers_product():
+    draw = Draw()
+    x, weight = draw.normal(8, 96), draw.normal(24, 96)
+    assert_close(jitted(products_as_sums)(x, weight), jitted(router_product)(x, weight), tolerance=1e-6)
 
 
 class Choose:
