@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import emitters
 from tests.support.selection import full_tier, ignored, select
 
 # Before JAX is imported. Tests of sharding need several devices. LLVM would optimize for longer than the tests compute;
@@ -54,9 +55,9 @@ def pytest_configure(config: pytest.Config) -> None:
         _bound_cache()
     if full_tier(config):
         _check_annotations()
-    if not (config.option.slow or CHOSEN_BY_USER or "fusion_emitters" in os.environ["XLA_FLAGS"]):
-        # The older emitters compile a step in two thirds of the time. `--slow` has those that users run.
-        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+    # `--slow` has the emitters that users have.
+    if emitters.EXIST and not (config.option.slow or CHOSEN_BY_USER or emitters.OLDER in os.environ["XLA_FLAGS"]):
+        os.environ["XLA_FLAGS"] += f" {emitters.OLDER}"
 
 
 def pytest_report_header(config: pytest.Config) -> str:

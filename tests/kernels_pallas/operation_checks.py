@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.support import emitters
+
 
 class Draw:
     """Random arrays of one seed."""
@@ -37,7 +39,7 @@ def jitted(operation, *, emitters_of_users=False, **static):
     emitters_of_users: compile with the fusion emitters that XLA has by default. Tests have the older ones, which round
     an interpreted kernel differently inside and outside a loop.
     """
-    options = {"xla_cpu_use_fusion_emitters": True} if emitters_of_users else None
+    options = emitters.OF_USERS if emitters_of_users else None
     run = jax.jit(lambda args, kwargs: operation(*args, **kwargs, **static), compiler_options=options)
     return lambda *args, **kwargs: jax.tree.map(np.asarray, run(on_device(args), on_device(kwargs)))
 

@@ -10,6 +10,7 @@ from checkpoints import load_model
 from serving.cli.evaluation import comparison
 from serving.cli.evaluation.comparison import compare
 from serving.cli.main import run
+from tests.support import emitters
 
 TOKENS = np.random.default_rng(0).integers(4, 500, 150).tolist()
 
@@ -42,7 +43,7 @@ def test_is_what_it_is_defined_as():
 @pytest.mark.full
 def test_a_model_is_itself_and_fewer_bits_are_farther_away(monkeypatch):
     # As users compile it: XLA's older emitters, which tests have, round the same logits differently in two fusions.
-    users = jax.jit(comparison._compare.__wrapped__, compiler_options={"xla_cpu_use_fusion_emitters": True})
+    users = jax.jit(comparison._compare.__wrapped__, compiler_options=emitters.OF_USERS)
     monkeypatch.setattr(comparison, "_compare", users)
     reference = demo()
     same = compare(reference, reference, TOKENS)
