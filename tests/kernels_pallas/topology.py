@@ -68,6 +68,8 @@ def compile_for_gpu(
     name: str, operation, *arguments, donate: int | tuple[int, ...] = (), **options
 ) -> jax.stages.Compiled:
     """`operation` compiled for one GPU, as `compile_for_tpu`; `options` are the compiler's."""
+    if "xla_dump_to" in options:
+        options["xla_dump_emitter_re"] = ".*"  # XLA of JAX 0.12 writes the code of these kernels only
     device = gpu_device(name)
     place = SingleDeviceSharding(device)
     placed = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=place), arguments)

@@ -6,6 +6,7 @@ A few layers of each kind of some published sizes by default, more sizes with --
 
 import dataclasses
 from functools import partial
+from importlib.metadata import version
 
 import jax
 import jax.numpy as jnp
@@ -162,7 +163,8 @@ def test_kernels_of_a_layer(model, layer, rows, most):
     batch = DecodeBatch.empty(rows=rows, num_speculative_tokens=0, pages_per_row=1)
     first = "M" if model.startswith("nemotron") else "D"  # a step has some state
     one, two = (compiled_for(model, first + layer * count, "h200-1", 0, batch)[0].kernels for count in (1, 2))
-    assert 0 < two - one <= most
+    # XLA of JAX 0.12 merges fewer products of one input.
+    assert 0 < two - one <= most + (not version("jaxlib").startswith("0.10."))
 
 
 def test_weights_of_a_delta_net_are_not_copied():
