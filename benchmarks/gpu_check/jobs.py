@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from benchmarks.gpu_check.attention import check_attention, sweep_attention
+from benchmarks.gpu_check.between import check_between
 from benchmarks.gpu_check.deadline import Deadline
 from benchmarks.gpu_check.experts import check_experts
 from benchmarks.gpu_check.generation import check_greedy, time_generation
@@ -56,6 +57,8 @@ def kernel_jobs() -> list[Job]:
 
     return [
         Job("update", 3, lambda run: check_update(MAMBA2, run.sizes, run.copy, run.deadline)),
+        Job("gated-update", 2, lambda run: check_between("gated_update", run.sizes, run.copy, run.deadline)),
+        Job("gated-delta", 2, lambda run: check_between("gated_delta_update", run.sizes, run.copy, run.deadline)),
         Job("attention", 3, lambda run: check_attention(run.sizes, run.copy, run.deadline)),
         Job("scan", 2, lambda run: check_scan(MAMBA2, run.sizes, run.deadline)),
         Job("experts", 2, lambda run: check_experts(run.sizes, run.copy, run.deadline)),

@@ -105,7 +105,7 @@ def compare(
     sizes: Sizes,
     run: Callable[..., Any],
     others: list[str],
-    states: Callable[[], jax.Array],
+    states: Callable[[], Any],
     args: Any,
     *,
     rounded: float = 0.0,
@@ -113,8 +113,8 @@ def compare(
 ) -> bool:
     """Times `run(store, *args, implementation=)` by the kernel and by others; whether it gives what the first one does.
 
-    States may differ by `rounded`, where products that they are made of round. `about` says what was run; `moved` bytes
-    of it, if there, are turned into a bandwidth.
+    There may be several arrays of states. They may differ by `rounded`, where products that they are made of round.
+    `about` says what was run; `moved` bytes of it, if there, are turned into a bandwidth.
     """
     moved, copy = about.pop("moved", 0), about.pop("copy", 1)
     results = []
@@ -125,7 +125,8 @@ def compare(
         emit(metric=metric, by=name, us=round(timed * 1e6, 1), **about, **rate)
         results.append(compiled(states(), *args))
     (after, y), (want, want_y) = results[:2]
-    errors = {"y": difference(y, want_y), "states": difference(after[1:], want[1:])}
-    ok = errors["y"] < CLOSE[y.dtype.name] and errors["states"] < max(CLOSE[after.dtype.name], rounded)
+    stores = list(zip(jax.tree.leaves(after), jax.tree.leaves(want), strict=True))
+    errors = {"y": difference(y, want_y), "states": max(difference(one[1:], other[1:]) for one, other in stores)}
+    ok = errors["y"] < CLOSE[y.dtype.name] and errors["states"] < max(CLOSE[stores[0][0].dtype.name], rounded)
     emit(metric=f"{metric} against {others[0]}", ok=ok, **errors, **about)
     return ok

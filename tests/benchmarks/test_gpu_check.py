@@ -16,7 +16,9 @@ def environment(monkeypatch):
     monkeypatch.setenv(VARIABLE, "0.9")  # which the script would set for the whole process
 
 
-@pytest.mark.parametrize("job", ["update", "scan", "delta-update", "delta-scan", "attention", "experts"])
+@pytest.mark.parametrize(
+    "job", ["update", "scan", "delta-update", "delta-scan", "gated-update", "gated-delta", "attention", "experts"]
+)
 def test_kernels_are_checked(job, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["gpu_check", "kernels", "--tiny", "--no-sweep", "--only", job])
     assert main() == 0
