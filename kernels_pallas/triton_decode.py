@@ -26,30 +26,33 @@ NUMBERS = 4096  # of a state in one program, at most: a thread holds 32 of them
 class Channels:
     """Some channels of a convolution, inside a kernel: where they are, and their taps."""
 
-    def __init__(self, first, projected, count, dtype, weight=None, bias=None):
+    def __init__(self, windows, first, projected, count, dtype, weight=None, bias=None):
         """`first`: their index in windows and taps; `projected`: in the projections' outputs."""
-        self.here, self.projected, self.count, self.dtype = pl.ds(first, count), pl.ds(projected, count), count, dtype
+        self.windows, self.count, self.dtype = windows, count, dtype
+        self.here, self.projected = pl.ds(first, count), pl.ds(projected, count)
         self.bias = 0 if bias is None else plt.load(bias.at[self.here]).astype(F32)
         if weight is not None:
             self.taps = [plt.load(weight.at[self.here, i]).astype(F32) for i in indices(weight.shape[1])]
 
-    def window(self, windows, slot):
-        """Returns the inputs in a slot, oldest first, in the dtype of the windows."""
-        return [load_if(slot > 0, windows.at[slot, i, self.here], self.count) for i in indices(windows.shape[1])]
+    def window(self, slot):
+        """Returns the inputs in a slot, oldest first."""
+        width = self.windows.shape[1]
+        return [load_if(slot > 0, self.windows.at[slot, i, self.here], self.count) for i in indices(width)]
 
     def input(self, projected, row, t, live):
-        """Returns a token's input; zeros for padding, which may hold NaN."""
-        return load_if(live, projected.at[row, t, self.projected], self.count).astype(self.dtype)
+        """Returns a token's input as a window holds it; zeros for padding, which may hold NaN."""
+        value = load_if(live, projected.at[row, t, self.projected], self.count)
+        return value.astype(self.dtype).astype(self.windows.dtype)
 
     def convolved(self, inputs):
-        """Returns silu(bias + the sum over taps), rounded to the dtype of the inputs, in float32."""
+        """Returns silu(bias + the sum over taps), rounded to the dtype of activations, in float32."""
         total = sum(tap * one.astype(F32) for tap, one in zip(self.taps, inputs, strict=True)) + self.bias
         return (total / (1 + jnp.exp(-total))).astype(self.dtype).astype(F32)
 
     def write(self, windows, slot, inputs):
         """Writes the inputs as the window in a slot."""
         for i, one in zip(indices(len(inputs)), inputs, strict=True):
-            store_if(slot > 0, windows.at[slot, i, self.here], one.astype(windows.dtype))
+            store_if(slot > 0, windows.at[slot, i, self.here], one)
 
 
 def indices(count: int) -> Any:
@@ -113,8 +116,8 @@ def _gate(
     source = plt.load(read_slot.at[row])
     firsts = [(n * groups + group) * size + piece.start for n in range(2) for piece in pieces(size)]
     counts = [piece.size for piece in pieces(size)] * 2
-    parts = [Channels(n, 2 * inner + n, count, dtype) for n, count in zip(firsts, counts, strict=True)]
-    seen = [part.window(windows_in, source) for part in parts]
+    parts = [Channels(windows_in, n, 2 * inner + n, count, dtype) for n, count in zip(firsts, counts, strict=True)]
+    seen = [part.window(source) for part in parts]
     of_norm = inner // groups // norms
     piece, index = (jnp.arange(1 << (n - 1).bit_length(), dtype=jnp.int32) for n in (norms, of_norm))
     inside = (piece < norms)[:, None] & (index < of_norm)[None, :]

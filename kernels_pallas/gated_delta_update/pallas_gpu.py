@@ -81,13 +81,16 @@ def _update(
     group, here, keys = lax.div(head, heads // groups), pl.ds(part * block, block), pieces(size)
     by_channel = dt_bias.shape[0] != heads
     source = plt.load(read_slot.at[row])
-    of_v = Channels(channel, inner + channel, block, dtype, weight)
+    of_v = Channels(windows_in, channel, inner + channel, block, dtype, weight)
     of_q, of_k = (
-        [Channels(n + piece.start, 2 * inner + n + piece.start, piece.size, dtype, weight_qk) for piece in keys]
+        [
+            Channels(windows_qk, n + piece.start, 2 * inner + n + piece.start, piece.size, dtype, weight_qk)
+            for piece in keys
+        ]
         for n in (group * size, (groups + group) * size)
     )
     parts = [of_v, *of_q, *of_k]
-    seen = [one.window(windows_in if one is of_v else windows_qk, source) for one in parts]
+    seen = [one.window(source) for one in parts]
     state = [load_if(source > 0, states_in.at[source, head, here, n], block, n.size).astype(F32) for n in keys]
     rate = jnp.exp(plt.load(a_log.at[head]).astype(F32))
     first_a = 2 * inner + 2 * groups * size

@@ -84,10 +84,10 @@ def _update(
     channel = head * head_dim + part * block
     source = plt.load(read_slot.at[row])
     here = pl.ds(part * block, block)
-    of_x = Channels(channel, inner + channel, block, dtype, weight, bias)
+    of_x = Channels(windows_in, channel, inner + channel, block, dtype, weight, bias)
     first_b, first_c = group * size, (groups + group) * size
-    of_b, of_c = (Channels(n, 2 * inner + n, size, dtype, weight_bc, bias_bc) for n in (first_b, first_c))
-    seen = [v.window(windows, source) for v, windows in ((of_x, windows_in), (of_b, windows_bc), (of_c, windows_bc))]
+    of_b, of_c = (Channels(windows_bc, n, 2 * inner + n, size, dtype, weight_bc, bias_bc) for n in (first_b, first_c))
+    seen = [channels.window(source) for channels in (of_x, of_b, of_c)]
     state = load_if(source > 0, states_in.at[source, head, here, :], block, size).astype(F32)
     decay, skip = -jnp.exp(plt.load(a_log.at[head]).astype(F32)), plt.load(d.at[head]).astype(F32)
     low, high = dt_limit
