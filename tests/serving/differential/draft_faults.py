@@ -14,7 +14,7 @@ from mamba_jax.modules import conv as conv_module
 from mamba_jax.sampling import draw_tokens, inputs
 from serving.engine.steps import loop
 from serving.engine.steps.batching import BatchBuilder
-from tests.serving.differential.faults import DRAFTS, LAYER, Patch, after_filling, patch_step
+from tests.serving.differential.faults import DRAFTS, LAYER, Patch, after_filling, patch_convolution, patch_step
 from tests.serving.differential.faults import fault as _fault
 
 choosing = importlib.import_module("mamba_jax.sampling.choose")  # the package's `choose` is the function in it
@@ -73,7 +73,7 @@ def window_not_rolled_back(patch: Patch) -> None:
         everywhere = jnp.where(write_slot > 0, write_slot, store.shape[0])
         return y, store.at[everywhere].set(jnp.broadcast_to(window, (*write_slot.shape, *store.shape[1:])), mode="drop")
 
-    patch.setattr(conv_module, "causal_conv1d_update", conv)
+    patch_convolution(patch, conv)
 
 
 @fault(20, "rejected drafts count as part of the sequence", "A10 A13 A17", "decode")

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from kernels_pallas.gated_scan import xla as between
-from kernels_pallas.gated_update import xla as decode_between
 from mamba_jax.layout.prefill import PrefillLayout
 from mamba_jax.modules import conv as conv_module
 from serving.engine.steps.batching import BatchBuilder
@@ -26,6 +25,9 @@ STEP = [
     for part in ("programs", "step.run", "step.decode", "step.prefill", "step.heads", "step.running_rows", "step.seats")
 ]
 
+DECODE = [importlib.import_module(f"kernels_pallas.{name}.xla") for name in ("gated_update", "gated_delta_update")]
+"""What lies between projections in decode."""
+
 
 def patch_step(patch: Patch, name: str, change: Callable[[Callable], Callable]) -> None:
     """Replaces the function `name` of the step by `change(function)` in each module that imports it."""
@@ -33,6 +35,12 @@ def patch_step(patch: Patch, name: str, change: Callable[[Callable], Callable]) 
     changed = change(getattr(modules[0], name))
     for module in modules:
         patch.setattr(module, name, changed)
+
+
+def patch_convolution(patch: Patch, conv: Callable) -> None:
+    """Replaces the convolution of decode steps by `conv`."""
+    for module in (conv_module, *DECODE):
+        patch.setattr(module, "causal_conv1d_update", conv)
 
 
 @dataclass(frozen=True)
@@ -170,14 +178,13 @@ def slot_is_not_noted(patch: Patch) -> None:
 
 @fault(8, "the convolution's window stays in the slot that was read", "A8 A32 B10", "decode")
 def window_stays(patch: Patch) -> None:
-    sound = decode_between.causal_conv1d_update
+    sound = conv_module.causal_conv1d_update
 
     def conv(*args, read_slot, write_slot, **how):
         there = jnp.where(read_slot[:, None] > 0, read_slot[:, None], write_slot)
         return sound(*args, read_slot=read_slot, write_slot=there, **how)
 
-    for module in (conv_module, decode_between):
-        patch.setattr(module, "causal_conv1d_update", conv)
+    patch_convolution(patch, conv)
 
 
 # -- what the host fills in --
