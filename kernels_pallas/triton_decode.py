@@ -47,7 +47,7 @@ class Channels:
     def convolved(self, inputs):
         """Returns silu(bias + the sum over taps), rounded to the dtype of activations, in float32."""
         total = sum(tap * one.astype(F32) for tap, one in zip(self.taps, inputs, strict=True)) + self.bias
-        return (total / (1 + jnp.exp(-total))).astype(self.dtype).astype(F32)
+        return jax.nn.silu(total).astype(self.dtype).astype(F32)
 
     def write(self, windows, slot, inputs):
         """Writes the inputs as the window in a slot."""
@@ -58,11 +58,6 @@ class Channels:
 def indices(count: int) -> Any:
     """Yields 0..count-1 as the interpreter accepts them."""
     return map(jnp.int32, range(count))
-
-
-def softplus(x):
-    """log(1 + exp(x))."""
-    return jnp.maximum(x, 0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
 
 
 def gate(
@@ -126,13 +121,13 @@ def _gate(
     if normalised:
         scale = _load(norm.at[channel if norm.shape[0] == inner else jnp.where(inside, index[None, :], 0)], inside)
     for t in indices(steps):
-        target = plt.load(write_slot.at[row, t])
+        live, target = plt.load(valid.at[row, t]), plt.load(write_slot.at[row, t])
         for n, part in enumerate(parts):
-            seen[n] = [*seen[n][1:], part.input(projected, row, t, plt.load(valid.at[row, t]))]
+            seen[n] = [*seen[n][1:], part.input(projected, row, t, live)]
             part.write(windows, target, seen[n])
         value = _load(y.at[row, t, channel], inside)
         z = _load(projected.at[row, t, channel], inside).astype(dtype).astype(F32)
-        factor = (1 if sigmoid else z) / (1 + jnp.exp(-z))
+        factor = jax.nn.sigmoid(z) if sigmoid else jax.nn.silu(z)
         value = value if norm_before_gate and normalised else value * factor
         if normalised:
             value = value * lax.rsqrt(jnp.sum(value * value, axis=1)[:, None] / of_norm + eps) * scale

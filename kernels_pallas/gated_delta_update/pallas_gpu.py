@@ -23,7 +23,7 @@ from kernels_pallas.triton_blocks import (
     store_if,
     update_call,
 )
-from kernels_pallas.triton_decode import NUMBERS, Channels, gate, indices, softplus
+from kernels_pallas.triton_decode import NUMBERS, Channels, gate, indices
 
 F32 = jnp.float32
 
@@ -107,14 +107,14 @@ def _update(
         of_v.write(windows, target, seen[0])
         query, key = _unit(convolved[: len(keys)], dtype, size**-0.5), _unit(convolved[len(keys) :], dtype)
         strength = plt.load(projected.at[row, t, first_a + dt_bias.shape[0] + head])
-        beta = jnp.where(live, jnp.maximum(gates.beta_scale / (1 + jnp.exp(-strength)), LEAST_BETA), 0.0)
+        beta = jnp.where(live, jnp.maximum(gates.beta_scale * jax.nn.sigmoid(strength), LEAST_BETA), 0.0)
         old = []
         for piece, of_a, of_bias in zip(state, at, bias_at, strict=True):
             logs = plt.load(projected.at[row, t, of_a]) + plt.load(dt_bias.at[of_bias])
             if gates.log_decay_bound is None:
-                logs = -rate * softplus(logs)
+                logs = -rate * jax.nn.softplus(logs)
             else:
-                logs = gates.log_decay_bound / (1 + jnp.exp(-rate * logs))
+                logs = gates.log_decay_bound * jax.nn.sigmoid(rate * logs)
             old.append(piece * jnp.exp(jnp.where(live, logs, 0.0)))
         gained = beta * (values - product_with(old, key))
         # Rounded as it is stored, so that several steps in one call equal one step in each of several calls.

@@ -28,7 +28,7 @@ from kernels_pallas.triton_blocks import (
     store_if,
     update_call,
 )
-from kernels_pallas.triton_decode import NUMBERS, Channels, gate, indices, softplus
+from kernels_pallas.triton_decode import NUMBERS, Channels, gate, indices
 
 F32 = jnp.float32
 
@@ -102,7 +102,7 @@ def _update(
         x, b, c = convolved
         of_x.write(windows, target, seen[0])
         step = plt.load(projected.at[row, t, 2 * inner + 2 * groups * size + head]) + plt.load(dt_bias.at[head])
-        step = softplus(step)
+        step = jax.nn.softplus(step)
         step = jnp.maximum(step, low) if high == math.inf else jnp.clip(step, low, high)
         step = jnp.where(live, step, 0)
         # Rounded as it is stored, so that several steps in one call equal one step in each of several calls.

@@ -144,7 +144,8 @@ def _update(draw: Draw, shape: Any) -> Call:
 
 def _gated_update(draw: Draw, shape: Any) -> Call:
     lead, inner, channels = (shape.rows, shape.steps), shape.heads * shape.head_dim, 2 * shape.groups * shape.state
-    zx, bc, dt = draw(*lead, 2, inner), draw(*lead, 2, shape.groups, shape.state), draw(*lead, shape.heads)
+    zx, bc = draw(*lead, 2, inner), draw(*lead, 2, shape.groups, shape.state)
+    dt = draw(*lead, shape.heads).astype(jnp.float32)
     heads = [draw.positive(shape.heads) for _ in range(3)]
     of_x, of_bc = ((draw(n, shape.width), draw(n) if shape.bias else None) for n in (inner, channels))
     norm = draw(inner) if shape.norm else None
@@ -158,7 +159,8 @@ def _gated_delta_update(draw: Draw, shape: Any) -> Call:
     decays = shape.heads * (shape.state if shape.by_channel else 1)
     inputs = (
         draw(*lead, 2, shape.groups, shape.state), draw(*lead, inner), draw(*lead, inner),
-        draw(*lead, decays), draw(*lead, shape.heads), draw.positive(shape.heads), draw.positive(decays),
+        *(draw(*lead, n).astype(jnp.float32) for n in (decays, shape.heads)),
+        draw.positive(shape.heads), draw.positive(decays),
         draw(inner, WIDTH), draw(channels, WIDTH), draw(shape.head_dim),
     )  # fmt: skip
     options = {"gates": gated_delta_update.Gates(beta_scale=1.0, log_decay_bound=None, output="silu", eps=1e-6)}
