@@ -43,7 +43,7 @@ DRAFTERS = {
 
 @pytest.mark.full
 @pytest.mark.tpu_compile
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", ["eagle3", pytest.param("dspark", marks=pytest.mark.slow)])
 def test_a_drafter_copies_nothing(name):
     pytest.importorskip("libtpu")
     drafter, source = DRAFTERS[name]

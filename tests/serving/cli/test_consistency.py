@@ -66,7 +66,7 @@ def test_serving_and_training_agree(name, tmp_path, monkeypatch):
 
 @needs_native
 @pytest.mark.full
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_the_first_update_of_a_schedule_invariant_trainer_has_ratios_of_1(dtype, lora, tmp_path):
     directory = write_random(tmp_path / "model", TRAINABLE)

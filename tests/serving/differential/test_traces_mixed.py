@@ -26,7 +26,7 @@ def test_traces_of_each_recurrence(model: str, replay: int | None) -> None:
 
 @pytest.mark.full
 @pytest.mark.fuzz
-@pytest.mark.parametrize("replay", [None, 8])
+@pytest.mark.parametrize("replay", [pytest.param(None, marks=pytest.mark.slow), 8])
 def test_traces_with_drafts(replay: int | None) -> None:
     met = run(62_000_000, 30, drafts=True, model="nemotronh", replay=replay, mixed=True, reached=("all", "full_hits"))
     assert met["mixed"] > 30

@@ -72,7 +72,7 @@ def test_traces_with_drafts(replay: int | None) -> None:
 @pytest.mark.full
 @pytest.mark.fuzz
 @pytest.mark.parametrize(
-    ("model", "mixed"), [slow("nemotronh", False), ("nemotronh", True), ("delta", False), slow("delta", True)]
+    ("model", "mixed"), [slow("nemotronh", False), slow("nemotronh", True), ("delta", False), slow("delta", True)]
 )
 def test_traces_with_replay(model: str, mixed: bool) -> None:
     met = run(73_000_000, 40, adapters=True, replay=8, mixed=mixed, model=model, reached=FEW)

@@ -55,7 +55,7 @@ def plain():
         {"mamba_cache_mode": "all"},
         pytest.param({"mamba_cache_mode": "all", "replay_interval": 8}, marks=pytest.mark.full),
         pytest.param({"mamba_cache_mode": "none", "adaptive_drafts": True}, marks=pytest.mark.slow),
-        pytest.param({"mamba_cache_mode": "align", "method": "dflash"}, marks=pytest.mark.full),
+        pytest.param({"mamba_cache_mode": "align", "method": "dflash"}, marks=pytest.mark.slow),
         pytest.param({"mamba_cache_mode": "all", "method": "dspark"}, marks=pytest.mark.full),
     ],
     ids=str,

@@ -27,6 +27,11 @@ GATED, PLAIN = "qwen35-moe", "nemotronh-moe"
 """The experts of the first have a gate projection."""
 
 
+def slow(fixture):
+    """A case that only --slow runs."""
+    return pytest.param(fixture, marks=pytest.mark.slow)
+
+
 def experts_of(fixture):
     """The modules of routed experts, by the names of their tensors in the checkpoint, and the tensors' shapes."""
     tensors = load_file(FIXTURES / fixture / "model.safetensors")
@@ -70,7 +75,7 @@ def log_probs(model, prompt, tokens):
 @pytest.mark.full
 @pytest.mark.parametrize(
     "fixture",
-    [GATED, PLAIN, "nemotronh-latent", *(pytest.param(v, marks=pytest.mark.slow) for v in ("lfm2-moe", "kimi"))],
+    [GATED, PLAIN, *map(slow, ("nemotronh-latent", "lfm2-moe", "kimi"))],
 )
 def test_a_mixed_batch_equals_merged_checkpoints(fixture, tmp_path):
     """Requests with two adapters and without one, together and one at a time."""
@@ -158,7 +163,7 @@ def test_wrong_matrices_of_experts_are_refused(change, message, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("fixture", ["nemotronh-latent", pytest.param("lfm2-moe", marks=pytest.mark.slow), "minimax"])
+@pytest.mark.parametrize("fixture", ["minimax", *map(slow, ("nemotronh-latent", "lfm2-moe"))])
 def test_two_devices_give_the_outputs_of_one(fixture, tmp_path):
     """Each device has the matrices of its own experts. Those of minimax are 5: a device has a piece of each."""
     write_adapter(tmp_path / "adapter", fixture, 1, rank=3)

@@ -213,7 +213,7 @@ DRAFTS = {"speculative_method": "ngram", "num_speculative_tokens": 3, "prompt_lo
         {"mamba_cache_mode": "align", "max_num_batched_tokens": 40},
         pytest.param({"mamba_cache_mode": "all", "max_num_batched_tokens": 40}, marks=pytest.mark.slow),
         pytest.param({"enable_chunked_prefill": False}, marks=pytest.mark.slow),
-        {"mamba_cache_mode": "align", **DRAFTS, "replay_interval": 1},
+        pytest.param({"mamba_cache_mode": "align", **DRAFTS, "replay_interval": 1}, marks=pytest.mark.slow),
         pytest.param({"mamba_cache_mode": "none", **DRAFTS, "replay_interval": 1}, marks=pytest.mark.slow),
         {**DRAFTS, "replay_interval": 16, "max_num_batched_tokens": 40},
         {"replay_interval": 16, "mixed_steps": True, "max_num_batched_tokens": 40},
