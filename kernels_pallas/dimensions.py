@@ -63,6 +63,7 @@ DIMENSIONS = {
     "experts": "experts of a layer",
     "choices": "experts of a token in all layers",
     "chosen": "experts of a token",
+    "pairs": "tokens with one of their experts",
     # Sampling.
     "vocab": "tokens of the vocabulary",
     "part": "tokens of one device's part of the vocabulary",

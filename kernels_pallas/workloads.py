@@ -230,6 +230,35 @@ GROUPED_PRODUCTS = (
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertMLP:
+    """The MLPs of a layer of experts."""
+
+    name: str
+    tokens: int
+    experts: int
+    chosen: int
+    inputs: int
+    size: int
+    gated: bool = True
+
+    def small(self) -> ExpertMLP:
+        """Returns the same, on sizes that a test can afford."""
+        return dataclasses.replace(self, tokens=min(self.tokens, 4), experts=24, chosen=2, inputs=48, size=32)
+
+
+EXPERT_MLPS = (
+    ExpertMLP("nemotron-3-nano, 1 row", 1, 128, 6, 2688, 1856, gated=False),
+    ExpertMLP("nemotron-3-nano, 8 rows", 8, 128, 6, 2688, 1856, gated=False),
+    ExpertMLP("nemotron-3-nano, 32 rows", 32, 128, 6, 2688, 1856, gated=False),
+    ExpertMLP("nemotron-3-super, 8 rows", 8, 512, 22, 1024, 2688, gated=False),
+    ExpertMLP("qwen3-next-80b-a3b, 8 rows", 8, 512, 10, 2048, 512),
+    ExpertMLP("qwen3-next-80b-a3b, 32 rows", 32, 512, 10, 2048, 512),
+    ExpertMLP("kimi-linear-48b-a3b, 8 rows", 8, 256, 8, 2304, 1024),
+    ExpertMLP("granite-4.0-h-small, 8 rows", 8, 72, 10, 4096, 768),
+)
+
+
+@dataclasses.dataclass(frozen=True)
 class Attention:
     """An attention layer and its pages."""
 

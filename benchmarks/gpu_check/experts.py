@@ -1,15 +1,21 @@
-"""The products of a layer of experts, up and down."""
+"""The products of a layer of experts, up and down, and both as one operation."""
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu_check.deadline import Deadline
-from benchmarks.gpu_check.sizes import BF16, CLOSE, F32, I32, Sizes
+from benchmarks.gpu_check.sizes import BF16, CLOSE, F32, I32, Sizes, compare
 from benchmarks.gpu_check.timing import difference, seconds
+from kernels_pallas.expert_mlp.pallas_gpu import MOST
 from kernels_pallas.grouped_matmul import grouped_matmul
+from kernels_pallas.workloads import ExpertMLP
+from serving.bench.kernel_calls import OPERATIONS, Draw
 from serving.bench.report import emit
 
 CHECKED = 32
@@ -40,4 +46,24 @@ def check_experts(sizes: Sizes, copy: float, deadline: Deadline) -> bool:
                 metric="experts", by=name, tokens=tokens, outputs=outputs, inputs=inputs, us=round(timed * 1e6, 1),
                 of_copy=round(moved / timed / copy, 3), error=error, ok=error < CLOSE["bfloat16"],
             )  # fmt: skip
+    return ok
+
+
+def check_expert_mlp(sizes: Sizes, copy: float, deadline: Deadline) -> bool:
+    """The kernel against the operations one after the other, for every number of rows that it takes."""
+    ok, (experts, size, width, chosen) = True, sizes.experts
+    cases = ((rows, gated) for rows in sizes.rows for gated in (False, True) if rows <= MOST)
+    for rows, gated in deadline.each("expert mlp", cases):
+        call = OPERATIONS["expert_mlp"].call(
+            Draw(BF16), ExpertMLP("", rows, experts, chosen, width, size // (1 + gated), gated)
+        )
+
+        def run(weights: Any, x: Any, rows: Any, *, call: Any = call, **how: Any) -> tuple[Any, jax.Array]:
+            return weights, call.run(x, *weights, *rows, **call.options, **how)
+
+        x, *weights = call.args[:3]
+        ok &= compare(
+            "expert_mlp", sizes, run, ["xla"], partial(jax.tree.map, jnp.copy, weights), (x, call.args[3:]),
+            rows=rows, gated=gated, moved=call.moved, copy=copy,
+        )  # fmt: skip
     return ok

@@ -9,7 +9,7 @@ from functools import partial
 from benchmarks.gpu_check.attention import check_attention, sweep_attention
 from benchmarks.gpu_check.between import check_between
 from benchmarks.gpu_check.deadline import Deadline
-from benchmarks.gpu_check.experts import check_experts
+from benchmarks.gpu_check.experts import check_expert_mlp, check_experts
 from benchmarks.gpu_check.generation import check_greedy, time_generation
 from benchmarks.gpu_check.programs import ModelPrograms, time_dispatch
 from benchmarks.gpu_check.recurrences import DELTA, MAMBA2, check_scan, check_update, sweep_scan, sweep_update
@@ -62,6 +62,7 @@ def kernel_jobs() -> list[Job]:
         Job("attention", 3, lambda run: check_attention(run.sizes, run.copy, run.deadline)),
         Job("scan", 2, lambda run: check_scan(MAMBA2, run.sizes, run.deadline)),
         Job("experts", 2, lambda run: check_experts(run.sizes, run.copy, run.deadline)),
+        Job("expert-mlp", 2, lambda run: check_expert_mlp(run.sizes, run.copy, run.deadline)),
         Job("delta-update", 3, lambda run: check_update(DELTA, delta(run), run.copy, run.deadline)),
         Job("delta-scan", 2, lambda run: check_scan(DELTA, delta(run), run.deadline)),
         Job("sweep-update", 1, lambda run: sweep_update(MAMBA2, run.sizes, run.deadline)),

@@ -11,8 +11,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.expert_choice import Choice, Rule, choose_experts
+from kernels_pallas.expert_mlp import expert_mlp, multiply_rows
 from kernels_pallas.fixed_order import rounded, router_product, row_sum, sigmoid, softmax, weighted_sum
-from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.quantised import Quantised
 from mamba_jax.config import MLPConfig, MoEConfig
 from mamba_jax.layout import Layout
@@ -147,13 +147,22 @@ class Experts(nnx.Module):
             cuda=self._at_once, rocm=self._at_once, default=functools.partial(self._in_pieces, rows=rows),
         )  # fmt: skip
 
+    @property
+    def _up_matrix(self) -> Float[Array, "experts outputs inputs"] | Quantised:
+        """The weights of gates and up projections together."""
+        up = self.up[...]
+        return up.matrix(lead=1) if isinstance(up, Quantised) else up.reshape(up.shape[0], -1, up.shape[-1])
+
     def _at_once(
         self, x: Float[Array, "T inputs"], choice: Choice, adapter: Int[Array, " T"] | None
     ) -> Float[Array, "T inputs"]:
         """Processes all rows at once, including those of other devices' experts."""
         weights = choice.weights
-        out = self._products(x, choice.order // weights.shape[1], choice.sizes, adapter)
-        by_token = out[choice.place].reshape(*weights.shape, -1)
+        if adapter is None:
+            by_token = expert_mlp(x, self._up_matrix, self.down[...], *choice[2:], activation=self.activation)
+        else:
+            out = self._products(x, choice.order // weights.shape[1], choice.sizes, adapter)
+            by_token = out[choice.place].reshape(*weights.shape, -1)
         return weighted_sum(weights, by_token.astype(jnp.float32)).astype(x.dtype)
 
     def _products(
@@ -167,21 +176,12 @@ class Experts(nnx.Module):
 
         Rows are sorted by expert, `sizes` of them for each; later rows give 0.
         """
-        up, x = self.up[...], x[token]
-        entries = None if adapter is None else adapter[token]
-        flat = up.matrix(lead=1) if isinstance(up, Quantised) else up.reshape(up.shape[0], -1, up.shape[-1])
-        inner = grouped_matmul(x, flat, sizes)
-        if self.lora_up is not None and entries is not None:
-            inner = inner + self.lora_up(x, sizes, entries)
-        if self.gated:
-            gate, inner = jnp.split(inner, 2, axis=1)
-            inner = self.activation(gate) * inner
-        else:
-            inner = self.activation(inner)
-        out = grouped_matmul(inner, self.down[...], sizes)
-        if self.lora_down is not None and entries is not None:
-            out = out + self.lora_down(inner, sizes, entries)
-        return out
+        adapters = {}
+        if adapter is not None:
+            for name, lora in (("add_up", self.lora_up), ("add_down", self.lora_down)):
+                if lora is not None:
+                    adapters[name] = functools.partial(lora, sizes=sizes, index=adapter[token])
+        return multiply_rows(x[token], self._up_matrix, self.down[...], sizes, self.activation, **adapters)
 
     def _in_pieces(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,6 +15,8 @@ from kernels_pallas import (
     causal_conv1d,
     delta_scan,
     delta_update,
+    expert_choice,
+    expert_mlp,
     gated_delta_update,
     gated_norm,
     gated_scan,
@@ -30,6 +33,7 @@ from kernels_pallas.causal_conv1d import api as conv_api
 from kernels_pallas.delta_scan import api as delta_scan_api
 from kernels_pallas.delta_update import api as delta_update_api
 from kernels_pallas.dispatch import Implementation
+from kernels_pallas.expert_mlp import api as expert_mlp_api
 from kernels_pallas.gated_delta_update import api as gated_delta_api
 from kernels_pallas.gated_norm import api as norm_api
 from kernels_pallas.gated_scan import api as gated_scan_api
@@ -292,6 +296,18 @@ def _grouped(draw: Draw, shape: Any) -> Call:
     return Call(grouped_matmul.grouped_matmul, (x, w, _i32(each)), None, {}, moved)
 
 
+def _expert_mlp(draw: Draw, shape: Any) -> Call:
+    x, up = draw(shape.tokens, shape.inputs), draw(shape.experts, shape.size * (1 + shape.gated), shape.inputs)
+    down = draw(shape.experts, shape.inputs, shape.size)
+    rule, valid = expert_choice.Rule(shape.chosen, "softmax"), jnp.ones(shape.tokens, bool)
+    scores = draw(shape.tokens, shape.experts).astype(jnp.float32)
+    choice = expert_choice.choose_experts(scores, None, valid, _i32(0), own=shape.experts, rule=rule)
+    options = {"activation": jax.nn.silu}
+    moved = _bytes(x) * (1 + shape.chosen) + _bytes(up[0], down[0]) * int((choice.sizes > 0).sum())
+    args = x / shape.inputs**0.5, up, down / shape.size**0.5, *choice[2:]
+    return Call(expert_mlp.expert_mlp, args, None, options, moved)
+
+
 def _linear(draw: Draw, shape: Any) -> Call:
     x, weight = draw(shape.rows, shape.inputs), draw(shape.outputs, shape.inputs)
     moved = _bytes(x, weight) + shape.rows * shape.outputs * x.dtype.itemsize
@@ -320,6 +336,7 @@ OPERATIONS = {
     "paged_attention": Operation(_attention, attention_api.PAGED, workloads.ATTENTION),
     "gated_rms_norm": Operation(_norm, norm_api.NORM, workloads.NORMS),
     "grouped_matmul": Operation(_grouped, grouped_api.MATMUL, workloads.GROUPED_PRODUCTS),
+    "expert_mlp": Operation(_expert_mlp, expert_mlp_api.MLP, workloads.EXPERT_MLPS),
     "linear": Operation(_linear, linear_api.LINEAR, workloads.PRODUCTS),
 }
 

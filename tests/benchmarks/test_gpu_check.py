@@ -17,7 +17,18 @@ def environment(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "job", ["update", "scan", "delta-update", "delta-scan", "gated-update", "gated-delta", "attention", "experts"]
+    "job",
+    [
+        "update",
+        "scan",
+        "delta-update",
+        "delta-scan",
+        "gated-update",
+        "gated-delta",
+        "attention",
+        "experts",
+        "expert-mlp",
+    ],
 )
 def test_kernels_are_checked(job, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["gpu_check", "kernels", "--tiny", "--no-sweep", "--only", job])

@@ -1,4 +1,5 @@
-"""The choice of experts compiled by XLA's compiler for an H200 that is not at hand: next to no registers are spilled.
+"""The choice of experts and their MLPs compiled by XLA's compiler for an H200 that is not at hand: next to no registers
+are spilled.
 
 A few with --full; all with --slow.
 """
@@ -11,6 +12,9 @@ import pytest
 from topology import compile_for_gpu, registers_of_kernels
 
 from kernels_pallas.expert_choice import Rule, choose_experts
+from kernels_pallas.expert_mlp import expert_mlp
+from kernels_pallas.workloads import EXPERT_MLPS
+from mamba_jax.modules.basic import activation
 
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.full]
 
@@ -30,3 +34,22 @@ def test_choice_of_experts(tokens, experts, count, tmp_path):
     used, spilled = registers_of_kernels(tmp_path)["expert_choice"]
     assert used <= 128
     assert spilled <= (16 if tokens * experts * count > 1 << 16 else 0)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(s, marks=[] if "8 rows" in s.name else pytest.mark.slow) for s in EXPERT_MLPS],
+    ids=lambda s: s.name,
+)
+def test_mlps_of_experts(shape, tmp_path):
+    """And nothing is as large as a weight in memory: only what the first kernel gives the second one."""
+    struct, (tokens, inputs, size) = jax.ShapeDtypeStruct, (shape.tokens, shape.inputs, shape.size)
+    run = partial(expert_mlp, activation=activation("silu" if shape.gated else "relu2"), implementation="pallas_gpu")
+    floats = ((tokens, inputs), (shape.experts, size * (1 + shape.gated), inputs), (shape.experts, inputs, size))
+    rows = struct((tokens * shape.chosen,), jnp.int32)
+    call = *(struct(s, jnp.bfloat16) for s in floats), rows, rows, struct((shape.experts,), jnp.int32)
+    program = compile_for_gpu("h200", run, *call, xla_dump_to=str(tmp_path))
+    for used, spilled in registers_of_kernels(tmp_path).values():
+        assert used <= 128
+        assert spilled == 0
+    assert program.memory_analysis().temp_size_in_bytes <= 2 * tokens * shape.chosen * size + 1024

@@ -1,4 +1,7 @@
-"""Kernels for all that lies between a layer's projections, interpreted: prefill and decode continue each other."""
+"""Kernels for all that lies between a layer's projections, and for experts, interpreted.
+
+Prefill and decode continue each other.
+"""
 
 import dataclasses
 
@@ -11,7 +14,7 @@ from mamba_jax.programs import KernelChoice, StepPrograms
 from tests.support.engines import QUICK_COMPILE
 from tests.support.random_models import decisive_model
 from tests.support.step_host import TILE, Host, assert_holds, expected_logprobs, greedy
-from tests.support.tiny_configs import STEP, VOCAB
+from tests.support.tiny_configs import MOE, STEP, VOCAB
 
 pytestmark = pytest.mark.full
 
@@ -32,17 +35,24 @@ DELTA = dataclasses.replace(
 )
 
 
+EXPERTS = dataclasses.replace(
+    WIDE, pattern="ME", moe=dataclasses.replace(MOE, latent_size=32, intermediate_size=16, gated=True)
+)
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
         (WIDE, {"gated_scan": "pallas_tpu_interpreted"}),
         (WIDE, {"gated_update": "pallas_gpu_interpreted"}),
         (DELTA, {"gated_delta_update": "pallas_gpu_interpreted"}),
+        (EXPERTS, {"expert_mlp": "pallas_gpu_interpreted"}),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else v.pattern,
 )
 def test_chunks_then_decode(config, named, monkeypatch):
     monkeypatch.setattr("kernels_pallas.gated_scan.pallas_tpu.ALIGNED", TILE)
+    monkeypatch.setattr("kernels_pallas.expert_mlp.pallas_gpu.MOST", 64)
     rng = np.random.default_rng(2)
     prompt, other = ([int(t) for t in rng.integers(0, VOCAB, n)] for n in (21, 6))
     host = Host(config, num_drafts=0)

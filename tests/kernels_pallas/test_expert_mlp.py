@@ -1,0 +1,125 @@
+"""The MLPs of experts against their definition."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from operation_checks import Draw, assert_close, jitted
+
+from kernels_pallas.dispatch import UnsupportedError
+from kernels_pallas.expert_choice import Rule, choose_experts
+from kernels_pallas.expert_mlp import expert_mlp, reference
+from mamba_jax.modules.basic import activation
+
+pytestmark = pytest.mark.full
+
+EXPERTS, CHOSEN = 7, 3
+BF16 = jnp.bfloat16
+
+
+def call(
+    tokens, *, gated=False, inputs=48, size=32, experts=EXPERTS, chosen=CHOSEN, dtype=np.float32, valid=None, **of
+):
+    """Arguments, with experts by random scores; `of`: `first` and `own`, the experts of a device."""
+    draw = Draw(tokens)
+    x = draw.normal(tokens, inputs)
+    own, first = of.get("own", experts), np.int32(of.get("first", 0))
+    up = draw.normal(own, size * (1 + gated), inputs, scale=inputs**-0.5)
+    down = draw.normal(own, inputs, size, scale=size**-0.5)
+    valid = np.ones(tokens, bool) if valid is None else np.asarray(valid)
+    choose = jitted(choose_experts, own=own, rule=Rule(chosen, "softmax"), implementation="xla")
+    choice = choose(draw.normal(tokens, experts), None, valid, first)
+    return *(v.astype(dtype) for v in (x, up, down)), *choice[2:]
+
+
+class ExpertMLP:
+    """Every implementation."""
+
+    implementation: str
+
+    def run(self, *args, act="silu"):
+        return jitted(expert_mlp, activation=activation(act), implementation=self.implementation)(*args)
+
+    def check(self, *args, act="silu", dtype=np.float32):
+        expected = reference.expert_mlp(*args, activation=activation(act))
+        assert np.abs(expected).max() > 0.1
+        assert_close(self.run(*args, act=act), expected, dtype)
+
+    @pytest.mark.smoke("gated")
+    @pytest.mark.parametrize("gated", [False, True])
+    @pytest.mark.parametrize("tokens", [1, 5, 20])
+    def test_equals_definition(self, tokens, gated):
+        self.check(*call(tokens, gated=gated))
+
+    @pytest.mark.parametrize("act", ["relu2", "gelu", "gelu_pytorch_tanh", "relu"])
+    def test_activations(self, act):
+        self.check(*call(6), act=act)
+        self.check(*call(6, gated=True), act=act)
+
+    @pytest.mark.parametrize("gated", [False, True])
+    def test_bfloat16(self, gated):
+        args = call(8, gated=gated, inputs=128, size=64, dtype=BF16)
+        self.check(*args, dtype=BF16)
+
+    def test_padding_gives_zeros(self):
+        args = call(6, valid=[True, False, True, True, False, False])
+        actual = self.run(*args)
+        assert not actual[[1, 4, 5]].any()
+        self.check(*args)
+        assert not self.run(*call(4, valid=[False] * 4)).any()
+
+    @pytest.mark.parametrize("first", [0, 2, 5])
+    def test_experts_of_one_device(self, first):
+        """Rows of other devices' experts give 0."""
+        self.check(*call(6, own=2, first=first))
+
+    def test_tokens_of_padding_and_weights_of_idle_experts_do_not_matter(self):
+        """They may be anything, such as NaN."""
+        x, up, down, *rows = call(2, valid=[True, False])
+        expected = self.run(x, up, down, *rows)
+        idle = np.asarray(rows[-1]) == 0
+        assert idle.any()
+        x[1] = up[idle] = down[idle] = np.nan
+        np.testing.assert_array_equal(self.run(x, up, down, *rows), expected)
+
+    def test_one_expert_has_all_rows(self):
+        x, up, down, *_ = call(9)
+        order = np.arange(9, dtype=np.int32)
+        self.check(x, up, down, order, order, np.array([0, 0, 9, 0, 0, 0, 0], np.int32))
+
+    def test_gradients(self):
+        x, up, down, *rows = map(jnp.asarray, call(5, gated=True))
+        weights = jnp.asarray(Draw(1).normal(5, CHOSEN, 48))
+
+        def loss(x, up, down, implementation):
+            run = functools.partial(expert_mlp, activation=activation("silu"), implementation=implementation)
+            return (run(x, up, down, *rows) * weights).sum()
+
+        for ours, plain in zip(
+            *(jax.grad(loss, (0, 1, 2))(x, up, down, name) for name in (self.implementation, "xla")), strict=True
+        ):
+            assert float(jnp.abs(plain).max()) > 0
+            assert_close(ours, plain)
+
+
+class TestXla(ExpertMLP):
+    implementation = "xla"
+
+
+class TestGpu(ExpertMLP):
+    implementation = "pallas_gpu_interpreted"
+
+    @pytest.mark.parametrize(("experts", "chosen", "tokens"), [(128, 6, 8), (72, 10, 32), (512, 22, 3)])
+    def test_numbers_of_experts_of_models(self, experts, chosen, tokens):
+        self.check(*call(tokens, experts=experts, chosen=chosen, inputs=32, size=16))
+
+    def test_says_what_it_cannot_run(self):
+        for args, why in (
+            (call(33), "33 tokens, more than 32"),
+            (call(2, size=24), "weights are 48 x 24, not multiples of 16"),
+            (call(2, dtype=np.float16), "it multiplies float16"),
+        ):
+            with pytest.raises(UnsupportedError, match=why):
+                self.run(*args)
