@@ -4,8 +4,8 @@
     python -m benchmarks.step_times nemotron-h-8b:h200-1
 
 Each case has the default flags of `mamba-jax plan`. Times are those of `plan --analysis`: bytes and operations at
-published speeds, kernels and waits by the assumptions of `serving/capacity/overheads.py` and `targets.py`. A mixed step
-is compared with a decode and a prefill step one after the other (`--no-mixed-steps`).
+published speeds, kernels and waits by the assumptions of `overheads.py` and `targets.py` in `serving`. A mixed step is
+compared with a decode and a prefill step one after the other (`--no-mixed-steps`).
 """
 
 from __future__ import annotations

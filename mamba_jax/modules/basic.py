@@ -132,7 +132,7 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, size: int, eps: float, *, unit_offset: bool = False, dtype: DTypeLike) -> None:
         self.weight = nnx.Param((jnp.zeros if unit_offset else jnp.ones)(size, dtype))
-        self.eps, self.offset = eps, 1.0 if unit_offset else 0.0
+        self.eps, self.unit_offset = eps, unit_offset
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
         return self.of_part(x, x.shape[-1])
@@ -145,8 +145,10 @@ class RMSNorm(nnx.Module):
             mean = rounded(row_sum(squares) / size)
         else:
             mean = jax.lax.psum(squares.sum(-1, keepdims=True), TENSOR) / size
-        scale = jax.lax.rsqrt(mean + self.eps)
-        return (x * scale * (weight.astype(jnp.float32) + self.offset)).astype(weight.dtype)
+        x = x * jax.lax.rsqrt(mean + self.eps)
+        product = x * weight.astype(jnp.float32)
+        # Not x * (1 + weight): XLA for GPU adds 1 in a kernel of its own if several kernels need the result.
+        return (rounded(product) + x if self.unit_offset else product).astype(weight.dtype)
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> Array:

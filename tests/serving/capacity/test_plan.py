@@ -18,11 +18,11 @@ from serving.capacity.compiling import Program, code_of_all
 from serving.capacity.count import Counter, collectives, decode_workload
 from serving.capacity.layer_cuts import can_cut, cut_config, cut_parameters, layer_cuts, whole_programs
 from serving.capacity.models import resolved_model
-from serving.capacity.overheads import KERNEL_SECONDS
 from serving.capacity.plan import make_plan, with_kernels
 from serving.capacity.targets import families, known, target
 from serving.cli.main import run
 from serving.config import ConfigError, EngineConfig
+from serving.engine.assembly.overheads import KERNEL_SECONDS
 
 
 def plan(model, topology, **flags):
@@ -77,14 +77,21 @@ def test_a_step_is_expected_to_wait_for_other_devices_and_kernels():
     made = plan("nemotron-h-8b", "h200-2")
     decode = made.steps[-1]
     assert decode.latency_ms == pytest.approx(54 * 1e3 * made.target.device.exchange)  # 53 sums, the largest logits
-    assert decode.kernels == 24 * 12 + 24 * 5 + 4 * 10 + 18
+    assert decode.kernels == 24 * 7 + 24 * 5 + 4 * 10 + 18
     assert decode.launch_ms == pytest.approx(1e3 * decode.kernels * KERNEL_SECONDS)
     assert decode.expected_ms == pytest.approx(decode.bound_ms + decode.latency_ms + decode.launch_ms)
     assert plan("nemotron-h-8b", "h200-1").steps[-1].latency_ms == 0
     assert plan("nemotron-h-8b", "v6e-8").steps[-1].launch_ms == 0
     few, many = (plan(name, "h200-4").steps[-1] for name in ("nemotron-3-nano-30b-a3b", "nemotron-3-super-120b-a12b"))
-    assert few.kernels == 23 * 12 + 23 * 14 + 6 * 10 + 18
-    assert many.kernels == 40 * 12 + 40 * (14 + 6) + 8 * 10 + 18
+    assert few.kernels == 23 * 7 + 23 * 14 + 6 * 10 + 18
+    assert many.kernels == 40 * 7 + 40 * (14 + 6) + 8 * 10 + 18
+
+
+@pytest.mark.parametrize(("rows", "drafts", "replayed"), [(64, 0, True), (8, 0, False), (64, 3, True), (8, 3, False)])
+def test_replay_is_chosen_on_gpu_where_its_kernels_take_less_time_than_the_bytes(rows, drafts, replayed):
+    made = plan("nemotron-h-8b", "h200-1", max_num_seqs=rows, num_speculative_tokens=drafts)
+    assert made.steps[-1].kernels == 24 * (17 if replayed else 7) + 24 * 5 + 4 * 10 + 18
+    assert any(f"keeps a state {'every 16 tokens' if replayed else 'for each token'}" in note for note in made.notes)
 
 
 def test_a_step_takes_no_less_time_than_the_host():
