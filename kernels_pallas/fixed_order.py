@@ -62,7 +62,7 @@ def softmax(x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
     return invariant.quotient(shares, invariant.row_sum(shares))
 
 
-def quotient(x: Float[Array, "*batch n"], total: Float[Array, "*batch 1"]) -> Float[Array, "*batch n"]:
+def quotient(x: Float[Array, "*batch n"], total: Float[Array, "... 1"]) -> Float[Array, "*batch n"]:
     """x / total."""
     return invariant.quotient(x, total) if is_fixed() else x / total
 

@@ -57,7 +57,8 @@ def test_bounds_of_documents():
     assert DocumentBounds.of(marked[:, None]) == DocumentBounds(4, 16)
     assert DocumentBounds.of(marked[None]) == DocumentBounds(8, 16)
     assert DocumentBounds.of(np.ones((1, 2, 9), np.int32)) is None
-    assert DocumentBounds.of(np.array([[[1, 2, ~3]]])) == DocumentBounds(1, 2)  # a document begins after the last input
+    # A document begins after the last input.
+    assert DocumentBounds.of(np.array([[[1, 2, ~3]]], np.int32)) == DocumentBounds(1, 2)
 
 
 def documents_of_many_lengths():

@@ -151,7 +151,7 @@ def test_drafts_need_more_states():
 
 
 def test_a_plan_says_what_decoding_keeps():
-    many, few = (plan("nemotron-h-8b", "h100-2", max_num_seqs=rows) for rows in (64, 1))
+    many, few = (plan("nemotron-h-8b", "h100-1", max_num_seqs=rows) for rows in (64, 1))
     assert many.size.replay_interval == 16
     assert any("decoding keeps a state every 16 tokens" in note for note in many.notes)
     assert few.size.replay_interval == 1
