@@ -4,9 +4,12 @@ A program of either kernel computes a block of outputs of one expert, for all of
 Its product has a row for each token of the step, so tokens need not be sorted, and the first kernel takes them as they
 are. Programs of rows that are not the first of their expert end at once. Both write a row for each token and each of
 its experts, so that what follows (the sum by token) reads no places.
+
+Weights in 8 bits are widened in registers, which is exact; sums are multiplied by scales.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -19,24 +22,27 @@ from kernels_pallas.heads import power_of_two_in
 from kernels_pallas.quantised import Quantised
 from kernels_pallas.triton_blocks import LEAST, dot, offsets_overflow
 
-F32, I32 = jnp.float32, jnp.int32
+F32, I32, BF16 = jnp.float32, jnp.int32, jnp.bfloat16
+NARROW = (jnp.int8, jnp.float8_e4m3fn)
 MOST = 32  # tokens; an expert's product computes all of them
 OUTPUTS, INPUTS, STAGES = 64, 128, 4
 
 
 def unsupported(x, up, down, order, place, sizes, *, activation):
     """Returns why this call cannot run, or None."""
-    if isinstance(up, Quantised) or isinstance(down, Quantised):
-        return "weights are quantised"
     if 0 in (*x.shape, *up.shape, *order.shape):
         return "it is empty"
     if x.shape[0] > MOST:
         return f"{x.shape[0]} tokens, more than {MOST}"
-    if not x.dtype == up.dtype == down.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"it multiplies {x.dtype} by {up.dtype} and {down.dtype}"
     if any(size % LEAST for size in down.shape[1:]):
         return f"weights are {down.shape[1]} x {down.shape[2]}, not multiples of {LEAST}"
-    if offsets_overflow(up) or offsets_overflow(down):
+    for weight in map(_quantised, (up, down)):
+        narrow, dtype = weight.values.dtype in NARROW, weight.values.dtype
+        if x.dtype not in ((BF16,) if narrow else (BF16, F32)) or not (narrow or dtype == x.dtype):
+            return f"it multiplies {x.dtype} by {dtype}"
+        if weight.group_zero is not None or _piece(weight) < LEAST:
+            return "weights have zero points, or a scale for fewer inputs than 16"
+    if any(offsets_overflow(_quantised(weight).values) for weight in (up, down)):
         return "the weights have too many elements for 32-bit offsets"
     return None
 
@@ -50,22 +56,48 @@ def expert_mlp(x, up, down, order, place, sizes, *, activation, interpret=False)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _multiply(x, up, down, order, place, sizes, activation, interpret):
     product = functools.partial(_product, place=place.reshape(x.shape[0], -1), sizes=sizes, interpret=interpret)
-    by_gate = up.reshape(up.shape[0], -1, down.shape[2], up.shape[2])
-    return product(product(x, by_gate, activation), down[:, None], None)
+    inner = product(x, _quantised(up), up.shape[1] // down.shape[2], activation)
+    return product(inner, _quantised(down), 1, None)
 
 
-def _product(x, weight, activation, *, place, sizes, interpret):
+def _product(x, weight, gates, activation, *, place, sizes, interpret):
     """Returns [tokens, chosen, outputs], of x [tokens, inputs] or [tokens, chosen, inputs]."""
-    outputs, inputs = weight.shape[2:]
+    experts, outputs, inputs = weight.shape
+    outputs //= gates
+    scales = [v for v in (weight.channel_scale, weight.group_scale) if v is not None]
     block = power_of_two_in(outputs, OUTPUTS)
     return pl.pallas_call(
-        functools.partial(_kernel, activation=activation, block=block, piece=power_of_two_in(inputs, INPUTS)),
+        functools.partial(
+            _kernel,
+            activation=activation,
+            block=block,
+            piece=_piece(weight),
+            by_channel=weight.channel_scale is not None,
+        ),
         grid=(place.size, outputs // block),
         out_shape=jax.ShapeDtypeStruct((*place.shape, outputs), x.dtype),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=STAGES),
         interpret=interpret,
         name="expert_mlp",
-    )(x, weight, place, sizes)
+    )(
+        x,
+        weight.values.reshape(experts, gates, outputs, inputs),
+        place,
+        sizes,
+        *(v.reshape(*v.shape[:-1], gates, outputs) for v in scales),
+    )
+
+
+def _quantised(weight):
+    """Returns the weight, with no scales if it is an array."""
+    return weight if isinstance(weight, Quantised) else Quantised(weight)
+
+
+def _piece(weight):
+    """Returns the number of inputs of a piece, whose scales are the same."""
+    inputs = weight.shape[2]
+    group = inputs if weight.group_scale is None else inputs // weight.group_scale.shape[1]
+    return power_of_two_in(math.gcd(inputs, group), INPUTS)
 
 
 def _forward(x, up, down, order, place, sizes, activation, interpret):
@@ -74,8 +106,11 @@ def _forward(x, up, down, order, place, sizes, activation, interpret):
 
 def _backward(activation, interpret, saved, change):
     x, up, down, *rows = saved
-    _, pull = jax.vjp(lambda *v: xla.expert_mlp(*v, *rows, activation=activation), x, up, down)
-    return (*pull(change), None, None, None)
+    run = functools.partial(xla.expert_mlp, activation=activation)
+    if isinstance(up, Quantised):
+        (dx,) = jax.vjp(lambda x: run(x, up, down, *rows), x)[1](change)
+        return dx, None, None, None, None, None
+    return *jax.vjp(lambda *v: run(*v, *rows), x, up, down)[1](change), None, None, None
 
 
 _multiply.defvjp(_forward, _backward)
@@ -85,7 +120,9 @@ def _block(n):
     return 1 << (n - 1).bit_length()
 
 
-def _kernel(x, weight, place, sizes, out, *, activation, block, piece):
+def _kernel(x, weight, place, sizes, *refs, activation, block, piece, by_channel):
+    *scales, out = refs
+    channel = scales.pop(0) if by_channel else None
     row, first = pl.program_id(0), pl.program_id(1) * block
     (tokens, chosen), (experts, gates, _, inputs) = place.shape, weight.shape
     expert = jnp.arange(_block(experts), dtype=I32)
@@ -112,14 +149,23 @@ def _kernel(x, weight, place, sizes, out, *, activation, block, piece):
         here = k * piece + column
         index = (token[:, None],) if len(x.shape) == 2 else (token[:, None], which[:, None])
         values = plt.load(x.at[(*index, here[None, :])], mask=has[:, None], other=jnp.zeros((), x.dtype))
-        return tuple(
-            total + dot(values, plt.load(weight.at[safe, I32(gate), output[:, None], here[None, :]]).T, x.dtype)
-            for gate, total in enumerate(sums)
-        )
+        return tuple(total + part(gate, k, here, values) for gate, total in enumerate(sums))
+
+    def part(gate, k, here, values):
+        narrow = plt.load(weight.at[safe, I32(gate), output[:, None], here[None, :]])
+        product = dot(values, narrow.astype(x.dtype).T, x.dtype)
+        for scale in scales:
+            group = lax.div(k * piece, I32(inputs // scale.shape[1]))
+            product *= plt.load(scale.at[safe, group, I32(gate), output]).astype(F32)[None, :]
+        return product
 
     steps = jnp.where(real & leads, I32(inputs // piece), I32(0))
     start_sums = (jnp.zeros((token.shape[0], block), F32),) * gates
-    *gate, total = (v.astype(x.dtype) for v in lax.fori_loop(I32(0), steps, add, start_sums))
+    sums = lax.fori_loop(I32(0), steps, add, start_sums)
+    if channel is not None:
+        factors = (plt.load(channel.at[safe, I32(gate), output]).astype(F32)[None, :] for gate in range(gates))
+        sums = [total * factor for total, factor in zip(sums, factors, strict=True)]
+    *gate, total = (v.astype(x.dtype) for v in sums)
     if activation is not None:
         total = activation(gate[0].astype(F32)).astype(x.dtype) * total if gate else activation(total.astype(F32))
     index = (token[:, None], which[:, None], output[None, :])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from operation_checks import Draw, assert_close, jitted
+from test_quantised_products import by_definition, quantised
 
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.expert_choice import Rule, choose_experts
@@ -62,6 +63,17 @@ class ExpertMLP:
     def test_bfloat16(self, gated):
         args = call(8, gated=gated, inputs=128, size=64, dtype=BF16)
         self.check(*args, dtype=BF16)
+
+    @pytest.mark.parametrize("groups", [None, 3])
+    @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=lambda d: d.__name__)
+    @pytest.mark.parametrize("gated", [False, True])
+    def test_weights_in_8_bits(self, gated, dtype, groups):
+        x, _, _, *rows = call(6, gated=gated, dtype=BF16)
+        up = quantised(EXPERTS, 48 * (1 + gated), 48, dtype=dtype, groups=groups)
+        down = quantised(EXPERTS, 48, 48, dtype=dtype, groups=groups)
+        x, act = x / 4, activation("silu")
+        expected = reference.expert_mlp(x, by_definition(up), by_definition(down), *rows, activation=act)
+        assert_close(self.run(x, up, down, *rows), expected, BF16)
 
     def test_padding_gives_zeros(self):
         args = call(6, valid=[True, False, True, True, False, False])
@@ -123,3 +135,11 @@ class TestGpu(ExpertMLP):
         ):
             with pytest.raises(UnsupportedError, match=why):
                 self.run(*args)
+        x, _, _, *rows = call(2, dtype=BF16)
+        for down, why in (
+            (quantised(EXPERTS, 48, 32, dtype=jnp.int4), "it multiplies bfloat16 by int4"),
+            (quantised(EXPERTS, 48, 32, groups=2, zero=True), "weights have zero points"),
+            (quantised(EXPERTS, 48, 32, groups=4), "a scale for fewer inputs than 16"),
+        ):
+            with pytest.raises(UnsupportedError, match=why):
+                self.run(x, quantised(EXPERTS, 32, 48), down, *rows)
