@@ -159,7 +159,8 @@ class Experts(nnx.Module):
         """Processes all rows at once, including those of other devices' experts."""
         weights = choice.weights
         if adapter is None:
-            by_token = expert_mlp(x, self._up_matrix, self.down[...], *choice[2:], activation=self.activation)
+            rows = choice.order, choice.place, choice.sizes
+            by_token = expert_mlp(x, self._up_matrix, self.down[...], *rows, activation=self.activation)
         else:
             out = self._products(x, choice.order // weights.shape[1], choice.sizes, adapter)
             by_token = out[choice.place].reshape(*weights.shape, -1)

@@ -304,7 +304,7 @@ def _expert_mlp(draw: Draw, shape: Any) -> Call:
     choice = expert_choice.choose_experts(scores, None, valid, _i32(0), own=shape.experts, rule=rule)
     options = {"activation": jax.nn.silu}
     moved = _bytes(x) * (1 + shape.chosen) + _bytes(up[0], down[0]) * int((choice.sizes > 0).sum())
-    args = x / shape.inputs**0.5, up, down / shape.size**0.5, *choice[2:]
+    args = x / shape.inputs**0.5, up, down / shape.size**0.5, choice.order, choice.place, choice.sizes
     return Call(expert_mlp.expert_mlp, args, None, options, moved)
 
 
