@@ -2,8 +2,8 @@
 
 Without `replay_interval`, replay is chosen if the platform has replay kernels for all of the model's states, and if
 replay moves enough fewer bytes in a full decode step. Otherwise snapshots are chosen. On GPU, replay has more kernels,
-whose time counts as bytes. On CPU, computation matters as well: replay is chosen only for numbers of drafts with which
-measurements showed it to be faster.
+whose time counts as bytes if there are no drafts. On CPU, computation matters as well: replay is chosen only for
+numbers of drafts with which measurements showed it to be faster.
 """
 
 from __future__ import annotations
@@ -118,6 +118,8 @@ def _choice(
 
     best = min([each for each in allowed if each >= _USUAL] or allowed[-1:], key=moved)
     snapshots = weight_bytes + rows * moved(1)
+    if drafts:
+        overhead = 0  # snapshots also need a slot for each draft, which may leave room for fewer sequences
     saved = 1 - (weight_bytes + rows * moved(best) + overhead) / snapshots
     step = f"of a step's {'time' if overhead else 'bytes'} {full}"
     if saved < WORTH:
