@@ -21,6 +21,11 @@ def is_power_of_two(n: int) -> bool:
     return n > 0 and n & (n - 1) == 0
 
 
+def padded(n: int) -> int:
+    """Returns the smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
 def pieces(size: int) -> list[Any]:
     """Cuts an axis into the fewest equal slices whose size is a power of two. A block holds one slice."""
     width = power_of_two_in(size, size)
@@ -48,7 +53,7 @@ def load_if(condition: Bool[Array, "..."], ref, *shape: int):
 def any_nonzero(ref, *lead: Array):
     """Returns whether any number of ref[*lead, :] is not 0."""
     size = ref.shape[-1]
-    index = jnp.arange(1 << (size - 1).bit_length(), dtype=jnp.int32)
+    index = jnp.arange(padded(size), dtype=jnp.int32)
     values = plt.load(ref.at[(*lead, index)], mask=index < size, other=jnp.zeros((), ref.dtype))
     return jnp.max((values != 0).astype(jnp.int32), axis=0) > 0
 

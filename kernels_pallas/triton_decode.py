@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.triton_blocks import load_if, pieces, store_if
+from kernels_pallas.triton_blocks import load_if, padded, pieces, store_if
 
 F32 = jnp.float32
 NUMBERS = 4096  # of a state in one program, at most: a thread holds 32 of them
@@ -114,7 +114,7 @@ def _gate(
     parts = [Channels(windows_in, n, 2 * inner + n, count, dtype) for n, count in zip(firsts, counts, strict=True)]
     seen = [part.window(source) for part in parts]
     of_norm = inner // groups // norms
-    piece, index = (jnp.arange(1 << (n - 1).bit_length(), dtype=jnp.int32) for n in (norms, of_norm))
+    piece, index = (jnp.arange(padded(n), dtype=jnp.int32) for n in (norms, of_norm))
     inside = (piece < norms)[:, None] & (index < of_norm)[None, :]
     channel = group * (inner // groups) + piece[:, None] * of_norm + index[None, :]
     scale: Any = 1.0

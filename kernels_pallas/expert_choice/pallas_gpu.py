@@ -15,6 +15,7 @@ from jax.experimental.pallas import triton as plt
 
 from kernels_pallas.expert_choice import xla
 from kernels_pallas.expert_choice.rule import Choice
+from kernels_pallas.triton_blocks import padded
 
 F32, I32 = jnp.float32, jnp.int32
 MOST = 1 << 13  # scores, in the registers of one program
@@ -27,9 +28,9 @@ def unsupported(scores, bias, valid, first, *, own, rule):
     """Returns why this call cannot run, or None."""
     if 0 in scores.shape:
         return "it is empty"
-    if _block(scores.shape[0]) * _block(scores.shape[1]) > MOST:
+    if padded(scores.shape[0]) * padded(scores.shape[1]) > MOST:
         return f"{scores.shape[0]} x {scores.shape[1]} scores, more than {MOST}"
-    if rule.count * _block(scores.shape[0]) * _block(scores.shape[1]) > MOST_MASKS:
+    if rule.count * padded(scores.shape[0]) * padded(scores.shape[1]) > MOST_MASKS:
         return (
             f"{rule.count} of {scores.shape[1]} experts for {scores.shape[0]} tokens, which do not fit into registers"
         )
@@ -54,7 +55,7 @@ def _choose(scores, bias, valid, first, own, rule, interpret):
         given.append(jnp.asarray(first, I32).reshape(1))
     if bias is not None:
         given.append(bias)
-    sizes = (_block(tokens), _block(experts))
+    sizes = (padded(tokens), padded(experts))
     of_rows = [jax.ShapeDtypeStruct((rows,), I32)] * 2
     of_tokens = [jax.ShapeDtypeStruct((tokens, rule.count), dtype) for dtype in (F32, I32)]
     return tuple(
@@ -81,10 +82,6 @@ def _backward(own, rule, interpret, saved, changes):
 
 
 _choose.defvjp(_forward, _backward)
-
-
-def _block(n):
-    return 1 << (n - 1).bit_length()
 
 
 def _kernel(*refs, divided, biased, sizes, rule):

@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plt
 from kernels_pallas.expert_mlp import xla
 from kernels_pallas.heads import power_of_two_in
 from kernels_pallas.quantised import Quantised
-from kernels_pallas.triton_blocks import LEAST, dot, offsets_overflow
+from kernels_pallas.triton_blocks import LEAST, dot, offsets_overflow, padded
 
 F32, I32, BF16 = jnp.float32, jnp.int32, jnp.bfloat16
 NARROW = (jnp.int8, jnp.float8_e4m3fn)
@@ -116,16 +116,12 @@ def _backward(activation, interpret, saved, change):
 _multiply.defvjp(_forward, _backward)
 
 
-def _block(n):
-    return 1 << (n - 1).bit_length()
-
-
 def _kernel(x, weight, place, sizes, *refs, activation, block, piece, by_channel):
     *scales, out = refs
     channel = scales.pop(0) if by_channel else None
     row, first = pl.program_id(0), pl.program_id(1) * block
     (tokens, chosen), (experts, gates, _, inputs) = place.shape, weight.shape
-    expert = jnp.arange(_block(experts), dtype=I32)
+    expert = jnp.arange(padded(experts), dtype=I32)
     size = plt.load(sizes.at[expert], mask=expert < experts, other=I32(0))
     before = lax.cumsum(size, axis=0) <= row  # experts whose rows all come before this one
     number = jnp.sum(((expert < experts) & before).astype(I32), axis=0)
@@ -135,7 +131,7 @@ def _kernel(x, weight, place, sizes, *refs, activation, block, piece, by_channel
     count = jnp.where(real, jnp.sum(jnp.where(expert == number, size, I32(0)), axis=0), I32(1))
     leads = row == start
 
-    token, nth = jnp.arange(max(LEAST, _block(tokens)), dtype=I32), jnp.arange(_block(chosen), dtype=I32)
+    token, nth = jnp.arange(max(LEAST, padded(tokens)), dtype=I32), jnp.arange(padded(chosen), dtype=I32)
     pair = (token < tokens)[:, None] & (nth < chosen)[None, :]
     at = plt.load(place.at[token[:, None], nth[None, :]], mask=pair, other=I32(-1))
     mine = (at >= start) & (at < start + count) & leads
