@@ -19,12 +19,21 @@ from kernels_pallas.linear import (
 from kernels_pallas.quantised import Quantised
 from kernels_pallas.shape_check import shapes_checked
 
+
+def _apart(x: Array, *weights: Array, out_dtype: DTypeLike) -> tuple[Array, ...]:
+    return tuple(linear(x, weight, out_dtype=out_dtype) for weight in weights)
+
+
 LINEAR = (
     dispatch.Implementation("native", native.linear, native.unsupported, "cpu"),
     invariant.implementation(invariant.linear),
     dispatch.Implementation("xla_few_outputs", few_outputs.linear, few_outputs.unsupported, automatic=False),
     dispatch.Implementation("xla_few_outputs", few_outputs.linear, few_outputs.unsupported, "gpu"),
     dispatch.Implementation("xla", xla.linear),
+)
+PAIR = (
+    dispatch.Implementation("xla_few_outputs", few_outputs.linear_pair, few_outputs.pair_unsupported, "gpu"),
+    dispatch.Implementation("apart", _apart),
 )
 QUANTISED = (
     dispatch.Implementation("narrow_inputs", narrow_inputs.linear, narrow_inputs.undefined, automatic=False),
@@ -62,3 +71,21 @@ def linear(
     if isinstance(weight, Quantised):
         return dispatch.call("quantised_linear", QUANTISED, implementation, x, weight, out_dtype=out_dtype or x.dtype)
     return dispatch.call("linear", LINEAR, implementation, x, weight, out_dtype=out_dtype or x.dtype)
+
+
+@shapes_checked
+def linear_pair(
+    x: Float[Array, "*batch inputs"],
+    first: Float[Array, "outputs inputs"],
+    second: Float[Array, "outputs inputs"],
+    *,
+    out_dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "*batch outputs"], Float[Array, "*batch outputs"]]:
+    """x W^T of two weights of one shape, as `linear` computes it.
+
+    Raises:
+        ValueError: the shapes do not match.
+        UnsupportedError: the named implementation does not exist or cannot run this call.
+    """
+    return dispatch.call("linear_pair", PAIR, implementation, x, first, second, out_dtype=out_dtype or x.dtype)

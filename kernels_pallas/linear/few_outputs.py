@@ -3,7 +3,8 @@
 XLA merges products of one input into one, whose weight is all of theirs. It reads them as they lie only if their
 outputs are multiples of a tile; otherwise it copies all of them for each call: 50 MB for the projections of a layer of
 Qwen3-Next-80B-A3B, because 32 outputs of two of them are no tile. For the rows of a decode step the product here is a
-sum, which XLA does not merge, and which it computes together with what follows.
+sum, which XLA does not merge, and which it computes together with what follows. Two such products of one input are one
+reduction, which is one kernel.
 """
 
 import jax.numpy as jnp
@@ -30,3 +31,20 @@ def linear(x, weight, *, out_dtype):
     if x.size // x.shape[-1] > MOST_ROWS:
         return xla.linear(lax.optimization_barrier(x), weight, out_dtype=out_dtype)
     return (x[..., None, :].astype(jnp.float32) * weight.astype(jnp.float32)).sum(-1).astype(out_dtype)
+
+
+def pair_unsupported(x, first, second, *, out_dtype):
+    """Returns why this call cannot run, or None."""
+    if x.size // x.shape[-1] > MOST_ROWS:
+        return f"more than {MOST_ROWS} rows"
+    return unsupported(x, first, out_dtype=out_dtype)
+
+
+def linear_pair(x, first, second, *, out_dtype):
+    """See `api.linear_pair`."""
+    # Without the barrier, XLA would sum what x was rounded from, and round it for other products in one more kernel.
+    wide = lax.optimization_barrier(x)[..., None, :].astype(jnp.float32)
+    products = wide * first.astype(jnp.float32), wide * second.astype(jnp.float32)
+    zero = jnp.float32(0)
+    sums = lax.reduce(products, (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (x.ndim,))
+    return tuple(one.astype(out_dtype) for one in sums)

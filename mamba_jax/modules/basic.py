@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.fixed_order import rounded, row_sum, silu
-from kernels_pallas.linear import linear
+from kernels_pallas.linear import linear, linear_pair
 from kernels_pallas.quantised import Quantised
 from mamba_jax.modules.lora import LoRA
 from mamba_jax.sharding.axis import TENSOR
@@ -98,6 +98,28 @@ class Linear(nnx.Module):
                 y = y + self.lora(x, adapter)
             y = y.astype(out_dtype or x.dtype)
         return y.reshape(*x.shape[:-1], *outputs)
+
+    @property
+    def is_product(self) -> bool:
+        """Whether the layer only multiplies by a matrix that is not quantised."""
+        weight = self.weight[...]
+        return self.bias is None and self.lora is None and not isinstance(weight, Quantised) and weight.ndim == 2
+
+
+def both(
+    first: Callable[..., Array],
+    second: Callable[..., Array],
+    x: Float[Array, "*batch inputs"],
+    adapter: Int[Array, " batch"] | None = None,
+    *,
+    out_dtype: DTypeLike | None = None,
+) -> tuple[Array, Array]:
+    """Calls two layers, as `Linear` is called; their products may run as one."""
+    if isinstance(first, Linear) and isinstance(second, Linear) and first.is_product and second.is_product:
+        weights = first.weight[...], second.weight[...]
+        if weights[0].shape == weights[1].shape:
+            return linear_pair(x, *weights, out_dtype=out_dtype)
+    return first(x, adapter, out_dtype=out_dtype), second(x, adapter, out_dtype=out_dtype)
 
 
 class Weight(nnx.Module):

@@ -1,5 +1,7 @@
 """The dense product against its definition."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from kernels_pallas import native
 from kernels_pallas.dispatch import KernelChoice, UnsupportedError
-from kernels_pallas.linear import linear, reference
+from kernels_pallas.linear import linear, linear_pair, reference
 from kernels_pallas.workloads import PRODUCTS
 
 pytestmark = pytest.mark.full
@@ -80,6 +82,28 @@ def check(rows, inputs, outputs, dtype, implementation):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_few_outputs(rows, dtype):
     check(rows, 300, 33, dtype, "xla_few_outputs")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_two_products_of_few_outputs(dtype):
+    random = np.random.default_rng(0)
+    x, first, second = (jnp.asarray(random.normal(size=(n, 300)), dtype) for n in (8, 33, 33))
+
+    def run(*args, by):
+        return linear_pair(*args, out_dtype=jnp.float32, implementation=by)
+
+    sums = jax.jit(partial(run, by="xla_few_outputs"))(x, first, second)
+    for out, weight in zip(sums, (first, second), strict=True):
+        np.testing.assert_allclose(out, reference.linear(x, weight), atol=2e-6 * 300, rtol=1e-5)
+
+    def loss(by, *args):
+        return sum((jnp.sin(out).sum() for out in run(*args, by=by)), jnp.float32(0))
+
+    ours, apart = (
+        jax.grad(partial(loss, by), argnums=(0, 1, 2))(x, first, second) for by in ("xla_few_outputs", "apart")
+    )
+    for one, other in zip(ours, apart, strict=True):
+        np.testing.assert_allclose(one.astype(np.float32), other.astype(np.float32), atol=0.1, rtol=0.02)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 300])
