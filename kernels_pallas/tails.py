@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kernels_pallas.row_loop import head_axes
 from kernels_pallas.shape_check import check_shapes
-from kernels_pallas.slots import take, write_slots
+from kernels_pallas.slots import read_slots, take, write_slots
 
 F32 = jnp.float32
 
@@ -90,6 +90,19 @@ def next_boundary(length, num_tokens, interval: int) -> Boundary:
     return Boundary(position, position <= length + num_tokens)
 
 
+def row_numbers(
+    anchor_slot, tail_id, anchor_length, length, num_tokens, write_slot, interval: int
+) -> tuple[Int[Array, " rows"], ...]:
+    """`Places` as kernels take them: slots are 0 where they are not accessed; the boundary replaces the interval."""
+    due = next_boundary(length, num_tokens, interval)
+    live = num_tokens > 0
+    found = (
+        jnp.where(live, anchor_slot, 0), tail_id, anchor_length, length, num_tokens,
+        jnp.where(due.reached & live, write_slot, 0), due.position,
+    )  # fmt: skip
+    return tuple(one.astype(jnp.int32) for one in found)
+
+
 def append(
     tail: Sequence[Shaped[Array, "tails entries ..."]],
     new: Iterable[Shaped[Array, "rows steps ..."]],
@@ -114,6 +127,30 @@ def in_order(
     entries = kept.shape[1]
     found = take(kept.reshape(-1, kept.shape[2]), tail_id[:, None] * entries + order.position % entries)
     return jnp.where(order.valid[..., None], found, 0).astype(F32).reshape(*found.shape[:2], *shape)
+
+
+def read_ring(
+    ring: Shaped[Array, "tails entries *shape"], tail_id: Int[Array, " rows"], position: Int[Array, "rows n"]
+) -> Shaped[Array, "rows n *shape"]:
+    """Returns the entries of the tokens at these positions. The caller must know whether they are filled."""
+    entries = ring.shape[1]
+    places = tail_id[:, None] * entries + position % entries
+    found = read_slots(ring.reshape(-1, *ring.shape[2:]), places.reshape(-1))
+    return found.reshape(*position.shape, *ring.shape[2:])
+
+
+def write_ring(
+    ring: Shaped[Array, "tails entries *shape"],
+    values: Shaped[Array, "rows n *shape"],
+    tail_id: Int[Array, " rows"],
+    position: Int[Array, "rows n"],
+    valid: Bool[Array, "rows n"],
+) -> Shaped[Array, "tails entries *shape"]:
+    """Returns the ring with values at these positions; those that are not valid, and those of tail 0, go nowhere."""
+    entries = ring.shape[1]
+    there = valid & (tail_id > 0)[:, None]
+    places = jnp.where(there, tail_id[:, None] * entries + position % entries, 0)
+    return write_slots(ring, values.reshape(-1, *ring.shape[2:]), places.reshape(-1))
 
 
 def at(values: Float[Array, "rows entries heads"], index: Int[Array, "rows n"]) -> Float[Array, "rows n heads"]:

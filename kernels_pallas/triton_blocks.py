@@ -40,6 +40,16 @@ def product_with(values: list[Array], key: list[Array]) -> Array:
     )  # type: ignore[return-value]
 
 
+def decayed(cut: list[Array], log_decay: list[Array]) -> list[Array]:
+    """Multiplies the last axis, in pieces, with decays: one of each channel, in equal pieces, or one of them all."""
+    logs = log_decay if len(log_decay) == len(cut) else log_decay * len(cut)
+    decays = [jnp.exp(log) for log in logs]
+    return [
+        piece * (decay[None, :] if decay.ndim < piece.ndim and decay.ndim else decay)
+        for piece, decay in zip(cut, decays, strict=True)
+    ]
+
+
 def offsets_overflow(array) -> bool:
     """Returns whether an offset may overflow: Triton counts elements of arrays up to 4 GiB in signed 32 bits."""
     return array.size >= 1 << 31 and array.size * array.dtype.itemsize <= 1 << 32

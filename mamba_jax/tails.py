@@ -11,10 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
-from kernels_pallas.slots import read_slots, write_slots
 from mamba_jax.config import StateArray
 
 TailArrays = dict[str, Shaped[Array, "tails entries ..."]]
@@ -53,27 +51,3 @@ class Tails:
     tags: Int[Array, "tails entries"] | None
     """Debugging only: which token of its sequence each entry of the longest rings is; -1 = wrong."""
     interval: int = field(metadata={"static": True})
-
-
-def read_ring(
-    ring: Shaped[Array, "tails entries *shape"], tail_id: Int[Array, " rows"], position: Int[Array, "rows n"]
-) -> Shaped[Array, "rows n *shape"]:
-    """Returns the entries of the tokens at these positions. The caller must know whether they are filled."""
-    entries = ring.shape[1]
-    places = tail_id[:, None] * entries + position % entries
-    found = read_slots(ring.reshape(-1, *ring.shape[2:]), places.reshape(-1))
-    return found.reshape(*position.shape, *ring.shape[2:])
-
-
-def write_ring(
-    ring: Shaped[Array, "tails entries *shape"],
-    values: Shaped[Array, "rows n *shape"],
-    tail_id: Int[Array, " rows"],
-    position: Int[Array, "rows n"],
-    valid: Bool[Array, "rows n"],
-) -> Shaped[Array, "tails entries *shape"]:
-    """Returns the ring with values at these positions; those that are not valid, and those of tail 0, go nowhere."""
-    entries = ring.shape[1]
-    there = valid & (tail_id > 0)[:, None]
-    places = jnp.where(there, tail_id[:, None] * entries + position % entries, 0)
-    return write_slots(ring, values.reshape(-1, *ring.shape[2:]), places.reshape(-1))

@@ -49,6 +49,28 @@ def causal_conv1d_update(x, weight, bias, store, *, read_slot, write_slot, activ
     return y, store
 
 
+def causal_conv1d_replay(
+    x, weight, bias, store, ring, *, anchor_slot, tail_id, anchor_length, length, num_tokens, write_slot, interval,
+    activation="silu",
+):  # fmt: skip
+    """Implements `replay.causal_conv1d_replay`. Returns y in float64 (0 for padding), store and ring."""
+    store, ring, x, weight = np.array(store), np.array(ring), _wide(x), _wide(weight)
+    before, bias, y = store.copy(), None if bias is None else _wide(bias), np.zeros_like(x)
+    keep, entries = weight.shape[1] - 1, ring.shape[1]
+    for row, (anchor, start, count) in enumerate(zip(anchor_length, length, num_tokens, strict=True)):
+        if not count:
+            continue
+        held, tail = _window(before, anchor_slot[row]), ring[tail_id[row]]
+        last = [tail[n % entries] if n >= anchor else held[keep + n - anchor] for n in range(start - keep, start)]
+        y[row, :count], inputs = _row(_wide(np.stack(last)), x[row, :count], weight, bias, activation)
+        for t in range(count):
+            tail[(start + t) % entries] = x[row, t].astype(ring.dtype)
+        ahead = (start // interval + 1) * interval - start
+        if ahead <= count and write_slot[row]:
+            store[write_slot[row]] = inputs[ahead : ahead + keep].astype(store.dtype)
+    return y, store, ring
+
+
 def causal_conv1d_sequence(x, weight, bias, *, activation="silu"):
     """Implements `api.causal_conv1d_sequence`, in float64."""
     x, weight, bias = _wide(x), _wide(weight), None if bias is None else _wide(bias)

@@ -15,16 +15,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels_pallas import tails
+from kernels_pallas.tails import row_numbers
 from kernels_pallas.triton_blocks import (
     LEAST_OF_PIECE,
+    decayed,
     load_if,
     offsets_overflow,
     pieces,
     power_of_two_in,
     product_with,
     store_if,
+    update_call,
 )  # fmt: skip
+from kernels_pallas.triton_decode import AnchoredRow, indices
 
 F32 = jnp.float32
 
@@ -41,29 +44,23 @@ def unsupported(states, tail, q, k, v, log_decay, beta, **places):
 
 
 def delta_replay(
-    states, tail, q, k, v, log_decay, beta, *, anchor_slot, tail_id, anchor_length, length, num_tokens, write_slot,
-    interval, interpret=False, channels=32, entries=16, warps=4,
+    states, tail, q, k, v, log_decay, beta, *, interpret=False, channels=32, entries=16, warps=4, **places,
 ):  # fmt: skip
     """See `api.delta_replay`. `channels` (at most, of a head) go into one program of `warps` warps, and `entries` (at
     most) of a tail into one block.
     """
     rows, _, heads, head_dim = v.shape
     block = power_of_two_in(head_dim, channels)
-    due = tails.next_boundary(length, num_tokens, interval)
-    live = num_tokens > 0
-    scalars = (
-        jnp.where(live, anchor_slot, 0), tail_id, anchor_length, length, num_tokens,
-        jnp.where(due.reached & live, write_slot, 0), due.position,
-    )  # fmt: skip
-    y, states, *new_tail = pl.pallas_call(
+    y, states, *new_tail = update_call(
         functools.partial(_kernel, block=block, few=min(entries, tail.u.shape[1]), repeats=heads // k.shape[2]),
-        grid=(rows, heads, head_dim // block),
-        out_shape=[jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (v, states, *tail)],
-        input_output_aliases={12 + i: 1 + i for i in range(4)},
-        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
+        "delta_replay",
+        (rows, heads, head_dim // block),
+        (*row_numbers(**places), q, k, v, log_decay.astype(F32), beta.astype(F32)),
+        jax.ShapeDtypeStruct(v.shape, v.dtype),
+        (states, *tail),
         interpret=interpret,
-        name="delta_replay",
-    )(*(one.astype(jnp.int32) for one in scalars), q, k, v, log_decay.astype(F32), beta.astype(F32), states, *tail)
+        warps=warps,
+    )
     return y, states, type(tail)(*new_tail)
 
 
@@ -72,32 +69,53 @@ def _kernel(
     tail_k, tail_decay, y, state_out, new_u, new_k, new_decay, *, block: int, few: int, repeats: int,
 ):  # fmt: skip
     row, head, part = (pl.program_id(axis) for axis in range(3))
-    group = lax.div(head, repeats)
-    steps, entries, size = v.shape[1], tail_u.shape[1], state_in.shape[3]
+    place = AnchoredRow(row, anchor, tail_id, anchor_length, length, num_tokens, write, boundary)
+    group, times, cut = lax.div(head, repeats), list(indices(v.shape[1])), pieces(state_in.shape[3])
     here = pl.ds(part * block, block)
-    inner, cut = pl.ds(head * v.shape[3] + part * block, block), pieces(size)
-    keys: list[Any] = [pl.ds(group * size + piece.start, piece.size) for piece in cut]
-    source, ring_of, first, start, count, target, due = (
-        plt.load(one.at[row]) for one in (anchor, tail_id, anchor_length, length, num_tokens, write, boundary)
-    )
-
-    def load_anchor():
-        return [load_if(source > 0, state_in.at[source, head, here, n], block, n.size).astype(F32) for n in cut]
-
-    times = [jnp.int32(t) for t in range(steps)]  # the interpreter does not accept plain integers
-
     # The new tokens; padding may hold NaN, so it is not loaded.
-    values = [load_if(t < count, v.at[row, t, head, here], block).astype(F32) for t in times]
+    values = [load_if(place.live(t), v.at[row, t, head, here], block).astype(F32) for t in times]
     ks, qs = (
-        [[load_if(t < count, one.at[row, t, group, n], n.size).astype(F32) for n in cut] for t in times]
+        [[load_if(place.live(t), one.at[row, t, group, n], n.size).astype(F32) for n in cut] for t in times]
         for one in (k, q)
     )
-    shares = [jnp.where(t < count, plt.load(beta.at[row, t, head]), 0.0) for t in times]
+    shares = [jnp.where(place.live(t), plt.load(beta.at[row, t, head]), 0.0) for t in times]
     # Of the head, or of each channel of its keys, in pieces.
-    by_channel = len(log_decay.shape) == 4
-    of_token = [[head, n] for n in cut] if by_channel else [[head]]
+    of_token = [[head, n] for n in cut] if len(log_decay.shape) == 4 else [[head]]
+    logs = [[jnp.where(place.live(t), plt.load(log_decay.at[row, t, *at]), 0.0) for at in of_token] for t in times]
+
+    def write_y(t, value):
+        plt.store(y.at[row, t, head, here], jnp.where(place.live(t), value, 0.0).astype(y.dtype))
+
+    replay(
+        place, values, ks, qs, shares, logs, state_in, (tail_u, tail_k, tail_decay), state_out,
+        (new_u, new_k, new_decay), write_y, few=few, repeats=repeats,
+    )  # fmt: skip
+
+
+def replay(place, values, ks, qs, shares, logs, state_in, tail, state_out, new_tail, write_y, *, few, repeats):
+    """Replays some channels of the program's head, inside a kernel.
+
+    Args:
+        place: `AnchoredRow`.
+        values, ks, qs, shares, logs: of the new tokens, float32; zeros for padding, and keys rounded as the tail keeps
+            them. Keys and queries are in pieces. Logs of decays are one number of the head, or pieces.
+        write_y: as of `kernels_pallas.state_replay.pallas_gpu.replay`.
+        few: so many entries of the tail are in one block.
+        repeats: heads that share keys.
+    """
+    head, part = pl.program_id(1), pl.program_id(2)
+    (tail_u, tail_k, tail_decay), (new_u, new_k, new_decay) = tail, new_tail
+    steps, block, entries, size = len(values), values[0].shape[0], tail_u.shape[1], state_in.shape[3]
+    here, first, start, ring_of = pl.ds(part * block, block), place.first, place.start, place.tail
+    inner, cut = pl.ds(head * state_in.shape[2] + part * block, block), pieces(size)
+    keys: list[Any] = [pl.ds(lax.div(head, repeats) * size + piece.start, piece.size) for piece in cut]
+    by_channel = tail_decay.shape[2] != state_in.shape[1]
     in_tail: list[Any] = [pl.ds(head * size + n.start, n.size) for n in cut] if by_channel else [head]
-    logs = [[jnp.where(t < count, plt.load(log_decay.at[row, t, *at]), 0.0) for at in of_token] for t in times]
+
+    def load_anchor():
+        return [
+            load_if(place.source > 0, state_in.at[place.source, head, here, n], block, n.size).astype(F32) for n in cut
+        ]
 
     def total(first, last):
         """Sums log decays over new tokens."""
@@ -114,13 +132,13 @@ def _kernel(
 
     state = load_anchor()
     if by_channel:
-        asked = [[_decayed(one[t], since[t]) for t in range(steps)] for one in (ks, qs)]
+        asked = [[decayed(one[t], since[t]) for t in range(steps)] for one in (ks, qs)]
 
         def read_token(i, carry):
             later, found = carry
             entry = (start - 1 - i) & (entries - 1)
             token_u = plt.load(tail_u.at[ring_of, entry, inner]).astype(F32)
-            token_k = _decayed([plt.load(tail_k.at[ring_of, entry, n]).astype(F32) for n in keys], later)
+            token_k = decayed([plt.load(tail_k.at[ring_of, entry, n]).astype(F32) for n in keys], later)
             log = [plt.load(tail_decay.at[ring_of, entry, n]) for n in in_tail]
             found = [
                 [one + product_with(vector, token_k) * token_u for one, vector in zip(of, vectors, strict=True)]
@@ -131,7 +149,7 @@ def _kernel(
         nothing = [[jnp.zeros(block, F32) for _ in range(steps)] for _ in asked]
         whole, found = lax.fori_loop(0, start - first, read_token, ([jnp.zeros(n.size, F32) for n in cut], nothing))
         found = [
-            [one + product_with(state, _decayed(vector, whole)) for one, vector in zip(of, vectors, strict=True)]
+            [one + product_with(state, decayed(vector, whole)) for one, vector in zip(of, vectors, strict=True)]
             for of, vectors in zip(found, asked, strict=True)
         ]
     else:
@@ -161,11 +179,11 @@ def _kernel(
         found = lax.fori_loop(0, entries // few, read_tail, found)
 
     u: list[jax.Array] = []
-    for t in range(steps):
+    for t, step in enumerate(indices(steps)):
         of_k, of_q = found[0][t], found[1][t]
 
         def score(asked, n, t=t):
-            return product_with(asked[t], _decayed(ks[n], total(n + 1, t)))
+            return product_with(asked[t], decayed(ks[n], total(n + 1, t)))
 
         for n in range(t):
             of_k += score(ks, n) * u[n]
@@ -173,21 +191,21 @@ def _kernel(
         u.append((shares[t] * (values[t] - of_k)).astype(new_u.dtype).astype(F32))
         for n in range(t + 1):
             of_q += score(qs, n) * u[n]
-        plt.store(y.at[row, times[t], head, here], jnp.where(t < count, of_q, 0.0).astype(y.dtype))
+        write_y(step, of_q)
 
-    for t in range(steps):
-        entry = (start + t) & (entries - 1)
-        store_if(t < count, new_u.at[ring_of, entry, inner], u[t].astype(new_u.dtype))
-        one = (t < count) & (part == 0)
-        for place, log in zip(in_tail, logs[t], strict=True):
-            store_if(one, new_decay.at[ring_of, entry, place], log)
-        for place, key in zip(keys, ks[t], strict=True):
-            store_if(one & (lax.rem(head, repeats) == 0), new_k.at[ring_of, entry, place], key.astype(new_k.dtype))
+    for t, step in enumerate(indices(steps)):
+        entry, live = place.entry(tail_u, step), place.live(step)
+        store_if(live, new_u.at[ring_of, entry, inner], u[t].astype(new_u.dtype))
+        one = live & (part == 0)
+        for at, log in zip(in_tail, logs[t], strict=True):
+            store_if(one, new_decay.at[ring_of, entry, at], log)
+        for at, key in zip(keys, ks[t], strict=True):
+            store_if(one & (lax.rem(head, repeats) == 0), new_k.at[ring_of, entry, at], key.astype(new_k.dtype))
 
-    @pl.when(target > 0)
+    @pl.when(place.due_slot > 0)
     def _():
         def absorb(state, log_decay, token_u, token_k):
-            old = _decayed(state, log_decay)
+            old = decayed(state, log_decay)
             return [piece + token_u[:, None] * key[None, :] for piece, key in zip(old, token_k, strict=True)]
 
         def replayed(n, state):
@@ -200,18 +218,8 @@ def _kernel(
 
         written = lax.fori_loop(first, start, replayed, load_anchor())  # loaded again, to free its registers in between
         for t in range(steps):
-            before = start + t < due
+            before = start + t < place.due
             kept = [jnp.where(before, log, 0.0) for log in logs[t]]
             written = absorb(written, kept, jnp.where(before, u[t], 0.0), ks[t])
-        for place, piece in zip(cut, written, strict=True):
-            plt.store(state_out.at[target, head, here, place], piece.astype(state_out.dtype))
-
-
-def _decayed(cut, log_decay):
-    """Multiplies the last axis, in pieces, with decays: one of each channel, in equal pieces, or one of them all."""
-    logs = log_decay if len(log_decay) == len(cut) else log_decay * len(cut)
-    decays = [jnp.exp(log) for log in logs]
-    return [
-        piece * (decay[None, :] if decay.ndim < piece.ndim and decay.ndim else decay)
-        for piece, decay in zip(cut, decays, strict=True)
-    ]
+        for at, piece in zip(cut, written, strict=True):
+            plt.store(state_out.at[place.due_slot, head, here, at], piece.astype(state_out.dtype))

@@ -5,6 +5,7 @@ convolves and normalises those of its head, and the second one writes their wind
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax.experimental.pallas import triton as plt
 from kernels_pallas.gated_delta_update.gates import LEAST_BETA, UNIT_EPS
 from kernels_pallas.triton_blocks import (
     LEAST_OF_PIECE,
+    decayed,
     load_if,
     offsets_overflow,
     pieces,
@@ -23,7 +25,7 @@ from kernels_pallas.triton_blocks import (
     store_if,
     update_call,
 )
-from kernels_pallas.triton_decode import NUMBERS, Channels, gate, indices
+from kernels_pallas.triton_decode import NUMBERS, Channels, SlotRow, gate, indices, wait
 
 F32 = jnp.float32
 
@@ -53,18 +55,18 @@ def gated_delta_update(
     block = power_of_two_in(head_dim, max(NUMBERS // (size * len(pieces(size))), 1))
     # In float32 for a and b. The kernels round what the others have rounded.
     projected = jnp.concatenate([one.reshape(rows, steps, -1).astype(F32) for one in (z, v, qk, a, b)], axis=2)
-    slots = read_slot.astype(jnp.int32), write_slot.astype(jnp.int32)
+    places = read_slot.astype(jnp.int32), write_slot.astype(jnp.int32), valid
     y, store, windows = update_call(
-        functools.partial(_update, groups=groups, block=block, gates=gates),
+        functools.partial(_update, groups=groups, block=block, gates=gates, interpret=interpret),
         "gated_delta_update",
         (rows, heads, head_dim // block),
-        (*slots, valid, projected, a_log, dt_bias, weight, weight_qk, windows_qk),
+        (*places, projected, a_log, dt_bias, weight, weight_qk, windows_qk),
         jax.ShapeDtypeStruct((rows, steps, inner), v.dtype),
         (store, windows),
         interpret=interpret,
     )
     out, windows_qk = gate(
-        *slots, valid, projected, y, norm, windows_qk,
+        places, projected, y, norm, windows_qk,
         groups=groups, norms=heads // groups, eps=gates.eps, norm_before_gate=True,
         sigmoid=gates.output == "sigmoid", interpret=interpret,
     )  # fmt: skip
@@ -73,14 +75,13 @@ def gated_delta_update(
 
 def _update(
     read_slot, write_slot, valid, projected, a_log, dt_bias, weight, weight_qk, windows_qk, states_in, windows_in,
-    y, states, windows, *, groups, block, gates,
+    y, states, windows, *, groups, block, gates, interpret,
 ):  # fmt: skip
     row, head, part = (pl.program_id(axis) for axis in range(3))
+    place = SlotRow(row, read_slot, write_slot, valid)
     steps, (_, heads, head_dim, size), dtype = write_slot.shape[1], states.shape, y.dtype
     inner, channel = heads * head_dim, head * head_dim + part * block
     group, here, keys = lax.div(head, heads // groups), pl.ds(part * block, block), pieces(size)
-    by_channel = dt_bias.shape[0] != heads
-    source = plt.load(read_slot.at[row])
     of_v = Channels(windows_in, channel, inner + channel, block, dtype, weight)
     of_q, of_k = (
         [
@@ -90,32 +91,19 @@ def _update(
         for n in (group * size, (groups + group) * size)
     )
     parts = [of_v, *of_q, *of_k]
-    seen = [one.window(source) for one in parts]
-    state = [load_if(source > 0, states_in.at[source, head, here, n], block, n.size).astype(F32) for n in keys]
+    state = [
+        load_if(place.source > 0, states_in.at[place.source, head, here, n], block, n.size).astype(F32) for n in keys
+    ]
     rate = jnp.exp(plt.load(a_log.at[head]).astype(F32))
-    first_a = 2 * inner + 2 * groups * size
-    # Of the head, or of each channel of its keys: in the projections' outputs, and in the bias.
-    at, bias_at = (
-        [pl.ds(first + head * size + n.start, n.size) if by_channel else first + head for n in keys]
-        for first in (first_a, 0)
-    )
-    for t in indices(steps):
-        live, target = plt.load(valid.at[row, t]), plt.load(write_slot.at[row, t])
-        seen = [[*one, part.input(projected, row, t, live)] for one, part in zip(seen, parts, strict=True)]
-        values, *convolved = [part.convolved(one) for one, part in zip(seen, parts, strict=True)]
-        seen = [one[1:] for one in seen]
-        of_v.write(windows, target, seen[0])
-        query, key = _unit(convolved[: len(keys)], dtype, size**-0.5), _unit(convolved[len(keys) :], dtype)
-        strength = plt.load(projected.at[row, t, first_a + dt_bias.shape[0] + head])
-        beta = jnp.where(live, jnp.maximum(gates.beta_scale * jax.nn.sigmoid(strength), LEAST_BETA), 0.0)
-        old = []
-        for piece, of_a, of_bias in zip(state, at, bias_at, strict=True):
-            logs = plt.load(projected.at[row, t, of_a]) + plt.load(dt_bias.at[of_bias])
-            if gates.log_decay_bound is None:
-                logs = -rate * jax.nn.softplus(logs)
-            else:
-                logs = gates.log_decay_bound * jax.nn.sigmoid(rate * logs)
-            old.append(piece * jnp.exp(jnp.where(live, logs, 0.0)))
+    seen = [[part.inputs(projected, row, place, t) for part in parts] for t in indices(steps)]
+    wait(interpret)
+    for t, inputs in zip(indices(steps), seen, strict=True):
+        live, target = place.live(t), place.target(t)
+        values, *convolved = [part.convolved(one) for part, one in zip(parts, inputs, strict=True)]
+        of_v.write(place, t, inputs[0], windows)
+        query, key = unit(convolved[: len(keys)], dtype, size**-0.5), unit(convolved[len(keys) :], dtype)
+        logs, beta = decays_and_strength(projected, row, t, head, keys, rate, dt_bias, heads, gates, live)
+        old = decayed(state, logs)
         gained = beta * (values - product_with(old, key))
         # Rounded as it is stored, so that several steps in one call equal one step in each of several calls.
         stored = [
@@ -127,7 +115,31 @@ def _update(
             store_if(target > 0, states.at[target, head, here, n], piece)
 
 
-def _unit(values, dtype, scale=1.0):
+def unit(values, dtype, scale=1.0):
     """Scales a vector in pieces to a length, rounded to the dtype."""
     factor = lax.rsqrt(sum(jnp.sum(one * one) for one in values) + UNIT_EPS)
     return [(one * factor * scale).astype(dtype).astype(F32) for one in values]
+
+
+def decays_and_strength(projected, row, t, head, keys, rate, dt_bias, heads, gates, live):
+    """Returns logs of the head's decay (one, or pieces of those of its keys' channels) and its strength; of padding 0.
+
+    They are the last of the projections' outputs.
+    """
+    decays = dt_bias.shape[0]
+    first_b = projected.shape[2] - heads
+    first_a, found = first_b - decays, []
+    if decays == heads:
+        places: list[Any] = [(first_a + head, head)]
+    else:
+        starts = [(head * (decays // heads) + n.start, n.size) for n in keys]
+        places = [(pl.ds(first_a + start, size), pl.ds(start, size)) for start, size in starts]
+    for at, bias_at in places:
+        log = plt.load(projected.at[row, t, at]) + plt.load(dt_bias.at[bias_at])
+        if gates.log_decay_bound is None:
+            log = -rate * jax.nn.softplus(log)
+        else:
+            log = gates.log_decay_bound * jax.nn.sigmoid(rate * log)
+        found.append(jnp.where(live, log, 0.0))
+    strength = jax.nn.sigmoid(plt.load(projected.at[row, t, first_b + head]))
+    return found, jnp.where(live, jnp.maximum(gates.beta_scale * strength, LEAST_BETA), 0.0)

@@ -15,16 +15,33 @@ def gated_delta_update(
     heads, size = (rows, steps, *store.shape[1:3]), store.shape[3]
     v, windows = convolution.causal_conv1d_update(v, weight, None, windows, **slots)
     qk, windows_qk = convolution.causal_conv1d_update(qk.reshape(rows, steps, -1), weight_qk, None, windows_qk, **slots)
-    q, k = qk.reshape(rows, steps, 2, -1, size).swapaxes(0, 2).swapaxes(1, 2)
+    q, k = unit_keys(qk, size)
+    log_decay, beta = gates_of(a, b, a_log, dt_bias, gates)
+    beta = np.where(valid[..., None], beta, 0)
+    y, store = update.delta_update(q, k, v.reshape(heads), log_decay, beta, store, **slots)
+    return norm_of(y, z, norm, gates), store, windows, windows_qk
+
+
+def unit_keys(qk, size):
+    """Queries and keys [rows, steps, groups, size] of length 1; queries are also scaled."""
+    q, k = qk.reshape(*qk.shape[:2], 2, -1, size).swapaxes(0, 2).swapaxes(1, 2)
     q, k = (one / np.sqrt((one**2).sum(-1, keepdims=True) + 1e-6) for one in (q, k))
+    return q / np.sqrt(size), k
+
+
+def gates_of(a, b, a_log, dt_bias, gates):
+    """Logs of decays and strengths."""
     a, rate = np.float64(a) + dt_bias, np.exp(np.float64(a_log))
     if a.shape != b.shape:
-        a, rate = a.reshape(*b.shape, size), rate[:, None]
+        a, rate = a.reshape(*b.shape, -1), rate[:, None]
     bound = gates.log_decay_bound
     log_decay = -rate * np.log1p(np.exp(a)) if bound is None else bound / (1 + np.exp(-rate * a))
-    beta = np.where(valid[..., None], gates.beta_scale / (1 + np.exp(-np.float64(b))), 0)
-    y, store = update.delta_update(q / np.sqrt(size), k, v.reshape(heads), log_decay, beta, store, **slots)
+    return log_decay, gates.beta_scale / (1 + np.exp(-np.float64(b)))
+
+
+def norm_of(y, z, norm, gates):
+    """The gated norm of each head."""
     out = gated_norm.gated_rms_norm(
-        y, np.reshape(z, heads), norm, groups=1, eps=gates.eps, norm_before_gate=True, activation=gates.output
+        y, np.reshape(z, y.shape), norm, groups=1, eps=gates.eps, norm_before_gate=True, activation=gates.output
     )
-    return out.reshape(v.shape), store, windows, windows_qk
+    return out.reshape(*y.shape[:2], -1)

@@ -28,7 +28,7 @@ from kernels_pallas.triton_blocks import (
     store_if,
     update_call,
 )
-from kernels_pallas.triton_decode import NUMBERS, Channels, gate, indices
+from kernels_pallas.triton_decode import NUMBERS, Channels, SlotRow, gate, indices, wait
 
 F32 = jnp.float32
 
@@ -57,18 +57,26 @@ def gated_update(
     block = power_of_two_in(head_dim, max(NUMBERS // size, 1))
     # In float32 for dt. The kernels round what zx and bc have rounded.
     projected = jnp.concatenate([v.reshape(rows, steps, -1).astype(F32) for v in (zx, bc, dt)], axis=2)
-    slots = read_slot.astype(jnp.int32), write_slot.astype(jnp.int32)
+    places = read_slot.astype(jnp.int32), write_slot.astype(jnp.int32), valid
     y, store, windows = update_call(
-        functools.partial(_update, inner=inner, groups=groups, size=size, block=block, dt_limit=dt_limit),
+        functools.partial(
+            _update,
+            inner=inner,
+            groups=groups,
+            size=size,
+            block=block,
+            dt_limit=dt_limit,
+            interpret=interpret,
+        ),
         "gated_update",
         (rows, heads, head_dim // block),
-        (*slots, valid, projected, a_log, d, dt_bias, weight, bias, weight_bc, bias_bc, windows_bc),
+        (*places, projected, a_log, d, dt_bias, weight, bias, weight_bc, bias_bc, windows_bc),
         jax.ShapeDtypeStruct((rows, steps, inner), dtype),
         (store, windows),
         interpret=interpret,
     )
     out, windows_bc = gate(
-        *slots, valid, projected, y, norm, windows_bc,
+        places, projected, y, norm, windows_bc,
         groups=groups, norms=1, eps=eps, norm_before_gate=norm_before_gate, interpret=interpret,
     )  # fmt: skip
     return out, store, windows, windows_bc
@@ -76,38 +84,39 @@ def gated_update(
 
 def _update(
     read_slot, write_slot, valid, projected, a_log, d, dt_bias, weight, bias, weight_bc, bias_bc, windows_bc,
-    states_in, windows_in, y, states, windows, *, inner, groups, size, block, dt_limit,
+    states_in, windows_in, y, states, windows, *, inner, groups, size, block, dt_limit, interpret,
 ):  # fmt: skip
     row, head, part = (pl.program_id(axis) for axis in range(3))
+    place = SlotRow(row, read_slot, write_slot, valid)
     steps, (_, heads, head_dim, _), dtype = write_slot.shape[1], states.shape, y.dtype
     group = lax.div(head, heads // groups)
     channel = head * head_dim + part * block
-    source = plt.load(read_slot.at[row])
     here = pl.ds(part * block, block)
     of_x = Channels(windows_in, channel, inner + channel, block, dtype, weight, bias)
     first_b, first_c = group * size, (groups + group) * size
     of_b, of_c = (Channels(windows_bc, n, 2 * inner + n, size, dtype, weight_bc, bias_bc) for n in (first_b, first_c))
-    seen = [channels.window(source) for channels in (of_x, of_b, of_c)]
-    state = load_if(source > 0, states_in.at[source, head, here, :], block, size).astype(F32)
+    parts = of_x, of_b, of_c
+    state = load_if(place.source > 0, states_in.at[place.source, head, here, :], block, size).astype(F32)
     decay, skip = -jnp.exp(plt.load(a_log.at[head]).astype(F32)), plt.load(d.at[head]).astype(F32)
-    low, high = dt_limit
-    for t in indices(steps):
-        live = plt.load(valid.at[row, t])
-        target = plt.load(write_slot.at[row, t])
-        convolved = []
-        for n, channels in enumerate((of_x, of_b, of_c)):
-            seen[n] = [*seen[n], channels.input(projected, row, t, live)]
-            convolved.append(channels.convolved(seen[n]))
-            seen[n] = seen[n][1:]
-        x, b, c = convolved
-        of_x.write(windows, target, seen[0])
-        step = plt.load(projected.at[row, t, 2 * inner + 2 * groups * size + head]) + plt.load(dt_bias.at[head])
-        step = jax.nn.softplus(step)
-        step = jnp.maximum(step, low) if high == math.inf else jnp.clip(step, low, high)
-        step = jnp.where(live, step, 0)
+    seen = [[channels.inputs(projected, row, place, t) for channels in parts] for t in indices(steps)]
+    wait(interpret)
+    for t, inputs in zip(indices(steps), seen, strict=True):
+        live, target = place.live(t), place.target(t)
+        x, b, c = (channels.convolved(one) for channels, one in zip(parts, inputs, strict=True))
+        of_x.write(place, t, inputs[0], windows)
+        step = step_size(projected, row, t, head, dt_bias, dt_limit, live)
         # Rounded as it is stored, so that several steps in one call equal one step in each of several calls.
         stored = (state * jnp.exp(step * decay) + (step * x)[:, None] * b[None, :]).astype(states.dtype)
         state = stored.astype(F32)
         out = jnp.sum(state * c[None, :], axis=1) + skip * x
         plt.store(y.at[row, t, pl.ds(channel, block)], out.astype(dtype))
         store_if(target > 0, states.at[target, head, here, :], stored)
+
+
+def step_size(projected, row, t, head, dt_bias, dt_limit, live):
+    """Returns a head's step size; it is the projections' last output of the head. 0 for padding."""
+    low, high = dt_limit
+    at = projected.shape[2] - dt_bias.shape[0] + head
+    step = jax.nn.softplus(plt.load(projected.at[row, t, at]) + plt.load(dt_bias.at[head]))
+    step = jnp.maximum(step, low) if high == math.inf else jnp.clip(step, low, high)
+    return jnp.where(live, step, 0)

@@ -19,8 +19,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels_pallas import tails
-from kernels_pallas.triton_blocks import is_power_of_two, load_if, offsets_overflow, power_of_two_in, store_if
+from kernels_pallas.tails import row_numbers
+from kernels_pallas.triton_blocks import (
+    is_power_of_two,
+    load_if,
+    offsets_overflow,
+    power_of_two_in,
+    store_if,
+    update_call,
+)
+from kernels_pallas.triton_decode import AnchoredRow, indices
 
 F32 = jnp.float32
 
@@ -37,29 +45,23 @@ def unsupported(states, tail, x, dt, a, b, c, d, **places):
 
 
 def state_replay(
-    states, tail, x, dt, a, b, c, d, *, anchor_slot, tail_id, anchor_length, length, num_tokens, write_slot, interval,
-    interpret=False, channels=32, entries=32, warps=4,
+    states, tail, x, dt, a, b, c, d, *, interpret=False, channels=32, entries=32, warps=4, **places,
 ):  # fmt: skip
     """See `api.state_replay`. `channels` (at most, of a head) go into one program of `warps` warps, and `entries` (at
     most) of a tail into one block.
     """
     rows, _, heads, head_dim = x.shape
     block = power_of_two_in(head_dim, channels)
-    due = tails.next_boundary(length, num_tokens, interval)
-    live = num_tokens > 0
-    scalars = (
-        jnp.where(live, anchor_slot, 0), tail_id, anchor_length, length, num_tokens,
-        jnp.where(due.reached & live, write_slot, 0), due.position,
-    )  # fmt: skip
-    y, states, *new_tail = pl.pallas_call(
+    y, states, *new_tail = update_call(
         functools.partial(_kernel, block=block, few=min(entries, tail.x.shape[1]), repeats=heads // b.shape[2]),
-        grid=(rows, heads, head_dim // block),
-        out_shape=[jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, states, *tail)],
-        input_output_aliases={13 + i: 1 + i for i in range(4)},
-        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
+        "state_replay",
+        (rows, heads, head_dim // block),
+        (*row_numbers(**places), x, dt.astype(F32), a.astype(F32), b, c, d.astype(F32)),
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        (states, *tail),
         interpret=interpret,
-        name="state_replay",
-    )(*(v.astype(jnp.int32) for v in scalars), x, dt.astype(F32), a.astype(F32), b, c, d.astype(F32), states, *tail)
+        warps=warps,
+    )
     return y, states, type(tail)(*new_tail)
 
 
@@ -68,24 +70,44 @@ def _kernel(
     tail_dt, y, state_out, new_x, new_b, new_dt, *, block: int, few: int, repeats: int,
 ):  # fmt: skip
     row, head, part = (pl.program_id(axis) for axis in range(3))
-    group = lax.div(head, repeats)
-    steps, entries, size = x.shape[1], tail_x.shape[1], state_in.shape[3]
+    place = AnchoredRow(row, anchor, tail_id, anchor_length, length, num_tokens, write, boundary)
+    group, times = lax.div(head, repeats), list(indices(x.shape[1]))
     here = pl.ds(part * block, block)
-    inner, keys = pl.ds(head * x.shape[3] + part * block, block), pl.ds(group * size, size)
-    source, ring_of, first, start, count, target, due = (
-        plt.load(v.at[row]) for v in (anchor, tail_id, anchor_length, length, num_tokens, write, boundary)
-    )
+    # The new tokens; padding may hold NaN, so it is not loaded.
+    values = [load_if(place.live(t), x.at[row, t, head, here], block).astype(F32) for t in times]
+    bs, cs = ([load_if(place.live(t), v.at[row, t, group, :], v.shape[3]).astype(F32) for t in times] for v in (b, c))
+    dts = [jnp.where(place.live(t), plt.load(dt.at[row, t, head]), 0.0) for t in times]
+
+    def write_y(t, value):
+        plt.store(y.at[row, t, head, here], jnp.where(place.live(t), value, 0.0).astype(y.dtype))
+
+    replay(
+        place, plt.load(a.at[head]), plt.load(d.at[head]), values, dts, bs, cs, state_in, (tail_x, tail_b, tail_dt),
+        state_out, (new_x, new_b, new_dt), write_y, few=few, repeats=repeats,
+    )  # fmt: skip
+
+
+def replay(place, rate, skip, values, dts, bs, cs, state_in, tail, state_out, new_tail, write_y, *, few, repeats):
+    """Replays some channels of the program's head, inside a kernel.
+
+    Args:
+        place: `AnchoredRow`.
+        rate, skip: a and d of the head.
+        values, dts, bs, cs: of the new tokens, float32; zeros for padding, and values rounded as the tail keeps them.
+        write_y: takes a step and its output. It is called early: outputs would otherwise occupy registers to the end.
+        few: so many entries of the tail are in one block.
+        repeats: heads that share B and C.
+    """
+    head, part = pl.program_id(1), pl.program_id(2)
+    (tail_x, tail_b, tail_dt), (new_x, new_b, new_dt) = tail, new_tail
+    steps, block, entries, size = len(values), values[0].shape[0], tail_x.shape[1], state_in.shape[3]
+    here, first, start, ring_of = pl.ds(part * block, block), place.first, place.start, place.tail
+    inner = pl.ds(head * state_in.shape[2] + part * block, block)
+    keys = pl.ds(lax.div(head, repeats) * size, size)
 
     def load_anchor():
-        return load_if(source > 0, state_in.at[source, head, here, :], block, size).astype(F32)
+        return load_if(place.source > 0, state_in.at[place.source, head, here, :], block, size).astype(F32)
 
-    rate, skip = plt.load(a.at[head]), plt.load(d.at[head])
-    times = [jnp.int32(t) for t in range(steps)]  # the interpreter does not accept plain integers
-
-    # The new tokens; padding may hold NaN, so it is not loaded.
-    values = [load_if(t < count, x.at[row, t, head, here], block).astype(F32) for t in times]
-    bs, cs = ([load_if(t < count, v.at[row, t, group, :], size).astype(F32) for t in times] for v in (b, c))
-    dts = [jnp.where(t < count, plt.load(dt.at[row, t, head]), 0.0) for t in times]
     decays = [dts[t] * rate for t in range(steps)]  # in logs
     since = [sum(decays[1 : t + 1], decays[0]) for t in range(steps)]  # from the tail's last token to each
 
@@ -111,20 +133,20 @@ def _kernel(
             scores = jnp.sum(old_b * cs[t][None, :], axis=1)
             weights = jnp.where(valid, scores * old_dt * jnp.exp(later + since[t]), 0.0)
             out[t] += jnp.sum(weights[:, None] * old_x, axis=0)
-    for t in range(steps):
+    for t, step in enumerate(indices(steps)):
         for n in range(t + 1):
             between = sum(decays[n + 1 : t + 1], jnp.float32(0))
             out[t] += jnp.sum(cs[t] * bs[n]) * dts[n] * jnp.exp(between) * values[n]
-        plt.store(y.at[row, times[t], head, here], jnp.where(t < count, out[t], 0.0).astype(y.dtype))
+        write_y(step, out[t])
 
-    for t in range(steps):
-        entry = (start + t) & (entries - 1)
-        store_if(t < count, new_x.at[ring_of, entry, inner], values[t].astype(new_x.dtype))
-        one = (t < count) & (part == 0)
+    for t, step in enumerate(indices(steps)):
+        entry, live = place.entry(tail_x, step), place.live(step)
+        store_if(live, new_x.at[ring_of, entry, inner], values[t].astype(new_x.dtype))
+        one = live & (part == 0)
         plt.store(new_dt.at[ring_of, entry, head], dts[t], mask=one)
         store_if(one & (lax.rem(head, repeats) == 0), new_b.at[ring_of, entry, keys], bs[t].astype(new_b.dtype))
 
-    @pl.when(target > 0)
+    @pl.when(place.due_slot > 0)
     def _():
         def absorb(state, step, token_x, token_b):
             return state * jnp.exp(step * rate) + (step * token_x)[:, None] * token_b[None, :]
@@ -136,7 +158,7 @@ def _kernel(
 
         written = lax.fori_loop(first, start, replayed, load_anchor())  # loaded again, to free its registers in between
         for t in range(steps):
-            before = start + t < due
+            before = start + t < place.due
             step = jnp.where(before, dts[t], 0.0)
             written = absorb(written, step, values[t], bs[t])
-        plt.store(state_out.at[target, head, here, :], written.astype(state_out.dtype))
+        plt.store(state_out.at[place.due_slot, head, here, :], written.astype(state_out.dtype))

@@ -7,13 +7,11 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
-from kernels_pallas.tails import Places
-from kernels_pallas.windows import read_windows
+from kernels_pallas.tails import Places, read_ring, write_ring
 from mamba_jax.layout.decode import DecodeLayout
 from mamba_jax.layout.operation import Operation
-from mamba_jax.tails import read_ring, write_ring
 
 
 @jax.tree_util.register_dataclass
@@ -90,20 +88,6 @@ class ReplayLayout(DecodeLayout):
     ) -> tuple[Array, Any]:
         assert operation.replay is not None, "an operation that has no form for replay"
         return operation.replay(self, inputs, parameters, state)
-
-    def before(
-        self, window: Float[Array, "slots n channels"], ring: Float[Array, "tails entries channels"]
-    ) -> Float[Array, "rows n channels"]:
-        """Returns the last n inputs before the step: from the tail, and before the anchor from its slot's window."""
-        count, passed = window.shape[1], self.length - self.anchor
-        position = self.length[:, None] - count + jnp.arange(count)
-        since = (position >= self.anchor[:, None])[..., None]
-        held = older = read_windows(window, self.read_slot)
-        # Inputs of the window move forward by the number of inputs since. Uses selects, because on a TPU the operand of
-        # a gather would be in memory.
-        for n in range(1, count):
-            older = jnp.where((passed == n)[:, None, None], jnp.roll(held, -n, axis=1), older)
-        return jnp.where(since, read_ring(ring, self.tail_id, position), older)
 
     def append(
         self, ring: Shaped[Array, "tails entries *shape"], values: Shaped[Array, "rows steps *shape"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -10,8 +11,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kernels_pallas.causal_conv1d import causal_conv1d_prefill, causal_conv1d_sequence, causal_conv1d_update
-from kernels_pallas.windows import write_windows
+from kernels_pallas.causal_conv1d import (
+    causal_conv1d_prefill,
+    causal_conv1d_replay,
+    causal_conv1d_sequence,
+    causal_conv1d_update,
+)
 from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, ReplayLayout, SequenceLayout
 from mamba_jax.modules.basic import normal
 from mamba_jax.sharding.axis import axis_index
@@ -89,16 +94,23 @@ def _replay(
 ) -> tuple[Array, tuple[Array, dict[str, Array]]]:
     ((x,), (weight, bias)), (window, tail) = (inputs, parameters), state
     ((name, ring),) = tail.items()
-    x, keep = layout.by_row(x), window.shape[1]
-    seen = jnp.concatenate([layout.before(window, ring).astype(x.dtype), x], axis=1)
-    y = causal_conv1d_sequence(seen, weight, bias, activation=activation)[:, keep:]
-    # The window at the next multiple of the interval, where the step reaches it; chosen, as in `ReplayLayout.before`.
-    ahead, due = layout.next_multiple - layout.length, seen[:, 1 : 1 + keep]
-    for n in range(2, 1 + x.shape[1]):
-        due = jnp.where((ahead == n)[:, None, None], seen[:, n : n + keep], due)
-    # One in every interval is due.
-    window = write_windows(window, due, layout.due_slot, share=min(1.0, x.shape[1] / layout.interval))
-    return layout.by_token(y), (window, {name: layout.append(ring, x)})
+    y, window, ring = causal_conv1d_replay(
+        layout.by_row(x), weight, bias, window, ring, activation=activation, **layout.places
+    )
+    return layout.by_token(y), (window, {name: ring})
+
+
+def flat(states: Sequence[tuple[Array, dict[str, Array]]]) -> list[Array]:
+    """Returns window and ring of each convolution under replay, one after the other."""
+    return [array for window, rings in states for array in (window, *rings.values())]
+
+
+def nested(
+    states: Sequence[tuple[Array, dict[str, Array]]], arrays: Sequence[Array]
+) -> tuple[tuple[Array, dict[str, Array]], ...]:
+    """Returns the states with the arrays in the order of `flat`."""
+    pairs = zip(states, arrays[::2], arrays[1::2], strict=True)
+    return tuple((window, dict.fromkeys(rings, ring)) for (_, rings), window, ring in pairs)
 
 
 @cache

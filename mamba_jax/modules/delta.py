@@ -15,12 +15,13 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.delta_replay import DeltaTail, delta_replay
 from kernels_pallas.delta_scan import delta_scan, delta_scan_sequence
 from kernels_pallas.delta_update import delta_update
+from kernels_pallas.gated_delta_replay import gated_delta_replay
 from kernels_pallas.gated_delta_update import Gates, decays_and_strengths, gated_delta_update, unit
 from kernels_pallas.gated_norm import gated_rms_norm
 from mamba_jax.config.delta import DeltaConfig
 from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, ReplayLayout, SequenceLayout
-from mamba_jax.modules.basic import Linear, Weight
-from mamba_jax.modules.conv import Conv
+from mamba_jax.modules.basic import Linear, Weight, both
+from mamba_jax.modules.conv import Conv, flat, nested
 from mamba_jax.modules.mamba import initial_dt_bias
 from mamba_jax.sharding.axis import axis_index
 from mamba_jax.store import SlotArrays
@@ -138,8 +139,8 @@ class Delta(nnx.Module):
 
         v, z = (project(x, layout.adapter) for project in (self.v_proj, self.z_proj))
         qk = jnp.concatenate([project(x, layout.adapter) for project in (self.q_proj, self.k_proj)], axis=1)
-        a, b = (project(x, layout.adapter, out_dtype=jnp.float32) for project in (self.a_proj, self.b_proj))
-        between = Operation(self._whole, self._apart, self._rows, self._apart)
+        a, b = both(self.a_proj, self.b_proj, x, layout.adapter, out_dtype=jnp.float32)
+        between = Operation(self._whole, self._apart, self._rows, self._anchored)
         y, states = layout.run(between, (qk, v, z, a, b), (), tuple(old[name] for name in ARRAYS))
         out = self.out_proj(y, layout.adapter)
         return out, None if state is None else dict(zip(ARRAYS, states, strict=True))
@@ -153,27 +154,52 @@ class Delta(nnx.Module):
     def _rows(
         self, layout: DecodeLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], states: tuple[Array, ...]
     ) -> tuple[Array, tuple[Array, ...]]:
-        (qk, v, z, a, b), shape = inputs, layout.shape
-        if self.config.num_groups % (self.config.num_heads // b.shape[1]) and self.config.num_groups > 1:
-            return self._apart(layout, inputs, parameters, states)  # groups lie on several devices
+        if self._divides_groups(inputs[4].shape[1]):
+            return self._apart(layout, inputs, parameters, states)
         y, *new = gated_delta_update(
-            qk.reshape(*shape, 2, -1, self.config.state_size),
-            v.reshape(*shape, -1),
-            z.reshape(*shape, -1),
-            a.reshape(*shape, -1),
-            b.reshape(*shape, -1),
-            self.a_log[...],
-            self.dt_bias[...],
-            self.conv_v.own(v.shape[1])[0],
-            self.conv_qk.own(qk.shape[1])[0],
-            self.norm.weight[...],
+            *self._by_row(layout, inputs),
             *states,
-            valid=layout.valid.reshape(shape),
+            valid=layout.valid.reshape(layout.shape),
             read_slot=layout.read_slot,
             write_slot=layout.write_slot,
             gates=self._gates(),
         )
         return layout.by_token(y), tuple(new)
+
+    def _anchored(
+        self, layout: ReplayLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], states: tuple[Any, ...]
+    ) -> tuple[Array, tuple[Any, ...]]:
+        if self._divides_groups(inputs[4].shape[1]):
+            return self._apart(layout, inputs, parameters, states)
+        (delta, tail), *windows = states
+        old = DeltaTail(tail["delta_u"], tail["delta_k"], tail["delta_decay"])
+        stores: tuple[Any, ...] = delta, old, *flat(windows)
+        y, delta, new, *others = gated_delta_replay(
+            *self._by_row(layout, inputs),
+            *stores,
+            **layout.places,
+            gates=self._gates(),
+        )
+        replayed = delta, {"delta_u": new.u, "delta_k": new.k, "delta_decay": new.log_decay}
+        return layout.by_token(y), (replayed, *nested(windows, others))
+
+    def _divides_groups(self, heads: int) -> bool:
+        """Whether groups lie on several devices, each of which has this number of heads."""
+        groups, devices = self.config.num_groups, self.config.num_heads // heads
+        return groups > 1 and bool(groups % devices)
+
+    def _by_row(self, layout: DecodeLayout, inputs: tuple[Array, ...]) -> tuple[Any, ...]:
+        """The first arguments of `gated_delta_update` and `gated_delta_replay`."""
+        (qk, v, *others), shape = inputs, layout.shape
+        return (
+            qk.reshape(*shape, 2, -1, self.config.state_size),
+            *(one.reshape(*shape, -1) for one in (v, *others)),
+            self.a_log[...],
+            self.dt_bias[...],
+            self.conv_v.own(v.shape[1])[0],
+            self.conv_qk.own(qk.shape[1])[0],
+            self.norm.weight[...],
+        )
 
     def _apart(
         self, layout: Layout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], states: tuple[Any, ...]

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from kernels_pallas.fixed_order import exp, silu
 from kernels_pallas.gated_norm import gated, gated_rms_norm
+from kernels_pallas.gated_replay import gated_replay
 from kernels_pallas.gated_scan import gated_scan
 from kernels_pallas.gated_update import gated_update, step_sizes
 from kernels_pallas.ssd_scan import ssd_scan, ssd_scan_sequence
@@ -21,7 +22,7 @@ from kernels_pallas.state_update import state_update
 from mamba_jax.config import MambaConfig, need
 from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, ReplayLayout, SequenceLayout
 from mamba_jax.modules.basic import Linear, Weight, scaled
-from mamba_jax.modules.conv import Conv
+from mamba_jax.modules.conv import Conv, flat, nested
 from mamba_jax.sharding.axis import TENSOR, axis_index
 from mamba_jax.store import SlotArrays
 
@@ -132,7 +133,7 @@ class Mamba(nnx.Module):
             zx = zx * jnp.asarray([times_z, times_x], zx.dtype)[:, None]
         if times_b != 1.0 or times_c != 1.0:
             bc = bc * jnp.asarray([times_b, times_c], bc.dtype)[:, None]
-        between = Operation(self._whole, self._tiles, self._rows, self._apart)
+        between = Operation(self._whole, self._tiles, self._rows, self._anchored)
         y, states = layout.run(between, (zx, bc, dt), (), tuple(old[name] for name in ARRAYS))
         new = None if state is None else dict(zip(ARRAYS, states, strict=True))
         return scaled(self.out_proj(y, layout.adapter), config.output_multiplier), new
@@ -181,13 +182,46 @@ class Mamba(nnx.Module):
     def _rows(
         self, layout: DecodeLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], states: tuple[Array, ...]
     ) -> tuple[Array, tuple[Array, ...]]:
-        config, (zx, bc, dt) = self.config, inputs
-        if config.num_groups % (config.num_heads // dt.shape[1]) and (self.norm is not None or config.num_groups > 1):
-            return self._apart(layout, inputs, parameters, states)  # groups lie on several devices
-        shape, size = layout.shape, config.state_size
+        if self._divides_groups(inputs[2].shape[1]):
+            return self._apart(layout, inputs, parameters, states)
         y, *new = gated_update(
+            *self._by_row(layout, inputs),
+            *states,
+            valid=layout.valid.reshape(layout.shape),
+            read_slot=layout.read_slot,
+            write_slot=layout.write_slot,
+            **self._options(),
+        )
+        return layout.by_token(y), tuple(new)
+
+    def _anchored(
+        self, layout: ReplayLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], states: tuple[Any, ...]
+    ) -> tuple[Array, tuple[Any, ...]]:
+        if self._divides_groups(inputs[2].shape[1]):
+            return self._apart(layout, inputs, parameters, states)
+        (ssm, tail), *windows = states
+        stores: tuple[Any, ...] = ssm, Tail(tail["ssm_x"], tail["ssm_b"], tail["ssm_dt"]), *flat(windows)
+        y, ssm, new, *others = gated_replay(
+            *self._by_row(layout, inputs),
+            *stores,
+            **layout.places,
+            **self._options(),
+        )
+        replayed = ssm, {"ssm_x": new.x, "ssm_b": new.b, "ssm_dt": new.dt}
+        return layout.by_token(y), (replayed, *nested(windows, others))
+
+    def _divides_groups(self, heads: int) -> bool:
+        """Whether groups lie on several devices, each of which has this number of heads."""
+        groups, devices = self.config.num_groups, self.config.num_heads // heads
+        return bool(groups % devices) and (self.norm is not None or groups > 1)
+
+    def _by_row(self, layout: DecodeLayout, inputs: tuple[Array, ...]) -> tuple[Any, ...]:
+        """The first arguments of `gated_update` and `gated_replay`."""
+        zx, bc, dt = inputs
+        shape = layout.shape
+        return (
             zx.reshape(*shape, *zx.shape[1:]),
-            bc.reshape(*shape, 2, -1, size),
+            bc.reshape(*shape, 2, -1, self.config.state_size),
             dt.reshape(*shape, -1),
             self.a_log[...],
             self.d[...],
@@ -195,15 +229,11 @@ class Mamba(nnx.Module):
             *self.conv_x.own(zx.shape[2]),
             *self.conv_bc.own(2 * bc.shape[2]),
             self._norm_weight(),
-            *states,
-            valid=layout.valid.reshape(shape),
-            read_slot=layout.read_slot,
-            write_slot=layout.write_slot,
-            dt_limit=self._dt_limit(),
-            eps=config.norm_eps,
-            norm_before_gate=config.norm_before_gate,
         )
-        return layout.by_token(y), tuple(new)
+
+    def _options(self) -> dict[str, Any]:
+        config = self.config
+        return {"dt_limit": self._dt_limit(), "eps": config.norm_eps, "norm_before_gate": config.norm_before_gate}
 
     def _one_by_one(
         self, layout: Layout, z: Array, x: Array, bc: Array, dt: Array, states: dict[str, Any]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.slots import read_slots
+from kernels_pallas.tails import read_ring
 from mamba_jax.batch import DecodeBatch
 from mamba_jax.layout.decode import DecodeLayout
 from mamba_jax.layout.replay import ReplayLayout
@@ -20,7 +21,6 @@ from mamba_jax.rows import Rows
 from mamba_jax.state_checks import shared_writes, wrong_tags, wrong_tails
 from mamba_jax.step.slot_writes import write_hidden
 from mamba_jax.store import Store
-from mamba_jax.tails import read_ring
 
 Resumption = tuple[Int[Array, " rows"], Int[Array, " rows"] | None]
 """The slot that each row reads next and, under replay, how many tokens the state in it has absorbed."""

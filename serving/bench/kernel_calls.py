@@ -13,12 +13,15 @@ import numpy as np
 
 from kernels_pallas import (
     causal_conv1d,
+    delta_replay,
     delta_scan,
     delta_update,
     expert_choice,
     expert_mlp,
+    gated_delta_replay,
     gated_delta_update,
     gated_norm,
+    gated_replay,
     gated_scan,
     gated_update,
     grouped_matmul,
@@ -34,8 +37,10 @@ from kernels_pallas.delta_scan import api as delta_scan_api
 from kernels_pallas.delta_update import api as delta_update_api
 from kernels_pallas.dispatch import Implementation
 from kernels_pallas.expert_mlp import api as expert_mlp_api
+from kernels_pallas.gated_delta_replay import api as delta_anchors_api
 from kernels_pallas.gated_delta_update import api as gated_delta_api
 from kernels_pallas.gated_norm import api as norm_api
+from kernels_pallas.gated_replay import api as gated_replay_api
 from kernels_pallas.gated_scan import api as gated_scan_api
 from kernels_pallas.gated_update import api as gated_update_api
 from kernels_pallas.grouped_matmul import api as grouped_api
@@ -146,7 +151,8 @@ def _update(draw: Draw, shape: Any) -> Call:
     return Call(state_update.state_update, (x, dt, a, b, c, d), store, places, moved)
 
 
-def _gated_update(draw: Draw, shape: Any) -> Call:
+def _of_mamba2(draw: Draw, shape: Any) -> tuple[Any, ...]:
+    """The inputs of `gated_update`, channels and width of its second convolution, and options."""
     lead, inner, channels = (shape.rows, shape.steps), shape.heads * shape.head_dim, 2 * shape.groups * shape.state
     zx, bc = draw(*lead, 2, inner), draw(*lead, 2, shape.groups, shape.state)
     dt = draw(*lead, shape.heads).astype(jnp.float32)
@@ -154,11 +160,11 @@ def _gated_update(draw: Draw, shape: Any) -> Call:
     of_x, of_bc = ((draw(n, shape.width), draw(n) if shape.bias else None) for n in (inner, channels))
     norm = draw(inner) if shape.norm else None
     inputs = zx, bc, dt, *heads, *of_x, *of_bc, norm
-    options = {"eps": 1e-5, "dt_limit": (1e-3, math.inf)}
-    return _between(gated_update.gated_update, draw, shape, inputs, (channels, shape.width), options)
+    return inputs, (channels, shape.width), {"eps": 1e-5, "dt_limit": (1e-3, math.inf)}
 
 
-def _gated_delta_update(draw: Draw, shape: Any) -> Call:
+def _of_delta(draw: Draw, shape: Any) -> tuple[Any, ...]:
+    """The inputs of `gated_delta_update`, channels and width of its second convolution, and options."""
     lead, inner, channels = (shape.rows, shape.steps), shape.heads * shape.head_dim, 2 * shape.groups * shape.state
     decays = shape.heads * (shape.state if shape.by_channel else 1)
     inputs = (
@@ -168,7 +174,29 @@ def _gated_delta_update(draw: Draw, shape: Any) -> Call:
         draw(inner, WIDTH), draw(channels, WIDTH), draw(shape.head_dim),
     )  # fmt: skip
     options = {"gates": gated_delta_update.Gates(beta_scale=1.0, log_decay_bound=None, output="silu", eps=1e-6)}
-    return _between(gated_delta_update.gated_delta_update, draw, shape, inputs, (channels, WIDTH), options)
+    return inputs, (channels, WIDTH), options
+
+
+def _gated_update(draw: Draw, shape: Any) -> Call:
+    return _between(gated_update.gated_update, draw, shape, *_of_mamba2(draw, shape))
+
+
+def _gated_delta_update(draw: Draw, shape: Any) -> Call:
+    return _between(gated_delta_update.gated_delta_update, draw, shape, *_of_delta(draw, shape))
+
+
+def _gated_replay(draw: Draw, shape: Any) -> Call:
+    return _anchored(gated_replay.gated_replay, draw, shape, _mamba2_tail(draw, shape), *_of_mamba2(draw, shape))
+
+
+def _gated_delta_replay(draw: Draw, shape: Any) -> Call:
+    ring, decays = (shape.rows + 1, shape.entries), shape.heads * (shape.state if shape.by_channel else 1)
+    tail = delta_replay.DeltaTail(
+        draw(*ring, shape.heads * shape.head_dim).astype(jnp.float32),
+        draw(*ring, shape.groups * shape.state),
+        -draw.positive(*ring, decays),
+    )
+    return _anchored(gated_delta_replay.gated_delta_replay, draw, shape, tail, *_of_delta(draw, shape))
 
 
 def _between(
@@ -203,17 +231,17 @@ def _a_slot_for_each_step(shape: Any) -> tuple[dict[str, Any], int]:
     return {"read_slot": _i32(write[:, 0]), "write_slot": _i32(write)}, write.size + 1
 
 
-def _replay(draw: Draw, shape: Any) -> Call:
-    """Rows at every place between two boundaries, so that as many reach theirs as in the long run."""
-    lead, inner = (shape.rows, shape.steps), (shape.groups, shape.state)
-    x, b, c = draw(*lead, shape.heads, shape.head_dim), draw(*lead, *inner), draw(*lead, *inner)
-    dt, a, d = draw.positive(*lead, shape.heads), -draw.positive(shape.heads), draw.positive(shape.heads)
-    states, ring = _state(draw, shape, 2 * shape.rows + 1), (shape.rows + 1, shape.entries)
-    tail = state_replay.Tail(
+def _mamba2_tail(draw: Draw, shape: Any) -> Any:
+    ring = shape.rows + 1, shape.entries
+    return state_replay.Tail(
         draw(*ring, shape.heads * shape.head_dim),
         draw(*ring, shape.groups * shape.state),
         draw.positive(*ring, shape.heads),
     )
+
+
+def _anchors(shape: Any, state: Any, tail: Any) -> tuple[dict[str, Any], int]:
+    """Rows at every place between two boundaries, so that as many reach theirs as in the long run; what they move."""
     row, interval = np.arange(shape.rows), shape.interval
     since = row * interval // shape.rows
     places = {
@@ -227,15 +255,50 @@ def _replay(draw: Draw, shape: Any) -> Call:
     }
     due = int((since + shape.steps >= interval).sum())
     of_token = sum(one[0, 0].nbytes for one in tail)
-    moved = _bytes(x, x, dt, b, c) + _bytes(states[0]) * (shape.rows + due)
-    moved += of_token * int((since + shape.steps).sum())
+    return places, _bytes(state[0]) * (shape.rows + due) + of_token * int((since + shape.steps).sum())
+
+
+def _replay(draw: Draw, shape: Any) -> Call:
+    lead, inner = (shape.rows, shape.steps), (shape.groups, shape.state)
+    x, b, c = draw(*lead, shape.heads, shape.head_dim), draw(*lead, *inner), draw(*lead, *inner)
+    dt, a, d = draw.positive(*lead, shape.heads), -draw.positive(shape.heads), draw.positive(shape.heads)
+    states, tail = _state(draw, shape, 2 * shape.rows + 1), _mamba2_tail(draw, shape)
+    places, moved = _anchors(shape, states, tail)
 
     def run(*args: Any, **options: Any) -> Any:
         *inputs, store = args
         y, *new = state_replay.state_replay(*store, *inputs, **options)
         return y, tuple(new)
 
-    return Call(run, (x, dt, a, b, c, d), (states, tail), places, moved)
+    return Call(run, (x, dt, a, b, c, d), (states, tail), places, moved + _bytes(x, x, dt, b, c))
+
+
+def _anchored(
+    operation: Callable[..., Any],
+    draw: Draw,
+    shape: Any,
+    tail: Any,
+    inputs: tuple[Any, ...],
+    shared: tuple[int, int],
+    options: dict[str, Any],
+) -> Call:
+    """As `_between`, for rows that are held by anchors."""
+    (channels, width), slots = shared, 2 * shape.rows + 1
+    states, entries = _state(draw, shape, slots), 1 << (width + shape.steps - 3).bit_length()
+    windows = [
+        one
+        for n in (shape.heads * shape.head_dim, channels)
+        for one in (draw(slots, width - 1, n), draw(shape.rows + 1, entries, n))
+    ]
+    places, moved = _anchors(shape, states, tail)
+    moved += _bytes(*(v for v in inputs if v is not None)) + sum(_bytes(one[0]) for one in windows) * shape.rows
+
+    def run(*args: Any, **places: Any) -> Any:
+        *inputs, stores = args
+        y, *new = operation(*inputs, *stores, **places, **options)
+        return y, tuple(new)
+
+    return Call(run, inputs, (states, tail, *windows), places, moved)
 
 
 def _delta_scan(draw: Draw, shape: Any) -> Call:
@@ -329,6 +392,8 @@ OPERATIONS = {
     "state_update": Operation(_update, update_api.UPDATE, workloads.MAMBA2),
     "state_replay": Operation(_replay, replay_api.REPLAY, workloads.MAMBA2),
     "gated_update": Operation(_gated_update, gated_update_api.GATED_UPDATE, workloads.GATED),
+    "gated_replay": Operation(_gated_replay, gated_replay_api.GATED_REPLAY, workloads.GATED),
+    "gated_delta_replay": Operation(_gated_delta_replay, delta_anchors_api.GATED_DELTA_REPLAY, workloads.DELTA),
     "gated_delta_update": Operation(_gated_delta_update, gated_delta_api.GATED_DELTA_UPDATE, workloads.DELTA),
     "delta_scan": Operation(_delta_scan, delta_scan_api.SCAN, workloads.DELTA),
     "delta_update": Operation(_delta_update, delta_update_api.UPDATE, workloads.DELTA),

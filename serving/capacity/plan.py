@@ -30,6 +30,7 @@ from serving.capacity.buckets import decode_name, decode_shapes, kind_of, mixed_
 from serving.capacity.compiling import Program, SlicePrograms, check_compiler, code_of_all, slice_mesh
 from serving.capacity.count import Counter, Workload, collectives, decode_workload, prefill_workload
 from serving.capacity.layer_cuts import Cut, can_cut, cut_config, cut_parameters, layer_cuts, whole_programs
+from serving.capacity.overheads import HOST_SECONDS, KERNEL_SECONDS, decode_kernels
 from serving.capacity.result import CapacityPlan, Step
 from serving.capacity.targets import Target, larger
 from serving.config import ConfigError, EngineConfig
@@ -37,7 +38,6 @@ from serving.engine.assembly.design import EngineDesign
 from serving.engine.assembly.drafting import with_drafter_config
 from serving.engine.assembly.gpu_memory import reserved_share
 from serving.engine.assembly.narrow_states import waiting_form
-from serving.engine.assembly.overheads import HOST_SECONDS, KERNEL_SECONDS, decode_kernels
 from serving.engine.assembly.sizing import StoreSize
 from serving.engine.steps.batching import BatchBuilder, PrefillShape
 
@@ -290,7 +290,7 @@ class _Planner:
         # A sum over a ring sends each byte 2 (n - 1) / n times, at half of what goes both ways.
         link = 2 * (shards - 1) / shards * work.collective_bytes / (device.link / 2)
         bound = max(memory, compute) + link
-        kernels = decode_kernels(self.model, replay=self.replay is not None) if device.platform == "gpu" else 0
+        kernels = decode_kernels(self.model) if device.platform == "gpu" else 0
         return Step(
             name=name,
             tokens=sum(load.tokens for load in loads),

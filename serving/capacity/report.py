@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from serving.capacity.overheads import KERNEL_SECONDS
 from serving.capacity.result import CapacityPlan
-from serving.engine.assembly.overheads import KERNEL_SECONDS
 
 GIB = 1 << 30
 

@@ -25,6 +25,8 @@ def environment(monkeypatch):
         "delta-scan",
         "gated-update",
         "gated-delta",
+        "gated-replay",
+        "delta-replay",
         "attention",
         "experts",
         "expert-mlp",

@@ -144,6 +144,14 @@ def gated_update_call(model: Model, rows: int, steps: int, *, width: int = 4):
     )
 
 
+def gated_replay_call(inputs, store, windows, tail, rows: int, steps: int):
+    """Arguments of `gated_replay` or `gated_delta_replay`: inputs, seven stores, then the places."""
+    rings = [shape(rows + 1, 1 << (one.shape[1] + steps - 2).bit_length(), one.shape[2], dtype=BF16) for one in windows]
+    names = ("anchor_slot", "tail_id", "anchor_length", "length", "num_tokens", "write_slot")
+    places = {name: shape(rows, dtype=I32) for name in names}
+    return *inputs, store, *tail, *(one for pair in zip(windows, rings, strict=True) for one in pair), places
+
+
 def slots_of_steps(rows: int, steps: int):
     """The places of `gated_update` and `gated_delta_update`."""
     index = functools.partial(shape, dtype=I32)

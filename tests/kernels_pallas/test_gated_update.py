@@ -16,12 +16,18 @@ pytestmark = pytest.mark.full
 SHAPES = [s.small() for s in GATED]
 PLAIN = SHAPES[0]
 SLOTS = 14
-# Rows that continue, are fresh, end before the last step, have no token, and write the slot that they read.
+# Rows that continue, are fresh, end before the last step, have no token, and write the slot that they read after the
+# first step, with others after it.
 PLACES = {
     "read_slot": np.array([1, 0, 2, 3, 4], np.int32),
-    "write_slot": np.array([[5, 6, 7], [8, 0, 9], [10, 11, 0], [0, 0, 0], [12, 0, 4]], np.int32),
+    "write_slot": np.array([[5, 6, 7], [8, 0, 9], [10, 11, 0], [0, 0, 0], [4, 0, 12]], np.int32),
     "valid": np.array([[1, 1, 1], [1, 1, 1], [1, 1, 0], [0, 0, 0], [1, 1, 1]], bool),
 }
+
+
+def some_slow(shapes, *slow):
+    """The shapes as parameters, some of which (by index) are tested with --slow only."""
+    return [pytest.param(shape, marks=pytest.mark.slow) if n in slow else shape for n, shape in enumerate(shapes)]
 
 
 def layer(draw, shape, rows, steps, dtype=np.float32):
@@ -136,7 +142,7 @@ class Between:
 
 class GatedUpdate(Between):
     @pytest.mark.smoke
-    @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
+    @pytest.mark.parametrize("shape", some_slow(SHAPES, 1, 3), ids=lambda s: s.name)
     def test_equals_definition(self, shape):
         self.check(shape)
 

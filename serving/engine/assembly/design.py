@@ -26,7 +26,6 @@ from serving.core import SchedulerConfig
 from serving.engine.assembly.caching import ResolvedCaching, resolve_caching
 from serving.engine.assembly.drafting import draft_source
 from serving.engine.assembly.narrow_states import row_rounding
-from serving.engine.assembly.overheads import replay_overhead
 from serving.engine.assembly.replay import ResolvedReplay, resolve_replay
 from serving.engine.assembly.routed_experts import check_routed_experts
 from serving.engine.assembly.sizing import CPU_STORE_TOKENS, StoreSize, scheduler_config, size_store, workspace_bytes
@@ -78,13 +77,7 @@ class EngineDesign:
             platform,
             resolve_caching(config),
             draft_source(config, model),
-            resolve_replay(
-                config,
-                StoreShape.of(model),
-                platform=platform,
-                weight_bytes=weight_bytes,
-                overhead=shards * replay_overhead(model) if platform == "gpu" else 0,
-            ),
+            resolve_replay(config, StoreShape.of(model), platform=platform, weight_bytes=weight_bytes),
             padding,
         )
 

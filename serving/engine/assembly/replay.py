@@ -1,9 +1,8 @@
 """Chooses the form of running rows: a state after every token of a step (snapshots), or an anchor and replayed inputs.
 
 Without `replay_interval`, replay is chosen if the platform has replay kernels for all of the model's states, and if
-replay moves enough fewer bytes in a full decode step. Otherwise snapshots are chosen. On GPU, replay has more kernels,
-whose time counts as bytes if there are no drafts. On CPU, computation matters as well: replay is chosen only for
-numbers of drafts with which measurements showed it to be faster.
+replay moves enough fewer bytes in a full decode step. Otherwise snapshots are chosen. On CPU, computation matters as
+well: replay is chosen only for numbers of drafts with which measurements showed it to be faster.
 """
 
 from __future__ import annotations
@@ -40,9 +39,7 @@ class ResolvedReplay(NamedTuple):
         return Replay(self.interval, self.num_drafts) if self.interval > 1 else None
 
 
-def resolve_replay(
-    config: EngineConfig, shape: StoreShape, *, platform: str, weight_bytes: int, overhead: int = 0
-) -> ResolvedReplay:
+def resolve_replay(config: EngineConfig, shape: StoreShape, *, platform: str, weight_bytes: int) -> ResolvedReplay:
     """Returns the requested interval, or the best one for the platform, the model and the maximum number of rows.
 
     Args:
@@ -50,7 +47,6 @@ def resolve_replay(
         shape: the shape of the whole model's state.
         platform: "cpu", "gpu" or "tpu".
         weight_bytes: bytes of the whole model's weights, which a step reads in addition to states.
-        overhead: bytes that the devices could move during the kernels that replay adds to a step.
 
     Raises:
         ConfigError: an interval is requested, and the model has a state that cannot be replayed.
@@ -66,7 +62,7 @@ def resolve_replay(
         return ResolvedReplay(1, "no states: the model has none", drafts)
     if asked is not None:
         return ResolvedReplay(asked, f"{_form(asked)} (replay_interval {asked})", drafts)
-    interval, why = _choice(config, shape, platform, weight_bytes, overhead)
+    interval, why = _choice(config, shape, platform, weight_bytes)
     return ResolvedReplay(interval, f"{_form(interval)} (replay_interval {interval}, chosen: {why})", drafts)
 
 
@@ -94,9 +90,7 @@ def state_traffic(shape: StoreShape, interval: int, drafts: int, *, dtype: str, 
     return slot * (1 + width / interval) + 2 * shape.bytes_per_tail(dtype, ssm_dtype, Replay(interval, drafts))
 
 
-def _choice(
-    config: EngineConfig, shape: StoreShape, platform: str, weight_bytes: int, overhead: int
-) -> tuple[int, str]:
+def _choice(config: EngineConfig, shape: StoreShape, platform: str, weight_bytes: int) -> tuple[int, str]:
     """Returns the interval, and the reason for it."""
     drafts, rows = config.num_speculative_tokens, config.max_num_seqs
     full = f"(max_num_seqs {rows}, drafts {drafts})"
@@ -118,10 +112,8 @@ def _choice(
 
     best = min([each for each in allowed if each >= _USUAL] or allowed[-1:], key=moved)
     snapshots = weight_bytes + rows * moved(1)
-    if drafts:
-        overhead = 0  # snapshots also need a slot for each draft, which may leave room for fewer sequences
-    saved = 1 - (weight_bytes + rows * moved(best) + overhead) / snapshots
-    step = f"of a step's {'time' if overhead else 'bytes'} {full}"
+    saved = 1 - (weight_bytes + rows * moved(best)) / snapshots
+    step = f"of a step's bytes {full}"
     if saved < WORTH:
         return 1, f"replay would save {max(saved, 0):.1%} {step}"
     return best, f"it saves {saved:.0%} {step}"

@@ -130,7 +130,7 @@ def test_kernels(capfd, tmp_path):
     lines = lines_of(capfd.readouterr().out)[1:]
     timed = {line["metric"] for line in lines if line.get("v", 0) > 0}
     # The other operations have no shape of this name.
-    recurrent = {"ssd_scan", "gated_scan", "gated_update", "state_update", "state_replay"}
+    recurrent = {"ssd_scan", "gated_scan", "gated_update", "gated_replay", "state_update", "state_replay"}
     assert timed == recurrent | {"causal_conv1d_update", "paged_attention", "gated_rms_norm", "linear"}
     assert all(line["implementation"].startswith(("xla", "native", "invariant")) for line in lines)
     assert plot.stat().st_size > 0

@@ -6,11 +6,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from kernels_pallas.causal_conv1d import replay as convolution
+from kernels_pallas.gated_replay import xla as gated_replay
 from mamba_jax.batch import DecodeBatch
-from mamba_jax.layout import replay
 from mamba_jax.layout.replay import ReplayLayout
-from mamba_jax.modules import conv as conv_module
-from mamba_jax.modules import mamba
 from mamba_jax.tails import Replay
 from tests.serving.differential.faults import REPLAY, REPLAY_LAYER, Patch, after_filling, patch_step
 from tests.serving.differential.faults import fault as _fault
@@ -33,8 +32,8 @@ def _commit(patch: Patch, change) -> None:
 
 def _replayed(patch: Patch, change) -> None:
     """`change(places)` gives what the operation is told."""
-    sound = mamba.state_replay
-    patch.setattr(mamba, "state_replay", lambda *arrays, **places: sound(*arrays, **(places | change(places))))
+    sound = gated_replay.state_replay
+    patch.setattr(gated_replay, "state_replay", lambda *arrays, **places: sound(*arrays, **(places | change(places))))
 
 
 def _laid_out(patch: Patch, change) -> None:
@@ -126,12 +125,12 @@ def rings_too_short(patch: Patch) -> None:
 
 @fault(43, "inputs are appended one place too far", "replay: wrong modulus", "decode")
 def appended_too_far(patch: Patch) -> None:
-    sound = replay.write_ring
+    sound = convolution.write_ring
 
     def write(ring, values, tail_id, position, valid):
         return sound(ring, values, tail_id, position + 1, valid)
 
-    patch.setattr(replay, "write_ring", write)
+    patch.setattr(convolution, "write_ring", write)
 
 
 @fault(44, "all rows have one tail", "replay: two owners", "decode")
@@ -146,12 +145,12 @@ def tails_by_place(patch: Patch) -> None:
 
 @fault(46, "accepted drafts are not appended", "replay: stale entries", "decode")
 def drafts_are_not_appended(patch: Patch) -> None:
-    sound = replay.write_ring
+    sound = convolution.write_ring
 
     def write(ring, values, tail_id, position, valid):
         return sound(ring, values, tail_id, position, valid & (jnp.arange(valid.shape[1]) == 0))
 
-    patch.setattr(replay, "write_ring", write)
+    patch.setattr(convolution, "write_ring", write)
 
 
 # -- windows --
@@ -159,21 +158,24 @@ def drafts_are_not_appended(patch: Patch) -> None:
 
 @fault(47, "a window is read from the tail alone, across the anchor", "replay: window across the anchor", "decode")
 def window_across_the_anchor(patch: Patch) -> None:
-    def before(self, window, ring):
-        position = self.length[:, None] - window.shape[1] + jnp.arange(window.shape[1])
-        return replay.read_ring(ring, self.tail_id, position)
+    def before(store, ring, anchor_slot, tail_id, anchor_length, length):
+        position = length[:, None] - store.shape[1] + jnp.arange(store.shape[1])
+        return convolution.read_ring(ring, tail_id, position)
 
-    patch.setattr(ReplayLayout, "before", before)
+    patch.setattr(convolution, "inputs_before", before)
 
 
 @fault(48, "a window is read from the anchor's slot, whatever came since", "replay: window across the anchor", "decode")
 def window_of_the_anchor(patch: Patch) -> None:
-    patch.setattr(ReplayLayout, "before", lambda self, window, ring: replay.read_windows(window, self.read_slot))
+    def before(store, ring, anchor_slot, tail_id, anchor_length, length):
+        return convolution.read_windows(store, anchor_slot)
+
+    patch.setattr(convolution, "inputs_before", before)
 
 
 @fault(49, "the window is not written with the state", "replay: complete slots", "decode")
 def window_is_not_written(patch: Patch) -> None:
-    patch.setattr(conv_module, "write_windows", lambda store, values, index, share: store)
+    patch.setattr(convolution, "write_windows", lambda store, values, index, share: store)
 
 
 # -- what the host fills in --

@@ -13,18 +13,13 @@ HOST_SECONDS = 300e-6
 KERNEL_SECONDS = 2.5e-6
 """Assumed time to start and end a kernel of a CUDA graph, in which it moves next to nothing."""
 
-KERNEL_BYTES = 10_000_000
-"""What an H200 moves in this time."""
-
-KERNELS = {"M": 7, "D": 7, "*": 10, "-": 5, "E": 14, "F": 7, "L": 15, "P": 12, "Z": 30}
+KERNELS = {"M": 7, "D": 8, "*": 10, "-": 5, "E": 14, "F": 7, "L": 15, "P": 12, "Z": 35}
 """Kernels that one more layer of a kind adds to a decode step.
 
 Counted in programs of 64 rows compiled for H200, one layer against two: of Nemotron-H-8B, Nemotron-3-Nano (`E`),
-Qwen3-Next-80B-A3B (`D`), Kimi-Linear-48B-A3B (`L`), Falcon-H1-7B (`P`, less `ROTARY_KERNELS`), Zamba2-7B (`Z`) and, on
+Qwen3.5-27B (`D`), Kimi-Linear-48B-A3B (`L`), Falcon-H1-7B (`P`, less `ROTARY_KERNELS`), Zamba2-7B (`Z`) and, on
 8 devices, MiniMax-Text-01 (`F`).
 """
-WITH_REPLAY = {"M": 17, "D": 14, "P": 23, "Z": 43}
-"""Those whose rows are held by anchors, counted in the same models but `D`: in Qwen3.5-27B."""
 MANY_EXPERTS, MANY_EXPERTS_KERNELS = 128, 6
 """Layers with more experts than this are routed by XLA at 64 rows, not by the kernel `expert_choice` (see its `MOST`);
 the kernels that this adds to a layer, counted in Qwen3-Next-80B-A3B."""
@@ -36,17 +31,11 @@ OTHER_KERNELS = 18
 """Kernels of a decode step outside its layers: embedding, head, sampling, changes of rows."""
 
 
-def decode_kernels(config: HybridConfig, *, replay: bool) -> int:
-    """Kernels of a decode step on a GPU, by the counts of each kind of layer. With `replay`, anchors hold rows."""
-    counts = KERNELS | (WITH_REPLAY if replay else {})
+def decode_kernels(config: HybridConfig) -> int:
+    """Kernels of a decode step on a GPU, by the counts of each kind of layer."""
     rotary = config.attention is not None and config.attention.rope is not None
-    layers = sum(counts.get(kind, MOST_KERNELS) for kind in config.pattern)
+    layers = sum(KERNELS.get(kind, MOST_KERNELS) for kind in config.pattern)
     if config.moe is not None and config.moe.num_experts > MANY_EXPERTS:
         layers += MANY_EXPERTS_KERNELS * config.pattern.count(MOE)
     attending = config.pattern.count(ATTENTION) + config.pattern.count(PARALLEL)
     return OTHER_KERNELS + layers + rotary * ROTARY_KERNELS * attending
-
-
-def replay_overhead(config: HybridConfig) -> int:
-    """Bytes that a GPU could move while it runs the kernels that replay adds to a decode step."""
-    return KERNEL_BYTES * (decode_kernels(config, replay=True) - decode_kernels(config, replay=False))
