@@ -44,7 +44,7 @@ def attend(q, kv, positions, page_table, block_row):
 
 
 @pytest.mark.parametrize(
-    ("model", "steps"), [(NEMOTRON, 1), (NANO, 4), *(pytest.param(m, 4, marks=slow) for m in OTHERS)]
+    ("model", "steps"), [(NEMOTRON, 1), *(pytest.param(m, 4, marks=slow) for m in (NANO, *OTHERS))]
 )
 def test_state_update(model, steps, tmp_path):
     call = update_call(model, 64, steps)
