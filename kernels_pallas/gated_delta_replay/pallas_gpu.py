@@ -12,25 +12,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from kernels_pallas.delta_replay.pallas_gpu import replay
-from kernels_pallas.gated_delta_update.pallas_gpu import decays_and_strength, unit
+from kernels_pallas.gated_delta_update import pallas_gpu as gated_delta_update
 from kernels_pallas.tails import row_numbers
-from kernels_pallas.triton_blocks import LEAST_OF_PIECE, offsets_overflow, pieces, power_of_two_in, update_call
+from kernels_pallas.triton_blocks import offsets_overflow, pieces, power_of_two_in, update_call
 from kernels_pallas.triton_decode import AnchoredRow, Channels, gate, indices, wait
 
 F32 = jnp.float32
 
 
-def unsupported(
-    qk, v, z, a, b, a_log, dt_bias, weight, weight_qk, norm, store, tail, windows, ring, windows_qk, ring_qk, **options
-):  # fmt: skip
+def unsupported(*arrays, **options):
     """Returns why this call cannot run, or None."""
-    if 0 in (*qk.shape, *v.shape, *windows.shape):
-        return "it is empty"
-    if any(offsets_overflow(array) for array in (store, *tail, windows, ring, windows_qk, ring_qk)):
+    *inputs, store, tail, windows, ring, windows_qk, ring_qk = arrays
+    if any(map(offsets_overflow, (*tail, ring, ring_qk))):
         return "offsets into a store do not fit in 32 bits"
-    if qk.shape[4] % LEAST_OF_PIECE:
-        return f"keys have a size of {qk.shape[4]}, not a multiple of {LEAST_OF_PIECE}"
-    return None
+    of_update = [*inputs, store, windows, windows_qk]
+    return gated_delta_update.unsupported(*of_update)
 
 
 def gated_delta_replay(
@@ -88,8 +84,13 @@ def _replay(
         live = place.live(t)
         value, *convolved = [jnp.where(live, part.convolved(one), 0) for part, one in zip(parts, inputs, strict=True)]
         of_v.write(place, t, inputs[0], windows, ring)
-        query, key = unit(convolved[: len(keys)], dtype, size**-0.5), unit(convolved[len(keys) :], dtype)
-        logs, beta = decays_and_strength(projected, row, t, head, keys, rate, dt_bias, heads, gates, live)
+        query, key = (
+            gated_delta_update.unit(convolved[: len(keys)], dtype, size**-0.5),
+            gated_delta_update.unit(convolved[len(keys) :], dtype),
+        )
+        logs, beta = gated_delta_update.decays_and_strength(
+            projected, row, t, head, keys, rate, dt_bias, heads, gates, live
+        )
         tokens.append((value, key, query, beta, logs))
     values, ks, qs, shares, logs = map(list, zip(*tokens, strict=True))
 

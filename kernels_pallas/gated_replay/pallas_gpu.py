@@ -12,27 +12,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels_pallas.gated_update.pallas_gpu import step_size
+from kernels_pallas.gated_update import pallas_gpu as gated_update
 from kernels_pallas.state_replay.pallas_gpu import replay
 from kernels_pallas.tails import row_numbers
-from kernels_pallas.triton_blocks import is_power_of_two, offsets_overflow, power_of_two_in, update_call
+from kernels_pallas.triton_blocks import offsets_overflow, power_of_two_in, update_call
 from kernels_pallas.triton_decode import AnchoredRow, Channels, gate, indices, wait
 
 F32 = jnp.float32
 
 
-def unsupported(
-    zx, bc, dt, a_log, d, dt_bias, weight, bias, weight_bc, bias_bc, norm, store, tail, windows, ring, windows_bc,
-    ring_bc, **options,
-):  # fmt: skip
+def unsupported(*arrays, **options):
     """Returns why this call cannot run, or None."""
-    if 0 in (*zx.shape, *bc.shape, *windows.shape):
-        return "it is empty"
-    if any(offsets_overflow(array) for array in (store, *tail, windows, ring, windows_bc, ring_bc)):
+    *inputs, store, tail, windows, ring, windows_bc, ring_bc = arrays
+    if any(map(offsets_overflow, (*tail, ring, ring_bc))):
         return "offsets into a store do not fit in 32 bits"
-    if not is_power_of_two(bc.shape[4]):
-        return f"the state size is {bc.shape[4]}, not a power of two"
-    return None
+    of_update = [*inputs, store, windows, windows_bc]
+    return gated_update.unsupported(*of_update)
 
 
 def gated_replay(
@@ -87,7 +82,7 @@ def _replay(
         live = place.live(t)
         convolved.append([jnp.where(live, part.convolved(one), 0) for part, one in zip(parts, inputs, strict=True)])
         of_x.write(place, t, inputs[0], windows, ring)
-        dts.append(step_size(projected, row, t, head, dt_bias, dt_limit, live))
+        dts.append(gated_update.step_size(projected, row, t, head, dt_bias, dt_limit, live))
     values, bs, cs = zip(*convolved, strict=True)
     rate, skip = -jnp.exp(plt.load(a_log.at[head]).astype(F32)), plt.load(d.at[head]).astype(F32)
 
