@@ -110,14 +110,8 @@ def append(
     tail_id: Int[Array, " rows"],
 ) -> list[Shaped[Array, "tails entries ..."]]:
     """Returns the tail's arrays with the entries of the new tokens."""
-    entries = tail[0].shape[1]
-    # Flattens the entries of all tails; writes to entry 0 of tail 0 are dropped, as for slot 0.
-    places = jnp.where(order.is_new, tail_id[:, None] * entries + order.new_position % entries, 0).reshape(-1)
-
-    def one(old, values):
-        return write_slots(old, values.reshape(len(places), -1), places)
-
-    return list(map(one, tail, new))
+    place = tail_id, order.new_position, order.is_new
+    return [write_ring(old, values, *place) for old, values in zip(tail, new, strict=True)]
 
 
 def in_order(
@@ -141,7 +135,7 @@ def read_ring(
 
 def write_ring(
     ring: Shaped[Array, "tails entries *shape"],
-    values: Shaped[Array, "rows n *shape"],
+    values: Shaped[Array, "rows n ..."],
     tail_id: Int[Array, " rows"],
     position: Int[Array, "rows n"],
     valid: Bool[Array, "rows n"],

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from kernels_pallas.causal_conv1d import causal_conv1d_replay
 from kernels_pallas.delta_replay import delta_replay
 from kernels_pallas.gated_delta_update import decays_and_strengths, unit
-from kernels_pallas.gated_norm import gated_rms_norm
+from kernels_pallas.gated_delta_update.xla import norm_of
 
 
 def gated_delta_replay(
@@ -13,7 +13,7 @@ def gated_delta_replay(
     gates, **places,
 ):  # fmt: skip
     """See `api.gated_delta_replay`."""
-    rows, steps, inner = v.shape
+    rows, steps, _ = v.shape
     v, windows, ring = causal_conv1d_replay(v, weight, None, windows, ring, **places)
     convolved, windows_qk, ring_qk = causal_conv1d_replay(
         qk.reshape(rows, steps, -1), weight_qk, None, windows_qk, ring_qk, **places
@@ -24,9 +24,4 @@ def gated_delta_replay(
         store, tail, unit(q, qk.shape[4] ** -0.5), unit(k), v.reshape(rows, steps, *store.shape[1:3]), log_decay, beta,
         **places,
     )  # fmt: skip
-    heads = (rows * steps, *store.shape[1:3])
-    out = gated_rms_norm(
-        y.reshape(heads), z.reshape(heads), norm, groups=1, eps=gates.eps, norm_before_gate=True,
-        activation=gates.output,
-    )  # fmt: skip
-    return out.reshape(rows, steps, inner), store, tail, windows, ring, windows_qk, ring_qk
+    return norm_of(y, z, norm, gates), store, tail, windows, ring, windows_qk, ring_qk

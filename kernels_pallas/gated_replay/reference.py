@@ -3,7 +3,7 @@
 import numpy as np
 
 from kernels_pallas.causal_conv1d import reference as convolution
-from kernels_pallas.gated_norm import reference as gated_norm
+from kernels_pallas.gated_update.reference import gate_and_norm
 from kernels_pallas.state_replay import reference as replay
 
 
@@ -22,9 +22,5 @@ def gated_replay(
     dt = np.clip(np.log1p(np.exp(np.float64(dt) + dt_bias)), *dt_limit)
     x = x.reshape(rows, steps, *store.shape[1:3])
     y, store, tail = replay.state_replay(store, tail, x, dt, -np.exp(np.float64(a_log)), b, c, d, **places)
-    y = y.reshape(z.shape)
-    if norm is None:
-        out = y * z / (1 + np.exp(-z))
-    else:
-        out = gated_norm.gated_rms_norm(y, z, norm, groups=b.shape[2], eps=eps, norm_before_gate=norm_before_gate)
+    out = gate_and_norm(y, z, norm, groups=b.shape[2], eps=eps, norm_before_gate=norm_before_gate)
     return out, store, tail, windows, ring, windows_bc, ring_bc

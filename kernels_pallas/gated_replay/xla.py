@@ -4,8 +4,8 @@ import jax.numpy as jnp
 
 from kernels_pallas.causal_conv1d import causal_conv1d_replay
 from kernels_pallas.fixed_order import exp
-from kernels_pallas.gated_norm import gated, gated_rms_norm
 from kernels_pallas.gated_update import step_sizes
+from kernels_pallas.gated_update.xla import gate_and_norm
 from kernels_pallas.state_replay import state_replay
 
 
@@ -25,9 +25,5 @@ def gated_replay(
     dt = step_sizes(dt, dt_bias, dt_limit)
     x = x.reshape(rows, steps, *store.shape[1:3])
     y, store, tail = state_replay(store, tail, x, dt, -exp(a_log), b, c, d, **places)
-    y, z = y.reshape(rows * steps, inner), z.reshape(rows * steps, inner)
-    if norm is None:
-        out = gated(y, z)
-    else:
-        out = gated_rms_norm(y, z, norm, groups=b.shape[2], eps=eps, norm_before_gate=norm_before_gate)
-    return out.reshape(rows, steps, inner), store, tail, windows, ring, windows_bc, ring_bc
+    out = gate_and_norm(y, z, norm, groups=b.shape[2], eps=eps, norm_before_gate=norm_before_gate)
+    return out, store, tail, windows, ring, windows_bc, ring_bc

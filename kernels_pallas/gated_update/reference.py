@@ -23,9 +23,11 @@ def gated_update(
     dt = np.where(valid[..., None], dt, 0)
     x = x.reshape(rows, steps, *store.shape[1:3])
     y, store = update.state_update(x, dt, -np.exp(np.float64(a_log)), b, c, d, store, **slots)
-    y = y.reshape(z.shape)
-    if norm is None:
-        out = y * z / (1 + np.exp(-z))
-    else:
-        out = gated_norm.gated_rms_norm(y, z, norm, groups=b.shape[2], eps=eps, norm_before_gate=norm_before_gate)
+    out = gate_and_norm(y, z, norm, groups=b.shape[2], eps=eps, norm_before_gate=norm_before_gate)
     return out, store, windows, windows_bc
+
+
+def gate_and_norm(y, z, norm, **options):
+    """y multiplied by silu(z), and the gated norm if there is one."""
+    y = y.reshape(z.shape)
+    return y * z / (1 + np.exp(-z)) if norm is None else gated_norm.gated_rms_norm(y, z, norm, **options)

@@ -33,9 +33,12 @@ def gated_update(
     y, store = state_update(
         x.reshape(rows, steps, *store.shape[1:3]), jnp.where(real, dt, 0), -exp(a_log), b, c, d, store, **slots
     )
-    y, z = y.reshape(rows * steps, inner), z.reshape(rows * steps, inner)
-    if norm is None:
-        out = gated(y, z)
-    else:
-        out = gated_rms_norm(y, z, norm, groups=bc.shape[3], eps=eps, norm_before_gate=norm_before_gate)
-    return out.reshape(rows, steps, inner), store, windows, windows_bc
+    out = gate_and_norm(y, z, norm, groups=bc.shape[3], eps=eps, norm_before_gate=norm_before_gate)
+    return out, store, windows, windows_bc
+
+
+def gate_and_norm(y, z, norm, **options):
+    """The gate of y [rows, steps, heads, head_dim] by z [rows, steps, inner], with the norm if there is one."""
+    flat = (y.shape[0] * y.shape[1], z.shape[2])
+    y, gate = y.reshape(flat), z.reshape(flat)
+    return (gated(y, gate) if norm is None else gated_rms_norm(y, gate, norm, **options)).reshape(z.shape)
