@@ -75,9 +75,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _check_annotations() -> None:
     """Check the shape and dtype of every annotated array. This costs a third of the time of importing the tests."""
+    import jaxtyping
     from jaxtyping import install_import_hook
 
-    import tests.support.array_annotations  # noqa: F401 - the hook below looks it up by name
+    from tests.support.array_annotations import only_with_arrays
+
+    jaxtyping.jaxtyped = only_with_arrays(jaxtyping.jaxtyped)
 
     imported = {"kernels_pallas", "mamba_jax"} & set(sys.modules)
     assert not imported, f"{imported} imported by a conftest.py or plugin, before annotations can be checked"

@@ -6,12 +6,15 @@ numpy's, and shapes with dtypes.
 
 import functools
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable
 from typing import Any
 
 from jaxtyping import AbstractArray
+
+ARRAY = re.compile(r"\bArray\b")
 
 
 def arrays_checked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,6 +42,23 @@ def arrays_checked(function: Callable[..., Any]) -> Callable[..., Any]:
         return value
 
     return checked
+
+
+def only_with_arrays(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
+    """`jaxtyping.jaxtyped` for functions whose annotations name an array; all else stays as it is.
+
+    The import hook decorates every function and class. Engines call thousands of these in each step.
+    """
+
+    def decorator(**options: Any) -> Callable[[Any], Any]:
+        check = jaxtyped(**options)
+        return lambda one: check(one) if inspect.isfunction(one) and _names_arrays(one) else one
+
+    return decorator
+
+
+def _names_arrays(function: Callable[..., Any]) -> bool:
+    return any(ARRAY.search(str(annotation)) for annotation in function.__annotations__.values())
 
 
 def _arrays(annotation: Any, function: Callable[..., Any]) -> list[Any]:
