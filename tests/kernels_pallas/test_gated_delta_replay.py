@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from test_gated_delta_update import SHAPES, layer, options
 from test_gated_replay import Anchored
-from test_gated_update import some_slow
 
 from kernels_pallas.delta_replay import DeltaTail
 from kernels_pallas.gated_delta_replay import gated_delta_replay, reference
+from tests.support.selection import some_slow
 
 pytestmark = pytest.mark.full
 
@@ -29,7 +29,7 @@ class GatedDeltaReplay(Anchored):
     of_tokens, plain = 5, PLAIN
 
     @pytest.mark.smoke
-    @pytest.mark.parametrize("shape", some_slow(SHAPES, 1, 2), ids=lambda s: s.name)
+    @pytest.mark.parametrize("shape", some_slow(SHAPES, SHAPES[1], SHAPES[2]), ids=lambda s: s.name)
     def test_equals_definition(self, shape):
         self.check(dataclasses.replace(shape, interval=8))
 

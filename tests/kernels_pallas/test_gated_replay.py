@@ -6,13 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from operation_checks import Draw, assert_close, assert_same_bits, jitted
-from test_gated_update import layer, options, some_slow
+from test_gated_update import layer, options
 from test_state_replay import row, where
 
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.gated_replay import gated_replay, reference
 from kernels_pallas.state_replay import Tail
 from kernels_pallas.workloads import GATED
+from tests.support.selection import some_slow
 
 pytestmark = pytest.mark.full
 
@@ -96,7 +97,7 @@ class Anchored:
         for n in range(2, 6):
             assert_same_bits(after[n][1:], want[n][1:])
 
-    @pytest.mark.parametrize("states", some_slow([jnp.bfloat16, np.float32], 1), ids=["bfloat16", "float32"])
+    @pytest.mark.parametrize("states", some_slow([jnp.bfloat16, np.float32], np.float32), ids=["bfloat16", "float32"])
     def test_bfloat16(self, states):
         self.check(self.plain, jnp.bfloat16, states)
 
@@ -107,7 +108,7 @@ class Anchored:
 
 class GatedReplay(Anchored):
     @pytest.mark.smoke
-    @pytest.mark.parametrize("shape", some_slow(SHAPES, 1, 3), ids=lambda s: s.name)
+    @pytest.mark.parametrize("shape", some_slow(SHAPES, SHAPES[1], SHAPES[3]), ids=lambda s: s.name)
     def test_equals_definition(self, shape):
         self.check(shape)
 

@@ -10,6 +10,7 @@ from operation_checks import Draw, assert_close, assert_in_place, assert_same_bi
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.gated_update import gated_update, reference
 from kernels_pallas.workloads import GATED
+from tests.support.selection import some_slow
 
 pytestmark = pytest.mark.full
 
@@ -23,11 +24,6 @@ PLACES = {
     "write_slot": np.array([[5, 6, 7], [8, 0, 9], [10, 11, 0], [0, 0, 0], [4, 0, 12]], np.int32),
     "valid": np.array([[1, 1, 1], [1, 1, 1], [1, 1, 0], [0, 0, 0], [1, 1, 1]], bool),
 }
-
-
-def some_slow(shapes, *slow):
-    """The shapes as parameters, some of which (by index) are tested with --slow only."""
-    return [pytest.param(shape, marks=pytest.mark.slow) if n in slow else shape for n, shape in enumerate(shapes)]
 
 
 def layer(draw, shape, rows, steps, dtype=np.float32):
@@ -98,7 +94,7 @@ class Between:
         for windows, expected in zip(after[1:], want[1:], strict=True):
             assert_same_bits(windows[1:], expected[1:])
 
-    @pytest.mark.parametrize("states", some_slow([jnp.bfloat16, np.float32], 1), ids=["bfloat16", "float32"])
+    @pytest.mark.parametrize("states", some_slow([jnp.bfloat16, np.float32], np.float32), ids=["bfloat16", "float32"])
     def test_bfloat16(self, states):
         self.check(self.plain, jnp.bfloat16, states)
 
@@ -142,7 +138,7 @@ class Between:
 
 class GatedUpdate(Between):
     @pytest.mark.smoke
-    @pytest.mark.parametrize("shape", some_slow(SHAPES, 1, 3), ids=lambda s: s.name)
+    @pytest.mark.parametrize("shape", some_slow(SHAPES, SHAPES[1], SHAPES[3]), ids=lambda s: s.name)
     def test_equals_definition(self, shape):
         self.check(shape)
 

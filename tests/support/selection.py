@@ -12,7 +12,7 @@ A file or test that the command line names runs as with `--full`. Tests that are
 
 import functools
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,16 @@ WORD = re.compile(r"\w+")
 DEFINITION = re.compile(r"^\s*(?:async )?(?:def|class) (\w+)", re.MULTILINE)
 ALL_FULL = re.compile(r"^pytestmark = .*\bmark\.(full|slow)\b", re.MULTILINE)
 IMPORT = re.compile(r"^from (?:tests\.\w[\w.]*\.)?(test_\w+) import", re.MULTILINE)
+
+
+def slow(*values: object) -> object:
+    """A case of parameters that runs with `--slow` only."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def some_slow(values: Iterable[object], *chosen: object) -> list[object]:
+    """The values of a parameter; those that are chosen run with `--slow` only."""
+    return [slow(value) if value in chosen else value for value in values]
 
 
 def full_tier(config: pytest.Config) -> bool:

@@ -20,6 +20,7 @@ from tests.serving.differential.faults import Fault
 from tests.serving.differential.judging import TOLERANCE, Divergence
 from tests.serving.differential.test_traces_with_replay import run
 from tests.support.adapter_contents import CONTENTS, content
+from tests.support.selection import slow
 from tests.support.shared_engines import SMALLEST, SharedEngines, engines_of
 
 SPLIT = ("lora", "state", "both", "no adapter", "full", "recompute-last", "arrived", "spared")
@@ -27,12 +28,7 @@ FEW = ("lora", "state", "both", "no adapter", "cached_tokens", "full_hits", "ada
 REACHED = (*FEW, "none", "align", "all", "aborted", "failures", "preemptions", "states_evicted", "pages_evicted")
 
 
-def slow(*values: object):
-    """Arguments of a case that only --slow runs."""
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-MODELS = ("nemotronh", slow("falconh1"), "delta", slow("short_conv"), slow("kimi"))
+MODELS = ("nemotronh", slow("falconh1"), slow("delta"), slow("short_conv"), slow("kimi"))
 
 
 def test_a_few_traces() -> None:
@@ -69,11 +65,10 @@ def test_traces_with_drafts(replay: int | None) -> None:
     assert met["drafts_cut"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.fuzz
-@pytest.mark.parametrize(
-    ("model", "mixed"), [slow("nemotronh", False), slow("nemotronh", True), ("delta", False), slow("delta", True)]
-)
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("model", ["nemotronh", "delta"])
 def test_traces_with_replay(model: str, mixed: bool) -> None:
     met = run(73_000_000, 40, adapters=True, replay=8, mixed=mixed, model=model, reached=FEW)
     assert met["anchors"]

@@ -17,6 +17,7 @@ from mamba_jax.adapters import targets
 from mamba_jax.model import parameters
 from serving import LLM, ConfigError, LoRARequest, RequestError, SamplingParams
 from tests.support.golden_case import FIXTURES, TO_HUGGING_FACE, Case
+from tests.support.selection import slow
 
 FLAGS = {
     "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 256, "max_model_len": 256, "state_block_size": 32,
@@ -25,11 +26,6 @@ FLAGS = {
 }  # fmt: skip
 GATED, PLAIN = "qwen35-moe", "nemotronh-moe"
 """The experts of the first have a gate projection."""
-
-
-def slow(fixture):
-    """A case that only --slow runs."""
-    return pytest.param(fixture, marks=pytest.mark.slow)
 
 
 def experts_of(fixture):

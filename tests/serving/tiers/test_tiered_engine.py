@@ -4,6 +4,7 @@ import pytest
 
 from serving.core.tiers.prices import Prices
 from tests.support.engines import Continuation, finish
+from tests.support.selection import slow
 from tests.support.split_pair import GREEDY, MAX_LEN, assert_as_alone, build, tokens
 
 # Two running sequences with their drafts, and little other space: nearly every checkpoint is evicted.
@@ -24,10 +25,6 @@ class Free(Prices):
 
     def worth_fetching(self, tier: str, num_bytes: int, tokens: int) -> bool:
         return True
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.full
