@@ -12,6 +12,7 @@ from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.gated_scan import gated_scan, reference
 from kernels_pallas.workloads import GATED
 from mamba_jax.layout import PrefillLayout
+from tests.support.selection import slow
 
 pytestmark = pytest.mark.full
 
@@ -113,7 +114,7 @@ class GatedScan:
     def test_bfloat16(self):
         self.check(PLAIN, RAGGED, jnp.bfloat16)
 
-    @pytest.mark.parametrize("tokens", [16, pytest.param(48, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("tokens", [16, slow(48)])
     def test_no_token_more_than_there_is_room_for(self, tokens):
         # Rows fill the array, and a tile ends with it.
         rows = [(0, tokens - 7, 0), (9, 7, 1)]
@@ -151,7 +152,7 @@ class TestTpu(GatedScan):
     implementation = "pallas_tpu_interpreted"
     same = staticmethod(assert_same_bits)
 
-    @pytest.mark.parametrize("norm", [True, pytest.param(False, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("norm", [True, slow(False)])
     def test_groups_wider_than_a_block(self, norm, monkeypatch):
         # Two blocks of 8 heads, each half of a group: the norm comes after the kernel.
         monkeypatch.setattr("kernels_pallas.ssd_scan.pallas_tpu.BLOCK_BYTES", 8 * 32 * 128 * 4)

@@ -16,6 +16,7 @@ from kernels_pallas.expert_mlp import expert_mlp
 from kernels_pallas.quantised import Quantised
 from kernels_pallas.workloads import EXPERT_MLPS
 from mamba_jax.modules.basic import activation
+from tests.support.selection import slow
 
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.full]
 
@@ -24,9 +25,7 @@ FEW = [(8, 128, 6), (8, 512, 10)]
 FP8 = jnp.float8_e4m3fn
 
 
-@pytest.mark.parametrize(
-    ("tokens", "experts", "count"), [*FEW, *(pytest.param(*c, marks=pytest.mark.slow) for c in CASES if c not in FEW)]
-)
+@pytest.mark.parametrize(("tokens", "experts", "count"), [*FEW, *(slow(*c) for c in CASES if c not in FEW)])
 def test_choice_of_experts(tokens, experts, count, tmp_path):
     rule = Rule(count, "scores", normalize=True, scaling=2.5)
     choose = partial(choose_experts, own=experts, rule=rule, implementation="pallas_gpu")
@@ -38,7 +37,7 @@ def test_choice_of_experts(tokens, experts, count, tmp_path):
     assert spilled <= (16 if tokens * experts * count > 1 << 16 else 0)
 
 
-@pytest.mark.parametrize("narrow", [None, *(pytest.param(d, marks=pytest.mark.slow) for d in (jnp.int8, FP8))], ids=str)
+@pytest.mark.parametrize("narrow", [None, *(slow(d) for d in (jnp.int8, FP8))], ids=str)
 @pytest.mark.parametrize(
     "shape",
     [pytest.param(s, marks=[] if "8 rows" in s.name else pytest.mark.slow) for s in EXPERT_MLPS],

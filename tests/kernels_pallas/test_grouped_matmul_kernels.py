@@ -8,6 +8,7 @@ import pytest
 from test_grouped_matmul import ODD, SHAPES, Product
 
 from kernels_pallas.grouped_matmul.pallas_tpu import lies_inputs_first
+from tests.support.selection import slow
 
 pytestmark = pytest.mark.full
 
@@ -21,9 +22,7 @@ class TestTpu(Product):
 
     @pytest.mark.smoke
     @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-    @pytest.mark.parametrize(
-        "shape", [ODD, INPUTS_FIRST, pytest.param(SHAPES[0], marks=pytest.mark.slow)], ids=lambda s: s.name
-    )
+    @pytest.mark.parametrize("shape", [ODD, INPUTS_FIRST, slow(SHAPES[0])], ids=lambda s: s.name)
     def test_equals_definition(self, shape, dtype):
         super().test_equals_definition(shape, dtype)
 

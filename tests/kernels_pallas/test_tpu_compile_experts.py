@@ -15,6 +15,7 @@ from checkpoints.presets import preset, preset_names
 from kernels_pallas.grouped_matmul import grouped_matmul
 from mamba_jax.config import MOE
 from mamba_jax.sharding import TENSOR, Partition
+from tests.support.selection import slow
 
 pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
 
@@ -59,7 +60,7 @@ FEW = [
 @pytest.mark.parametrize(
     ("chip", "name", "devices"), [pytest.param(*c, marks=[] if c in FEW else pytest.mark.slow) for c in ALL]
 )
-@pytest.mark.parametrize("tokens", [384, pytest.param(12288, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tokens", [384, slow(12288)])
 def test_only_the_kernel_touches_the_weights(chip, name, devices, tokens):
     run = functools.partial(grouped_matmul, implementation="pallas_tpu")
     for experts, outputs, inputs in products(name, devices):

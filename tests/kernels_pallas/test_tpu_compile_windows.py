@@ -11,6 +11,7 @@ from topology import SLICES, tpu_devices
 
 from kernels_pallas.windows import read_windows, write_windows
 from serving.capacity.traffic import Traffic
+from tests.support.selection import slow
 
 pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
 
@@ -25,7 +26,7 @@ ALL = [
 
 @pytest.mark.parametrize(
     ("slice_name", "slots", "rows", "channels", "count", "dtype"),
-    [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL)],
+    [*FEW, *(slow(*case) for case in ALL)],
 )
 def test_only_what_is_named_moves(slice_name, slots, rows, channels, count, dtype):
     device = tpu_devices(slice_name)[0]

@@ -18,6 +18,7 @@ from mamba_jax.sharding import Partition
 from mamba_jax.store import StoreShape, init_store
 from serving.capacity.compiling import SlicePrograms, slice_mesh
 from serving.capacity.targets import target
+from tests.support.selection import slow
 
 SLOTS, PAGES, PAGE, DRAFTS = 400, 2000, 128, 3
 _ATTENTION = AttentionConfig(
@@ -43,7 +44,7 @@ DRAFTERS = {
 
 @pytest.mark.full
 @pytest.mark.tpu_compile
-@pytest.mark.parametrize("name", ["eagle3", pytest.param("dspark", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["eagle3", slow("dspark")])
 def test_a_drafter_copies_nothing(name):
     pytest.importorskip("libtpu")
     drafter, source = DRAFTERS[name]

@@ -21,6 +21,7 @@ from serving.capacity.count import Counter, decode_workload
 from serving.capacity.plan import make_plan
 from serving.capacity.targets import target
 from serving.config import EngineConfig
+from tests.support.selection import slow
 
 pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
 SLOTS, PAGES, PAGE, ROWS, MAX_LEN = 300, 4000, 32, 64, 1024
@@ -37,9 +38,7 @@ WHOLE = [
 """Machine, rows, drafts, the most states that are moved for each row, the most times the least that all is moved."""
 
 
-@pytest.mark.parametrize(
-    ("drafts", "topology"), [(3, "v5e-8"), *(pytest.param(k, "v6e-8", marks=pytest.mark.slow) for k in (0, 3))]
-)
+@pytest.mark.parametrize(("drafts", "topology"), [(3, "v5e-8"), *(slow(k, "v6e-8") for k in (0, 3))])
 def test_few_layers(drafts, topology):
     """Store and tails are updated in place, without a second buffer of their size, and other slots are unchanged."""
     pytest.importorskip("libtpu")

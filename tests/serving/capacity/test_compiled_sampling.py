@@ -13,6 +13,7 @@ from mamba_jax.sampling.draw_tokens import draw
 from serving.capacity.compiling import slice_mesh
 from serving.capacity.traffic import Traffic
 from tests.serving.capacity.test_compiled_for_gpu import compilable
+from tests.support.selection import slow
 
 ROWS, HEADS, VOCAB = 64, 4, 131072
 
@@ -50,7 +51,7 @@ def test_limits_take_three_passes_on_gpu():
 
 
 @pytest.mark.tpu_compile
-@pytest.mark.parametrize("topology", ["v6e-1", pytest.param("v5e-1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("topology", ["v6e-1", slow("v5e-1")])
 def test_passes_over_some_heads_stay_on_the_chip_of_a_tpu(topology):
     text, temporaries, logits = compiled_draw(topology)
     assert temporaries < 0.1 * logits

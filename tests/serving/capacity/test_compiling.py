@@ -19,6 +19,7 @@ from serving.capacity.targets import target
 from serving.config import EngineConfig
 from serving.core import SchedulerConfig
 from serving.engine.steps.batching import BatchBuilder
+from tests.support.selection import slow
 
 pytestmark = pytest.mark.full
 
@@ -55,14 +56,14 @@ def compiled(model, pattern, topology, batch):
         ("demo", "M*-", "v5e-1"),  # states of 64 and heads of 32: padded, but in place
         ("nemotron-h-8b", "M*-", "v5e-8"),
         ("qwen3.5-27b", "D-*-", "v6e-8"),
-        pytest.param("qwen3-next-80b-a3b", "DE*E", "v6e-8", marks=pytest.mark.slow),
-        pytest.param("qwen3-next-80b-a3b", "DE*E", "v5p-8", marks=pytest.mark.slow),
-        pytest.param("qwen3.5-27b", "D-*-", "v5p-8", marks=pytest.mark.slow),
-        pytest.param("bamba-9b", "M*-", "v6e-4", marks=pytest.mark.slow),
-        pytest.param("granite-4.0-h-small", "ME*E", "v6e-8", marks=pytest.mark.slow),
+        slow("qwen3-next-80b-a3b", "DE*E", "v6e-8"),
+        slow("qwen3-next-80b-a3b", "DE*E", "v5p-8"),
+        slow("qwen3.5-27b", "D-*-", "v5p-8"),
+        slow("bamba-9b", "M*-", "v6e-4"),
+        slow("granite-4.0-h-small", "ME*E", "v6e-8"),
         # Four hosts each.
-        pytest.param("nemotron-h-8b", "M*-", "v5e-16", marks=pytest.mark.slow),
-        pytest.param("nemotron-h-8b", "M*-", "v6e-16", marks=pytest.mark.slow),
+        slow("nemotron-h-8b", "M*-", "v5e-16"),
+        slow("nemotron-h-8b", "M*-", "v6e-16"),
     ],
 )
 def test_decode_is_lean(model, pattern, topology):

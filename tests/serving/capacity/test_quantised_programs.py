@@ -24,6 +24,7 @@ from serving.capacity.compiling import SlicePrograms, slice_mesh
 from serving.capacity.count import Counter
 from serving.capacity.targets import target
 from tests.support.narrow_parameters import narrow_parameters
+from tests.support.selection import slow
 
 pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
 
@@ -32,7 +33,7 @@ DENSE, EXPERTS = ("nemotron-h-8b", "M*-"), ("nemotron-3-nano-30b-a3b", "ME*E")
 KINDS = {"v5e-1": ("int8", "int4"), "v6e-1": ("int8", "int4"), "tpu7x-8": ("fp8", "nvfp4")}
 FEW = [(*DENSE, "v5e-1", "int8"), (*EXPERTS, "tpu7x-8", "nvfp4")]
 REST = [(*model, machine, kind) for model in (DENSE, EXPERTS) for machine in KINDS for kind in KINDS[machine]]
-CASES = FEW + [pytest.param(*each, marks=pytest.mark.slow) for each in REST if each not in FEW]
+CASES = FEW + [slow(*each) for each in REST if each not in FEW]
 
 
 def decode_program(config, machine, parameters, **sizes):
@@ -67,9 +68,7 @@ def test_weights_are_read_once_and_narrow(model, pattern, machine, kind):
     assert program.temporaries < 16e6
 
 
-@pytest.mark.parametrize(
-    "machine", ["v5e-1", pytest.param("v6e-1", marks=pytest.mark.slow), pytest.param("tpu7x-8", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("machine", ["v5e-1", slow("v6e-1"), slow("tpu7x-8")])
 def test_pages_in_8_bits_are_updated_in_place(machine):
     pytest.importorskip("libtpu")
     config = dataclasses.replace(load_config("nemotron-h-8b"), pattern="*-*", mtp_pattern="", vocab_size=1024)
@@ -82,7 +81,7 @@ def test_pages_in_8_bits_are_updated_in_place(machine):
     assert program.temporaries < pages / 8
 
 
-@pytest.mark.parametrize("machine", ["v5e-1", pytest.param("tpu7x-8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("machine", ["v5e-1", slow("tpu7x-8")])
 def test_states_are_rounded_where_they_lie(machine):
     """Exact reuse: the slots that are due, and no copy of the store."""
     pytest.importorskip("libtpu")

@@ -17,6 +17,7 @@ from serving.engine.requests.output import CompletionOutput, Logprob, RequestOut
 from serving.engine.requests.sampling_params import SamplingParams
 from tests.support.divisible_checkpoints import GOLDEN
 from tests.support.engines import OPTIMIZED, QUICK_COMPILE
+from tests.support.selection import slow
 from tests.support.tiny_configs import TRAINABLE
 
 LOGPROBS = [float(np.float32(value)) for value in (-0.1, -0.7, -1.3, -2.9)]
@@ -139,7 +140,7 @@ SMALL = Workload(prompt=90, answer=40, neighbours=(2,), chunks=(16,))
     [
         ("trainable", "bfloat16"),
         *(
-            pytest.param(*each, marks=pytest.mark.slow)
+            slow(*each)
             for each in (
                 ("trainable", "float32"),
                 ("lfm2", "float32"),

@@ -22,6 +22,7 @@ from serving.cli.training.rollouts import Rollouts, ServedAdapter
 from serving.engine.llm import LLM
 from tests.support.divisible_checkpoints import GOLDEN
 from tests.support.engines import OPTIMIZED, QUICK_COMPILE
+from tests.support.selection import slow
 from tests.support.tiny_configs import TRAINABLE
 
 needs_native = pytest.mark.skipif(
@@ -66,8 +67,8 @@ def test_serving_and_training_agree(name, tmp_path, monkeypatch):
 
 @needs_native
 @pytest.mark.full
-@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lora", [False, slow(True)])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float32")])
 def test_the_first_update_of_a_schedule_invariant_trainer_has_ratios_of_1(dtype, lora, tmp_path):
     directory = write_random(tmp_path / "model", TRAINABLE)
     llm = LLM(str(directory), **FLAGS, dtype=dtype, schedule_invariant=True, enable_lora=lora, max_lora_rank=4)

@@ -10,6 +10,7 @@ import pytest
 
 from serving.cli.main import run
 from tests.support.golden_case import CLEAR_GAP, TO_HUGGING_FACE, Case
+from tests.support.selection import slow
 
 QUICK = ("lfm2",)
 OTHERS = (
@@ -47,7 +48,7 @@ def answers(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize("name", [*QUICK, *(slow(name) for name in OTHERS)])
 def test_generate_agrees_with_hugging_face(name, answers):
     case = Case(name)
     cold = answers(case, "--mamba-cache-mode", "none")

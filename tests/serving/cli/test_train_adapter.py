@@ -14,6 +14,7 @@ from mamba_jax.layout import SequenceLayout
 from mamba_jax.train.additions import attach, new_adapter
 from serving import LLM, LoRARequest, SamplingParams
 from serving.cli.main import run
+from tests.support.selection import slow
 
 SMALL = ["--steps", "20", "--batch-size", "4", "--sequence-length", "128"]
 PROMPT = "A bottle of tea is 16 ounces of tea."
@@ -67,9 +68,7 @@ def test_an_adapter_is_trained_and_served(tmp_path, capfd):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "windows", [pytest.param((), marks=pytest.mark.slow), ("--windows",)], ids=["states", "states and windows"]
-)
+@pytest.mark.parametrize("windows", [slow(()), ("--windows",)], ids=["states", "states and windows"])
 def test_initial_states_are_trained_and_served(windows, tmp_path, capfd):
     before, after = trained("train-s0", tmp_path / "s0", capfd, *windows)
     assert after < before - 0.15

@@ -20,6 +20,7 @@ from tests.serving.differential import structured_faults
 from tests.serving.differential.faults import Fault
 from tests.support.engines import QUICK_COMPILE, finish
 from tests.support.letter_tokens import EOS
+from tests.support.selection import slow
 from tests.support.shared_engines import ROWS, SMALLEST, TILE, engines_of
 from tests.support.tiny_configs import ENGINE_VOCAB
 
@@ -135,7 +136,7 @@ def check(numbers, answers: dict[int, tuple]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("drafts", [*USUAL, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)], ids=str)
+@pytest.mark.parametrize("drafts", [*USUAL, *(slow(each) for each in OTHERS)], ids=str)
 def test_each_says_what_it_says_alone(drafts: Drafts) -> None:
     """With room for all, and then with so little that rows are preempted, one request aborted, one step failing, and
     drafts of other numbers for each row."""

@@ -15,6 +15,7 @@ from serving.config import ConfigError, EngineConfig
 from serving.engine.request_error import RequestError
 from tests.support.drafters import write_block, write_eagle
 from tests.support.engine_harness import FLAGS, GOLDEN
+from tests.support.selection import slow
 
 SIZES = {name: value for name, value in FLAGS.items() if name not in ("num_slots", "num_pages", "replay_interval")}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True, detokenize=False, logprobs=0)
@@ -54,8 +55,8 @@ def plain():
     [
         {"mamba_cache_mode": "all"},
         pytest.param({"mamba_cache_mode": "all", "replay_interval": 8}, marks=pytest.mark.full),
-        pytest.param({"mamba_cache_mode": "none", "adaptive_drafts": True}, marks=pytest.mark.slow),
-        pytest.param({"mamba_cache_mode": "align", "method": "dflash"}, marks=pytest.mark.slow),
+        slow({"mamba_cache_mode": "none", "adaptive_drafts": True}),
+        slow({"mamba_cache_mode": "align", "method": "dflash"}),
         pytest.param({"mamba_cache_mode": "all", "method": "dspark"}, marks=pytest.mark.full),
     ],
     ids=str,

@@ -11,6 +11,7 @@ from tests.serving.engine.test_drafter import PARAMS, SIZES, prompts
 from tests.support.divisible_checkpoints import FAMILIES, write_checkpoint
 from tests.support.drafters import write_block, write_eagle
 from tests.support.engine_harness import GOLDEN
+from tests.support.selection import slow
 
 
 def first_page(engine):
@@ -21,7 +22,7 @@ def first_page(engine):
 @pytest.mark.full
 @pytest.mark.parametrize(
     "write",
-    [write_eagle, pytest.param(partial(write_block, method="dspark"), marks=pytest.mark.slow)],
+    [write_eagle, slow(partial(write_block, method="dspark"))],
     ids=["eagle3", "dspark"],
 )
 def test_two_devices(write, tmp_path):

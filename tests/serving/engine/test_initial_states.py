@@ -14,6 +14,7 @@ from checkpoints.initial_state import INITIAL_STATE_FILE, initial_state_shapes, 
 from serving import LLM, LoRARequest, RequestError, SamplingParams
 from tests.support.golden_case import FIXTURES, TO_HUGGING_FACE, Case
 from tests.support.prompt_stepper import PromptStepper
+from tests.support.selection import slow
 
 FIXTURE = "nemotronh-moe"
 FLAGS = {
@@ -211,10 +212,10 @@ DRAFTS = {"speculative_method": "ngram", "num_speculative_tokens": 3, "prompt_lo
     [
         {"mamba_cache_mode": "none"},
         {"mamba_cache_mode": "align", "max_num_batched_tokens": 40},
-        pytest.param({"mamba_cache_mode": "all", "max_num_batched_tokens": 40}, marks=pytest.mark.slow),
-        pytest.param({"enable_chunked_prefill": False}, marks=pytest.mark.slow),
-        pytest.param({"mamba_cache_mode": "align", **DRAFTS, "replay_interval": 1}, marks=pytest.mark.slow),
-        pytest.param({"mamba_cache_mode": "none", **DRAFTS, "replay_interval": 1}, marks=pytest.mark.slow),
+        slow({"mamba_cache_mode": "all", "max_num_batched_tokens": 40}),
+        slow({"enable_chunked_prefill": False}),
+        slow({"mamba_cache_mode": "align", **DRAFTS, "replay_interval": 1}),
+        slow({"mamba_cache_mode": "none", **DRAFTS, "replay_interval": 1}),
         {**DRAFTS, "replay_interval": 16, "max_num_batched_tokens": 40},
         {"replay_interval": 16, "mixed_steps": True, "max_num_batched_tokens": 40},
         {**DRAFTS, "mixed_steps": True, "replay_interval": 1, "max_num_batched_tokens": 40},
@@ -243,7 +244,7 @@ def test_every_combination_says_the_same(flags, tenants):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [200, slow(1000)])
 def test_many_tenants_on_sixteen_slots(count, tmp_path):
     """Each tenant says what it says on an engine where every state stays on the device."""
     tenants = [write(tmp_path / f"tenant-{i}", layers_of(i)) for i in range(count)]

@@ -20,6 +20,7 @@ from serving.config import ConfigError
 from serving.engine.request_error import RequestError
 from tests.support.divisible_checkpoints import EIGHT, FAMILIES, MORE, Case, write_checkpoint
 from tests.support.engines import QUICK_COMPILE
+from tests.support.selection import slow
 
 FLAGS = {
     "tile_size": 16,
@@ -99,8 +100,8 @@ def assert_greedy(outputs, directory, *, atol=1e-3):
     [
         *((name, 1) for name in FAMILIES),
         ("qwen3next", 8),
-        pytest.param("falcon-mamba", 8, marks=pytest.mark.slow),
-        pytest.param("kimi", 8, marks=pytest.mark.slow),
+        slow("falcon-mamba", 8),
+        slow("kimi", 8),
     ],
 )
 def test_every_family_on_two_devices(name, interval, tmp_path):

@@ -4,6 +4,7 @@ import pytest
 
 from serving.engine.requests.sampling_params import SamplingParams
 from tests.support.engines import finish
+from tests.support.selection import slow
 from tests.support.split_pair import GREEDY, B, Pair, build, tokens
 
 FLAGS = {"enable_structured_outputs": True, "adaptive_drafts": False}
@@ -12,7 +13,7 @@ ASKED = [(tokens(5, 2 * B + 3), STRUCTURED), (tokens(6, B), GREEDY), (tokens(7, 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("source", [pytest.param("ngram", marks=pytest.mark.slow), "mtp"])
+@pytest.mark.parametrize("source", [slow("ngram"), "mtp"])
 def test_each_says_what_one_engine_without_drafts_says(source):
     plain = build("none", enable_structured_outputs=True).engine
     expected = [plain.add_request(str(i), {"prompt_token_ids": ids}, params) for i, (ids, params) in enumerate(ASKED)]
