@@ -34,8 +34,10 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 MAPS, STATUS = Path("/proc/self/maps"), Path("/proc/self/status")
-KEPT_BYTES, MOST_KEPT_BYTES, FILE_BYTES = 1 << 30, 2 << 30, 5 << 29
-"""What a worker may carry from one file to the next and from one test to the next, and what a file may add to that."""
+KEPT_BYTES, MOST_KEPT_BYTES, FILE_BYTES, MOST_LEFT_BYTES = 1 << 30, 3 << 29, 5 << 29, 3 << 29
+"""What a worker may carry from one file to the next and from one test to the next, and what a file may add to that.
+The first two count from what was left when the worker last dropped its programs, but at most from the last."""
+LEFT_BYTES = pytest.StashKey[int]()
 CACHE_BYTES = 3 << 30
 """Above this, the compiled programs whose last use is longest ago are deleted."""
 LOGGERS = ("serving", "checkpoints", "uvicorn")
@@ -71,6 +73,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     select(config, items)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave modules and thousands of tests out of every later collection of garbage."""
+    gc.collect()
+    gc.freeze()
+    session.config.stash[LEFT_BYTES] = _memory("VmRSS")
 
 
 def _check_annotations() -> None:
@@ -114,9 +123,9 @@ def _bounded_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     before = _memory("VmRSS")
     yield
     added = _memory("VmHWM") - before
-    if _memory("VmRSS") > KEPT_BYTES or _maps() > 8_000:
+    if _held(request.config) > KEPT_BYTES or _maps() > 8_000:
         _clear_test_caches()
-        _drop_programs()
+        _drop_programs(request.config)
     assert request.config.getoption("--slow") or added < FILE_BYTES, (
         f"the tests of this file took {added >> 20:,} MiB: divide it, or compile fewer programs"
     )
@@ -142,14 +151,19 @@ def _loggers_left_as_they_were() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _bounded_memory_within_a_file(_bounded_memory: None) -> Iterator[None]:
+def _bounded_memory_within_a_file(request: pytest.FixtureRequest, _bounded_memory: None) -> Iterator[None]:
     """The same between tests that each compile much; what a file's own fixtures have stays."""
     yield
-    used = _memory("VmRSS")
-    if many := used > KEPT_BYTES and _maps() > 25_000:
+    held = _held(request.config)
+    if many := held > KEPT_BYTES and _maps() > 25_000:
         _clear_test_caches()
-    if many or used > MOST_KEPT_BYTES:
-        _drop_programs()
+    if many or held > MOST_KEPT_BYTES:
+        _drop_programs(request.config)
+
+
+def _held(config: pytest.Config) -> int:
+    """Bytes that this process has more than when it last dropped its programs."""
+    return _memory("VmRSS") - min(config.stash[LEFT_BYTES], MOST_LEFT_BYTES)
 
 
 def _maps() -> int:
@@ -165,13 +179,14 @@ def _clear_test_caches() -> None:
                     value.cache_clear()
 
 
-def _drop_programs() -> None:
+def _drop_programs(config: pytest.Config) -> None:
     gc.collect()
     if jax := sys.modules.get("jax"):  # tests of policy alone do not import it
         jax.clear_caches()
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what is freed
+    config.stash[LEFT_BYTES] = _memory("VmRSS")
 
 
 def _memory(field: str) -> int:

@@ -14,6 +14,7 @@ from test_delta_replay import BY_CHANNEL, ODD, SHAPES, DeltaReplay
 
 from kernels_pallas.delta_replay import delta_replay
 from kernels_pallas.dispatch import UnsupportedError
+from tests.support.selection import slow
 
 pytestmark = pytest.mark.full
 
@@ -26,6 +27,10 @@ class Kernel(DeltaReplay):
     @pytest.mark.parametrize("shape", [s for s in SHAPES if not s.by_channel], ids=lambda s: s.name)
     def test_equals_definition(self, replay, shape):
         self.check(replay, shape, self.rows_of(shape, shape.rows), slots=2 * shape.rows + 1)
+
+    @pytest.mark.parametrize("steps", [3, slow(1)])
+    def test_equals_snapshots(self, replay, steps):
+        super().test_equals_snapshots(replay, steps)
 
     @pytest.mark.parametrize("store", [np.float32, jnp.bfloat16], ids=["float32 states", "bfloat16 states"])
     def test_bfloat16(self, replay, store):

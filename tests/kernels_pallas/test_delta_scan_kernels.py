@@ -5,6 +5,8 @@ That compilers take them is for test_tpu_compile_delta.py and test_gpu_compile_d
 
 import dataclasses
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from operation_checks import Draw, jitted
 from test_delta_scan import SHAPES, TOLERANCE, Scan, layer, states, where
@@ -12,6 +14,7 @@ from test_delta_scan import SHAPES, TOLERANCE, Scan, layer, states, where
 from kernels_pallas.delta_scan import delta_scan
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.workloads import DELTA
+from tests.support.selection import slow
 
 pytestmark = pytest.mark.full
 
@@ -38,6 +41,10 @@ class Kernel(Scan):
     def test_sizes(self, scan, tile_size):
         # 128: two blocks of tokens in a tile.
         Scan.test_equals_definition(self, scan, dataclasses.replace(self.odd, tile_size=tile_size))
+
+    @pytest.mark.parametrize("dtype", [np.float32, slow(jnp.bfloat16)])
+    def test_cutting_between_tiles_changes_no_bit(self, dtype):
+        super().test_cutting_between_tiles_changes_no_bit(dtype)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("shape", DELTA[:5], ids=lambda s: s.name)

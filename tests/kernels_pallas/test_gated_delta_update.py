@@ -61,7 +61,7 @@ class GatedDeltaUpdate(Between):
     of_tokens, plain = 5, PLAIN
 
     @pytest.mark.smoke
-    @pytest.mark.parametrize("shape", some_slow(SHAPES, SHAPES[1]), ids=lambda s: s.name)
+    @pytest.mark.parametrize("shape", some_slow(SHAPES, SHAPES[1], SHAPES[2]), ids=lambda s: s.name)
     def test_equals_definition(self, shape):
         self.check(shape)
 

@@ -19,6 +19,7 @@ from kernels_pallas.delta_update import delta_update
 from kernels_pallas.ssd_scan import ssd_scan
 from kernels_pallas.state_replay import Tail, state_replay
 from kernels_pallas.state_update import state_update
+from tests.support.selection import slow
 
 pytestmark = pytest.mark.full
 
@@ -72,9 +73,16 @@ def check(operation, call, donate=STORE):
     assert "output_operand_alias" in text
 
 
+def cases(models):
+    """Each model with the usual types, and the first also with the others."""
+    usual, *others = (BF16, F32), (BF16, BF16), (jnp.float32, F32)
+    found = [*((model, *usual) for model in models), *((models[0], *types) for types in others)]
+    found += [slow(model, *types) for model in models[1:] for types in others]
+    return pytest.mark.parametrize(("model", "dtype", "store"), found, ids=lambda one: getattr(one, "name", None))
+
+
 @pytest.mark.smoke
-@pytest.mark.parametrize("model", ALL, ids=lambda m: m.name)
-@pytest.mark.parametrize(("dtype", "store"), [(BF16, F32), (BF16, BF16), (jnp.float32, F32)])
+@cases(ALL)
 def test_kernels_lower(model, dtype, store):
     check(update, update_call(model, 64, 4, dtype=dtype, store=store))
     check(scan, scan_call(model, 16, dtype=dtype, store=store))
@@ -82,8 +90,7 @@ def test_kernels_lower(model, dtype, store):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("model", DELTA_MODELS, ids=lambda m: m.name)
-@pytest.mark.parametrize(("dtype", "store"), [(BF16, F32), (BF16, BF16), (jnp.float32, F32)])
+@cases(DELTA_MODELS)
 def test_kernels_of_the_delta_rule_lower(model, dtype, store):
     check(update_delta, delta_update_call(model, 64, 4, dtype=dtype, store=store), donate=DELTA_STORE)
     check(replay_delta, delta_replay_call(model, 64, 4, dtype=dtype, store=store), donate=(0, 1, 2, 3))

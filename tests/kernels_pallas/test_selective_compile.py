@@ -11,6 +11,7 @@ from topology import SLICES, compile_for_tpu
 
 from kernels_pallas.selective_scan import selective_replay, selective_scan, selective_update
 from kernels_pallas.state_replay import Tail
+from tests.support.selection import slow
 
 pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
 
@@ -18,7 +19,6 @@ INNER, STATE, STORE = 8192, 16, 6
 PLACES = ("anchor_slot", "tail_id", "anchor_length", "length", "num_tokens", "write_slot")
 ALL_STATES = 2048 * STATE * INNER * 4
 """Bytes of the states after each of 2,048 tokens."""
-slow = pytest.mark.slow
 
 
 def inputs(*lead, inner=INNER):
@@ -53,15 +53,13 @@ def update(*args, implementation="pallas_tpu"):
 
 SOME = [("v5e", INNER), ("v6e", INNER), ("v5e", INNER // 8), ("v6e", INNER // 8)]
 ALL = [(name, inner) for name in SLICES for inner in (INNER, INNER // 8, 5120, 640)]
-CASES = pytest.mark.parametrize(
-    ("slice_name", "inner"), [*SOME, *(pytest.param(*case, marks=slow) for case in ALL if case not in SOME)]
-)
-STORES = pytest.mark.parametrize("store", [F32, pytest.param(BF16, marks=slow)], ids=["float32", "bfloat16"])
+CASES = pytest.mark.parametrize(("slice_name", "inner"), [*SOME, *(slow(*case) for case in ALL if case not in SOME)])
+STORES = pytest.mark.parametrize("store", [F32, slow(BF16)], ids=["float32", "bfloat16"])
 
 
 @CASES
 @STORES
-@pytest.mark.parametrize("tile_size", [128, pytest.param(16, marks=slow), pytest.param(512, marks=slow)])
+@pytest.mark.parametrize("tile_size", [128, slow(16), slow(512)])
 def test_scan_kernel(slice_name, inner, store, tile_size):
     compiled = check_in_place(slice_name, scan, scan_call(inner, 16, tile_size=tile_size, store=store))
     # B and C without padding's values, in float32.
@@ -70,7 +68,7 @@ def test_scan_kernel(slice_name, inner, store, tile_size):
 
 @CASES
 @STORES
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("steps", [slow(1), 4])
 def test_update_kernel(slice_name, inner, store, steps):
     compiled = check_in_place(slice_name, update, update_call(inner, 64, steps, store=store))
     # The step sizes at most, in another layout: a fraction of the rows' states.
