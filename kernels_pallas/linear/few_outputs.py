@@ -37,7 +37,9 @@ def pair_unsupported(x, first, second, *, out_dtype):
     """Returns why this call cannot run, or None."""
     if x.size // x.shape[-1] > MOST_ROWS:
         return f"more than {MOST_ROWS} rows"
-    return unsupported(x, first, out_dtype=out_dtype)
+    if len(first) > MOST_OUTPUTS or 0 in (*x.shape, *first.shape):
+        return f"{len(first)} outputs of {x.shape[-1]} inputs, more than {MOST_OUTPUTS} or empty"
+    return None
 
 
 def linear_pair(x, first, second, *, out_dtype):

@@ -137,9 +137,15 @@ class Delta(nnx.Module):
         # Without a store there is no state to return.
         old: SlotArrays | dict[str, None] = dict.fromkeys(ARRAYS) if state is None else state
 
-        v, z = (project(x, layout.adapter) for project in (self.v_proj, self.z_proj))
+        v = self.v_proj(x, layout.adapter)
         qk = jnp.concatenate([project(x, layout.adapter) for project in (self.q_proj, self.k_proj)], axis=1)
-        a, b = both(self.a_proj, self.b_proj, x, layout.adapter, out_dtype=jnp.float32)
+        if isinstance(self.a_proj, LowRank) and isinstance(self.z_proj, LowRank):
+            few_z, few_a = both(self.z_proj.down, self.a_proj.down, x, layout.adapter)
+            z, a = self.z_proj.up(few_z, layout.adapter), self.a_proj.up(few_a, layout.adapter, out_dtype=jnp.float32)
+            b = self.b_proj(x, layout.adapter, out_dtype=jnp.float32)
+        else:
+            z = self.z_proj(x, layout.adapter)
+            a, b = both(self.a_proj, self.b_proj, x, layout.adapter, out_dtype=jnp.float32)
         between = Operation(self._whole, self._apart, self._rows, self._anchored)
         y, states = layout.run(between, (qk, v, z, a, b), (), tuple(old[name] for name in ARRAYS))
         out = self.out_proj(y, layout.adapter)
