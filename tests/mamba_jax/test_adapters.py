@@ -21,6 +21,7 @@ from mamba_jax.sharding.parameters import placement, placements
 from tests.support.golden_case import FIXTURES, TO_HUGGING_FACE
 from tests.support.prompt_stepper import PromptStepper
 from tests.support.random_models import long_memory_model, random_model
+from tests.support.selection import slow
 from tests.support.step_programs import shared_programs
 from tests.support.tiny_configs import EVERYTHING, FOR_ENGINES, SHARED, STEP, VOCAB
 
@@ -57,9 +58,16 @@ def adapted(model, *adapters, count=None):
     return stacks
 
 
-@pytest.mark.parametrize("count", [2, 40], ids=["few adapters", "more adapters than tokens"])
+QUICK = ("delta", "short_conv")
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("delta", "short_conv") else pytest.mark.full) for name in CONFIGS]
+    ("name", "count"),
+    [
+        *((name, count) for name in QUICK for count in (2, 40)),
+        *(pytest.param(name, 40, marks=pytest.mark.full) for name in CONFIGS if name not in QUICK),
+        *(slow(name, 2) for name in CONFIGS if name not in QUICK),
+    ],
 )
 def test_each_token_has_the_result_of_its_own_adapter(name, count):
     config = CONFIGS[name]
