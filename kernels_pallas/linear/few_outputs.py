@@ -4,7 +4,8 @@ XLA merges products of one input into one, whose weight is all of theirs. It rea
 outputs are multiples of a tile; otherwise it copies all of them for each call: 50 MB for the projections of a layer of
 Qwen3-Next-80B-A3B, because 32 outputs of two of them are no tile. For the rows of a decode step the product here is a
 sum, which XLA does not merge, and which it computes together with what follows. Two such products of one input are one
-reduction, which is one kernel.
+reduction, which is one kernel. A pair may also have 128 outputs each, as the gates of Kimi-Linear: these are tiles, but
+XLA copied the weights all the same.
 """
 
 import jax.numpy as jnp

@@ -24,12 +24,12 @@ from topology import compile_for_gpu, registers_of_kernels
 
 from kernels_pallas.gated_update import gated_update
 from kernels_pallas.paged_attention import paged_attention
+from tests.support.selection import slow
 
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.full]
 
 NEMOTRON, NANO, *_ = MODELS
 STORE, STORES = 6, (11, 12, 13)
-slow = pytest.mark.slow
 
 
 def compiled(tmp_path, operation, call, donate=None):
@@ -43,9 +43,7 @@ def attend(q, kv, positions, page_table, block_row):
     return paged_attention(q, kv, **places, scale=0.1, first_key=1, implementation="pallas_gpu")
 
 
-@pytest.mark.parametrize(
-    ("model", "steps"), [(NEMOTRON, 1), *(pytest.param(m, 4, marks=slow) for m in (NANO, *OTHERS))]
-)
+@pytest.mark.parametrize(("model", "steps"), [(NEMOTRON, 1), *(slow(m, 4) for m in (NANO, *OTHERS))])
 def test_state_update(model, steps, tmp_path):
     call = update_call(model, 64, steps)
     program, registers = compiled(tmp_path, update, call, donate=STORE)
@@ -61,9 +59,7 @@ def between_projections(*args):
     return gated_update(*inputs, **places, **options)
 
 
-@pytest.mark.parametrize(
-    ("model", "steps"), [(NEMOTRON, 1), (NANO, 4), *(pytest.param(m, 4, marks=slow) for m in OTHERS)]
-)
+@pytest.mark.parametrize(("model", "steps"), [(NEMOTRON, 1), (NANO, 4), *(slow(m, 4) for m in OTHERS)])
 def test_gated_update(model, steps, tmp_path):
     call = gated_update_call(model, 64, steps)
     program, registers = compiled(tmp_path, between_projections, call, donate=STORES)
@@ -77,7 +73,7 @@ def test_gated_update(model, steps, tmp_path):
         assert spilled == 0
 
 
-@pytest.mark.parametrize("model", [NEMOTRON, *(pytest.param(m, marks=slow) for m in (NANO, *OTHERS))])
+@pytest.mark.parametrize("model", [NEMOTRON, *(slow(m) for m in (NANO, *OTHERS))])
 def test_ssd_scan(model, tmp_path):
     call = scan_call(model, 16)
     program, registers = compiled(tmp_path, scan, call, donate=STORE)
@@ -96,9 +92,7 @@ ATTENDING = [(NANO, 64, 4), (NEMOTRON, 18, 128)]
 MORE = [(m, *blocks) for m in (*MODELS[:3], *OTHERS) for blocks in ((1, 1), (64, 1), (256, 4), (18, 128))]
 
 
-@pytest.mark.parametrize(
-    ("model", "blocks", "q_len"), [*ATTENDING, *(pytest.param(*c, marks=slow) for c in MORE if c not in ATTENDING)]
-)
+@pytest.mark.parametrize(("model", "blocks", "q_len"), [*ATTENDING, *(slow(*c) for c in MORE if c not in ATTENDING)])
 def test_paged_attention(model, blocks, q_len, tmp_path):
     call = attention_call(model, blocks, q_len)
     program, registers = compiled(tmp_path, attend, call)
@@ -115,9 +109,7 @@ MORE_LATENTS = [(64, 4, 32, BF16), (1, 1, 32, BF16), (64, 1, 4, BF16), (64, 1, 6
 MORE_LATENTS += [(64, 1, 32, jnp.float8_e4m3fn)]
 
 
-@pytest.mark.parametrize(
-    ("blocks", "q_len", "heads", "dtype"), [*LATENTS, *(pytest.param(*c, marks=slow) for c in MORE_LATENTS)]
-)
+@pytest.mark.parametrize(("blocks", "q_len", "heads", "dtype"), [*LATENTS, *(slow(*c) for c in MORE_LATENTS)])
 @pytest.mark.parametrize("page_size", [32, 64])
 def test_paged_attention_to_latents(blocks, q_len, heads, dtype, page_size, tmp_path):
     """Of Kimi-Linear and Ling: 576 numbers a token, whole and divided over 8 devices, up to 262,144 tokens a row."""

@@ -13,10 +13,10 @@ from test_gpu_lower import scan_delta, update_delta
 from test_tpu_compile_delta import DIVIDED, KIMI, LARGE, NEXT, OLMO, STORE, scan_call, update_call
 
 from kernels_pallas.gated_delta_update import Gates, gated_delta_update
+from tests.support.selection import slow
 
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.full]
 
-slow = pytest.mark.slow
 ODD = dataclasses.replace(OLMO, name="3 groups of 2 heads, keys of 40", heads=6, groups=3, head_dim=24, state=40)
 
 
@@ -28,7 +28,7 @@ MORE += [(m, 64, 4, BF16) for m in DIVIDED]
 
 @pytest.mark.parametrize(
     ("model", "rows", "steps", "store"),
-    [*UPDATES, *(pytest.param(*case, marks=slow) for case in MORE if case not in UPDATES)],
+    [*UPDATES, *(slow(*case) for case in MORE if case not in UPDATES)],
 )
 def test_delta_update(model, rows, steps, store, tmp_path):
     call = update_call(model, rows, steps, store=store)
@@ -72,8 +72,7 @@ def gated_update_call(model, rows, steps, *, width=4):
 
 @pytest.mark.parametrize(
     ("model", "rows", "steps"),
-    [(NEXT, 64, 1), (KIMI, 64, 4), (OLMO, 8, 1)]
-    + [pytest.param(m, 64, steps, marks=slow) for m in DIVIDED for steps in (1, 4)],
+    [(NEXT, 64, 1), (KIMI, 64, 4), (OLMO, 8, 1)] + [slow(m, 64, steps) for m in DIVIDED for steps in (1, 4)],
 )
 def test_gated_delta_update(model, rows, steps, tmp_path):
     call, stores = gated_update_call(model, rows, steps), (10, 11, 12)
@@ -95,7 +94,7 @@ MORE_SCANS += [(model, 16, 64, BF16, BF16) for model in DIVIDED] + [(NEXT, 16, 1
 
 @pytest.mark.parametrize(
     ("model", "tiles", "tile_size", "dtype", "store"),
-    [*SCANS, *(pytest.param(*case, marks=slow) for case in MORE_SCANS if case not in SCANS)],
+    [*SCANS, *(slow(*case) for case in MORE_SCANS if case not in SCANS)],
 )
 def test_delta_scan(model, tiles, tile_size, dtype, store, tmp_path):
     call = scan_call(model, tiles, tile_size=tile_size, dtype=dtype, store=store)

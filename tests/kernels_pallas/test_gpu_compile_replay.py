@@ -16,17 +16,17 @@ from kernels_pallas.gated_delta_replay import gated_delta_replay
 from kernels_pallas.gated_delta_update import Gates
 from kernels_pallas.gated_replay import gated_replay
 from kernels_pallas.state_replay import Tail
+from tests.support.selection import slow
 
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.full]
 
-slow = pytest.mark.slow
-CASES = [pytest.param(MODELS[0], 64, 4, F32, marks=slow), (MODELS[2].divided(8), 8, 1, BF16)]
-CASES += [pytest.param(model, 128, steps, F32, marks=slow) for model in (*MODELS, *OTHERS) for steps in (1, 4)]
+CASES = [slow(MODELS[0], 64, 4, F32), (MODELS[2].divided(8), 8, 1, BF16)]
+CASES += [slow(model, 128, steps, F32) for model in (*MODELS, *OTHERS) for steps in (1, 4)]
 
 
 DELTA = [(KIMI, 64, 4, F32)]
-DELTA += [pytest.param(*c, marks=slow) for c in ((NEXT, 64, 4, F32), (LARGE, 64, 1, F32), (OLMO, 8, 4, F32))]
-DELTA += [pytest.param(m, rows, steps, F32, marks=slow) for m in DIVIDED for rows in (1, 64) for steps in (1, 4)]
+DELTA += [slow(*c) for c in ((NEXT, 64, 4, F32), (LARGE, 64, 1, F32), (OLMO, 8, 4, F32))]
+DELTA += [slow(m, rows, steps, F32) for m in DIVIDED for rows in (1, 64) for steps in (1, 4)]
 
 
 def in_place(operation, call, folder, stores=(0, 1, 2, 3), temporaries=1 << 20):
@@ -69,7 +69,7 @@ def between_anchors(operation, make, options, *args):
 
 
 GATED = [(MODELS[0], 64, 1), (MODELS[1], 8, 4)]
-GATED += [pytest.param(m, 64, steps, marks=slow) for m in (*MODELS[1:], *OTHERS) for steps in (1, 4)]
+GATED += [slow(m, 64, steps) for m in (*MODELS[1:], *OTHERS) for steps in (1, 4)]
 
 
 @pytest.mark.parametrize(("model", "rows", "steps"), GATED)
@@ -89,7 +89,7 @@ def test_gated_replay(model, rows, steps, tmp_path):
 
 
 GATED_DELTA = [(NEXT, 64, 1), (KIMI, 64, 4)]
-GATED_DELTA += [pytest.param(m, 64, steps, marks=slow) for m in DIVIDED for steps in (1, 4)]
+GATED_DELTA += [slow(m, 64, steps) for m in DIVIDED for steps in (1, 4)]
 
 
 @pytest.mark.parametrize(("model", "rows", "steps"), GATED_DELTA)

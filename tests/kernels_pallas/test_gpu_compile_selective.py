@@ -5,10 +5,11 @@ from real_shapes import BF16, F32, nbytes
 from test_gpu_compile import compiled
 from test_selective_compile import INNER, STATE, STORE, scan, scan_call, update, update_call
 
+from tests.support.selection import slow
+
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.full]
 
-slow = pytest.mark.slow
-CASES = [(INNER, F32), (INNER // 8, F32), *(pytest.param(*c, marks=slow) for c in ((INNER, BF16), (5120, F32)))]
+CASES = [(INNER, F32), (INNER // 8, F32), *(slow(*c) for c in ((INNER, BF16), (5120, F32)))]
 
 
 @pytest.mark.parametrize(("inner", "store"), CASES)

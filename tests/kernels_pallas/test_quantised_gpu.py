@@ -19,9 +19,9 @@ from kernels_pallas.linear import linear
 from kernels_pallas.linear import quantised_gpu as linear_gpu
 from kernels_pallas.linear import reference as linear_reference
 from kernels_pallas.quantised import Quantised
+from tests.support.selection import slow
 
 pytestmark = pytest.mark.full
-slow = pytest.mark.slow
 
 INT8, FP8, INT4, FP4 = jnp.int8, jnp.float8_e4m3fn, jnp.int4, jnp.float4_e2m1fn
 
@@ -175,9 +175,7 @@ CALLS = [
 
 
 @pytest.mark.gpu_compile
-@pytest.mark.parametrize(
-    ("form", "expert", "tokens"), [*FEW, *(pytest.param(*c, marks=slow) for c in CALLS if c not in FEW)]
-)
+@pytest.mark.parametrize(("form", "expert", "tokens"), [*FEW, *(slow(*c) for c in CALLS if c not in FEW)])
 @pytest.mark.parametrize("direction", ["up", "down"])
 def test_published_sizes(form, expert, tokens, direction, monkeypatch, capfd):
     """No registers are spilled, and memory holds no wide weight: only sizes of groups and their sums."""

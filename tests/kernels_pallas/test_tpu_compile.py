@@ -30,12 +30,12 @@ from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.ssd_scan import ssd_scan
 from kernels_pallas.state_update import state_update
 from serving.capacity.traffic import Traffic
+from tests.support.selection import slow
 
 pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
 
 STORE = 6
 NEMOTRON, NANO, BAMBA, _ = MODELS
-slow = pytest.mark.slow
 
 
 def update(*args):
@@ -88,7 +88,7 @@ ALL += [(name, model, 8, steps, F32) for name in SLICES for model in OTHERS for 
 
 def cases(few, everything):
     found = [pytest.param(*c, id=describe(*c)) for c in few]
-    return found + [pytest.param(*c, id=describe(*c), marks=slow) for c in everything if c not in few]
+    return found + [pytest.param(*c, id=describe(*c), marks=pytest.mark.slow) for c in everything if c not in few]
 
 
 def describe(slice_name, model, *rest):
@@ -123,7 +123,7 @@ def test_ssd_scan(slice_name, model, tiles, tile_size, store):
     check_in_place(slice_name, scan, scan_call(model, tiles, tile_size=tile_size, store=store))
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("slice_name", SLICES)
 def test_float32_inputs(slice_name):
     check_in_place(slice_name, scan, scan_call(NEMOTRON.divided(8), 4, dtype=jnp.float32))
@@ -190,7 +190,7 @@ def test_paged_attention(slice_name, model, blocks, q_len):
 
 @pytest.mark.parametrize(
     ("page_size", "context", "calls"),
-    [(128, 1 << 18, 1), pytest.param(32, 1 << 18, 3, marks=slow), pytest.param(128, 1 << 20, 3, marks=slow)],
+    [(128, 1 << 18, 1), slow(32, 1 << 18, 3), slow(128, 1 << 20, 3)],
 )
 def test_paged_attention_with_tables_of_long_contexts(page_size, context, calls):
     """64 rows: the default page size on TPU holds 262,144 tokens in one call, other sizes take more."""
@@ -205,7 +205,7 @@ def test_paged_attention_with_tables_of_long_contexts(page_size, context, calls)
     assert text.count('custom_call_target="tpu_custom_call"') == calls
 
 
-@pytest.mark.parametrize("slice_name", ["v5e", pytest.param("v6e", marks=slow), pytest.param("tpu7x", marks=slow)])
+@pytest.mark.parametrize("slice_name", ["v5e", slow("v6e"), slow("tpu7x")])
 def test_paged_attention_over_a_cache_in_8_bits(slice_name):
     q, kv, *places = attention_call(NEMOTRON, 64, 1)
     kv = shape(*kv.shape, dtype=jnp.float8_e4m3fn)

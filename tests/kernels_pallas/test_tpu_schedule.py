@@ -6,9 +6,10 @@ They are what makes a kernel bound by memory or not: `docs/hardware.md` compares
 import pytest
 from count_bundles import count_bundles
 
+from tests.support.selection import slow
+
 pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
-slow = pytest.mark.slow
-FASTER = [pytest.param("v6e", marks=slow), pytest.param("tpu7x", marks=slow)]
+FASTER = [slow("v6e"), slow("tpu7x")]
 
 
 @pytest.mark.parametrize("slice_name", ["v5e", *FASTER])
@@ -16,19 +17,19 @@ def test_state_update(slice_name):
     assert count_bundles("state_update", slice_name, rows=64) <= 1150
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize(("slice_name", "most"), [("v5e", 1450), ("v6e", 1300), ("tpu7x", 1300)])
 def test_state_update_with_drafts(slice_name, most):
     assert count_bundles("state_update", slice_name, rows=64, steps=4) <= most
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("slice_name", ["v5e", *FASTER])
 def test_ssd_scan(slice_name):
     assert count_bundles("ssd_scan", slice_name, rows=16) <= 4300
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("slice_name", ["v5e", *FASTER])
 def test_gated_scan(slice_name):
     assert count_bundles("gated_scan", slice_name, rows=18) <= 7700
@@ -44,13 +45,13 @@ def test_delta_scan(slice_name):
     assert count_bundles("delta_scan", slice_name, rows=16) <= 10_000
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("slice_name", ["v5e", *FASTER])
 def test_selective_update(slice_name):
     assert count_bundles("selective_update", slice_name, rows=64) <= 1050
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("slice_name", ["v5e", *FASTER])
 def test_selective_scan(slice_name):
     """The loop over tokens counts once: its body is 8 tokens of 512 channels, for each 512 of a block's 2,048."""

@@ -26,6 +26,7 @@ from serving.capacity.compiling import SlicePrograms, check_compiler, slice_mesh
 from serving.capacity.targets import target
 from serving.config import ConfigError
 from tests.support.narrow_parameters import narrow_parameters
+from tests.support.selection import slow
 
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.full]
 
@@ -37,7 +38,6 @@ MOST = 500e6
 ONE_GRAPH = {"kCommandBuffer": 1}
 """The host launches one CUDA graph for a step, and nothing else."""
 
-slow = pytest.mark.slow
 FEW = [
     ("nemotron-h-8b", "M*-", "h200-1", 3),
     ("nemotron-h-8b", "M-", "h200-2", 0),
@@ -59,7 +59,7 @@ def one_of_each(name):
 
 
 EVERY = [(name, one_of_each(name), "h200-1", drafts) for name in preset_names() for drafts in (0, 3)]
-CASES = [*FEW, *(pytest.param(*case, marks=slow) for case in (*OTHER_MACHINES, *EVERY) if case not in FEW)]
+CASES = [*FEW, *(slow(*case) for case in (*OTHER_MACHINES, *EVERY) if case not in FEW)]
 
 
 def compilable(topology):
@@ -135,7 +135,7 @@ def test_prefill_is_lean(model, pattern, topology, drafts):
     ("model", "topology", "kind", "weight"),
     [
         ("nemotron-3-nano-30b-a3b", "h200-1", "int8", 128 * 1856 * 2688),
-        pytest.param("nemotron-3-super-120b-a12b", "h200-2", "nvfp4", 512 * 2688 * 1024, marks=slow),
+        slow("nemotron-3-super-120b-a12b", "h200-2", "nvfp4", 512 * 2688 * 1024),
     ],
 )
 def test_narrow_experts_are_not_widened_in_memory(model, topology, kind, weight, phase):
@@ -155,12 +155,13 @@ def test_narrow_experts_are_not_widened_in_memory(model, topology, kind, weight,
     [
         ("nemotron-h-8b", "M", 64, 7, 3),
         ("nemotron-3-nano-30b-a3b", "E", 8, 9, None),
-        pytest.param("nemotron-h-8b", "M", 64, 7, None, marks=slow),
-        pytest.param("qwen3.5-27b", "D", 64, 8, None, marks=slow),
-        pytest.param("qwen3.5-27b", "D", 8, 8, 3, marks=slow),
-        pytest.param("nemotron-3-nano-30b-a3b", "E", 64, 15, None, marks=slow),
-        pytest.param("qwen3-next-80b-a3b", "E", 8, 9, None, marks=slow),
-        pytest.param("qwen3-next-80b-a3b", "D", 8, 8, None, marks=slow),
+        slow("nemotron-h-8b", "M", 64, 7, None),
+        slow("qwen3.5-27b", "D", 64, 8, None),
+        slow("qwen3.5-27b", "D", 8, 8, 3),
+        slow("nemotron-3-nano-30b-a3b", "E", 64, 15, None),
+        slow("qwen3-next-80b-a3b", "E", 8, 9, None),
+        slow("qwen3-next-80b-a3b", "D", 8, 8, None),
+        slow("kimi-linear-48b-a3b", "D", 8, 12, None),
     ],
 )
 def test_kernels_of_a_layer(model, layer, rows, most, drafts):
@@ -177,11 +178,16 @@ def test_kernels_of_a_layer(model, layer, rows, most, drafts):
     assert 0 < two - one <= most + (not version("jaxlib").startswith("0.10."))
 
 
-def test_weights_of_a_delta_net_are_not_copied():
-    """XLA merges the six projections. Two of them have 32 outputs, no multiple of its tiles."""
+@pytest.mark.parametrize(
+    ("model", "outputs", "inputs"), [("qwen3-next-80b-a3b", 12_352, 2048), ("kimi-linear-48b-a3b", 12_544, 2304)]
+)
+def test_weights_of_a_delta_net_are_not_copied(model, outputs, inputs):
+    """XLA merges products of one input. Of the first, two have 32 outputs, no multiple of its tiles; of the second,
+    two have the 128 channels of gates of low rank.
+    """
     batch = DecodeBatch.empty(rows=8, num_speculative_tokens=0, pages_per_row=1)
-    program, *_ = compiled_for("qwen3-next-80b-a3b", "D", "h200-1", 0, batch)
-    assert program.temporaries < 2 * 12_352 * 2048 / 10
+    program, *_ = compiled_for(model, "D", "h200-1", 0, batch)
+    assert program.temporaries < 2 * outputs * inputs / 10
 
 
 def test_sampling_holds_one_array_of_the_vocabulary():
@@ -204,8 +210,8 @@ EXPERTS = {
 """Experts, channels of each and width of the token."""
 
 
-@pytest.mark.parametrize("tokens", [384, pytest.param(12288, marks=slow)])
-@pytest.mark.parametrize("name", [next(iter(EXPERTS)), *(pytest.param(n, marks=slow) for n in list(EXPERTS)[1:])])
+@pytest.mark.parametrize("tokens", [384, slow(12288)])
+@pytest.mark.parametrize("name", [next(iter(EXPERTS)), *(slow(n) for n in list(EXPERTS)[1:])])
 def test_experts_of_published_sizes(name, tokens):
     """Weights of both orientations: nothing but the kernel touches them."""
     mesh = slice_mesh(compilable("h200-1"))

@@ -9,6 +9,7 @@ from serving import LLM, SamplingParams
 from serving.engine.steps.batching import PrefillShape
 from tests.support.engines import QUICK_COMPILE
 from tests.support.golden_case import CLEAR_GAP, Case
+from tests.support.selection import slow
 
 FLAGS = {
     "tile_size": 16,
@@ -24,7 +25,6 @@ FLAGS = {
     "num_speculative_tokens": 3,
     "warmup": False,
 }
-slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -32,19 +32,19 @@ slow = pytest.mark.slow
     [
         pytest.param("qwen3next", "mtp", 1, marks=pytest.mark.full),
         ("lfm2-moe", "ngram", 1),
-        pytest.param("qwen35", "ngram", 1, marks=slow),
-        pytest.param("qwen35-moe", "mtp", 1, marks=slow),
-        pytest.param("qwen3next-dense", "ngram", 1, marks=slow),
-        pytest.param("qwen3next", "mtp", 16, marks=slow),
-        pytest.param("lfm2", "ngram", 1, marks=slow),
-        pytest.param("kimi", "ngram", 1, marks=slow),
-        pytest.param("kimi", "ngram", 8, marks=slow),
-        pytest.param("ling3", "ngram", 8, marks=slow),
+        slow("qwen35", "ngram", 1),
+        slow("qwen35-moe", "mtp", 1),
+        slow("qwen3next-dense", "ngram", 1),
+        slow("qwen3next", "mtp", 16),
+        slow("lfm2", "ngram", 1),
+        slow("kimi", "ngram", 1),
+        slow("kimi", "ngram", 8),
+        slow("ling3", "ngram", 8),
         pytest.param("ling3", "mtp", 1, marks=pytest.mark.full),
         pytest.param("minimax", "ngram", 1, marks=pytest.mark.full),
-        pytest.param("minimax", "ngram", 8, marks=slow),
+        slow("minimax", "ngram", 8),
         pytest.param("falcon-mamba", "ngram", 1, marks=pytest.mark.full),
-        pytest.param("mamba", "ngram", 1, marks=slow),
+        slow("mamba", "ngram", 1),
         pytest.param("jamba", "ngram", 1, marks=pytest.mark.full),
         pytest.param("lfm3", "ngram", 1, marks=pytest.mark.full),
         pytest.param("recurrent-gemma", "ngram", 1, marks=pytest.mark.full),
