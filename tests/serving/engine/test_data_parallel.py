@@ -65,6 +65,7 @@ async def last(replicas, prompt, params=GREEDY, **more):
     return [output async for output in replicas.generate({"prompt_token_ids": prompt}, params, **more)][-1]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(native.why_incomplete() is not None, reason="needs the native operations")
 def test_schedule_invariant_replicas_have_the_bits_of_one_engine(harness, maker, traffic):
     prompts = traffic[0] * 2
