@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from mamba_jax.drafts import MTPDrafts, NGramDrafts
+from tests.support.selection import slow
 from tests.support.step_host import TILE, Host
 from tests.support.tiny_configs import FOR_ENGINES, STEP
 
@@ -33,11 +34,9 @@ def start(config, source, interval):
         pytest.param("step", None, 8, marks=pytest.mark.full),
         pytest.param("nemotronh", MTPDrafts(), 8, marks=pytest.mark.full),
         pytest.param("step", NGramDrafts(1, 4), None, marks=pytest.mark.full),
-        *(
-            pytest.param(name, None, interval, marks=pytest.mark.full if interval is None else pytest.mark.slow)
-            for name in ("falconh1", "delta", "short_conv", "kimi", "selective")
-            for interval in (None, 8)
-        ),
+        *(pytest.param(name, None, None, marks=pytest.mark.full) for name in ("delta", "selective")),
+        *(slow(name, None, None) for name in ("falconh1", "short_conv", "kimi")),
+        *(slow(name, None, 8) for name in ("falconh1", "delta", "short_conv", "kimi", "selective")),
     ],
     ids=str,
 )
