@@ -32,6 +32,7 @@ def count_bundles(kernel: str, slice_name: str, rows: int, steps: int = 1) -> in
 
 
 def _compile(kernel: str, slice_name: str, rows: int, steps: int) -> None:
+    sys.path.append(str(Path(__file__).parents[2]))  # of `tests.support`
     import test_selective_compile as selective
     import test_tpu_compile_delta as delta
     from real_shapes import MODELS, gated_scan_call, replay_call, scan_call, update_call
