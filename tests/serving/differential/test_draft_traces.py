@@ -9,7 +9,6 @@ import pytest
 
 from tests.serving.differential.drafting import COUNTS, SOURCES, drafters
 from tests.serving.differential.traces import DRAFTING_MODELS, run_trace
-from tests.support.selection import slow
 
 SHARDS = 2
 DEFAULT_EXAMPLES = 20_000
@@ -50,7 +49,7 @@ def test_traces_with_drafts(shard: int, request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.full
 @pytest.mark.fuzz
-@pytest.mark.parametrize("model", ["selective", "windowed", slow("griffin")])
+@pytest.mark.parametrize("model", ["selective", "windowed", "griffin"])
 def test_traces_of_other_mixers(model: str) -> None:
     met: Counter[str] = Counter()
     for seed in range(54_000_000, 54_000_025):
@@ -62,9 +61,8 @@ def test_traces_of_other_mixers(model: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.fuzz
-@pytest.mark.parametrize(
-    ("model", "replay"), [("eagle3", None), slow("eagle3", 8), slow("dflash", None), ("dflash", 8)]
-)
+@pytest.mark.parametrize("replay", [None, 8])
+@pytest.mark.parametrize("model", ["eagle3", "dflash"])
 def test_traces_with_a_drafter(model: str, replay: int | None) -> None:
     """A drafter with weights, keys and a vocabulary of its own takes the place of the draft layer."""
     met: Counter[str] = Counter()

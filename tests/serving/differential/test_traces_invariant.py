@@ -20,7 +20,6 @@ from tests.serving.differential.faults import BITS, Fault, Patch, fault
 from tests.serving.differential.judging import Divergence
 from tests.serving.differential.splitting import impatient
 from tests.serving.differential.traces import draw, run_trace
-from tests.support.selection import some_slow
 from tests.support.shared_engines import INVARIANT, INVARIANT_MODELS, SMALLEST, TILE, engines_of
 
 pytestmark = [
@@ -52,7 +51,7 @@ def run(first: int, count: int, name: str, *hows: str) -> Counter[str]:
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("model", some_slow(INVARIANT_MODELS, "experts", "falconh1", "kimi", "short_conv"))
+@pytest.mark.parametrize("model", INVARIANT_MODELS)
 def test_bits_of_each_recurrence(model: str) -> None:
     dtype = ("float32", "bfloat16")[INVARIANT_MODELS.index(model) % 2]
     assert run(FIRST, 5, f"{model}, invariant {dtype}", "plain", "split")["arrived"]

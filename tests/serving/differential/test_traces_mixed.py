@@ -6,7 +6,7 @@ The reference outputs come from requests that run alone, so that none of their s
 import pytest
 
 from tests.serving.differential.test_traces_with_replay import FEW, MODELS, run
-from tests.support.selection import slow, some_slow
+from tests.support.selection import slow
 
 REACHED = tuple(name for name in FEW if name != "anchors")
 
@@ -19,7 +19,7 @@ def test_traces() -> None:
 
 @pytest.mark.full
 @pytest.mark.fuzz
-@pytest.mark.parametrize("model", some_slow(MODELS, "kimi", "lightning", "mamba2", "nemotronh"))
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("replay", [None, slow(8)])
 def test_traces_of_each_recurrence(model: str, replay: int | None) -> None:
     assert run(61_000_000, 10, model=model, replay=replay, mixed=True, reached=())["mixed"] > 5

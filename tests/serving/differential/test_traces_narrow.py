@@ -19,7 +19,6 @@ from serving.engine.assembly.sizing import scheduler_config
 from tests.serving.differential.judging import Divergence
 from tests.serving.differential.splitting import impatient
 from tests.serving.differential.traces import draw, run_trace
-from tests.support.selection import some_slow
 from tests.support.shared_engines import EXACT, VARIANTS
 
 pytestmark = pytest.mark.full
@@ -28,7 +27,7 @@ COUNT = 16
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("variant", some_slow(VARIANTS, "float16 states"))
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_traces(variant: str, request: pytest.FixtureRequest) -> None:
     first = 5_000_000
     met: Counter[str] = Counter()

@@ -28,7 +28,7 @@ FEW = ("lora", "state", "both", "no adapter", "cached_tokens", "full_hits", "ada
 REACHED = (*FEW, "none", "align", "all", "aborted", "failures", "preemptions", "states_evicted", "pages_evicted")
 
 
-MODELS = ("nemotronh", slow("falconh1"), slow("delta"), slow("short_conv"), slow("kimi"))
+MODELS = ("nemotronh", slow("falconh1"), "delta", slow("short_conv"), slow("kimi"))
 
 
 def test_a_few_traces() -> None:
@@ -65,10 +65,11 @@ def test_traces_with_drafts(replay: int | None) -> None:
     assert met["drafts_cut"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.fuzz
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("model", ["nemotronh", "delta"])
+@pytest.mark.parametrize(
+    ("model", "mixed"), [slow("nemotronh", False), slow("nemotronh", True), ("delta", False), slow("delta", True)]
+)
 def test_traces_with_replay(model: str, mixed: bool) -> None:
     met = run(73_000_000, 40, adapters=True, replay=8, mixed=mixed, model=model, reached=FEW)
     assert met["anchors"]
