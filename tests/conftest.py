@@ -83,7 +83,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _check_annotations() -> None:
-    """Check the shape and dtype of every annotated array. This costs a third of the time of importing the tests."""
+    """Check the shape and dtype of every array that a function annotates."""
     import jaxtyping
     from jaxtyping import install_import_hook
 

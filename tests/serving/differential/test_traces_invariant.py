@@ -59,7 +59,7 @@ def test_bits_of_each_recurrence(model: str) -> None:
 
 @pytest.mark.fuzz
 def test_bits_with_drafts() -> None:
-    met = run(FIRST, 6, f"{SMALLEST}, invariant bfloat16", "drafts")
+    met = run(FIRST, 10, f"{SMALLEST}, invariant bfloat16", "drafts")
     assert all(met[f"accepted {source}"] for source in ("mtp", "ngram", "right", "mixed"))
 
 
