@@ -1,5 +1,5 @@
 """The operations of hybrid Mamba2/attention models, one folder each, over slots and pages that are updated in place.
 
 Every folder has `api.py` (the public functions), `reference.py` (the sequential definition, in numpy), and one file
-per implementation (`xla.py` runs everywhere). `workloads.py` lists sizes of real models, for tests and benchmarks.
+per implementation (`xla.py` runs everywhere).
 """

@@ -16,8 +16,6 @@ BELOW = {
     "serving": {"mamba_jax", "checkpoints"},
 }
 # `mamba_jax.load` is a door to the loader for people who import the library: imported when called only.
-# Timing operations by themselves is what this room is for.
-DOORS = {("serving/bench", "kernels_pallas")}
 LAZY_DOORS = {("mamba_jax/__init__.py", "checkpoints")}
 DEVICE = {"jax", "jaxlib", "flax", "orbax", "ml_dtypes", *ROOMS} - {"serving"}
 
@@ -173,9 +171,7 @@ def test_arrows_only_run_down(room):
         name = str(path.relative_to(ROOT))
         for module, lazy in imports(path):
             other = module.split(".")[0]
-            if other in set(ROOMS) - {room} - BELOW[room] and not (
-                (lazy and (name, other) in LAZY_DOORS) or (str(path.parent.relative_to(ROOT)), other) in DOORS
-            ):
+            if other in set(ROOMS) - {room} - BELOW[room] and not (lazy and (name, other) in LAZY_DOORS):
                 wrong.append(f"{name} imports {module}")
     assert not wrong
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from benchmarks.gpu_check.deadline import Deadline
 from benchmarks.gpu_check.sizes import BF16, Sizes, compare
-from serving.bench.kernel_calls import OPERATIONS, Draw
+from benchmarks.kernels.calls import OPERATIONS, Draw
 
 
 def check_between(name: str, sizes: Sizes, copy: float, deadline: Deadline) -> bool:

@@ -12,10 +12,10 @@ import numpy as np
 from benchmarks.gpu_check.deadline import Deadline
 from benchmarks.gpu_check.sizes import BF16, CLOSE, F32, I32, Sizes, compare
 from benchmarks.gpu_check.timing import difference, seconds
+from benchmarks.kernels.calls import OPERATIONS, Draw
+from benchmarks.kernels.workloads import ExpertMLP
 from kernels_pallas.expert_mlp.pallas_gpu import MOST
 from kernels_pallas.grouped_matmul import grouped_matmul
-from kernels_pallas.workloads import ExpertMLP
-from serving.bench.kernel_calls import OPERATIONS, Draw
 from serving.bench.report import emit
 
 CHECKED = 32

@@ -41,10 +41,6 @@ PROGRAMS = {
         "How much of multi-turn traffic the cache reuses, by number of slots. Runs no model.",
     ),
     "drafts": ("serving.bench.drafts", "Cost of steps that verify and propose drafts, compared with plain ones."),
-    "kernels": (
-        "serving.bench.kernels",
-        "Speed of every implementation of every operation, at the sizes of real models.",
-    ),
 }
 """Command -> module with a `main(arguments)`, and its help text."""
 

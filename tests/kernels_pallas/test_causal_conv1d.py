@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
 
+from benchmarks.kernels.workloads import CONVOLUTIONS
 from kernels_pallas import native
 from kernels_pallas.causal_conv1d import (
     causal_conv1d_prefill,
@@ -13,7 +14,6 @@ from kernels_pallas.causal_conv1d import (
     causal_conv1d_update,
     reference,
 )
-from kernels_pallas.workloads import CONVOLUTIONS
 
 pytestmark = pytest.mark.full
 

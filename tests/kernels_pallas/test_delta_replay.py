@@ -11,10 +11,10 @@ from jax import lax
 from operation_checks import Draw, assert_close, assert_same_bits, jitted, on_device
 from test_state_replay import Replay, fill, row, states, tails, where
 
+from benchmarks.kernels.workloads import DELTA
 from kernels_pallas import tails as rings
 from kernels_pallas.delta_replay import DeltaTail, by_channel, by_head, delta_replay, reference
 from kernels_pallas.delta_update import delta_update
-from kernels_pallas.workloads import DELTA
 
 pytestmark = pytest.mark.full
 

@@ -7,10 +7,10 @@ import pytest
 from jax import lax
 from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
 
+from benchmarks.kernels.workloads import DELTA
 from kernels_pallas import native
 from kernels_pallas.delta_scan import delta_scan, delta_scan_sequence, reference
 from kernels_pallas.delta_scan.inverse import unit_lower_inverse
-from kernels_pallas.workloads import DELTA
 
 pytestmark = pytest.mark.full
 

@@ -11,9 +11,9 @@ import pytest
 from operation_checks import Draw, jitted
 from test_delta_scan import SHAPES, TOLERANCE, Scan, layer, states, where
 
+from benchmarks.kernels.workloads import DELTA
 from kernels_pallas.delta_scan import delta_scan
 from kernels_pallas.dispatch import UnsupportedError
-from kernels_pallas.workloads import DELTA
 from tests.support.selection import slow
 
 pytestmark = pytest.mark.full

@@ -9,10 +9,10 @@ from operation_checks import Draw, assert_close, assert_in_place, assert_same_bi
 from test_delta_scan import layer, states
 from test_state_update import where
 
+from benchmarks.kernels.workloads import DELTA
 from kernels_pallas.delta_scan import delta_scan_sequence
 from kernels_pallas.delta_update import delta_update, reference
 from kernels_pallas.dispatch import UnsupportedError
-from kernels_pallas.workloads import DELTA
 
 pytestmark = pytest.mark.full
 

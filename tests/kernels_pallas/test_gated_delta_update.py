@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from test_gated_update import SLOTS, Between
 
+from benchmarks.kernels.workloads import DELTA
 from kernels_pallas.gated_delta_update import Gates, gated_delta_update, reference
-from kernels_pallas.workloads import DELTA
 from tests.support.selection import some_slow
 
 pytestmark = pytest.mark.full

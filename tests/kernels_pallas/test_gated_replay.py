@@ -9,10 +9,10 @@ from operation_checks import Draw, assert_close, assert_same_bits, jitted
 from test_gated_update import layer, options
 from test_state_replay import row, where
 
+from benchmarks.kernels.workloads import GATED
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.gated_replay import gated_replay, reference
 from kernels_pallas.state_replay import Tail
-from kernels_pallas.workloads import GATED
 from tests.support.selection import some_slow
 
 pytestmark = pytest.mark.full

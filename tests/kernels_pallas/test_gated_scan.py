@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from operation_checks import Draw, assert_close, assert_same_bits, jitted
 
+from benchmarks.kernels.workloads import GATED
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.gated_scan import gated_scan, reference
-from kernels_pallas.workloads import GATED
 from mamba_jax.layout import PrefillLayout
 from tests.support.selection import slow
 

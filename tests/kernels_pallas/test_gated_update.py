@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted
 
+from benchmarks.kernels.workloads import GATED
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.gated_update import gated_update, reference
-from kernels_pallas.workloads import GATED
 from tests.support.selection import some_slow
 
 pytestmark = pytest.mark.full

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import pytest
 from topology import compile_for_gpu, registers_of_kernels
 
+from benchmarks.kernels.workloads import EXPERT_MLPS
 from kernels_pallas.expert_choice import Rule, choose_experts
 from kernels_pallas.expert_mlp import expert_mlp
 from kernels_pallas.quantised import Quantised
-from kernels_pallas.workloads import EXPERT_MLPS
 from mamba_jax.modules.basic import activation
 from tests.support.selection import slow
 

@@ -11,11 +11,11 @@ import test_ssd_scan
 import test_state_update
 from operation_checks import Draw, assert_close, assert_same_bits, jitted, on_device
 
+from benchmarks.kernels.workloads import DELTA, MAMBA2
 from kernels_pallas.delta_scan import delta_scan
 from kernels_pallas.delta_update import delta_update
 from kernels_pallas.ssd_scan import ssd_scan
 from kernels_pallas.state_update import state_update
-from kernels_pallas.workloads import DELTA, MAMBA2
 
 pytestmark = pytest.mark.gpu
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from operation_checks import Draw, assert_close, jitted, on_device
 
+from benchmarks.kernels.workloads import GROUPED_PRODUCTS
 from kernels_pallas.dispatch import KernelChoice
 from kernels_pallas.grouped_matmul import grouped_matmul, reference
 from kernels_pallas.native import WHY_MISSING
-from kernels_pallas.workloads import GROUPED_PRODUCTS
 
 pytestmark = pytest.mark.full
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.kernels.workloads import PRODUCTS
 from kernels_pallas import native
 from kernels_pallas.dispatch import KernelChoice, UnsupportedError
 from kernels_pallas.linear import linear, linear_pair, reference
-from kernels_pallas.workloads import PRODUCTS
 
 pytestmark = pytest.mark.full
 

@@ -7,6 +7,7 @@ import pytest
 from jaxtyping import TypeCheckError
 from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
 
+from benchmarks.kernels.workloads import ATTENTION
 from kernels_pallas.paged_attention import (
     attention_sequence,
     copy_pages,
@@ -14,7 +15,6 @@ from kernels_pallas.paged_attention import (
     reference,
     write_kv,
 )
-from kernels_pallas.workloads import ATTENTION
 
 SHAPES = [s.small() for s in ATTENTION]
 PLAIN, LATENT = SHAPES[0], next(s for s in SHAPES if s.latent)

@@ -6,9 +6,9 @@ from test_selective_scan import layer as tokens
 from test_selective_scan import states
 from test_state_replay import Replay
 
+from benchmarks.kernels.workloads import SELECTIVE
 from kernels_pallas.selective_scan import reference, selective_replay, selective_update
 from kernels_pallas.state_replay import Tail
-from kernels_pallas.workloads import SELECTIVE
 
 pytestmark = pytest.mark.full
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
 
+from benchmarks.kernels.workloads import SELECTIVE
 from kernels_pallas.selective_scan import (
     reference,
     selective_scan,
     selective_scan_sequence,
     selective_update,
 )
-from kernels_pallas.workloads import SELECTIVE
 
 pytestmark = pytest.mark.full
 

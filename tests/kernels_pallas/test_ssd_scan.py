@@ -7,9 +7,9 @@ import pytest
 from jax import lax
 from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
 
+from benchmarks.kernels.workloads import MAMBA2
 from kernels_pallas import native
 from kernels_pallas.ssd_scan import reference, ssd_scan, ssd_scan_sequence
-from kernels_pallas.workloads import MAMBA2
 
 pytestmark = pytest.mark.full
 

@@ -12,9 +12,9 @@ import pytest
 from operation_checks import Draw, assert_close, assert_same_bits, jitted
 from test_ssd_scan import SHAPES, Scan, layer, pad, states, where
 
+from benchmarks.kernels.workloads import MAMBA2
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.ssd_scan import reference, ssd_scan
-from kernels_pallas.workloads import MAMBA2
 
 pytestmark = pytest.mark.full
 

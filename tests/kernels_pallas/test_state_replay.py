@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
 
+from benchmarks.kernels.workloads import MAMBA2
 from kernels_pallas import native, state_update
 from kernels_pallas.state_replay import Tail, reference, state_replay
-from kernels_pallas.workloads import MAMBA2
 
 pytestmark = pytest.mark.full
 

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted
 
+from benchmarks.kernels.workloads import MAMBA2
 from kernels_pallas import native
 from kernels_pallas.ssd_scan import ssd_scan_sequence
 from kernels_pallas.state_update import reference, state_update
-from kernels_pallas.workloads import MAMBA2
 
 pytestmark = pytest.mark.full
 

@@ -12,9 +12,9 @@ import pytest
 from operation_checks import Draw, jitted
 from test_state_update import ODD, SHAPES, Update, layer, states, where
 
+from benchmarks.kernels.workloads import MAMBA2
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.state_update import state_update
-from kernels_pallas.workloads import MAMBA2
 
 pytestmark = pytest.mark.full
 

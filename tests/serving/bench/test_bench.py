@@ -39,14 +39,12 @@ def test_help_comes_from_the_program(name, capfd):
     assert "usage:" in capfd.readouterr().out
 
 
-def test_wrong_options_are_exit_code_2(capfd):
+def test_wrong_options_are_exit_code_2():
     assert run(["bench", "throughput", "--prompts", "many"]) == 2
-    assert run(["bench", "kernels", "--operations", "scan"]) == 2
     assert run(["bench", "latency", "--rate", "0"]) == 2
     assert run(["bench", "throughput", "--engine", "max_num_seqs"]) == 2
     assert run(["bench", "compare", "--vary", "max_num_seqs=1,2", "--prompts", "0"]) == 2
     assert run(["bench", "nothing"]) == 2
-    assert "known are ssd_scan" in capfd.readouterr().err
 
 
 @pytest.mark.full
@@ -120,20 +118,6 @@ def test_compare(tmp_path, capfd):
     for line in lines[-2:]:
         assert (line["cached_tokens"], line["compiled_while_measuring"]) == (0, 0)  # each turn has new prompts
         assert (line["equal_outputs"], line["outputs"]) == (6, 6)
-
-
-@pytest.mark.full
-def test_kernels(capfd, tmp_path):
-    plot = tmp_path / "plot.png"
-    words = ["--small", "--reps", "1", "--seconds", "0.001", "--shapes", "nemotron-h-8b", "--plot", str(plot)]
-    assert run(["bench", "kernels", *words]) == 0
-    lines = lines_of(capfd.readouterr().out)[1:]
-    timed = {line["metric"] for line in lines if line.get("v", 0) > 0}
-    # The other operations have no shape of this name.
-    recurrent = {"ssd_scan", "gated_scan", "gated_update", "gated_replay", "state_update", "state_replay"}
-    assert timed == recurrent | {"causal_conv1d_update", "paged_attention", "gated_rms_norm", "linear"}
-    assert all(line["implementation"].startswith(("xla", "native", "invariant")) for line in lines)
-    assert plot.stat().st_size > 0
 
 
 class Canned(http.server.BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Calls of each operation at the sizes of `kernels_pallas.workloads`, for timing."""
+"""Calls of each operation at the sizes of `benchmarks.kernels.workloads`, for timing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.kernels import workloads
 from kernels_pallas import (
     causal_conv1d,
     delta_replay,
@@ -30,7 +31,6 @@ from kernels_pallas import (
     ssd_scan,
     state_replay,
     state_update,
-    workloads,
 )
 from kernels_pallas.causal_conv1d import api as conv_api
 from kernels_pallas.delta_scan import api as delta_scan_api

@@ -1,8 +1,8 @@
-"""Time of each operation by each of its implementations, at the sizes of `kernels_pallas.workloads`.
+"""Time of each operation by each of its implementations, at the sizes of `benchmarks.kernels.workloads`.
 
-    mamba-jax bench kernels                                    # everything this machine can run
-    mamba-jax bench kernels --operations ssd_scan --shapes nemotron --dtype bfloat16
-    mamba-jax bench kernels --operations state_update,state_replay     # every state kept, and replayed, side by side
+    python -m benchmarks.kernels                                   # everything this machine can run
+    python -m benchmarks.kernels --operations ssd_scan --shapes nemotron --dtype bfloat16
+    python -m benchmarks.kernels --operations state_update,state_replay   # every state kept, and replayed
 
 `gb_per_s` is the bytes that must move at least (`moved_mb`), over the time: the machine's bandwidth says how good that
 is. An implementation that cannot run a shape is named with its reason. Times are medians of `--reps` runs of several
@@ -19,8 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.kernels.calls import OPERATIONS, Call, Draw, runnable
 from kernels_pallas.dispatch import UnsupportedError
-from serving.bench.kernel_calls import OPERATIONS, Call, Draw, runnable
 from serving.bench.report import emit, environment, median, spread
 
 
@@ -105,3 +105,7 @@ def time_call(call: Call, implementation: str, *, reps: int, seconds: float) -> 
         took, store = calls(count, store)
         found.append(took / count)
     return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""Workloads of the operations: layers of real models and odd ones, for tests and for `mamba-jax bench kernels`."""
+"""Workloads of the operations: layers of real models and odd ones, for tests and for `python -m benchmarks.kernels`."""
 
 from __future__ import annotations
 

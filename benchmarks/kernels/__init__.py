@@ -1,0 +1,1 @@
+"""Times each operation by each of its implementations: `python -m benchmarks.kernels`."""
