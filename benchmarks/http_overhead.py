@@ -21,8 +21,8 @@ import time
 from functools import partial
 from typing import Any
 
+from benchmarks.turns import in_turns, ratio
 from serving.bench.report import emit, environment, spread
-from serving.bench.turns import in_turns, ratio
 
 
 def prompts(count: int, length: int, seed: int, vocab_size: int) -> list[list[int]]:

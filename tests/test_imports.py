@@ -41,7 +41,7 @@ SERVING = {
     "split/http": {"config", "core", "engine", "api", "api/http", "api/http/protocol", "split", "split/transport"},
     "split/router": {"core", "api", "api/http", "api/http/protocol", "split", "split/http"},
     "split/ray": {"config", "api/http", "split", "split/http", "split/router"},
-    "bench": {"", "core", "engine", "vllm"},
+    "bench": {""},
     "cli": {"config", "engine", "capacity", "api", "api/http", "api/http/protocol", "split", "split/http"}
     | {"split/transport", "hosts", "settings", "split/router", "vllm"},
 }

@@ -23,24 +23,10 @@ def _help(context: typer.Context) -> None:
 
 PROGRAMS = {
     "throughput": ("serving.bench.throughput", "Offline throughput: tokens per second for many prompts at once."),
-    "compare": ("serving.bench.compare", "Compare configurations of the engine in alternating turns."),
     "latency": (
         "serving.bench.latency",
         "Time to first token and between tokens of a server under Poisson load.",
     ),
-    "decode": (
-        "serving.bench.decode_prefill",
-        "Decode and prefill speed by batch size, and host time per step; optionally compared with another program.",
-    ),
-    "prefix": (
-        "serving.bench.prefix_cache",
-        "What prefix caching gains on prompts with a shared prefix; step time by context length.",
-    ),
-    "reuse": (
-        "serving.bench.prefix_reuse",
-        "How much of multi-turn traffic the cache reuses, by number of slots. Runs no model.",
-    ),
-    "drafts": ("serving.bench.drafts", "Cost of steps that verify and propose drafts, compared with plain ones."),
 }
 """Command -> module with a `main(arguments)`, and its help text."""
 

@@ -3,7 +3,7 @@
 Costs are counted in prompt tokens, so the workers' speeds need not be known: the tokens that a worker has been given
 and not computed yet, and those of this prompt beyond the deepest state that it could continue from. A worker that
 recently had more than its share must save as many tokens more; otherwise the first worker to compute a popular prefix
-would receive all prompts that begin with it. `benchmarks.replica_placement` simulates these rules for a fleet.
+would receive all prompts that begin with it. `benchmarks/RESULTS.md` has a simulation of these rules.
 """
 
 import math

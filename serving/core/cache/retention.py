@@ -1,7 +1,7 @@
 """Decides which states to publish and which to evict first.
 
 Only `RetentionPolicy` makes these decisions, so that another policy can replace it without other changes.
-`serving/bench/prefix_reuse.py` measures the reuse that this policy achieves with recorded traffic.
+`benchmarks/RESULTS.md` has the reuse that this policy achieved with recorded traffic.
 """
 
 from collections.abc import Sequence

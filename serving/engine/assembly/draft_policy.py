@@ -20,7 +20,7 @@ class _Machine(NamedTuple):
 
 
 _CPU = _Machine(5.0, 3e7)
-"""Two cores, on which four rows of a dot cost 1.5 to 2.2 times one row (`mamba-jax bench drafts`); 1 ms at 30 GB/s."""
+"""Two cores, on which four rows of a dot cost 1.5 to 2.2 times one row (benchmarks/RESULTS.md); 1 ms at 30 GB/s."""
 _ACCELERATOR = _Machine(250.0, 1e9)
 """Arithmetic over memory bandwidth, in 16 bits, is 200 to 560 on the usual GPUs and TPUs; 0.3 ms at 3 TB/s."""
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from checkpoints.random import write_random
-from serving.bench import compare, latency, turns
+from serving.bench import latency
 from serving.cli.bench import PROGRAMS
 from serving.cli.main import run
 
@@ -43,7 +43,7 @@ def test_wrong_options_are_exit_code_2():
     assert run(["bench", "throughput", "--prompts", "many"]) == 2
     assert run(["bench", "latency", "--rate", "0"]) == 2
     assert run(["bench", "throughput", "--engine", "max_num_seqs"]) == 2
-    assert run(["bench", "compare", "--vary", "max_num_seqs=1,2", "--prompts", "0"]) == 2
+    assert run(["bench", "throughput", "--prompts", "0"]) == 2
     assert run(["bench", "nothing"]) == 2
 
 
@@ -60,64 +60,6 @@ def test_throughput(tmp_path, capfd):
     assert lines["run"]["compiled_while_measuring"] == 0
     assert lines["environment"]["model"] == "tiny"
     assert plot.read_text().startswith("<?xml")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--vary", "dtype"], "--vary dtype: expected FLAG=VALUE"),
-        (["--vary", "dtype=float32"], "at least two values are needed"),
-        (["--vary", "kernels=[xla"], "not values in YAML"),
-        (["--vary", "max_num_seqs=1,2", "--vary", "max_num_seqs=3,4"], "given twice"),
-        (["--vary", "max_num_seqs=1,2", "--engine", "max-num-seqs=3"], "also given as --engine max_num_seqs"),
-        (["--vary", "max_num_seqs=1,0"], "max_num_seqs: must be greater than or equal to 1"),
-    ],
-)
-def test_bad_comparisons_are_one_line(words, message, capfd):
-    assert run(["bench", "compare", "demo", *words]) == 2
-    captured = capfd.readouterr()
-    assert message in captured.err
-    assert "output_tokens_per_s" not in captured.out
-
-
-def test_combinations_and_shares_of_memory():
-    combined = compare.combinations(["quantization=null,int8", "num-speculative-tokens=0,3"])
-    assert combined[0] == {"quantization": None, "num_speculative_tokens": 0}
-    assert combined[3] == {"quantization": "int8", "num_speculative_tokens": 3}
-    flags = compare.configurations("demo", combined, {"gpu_memory_utilization": 0.8})
-    assert [each["memory_utilization"] for each in flags] == pytest.approx([0.2, 0.4, 0.6, 0.8])
-    assert flags[2]["quantization"] == "int8"
-    assert compare.combinations(['kernels="a,b",c'])[0] == {"kernels": "a,b"}
-
-
-def test_turns_start_with_another_form_each_time():
-    calls = []
-    values = turns.in_turns({name: lambda turn, name=name: calls.append((turn, name)) or turn for name in "ab"}, 2)
-    assert calls == [(-1, "b"), (-1, "a"), (0, "a"), (0, "b"), (1, "b"), (1, "a")]
-    assert values == {"a": [0, 1], "b": [0, 1]}
-    assert turns.ratio([2, 6, 12], [1, 2, 3]) == {"ratio": 3, "least": 2, "most": 4}
-
-
-@pytest.mark.full
-def test_compare(tmp_path, capfd):
-    model = write_random(tmp_path / "tiny", TINY)
-    flags = ["tile_size=8", "state_block_size=16", "max_num_seqs=2", "max_model_len=64", "page_size=8"]
-    words = ["--prompts", "2", "--prompt-tokens", "20", "--output-tokens", "3", "--turns", "3"]
-    words += [word for flag in flags for word in ("--engine", flag)]
-    assert run(["bench", "compare", str(model), *words, "--vary", "mamba_cache_mode=none,all"]) == 0
-    lines = lines_of(capfd.readouterr().out)
-    assert (lines[0]["model"], lines[0]["prompt_tokens"], lines[0]["output_tokens"]) == ("tiny", 20, 3)
-    assert lines[0]["engine"] == flags
-    figures = [line for line in lines if "v" in line]
-    assert [line["metric"] for line in figures[::2]] == ["output_tokens_per_s", "ttft_ms", "tpot_ms"]
-    for first, second in zip(figures[::2], figures[1::2], strict=True):
-        assert first["configuration"] == {"mamba_cache_mode": "none"}
-        assert second["configuration"] == {"mamba_cache_mode": "all"}
-        assert "ratio" not in first
-        assert 0 < second["least"] <= second["ratio"] <= second["most"]
-    for line in lines[-2:]:
-        assert (line["cached_tokens"], line["compiled_while_measuring"]) == (0, 0)  # each turn has new prompts
-        assert (line["equal_outputs"], line["outputs"]) == (6, 6)
 
 
 class Canned(http.server.BaseHTTPRequestHandler):

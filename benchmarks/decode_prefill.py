@@ -1,7 +1,7 @@
 """Tokens per second of prefill and decode, host time per step; alternating with another program where one is given.
 
-    mamba-jax bench decode MODEL --dtype float32 --batches 1,8,32 --prefill 512,2048
-    mamba-jax bench decode MODEL --rounds 3 --peer "python peer_bench.py MODEL"
+    python -m benchmarks.decode_prefill MODEL --dtype float32 --batches 1,8,32 --prefill 512,2048
+    python -m benchmarks.decode_prefill MODEL --rounds 3 --peer "python peer_bench.py MODEL"
 
 prefill = one prompt of L random ids and one new token; decode = B prompts of 64 ids, B * 64 tokens over the time of 65
 new tokens less the time of one. Medians; a warm-up run first. A peer prints JSON lines with `metric` and `v` (perhaps
@@ -185,7 +185,7 @@ def program_time(llm: Any, batch: int, run: Any) -> float:
 
 def compare(options: argparse.Namespace) -> int:
     """Runs this program and the peer in turns; prints each figure's median and their ratio."""
-    own = [sys.executable, "-m", "serving.cli", "bench", "decode", options.model, "--dtype", options.dtype]
+    own = [sys.executable, "-m", "benchmarks.decode_prefill", options.model, "--dtype", options.dtype]
     own += ["--batches", options.batches, "--prefill", options.prefill, "--crowd", options.crowd]
     own += ["--reps", str(options.reps)]
     figures: dict[str, dict[str, list[float]]] = {"ours": {}, "peer": {}}
@@ -221,3 +221,7 @@ def _figures(text: str) -> list[tuple[str, float]]:
 
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """Compare configurations of the engine in alternating turns.
 
-    mamba-jax bench compare MODEL --vary mamba_cache_mode=none,align,all
-    mamba-jax bench compare MODEL --vary quantization=null,int8 --vary dtype=float32,bfloat16 --prompts 1
+    python -m benchmarks.compare MODEL --vary mamba_cache_mode=none,align,all
+    python -m benchmarks.compare MODEL --vary quantization=null,int8 --vary dtype=float32,bfloat16 --prompts 1
 
 Each combination of the values is an engine of its own, with the weights in memory once per engine and an equal part of
 `memory_utilization`. In each turn all engines answer the same prompts (random token ids, greedy, no end of text), and
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -26,10 +27,10 @@ from typing import Any
 
 import yaml
 
+from benchmarks.turns import in_turns, ratio
 from serving import LLM, ConfigError, EngineConfig
 from serving.bench.report import emit, environment, spread
 from serving.bench.throughput import Run, engine_flags, flag_of, offline_parser, parse_offline, run
-from serving.bench.turns import in_turns, ratio
 from serving.vllm.keywords import engine_flags as own_flags
 
 
@@ -124,3 +125,10 @@ def measure(
                 ),
                 "outputs": options.prompts * options.turns,
             }
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ConfigError as error:
+        sys.exit(f"compare: {error}")
