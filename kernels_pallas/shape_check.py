@@ -1,5 +1,6 @@
 """Checks the shapes of an operation's arguments by the names of dimensions in its annotations."""
 
+import dataclasses
 import functools
 import inspect
 import typing
@@ -18,8 +19,8 @@ def shapes_checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Returns the function, raising ValueError where its array arguments do not fit its annotations, or one another.
 
     Names of dimensions are those of `DIMENSIONS`. An argument that is None is left out. Where an annotation allows
-    several arrays, it is the one with as many dimensions as are given. Keywords may be annotated together, as
-    `**name: Unpack[...]` of a TypedDict.
+    several arrays, it is the one with as many dimensions as are given. The fields of arguments that are named tuples or
+    dataclasses are checked likewise. Keywords may be annotated together, as `**name: Unpack[...]` of a TypedDict.
 
     Raises:
         KeyError: a dimension is not in the legend.
@@ -37,9 +38,9 @@ def shapes_checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         given = kwargs | signature.bind(*args, **kwargs).arguments
         arrays = {
-            name: (given[name], _fitting(given[name], found))
+            name: (array, _fitting(array, found))
             for name, found in patterns.items()
-            if given.get(name) is not None
+            if (array := _argument(given, name)) is not None
         }
         check_shapes(function.__name__, **arrays)
         return function(*args, **kwargs)
@@ -48,12 +49,32 @@ def shapes_checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _annotations(signature: inspect.Signature) -> Iterator[tuple[str, Any]]:
-    """Of all arguments, by name."""
+    """Of all arguments, by name; of fields, by `argument.field`."""
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD and typing.get_args(parameter.annotation):
             yield from typing.get_type_hints(typing.get_args(parameter.annotation)[0]).items()
         else:
-            yield name, parameter.annotation
+            yield from _fields(name, parameter.annotation)
+
+
+def _fields(name: str, annotation: Any) -> Iterator[tuple[str, Any]]:
+    """An argument's own annotation, or those of its fields."""
+    kinds = [kind for kind in typing.get_args(annotation) or (annotation,) if _has_fields(kind)]
+    if not kinds:
+        yield name, annotation
+    for kind in kinds:
+        for field, of_field in typing.get_type_hints(kind).items():
+            yield from _fields(f"{name}.{field}", of_field)
+
+
+def _has_fields(kind: Any) -> bool:
+    return isinstance(kind, type) and (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"))
+
+
+def _argument(given: dict[str, Any], path: str) -> Any:
+    """The argument, or the field of it; None where it or the argument is None."""
+    name, *fields = path.split(".")
+    return functools.reduce(lambda value, field: getattr(value, field, None), fields, given.get(name))
 
 
 def _dimensions(annotation: Any) -> list[str]:
